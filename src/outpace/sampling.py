@@ -1,0 +1,382 @@
+"""Sampling: what a user asks of the next token's distribution, and how logits are adjusted to it.
+
+The order is that of Transformers' `generate`: logit bias, repetition penalty, frequency and presence penalties,
+custom processors, then, unless greedy, temperature, top-k, top-p, min-p. So are the arithmetic (float32) and the
+tie rules, so that the kept set is the same, token for token:
+
+- top-k keeps every token that ties with the k-th;
+- top-p drops tokens from the least likely up while their probabilities sum to at most 1 − top_p, among equal
+  logits the smaller id first, and always keeps one;
+- min-p keeps tokens at least min_p times as likely as the likeliest one;
+- greedy takes `torch.argmax`.
+
+Adjusted logits are the contract of everything downstream: their softmax is p (or q), and −inf means impossible.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outpace.arguments import integer, integers, kind, number
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""`(input_ids [1, T], scores [1, V]) -> scores [1, V]`: any Transformers `LogitsProcessor`."""
+
+Rewind = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. The defaults leave the model's distribution as it is.
+
+    temperature         divides the logits; 0 is greedy, and then top_k, top_p and min_p do nothing
+    top_k               keep the k likeliest tokens; 0 keeps all
+    top_p               keep the likeliest tokens that together reach this probability; 1 keeps all
+    min_p               keep tokens at least this many times as likely as the likeliest; 0 keeps all
+    repetition_penalty  divides positive (multiplies negative) logits of tokens in prompt or output; 1 is off
+    frequency_penalty   is subtracted once per occurrence in the output; 0 is off
+    presence_penalty    is subtracted once if the token occurs in the output; 0 is off
+    logit_bias          token id -> number added to its logit; -inf forbids the token
+    processors          Transformers `LogitsProcessor`s, or callables of the same form, applied in this order
+
+    A processor that keeps state serves a single row: give each row its own `sampling.fork()`.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    processors: Sequence[Processor] = ()
+
+    def __post_init__(self) -> None:
+        number("temperature", self.temperature, "a number >= 0 (0 is greedy)", lambda t: 0 <= t < math.inf)
+        integer("top_k", self.top_k, "an int >= 0 (0 keeps all)", lambda k: k >= 0)
+        number("top_p", self.top_p, "a number between 0 and 1", lambda p: 0 <= p <= 1)
+        number("min_p", self.min_p, "a number between 0 and 1", lambda p: 0 <= p <= 1)
+        number("repetition_penalty", self.repetition_penalty, "a number > 0", lambda r: 0 < r < math.inf)
+        number("frequency_penalty", self.frequency_penalty, "a finite number", math.isfinite)
+        number("presence_penalty", self.presence_penalty, "a finite number", math.isfinite)
+        for token, bias in (self.logit_bias or {}).items():
+            integer("logit_bias", token, "keyed by token ids >= 0", lambda t: t >= 0)
+            number(f"logit_bias[{token}]", bias, "a finite number or -inf", lambda b: b < math.inf)
+        for processor in self.processors:
+            if not callable(processor):
+                raise TypeError(f"processors: got {processor!r}; each must be a LogitsProcessor")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether the adjustment depends on earlier tokens."""
+        return bool(
+            self.processors or self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty
+        )
+
+    def fork(self) -> Sampling:
+        """The same sampling with its own copy of the processors' state; models they hold are shared."""
+        return dataclasses.replace(self, processors=tuple(_copy(processor) for processor in self.processors))
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The tokens before the first scored position, for adjustments that read them.
+
+    tokens          `[B, T]` token ids, padded on the right
+    lengths         `[B]` how many of them count; None: all T
+    prompt_lengths  `[B]` how many of them were the prompt: frequency and presence penalties count what follows;
+                    None: none of them, so all T count
+    """
+
+    tokens: Tensor
+    lengths: Tensor | None = None
+    prompt_lengths: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        integers("prefix.tokens", self.tokens, "an int64 tensor [B, T]")
+        if self.tokens.dim() != 2:
+            raise ValueError(f"prefix.tokens: got shape {tuple(self.tokens.shape)}; it must be [B, T]")
+        rows, longest = self.tokens.shape
+        for name, lengths in (("lengths", self.lengths), ("prompt_lengths", self.prompt_lengths)):
+            if lengths is None:
+                continue
+            integers(f"prefix.{name}", lengths, "an int64 tensor [B]")
+            if lengths.shape != (rows,):
+                raise ValueError(f"prefix.{name}: got shape {tuple(lengths.shape)}; it must be ({rows},)")
+            if lengths.device.type == "cpu" and ((lengths < 0) | (lengths > longest)).any():
+                raise ValueError(f"prefix.{name}: got {lengths.tolist()}; each must lie in 0..{longest}")
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Prefix:
+        """A prefix from plain lists of different lengths."""
+        tokens = torch.zeros(len(rows), max(map(len, rows), default=0), dtype=torch.int64)
+        for padded, row in zip(tokens, rows, strict=True):
+            padded[: len(row)] = torch.tensor(row, dtype=torch.int64)
+        lengths = torch.tensor([len(row) for row in rows])
+        prompts = None if prompt_lengths is None else torch.tensor(prompt_lengths).to(device)
+        return cls(tokens.to(device), lengths.to(device), prompts)
+
+    def row_lengths(self) -> Tensor:
+        rows, longest = self.tokens.shape
+        return self.tokens.new_full((rows,), longest) if self.lengths is None else self.lengths
+
+
+def adjust(
+    logits: Tensor,
+    sampling: Sampling | Sequence[Sampling],
+    prefix: Prefix | None = None,
+    drafted: Tensor | None = None,
+) -> Tensor:
+    """Logits of the distribution that `sampling` asks for.
+
+    logits    `[B, n, V]` of n consecutive positions a row, or `[B, V]` of one; any float dtype
+    sampling  one for all rows, or one per row
+    prefix    the tokens before position 0, when the sampling reads them
+    drafted   `[B, >= n-1]`: position i of row b follows prefix[b] and drafted[b, :i]
+
+    Returns a new tensor of the same shape, float32 (float64 stays float64). A row that holds NaN, +inf, or
+    nothing but -inf keeps having no softmax. Processors are called for one row after the other, positions in
+    order, with the prefix that plain decoding would show them.
+    """
+    if logits.dim() == 2:
+        return adjust(logits[:, None], sampling, prefix, drafted)[:, 0]
+    scores, _ = process(logits, sampling, prefix, drafted)
+    return warp(scores, sampling)
+
+
+def process(
+    logits: Tensor,
+    sampling: Sampling | Sequence[Sampling],
+    prefix: Prefix | None = None,
+    drafted: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Rewind | None]:
+    """The part of `adjust` that greedy decoding has too: bias, penalties, processors.
+
+    Processors see the first `lengths[b]` of a row's positions; by default all n. Where there are processors, the
+    second result takes the last position of each row that came to count `[B]`, and sets the state of the row's
+    processors back to just after it.
+    """
+    rows = _rows(sampling, logits.shape[0])
+    if not logits.is_floating_point():
+        raise TypeError(f"logits: got dtype {logits.dtype}; it must be a floating-point dtype")
+    scores = logits if logits.dtype is torch.float64 else logits.float()
+    if not any(row.logit_bias or row.reads_prefix for row in rows):
+        return scores, None
+    scores = scores.clone() if scores is logits else scores
+    _add_bias(scores, rows)
+    if not any(row.reads_prefix for row in rows):
+        return scores, None
+    B, n, _ = scores.shape
+    if prefix is None:
+        prefix = Prefix(torch.zeros(B, 0, dtype=torch.int64, device=scores.device))
+    if drafted is None:
+        drafted = torch.zeros(B, 0, dtype=torch.int64, device=scores.device)
+    for name, tokens in (("prefix.tokens", prefix.tokens), ("drafted", drafted)):
+        if tokens.shape[0] != B:
+            raise ValueError(f"{name}: got {tokens.shape[0]} rows; logits have {B}")
+        if tokens.device != scores.device:
+            raise ValueError(f"{name}: is on {tokens.device}; logits are on {scores.device}")
+    if drafted.shape[1] < n - 1:
+        raise ValueError(f"drafted: got {drafted.shape[1]} tokens a row; {n} positions need at least {n - 1}")
+    scores = _penalize(scores, rows, prefix, drafted[:, : n - 1])
+    if not any(row.processors for row in rows):
+        return scores, None
+    return scores, _run_processors(scores, rows, prefix, drafted, lengths)
+
+
+def warp(scores: Tensor, sampling: Sampling | Sequence[Sampling]) -> Tensor:
+    """The part of `adjust` that depends on the position alone: temperature, top-k, top-p, min-p, or argmax."""
+    rows = _rows(sampling, scores.shape[0])
+    greedy = [row.greedy for row in rows]
+    if all(greedy):
+        return _argmax_only(scores)
+    adjusted = scores
+
+    temperature = _column(rows, lambda row: row.temperature or 1.0, 1.0, scores)
+    if temperature is not None:
+        adjusted = adjusted / temperature
+    if any(row.top_k for row in rows):
+        adjusted = _keep_top_k(adjusted, [row.top_k for row in rows])
+    # 1 − top_p is rounded once, from double, as in Transformers; a row that keeps all gets a limit below any sum.
+    limit = _column(rows, lambda row: 1 - row.top_p if row.top_p < 1 else -1.0, -1.0, scores)
+    if limit is not None:
+        adjusted = _keep_top_p(adjusted, limit)
+    min_p = _column(rows, lambda row: row.min_p, 0.0, scores)
+    if min_p is not None:
+        probs = adjusted.softmax(-1)
+        adjusted = adjusted.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    if any(greedy):
+        is_greedy = torch.tensor(greedy, device=scores.device).view(-1, 1, 1)
+        adjusted = torch.where(is_greedy, _argmax_only(scores), adjusted)
+    return adjusted
+
+
+def _argmax_only(scores: Tensor) -> Tensor:
+    token = scores.argmax(-1, keepdim=True)
+    # 0 where the maximum is a number, NaN where it is not: an unusable row stays unusable.
+    return torch.full_like(scores, -torch.inf).scatter_(-1, token, scores.gather(-1, token) * 0)
+
+
+def _keep_top_k(scores: Tensor, k: list[int]) -> Tensor:
+    V = scores.shape[-1]
+    k = [min(one, V) or V for one in k]
+    most = max((one for one in k if one < V), default=V)
+    if most == V:
+        return scores
+    top = scores.topk(most).values
+    if len(set(k)) == 1:
+        return scores.masked_fill(scores < top[..., -1:], -torch.inf)
+    at = torch.tensor([min(one, most) for one in k], device=scores.device).view(-1, 1, 1) - 1
+    kth = top.gather(-1, at.expand(-1, scores.shape[1], 1))
+    off = torch.tensor([one == V for one in k], device=scores.device).view(-1, 1, 1)
+    return scores.masked_fill((scores < kth) & ~off, -torch.inf)
+
+
+def _keep_top_p(scores: Tensor, limit: Tensor) -> Tensor:
+    """Drop the least likely tokens whose probabilities sum to at most `limit`.
+
+    Only values are sorted, not ids: where the cut falls among equal logits, the tie rule says which ids go.
+    """
+    if scores.device.type == "cpu":
+        ascending = torch.from_numpy(
+            np.sort(scores.detach().numpy(), axis=-1)
+        )  # several times torch.sort's speed
+    else:
+        ascending = scores.sort(dim=-1).values
+    dropped = (
+        (ascending.softmax(-1).cumsum(-1) <= limit).sum(-1, keepdim=True).clamp_(max=scores.shape[-1] - 1)
+    )
+    cut = ascending.gather(-1, dropped)
+    drop = scores < cut
+    ties_dropped = dropped - drop.sum(-1, keepdim=True)
+    if scores.device.type != "cpu" or (ties_dropped > 0).any():
+        tied = scores == cut
+        drop |= tied & (tied.cumsum(-1) <= ties_dropped)
+    return scores.masked_fill(drop, -torch.inf)
+
+
+def _add_bias(scores: Tensor, rows: list[Sampling]) -> None:
+    V = scores.shape[-1]
+    for b, row in enumerate(rows):
+        if not row.logit_bias:
+            continue
+        beyond = [token for token in row.logit_bias if token >= V]
+        if beyond:
+            raise ValueError(f"logit_bias: got token ids {beyond}; the vocabulary has {V} tokens")
+        ids = torch.tensor(list(row.logit_bias.keys()), device=scores.device)
+        bias = torch.tensor(list(row.logit_bias.values()), dtype=scores.dtype, device=scores.device)
+        (scores if len(rows) == 1 else scores[b])[..., ids] += bias
+
+
+def _penalize(scores: Tensor, rows: list[Sampling], prefix: Prefix, drafted: Tensor) -> Tensor:
+    """Repetition, frequency and presence penalties at all positions at once."""
+    repetition = _column(rows, lambda row: row.repetition_penalty, 1.0, scores)
+    frequency = _column(rows, lambda row: row.frequency_penalty, 0.0, scores)
+    presence = _column(rows, lambda row: row.presence_penalty, 0.0, scores)
+    if repetition is frequency is presence is None:
+        return scores
+    T, n, V = prefix.tokens.shape[1], scores.shape[1], scores.shape[-1]
+    tokens = torch.cat((prefix.tokens, drafted), dim=1)[:, None]  # [B, 1, L]
+    slot = torch.arange(tokens.shape[-1], device=scores.device)
+    position = torch.arange(n, device=scores.device)[:, None]
+    kept = slot < prefix.row_lengths()[:, None, None]
+    seen = torch.where(slot < T, kept, slot - T < position)  # [B, n, L]: before position i, and no padding
+    seen &= (tokens >= 0) & (tokens < V)
+    tokens = tokens.clamp(0, V - 1).expand_as(seen)
+
+    def occurrences(counted: Tensor) -> Tensor:
+        return torch.zeros_like(scores).scatter_add_(-1, tokens, counted.to(scores.dtype))
+
+    if repetition is not None:
+        penalized = torch.where(scores < 0, scores * repetition, scores / repetition)
+        scores = torch.where(occurrences(seen) > 0, penalized, scores)
+    if frequency is not None or presence is not None:
+        if prefix.prompt_lengths is not None:
+            seen = seen & ((slot >= T) | (slot >= prefix.prompt_lengths[:, None, None]))
+        count = occurrences(seen)
+        if frequency is not None:
+            scores = scores - frequency * count
+        if presence is not None:
+            scores = scores - presence * (count > 0)
+    return scores
+
+
+def _run_processors(
+    scores: Tensor, rows: list[Sampling], prefix: Prefix, drafted: Tensor, lengths: Tensor | None
+) -> Rewind:
+    """Apply each row's processors in place, position after position; return how to set their state back."""
+    B, n, _ = scores.shape
+    prefix_lengths = prefix.row_lengths().tolist()
+    counts = [n] * B if lengths is None else lengths.tolist()
+    after: list[list[tuple[Processor, ...]]] = []  # [B][positions of the row] processors as they then were
+    for b in range(B):
+        processors = rows[b if len(rows) > 1 else 0].processors
+        states: list[tuple[Processor, ...]] = []
+        for i in range(counts[b] if processors else 0):
+            ids = torch.cat((prefix.tokens[b, : prefix_lengths[b]], drafted[b, :i]))[None]
+            one = scores[b, i][None]
+            for processor in processors:
+                one = processor(ids, one)
+            scores[b, i] = one[0]
+            states.append(tuple(_copy(processor) for processor in processors))
+        after.append(states)
+
+    def rewind(last: Tensor) -> None:
+        for b, i in enumerate(last.tolist()):
+            processors = rows[b if len(rows) > 1 else 0].processors
+            for processor, then in zip(processors, after[b][i] if after[b] else (), strict=False):
+                if hasattr(processor, "__dict__"):
+                    vars(processor).update(vars(then))
+
+    return rewind
+
+
+def fork(sampling: Sampling | Sequence[Sampling]) -> Sampling | list[Sampling]:
+    """`Sampling.fork` for one or for each."""
+    return sampling.fork() if isinstance(sampling, Sampling) else [one.fork() for one in sampling]
+
+
+def _copy(processor: Processor) -> Processor:
+    """A copy with state of its own. Models are shared: they are large, and no processor's state."""
+    held = vars(processor).values() if hasattr(processor, "__dict__") else ()
+    return copy.deepcopy(processor, {id(one): one for one in held if isinstance(one, torch.nn.Module)})
+
+
+def _rows(sampling: Sampling | Sequence[Sampling], rows: int) -> list[Sampling]:
+    """One Sampling that serves all rows, or one per row."""
+    samplings = [sampling] if isinstance(sampling, Sampling) else list(sampling)
+    for one in samplings:
+        if not isinstance(one, Sampling):
+            raise TypeError(f"sampling: got {kind(one)}; it must be a Sampling, or one Sampling per row")
+    if not isinstance(sampling, Sampling) and len(samplings) != rows:
+        raise ValueError(f"sampling: got {len(samplings)} for {rows} rows; give one for all, or one per row")
+    return samplings
+
+
+def _column(
+    rows: list[Sampling], value: Callable[[Sampling], float], neutral: float, like: Tensor
+) -> Tensor | None:
+    """One value per row as `[B or 1, 1, 1]`, or None when it changes nothing anywhere."""
+    values = [float(value(row)) for row in rows]
+    if all(one == neutral for one in values):
+        return None
+    return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)

@@ -1,0 +1,132 @@
+"""Checks of what `outpace.verify` is given: each names the argument, what was given and what fits.
+
+Values that lie on another device are not read, which would make the host wait: there, a row out of range is
+flagged as bad instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outpace import random
+from outpace.arguments import integers, kind, number
+from outpace.sampling import Prefix, Sampling
+from outpace.verify.rules import Rule
+
+
+def shapes(
+    draft_tokens: Tensor, draft_logits: Tensor | None, target_logits: Tensor, draft_lse: Tensor | None
+) -> tuple[int, int]:
+    """Types, shapes, dtypes and devices of the tensors; returns B and g."""
+    _floats("target_logits", target_logits)
+    if target_logits.dim() != 3 or target_logits.shape[1] < 1 or target_logits.shape[2] < 1:
+        raise ValueError(f"target_logits: got shape {_shape(target_logits)}; it must be [B, g+1, V]")
+    B, g, V = target_logits.shape[0], target_logits.shape[1] - 1, target_logits.shape[2]
+    integers("draft_tokens", draft_tokens, "an int64 tensor [B, g]")
+    expected: dict[str, tuple[Tensor, tuple[int, ...]]] = {"draft_tokens": (draft_tokens, (B, g))}
+    if draft_logits is not None:
+        _floats("draft_logits", draft_logits)
+        if draft_logits.dtype is not target_logits.dtype:
+            raise TypeError(
+                f"draft_logits: got dtype {draft_logits.dtype}, and target_logits {target_logits.dtype}; "
+                "they must be the same"
+            )
+        expected["draft_logits"] = (draft_logits, (B, g, V))
+    if draft_lse is not None:
+        _floats("draft_lse", draft_lse)
+        if draft_logits is None:
+            raise ValueError("draft_lse: given without draft_logits; point masses have no logsumexp")
+        expected["draft_lse"] = (draft_lse, (B, g))
+    for name, (tensor, shape) in expected.items():
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{name}: got shape {_shape(tensor)}; target_logits {_shape(target_logits)} asks for {shape}"
+            )
+        if tensor.device != target_logits.device:
+            raise ValueError(f"{name}: is on {tensor.device}; target_logits are on {target_logits.device}")
+    return B, g
+
+
+def lenience(value: float, rule: Rule) -> None:
+    number("lenience", value, "a number in (0, 1]", lambda l: 0 < l <= 1)
+    if value < 1 and rule.name != "token":
+        raise ValueError(f'lenience: got {value!r} with rule "{rule}"; only rule "token" has lenience')
+
+
+def lengths(value: Sequence[int] | Tensor | None, rows: int, g: int, device: torch.device) -> Tensor:
+    """Drafted tokens per row, int64 `[rows]`, on `device`."""
+    if value is None:
+        return torch.full((rows,), g, device=device)
+    given = random.keys("lengths", value, rows, device)
+    if given.device.type == "cpu" and ((given < 0) | (given > g)).any():
+        raise ValueError(f"lengths: got {given.tolist()}; with {g} drafted tokens each must lie in 0..{g}")
+    return given
+
+
+def tokens(draft_tokens: Tensor, drafted: Tensor, lengths: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Drafted tokens as int64, 0 where nothing was drafted, and rows `[B]` with a token or length out of range."""
+    given = torch.where(drafted, draft_tokens.to(torch.int64), 0)
+    strange = ((given < 0) | (given >= vocab_size)).any(-1)
+    if given.device.type != "cpu":
+        g = drafted.shape[1]
+        return given.clamp(0, vocab_size - 1), strange | (lengths < 0) | (lengths > g)
+    if strange.any():
+        beyond = given[(given < 0) | (given >= vocab_size)][0].item()
+        raise ValueError(
+            f"draft_tokens: got token id {beyond}; with {vocab_size} logits ids lie in 0..{vocab_size - 1}"
+        )
+    return given, strange
+
+
+def prefix(
+    value: Prefix | Tensor | Sequence[Sequence[int]] | None, rows: int, device: torch.device
+) -> Prefix | None:
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        value = Prefix(value)
+    elif not isinstance(value, Prefix):
+        value = Prefix.of(value, device=device)
+    if value.tokens.shape[0] != rows:
+        raise ValueError(f"prefix: got {value.tokens.shape[0]} rows; target_logits have {rows}")
+    if value.tokens.device != device:
+        raise ValueError(f"prefix: is on {value.tokens.device}; target_logits are on {device}")
+    return value
+
+
+def position(
+    value: int | Sequence[int] | Tensor | None,
+    prefix: Prefix | None,
+    samplings: Sequence[Sampling | Sequence[Sampling] | None],
+    rows: int,
+    device: torch.device,
+) -> Tensor:
+    """Absolute position of each row's first drafted token, int64 `[rows]`."""
+    if value is None:
+        return torch.zeros(rows, dtype=torch.int64, device=device) if prefix is None else prefix.row_lengths()
+    given = random.keys("position", value, rows, device)
+    if given.device.type == "cpu" and ((given < 0) | (given >= 2**32)).any():
+        raise ValueError(f"position: got {given.tolist()}; positions must lie in 0..2**32-1")
+    each = [sampling for sampling in samplings if sampling is not None]
+    readers = any(
+        one.reads_prefix for some in each for one in ([some] if isinstance(some, Sampling) else some)
+    )
+    nothing_before = value == 0 if isinstance(value, int) else given.device.type == "cpu" and not given.any()
+    if readers and prefix is None and not nothing_before:
+        raise ValueError(
+            "prefix: missing; the sampling has penalties or processors, which read the tokens before position "
+            f"{value if isinstance(value, int) else given.tolist()}"
+        )
+    return given
+
+
+def _floats(name: str, value: object) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise TypeError(f"{name}: got {kind(value)}; it must be a floating-point tensor")
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)

@@ -1,0 +1,69 @@
+"""The verification rules, and what each one promises about the text that comes out.
+
+token       exactly p. Keeps E[Σ min(p, q)] of the drafts one by one, the most that deciding one by one can keep.
+            With lenience l < 1: no token above p(x)/l, and Σ min(p/l, q) kept.
+block       exactly p. Decides about the drafts together and never keeps fewer on average than `token`.
+match       exactly p, and the very tokens that plain decoding draws with the same seed.
+sigmoid     not p: an approximation that keeps nearly every draft. Never the default.
+rejection   exactly p. Keeps fewer than `token`; for comparison only.
+
+docs/rules.md derives them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from outpace.arguments import number
+
+NAMES = ("token", "block", "match", "rejection")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule by name; `alpha` and `beta` belong to `sigmoid` alone."""
+
+    name: str
+    alpha: float = 0.0
+    beta: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether the output distribution is the target's (at lenience 1)."""
+        return self.name != "sigmoid"
+
+    def __str__(self) -> str:
+        return f"sigmoid({self.alpha:g}, {self.beta:g})" if self.name == "sigmoid" else self.name
+
+
+def sigmoid(alpha: float, beta: float) -> Rule:
+    """Wagner et al. 2024, eq. 5: σ((z − alpha)/(beta − alpha)) stands for the softmax. Not exact.
+
+    The paper takes −10³, 10³ for speech and −10⁴, 10⁴ for text.
+    """
+    number("alpha", alpha, "a finite number", math.isfinite)
+    number("beta", beta, "a finite number", math.isfinite)
+    if not alpha < beta:
+        raise ValueError(f"alpha, beta: got {alpha:g}, {beta:g}; sigmoid(alpha, beta) needs alpha < beta")
+    return Rule("sigmoid", float(alpha), float(beta))
+
+
+def parse(rule: Rule | str) -> Rule:
+    """A rule from its name, such as "block" or "sigmoid(-1e4, 1e4)"."""
+    if isinstance(rule, Rule):
+        return rule
+    if not isinstance(rule, str):
+        raise TypeError(f"rule: got {rule!r}; it must be a name or a Rule")
+    if rule in NAMES:
+        return Rule(rule)
+    call = re.fullmatch(r"sigmoid\(\s*([^,\s]+)\s*,\s*([^,\s]+)\s*\)", rule)
+    if call:
+        try:
+            alpha, beta = map(float, call.groups())
+        except ValueError:
+            pass
+        else:
+            return sigmoid(alpha, beta)
+    raise ValueError(f'rule: got {rule!r}; known are {", ".join(NAMES)} and "sigmoid(ALPHA, BETA)"')
