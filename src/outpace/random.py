@@ -66,40 +66,37 @@ def philox(
 
 
 def words(seed: Tensor, position: Tensor, start: Tensor, stream: Stream, blocks: int = 1) -> Tensor:
-    """Four words for each key and each c0 in 0..blocks-1: uint32 `[..., blocks, 4]`. Arguments are int64, broadcast."""
-    seed, position, start = torch.broadcast_tensors(seed, position, start)  # type: ignore[no-untyped-call]
-    shape = (*seed.shape, blocks, 4)
-    seed, position, start = (key.reshape(-1, 1) for key in (seed, position, start))
+    """Four words for each key and each c0 in 0..blocks-1: uint32 `[..., blocks, 4]`. Keys are int64, broadcast."""
+    keys = torch.broadcast_tensors(seed, position, start)  # type: ignore[no-untyped-call]
+    columns = [key.reshape(-1, 1) for key in keys]
     block = torch.arange(blocks, device=seed.device)[None]
-    if seed.device.type == "cpu":
-        return torch.from_numpy(
-            _words_cpu(seed.numpy(), position.numpy(), start.numpy(), stream, block.numpy())
-        ).view(shape)
+    draw = _words_cpu if seed.device.type == "cpu" else _words_elsewhere
+    return draw(*columns, stream, block).view(*keys[0].shape, blocks, 4)
+
+
+def _words_elsewhere(seed: Tensor, position: Tensor, start: Tensor, stream: Stream, block: Tensor) -> Tensor:
+    """`words` for columns of keys `[N, 1]` and a row of blocks, on any device."""
     c3 = torch.full_like(block[:, :1], stream)
     lanes = philox(block, position & WORD, start & WORD, c3, seed & WORD, (seed >> 32) & WORD)
-    return torch.stack(lanes, dim=-1).to(torch.uint32).view(shape)
+    return torch.stack(lanes, dim=-1).to(torch.uint32)
 
 
-def _words_cpu(seed: Array, position: Array, start: Array, stream: Stream, block: Array) -> Array:
-    """`words` for columns of keys `[N, 1]` and a row of blocks: in pieces that stay in cache, by NumPy, whose calls
-    cost a third of PyTorch's on small arrays."""
-    out = np.empty((seed.shape[0], block.shape[1], 4), dtype=np.uint32)
+def _words_cpu(seed: Tensor, position: Tensor, start: Tensor, stream: Stream, block: Tensor) -> Tensor:
+    """The same by NumPy, whose calls cost a third of PyTorch's on small arrays, in pieces that stay in cache."""
+    seeds, positions, starts, row = seed.numpy(), position.numpy(), start.numpy(), block.numpy()
+    out = np.empty((len(seeds), row.size, 4), dtype=np.uint32)
     c3 = np.full((1, 1), stream, dtype=np.int64)
-    width = max(1, min(block.shape[1], CACHED))
+    width = max(1, min(row.size, CACHED))
     height = CACHED // width
-    for top in range(0, seed.shape[0], height):
+    for top in range(0, len(seeds), height):
         rows = slice(top, top + height)
-        c1, c2, k0, k1 = (
-            position[rows] & WORD,
-            start[rows] & WORD,
-            seed[rows] & WORD,
-            (seed[rows] >> 32) & WORD,
-        )
-        for left in range(0, block.shape[1], width):
+        c1, c2 = positions[rows] & WORD, starts[rows] & WORD
+        k0, k1 = seeds[rows] & WORD, (seeds[rows] >> 32) & WORD
+        for left in range(0, row.size, width):
             columns = slice(left, left + width)
-            for lane, word in enumerate(philox(block[:, columns], c1, c2, c3, k0, k1)):
+            for lane, word in enumerate(philox(row[:, columns], c1, c2, c3, k0, k1)):
                 out[rows, columns, lane] = word
-    return out
+    return torch.from_numpy(out)
 
 
 def unit32(word: Tensor) -> Tensor:
@@ -146,7 +143,7 @@ def gumbel(
 def race(logits: Tensor, noise: Tensor) -> Tensor:
     """Draw from softmax(logits): the token with the largest logit plus Gumbel noise. `[..., V]` to `[...]`."""
     # Shifting by the maximum keeps the noise's digits when logits are large.
-    return (logits - logits.amax(-1, keepdim=True)).add_(noise).argmax(-1)
+    return (logits - logits.amax(-1, keepdim=True) + noise).argmax(-1)
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
