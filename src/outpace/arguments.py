@@ -10,15 +10,15 @@ from typing import Any
 from torch import Tensor
 
 
-def number(name: str, value: Any, fits: str, ok: Callable[[float], bool]) -> None:
+def number(name: str, value: Any, fits: str, ok: Callable[[Any], bool]) -> None:
     """`value` is a real number that is not NaN and passes `ok`."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name}: got {kind(value)}; it must be {fits}")
-    if math.isnan(value) or not ok(float(value)):
+    if math.isnan(value) or not ok(value):
         raise ValueError(f"{name}: got {value!r}; it must be {fits}")
 
 
-def integer(name: str, value: Any, fits: str, ok: Callable[[float], bool]) -> None:
+def integer(name: str, value: Any, fits: str, ok: Callable[[Any], bool]) -> None:
     """`value` is an int that passes `ok`."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"{name}: got {kind(value)}; it must be {fits}")

@@ -1,20 +1,20 @@
 """Counter-based noise: (seed, position, start, stream, token id) in, the same number out, on every device.
 
 Every random number of a generation is a pure function of its key, never of the batch index or of the order of
-calls, so a row's text does not depend on its neighbours. The words come from Philox4x32-10 (Salmon et al. 2011,
-"Parallel random numbers: as easy as 1, 2, 3"), whose 128-bit counter holds
+calls, so a row's text does not depend on its neighbours. The words come from Philox4x32-10 (Salmon et al.
+2011, "Parallel random numbers: as easy as 1, 2, 3"), whose 128-bit counter holds
 
     c0 = token id // 4   (lane = token id % 4; 0 where one number serves the whole row)
     c1 = position        absolute position of the token that the noise is for
     c2 = start           first position of the iteration; 0 in the target stream
-    c3 = stream
+    c3 = stream // 2
 
 under the 64-bit key `seed`. The words equal Triton's `tl.philox(seed, c0, c1, c2, c3)` bit for bit.
 
-`start` is in the key because a rule may spend noise that lies past its cut (block verification decides where to
-cut from all uniforms of the block): in the next iteration the same position must see fresh noise. The target
-stream leaves it out, so that the token drawn at a position is the same however the positions were grouped into
-iterations; that is what rule "match" promises.
+`start` is in the key because a rule may spend noise that lies past its cut (block verification decides
+where to cut from all uniforms of the block): in the next iteration the same position must see fresh noise.
+The target stream leaves it out, so that the token drawn at a position is the same however the positions
+were grouped into iterations; that is what rule "match" promises.
 """
 
 from __future__ import annotations
@@ -32,18 +32,23 @@ from outpace.arguments import integer, integers
 
 Array = npt.NDArray[Any]
 Words = TypeVar("Words", int, Array, Tensor)
+Floats = TypeVar("Floats", Array, Tensor)
 
 WORD = 0xFFFFFFFF
 CACHED = 1 << 13  # Philox blocks evaluated at a time on the CPU, so that intermediate arrays stay in cache
+HANDFUL = 16  # Philox blocks below which Python's integers are the fastest
 
 
 class Stream(IntEnum):
-    """What a number is for. Streams never share a word, whatever seed, position and start are."""
+    """What a number is for. Streams never share a word, whatever seed, position and start are.
+
+    The accept and the residual number of a position are the two halves of one block: a verdict needs both.
+    """
 
     DRAFT = 0
-    ACCEPT = 1
-    RESIDUAL = 2
-    TARGET = 3
+    ACCEPT = 2
+    RESIDUAL = 3
+    TARGET = 4
 
 
 def philox(
@@ -66,48 +71,83 @@ def philox(
 
 
 def words(seed: Tensor, position: Tensor, start: Tensor, stream: Stream, blocks: int = 1) -> Tensor:
-    """Four words for each key and each c0 in 0..blocks-1: uint32 `[..., blocks, 4]`. Keys are int64, broadcast."""
-    keys = torch.broadcast_tensors(seed, position, start)  # type: ignore[no-untyped-call]
-    columns = [key.reshape(-1, 1) for key in keys]
-    block = torch.arange(blocks, device=seed.device)[None]
-    draw = _words_cpu if seed.device.type == "cpu" else _words_elsewhere
-    return draw(*columns, stream, block).view(*keys[0].shape, blocks, 4)
+    """Four words for each key and each c0 < blocks: int64 `[..., blocks, 4]`. Keys are int64, broadcast."""
+    if seed.device.type == "cpu":
+        return torch.from_numpy(_words_cpu(seed, position, start, stream, blocks).astype(np.int64))
+    return _words_elsewhere(seed, position, start, stream, blocks)
 
 
-def _words_elsewhere(seed: Tensor, position: Tensor, start: Tensor, stream: Stream, block: Tensor) -> Tensor:
-    """`words` for columns of keys `[N, 1]` and a row of blocks, on any device."""
-    c3 = torch.full_like(block[:, :1], stream)
+def _words_elsewhere(seed: Tensor, position: Tensor, start: Tensor, stream: Stream, blocks: int) -> Tensor:
+    seed, position, start = seed[..., None], position[..., None], start[..., None]
+    c0 = torch.arange(blocks, device=seed.device)
+    c3 = torch.full_like(c0[:1], stream // 2)
+    lanes = philox(c0, position & WORD, start & WORD, c3, seed & WORD, (seed >> 32) & WORD)
+    return torch.stack(lanes, dim=-1)
+
+
+def _words_cpu(seed: Tensor, position: Tensor, start: Tensor, stream: Stream, blocks: int) -> Array:
+    """The same as uint32, by NumPy, whose calls cost a third of PyTorch's; a handful by Python's own
+    integers, which cost less still; large requests in pieces that stay in cache."""
+    keys = [key.numpy() for key in (seed, position, start)]
+    shape = np.broadcast_shapes(*(key.shape for key in keys))
+    out = np.empty((*shape, blocks, 4), dtype=np.uint32)
+    block = np.arange(blocks)
+    if out.size <= 4 * HANDFUL:
+        each = zip(*(np.broadcast_to(key, shape).ravel().tolist() for key in keys), strict=True)
+        for row, (s, p, t) in zip(out.reshape(-1, blocks, 4), each, strict=True):
+            for c0 in range(blocks):
+                row[c0] = philox(c0, p & WORD, t & WORD, stream // 2, s & WORD, (s >> 32) & WORD)
+    elif out.size <= 4 * CACHED:
+        _fill(out, keys, stream, block)
+    else:
+        flat, columns = out.reshape(-1, blocks, 4), [np.broadcast_to(key, shape).reshape(-1) for key in keys]
+        width = min(blocks, CACHED)
+        height = CACHED // width
+        for top in range(0, len(flat), height):
+            rows = [column[top : top + height] for column in columns]
+            for left in range(0, blocks, width):
+                piece = flat[top : top + height, left : left + width]
+                _fill(piece, rows, stream, block[left : left + width])
+    return out
+
+
+def _fill(out: Array, keys: list[Array], stream: Stream, block: Array) -> None:
+    seed, position, start = (key[..., None] for key in keys)
+    c3 = np.full(1, stream // 2, dtype=np.int64)
     lanes = philox(block, position & WORD, start & WORD, c3, seed & WORD, (seed >> 32) & WORD)
-    return torch.stack(lanes, dim=-1).to(torch.uint32)
-
-
-def _words_cpu(seed: Tensor, position: Tensor, start: Tensor, stream: Stream, block: Tensor) -> Tensor:
-    """The same by NumPy, whose calls cost a third of PyTorch's on small arrays, in pieces that stay in cache."""
-    seeds, positions, starts, row = seed.numpy(), position.numpy(), start.numpy(), block.numpy()
-    out = np.empty((len(seeds), row.size, 4), dtype=np.uint32)
-    c3 = np.full((1, 1), stream, dtype=np.int64)
-    width = max(1, min(row.size, CACHED))
-    height = CACHED // width
-    for top in range(0, len(seeds), height):
-        rows = slice(top, top + height)
-        c1, c2 = positions[rows] & WORD, starts[rows] & WORD
-        k0, k1 = seeds[rows] & WORD, (seeds[rows] >> 32) & WORD
-        for left in range(0, row.size, width):
-            columns = slice(left, left + width)
-            for lane, word in enumerate(philox(row[:, columns], c1, c2, c3, k0, k1)):
-                out[rows, columns, lane] = word
-    return torch.from_numpy(out)
-
-
-def unit32(word: Tensor) -> Tensor:
-    """A word as a float32 uniform in [2**-33, 1 - 2**-24]: 32 bits near 0, where races are decided, never 0 or 1."""
-    return (word.to(torch.float32) * 2.0**-32 + 2.0**-33).clamp_(max=1 - 2.0**-24)
+    for lane, word in enumerate(lanes):
+        out[..., lane] = word
 
 
 def uniform(seed: Tensor, position: Tensor, start: Tensor, stream: Stream) -> Tensor:
-    """One float64 uniform with 52 bits per key, strictly between 0 and 1. Arguments are int64 and broadcast."""
-    word = words(seed, position, start, stream)[..., 0, :2].to(torch.int64) >> 6
-    return ((word[..., 0] << 26) + word[..., 1]).to(torch.float64).add_(0.5).mul_(2.0**-52)
+    """One float64 uniform with 52 bits per key, strictly between 0 and 1. Keys are int64, broadcast."""
+    return _halves(seed, position, start, stream)[..., stream % 2]
+
+
+def accept_and_residual(seed: Tensor, position: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """`uniform` of both streams at once."""
+    accept, residual = _halves(seed, position, start, Stream.ACCEPT).unbind(-1)
+    return accept, residual
+
+
+def _halves(seed: Tensor, position: Tensor, start: Tensor, stream: Stream) -> Tensor:
+    """Two uniforms from each block of four words: float64 `[..., 2]`."""
+    if seed.device.type == "cpu":
+        word = (_words_cpu(seed, position, start, stream, 1)[..., 0, :] >> 6).astype(np.float64)
+        return torch.from_numpy(unit52(word[..., 0::2], word[..., 1::2]))
+    bits = _words_elsewhere(seed, position, start, stream, 1)[..., 0, :] >> 6
+    return unit52(bits[..., 0::2].to(torch.float64), bits[..., 1::2].to(torch.float64))
+
+
+def unit52(high: Floats, low: Floats) -> Floats:
+    """Two 26-bit numbers as a uniform between 0 and 1, both excluded."""
+    return (high * 2.0**26 + low + 0.5) * 2.0**-52
+
+
+def unit32(word: Tensor) -> Tensor:
+    """A word as a float32 uniform in [2**-33, 1 - 2**-24]: 32 bits near 0, where races are decided, never 0
+    or 1."""
+    return (word.to(torch.float32) * 2.0**-32 + 2.0**-33).clamp_(max=1 - 2.0**-24)
 
 
 def exponential(
@@ -125,7 +165,11 @@ def exponential(
         start = torch.zeros_like(position)
     elif start is None:
         raise ValueError(f"start: missing; stream {stream.name} is keyed by the iteration's first position")
-    word = words(seed, position, start, stream, blocks=-(-vocab_size // 4))
+    blocks = -(-vocab_size // 4)
+    if seed.device.type == "cpu":
+        word = torch.from_numpy(_words_cpu(seed, position, start, stream, blocks))
+    else:
+        word = _words_elsewhere(seed, position, start, stream, blocks)
     return unit32(word.flatten(-2)[..., :vocab_size]).neg_().log1p_().neg_()
 
 
@@ -141,7 +185,8 @@ def gumbel(
 
 
 def race(logits: Tensor, noise: Tensor) -> Tensor:
-    """Draw from softmax(logits): the token with the largest logit plus Gumbel noise. `[..., V]` to `[...]`."""
+    """Draw from softmax(logits): the token with the largest logit plus Gumbel noise. `[..., V]` to
+    `[...]`."""
     # Shifting by the maximum keeps the noise's digits when logits are large.
     return (logits - logits.amax(-1, keepdim=True) + noise).argmax(-1)
 
@@ -149,28 +194,41 @@ def race(logits: Tensor, noise: Tensor) -> Tensor:
 def draw(weights: Tensor, u: Tensor) -> Tensor:
     """Draw from unnormalised weights `[..., V]` with one uniform `[...]`: inverse CDF, summed in float64.
 
-    A token of weight 0 is never drawn: u·total lies strictly between 0 and the total, and the first token whose
-    running sum exceeds it is taken.
+    The first token whose running sum exceeds u times the total; a token of weight 0 is never drawn, since u
+    is neither 0 nor 1.
     """
     cdf = weights.cumsum(-1, dtype=torch.float64)
     level = u[..., None] * cdf[..., -1:]
     return torch.searchsorted(cdf, level, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
 
 
-def keys(name: str, value: int | Sequence[int] | Tensor, rows: int, device: torch.device) -> Tensor:
-    """A seed or position argument as an int64 tensor `[rows]`; 64-bit patterns above 2**63 wrap around."""
+def keys(
+    name: str, value: int | Sequence[int] | Tensor, rows: int, device: torch.device, least: int, most: int
+) -> Tensor:
+    """An argument of one int, or one per row, as int64 `[rows]`. Each must lie in least..most; what is
+    already on another device is not looked at."""
+    fits = f"an int in {least}..{most}, or one per row"
     if isinstance(value, Tensor):
-        integers(name, value, "an int, one int per row, or an int64 tensor")
+        integers(name, value, f"{fits}, or an int64 tensor")
         if value.shape not in ((), (rows,)):
             raise ValueError(
                 f"{name}: got shape {tuple(value.shape)}; with {rows} rows it must be () or ({rows},)"
             )
+        if value.device.type == "cpu" and value.numel():
+            low, high = torch.aminmax(value)
+            integer(name, int(low), fits, lambda low: low >= least)
+            integer(name, int(high), fits, lambda high: high <= most)
         return value.to(device=device, dtype=torch.int64).expand(rows)
-    values = list(value) if isinstance(value, Sequence) else [value] * rows
-    if len(values) != rows:
-        raise ValueError(f"{name}: got {len(values)} values for {rows} rows; give one int or one per row")
-    for one in values:
-        integer(name, one, "an int of at most 64 bits, or one per row", lambda i: -(2**63) <= i < 2**64)
-    return torch.tensor(
-        [one - 2**64 if one >= 2**63 else one for one in values], dtype=torch.int64, device=device
-    )
+    if not isinstance(value, Sequence):
+        integer(name, value, fits, lambda i: least <= i <= most)
+        return torch.full((rows,), _signed(value), dtype=torch.int64, device=device)
+    if len(value) != rows:
+        raise ValueError(f"{name}: got {len(value)} values for {rows} rows; give one int or one per row")
+    for one in value:
+        integer(name, one, fits, lambda i: least <= i <= most)
+    return torch.tensor([_signed(one) for one in value], dtype=torch.int64, device=device)
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as a signed integer."""
+    return value - 2**64 if value >= 2**63 else value

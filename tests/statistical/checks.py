@@ -1,4 +1,5 @@
-"""The suite's distribution checks. Each draws through `outpace.verify` and asserts by χ² against exact values.
+"""The suite's distribution checks. Each draws through `outpace.verify` and asserts by χ² against exact
+values.
 
 `test_planted.py` runs the same checks over broken code and sees them fail.
 """
@@ -15,6 +16,7 @@ import outpace
 from outpace import random
 from outpace.random import Stream
 from outpace.sampling import Sampling, adjust
+from outpace.verify import rules
 from tests.statistical import chisquare
 from tests.statistical import enumeration as exact
 from tests.statistical.enumeration import Endings, Floats
@@ -40,7 +42,9 @@ class Case:
         def short(sampling: Sampling) -> str:
             parts = [("T", sampling.temperature, 1.0), ("k", sampling.top_k, 0), ("p", sampling.top_p, 1.0)]
             parts += [("m", sampling.min_p, 0.0)]
-            return "".join(f"{name}{value:g}" for name, value, neutral in parts if value != neutral) or "plain"
+            return (
+                "".join(f"{name}{value:g}" for name, value, neutral in parts if value != neutral) or "plain"
+            )
 
         kind = str(self.dtype).removeprefix("torch.")
         return (
@@ -71,7 +75,9 @@ def draft_block(case: Case, draft: list[Tensor], seed: Tensor, start: Tensor) ->
             token = random.draw(logits.softmax(-1), random.uniform(seed, start + i, start, Stream.DRAFT))
         tokens.append(token)
         nodes.append(nodes[-1] * case.V + token)
-    return torch.stack(tokens, 1) if tokens else torch.zeros(len(seed), 0, dtype=torch.int64), torch.stack(nodes, 1)
+    return torch.stack(tokens, 1) if tokens else torch.zeros(len(seed), 0, dtype=torch.int64), torch.stack(
+        nodes, 1
+    )
 
 
 def check_joint(case: Case, draws: int = MILLION) -> None:
@@ -127,15 +133,15 @@ def expected_joint(case: Case, target: list[Tensor], draft: list[Tensor], length
     p, q = probabilities(target, case.sampling), probabilities(draft, case.draft_sampling)
     if case.draft == "point":
         q = [np.eye(case.V)[level.argmax(-1)] for level in q]
-    rules: dict[str, Endings] = {
+    endings: dict[str, Endings] = {
         "token": exact.token(case.lenience),
         "block": exact.block,
         "match": exact.match,
         "rejection": exact.rejection,
     }
-    if case.rule in rules:
-        return exact.joint(p, q, length, rules[case.rule])
-    rule = outpace.verify.rules.parse(case.rule)
+    if case.rule in endings:
+        return exact.joint(p, q, length, endings[case.rule])
+    rule = rules.parse(case.rule)
 
     def squash(tree: list[Tensor], sampling: Sampling) -> list[Floats]:
         return [

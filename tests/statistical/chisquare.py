@@ -1,9 +1,10 @@
 """Pearson's χ² with a stated false-alarm rate.
 
-Every statistical assertion of the suite goes through `agrees`, which counts itself. One assertion raises a false
-alarm with probability ALARM; bins are merged until each expects at least EXPECTED draws, so that the χ² tail is
-right there within a small factor (MARGIN bounds the skewness of such bins at this tail). Run over the suite, the
-bound is `false_alarm_rate()`; conftest.py prints it and fails the run if it exceeds 1e-4.
+Every statistical assertion of the suite goes through `agrees`, which counts itself. One assertion raises a
+false alarm with probability ALARM; bins are merged until each expects at least EXPECTED draws, so that the
+χ² tail is right there within a small factor (MARGIN bounds the skewness of such bins at this tail). Run
+over the suite, the bound is `false_alarm_rate()`; conftest.py prints it and fails the run if it exceeds
+1e-4.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def false_alarm_rate() -> float:
 def p_value(counts: npt.ArrayLike, probabilities: npt.ArrayLike) -> float:
     """P(a χ² at least this large) for `counts` of independent draws from `probabilities`.
 
-    Counts and probabilities may have several rows, one per group of draws, each row a distribution of its own.
-    A draw of probability 0 gives p = 0.
+    Counts and probabilities may have several rows, one per group of draws, each row a distribution of its
+    own. A draw of probability 0 gives p = 0.
     """
     observed = np.atleast_2d(np.asarray(counts, dtype=np.float64))
     expected = np.atleast_2d(np.asarray(probabilities, dtype=np.float64)) * observed.sum(1, keepdims=True)

@@ -1,8 +1,8 @@
 """Exact outcome distributions of each rule, by summing over every block that could have been drafted.
 
 A pair of models is a pair of trees: `p[i]` and `q[i]` hold one distribution for each of the V**i prefixes of
-length i (`[V**i, V]`, float64). An outcome is (tokens kept, next token), numbered by `code`. These sums use the
-rules' acceptance probabilities, no random numbers, and share nothing with `outpace.verify`.
+length i (`[V**i, V]`, float64). An outcome is (tokens kept, next token), numbered by `code`. These sums use
+the rules' acceptance probabilities, no random numbers, and share nothing with `outpace.verify`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def node(tokens: Sequence[int], V: int) -> int:
 
 
 def outcomes(V: int, g: int) -> int:
-    return sum(V ** (n + 1) for n in range(g + 1))
+    return sum(int(V ** (n + 1)) for n in range(g + 1))
 
 
 def code(tokens: Sequence[int], V: int) -> int:
     """Number of the outcome whose kept tokens and next token are `tokens`."""
-    return sum(V**n for n in range(1, len(tokens))) + node(tokens, V)
+    return sum(int(V**n) for n in range(1, len(tokens))) + node(tokens, V)
 
 
 def joint(p: Tree, q: Tree, g: int, endings: Endings) -> Floats:
@@ -78,7 +78,7 @@ def block(tokens: Sequence[int], p: list[Floats], q: list[Floats]) -> Iterator[E
 
     def passes(i: int) -> float:
         left = rest[i].sum()
-        return 1.0 if left == 0 and carry[i] == 1 else float(left / (left + 1 - carry[i]))
+        return 1.0 if left == 0 and carry[i] == 1 else float(left / (left + (1 - carry[i])))
 
     h = [1.0, *(passes(i) for i in range(1, g)), carry[g]]
     if g == 0:

@@ -1,4 +1,5 @@
-"""Every rule, vocabulary, draft length, sampling, draft kind: the joint distribution at a million draws a cell."""
+"""Every rule, vocabulary, draft length, sampling, draft kind: the joint distribution at a million draws a
+cell."""
 
 from __future__ import annotations
 

@@ -34,14 +34,17 @@ def reversed_acceptance(patch: pytest.MonkeyPatch) -> None:
 
 
 def residual_without_subtraction(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(eager, "residual", lambda block, p, q, accepted, scale=None: eager.at(p, accepted))
+    patch.setattr(eager, "residual", lambda block, p, q, accepted, scale=None: p)
 
 
 def draft_noise_for_the_residual(patch: pytest.MonkeyPatch) -> None:
-    def residual_noise(block: Block, accepted: Tensor) -> Tensor:
-        return random.uniform(block.seed, block.start + accepted, block.start, Stream.DRAFT)
+    honest = eager.noise
 
-    patch.setattr(eager, "residual_noise", residual_noise)
+    def noise(block: Block) -> tuple[Tensor, Tensor]:
+        key = block.seed[:, None], block.positions, block.start[:, None]
+        return honest(block)[0], random.uniform(*key, Stream.DRAFT)
+
+    patch.setattr(eager, "noise", noise)
 
 
 def argmax_labelled_as_soft(patch: pytest.MonkeyPatch) -> None:
@@ -67,16 +70,23 @@ def bonus_skipped(patch: pytest.MonkeyPatch) -> None:
 def noise_past_the_cut_again(patch: pytest.MonkeyPatch) -> None:
     """Keyed by position alone, uniforms that block verification looked at and passed over come back."""
 
-    def accept_noise(block: Block) -> Tensor:
-        nowhere = torch.zeros_like(block.start[:, None])
-        return random.uniform(block.seed[:, None], block.positions[:, :-1], nowhere, Stream.ACCEPT)
+    honest = eager.noise
 
-    patch.setattr(eager, "accept_noise", accept_noise)
+    def noise(block: Block) -> tuple[Tensor, Tensor]:
+        nowhere = torch.zeros_like(block.start[:, None])
+        accept = random.uniform(block.seed[:, None], block.positions, nowhere, Stream.ACCEPT)
+        return accept[:, :-1], honest(block)[1]
+
+    patch.setattr(eager, "noise", noise)
 
 
 def minus_log_u(patch: pytest.MonkeyPatch) -> None:
     def exponential(
-        seed: Tensor, position: Tensor, vocab_size: int, stream: Stream = Stream.TARGET, start: Tensor | None = None
+        seed: Tensor,
+        position: Tensor,
+        vocab_size: int,
+        stream: Stream = Stream.TARGET,
+        start: Tensor | None = None,
     ) -> Tensor:
         word = random.words(seed, position, torch.zeros_like(position), stream, blocks=-(-vocab_size // 4))
         return -(word.flatten(-2)[..., :vocab_size].to(torch.float32) * 2.0**-32 + 2.0**-33).log()
@@ -85,14 +95,15 @@ def minus_log_u(patch: pytest.MonkeyPatch) -> None:
 
 
 def lenience_with_the_wrong_sign(patch: pytest.MonkeyPatch) -> None:
-    honest = eager.keep_or_correct
+    """q over l instead of q in the residual, for the lenience 0.5 that the check asks for."""
+    honest = eager.residual
 
-    def keep_or_correct(block: Block, p: Tensor, q: Tensor | None, bad: Tensor, lenience: float = 1.0) -> Verdict:
-        verdict = honest(block, p, q, bad, lenience)
-        weights = eager.residual(block, p, None if q is None else q / lenience, verdict.accepted)
-        return eager.finish(block, verdict.accepted, weights, bad)
+    def residual(
+        block: Block, p: Tensor, q: Tensor | None, accepted: Tensor, scale: Tensor | None = None
+    ) -> Tensor:
+        return honest(block, p, None if q is None else q / 0.5, accepted, scale)
 
-    patch.setattr(eager, "keep_or_correct", keep_or_correct)
+    patch.setattr(eager, "residual", residual)
 
 
 CAUGHT: list[tuple[Plant, Callable[[], None]]] = [
@@ -114,7 +125,9 @@ CAUGHT: list[tuple[Plant, Callable[[], None]]] = [
 
 
 @pytest.mark.parametrize(("plant", "check"), CAUGHT, ids=[plant.__name__ for plant, _ in CAUGHT])
-def test_planted_bug_is_caught(plant: Plant, check: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bug_is_caught(
+    plant: Plant, check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         check()

@@ -50,7 +50,9 @@ lengths = st.integers(0, 3)
 @pytest.mark.parametrize("rule", EXACT)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(models, lengths)
-def test_exact_rules_leave_the_targets_distribution(rule: str, pair: tuple[list[Floats], list[Floats]], g: int) -> None:
+def test_exact_rules_leave_the_targets_distribution(
+    rule: str, pair: tuple[list[Floats], list[Floats]], g: int
+) -> None:
     p, q = pair
     outcome = exact.joint(p, q, g, EXACT[rule])
     np.testing.assert_allclose(exact.completed(outcome, p, g), exact.text(p, g + 1), atol=1e-12)

@@ -1,21 +1,24 @@
 """Verification: p, q and drafted tokens in; how many are kept and which token follows, out.
 
-`outpace.verify(...)` is the entry; calling this package calls `verify` below. It knows no models and no caches:
-`rules` says what each rule promises, `oracle` is the papers' text, `eager` the batched PyTorch form.
+`outpace.verify(...)` is the entry; calling this package calls `verify` below. It knows no models and no
+caches: `rules` says what each rule promises, `oracle` is the papers' text, `eager` the batched PyTorch
+form.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import types
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outpace import random
-from outpace.sampling import Prefix, Sampling, fork, process, warp
+from outpace.sampling import Prefix, Sampling, per_row, process, warp
 from outpace.verify import check, eager
 from outpace.verify.block import Block, Verdict
 from outpace.verify.rules import Rule, parse, sigmoid
@@ -40,38 +43,39 @@ def verify(
 ) -> Verdict:
     """Decide which drafted tokens stay and draw the token after them, for B rows at once.
 
-    With an exact rule, `draft_tokens[b, :accepted[b]]` followed by `next_token[b]` is distributed as if the target
-    alone had generated it, whatever the draft.
+    With an exact rule, `draft_tokens[b, :accepted[b]]` followed by `next_token[b]` is distributed as if the
+    target alone had generated it, whatever the draft.
 
     Arguments:
         draft_tokens    int `[B, g]`, the drafted tokens; g may be 0
-        draft_logits    float `[B, g, V]`, logits of the very distribution q each token was drawn from; `None` when
-                        tokens were not drawn but chosen (argmax, copied from the context): q is then a point mass
+        draft_logits    float `[B, g, V]`, logits of the very distribution q each token was drawn from;
+                        `None` when tokens were not drawn but chosen (argmax, copied from the context): q is
+                        then a point mass
         target_logits   float `[B, g+1, V]`, the target's logits before each drafted token and after the last
         rule            "token", "block", "match", `sigmoid(alpha, beta)` or "sigmoid(ALPHA, BETA)", and, for
                         comparison only, "rejection": see `outpace.verify.rules` and docs/rules.md
-        lenience        l in (0, 1], for "token": keep x with probability min(1, p/(l·q)); no token then comes out
-                        with probability above p/l. For greedy rows (`sampling` with temperature 0): keep x when
-                        p(x) >= l·max p, with p as it was before the argmax
+        lenience        l in (0, 1], for "token": keep x with probability min(1, p/(l·q)); no token then
+                        comes out with probability above p/l. For greedy rows (`sampling` with temperature
+                        0): keep x when p(x) >= l·max p, with p as it was before the argmax
         seed            an int, or one per row; `None` takes a fresh one from PyTorch's global generator
-        position        absolute position of draft_tokens[:, 0], an int or one per row; by default the length of
-                        `prefix`, or 0. All noise is a function of seed and position: a loop that gives a seed
-                        must also move the position on
+        position        absolute position of draft_tokens[:, 0], an int or one per row; by default the
+                        length of `prefix`, or 0. All noise is a function of seed and position: a loop that
+                        gives a seed must also move the position on
         lengths         int `[B]`, how many of the g tokens each row drafted; by default all. What lies beyond
                         (tokens, logits) is not looked at. A row that drafted nothing is plain decoding
-        sampling        one `Sampling`, or one per row, to adjust the target's logits by; by default they are taken
-                        as adjusted already
+        sampling        one `Sampling`, or one per row, to adjust the target's logits by; by default they
+                        are taken as adjusted already
         draft_sampling  the same for the draft's logits
         draft_lse       float `[B, g]`, logsumexp of the (adjusted) draft logits, if the drafter kept it
-        prefix          the tokens before draft_tokens, when `sampling` has penalties or processors, which read
-                        them: a tensor `[B, T]`, a list of lists, or a `Prefix`
+        prefix          the tokens before draft_tokens, when `sampling` has penalties or processors, which
+                        read them: a tensor `[B, T]`, a list of lists, or a `Prefix`
 
     Both logits have one dtype (float16, bfloat16, float32 or float64) and all tensors one device. Off the CPU
     nothing waits for the device, unless a sampling has processors.
 
-    Returns a `Verdict`: `accepted [B]`, `next_token [B]`, `bad [B]`. A row whose logits hold NaN, +inf or nothing
-    but -inf, is flagged in `bad` and leaves the other rows alone; so is, off the CPU, a row with a token or length
-    out of range, which raises on the CPU.
+    Returns a `Verdict`: `accepted [B]`, `next_token [B]`, `bad [B]`. A row whose logits hold NaN, +inf or
+    nothing but -inf, is flagged in `bad` and leaves the other rows alone; so is, off the CPU, a row with a
+    token or length out of range, which raises on the CPU.
 
     Example:
         >>> import torch, outpace
@@ -87,7 +91,9 @@ def verify(
     check.lenience(lenience, rule)
     B, g = check.shapes(draft_tokens, draft_logits, target_logits, draft_lse)
     V, device = target_logits.shape[-1], target_logits.device
-    if draft_sampling is not None and draft_logits is None:
+    targets = None if sampling is None else per_row(sampling, B)
+    drafters = None if draft_sampling is None else per_row(draft_sampling, B, "draft_sampling")
+    if drafters is not None and draft_logits is None:
         raise ValueError("draft_sampling: given without draft_logits; point masses have nothing to adjust")
 
     ragged = lengths is not None
@@ -95,20 +101,22 @@ def verify(
     drafted = torch.arange(g, device=device) < lengths[:, None]
     tokens, bad = check.tokens(draft_tokens, drafted, lengths, V)
     prefix = check.prefix(prefix, B, device)
-    start = check.position(position, prefix, (sampling, draft_sampling), B, device)
-    seed = random.keys("seed", int(torch.randint(2**63 - 1, ())) if seed is None else seed, B, device)
+    start = check.position(position, prefix, [*(targets or ()), *(drafters or ())], B, device)
+    if seed is None:
+        seed = int(torch.randint(2**63 - 1, ()))
+    seed = random.keys("seed", seed, B, device, -(2**63), 2**64 - 1)
 
     rewind_draft = rewind_target = greedy_keep = None
-    if draft_sampling is not None and draft_logits is not None:
+    if drafters is not None and draft_logits is not None:
         if draft_sampling is sampling:  # two uses of one processor must not see each other's state
-            draft_sampling = fork(draft_sampling)
-        scores, rewind_draft = process(draft_logits, draft_sampling, prefix, tokens, lengths)
-        draft_logits = warp(scores, draft_sampling)
-    if sampling is not None:
-        scores, rewind_target = process(target_logits, sampling, prefix, tokens, lengths + 1)
-        target_logits = warp(scores, sampling)
+            drafters = [one.fork() for one in drafters]
+        scores, rewind_draft = process(draft_logits, drafters, prefix, tokens, lengths)
+        draft_logits = warp(scores, drafters)
+    if targets is not None:
+        scores, rewind_target = process(target_logits, targets, prefix, tokens, lengths + 1)
+        target_logits = warp(scores, targets)
         if lenience < 1:
-            greedy_keep = _near_the_top(scores[:, :g], tokens, sampling, lenience)
+            greedy_keep = _near_the_top(scores[:, :g], tokens, targets, lenience)
 
     block = Block(
         tokens,
@@ -131,12 +139,9 @@ def verify(
     return verdict
 
 
-def _near_the_top(
-    scores: Tensor, tokens: Tensor, sampling: Sampling | Sequence[Sampling], lenience: float
-) -> Tensor:
+def _near_the_top(scores: Tensor, tokens: Tensor, rows: list[Sampling], lenience: float) -> Tensor:
     """Drafts of greedy rows with p(x) >= lenience·max p, p being the softmax before the argmax: `[B, g]`."""
-    samplings = [sampling] if isinstance(sampling, Sampling) else sampling
-    greedy = torch.tensor([one.greedy for one in samplings], device=scores.device)[:, None]
+    greedy = torch.tensor([one.greedy for one in rows], device=scores.device)[:, None]
     score = scores.gather(-1, tokens[..., None]).squeeze(-1)
     return greedy & (score >= scores.amax(-1) + math.log(lenience))
 
@@ -144,7 +149,9 @@ def _near_the_top(
 class _Callable(types.ModuleType):
     """`outpace.verify` is this package; calling it calls `verify`."""
 
-    __call__ = staticmethod(verify)
+    def __call__(self, *args: Any, **kwargs: Any) -> Verdict:
+        return verify(*args, **kwargs)
 
 
+__signature__ = inspect.signature(verify)
 sys.modules[__name__].__class__ = _Callable

@@ -58,27 +58,23 @@ def lenience(value: float, rule: Rule) -> None:
 
 def lengths(value: Sequence[int] | Tensor | None, rows: int, g: int, device: torch.device) -> Tensor:
     """Drafted tokens per row, int64 `[rows]`, on `device`."""
-    if value is None:
-        return torch.full((rows,), g, device=device)
-    given = random.keys("lengths", value, rows, device)
-    if given.device.type == "cpu" and ((given < 0) | (given > g)).any():
-        raise ValueError(f"lengths: got {given.tolist()}; with {g} drafted tokens each must lie in 0..{g}")
-    return given
+    return random.keys("lengths", g if value is None else value, rows, device, 0, g)
 
 
 def tokens(draft_tokens: Tensor, drafted: Tensor, lengths: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Drafted tokens as int64, 0 where nothing was drafted, and rows `[B]` with a token or length out of range."""
+    """Drafted tokens as int64, 0 where nothing was drafted, and rows `[B]` with a token or length out of
+    range."""
     given = torch.where(drafted, draft_tokens.to(torch.int64), 0)
-    strange = ((given < 0) | (given >= vocab_size)).any(-1)
     if given.device.type != "cpu":
-        g = drafted.shape[1]
-        return given.clamp(0, vocab_size - 1), strange | (lengths < 0) | (lengths > g)
-    if strange.any():
-        beyond = given[(given < 0) | (given >= vocab_size)][0].item()
+        strange = ((given < 0) | (given >= vocab_size)).any(-1) | (lengths < 0) | (lengths > drafted.shape[1])
+        return given.clamp(0, vocab_size - 1), strange
+    low, high = map(int, torch.aminmax(given)) if given.numel() else (0, 0)
+    if low < 0 or high >= vocab_size:
         raise ValueError(
-            f"draft_tokens: got token id {beyond}; with {vocab_size} logits ids lie in 0..{vocab_size - 1}"
+            f"draft_tokens: got token id {low if low < 0 else high}; "
+            f"with {vocab_size} logits ids lie in 0..{vocab_size - 1}"
         )
-    return given, strange
+    return given, torch.zeros_like(lengths, dtype=torch.bool)
 
 
 def prefix(
@@ -100,26 +96,23 @@ def prefix(
 def position(
     value: int | Sequence[int] | Tensor | None,
     prefix: Prefix | None,
-    samplings: Sequence[Sampling | Sequence[Sampling] | None],
+    samplings: Sequence[Sampling],
     rows: int,
     device: torch.device,
 ) -> Tensor:
     """Absolute position of each row's first drafted token, int64 `[rows]`."""
     if value is None:
         return torch.zeros(rows, dtype=torch.int64, device=device) if prefix is None else prefix.row_lengths()
-    given = random.keys("position", value, rows, device)
-    if given.device.type == "cpu" and ((given < 0) | (given >= 2**32)).any():
-        raise ValueError(f"position: got {given.tolist()}; positions must lie in 0..2**32-1")
-    each = [sampling for sampling in samplings if sampling is not None]
-    readers = any(
-        one.reads_prefix for some in each for one in ([some] if isinstance(some, Sampling) else some)
-    )
-    nothing_before = value == 0 if isinstance(value, int) else given.device.type == "cpu" and not given.any()
-    if readers and prefix is None and not nothing_before:
-        raise ValueError(
-            "prefix: missing; the sampling has penalties or processors, which read the tokens before position "
-            f"{value if isinstance(value, int) else given.tolist()}"
+    given = random.keys("position", value, rows, device, 0, 2**32 - 1)
+    if prefix is None and any(one.reads_prefix for one in samplings):
+        nothing_before = (
+            value == 0 if isinstance(value, int) else given.device.type == "cpu" and not given.any()
         )
+        if not nothing_before:
+            raise ValueError(
+                "prefix: missing; the sampling has penalties or processors, which read the tokens before "
+                f"position {value if isinstance(value, int) else given.tolist()}"
+            )
     return given
 
 

@@ -1,7 +1,7 @@
 """The rules in batched PyTorch: any device, any float dtype, no host synchronization off the CPU.
 
-Shapes: B rows, g drafted tokens, V tokens. Row b drafted lengths[b] <= g tokens; what lies past them is ignored.
-p is the target's distribution, q the draft's, both softmaxed from adjusted logits.
+Shapes: B rows, g drafted tokens, V tokens. Row b drafted lengths[b] <= g tokens; what lies past them is
+ignored. p is the target's distribution, q the draft's, both softmaxed from adjusted logits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from outpace import random
-from outpace.random import Stream
 from outpace.verify.block import Block, Verdict
 from outpace.verify.rules import Rule
 
@@ -35,8 +34,14 @@ def token(block: Block, lenience: float) -> Verdict:
 
     Leviathan Alg. 1 with A.5's lenience l; Chen Alg. 2.
     """
-    p, q = target_probabilities(block), draft_probabilities(block)
-    return keep_or_correct(block, p, q, no_softmax(block, p, q), lenience)
+    p, q = softmax(block.target_logits), draft_softmax(block)
+    r, u = noise(block)
+    keep = accepts(chosen(p, block), chosen(q, block), r, lenience)
+    if block.greedy_keep is not None:
+        keep |= block.greedy_keep
+    accepted = leading(keep & block.drafted)
+    weights = residual(block, at(p, accepted), at_lost(q, block, accepted), accepted)
+    return finish(block, accepted, weights, u, no_softmax(block, p, q))
 
 
 def approximate(block: Block, alpha: float, beta: float) -> Verdict:
@@ -45,20 +50,17 @@ def approximate(block: Block, alpha: float, beta: float) -> Verdict:
     def squash(logits: Tensor) -> Tensor:
         return ((wide(logits) - alpha) / (beta - alpha)).sigmoid_()
 
-    bad = ~usable(block.target_logits)
-    q = None
+    z, bad = block.target_logits, unusable(block.target_logits)
+    px, qx, q = squash(of_tokens(z, block.tokens)).double(), point_masses(block), None
     if block.draft_logits is not None:
-        q = squash(block.draft_logits)
-        bad[:, :-1] |= ~usable(block.draft_logits) & block.drafted
-    return keep_or_correct(block, squash(block.target_logits), q, among_drafted(block, bad))
-
-
-def keep_or_correct(block: Block, p: Tensor, q: Tensor | None, bad: Tensor, lenience: float = 1.0) -> Verdict:
-    keep = accepts(chosen(p, block.tokens), chosen(q, block.tokens), accept_noise(block), lenience)
-    if block.greedy_keep is not None:
-        keep |= block.greedy_keep
-    accepted = leading(keep & block.drafted)
-    return finish(block, accepted, residual(block, p, q, accepted), bad)
+        bad[:, :-1] |= unusable(block.draft_logits) & block.drafted
+        qx = squash(of_tokens(block.draft_logits, block.tokens)).double()
+    r, u = noise(block)
+    accepted = leading(accepts(px, qx, r) & block.drafted)
+    if block.draft_logits is not None:
+        q = squash(at(block.draft_logits, first_lost(block, accepted)))
+    weights = residual(block, squash(at(z, accepted)), q, accepted)
+    return finish(block, accepted, weights, u, among_drafted(block, bad))
 
 
 def joint(block: Block) -> Verdict:
@@ -67,9 +69,9 @@ def joint(block: Block) -> Verdict:
     carry[i] is the probability with which the first i drafts may be kept, min(carry[i-1]·p/q, 1). The longest
     prefix i that passes its own test h[i] stays; what a shorter one leaves over, (carry·p − q)+, corrects it.
     """
-    p, q = target_probabilities(block), draft_probabilities(block)
+    p, q = softmax(block.target_logits), draft_softmax(block)
+    px, qx = chosen(p, block), chosen(q, block)
     g = block.tokens.shape[1]
-    px, qx = chosen(p, block.tokens), chosen(q, block.tokens)
 
     carry = torch.ones_like(px[:, :1]).repeat(1, g + 1)  # [B, g+1]
     for i in range(g):
@@ -79,32 +81,61 @@ def joint(block: Block) -> Verdict:
     if q is None:
         left = carry[:, 1:g] * (1 - px[:, 1:])
     else:
-        left = (
-            (carry[:, 1:g, None].to(p.dtype) * p[:, 1:g])
-            .sub_(q[:, 1:])
-            .clamp_(min=0)
-            .sum(-1, dtype=torch.float64)
-        )
+        left = (p[:, 1:g] * carry[:, 1:g, None].to(p.dtype)).sub_(q[:, 1:]).clamp_(min=0)
+        left = left.sum(-1, dtype=torch.float64)
     # Nothing left over and nothing to lose: such a prefix may always be kept.
     free = (left == 0) & (carry[:, 1:g] == 1)
-    h = torch.where(free, 1.0, left / (left + 1 - carry[:, 1:g]))
+    h = torch.where(free, 1.0, left / (left + (1 - carry[:, 1:g])))
     h = torch.cat((h, carry[:, g:]), dim=1)  # [B, g], the test of prefixes 1..g
     prefix = torch.arange(1, g + 1, device=h.device)
     h = torch.where(prefix == block.lengths[:, None], carry[:, 1:], h)
 
-    passed = (accept_noise(block) <= h) & block.drafted
+    r, u = noise(block)
+    passed = (r <= h) & block.drafted
     accepted = (passed * prefix).amax(-1)
     scale = carry.gather(1, accepted[:, None])
-    return finish(block, accepted, residual(block, p, q, accepted, scale), no_softmax(block, p, q))
+    weights = residual(block, at(p, accepted), at_lost(q, block, accepted), accepted, scale)
+    return finish(block, accepted, weights, u, no_softmax(block, p, q))
 
 
 def match(block: Block) -> Verdict:
     """Draw the target's own tokens with the target stream's noise; keep drafts while they are the same."""
-    V = block.target_logits.shape[-1]
-    own = random.race(wide(block.target_logits), random.gumbel(block.seed[:, None], block.positions, V))
+    bad = among_drafted(block, unusable(block.target_logits))
+    if bad.device.type == "cpu":
+        return settle(block, *match_in_turn(block), bad)
+    own = plain(block.target_logits, block.seed[:, None], block.positions)
     accepted = leading((own[:, :-1] == block.tokens) & block.drafted)
-    next_token = own.gather(1, accepted[:, None]).squeeze(1)
-    return settle(block, accepted, next_token, among_drafted(block, ~usable(block.target_logits)))
+    return settle(block, accepted, own.gather(1, accepted[:, None]).squeeze(1), bad)
+
+
+def match_in_turn(block: Block) -> tuple[Tensor, Tensor]:
+    """Position by position, leaving out rows that lost a draft: on a CPU noise costs more than a look."""
+    accepted, next_token = torch.zeros_like(block.lengths), torch.zeros_like(block.lengths)
+    rows = torch.arange(len(accepted))
+    for i, position in enumerate(block.positions.unbind(1)):
+        own = plain(at(block.target_logits, torch.full_like(rows, i), rows), block.seed[rows], position[rows])
+        accepted[rows], next_token[rows] = i, own
+        if i < block.tokens.shape[1]:
+            rows = rows[block.drafted[rows, i] & (own == block.tokens[rows, i])]
+        if not len(rows):
+            break
+    return accepted, next_token
+
+
+def plain(logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """What plain decoding draws: `[..., V]` to `[...]`."""
+    return random.race(wide(logits), random.gumbel(seed, position, logits.shape[-1]))
+
+
+def plain_where_undrafted(block: Block, verdict: Verdict) -> Verdict:
+    if not block.ragged:
+        return verdict
+    undrafted = block.lengths == 0
+    if undrafted.device.type == "cpu" and not undrafted.any():
+        return verdict
+    own = plain(block.target_logits[:, 0], block.seed, block.start)
+    next_token = torch.where(undrafted & ~verdict.bad, own, verdict.next_token)
+    return Verdict(verdict.accepted, next_token, verdict.bad)
 
 
 def rejection(block: Block) -> Verdict:
@@ -112,15 +143,15 @@ def rejection(block: Block) -> Verdict:
 
     Exact, and weaker than `token`; here for comparison only.
     """
-    p, q = target_probabilities(block), draft_probabilities(block)
-    px, qx = chosen(p, block.tokens), chosen(q, block.tokens)
+    p, q = softmax(block.target_logits), draft_softmax(block)
+    px, qx = chosen(p, block), chosen(q, block)
     if q is None:
         most = torch.where(px == 1, 1.0, torch.inf)
     else:
-        ratio = p[:, :-1] / q
-        most = torch.where(p[:, :-1] > 0, ratio, 0).amax(-1).to(px.dtype)
-    accepted = leading(accepts(px, most * qx, accept_noise(block)) & block.drafted)
-    return finish(block, accepted, at(p, accepted), no_softmax(block, p, q))
+        most = torch.where(p[:, :-1] > 0, p[:, :-1] / q, 0).amax(-1).to(px.dtype)
+    r, u = noise(block)
+    accepted = leading(accepts(px, most * qx, r) & block.drafted)
+    return finish(block, accepted, at(p, accepted), u, no_softmax(block, p, q))
 
 
 def accepts(px: Tensor, qx: Tensor, u: Tensor, lenience: float = 1.0) -> Tensor:
@@ -131,44 +162,48 @@ def accepts(px: Tensor, qx: Tensor, u: Tensor, lenience: float = 1.0) -> Tensor:
 def residual(
     block: Block, p: Tensor, q: Tensor | None, accepted: Tensor, scale: Tensor | None = None
 ) -> Tensor:
-    """Weights of the next token, `[B, V]`: (scale·p − q)+ at the first lost draft, p where all were kept."""
-    row = at(p, accepted)
-    weights = row if scale is None else row * scale.to(row.dtype)
-    last = block.tokens.shape[1] - 1
+    """Weights of the next token: (scale·p − q)+ where a draft was lost, p where all were kept.
+
+    p is `[B, V]` after the kept drafts, q is `[B, V]` at the first lost one, or None for point masses.
+    """
+    weights = p if scale is None else p * scale.to(p.dtype)
     lost = (accepted < block.lengths)[:, None]
     if q is None:
         # p(x) <= 1 = q(x) at the lost token, and q is 0 elsewhere.
-        token = block.tokens.gather(1, accepted.clamp(max=last)[:, None])
-        weights = torch.where(lost, weights.scatter(1, token, 0), row)
+        token = block.tokens.gather(1, first_lost(block, accepted)[:, None])
+        weights = weights.scatter(1, token, weights.gather(1, token).masked_fill_(lost, 0))
     else:
-        weights = torch.where(lost, (weights - at(q, accepted.clamp(max=last))).clamp_(min=0), row)
+        weights = (weights - q.mul_(lost)).clamp_(min=0)
     # p and q equal up to rounding leave nothing over; then p is as good.
-    return torch.where(weights.sum(-1, keepdim=True) > 0, weights, row)
+    empty = weights.sum(-1, keepdim=True) == 0
+    if empty.device.type == "cpu" and not empty.any():
+        return weights
+    return torch.where(empty, p, weights)
 
 
-def plain_where_undrafted(block: Block, verdict: Verdict) -> Verdict:
-    if not block.ragged:
-        return verdict
-    undrafted = block.lengths == 0
-    if undrafted.device.type == "cpu" and not undrafted.any():
-        return verdict
-    logits = wide(block.target_logits[:, 0])
-    own = random.race(logits, random.gumbel(block.seed, block.start, logits.shape[-1]))
-    return Verdict(
-        verdict.accepted, torch.where(undrafted & ~verdict.bad, own, verdict.next_token), verdict.bad
-    )
+def first_lost(block: Block, accepted: Tensor) -> Tensor:
+    """Index of the first lost draft; of the last draft where all were kept; 0 where there was none."""
+    return torch.minimum(accepted, block.lengths - 1).clamp_(min=0)
 
 
-def target_probabilities(block: Block) -> Tensor:
-    return softmax(block.target_logits)
-
-
-def draft_probabilities(block: Block) -> Tensor | None:
+def draft_softmax(block: Block) -> Tensor | None:
+    """q, `[B, g, V]`; None for point masses."""
     if block.draft_logits is None:
         return None
     if block.draft_lse is None:
         return softmax(block.draft_logits)
     return (wide(block.draft_logits) - block.draft_lse[..., None]).exp_()
+
+
+def chosen(probabilities: Tensor | None, block: Block) -> Tensor:
+    """Probability of each drafted token, float64 `[B, g]`."""
+    if probabilities is None:
+        return point_masses(block)
+    return of_tokens(probabilities, block.tokens).to(torch.float64)
+
+
+def point_masses(block: Block) -> Tensor:
+    return torch.ones(block.tokens.shape, dtype=torch.float64, device=block.tokens.device)
 
 
 def softmax(logits: Tensor) -> Tensor:
@@ -179,16 +214,20 @@ def wide(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def chosen(probabilities: Tensor | None, tokens: Tensor) -> Tensor:
-    """Probability of each drafted token, float64 `[B, g]`; None stands for point masses."""
-    if probabilities is None:
-        return torch.ones(tokens.shape, dtype=torch.float64, device=tokens.device)
-    return probabilities[:, : tokens.shape[1]].gather(-1, tokens[..., None]).squeeze(-1).to(torch.float64)
+def of_tokens(table: Tensor, tokens: Tensor) -> Tensor:
+    """table[b, i, tokens[b, i]]: `[B, n >= g, V]` to `[B, g]`."""
+    return table[:, : tokens.shape[1]].gather(-1, tokens[..., None]).squeeze(-1)
 
 
-def at(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[b, index[b]] for every b: `[B, n, V]` to `[B, V]`."""
-    return rows[torch.arange(rows.shape[0], device=rows.device), index]
+def at(table: Tensor, index: Tensor, rows: Tensor | None = None) -> Tensor:
+    """table[b, index[b]] for every b, or for those in `rows`: `[B, n, V]` to `[B, V]`."""
+    if rows is None:
+        rows = torch.arange(table.shape[0], device=table.device)
+    return table.flatten(0, 1).index_select(0, rows * table.shape[1] + index)
+
+
+def at_lost(q: Tensor | None, block: Block, accepted: Tensor) -> Tensor | None:
+    return None if q is None else at(q, first_lost(block, accepted))
 
 
 def leading(keep: Tensor) -> Tensor:
@@ -196,20 +235,20 @@ def leading(keep: Tensor) -> Tensor:
     return keep.to(torch.int64).cumprod(-1).sum(-1)
 
 
-def accept_noise(block: Block) -> Tensor:
-    return random.uniform(block.seed[:, None], block.positions[:, :-1], block.start[:, None], Stream.ACCEPT)
+def noise(block: Block) -> tuple[Tensor, Tensor]:
+    """Uniforms that decide about each draft, `[B, g]`, and that draw the token after n kept ones, `[B,
+    g+1]`."""
+    accept, residual = random.accept_and_residual(block.seed[:, None], block.positions, block.start[:, None])
+    return accept[:, :-1], residual
 
 
-def residual_noise(block: Block, accepted: Tensor) -> Tensor:
-    return random.uniform(block.seed, block.start + accepted, block.start, Stream.RESIDUAL)
-
-
-def usable(logits: Tensor) -> Tensor:
-    return logits.amax(-1).isfinite()
+def unusable(logits: Tensor) -> Tensor:
+    """Positions without a softmax: the maximum is NaN, +inf, or -inf."""
+    return ~logits.amax(-1).isfinite()
 
 
 def no_softmax(block: Block, p: Tensor, q: Tensor | None) -> Tensor:
-    """Rows without a distribution: a softmax that meets NaN, +inf or only -inf is NaN in every entry."""
+    """Bad rows `[B]`: a softmax that meets NaN, +inf or nothing but -inf is NaN in every entry."""
     bad = p[..., 0].isnan()
     if q is not None:
         bad[:, :-1] |= q[..., 0].isnan() & block.drafted
@@ -222,8 +261,9 @@ def among_drafted(block: Block, bad: Tensor) -> Tensor:
     return bad.any(-1)
 
 
-def finish(block: Block, accepted: Tensor, weights: Tensor, bad: Tensor) -> Verdict:
-    return settle(block, accepted, random.draw(weights, residual_noise(block, accepted)), bad)
+def finish(block: Block, accepted: Tensor, weights: Tensor, u: Tensor, bad: Tensor) -> Verdict:
+    next_token = random.draw(weights, u.gather(1, accepted[:, None]).squeeze(1))
+    return settle(block, accepted, next_token, bad)
 
 
 def settle(block: Block, accepted: Tensor, next_token: Tensor, bad: Tensor) -> Verdict:

@@ -1,7 +1,7 @@
 """The rules as the papers state them: float64, one row at a time, slow and obvious.
 
-This file shares no code with the rest, because it is what the rest is tested against. Distributions and random
-numbers come in as arguments:
+This file shares no code with the rest, because it is what the rest is tested against. Distributions and
+random numbers come in as arguments:
 
     tokens  the g drafted tokens
     p       [g+1][V] target distributions, p[i] before token i, p[g] after the last
@@ -66,7 +66,8 @@ def token(
 
 
 def greedy(tokens: Sequence[int], p: Sequence[Row], lenience: float = 1.0) -> tuple[int, int]:
-    """Leviathan A.5 for argmax, p being the distribution before standardizing: keep x while p(x) >= l max p."""
+    """Leviathan A.5 for argmax, p being the distribution before standardizing: keep x while p(x) >= l max
+    p."""
     for i, x in enumerate(tokens):
         best = max(range(len(p[i])), key=p[i].__getitem__)
         if x != best and (lenience == 1 or p[i][x] < lenience * p[i][best]):
@@ -100,7 +101,7 @@ def block(
             h = carry[g]
         else:
             left = math.fsum(rest(i))
-            h = 1.0 if left == 0 and carry[i] == 1 else left / (left + 1 - carry[i])
+            h = 1.0 if left == 0 and carry[i] == 1 else left / (left + (1 - carry[i]))
         if r[i - 1] <= h:
             n = i
     if n == g:

@@ -1,7 +1,7 @@
 """The verification rules, and what each one promises about the text that comes out.
 
-token       exactly p. Keeps E[Σ min(p, q)] of the drafts one by one, the most that deciding one by one can keep.
-            With lenience l < 1: no token above p(x)/l, and Σ min(p/l, q) kept.
+token       exactly p. Keeps E[Σ min(p, q)] of the drafts one by one, the most that deciding one by one can
+            keep. With lenience l < 1: no token above p(x)/l, and Σ min(p/l, q) kept.
 block       exactly p. Decides about the drafts together and never keeps fewer on average than `token`.
 match       exactly p, and the very tokens that plain decoding draws with the same seed.
 sigmoid     not p: an approximation that keeps nearly every draft. Never the default.

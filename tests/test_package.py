@@ -1,0 +1,46 @@
+"""What a newcomer touches first: the import, the version, the one command of the README."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import outpace
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_import_is_lazy() -> None:
+    code = (
+        "import sys, outpace; dir(outpace); outpace.__version__;"
+        "print([name for name in ('torch', 'numpy', 'transformers', 'triton') if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_verify_does_not_import_models() -> None:
+    code = "import sys, outpace; outpace.verify; outpace.Sampling(); print('transformers' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
+
+
+def test_every_public_name_is_there() -> None:
+    for name in outpace.__all__:
+        assert getattr(outpace, name) is not None
+    assert sorted(outpace.__all__) == dir(outpace)
+
+
+def test_version_is_the_packages() -> None:
+    assert metadata.version("outpace") == outpace.__version__
+
+
+def test_ci_runs_the_command_of_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    section = readme.split("## Develop")[1]
+    command = re.search(r"```sh\n(.+?)\n```", section, re.DOTALL)
+    assert command is not None
+    assert command.group(1) in (ROOT / ".ci" / "run").read_text()
