@@ -1,12 +1,14 @@
-"""Checks of plain arguments: an error names the argument, what was given and what fits."""
+"""Plain arguments: checks, whose errors name the argument, what was given and what fits, and the way to a
+device."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -38,3 +40,12 @@ def integers(name: str, value: Any, fits: str) -> None:
 
 def kind(value: Any) -> str:
     return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r}"
+
+
+def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Values as a tensor `[n]`, without making the host wait for the device."""
+    if len(values) == 1:
+        return torch.full((1,), values[0], dtype=dtype, device=device)
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

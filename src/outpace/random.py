@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outpace.arguments import integer, integers
+from outpace.arguments import integer, integers, on_device
 
 Array = npt.NDArray[Any]
 Words = TypeVar("Words", int, Array, Tensor)
@@ -226,7 +226,7 @@ def keys(
         raise ValueError(f"{name}: got {len(value)} values for {rows} rows; give one int or one per row")
     for one in value:
         integer(name, one, fits, lambda i: least <= i <= most)
-    return torch.tensor([_signed(one) for one in value], dtype=torch.int64, device=device)
+    return on_device([_signed(one) for one in value], torch.int64, device)
 
 
 def _signed(value: int) -> int:

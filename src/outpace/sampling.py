@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.arguments import integer, integers, kind, number
+from outpace.arguments import integer, integers, kind, number, on_device
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """`(input_ids [1, T], scores [1, V]) -> scores [1, V]`: any Transformers `LogitsProcessor`."""
@@ -238,7 +238,7 @@ def warp(scores: Tensor, rows: list[Sampling]) -> Tensor:
         probs = adjusted.softmax(-1)
         adjusted = adjusted.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), -torch.inf)
     if any(greedy):
-        is_greedy = torch.tensor(greedy, device=scores.device).view(-1, 1, 1)
+        is_greedy = on_device(greedy, torch.bool, scores.device).view(-1, 1, 1)
         adjusted = torch.where(is_greedy, _argmax_only(scores), adjusted)
     return adjusted
 
@@ -258,9 +258,9 @@ def _keep_top_k(scores: Tensor, k: list[int]) -> Tensor:
     top = scores.topk(most).values
     if len(set(k)) == 1:
         return scores.masked_fill(scores < top[..., -1:], -torch.inf)
-    at = torch.tensor([min(one, most) for one in k], device=scores.device).view(-1, 1, 1) - 1
+    at = on_device([min(one, most) - 1 for one in k], torch.int64, scores.device).view(-1, 1, 1)
     kth = top.gather(-1, at.expand(-1, scores.shape[1], 1))
-    off = torch.tensor([one == V for one in k], device=scores.device).view(-1, 1, 1)
+    off = on_device([one == V for one in k], torch.bool, scores.device).view(-1, 1, 1)
     return scores.masked_fill((scores < kth) & ~off, -torch.inf)
 
 
@@ -294,8 +294,8 @@ def _add_bias(scores: Tensor, rows: list[Sampling]) -> None:
         beyond = [token for token in row.logit_bias if token >= V]
         if beyond:
             raise ValueError(f"logit_bias: got token ids {beyond}; the vocabulary has {V} tokens")
-        ids = torch.tensor(list(row.logit_bias.keys()), device=scores.device)
-        bias = torch.tensor(list(row.logit_bias.values()), dtype=scores.dtype, device=scores.device)
+        ids = on_device(list(row.logit_bias), torch.int64, scores.device)
+        bias = on_device(list(row.logit_bias.values()), scores.dtype, scores.device)
         (scores if len(rows) == 1 else scores[b])[..., ids] += bias
 
 
@@ -379,4 +379,4 @@ def _column(
     values = [float(value(row)) for row in rows]
     if all(one == neutral for one in values):
         return None
-    return torch.tensor(values, dtype=like.dtype, device=like.device).view(-1, 1, 1)
+    return on_device(values, like.dtype, like.device).view(-1, 1, 1)

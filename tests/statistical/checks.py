@@ -53,12 +53,12 @@ class Case:
         )
 
 
-def trees(case: Case) -> tuple[list[Tensor], list[Tensor]]:
+def trees(case: Case, device: str = "cpu") -> tuple[list[Tensor], list[Tensor]]:
     """Logits of target and draft after every prefix: `[V**i, V]` for i = 0..g, the draft near the target."""
     generator = torch.Generator().manual_seed(case.V * 100 + case.g)
     target = [torch.randn(case.V**i, case.V, generator=generator) for i in range(case.g + 1)]
     draft = [z + 0.8 * torch.randn(z.shape, generator=generator) for z in target]
-    return [z.to(case.dtype) for z in target], [z.to(case.dtype) for z in draft]
+    return [z.to(device, case.dtype) for z in target], [z.to(device, case.dtype) for z in draft]
 
 
 def draft_block(case: Case, draft: list[Tensor], seed: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,13 +80,13 @@ def draft_block(case: Case, draft: list[Tensor], seed: Tensor, start: Tensor) ->
     )
 
 
-def check_joint(case: Case, draws: int = MILLION) -> None:
+def check_joint(case: Case, draws: int = MILLION, device: str = "cpu") -> None:
     """(kept tokens, next token) has the enumerated distribution, at a million draws."""
-    target, draft = trees(case)
-    seed = torch.arange(draws) * 7919 + 13
+    target, draft = trees(case, device)
+    seed = torch.arange(draws, device=device) * 7919 + 13
     start = torch.full_like(seed, 5)
     tokens, nodes = draft_block(case, draft, seed, start)
-    lengths = torch.arange(draws) % (case.g + 1) if case.ragged else None
+    lengths = torch.arange(draws, device=device) % (case.g + 1) if case.ragged else None
     verdict = outpace.verify(
         tokens,
         None if case.draft == "point" else levels(draft[:-1], nodes, case),
@@ -106,7 +106,7 @@ def check_joint(case: Case, draws: int = MILLION) -> None:
     counts, expected = np.zeros((len(groups), size)), np.zeros((len(groups), size))
     for row, length in enumerate(groups):
         of_length = codes if lengths is None else codes[lengths == length]
-        counts[row] = np.bincount(of_length.numpy(), minlength=size)
+        counts[row] = np.bincount(of_length.cpu().numpy(), minlength=size)
         outcome = expected_joint(case, target, draft, length)
         expected[row, : len(outcome)] = outcome
     chisquare.agrees(counts, expected, str(case))
@@ -121,14 +121,16 @@ def levels(tree: list[Tensor], nodes: Tensor, case: Case) -> Tensor:
 
 def outcome_codes(case: Case, nodes: Tensor, verdict: outpace.Verdict) -> Tensor:
     """`enumeration.code` of each row."""
-    first = torch.tensor([sum(case.V**n for n in range(1, m + 1)) for m in range(case.g + 1)])
+    first = torch.tensor(
+        [sum(case.V**n for n in range(1, m + 1)) for m in range(case.g + 1)], device=nodes.device
+    )
     kept = nodes.gather(1, verdict.accepted[:, None]).squeeze(1)
     return first[verdict.accepted] + kept * case.V + verdict.next_token
 
 
 def expected_joint(case: Case, target: list[Tensor], draft: list[Tensor], length: int) -> Floats:
     def probabilities(tree: list[Tensor], sampling: Sampling) -> list[Floats]:
-        return [np.asarray(adjust(z.double(), sampling).softmax(-1)) for z in tree]
+        return [np.asarray(adjust(z.cpu().double(), sampling).softmax(-1)) for z in tree]
 
     p, q = probabilities(target, case.sampling), probabilities(draft, case.draft_sampling)
     if case.draft == "point":
@@ -145,7 +147,9 @@ def expected_joint(case: Case, target: list[Tensor], draft: list[Tensor], length
 
     def squash(tree: list[Tensor], sampling: Sampling) -> list[Floats]:
         return [
-            np.asarray(((adjust(z.double(), sampling) - rule.alpha) / (rule.beta - rule.alpha)).sigmoid())
+            np.asarray(
+                ((adjust(z.cpu().double(), sampling) - rule.alpha) / (rule.beta - rule.alpha)).sigmoid()
+            )
             for z in tree
         ]
 
@@ -153,19 +157,19 @@ def expected_joint(case: Case, target: list[Tensor], draft: list[Tensor], length
     return exact.joint(p, q, length, exact.sigmoid(squash(target, case.sampling), q_hat))
 
 
-def check_text(rule: str, draws: int = MILLION, g: int = 3, draft: str = "soft") -> None:
+def check_text(rule: str, draws: int = MILLION, g: int = 3, draft: str = "soft", device: str = "cpu") -> None:
     """The first tokens of a text that took several iterations are distributed as the target's own.
 
     Target and draft are Markov chains; every row goes its own way through them, at positions of its own.
     """
     V, length = 3, 4
     generator = torch.Generator().manual_seed(2)
-    target = 1.5 * torch.randn(V, V, generator=generator)
-    guess = target + torch.randn(V, V, generator=generator)
-    seed = torch.arange(draws) * 104729 + 1
-    texts = torch.zeros(draws, 1 + length + g + 1, dtype=torch.int64)  # token 0 is the prompt
-    written = torch.ones(draws, dtype=torch.int64)
-    rows = torch.arange(draws)
+    target = (1.5 * torch.randn(V, V, generator=generator)).to(device)
+    guess = target + torch.randn(V, V, generator=generator).to(device)
+    seed = torch.arange(draws, device=device) * 104729 + 1
+    texts = torch.zeros(draws, 1 + length + g + 1, dtype=torch.int64, device=device)  # token 0 is the prompt
+    written = torch.ones_like(seed)
+    rows = torch.arange(draws, device=device)
     while (active := (written <= length).nonzero().squeeze(1)).numel():
         key, start = seed[active], written[active]
         last = texts[active, start - 1]
@@ -190,9 +194,9 @@ def check_text(rule: str, draws: int = MILLION, g: int = 3, draft: str = "soft")
             texts[rows[active][fits], (start + i)[fits]] = new[fits, i]
         written[active] += verdict.accepted + 1
     first = exact_codes(texts[:, 1 : 1 + length], V)
-    p = np.asarray(target.double().softmax(-1))
+    p = np.asarray(target.cpu().double().softmax(-1))
     chain = [p[np.arange(V**i) % V] if i else p[:1] for i in range(length)]
-    counts = np.bincount(first.numpy(), minlength=V**length)
+    counts = np.bincount(first.cpu().numpy(), minlength=V**length)
     chisquare.agrees(counts, exact.text(chain, length), f"text by {rule}")
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from outpace import random
+from outpace.arguments import on_device
 from outpace.sampling import Prefix, Sampling, per_row, process, warp
 from outpace.verify import check, eager
 from outpace.verify.block import Block, Verdict
@@ -141,7 +142,7 @@ def verify(
 
 def _near_the_top(scores: Tensor, tokens: Tensor, rows: list[Sampling], lenience: float) -> Tensor:
     """Drafts of greedy rows with p(x) >= lenience·max p, p being the softmax before the argmax: `[B, g]`."""
-    greedy = torch.tensor([one.greedy for one in rows], device=scores.device)[:, None]
+    greedy = on_device([one.greedy for one in rows], torch.bool, scores.device)[:, None]
     score = scores.gather(-1, tokens[..., None]).squeeze(-1)
     return greedy & (score >= scores.amax(-1) + math.log(lenience))
 
