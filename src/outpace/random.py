@@ -36,6 +36,7 @@ Floats = TypeVar("Floats", Array, Tensor)
 
 WORD = 0xFFFFFFFF
 CACHED = 1 << 13  # Philox blocks evaluated at a time on the CPU, so that intermediate arrays stay in cache
+STRETCH = 256  # tokens summed together in the inverse CDF over a large vocabulary
 HANDFUL = 16  # Philox blocks below which Python's integers are the fastest
 
 
@@ -192,14 +193,28 @@ def race(logits: Tensor, noise: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """Draw from unnormalised weights `[..., V]` with one uniform `[...]`: inverse CDF, summed in float64.
+    """Draw from unnormalised weights `[B, V]` with one uniform `[B]`: inverse CDF, in float64.
 
     The first token whose running sum exceeds u times the total; a token of weight 0 is never drawn, since u
-    is neither 0 nor 1.
+    is neither 0 nor 1. Over a large vocabulary the running sum goes over stretches first, then over the one
+    that u falls on.
     """
+    B, V = weights.shape
+    if V < 8 * STRETCH:
+        return _inverse(weights, u)[0]
+    weights = torch.nn.functional.pad(weights, (0, -V % STRETCH)).view(B, -1, STRETCH)
+    stretch, within = _inverse(weights.sum(-1), u)
+    token, _ = _inverse(weights[torch.arange(B, device=weights.device), stretch], within)
+    return stretch * STRETCH + token
+
+
+def _inverse(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The entry that u falls on, and where between the entry's edges it falls, again a uniform."""
     cdf = weights.cumsum(-1, dtype=torch.float64)
-    level = u[..., None] * cdf[..., -1:]
-    return torch.searchsorted(cdf, level, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+    level = u[:, None] * cdf[:, -1:]
+    found = torch.searchsorted(cdf, level, right=True).clamp_(max=weights.shape[-1] - 1)
+    above = (cdf.gather(1, found) - level) / weights.gather(1, found)
+    return found.squeeze(1), (1 - above).clamp_(2.0**-53, 1 - 2.0**-53).squeeze(1)
 
 
 def keys(

@@ -14,7 +14,7 @@ from torch import Tensor
 import outpace
 from outpace import random
 from outpace.random import Stream
-from outpace.verify import oracle
+from outpace.verify import eager, oracle
 from outpace.verify.rules import parse
 
 RULES = ("token", "block", "match", "rejection", "sigmoid(-3, 5)")
@@ -94,13 +94,14 @@ def agree(
 
 
 @pytest.mark.parametrize("soft", [True, False])
-@pytest.mark.parametrize("V", [1, 2, 5, 100])
+@pytest.mark.parametrize("V", [1, 2, 5, 100, 2500])
 @pytest.mark.parametrize("g", [0, 1, 2, 6])
 @pytest.mark.parametrize("rule", RULES)
 def test_decisions_equal_the_oracles(rule: str, g: int, V: int, soft: bool) -> None:
+    B = 60 if V < 1000 else 8
     for masked in (0.0, 0.5):
-        tokens, draft, target = blocks(60, g, V, masked=masked)
-        agree(rule, tokens, draft if soft else None, target, [b % (g + 1) for b in range(60)])
+        tokens, draft, target = blocks(B, g, V, masked=masked)
+        agree(rule, tokens, draft if soft else None, target, [b % (g + 1) for b in range(B)])
 
 
 @pytest.mark.parametrize("lenience", [0.9, 0.3, 0.01])
@@ -158,6 +159,17 @@ def test_lower_precision_decides_alike_except_at_near_ties(rule: str, dtype: tor
         if expected is not None:
             assert (int(verdict.accepted[b]), int(verdict.next_token[b])) == expected
     assert ties < B / 20
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_verdicts_do_not_depend_on_how_the_work_is_cut(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, draft, target = blocks(23, 3, 11)
+    whole = outpace.verify(tokens, draft, target, rule=rule, seed=list(range(23)))
+    for piece in (1, 100, 200):
+        monkeypatch.setattr(eager, "PIECE", piece)
+        cut = outpace.verify(tokens, draft, target, rule=rule, seed=list(range(23)))
+        assert torch.equal(cut.accepted, whole.accepted)
+        assert torch.equal(cut.next_token, whole.next_token)
 
 
 def test_stored_logsumexp_changes_nothing() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,3 +45,10 @@ class Block:
     def positions(self) -> Tensor:
         """Absolute positions of the g+1 scored tokens: `[B, g+1]`."""
         return self.start[:, None] + torch.arange(self.target_logits.shape[1], device=self.start.device)
+
+    def rows(self, rows: slice) -> Block:
+        """Some rows of it."""
+        tensors: dict[str, Any] = {
+            name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return dataclasses.replace(self, **tensors)

@@ -13,38 +13,55 @@ from outpace import random
 from outpace.verify.block import Block, Verdict
 from outpace.verify.rules import Rule
 
+PIECE = 3 << 19  # logits handled at a time on the CPU; page faults of larger temporaries can dwarf the sums
+
+Outcome = tuple[Tensor, Tensor, Tensor]
+"""Drafts kept `[B]`, weights of the next token `[B, V]`, and rows without a distribution `[B]`."""
+
 
 def verify(block: Block, rule: Rule, lenience: float = 1.0) -> Verdict:
     """Apply a rule to a block. Rows that drafted nothing draw from the target stream, whatever the rule."""
     if rule.name == "match" or block.tokens.shape[1] == 0:
         return match(block)
-    if rule.name == "token":
-        verdict = token(block, lenience)
-    elif rule.name == "block":
-        verdict = joint(block)
-    elif rule.name == "sigmoid":
-        verdict = approximate(block, rule.alpha, rule.beta)
-    else:
-        verdict = rejection(block)
-    return plain_where_undrafted(block, verdict)
+    r, u = noise(block)
+    outcomes = []
+    for rows in pieces(block.target_logits):
+        piece = block.rows(rows)
+        if rule.name == "token":
+            outcomes.append(token(piece, r[rows], lenience))
+        elif rule.name == "block":
+            outcomes.append(joint(piece, r[rows]))
+        elif rule.name == "sigmoid":
+            outcomes.append(approximate(piece, r[rows], rule.alpha, rule.beta))
+        else:
+            outcomes.append(rejection(piece, r[rows]))
+    accepted, weights, bad = map(torch.cat, zip(*outcomes, strict=True))
+    next_token = random.draw(weights, u.gather(1, accepted[:, None]).squeeze(1))
+    return plain_where_undrafted(block, settle(block, accepted, next_token, bad))
 
 
-def token(block: Block, lenience: float) -> Verdict:
+def pieces(logits: Tensor) -> list[slice]:
+    """Which rows to handle at a time."""
+    B = logits.shape[0]
+    step = max(1, PIECE // max(1, logits[:1].numel())) if logits.device.type == "cpu" else max(1, B)
+    return [slice(first, first + step) for first in range(0, B, step)] or [slice(0)]
+
+
+def token(block: Block, r: Tensor, lenience: float) -> Outcome:
     """Keep x with probability min(1, p(x)/(l·q(x))), left to right; redraw the first one lost from (p − q)+.
 
     Leviathan Alg. 1 with A.5's lenience l; Chen Alg. 2.
     """
     p, q = softmax(block.target_logits), draft_softmax(block)
-    r, u = noise(block)
     keep = accepts(chosen(p, block), chosen(q, block), r, lenience)
     if block.greedy_keep is not None:
         keep |= block.greedy_keep
     accepted = leading(keep & block.drafted)
     weights = residual(block, at(p, accepted), at_lost(q, block, accepted), accepted)
-    return finish(block, accepted, weights, u, no_softmax(block, p, q))
+    return accepted, weights, no_softmax(block, p, q)
 
 
-def approximate(block: Block, alpha: float, beta: float) -> Verdict:
+def approximate(block: Block, r: Tensor, alpha: float, beta: float) -> Outcome:
     """Wagner eq. 5 and 6: as `token`, with σ((z − alpha)/(beta − alpha)) in the place of p and q."""
 
     def squash(logits: Tensor) -> Tensor:
@@ -55,15 +72,14 @@ def approximate(block: Block, alpha: float, beta: float) -> Verdict:
     if block.draft_logits is not None:
         bad[:, :-1] |= unusable(block.draft_logits) & block.drafted
         qx = squash(of_tokens(block.draft_logits, block.tokens)).double()
-    r, u = noise(block)
     accepted = leading(accepts(px, qx, r) & block.drafted)
     if block.draft_logits is not None:
         q = squash(at(block.draft_logits, first_lost(block, accepted)))
     weights = residual(block, squash(at(z, accepted)), q, accepted)
-    return finish(block, accepted, weights, u, among_drafted(block, bad))
+    return accepted, weights, among_drafted(block, bad)
 
 
-def joint(block: Block) -> Verdict:
+def joint(block: Block, r: Tensor) -> Outcome:
     """Block verification (Sun et al. 2024, Alg. 2): decide how long a prefix to keep from the whole block.
 
     carry[i] is the probability with which the first i drafts may be kept, min(carry[i-1]·p/q, 1). The longest
@@ -90,12 +106,11 @@ def joint(block: Block) -> Verdict:
     prefix = torch.arange(1, g + 1, device=h.device)
     h = torch.where(prefix == block.lengths[:, None], carry[:, 1:], h)
 
-    r, u = noise(block)
     passed = (r <= h) & block.drafted
     accepted = (passed * prefix).amax(-1)
     scale = carry.gather(1, accepted[:, None])
     weights = residual(block, at(p, accepted), at_lost(q, block, accepted), accepted, scale)
-    return finish(block, accepted, weights, u, no_softmax(block, p, q))
+    return accepted, weights, no_softmax(block, p, q)
 
 
 def match(block: Block) -> Verdict:
@@ -138,7 +153,7 @@ def plain_where_undrafted(block: Block, verdict: Verdict) -> Verdict:
     return Verdict(verdict.accepted, next_token, verdict.bad)
 
 
-def rejection(block: Block) -> Verdict:
+def rejection(block: Block, r: Tensor) -> Outcome:
     """Leviathan A.2: keep x with probability p(x)/(M·q(x)), M = max p/q, else draw from p unmodified.
 
     Exact, and weaker than `token`; here for comparison only.
@@ -149,9 +164,8 @@ def rejection(block: Block) -> Verdict:
         most = torch.where(px == 1, 1.0, torch.inf)
     else:
         most = torch.where(p[:, :-1] > 0, p[:, :-1] / q, 0).amax(-1).to(px.dtype)
-    r, u = noise(block)
     accepted = leading(accepts(px, most * qx, r) & block.drafted)
-    return finish(block, accepted, at(p, accepted), u, no_softmax(block, p, q))
+    return accepted, at(p, accepted), no_softmax(block, p, q)
 
 
 def accepts(px: Tensor, qx: Tensor, u: Tensor, lenience: float = 1.0) -> Tensor:
@@ -259,11 +273,6 @@ def among_drafted(block: Block, bad: Tensor) -> Tensor:
     """Whether any of the g+1 positions is bad, those past a row's drafts left out: `[B, g+1]` to `[B]`."""
     bad[:, 1:] &= block.drafted
     return bad.any(-1)
-
-
-def finish(block: Block, accepted: Tensor, weights: Tensor, u: Tensor, bad: Tensor) -> Verdict:
-    next_token = random.draw(weights, u.gather(1, accepted[:, None]).squeeze(1))
-    return settle(block, accepted, next_token, bad)
 
 
 def settle(block: Block, accepted: Tensor, next_token: Tensor, bad: Tensor) -> Verdict:
