@@ -100,12 +100,22 @@ def test_the_host_never_waits(rule: str) -> None:
 
 @pytest.mark.usefixtures("_no_waiting")
 def test_rows_out_of_range_are_flagged() -> None:
-    tokens = torch.tensor([[1, 2], [1, 9], [1, 9], [-4, 0]]).pin_memory().to("cuda", non_blocking=True)
-    lengths = torch.tensor([2, 2, 1, 2]).pin_memory().to("cuda", non_blocking=True)
-    target = torch.zeros(4, 3, 5, device="cuda")
-    bad = outpace.verify(tokens, None, target, seed=0, lengths=lengths).bad
-    torch.cuda.set_sync_debug_mode("default")
-    assert bad.tolist() == [False, True, False, True]
+    tokens = torch.tensor([[1, 2], [1, 9], [1, 9], [-4, 0], [1, 2], [1, 2]]).pin_memory()
+    lengths = torch.tensor([2, 2, 1, 2, 7, -3]).pin_memory()
+    target = torch.zeros(6, 3, 5, device="cuda")
+    for rule in RULES:
+        for draft in (None, target[:, :2]):
+            bad = outpace.verify(
+                tokens.to("cuda", non_blocking=True),
+                draft,
+                target,
+                rule=rule,
+                seed=0,
+                lengths=lengths.to("cuda", non_blocking=True),
+            ).bad
+            torch.cuda.set_sync_debug_mode("default")
+            assert bad.tolist() == [False, True, False, True, True, True]
+            torch.cuda.set_sync_debug_mode("error")
 
 
 def test_adjusted_logits_are_the_cpus() -> None:

@@ -49,3 +49,35 @@ def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def row_integers(
+    name: str, value: int | Sequence[int] | Tensor, rows: int, device: torch.device, least: int, most: int
+) -> Tensor:
+    """An argument of one int, or one per row, as int64 `[rows]`. Each must lie in least..most; what is
+    already on another device is not looked at."""
+    fits = f"an int in {least}..{most}, or one per row"
+    if isinstance(value, Tensor):
+        integers(name, value, f"{fits}, or an int64 tensor")
+        if value.shape not in ((), (rows,)):
+            raise ValueError(
+                f"{name}: got shape {tuple(value.shape)}; with {rows} rows it must be () or ({rows},)"
+            )
+        if value.device.type == "cpu" and value.numel():
+            low, high = torch.aminmax(value)
+            integer(name, int(low), fits, lambda low: low >= least)
+            integer(name, int(high), fits, lambda high: high <= most)
+        return value.to(device=device, dtype=torch.int64).expand(rows)
+    if not isinstance(value, Sequence):
+        integer(name, value, fits, lambda i: least <= i <= most)
+        return torch.full((rows,), _signed(value), dtype=torch.int64, device=device)
+    if len(value) != rows:
+        raise ValueError(f"{name}: got {len(value)} values for {rows} rows; give one int or one per row")
+    for one in value:
+        integer(name, one, fits, lambda i: least <= i <= most)
+    return on_device([_signed(one) for one in value], torch.int64, device)
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as a signed integer."""
+    return value - 2**64 if value >= 2**63 else value

@@ -19,7 +19,6 @@ were grouped into iterations; that is what rule "match" promises.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -27,8 +26,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-
-from outpace.arguments import integer, integers, on_device
 
 Array = npt.NDArray[Any]
 Words = TypeVar("Words", int, Array, Tensor)
@@ -215,35 +212,3 @@ def _inverse(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     found = torch.searchsorted(cdf, level, right=True).clamp_(max=weights.shape[-1] - 1)
     above = (cdf.gather(1, found) - level) / weights.gather(1, found)
     return found.squeeze(1), (1 - above).clamp_(2.0**-53, 1 - 2.0**-53).squeeze(1)
-
-
-def keys(
-    name: str, value: int | Sequence[int] | Tensor, rows: int, device: torch.device, least: int, most: int
-) -> Tensor:
-    """An argument of one int, or one per row, as int64 `[rows]`. Each must lie in least..most; what is
-    already on another device is not looked at."""
-    fits = f"an int in {least}..{most}, or one per row"
-    if isinstance(value, Tensor):
-        integers(name, value, f"{fits}, or an int64 tensor")
-        if value.shape not in ((), (rows,)):
-            raise ValueError(
-                f"{name}: got shape {tuple(value.shape)}; with {rows} rows it must be () or ({rows},)"
-            )
-        if value.device.type == "cpu" and value.numel():
-            low, high = torch.aminmax(value)
-            integer(name, int(low), fits, lambda low: low >= least)
-            integer(name, int(high), fits, lambda high: high <= most)
-        return value.to(device=device, dtype=torch.int64).expand(rows)
-    if not isinstance(value, Sequence):
-        integer(name, value, fits, lambda i: least <= i <= most)
-        return torch.full((rows,), _signed(value), dtype=torch.int64, device=device)
-    if len(value) != rows:
-        raise ValueError(f"{name}: got {len(value)} values for {rows} rows; give one int or one per row")
-    for one in value:
-        integer(name, one, fits, lambda i: least <= i <= most)
-    return on_device([_signed(one) for one in value], torch.int64, device)
-
-
-def _signed(value: int) -> int:
-    """The same 64 bits as a signed integer."""
-    return value - 2**64 if value >= 2**63 else value

@@ -140,6 +140,7 @@ class Prefix:
         return self.tokens.new_full((rows,), longest) if self.lengths is None else self.lengths
 
 
+@torch.no_grad()
 def adjust(
     logits: Tensor,
     sampling: Sampling | Sequence[Sampling],

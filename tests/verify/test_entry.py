@@ -248,9 +248,44 @@ def test_off_the_cpu_rows_out_of_range_are_flagged_without_a_look() -> None:
 
     tokens = torch.tensor([[1, 9], [1, 9], [1, 2]]).as_subclass(Elsewhere)
     drafted = torch.tensor([[True, True], [True, False], [True, True]])
-    kept, bad = check.tokens(tokens, drafted, torch.tensor([2, 1, 3]), 5)
-    assert bad.tolist() == [True, False, True]
+    kept, bad = check.tokens(tokens, drafted, 5)
+    assert bad.tolist() == [True, False, False]
     assert int(kept.max()) < 5
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "match", "rejection", "sigmoid(-1, 1)"])
+def test_inputs_are_left_alone_and_gradients_not_followed(rule: str) -> None:
+    arguments = given(sampling=Sampling(top_p=0.9, repetition_penalty=1.2), draft_sampling=Sampling(top_k=3))
+    arguments["target_logits"].requires_grad_()
+    before = {name: value.clone() for name, value in arguments.items() if isinstance(value, Tensor)}
+    outpace.verify(**arguments, rule=rule)
+    outpace.verify(**arguments | {"sampling": None, "draft_sampling": None}, rule=rule)
+    for name, value in before.items():
+        assert torch.equal(arguments[name], value)
+    assert not adjust(arguments["target_logits"], Sampling(temperature=0.5)).requires_grad
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "match", "rejection", "sigmoid(-1, 1)"])
+def test_memory_layout_does_not_matter(rule: str) -> None:
+    arguments = given(seed=[5, 6, 7], lengths=[2, 1, 0])
+    plain = outpace.verify(**arguments, rule=rule)
+    for name in ("draft_tokens", "draft_logits", "target_logits"):
+        arguments[name] = arguments[name].transpose(0, -1).contiguous().transpose(0, -1)
+    strided = outpace.verify(**arguments, rule=rule)
+    assert torch.equal(plain.accepted, strided.accepted)
+    assert torch.equal(plain.next_token, strided.next_token)
+
+
+def test_a_gap_of_20_logits_hardly_matters_to_the_sigmoid_of_the_paper() -> None:
+    """docs/rules.md quotes this."""
+    target, draft = torch.zeros(2000, 2, 3), torch.zeros(2000, 1, 3)
+    draft[..., 0] = 20.0
+    tokens = torch.zeros(2000, 1, dtype=torch.int64)
+    seeds = list(range(2000))
+    kept = outpace.verify(tokens, draft, target, rule="sigmoid(-1e4, 1e4)", seed=seeds).accepted
+    exactly = outpace.verify(tokens, draft, target, seed=seeds).accepted
+    assert kept.float().mean() > 0.99
+    assert exactly.float().mean() < 0.4
 
 
 def test_docstring_example_runs() -> None:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace import random
-from outpace.arguments import on_device
+from outpace.arguments import on_device, row_integers
 from outpace.sampling import Prefix, Sampling, per_row, process, warp
 from outpace.verify import check, eager
 from outpace.verify.block import Block, Verdict
@@ -27,6 +26,7 @@ from outpace.verify.rules import Rule, parse, sigmoid
 __all__ = ["Rule", "Verdict", "sigmoid", "verify"]
 
 
+@torch.no_grad()
 def verify(
     draft_tokens: Tensor,
     draft_logits: Tensor | None,
@@ -98,14 +98,14 @@ def verify(
         raise ValueError("draft_sampling: given without draft_logits; point masses have nothing to adjust")
 
     ragged = lengths is not None
-    lengths = check.lengths(lengths, B, g, device)
+    lengths, strange_length = check.lengths(lengths, B, g, device)
     drafted = torch.arange(g, device=device) < lengths[:, None]
-    tokens, bad = check.tokens(draft_tokens, drafted, lengths, V)
+    tokens, strange_token = check.tokens(draft_tokens, drafted, V)
     prefix = check.prefix(prefix, B, device)
     start = check.position(position, prefix, [*(targets or ()), *(drafters or ())], B, device)
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
-    seed = random.keys("seed", seed, B, device, -(2**63), 2**64 - 1)
+    seed = row_integers("seed", seed, B, device, -(2**63), 2**64 - 1)
 
     rewind_draft = rewind_target = greedy_keep = None
     if drafters is not None and draft_logits is not None:
@@ -128,7 +128,7 @@ def verify(
         draft_lse,
         seed,
         start,
-        bad,
+        strange_length | strange_token,
         ragged,
         greedy_keep,
     )

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outpace import random
-from outpace.arguments import integers, kind, number
+from outpace.arguments import integers, kind, number, row_integers
 from outpace.sampling import Prefix, Sampling
 from outpace.verify.rules import Rule
 
@@ -56,25 +55,28 @@ def lenience(value: float, rule: Rule) -> None:
         raise ValueError(f'lenience: got {value!r} with rule "{rule}"; only rule "token" has lenience')
 
 
-def lengths(value: Sequence[int] | Tensor | None, rows: int, g: int, device: torch.device) -> Tensor:
-    """Drafted tokens per row, int64 `[rows]`, on `device`."""
-    return random.keys("lengths", g if value is None else value, rows, device, 0, g)
+def lengths(
+    value: Sequence[int] | Tensor | None, rows: int, g: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Drafted tokens per row, int64 `[rows]` in 0..g, and rows that said otherwise."""
+    given = row_integers("lengths", g if value is None else value, rows, device, 0, g)
+    if device.type == "cpu":
+        return given, torch.zeros_like(given, dtype=torch.bool)
+    return given.clamp(0, g), (given < 0) | (given > g)
 
 
-def tokens(draft_tokens: Tensor, drafted: Tensor, lengths: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Drafted tokens as int64, 0 where nothing was drafted, and rows `[B]` with a token or length out of
-    range."""
+def tokens(draft_tokens: Tensor, drafted: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Drafted tokens, int64 `[B, g]`, 0 where nothing was drafted, and rows with a token out of range."""
     given = torch.where(drafted, draft_tokens.to(torch.int64), 0)
     if given.device.type != "cpu":
-        strange = ((given < 0) | (given >= vocab_size)).any(-1) | (lengths < 0) | (lengths > drafted.shape[1])
-        return given.clamp(0, vocab_size - 1), strange
+        return given.clamp(0, vocab_size - 1), ((given < 0) | (given >= vocab_size)).any(-1)
     low, high = map(int, torch.aminmax(given)) if given.numel() else (0, 0)
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"draft_tokens: got token id {low if low < 0 else high}; "
             f"with {vocab_size} logits ids lie in 0..{vocab_size - 1}"
         )
-    return given, torch.zeros_like(lengths, dtype=torch.bool)
+    return given, torch.zeros(len(given), dtype=torch.bool)
 
 
 def prefix(
@@ -103,7 +105,7 @@ def position(
     """Absolute position of each row's first drafted token, int64 `[rows]`."""
     if value is None:
         return torch.zeros(rows, dtype=torch.int64, device=device) if prefix is None else prefix.row_lengths()
-    given = random.keys("position", value, rows, device, 0, 2**32 - 1)
+    given = row_integers("position", value, rows, device, 0, 2**32 - 1)
     if prefix is None and any(one.reads_prefix for one in samplings):
         nothing_before = (
             value == 0 if isinstance(value, int) else given.device.type == "cpu" and not given.any()
