@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from typing import Any, cast
 
 import pytest
@@ -233,6 +234,31 @@ def test_state_can_be_set_back_to_any_position() -> None:
     assert rewind is not None
     rewind(torch.tensor([1]))
     assert processor.calls == [1, 4]
+
+
+def test_state_that_appears_later_is_forgotten_too() -> None:
+    class Lazy(LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            setattr(self, f"after_{input_ids.shape[1]}", True)
+            return scores
+
+    processor = Lazy()
+    _, rewind = process(
+        torch.zeros(1, 3, 9), [Sampling(processors=[processor])], None, torch.zeros(1, 2).long()
+    )
+    assert rewind is not None
+    rewind(torch.tensor([0]))
+    assert vars(processor) == {"after_0": True}
+
+
+def test_a_processor_that_cannot_be_copied_is_named() -> None:
+    class Locked(Alternate):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock = threading.Lock()
+
+    with pytest.raises(TypeError, match=r"processors: Locked cannot be copied .*deepcopy"):
+        adjust(torch.zeros(1, 1, 9), Sampling(processors=[Locked()]), Prefix.of([[1]]))
 
 
 def test_a_fork_has_state_of_its_own_and_shares_models() -> None:

@@ -131,8 +131,10 @@ class Prefix:
         tokens = torch.zeros(len(rows), max(map(len, rows), default=0), dtype=torch.int64)
         for padded, row in zip(tokens, rows, strict=True):
             padded[: len(row)] = torch.tensor(row, dtype=torch.int64)
-        lengths = torch.tensor([len(row) for row in rows])
-        prompts = None if prompt_lengths is None else torch.tensor(prompt_lengths).to(device)
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        prompts = (
+            None if prompt_lengths is None else torch.tensor(prompt_lengths, dtype=torch.int64).to(device)
+        )
         return cls(tokens.to(device), lengths.to(device), prompts)
 
     def row_lengths(self) -> Tensor:
@@ -362,6 +364,7 @@ def _run_processors(
             processors = rows[b if len(rows) > 1 else 0].processors
             for processor, then in zip(processors, after[b][i] if after[b] else (), strict=False):
                 if hasattr(processor, "__dict__"):
+                    vars(processor).clear()
                     vars(processor).update(vars(then))
 
     return rewind
@@ -370,7 +373,13 @@ def _run_processors(
 def _copy(processor: Processor) -> Processor:
     """A copy with state of its own. Models are shared: they are large, and no processor's state."""
     held = vars(processor).values() if hasattr(processor, "__dict__") else ()
-    return copy.deepcopy(processor, {id(one): one for one in held if isinstance(one, torch.nn.Module)})
+    try:
+        return copy.deepcopy(processor, {id(one): one for one in held if isinstance(one, torch.nn.Module)})
+    except Exception as error:
+        raise TypeError(
+            f"processors: {type(processor).__name__} cannot be copied ({error}); speculation sets a "
+            "processor's state back after a lost draft, so it needs a working copy.deepcopy"
+        ) from error
 
 
 def _column(
