@@ -24,17 +24,17 @@ PLAIN = SAMPLINGS[0]
 
 GRID = [
     Case(rule, V, g, *sampling, draft=draft, ragged=ragged)
-    for rule in EXACT
     for V, g in SIZES
     for sampling in SAMPLINGS
     for draft in ("soft", "point")
     for ragged in (False, True)
+    for rule in EXACT
 ]
 BESIDE = [
     Case(rule, 3, 2, *sampling, draft=draft, ragged=True)
-    for rule in ("rejection", APPROXIMATE)
     for sampling in SAMPLINGS
     for draft in ("soft", "point")
+    for rule in ("rejection", APPROXIMATE)
 ]
 LENIENT = [
     Case("token", V, g, *PLAIN, draft=draft, lenience=lenience)
@@ -43,11 +43,11 @@ LENIENT = [
     for lenience in (0.5, 0.1)
 ]
 WIDE = [Case(rule, 12, 1, *PLAIN) for rule in EXACT]
-GUMBEL = [Case(rule, V, g, *PLAIN, draft="gumbel") for rule in ("token", "block") for V, g in SIZES]
+GUMBEL = [Case(rule, V, g, *PLAIN, draft="gumbel") for V, g in SIZES for rule in ("token", "block")]
 DTYPES = [
     Case(rule, 3, 2, *PLAIN, dtype=dtype)
-    for rule in EXACT
     for dtype in (torch.float16, torch.bfloat16, torch.float64)
+    for rule in EXACT
 ]
 
 
