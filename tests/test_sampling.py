@@ -251,6 +251,50 @@ def test_state_that_appears_later_is_forgotten_too() -> None:
     assert vars(processor) == {"after_0": True}
 
 
+def test_lists_of_processors_are_processors() -> None:
+    processor = Alternate()
+    sampling = Sampling(processors=[LogitsProcessorList([processor])])
+    assert sampling.processors == (processor,)
+
+
+def test_rows_that_share_a_processor_do_not_see_each_other() -> None:
+    shared = Sampling(processors=[Alternate()])
+    logits = torch.randn(1, 3, 9).expand(2, 3, 9)
+    prefix, drafted = Prefix.of([[4], [4]]), torch.tensor([[1, 2], [1, 2]])
+    for sampling in (shared, [shared, shared]):
+        both = adjust(logits, sampling, prefix, drafted)
+        assert torch.equal(both[0], both[1])
+    (processor,) = shared.processors
+    assert isinstance(processor, Alternate)
+    assert processor.calls == []
+    alone = adjust(logits[:1], shared.fork(), Prefix.of([[4]]), drafted[:1])
+    assert torch.equal(alone[0], both[0])
+
+
+def test_processors_that_share_an_object_still_do_after_a_rewind() -> None:
+    class Keeper(Alternate):
+        def __init__(self, box: list[int], models: list[torch.nn.Module]) -> None:
+            super().__init__()
+            self.box, self.models = box, models
+
+    box, model = [0], torch.nn.Linear(1, 1)
+    first, second = Keeper(box, [model]), Keeper(box, [model])
+    sampling = Sampling(processors=[first, second])
+    _, rewind = process(torch.zeros(1, 2, 9), [sampling], Prefix.of([[1]]), torch.zeros(1, 1).long())
+    assert rewind is not None
+    rewind(torch.tensor([0]))
+    assert first.calls == second.calls == [1]
+    assert first.box is second.box
+    assert first.models[0] is model
+
+
+def test_a_checked_bias_cannot_change() -> None:
+    bias = {1: 2.0}
+    sampling = Sampling(logit_bias=bias)
+    bias[1] = math.nan
+    assert sampling.logit_bias == {1: 2.0}
+
+
 def test_a_processor_that_cannot_be_copied_is_named() -> None:
     class Locked(Alternate):
         def __init__(self) -> None:
@@ -354,6 +398,8 @@ NAN = math.nan
         ({"logit_bias": {1: NAN}}, ValueError),
         ({"logit_bias": {1: math.inf}}, ValueError),
         ({"processors": [3]}, TypeError),
+        ({"processors": abs}, TypeError),
+        ({"logit_bias": [1.0]}, TypeError),
     ],
     ids=str,
 )
@@ -377,7 +423,21 @@ def test_values_that_do_not_fit_are_named(values: dict[str, Any], error: type[Ex
             lambda z: adjust(z, Sampling(repetition_penalty=2.0), Prefix.of([[1]])),
             "prefix.tokens: got 1 rows",
         ),
-        (lambda z: adjust(z.long(), Sampling()), "logits: got dtype torch.int64"),
+        (lambda z: adjust(z.long(), Sampling()), "logits: got a tensor of torch.int64"),
+        (lambda z: adjust(z[0, 0], Sampling()), r"logits: got shape \(9,\)"),
+        (lambda z: adjust(z.to(torch.float8_e5m2), Sampling()), "logits: got a tensor of torch.float8"),
+        (
+            lambda z: adjust(z, Sampling(repetition_penalty=2.0), drafted=torch.zeros(2, 2)),
+            "drafted: got a tensor of torch.float32",
+        ),
+        (lambda z: Prefix.of(cast(Any, [1, 2])), "prefix: got list"),
+        (lambda z: Prefix.of(cast(Any, 3)), "prefix: got int 3"),
+        (lambda z: Prefix.of(cast(Any, "ab")), "prefix: got str 'a'"),
+        (lambda z: Prefix.of(cast(Any, [[1.7], [2]])), "prefix: got float 1.7"),
+        (
+            lambda z: Prefix(torch.zeros(1, 3).long(), lengths=torch.zeros(1, device="meta").long()),
+            "prefix.lengths: is on meta",
+        ),
         (lambda z: Prefix(torch.zeros(2, 3)), "prefix.tokens: got a tensor of torch.float32"),
         (lambda z: Prefix(torch.zeros(3).long()), "prefix.tokens: got shape"),
         (lambda z: Prefix(torch.zeros(1, 3).long(), lengths=torch.tensor([4])), "prefix.lengths: got .4."),

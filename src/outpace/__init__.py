@@ -26,8 +26,8 @@ __all__ = ["Prefix", "Rule", "Sampling", "Verdict", "__version__", "sigmoid", "v
 
 
 def __getattr__(name: str) -> Any:
-    if name == "verify":  # a package that can be called
-        return importlib.import_module("outpace.verify")
+    if name in ("random", "sampling", "verify"):  # the last is a package that can be called
+        return importlib.import_module(f"outpace.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'outpace' has no attribute {name!r}")

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def number(name: str, value: Any, fits: str, ok: Callable[[Any], bool]) -> None:
     """`value` is a real number that is not NaN and passes `ok`."""
@@ -28,14 +30,17 @@ def integer(name: str, value: Any, fits: str, ok: Callable[[Any], bool]) -> None
 
 
 def integers(name: str, value: Any, fits: str) -> None:
-    """`value` is a tensor of integers."""
-    if (
-        not isinstance(value, Tensor)
-        or value.is_floating_point()
-        or value.is_complex()
-        or value.dtype.itemsize < 4
-    ):
+    """`value` is an int64 or int32 tensor."""
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name}: got {kind(value)}; it must be {fits}")
+
+
+def floats(name: str, value: Any) -> None:
+    """`value` is a tensor of one of the four float dtypes that logits come in."""
+    if not isinstance(value, Tensor) or value.dtype not in FLOATS:
+        raise TypeError(
+            f"{name}: got {kind(value)}; it must be a float16, bfloat16, float32 or float64 tensor"
+        )
 
 
 def kind(value: Any) -> str:
@@ -46,9 +51,14 @@ def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
     """Values as a tensor `[n]`, without making the host wait for the device."""
     if len(values) == 1:
         return torch.full((1,), values[0], dtype=dtype, device=device)
-    if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    return moved(torch.tensor(values, dtype=dtype, device="cpu"), device)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, without making the host wait for it."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def row_integers(
@@ -67,7 +77,7 @@ def row_integers(
             low, high = torch.aminmax(value)
             integer(name, int(low), fits, lambda low: low >= least)
             integer(name, int(high), fits, lambda high: high <= most)
-        return value.to(device=device, dtype=torch.int64).expand(rows)
+        return moved(value.to(torch.int64), device).expand(rows)
     if not isinstance(value, Sequence):
         integer(name, value, fits, lambda i: least <= i <= most)
         return torch.full((rows,), _signed(value), dtype=torch.int64, device=device)

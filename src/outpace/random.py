@@ -1,4 +1,4 @@
-"""Counter-based noise: (seed, position, start, stream, token id) in, the same number out, on every device.
+"""Counter-based noise: (seed, position, start, stream, token id) in, the same bits out, on every device.
 
 Every random number of a generation is a pure function of its key, never of the batch index or of the order of
 calls, so a row's text does not depend on its neighbours. The words come from Philox4x32-10 (Salmon et al.
@@ -9,7 +9,9 @@ calls, so a row's text does not depend on its neighbours. The words come from Ph
     c2 = start           first position of the iteration; 0 in the target stream
     c3 = stream // 2
 
-under the 64-bit key `seed`. The words equal Triton's `tl.philox(seed, c0, c1, c2, c3)` bit for bit.
+under the 64-bit key `seed`. The words equal Triton's `tl.philox(seed, c0, c1, c2, c3)` bit for bit, and
+uniforms are exact functions of them; Gumbel noise goes through a logarithm, whose last digit differs
+between devices.
 
 `start` is in the key because a rule may spend noise that lies past its cut (block verification decides
 where to cut from all uniforms of the block): in the next iteration the same position must see fresh noise.
@@ -185,6 +187,7 @@ def gumbel(
 def race(logits: Tensor, noise: Tensor) -> Tensor:
     """Draw from softmax(logits): the token with the largest logit plus Gumbel noise. `[..., V]` to
     `[...]`."""
+    logits = logits.to(torch.promote_types(logits.dtype, noise.dtype))
     # Shifting by the maximum keeps the noise's digits when logits are large.
     return (logits - logits.amax(-1, keepdim=True) + noise).argmax(-1)
 

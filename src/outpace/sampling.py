@@ -19,14 +19,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.arguments import integer, integers, kind, number, on_device
+from outpace.arguments import floats, integer, integers, kind, moved, number, on_device
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """`(input_ids [1, T], scores [1, V]) -> scores [1, V]`: any Transformers `LogitsProcessor`."""
@@ -48,7 +50,10 @@ class Sampling:
     logit_bias          token id -> number added to its logit; -inf forbids the token
     processors          Transformers `LogitsProcessor`s, or callables of the same form, applied in this order
 
-    A processor that keeps state serves a single row: give each row its own `sampling.fork()`.
+    A processor that keeps state, in attributes of its own, serves a single row: give each row its own
+    `sampling.fork()`. Speculation shows it drafts that are then lost; after each verdict its state is set
+    back to where plain decoding would have left it. One that several rows share is run on a copy for each
+    and keeps nothing.
     """
 
     temperature: float = 1.0
@@ -69,12 +74,22 @@ class Sampling:
         number("repetition_penalty", self.repetition_penalty, "a number > 0", lambda r: 0 < r < math.inf)
         number("frequency_penalty", self.frequency_penalty, "a finite number", math.isfinite)
         number("presence_penalty", self.presence_penalty, "a finite number", math.isfinite)
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise TypeError(f"logit_bias: got {kind(self.logit_bias)}; it must map token ids to numbers")
         for token, bias in (self.logit_bias or {}).items():
             integer("logit_bias", token, "keyed by token ids >= 0", lambda t: t >= 0)
             number(f"logit_bias[{token}]", bias, "a finite number or -inf", lambda b: b < math.inf)
+        if not isinstance(self.processors, Sequence):
+            raise TypeError(f"processors: got {kind(self.processors)}; it must be a list of LogitsProcessors")
+        flat: list[Processor] = []
         for processor in self.processors:
+            flat.extend(processor if isinstance(processor, list) else [processor])  # a LogitsProcessorList
+        for processor in flat:
             if not callable(processor):
-                raise TypeError(f"processors: got {processor!r}; each must be a LogitsProcessor")
+                raise TypeError(f"processors: got {kind(processor)}; each must be a LogitsProcessor")
+        # What was checked must not change later.
+        object.__setattr__(self, "processors", tuple(flat))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias) if self.logit_bias else None)
 
     @property
     def greedy(self) -> bool:
@@ -89,7 +104,7 @@ class Sampling:
 
     def fork(self) -> Sampling:
         """The same sampling with its own copy of the processors' state; models they hold are shared."""
-        return dataclasses.replace(self, processors=tuple(_copy(processor) for processor in self.processors))
+        return dataclasses.replace(self, processors=_copies(self.processors))
 
 
 @dataclass(frozen=True)
@@ -117,6 +132,10 @@ class Prefix:
             integers(f"prefix.{name}", lengths, "an int64 tensor [B]")
             if lengths.shape != (rows,):
                 raise ValueError(f"prefix.{name}: got shape {tuple(lengths.shape)}; it must be ({rows},)")
+            if lengths.device != self.tokens.device:
+                raise ValueError(
+                    f"prefix.{name}: is on {lengths.device}; prefix.tokens is on {self.tokens.device}"
+                )
             if lengths.device.type == "cpu" and ((lengths < 0) | (lengths > longest)).any():
                 raise ValueError(f"prefix.{name}: got {lengths.tolist()}; each must lie in 0..{longest}")
 
@@ -128,14 +147,20 @@ class Prefix:
         device: torch.device | str = "cpu",
     ) -> Prefix:
         """A prefix from plain lists of different lengths."""
-        tokens = torch.zeros(len(rows), max(map(len, rows), default=0), dtype=torch.int64)
+        device = torch.device(device)
+        fits = "a tensor [B, T], a Prefix, or one list of token ids per row"
+        if not isinstance(rows, Sequence) or not all(isinstance(row, Sequence) for row in rows):
+            raise TypeError(f"prefix: got {kind(rows)}; it must be {fits}")
+        for row in rows:
+            for token in row:
+                integer("prefix", token, fits, lambda _: True)
+        longest = max(map(len, rows), default=0)
+        tokens = torch.zeros(len(rows), longest, dtype=torch.int64, device="cpu")
         for padded, row in zip(tokens, rows, strict=True):
             padded[: len(row)] = torch.tensor(row, dtype=torch.int64)
-        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        prompts = (
-            None if prompt_lengths is None else torch.tensor(prompt_lengths, dtype=torch.int64).to(device)
-        )
-        return cls(tokens.to(device), lengths.to(device), prompts)
+        lengths = on_device([len(row) for row in rows], torch.int64, device)
+        prompts = None if prompt_lengths is None else on_device(prompt_lengths, torch.int64, device)
+        return cls(moved(tokens, device), lengths, prompts)
 
     def row_lengths(self) -> Tensor:
         rows, longest = self.tokens.shape
@@ -160,6 +185,9 @@ def adjust(
     nothing but -inf keeps having no softmax. Processors are called for one row after the other, positions in
     order, with the prefix that plain decoding would show them.
     """
+    floats("logits", logits)
+    if logits.dim() not in (2, 3):
+        raise ValueError(f"logits: got shape {tuple(logits.shape)}; it must be [B, n, V] or [B, V]")
     if logits.dim() == 2:
         return adjust(logits[:, None], sampling, prefix, drafted)[:, 0]
     rows = per_row(sampling, logits.shape[0])
@@ -191,8 +219,6 @@ def process(
     processors, the second result takes the last position of each row that came to count `[B]`, and sets the
     state of the row's processors back to just after it.
     """
-    if not logits.is_floating_point():
-        raise TypeError(f"logits: got dtype {logits.dtype}; it must be a floating-point dtype")
     scores = logits if logits.dtype is torch.float64 else logits.float()
     if not any(row.logit_bias or row.reads_prefix for row in rows):
         return scores, None
@@ -205,6 +231,7 @@ def process(
         prefix = Prefix(torch.zeros(B, 0, dtype=torch.int64, device=scores.device))
     if drafted is None:
         drafted = torch.zeros(B, 0, dtype=torch.int64, device=scores.device)
+    integers("drafted", drafted, "an int64 tensor [B, g]")
     for name, tokens in (("prefix.tokens", prefix.tokens), ("drafted", drafted)):
         if tokens.shape[0] != B:
             raise ValueError(f"{name}: got {tokens.shape[0]} rows; logits have {B}")
@@ -228,7 +255,9 @@ def warp(scores: Tensor, rows: list[Sampling]) -> Tensor:
 
     temperature = _column(rows, lambda row: row.temperature or 1.0, 1.0, scores)
     if temperature is not None:
-        adjusted = adjusted / temperature
+        # CUDA divides by a number and by a tensor with different last digits; a number is what Transformers
+        # has.
+        adjusted = adjusted / (rows[0].temperature if len(rows) == 1 else temperature)
     if any(row.top_k for row in rows):
         adjusted = _keep_top_k(adjusted, [row.top_k for row in rows])
     # 1 − top_p is rounded once, from double, as in Transformers; a row that keeps all gets a limit below
@@ -346,23 +375,26 @@ def _run_processors(
     B, n, _ = scores.shape
     prefix_lengths = prefix.row_lengths().tolist()
     counts = [n] * B if lengths is None else lengths.tolist()
-    after: list[list[tuple[Processor, ...]]] = []  # [B][positions of the row] processors as they then were
+    own = [rows[b if len(rows) > 1 else 0].processors for b in range(B)]
+    uses = Counter(one for processors in own for one in {id(processor) for processor in processors})
+    alone = [all(uses[id(processor)] == 1 for processor in processors) for processors in own]
+    after: list[list[Sequence[Processor]]] = []  # [B][position] processors as they then were
     for b in range(B):
-        processors = rows[b if len(rows) > 1 else 0].processors
-        states: list[tuple[Processor, ...]] = []
+        processors = own[b] if alone[b] else _copies(own[b])
+        states: list[Sequence[Processor]] = []
         for i in range(counts[b] if processors else 0):
             ids = torch.cat((prefix.tokens[b, : prefix_lengths[b]], drafted[b, :i]))[None]
             one = scores[b, i][None]
             for processor in processors:
                 one = processor(ids, one)
             scores[b, i] = one[0]
-            states.append(tuple(_copy(processor) for processor in processors))
+            if alone[b]:
+                states.append(_copies(processors))
         after.append(states)
 
     def rewind(last: Tensor) -> None:
         for b, i in enumerate(last.tolist()):
-            processors = rows[b if len(rows) > 1 else 0].processors
-            for processor, then in zip(processors, after[b][i] if after[b] else (), strict=False):
+            for processor, then in zip(own[b], after[b][i] if after[b] else (), strict=False):
                 if hasattr(processor, "__dict__"):
                     vars(processor).clear()
                     vars(processor).update(vars(then))
@@ -370,15 +402,28 @@ def _run_processors(
     return rewind
 
 
-def _copy(processor: Processor) -> Processor:
-    """A copy with state of its own. Models are shared: they are large, and no processor's state."""
-    held = vars(processor).values() if hasattr(processor, "__dict__") else ()
+def _copies(processors: Sequence[Processor]) -> tuple[Processor, ...]:
+    """Copies with state of their own. Models are shared: they are large, and no processor's state."""
+    shared: dict[int, Any] = {}
+
+    def share(value: object, depth: int = 0) -> None:
+        if isinstance(value, torch.nn.Module):
+            shared[id(value)] = value
+        elif isinstance(value, list | tuple) and depth < 3:
+            for one in value:
+                share(one, depth + 1)
+        elif isinstance(value, dict) and depth < 3:
+            share(list(value.values()), depth)
+
+    for processor in processors:
+        share(getattr(processor, "__dict__", {}))
     try:
-        return copy.deepcopy(processor, {id(one): one for one in held if isinstance(one, torch.nn.Module)})
+        return copy.deepcopy(tuple(processors), shared)
     except Exception as error:
+        names = ", ".join(type(processor).__name__ for processor in processors)
         raise TypeError(
-            f"processors: {type(processor).__name__} cannot be copied ({error}); speculation sets a "
-            "processor's state back after a lost draft, so it needs a working copy.deepcopy"
+            f"processors: {names} cannot be copied ({error}); speculation sets a processor's state back "
+            "after a lost draft, so it needs a working copy.deepcopy"
         ) from error
 
 

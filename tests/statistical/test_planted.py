@@ -129,7 +129,7 @@ def test_planted_bug_is_caught(
     plant: Plant, check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="χ²"):
         check()
 
 

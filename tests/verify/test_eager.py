@@ -329,6 +329,25 @@ def test_unusable_logits_flag_their_row_alone(rule: str, poison: float, place: i
         assert verdict.bad.tolist() == [False, False, False, True, False]
 
 
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_unusable_draft_logits_are_flagged_beside_a_stored_logsumexp(poison: float) -> None:
+    tokens, draft, target = blocks(2, 2, 7)
+    lse = draft.logsumexp(-1)
+    draft[0, 0, 4] = poison
+    for stored in (lse, draft.logsumexp(-1)):
+        for rule in ("token", "block", "rejection"):
+            verdict = outpace.verify(tokens, draft, target, rule=rule, seed=0, draft_lse=stored)
+            assert verdict.bad.tolist() == [True, False]
+
+
+def test_a_sigmoid_that_underflows_everywhere_is_flagged() -> None:
+    target = torch.full((2, 2, 5), -1000.0)
+    target[..., 4] = -math.inf
+    target[1] = 0
+    verdict = outpace.verify(torch.zeros(2, 1).long(), None, target, rule="sigmoid(-1, 1)", seed=0)
+    assert verdict.bad.tolist() == [True, False]
+
+
 def test_unusable_logits_are_flagged_through_sampling_too() -> None:
     tokens, draft, target = blocks(2, 2, 7)
     target[1, 0, 2] = math.nan

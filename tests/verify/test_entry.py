@@ -77,12 +77,14 @@ def given(**changes: Any) -> dict[str, Any]:
         ({"rule": "sigmoid(a, b)"}, ValueError, "rule: got"),
         ({"rule": "sigmoid(1, -1)"}, ValueError, "needs alpha < beta"),
         ({"rule": 3}, TypeError, "rule: got 3"),
+        ({"seed": torch.zeros(B, dtype=torch.uint64)}, TypeError, "seed: got a tensor of torch.uint64"),
+        ({"prefix": [1, 2, 3]}, TypeError, "prefix: got list"),
         ({"seed": 1.5}, TypeError, "seed: got float 1.5"),
         ({"seed": [1, 2]}, ValueError, "seed: got 2 values for 3 rows"),
         ({"seed": 2**64}, ValueError, "seed: got"),
         ({"seed": torch.zeros(2).long()}, ValueError, "seed: got shape"),
         ({"position": -1}, ValueError, "position: got"),
-        ({"position": [1, 2, 2**32]}, ValueError, "position: got"),
+        ({"position": [1, 2, 2**32 - 2]}, ValueError, "position: got"),
         ({"position": "first"}, ValueError, "position: got 5 values for 3 rows"),
         ({"sampling": 0.7}, TypeError, "sampling: got float 0.7"),
         ({"sampling": [Sampling()]}, ValueError, "sampling: got 1 for 3 rows"),
@@ -184,6 +186,11 @@ def test_rules_by_name_and_by_object_are_the_same() -> None:
     for alpha, beta in ((0.0, math.inf), (math.nan, 1.0)):
         with pytest.raises(ValueError, match="must be a finite number"):
             outpace.sigmoid(alpha, beta)
+    far = outpace.sigmoid(-1234567.8, 1e9)
+    assert rules.parse(str(far)) == far
+    for wrong in ("tokn", "sigmoid"):
+        with pytest.raises(ValueError, match=r"^(rule|alpha, beta): got"):
+            outpace.Rule(wrong)
 
 
 def test_processors_with_state_end_where_plain_decoding_would_have_left_them() -> None:
@@ -220,11 +227,14 @@ def test_processors_with_state_end_where_plain_decoding_would_have_left_them() -
     assert text == plain
 
 
-def test_one_sampling_for_target_and_draft_keeps_their_states_apart() -> None:
+@pytest.mark.parametrize(
+    "wrap", [lambda s: s, lambda s: [s], lambda s: Sampling(1.3, processors=s.processors)]
+)
+def test_one_processor_for_target_and_draft_keeps_their_states_apart(wrap: Any) -> None:
     sampling = Sampling(processors=[Alternate()])
     arguments = given(draft_tokens=torch.tensor([[1, 2]]), prefix=[[4]])
     arguments["draft_logits"], arguments["target_logits"] = torch.randn(1, 2, V), torch.randn(1, 3, V)
-    verdict = outpace.verify(**arguments, sampling=sampling, draft_sampling=sampling)
+    verdict = outpace.verify(**arguments, sampling=sampling, draft_sampling=wrap(sampling))
     (processor,) = sampling.processors
     assert isinstance(processor, Alternate)
     assert processor.calls == [4, 1, 2][: int(verdict.accepted) + 1]

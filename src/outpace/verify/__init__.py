@@ -58,7 +58,8 @@ def verify(
         lenience        l in (0, 1], for "token": keep x with probability min(1, p/(l·q)); no token then
                         comes out with probability above p/l. For greedy rows (`sampling` with temperature
                         0): keep x when p(x) >= l·max p, with p as it was before the argmax
-        seed            an int, or one per row; `None` takes a fresh one from PyTorch's global generator
+        seed            an int, or one per row; `None` takes fresh ones from PyTorch's generator. Rows with
+                        equal seed and position get equal noise: give samples of one prompt different seeds
         position        absolute position of draft_tokens[:, 0], an int or one per row; by default the
                         length of `prefix`, or 0. All noise is a function of seed and position: a loop that
                         gives a seed must also move the position on
@@ -66,13 +67,14 @@ def verify(
                         (tokens, logits) is not looked at. A row that drafted nothing is plain decoding
         sampling        one `Sampling`, or one per row, to adjust the target's logits by; by default they
                         are taken as adjusted already
-        draft_sampling  the same for the draft's logits
+        draft_sampling  the same for the draft's logits. Processors with state: see `Sampling`; those of the
+                        draft are called where something was drafted, those of the target also after it
         draft_lse       float `[B, g]`, logsumexp of the (adjusted) draft logits, if the drafter kept it
         prefix          the tokens before draft_tokens, when `sampling` has penalties or processors, which
                         read them: a tensor `[B, T]`, a list of lists, or a `Prefix`
 
-    Both logits have one dtype (float16, bfloat16, float32 or float64) and all tensors one device. Off the CPU
-    nothing waits for the device, unless a sampling has processors.
+    Both logits have one dtype (float16, bfloat16, float32 or float64), all tensors one device, CPU or CUDA.
+    On CUDA the host never waits, unless a sampling has processors.
 
     Returns a `Verdict`: `accepted [B]`, `next_token [B]`, `bad [B]`. A row whose logits hold NaN, +inf or
     nothing but -inf, is flagged in `bad` and leaves the other rows alone; so is, off the CPU, a row with a
@@ -102,15 +104,16 @@ def verify(
     drafted = torch.arange(g, device=device) < lengths[:, None]
     tokens, strange_token = check.tokens(draft_tokens, drafted, V)
     prefix = check.prefix(prefix, B, device)
-    start = check.position(position, prefix, [*(targets or ()), *(drafters or ())], B, device)
+    start = check.position(position, prefix, [*(targets or ()), *(drafters or ())], B, g, device)
     if seed is None:
-        seed = int(torch.randint(2**63 - 1, ()))
+        seed = torch.randint(-(2**63), 2**63 - 1, (B,), device=device)
     seed = row_integers("seed", seed, B, device, -(2**63), 2**64 - 1)
 
     rewind_draft = rewind_target = greedy_keep = None
     if drafters is not None and draft_logits is not None:
-        if draft_sampling is sampling:  # two uses of one processor must not see each other's state
-            drafters = [one.fork() for one in drafters]
+        in_both = {id(processor) for one in targets or () for processor in one.processors}
+        if any(id(processor) in in_both for one in drafters for processor in one.processors):
+            drafters = [one.fork() for one in drafters]  # two uses must not see each other's state
         scores, rewind_draft = process(draft_logits, drafters, prefix, tokens, lengths)
         draft_logits = warp(scores, drafters)
     if targets is not None:
@@ -154,5 +157,6 @@ class _Callable(types.ModuleType):
         return verify(*args, **kwargs)
 
 
+__doc__ = f"{__doc__}\n{inspect.getdoc(verify)}"
 __signature__ = inspect.signature(verify)
 sys.modules[__name__].__class__ = _Callable

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outpace.arguments import integers, kind, number, row_integers
+from outpace.arguments import floats, integers, number, row_integers
 from outpace.sampling import Prefix, Sampling
 from outpace.verify.rules import Rule
 
@@ -20,14 +20,14 @@ def shapes(
     draft_tokens: Tensor, draft_logits: Tensor | None, target_logits: Tensor, draft_lse: Tensor | None
 ) -> tuple[int, int]:
     """Types, shapes, dtypes and devices of the tensors; returns B and g."""
-    _floats("target_logits", target_logits)
+    floats("target_logits", target_logits)
     if target_logits.dim() != 3 or target_logits.shape[1] < 1 or target_logits.shape[2] < 1:
         raise ValueError(f"target_logits: got shape {_shape(target_logits)}; it must be [B, g+1, V]")
     B, g, V = target_logits.shape[0], target_logits.shape[1] - 1, target_logits.shape[2]
     integers("draft_tokens", draft_tokens, "an int64 tensor [B, g]")
     expected: dict[str, tuple[Tensor, tuple[int, ...]]] = {"draft_tokens": (draft_tokens, (B, g))}
     if draft_logits is not None:
-        _floats("draft_logits", draft_logits)
+        floats("draft_logits", draft_logits)
         if draft_logits.dtype is not target_logits.dtype:
             raise TypeError(
                 f"draft_logits: got dtype {draft_logits.dtype}, and target_logits {target_logits.dtype}; "
@@ -35,7 +35,7 @@ def shapes(
             )
         expected["draft_logits"] = (draft_logits, (B, g, V))
     if draft_lse is not None:
-        _floats("draft_lse", draft_lse)
+        floats("draft_lse", draft_lse)
         if draft_logits is None:
             raise ValueError("draft_lse: given without draft_logits; point masses have no logsumexp")
         expected["draft_lse"] = (draft_lse, (B, g))
@@ -76,7 +76,7 @@ def tokens(draft_tokens: Tensor, drafted: Tensor, vocab_size: int) -> tuple[Tens
             f"draft_tokens: got token id {low if low < 0 else high}; "
             f"with {vocab_size} logits ids lie in 0..{vocab_size - 1}"
         )
-    return given, torch.zeros(len(given), dtype=torch.bool)
+    return given, torch.zeros(len(given), dtype=torch.bool, device=given.device)
 
 
 def prefix(
@@ -100,12 +100,13 @@ def position(
     prefix: Prefix | None,
     samplings: Sequence[Sampling],
     rows: int,
+    g: int,
     device: torch.device,
 ) -> Tensor:
     """Absolute position of each row's first drafted token, int64 `[rows]`."""
     if value is None:
         return torch.zeros(rows, dtype=torch.int64, device=device) if prefix is None else prefix.row_lengths()
-    given = row_integers("position", value, rows, device, 0, 2**32 - 1)
+    given = row_integers("position", value, rows, device, 0, 2**32 - 1 - g)
     if prefix is None and any(one.reads_prefix for one in samplings):
         nothing_before = (
             value == 0 if isinstance(value, int) else given.device.type == "cpu" and not given.any()
@@ -116,11 +117,6 @@ def position(
                 f"position {value if isinstance(value, int) else given.tolist()}"
             )
     return given
-
-
-def _floats(name: str, value: object) -> None:
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise TypeError(f"{name}: got {kind(value)}; it must be a floating-point tensor")
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

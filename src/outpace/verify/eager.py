@@ -33,8 +33,10 @@ def verify(block: Block, rule: Rule, lenience: float = 1.0) -> Verdict:
             outcomes.append(joint(piece, r[rows]))
         elif rule.name == "sigmoid":
             outcomes.append(approximate(piece, r[rows], rule.alpha, rule.beta))
-        else:
+        elif rule.name == "rejection":
             outcomes.append(rejection(piece, r[rows]))
+        else:
+            raise ValueError(f"rule: got {rule}, which has no eager form")
     accepted, weights, bad = map(torch.cat, zip(*outcomes, strict=True))
     next_token = random.draw(weights, u.gather(1, accepted[:, None]).squeeze(1))
     return plain_where_undrafted(block, settle(block, accepted, next_token, bad))
@@ -76,7 +78,8 @@ def approximate(block: Block, r: Tensor, alpha: float, beta: float) -> Outcome:
     if block.draft_logits is not None:
         q = squash(at(block.draft_logits, first_lost(block, accepted)))
     weights = residual(block, squash(at(z, accepted)), q, accepted)
-    return accepted, weights, among_drafted(block, bad)
+    # Logits far below alpha leave nothing to draw from.
+    return accepted, weights, among_drafted(block, bad) | (weights.sum(-1) == 0)
 
 
 def joint(block: Block, r: Tensor) -> Outcome:
@@ -126,7 +129,7 @@ def match(block: Block) -> Verdict:
 def match_in_turn(block: Block) -> tuple[Tensor, Tensor]:
     """Position by position, leaving out rows that lost a draft: on a CPU noise costs more than a look."""
     accepted, next_token = torch.zeros_like(block.lengths), torch.zeros_like(block.lengths)
-    rows = torch.arange(len(accepted))
+    rows = torch.arange(len(accepted), device=accepted.device)
     for i, position in enumerate(block.positions.unbind(1)):
         own = plain(at(block.target_logits, torch.full_like(rows, i), rows), block.seed[rows], position[rows])
         accepted[rows], next_token[rows] = i, own
@@ -145,12 +148,13 @@ def plain(logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:
 def plain_where_undrafted(block: Block, verdict: Verdict) -> Verdict:
     if not block.ragged:
         return verdict
-    undrafted = block.lengths == 0
-    if undrafted.device.type == "cpu" and not undrafted.any():
-        return verdict
+    undrafted = (block.lengths == 0) & ~verdict.bad
+    if undrafted.device.type == "cpu":
+        rows = undrafted.nonzero().squeeze(1)
+        own = plain(block.target_logits[rows, 0], block.seed[rows], block.start[rows])
+        return Verdict(verdict.accepted, verdict.next_token.index_copy(0, rows, own), verdict.bad)
     own = plain(block.target_logits[:, 0], block.seed, block.start)
-    next_token = torch.where(undrafted & ~verdict.bad, own, verdict.next_token)
-    return Verdict(verdict.accepted, next_token, verdict.bad)
+    return Verdict(verdict.accepted, torch.where(undrafted, own, verdict.next_token), verdict.bad)
 
 
 def rejection(block: Block, r: Tensor) -> Outcome:
@@ -266,6 +270,8 @@ def no_softmax(block: Block, p: Tensor, q: Tensor | None) -> Tensor:
     bad = p[..., 0].isnan()
     if q is not None:
         bad[:, :-1] |= q[..., 0].isnan() & block.drafted
+    if block.draft_lse is not None and block.draft_logits is not None:  # then q is no softmax
+        bad[:, :-1] |= (unusable(block.draft_logits) | ~block.draft_lse.isfinite()) & block.drafted
     return among_drafted(block, bad)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from outpace.arguments import number
 
 NAMES = ("token", "block", "match", "rejection")
+KNOWN = f'known are {", ".join(NAMES)} and "sigmoid(ALPHA, BETA)"'
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,24 @@ class Rule:
     alpha: float = 0.0
     beta: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.name == "sigmoid":
+            number("alpha", self.alpha, "a finite number", math.isfinite)
+            number("beta", self.beta, "a finite number", math.isfinite)
+            if not self.alpha < self.beta:
+                raise ValueError(
+                    f"alpha, beta: got {self.alpha}, {self.beta}; sigmoid(alpha, beta) needs alpha < beta"
+                )
+        elif self.name not in NAMES or self.alpha or self.beta:
+            raise ValueError(f"rule: got {self!r}; {KNOWN}")
+
     @property
     def exact(self) -> bool:
         """Whether the output distribution is the target's (at lenience 1)."""
         return self.name != "sigmoid"
 
     def __str__(self) -> str:
-        return f"sigmoid({self.alpha:g}, {self.beta:g})" if self.name == "sigmoid" else self.name
+        return f"sigmoid({self.alpha}, {self.beta})" if self.name == "sigmoid" else self.name
 
 
 def sigmoid(alpha: float, beta: float) -> Rule:
@@ -43,11 +55,7 @@ def sigmoid(alpha: float, beta: float) -> Rule:
 
     The paper takes −10³, 10³ for speech and −10⁴, 10⁴ for text.
     """
-    number("alpha", alpha, "a finite number", math.isfinite)
-    number("beta", beta, "a finite number", math.isfinite)
-    if not alpha < beta:
-        raise ValueError(f"alpha, beta: got {alpha:g}, {beta:g}; sigmoid(alpha, beta) needs alpha < beta")
-    return Rule("sigmoid", float(alpha), float(beta))
+    return Rule("sigmoid", alpha, beta)
 
 
 def parse(rule: Rule | str) -> Rule:
@@ -56,14 +64,13 @@ def parse(rule: Rule | str) -> Rule:
         return rule
     if not isinstance(rule, str):
         raise TypeError(f"rule: got {rule!r}; it must be a name or a Rule")
-    if rule in NAMES:
-        return Rule(rule)
     call = re.fullmatch(r"sigmoid\(\s*([^,\s]+)\s*,\s*([^,\s]+)\s*\)", rule)
-    if call:
-        try:
-            alpha, beta = map(float, call.groups())
-        except ValueError:
-            pass
-        else:
-            return sigmoid(alpha, beta)
-    raise ValueError(f'rule: got {rule!r}; known are {", ".join(NAMES)} and "sigmoid(ALPHA, BETA)"')
+    if call is None:
+        if rule not in NAMES:
+            raise ValueError(f"rule: got {rule!r}; {KNOWN}")
+        return Rule(rule)
+    try:
+        alpha, beta = map(float, call.groups())
+    except ValueError:
+        raise ValueError(f"rule: got {rule!r}; {KNOWN}") from None
+    return sigmoid(alpha, beta)
