@@ -25,6 +25,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from transformers.generation.utils import _speculative_sampling
 
 import outpace
+from outpace.sampling import adjust
 
 Block = tuple[Tensor, Tensor, Tensor]
 INPUTS = 8  # different blocks, taken in turn
@@ -117,7 +118,7 @@ def measure(V: int, g: int, repeats: int) -> list[dict[str, Any]]:
         8,
         "",
         lambda block: [processor(prefix, block[2][:, i]) for i in range(g + 1)],
-        lambda block: outpace.sampling.adjust(block[2], penalty, outpace.Prefix(prefix), block[0]),
+        lambda block: adjust(block[2], penalty, outpace.Prefix(prefix), block[0]),
     )
     print(file=sys.stderr)
     return rows

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from transformers.generation.logits_process import TemperatureLogitsWarper
 
 import outpace
 from outpace import random
@@ -72,6 +73,10 @@ def test_the_host_never_waits(rule: str) -> None:
     draft, target = torch.randn(B, g, V, device="cuda"), torch.randn(B, g + 1, V, device="cuda")
     lengths = torch.full((B,), 2, device="cuda")
     outpace.verify(tokens, draft, target, rule=rule, seed=1, position=2)
+    outpace.verify(
+        tokens, draft, target, rule=rule, seed=torch.arange(B), position=[1, 2, 3, 4], lengths=[0, 1, 2, 3]
+    )
+    outpace.verify(tokens, draft, target, rule=rule, prefix=[[1], [2, 3], [], [4]], lengths=torch.arange(B))
     rows = [
         Sampling(temperature=0.5, top_k=9),
         Sampling(temperature=0),
@@ -116,6 +121,13 @@ def test_rows_out_of_range_are_flagged() -> None:
             torch.cuda.set_sync_debug_mode("default")
             assert bad.tolist() == [False, True, False, True, True, True]
             torch.cuda.set_sync_debug_mode("error")
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 0.9, 1.7])
+def test_temperature_rounds_as_transformers_does(temperature: float) -> None:
+    logits = torch.randn(2, 3, 5000, device="cuda")
+    theirs = TemperatureLogitsWarper(temperature)(None, logits)
+    assert torch.equal(adjust(logits, Sampling(temperature=temperature)), theirs)
 
 
 def test_adjusted_logits_are_the_cpus() -> None:

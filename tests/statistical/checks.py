@@ -6,6 +6,7 @@ values.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -17,13 +18,14 @@ from torch import Tensor
 import outpace
 from outpace import random
 from outpace.random import Stream
-from outpace.sampling import Sampling, adjust
+from outpace.sampling import Prefix, Sampling, adjust
 from outpace.verify import rules
 from tests.statistical import chisquare
 from tests.statistical import enumeration as exact
 from tests.statistical.enumeration import Endings, Floats
 
 MILLION = 1_000_000
+BEFORE = [0, 1, 1, 0, 1]  # the text before every drafted block
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Case:
     def __str__(self) -> str:
         def short(sampling: Sampling) -> str:
             parts = [("T", sampling.temperature, 1.0), ("k", sampling.top_k, 0), ("p", sampling.top_p, 1.0)]
-            parts += [("m", sampling.min_p, 0.0)]
+            parts += [("m", sampling.min_p, 0.0), ("r", sampling.repetition_penalty, 1.0)]
+            parts += [("f", sampling.frequency_penalty, 0.0), ("o", sampling.presence_penalty, 0.0)]
             return (
                 "".join(f"{name}{value:g}" for name, value, neutral in parts if value != neutral) or "plain"
             )
@@ -68,7 +71,7 @@ def draft_block(case: Case, draft: list[Tensor], seed: Tensor, start: Tensor) ->
     nodes = [torch.zeros_like(seed)]
     tokens: list[Tensor] = []
     for i in range(case.g):
-        logits = adjust(draft[i], case.draft_sampling)[nodes[-1]]
+        logits = adjusted(draft[i], case.draft_sampling, case.V)[nodes[-1]]
         if case.draft == "point":
             token = logits.argmax(-1)
         elif case.draft == "gumbel":
@@ -91,14 +94,15 @@ def drafted(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Seeds, starts, drafts and their nodes: the same for every rule, so cases in a row share them."""
     seed = torch.arange(draws, device=device) * 7919 + 13
-    start = torch.full_like(seed, 5)
+    start = torch.full_like(seed, len(BEFORE))
     return seed, start, *draft_block(case, trees(case, device)[1], seed, start)
 
 
 def check_joint(case: Case, draws: int = MILLION, device: str = "cpu") -> None:
     """(kept tokens, next token) has the enumerated distribution, at a million draws."""
     target, draft = trees(case, device)
-    seed, start, tokens, nodes = drafted(draft_block, replace(case, rule="", lenience=1.0), draws, device)
+    drafting = replace(case, rule="", lenience=1.0, sampling=Sampling())
+    seed, start, tokens, nodes = drafted(draft_block, drafting, draws, device)
     lengths = torch.arange(draws, device=device) % (case.g + 1) if case.ragged else None
     verdict = outpace.verify(
         tokens,
@@ -111,6 +115,7 @@ def check_joint(case: Case, draws: int = MILLION, device: str = "cpu") -> None:
         lengths=lengths,
         sampling=case.sampling,
         draft_sampling=None if case.draft == "point" else case.draft_sampling,
+        prefix=torch.tensor([BEFORE], device=device).expand(draws, -1),
     )
     assert not verdict.bad.any()
     groups = range(case.g + 1) if case.ragged else [case.g]
@@ -123,6 +128,15 @@ def check_joint(case: Case, draws: int = MILLION, device: str = "cpu") -> None:
         outcome = expected_joint(case, target, draft, length)
         expected[row, : len(outcome)] = outcome
     chisquare.agrees(counts, expected, str(case))
+
+
+def adjusted(logits: Tensor, sampling: Sampling, V: int) -> Tensor:
+    """Adjusted logits after every prefix of one length, `[V**i, V]`; the text before the block is BEFORE."""
+    depth = 0
+    while V**depth < len(logits):
+        depth += 1
+    paths = [[*BEFORE, *tokens] for tokens in itertools.product(range(V), repeat=depth)]
+    return adjust(logits, sampling, Prefix.of(paths, device=logits.device))
 
 
 def levels(tree: list[Tensor], nodes: Tensor, case: Case) -> Tensor:
@@ -143,7 +157,7 @@ def outcome_codes(case: Case, nodes: Tensor, verdict: outpace.Verdict) -> Tensor
 
 def expected_joint(case: Case, target: list[Tensor], draft: list[Tensor], length: int) -> Floats:
     def probabilities(tree: list[Tensor], sampling: Sampling) -> list[Floats]:
-        return [np.asarray(adjust(z.cpu().double(), sampling).softmax(-1)) for z in tree]
+        return [np.asarray(adjusted(z.cpu().double(), sampling, case.V).softmax(-1)) for z in tree]
 
     p, q = probabilities(target, case.sampling), probabilities(draft, case.draft_sampling)
     if case.draft == "point":

@@ -6,7 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+import outpace
+from outpace import random
+from outpace.random import Stream
 from outpace.sampling import Sampling
+from tests.statistical import chisquare
 from tests.statistical.checks import Case, check_joint, check_text
 
 pytestmark = pytest.mark.statistical
@@ -42,6 +46,21 @@ LENIENT = [
     for draft in ("soft", "point")
     for lenience in (0.5, 0.1)
 ]
+LENIENT += [Case("token", 3, 2, *sampling, ragged=True, lenience=0.5) for sampling in SAMPLINGS[1:3]]
+PENALIZED = [  # what p is depends on the drafts before it
+    Case(
+        rule,
+        3,
+        2,
+        Sampling(repetition_penalty=1.8, frequency_penalty=0.4, presence_penalty=-0.5, logit_bias={2: 0.7}),
+        Sampling(repetition_penalty=0.6, frequency_penalty=-0.3),
+        draft=draft,
+        ragged=True,
+    )
+    for draft in ("soft", "point")
+    for rule in EXACT
+]
+OFF_DIAGONAL = [Case(rule, V, g, *PLAIN) for V, g in ((2, 3), (4, 1), (3, 0)) for rule in EXACT]
 WIDE = [Case(rule, 12, 1, *PLAIN) for rule in EXACT]
 GUMBEL = [Case(rule, V, g, *PLAIN, draft="gumbel") for V, g in SIZES for rule in ("token", "block")]
 DTYPES = [
@@ -51,7 +70,10 @@ DTYPES = [
 ]
 
 
-@pytest.mark.parametrize("case", [*GRID, *BESIDE, *LENIENT, *WIDE, *GUMBEL, *DTYPES], ids=str)
+CASES = [*GRID, *BESIDE, *LENIENT, *PENALIZED, *OFF_DIAGONAL, *WIDE, *GUMBEL, *DTYPES]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_kept_tokens_and_next_token_have_their_exact_joint_distribution(case: Case) -> None:
     check_joint(case)
 
@@ -63,3 +85,44 @@ def test_texts_of_several_iterations_are_the_targets(rule: str) -> None:
 
 def test_match_stays_exact_when_the_drafter_uses_the_targets_noise() -> None:
     check_text("match", draft="target noise")
+
+
+def test_acceptance_is_the_sum_of_minima_and_block_keeps_no_fewer() -> None:
+    n, g, V = 300_000, 3, 6
+    target, draft = torch.randn(g + 1, V), torch.randn(g, V)
+    p, q = target.double().softmax(-1), draft.double().softmax(-1)
+    seed, start = torch.arange(n)[:, None], torch.tensor(0)
+    u = random.uniform(seed, torch.arange(g), start, Stream.DRAFT)
+    tokens = torch.stack([random.draw(q[i].expand(n, V), u[:, i]) for i in range(g)], 1)
+    kept = {
+        rule: outpace.verify(
+            tokens, draft.expand(n, g, V), target.expand(n, g + 1, V), rule=rule, seed=seed[:, 0], position=0
+        ).accepted
+        for rule in ("token", "block")
+    }
+    beta = torch.minimum(p[:g], q).sum(-1)
+    reached = torch.nn.functional.pad(torch.nn.functional.pad(beta.cumprod(0), (1, 0), value=1.0), (0, 1))
+    counts = torch.bincount(kept["token"], minlength=g + 1)
+    chisquare.agrees(counts.numpy(), (reached[:-1] - reached[1:]).numpy(), "drafts kept by token")
+    spread = 6.1 * g / n**0.5  # six standard deviations of the mean, generously
+    assert kept["block"].double().mean() >= float(reached[1:].sum()) - spread
+    assert kept["block"].double().mean() > kept["token"].double().mean()
+
+
+@pytest.mark.parametrize("lenience", [0.7, 0.2])
+def test_no_token_comes_out_above_its_lenient_bound(lenience: float) -> None:
+    n, V = 1_000_000, 5
+    target, draft = (
+        torch.tensor([[2.0, 0.5, 0.0, -1.0, -2.0]] * 2),
+        torch.tensor([[-1.0, 2.0, 1.0, 0.0, -1.0]]),
+    )
+    q, p = draft[0].double().softmax(-1), target[0].double().softmax(-1)
+    seed, start = torch.arange(n), torch.tensor(0)
+    tokens = random.draw(q.expand(n, V), random.uniform(seed, start, start, Stream.DRAFT))[:, None]
+    verdict = outpace.verify(
+        tokens, draft.expand(n, 1, V), target.expand(n, 2, V), lenience=lenience, seed=seed, position=0
+    )
+    first = torch.where(verdict.accepted == 1, tokens[:, 0], verdict.next_token)
+    share = torch.bincount(first, minlength=V) / n
+    assert (share <= p / lenience + 6.1 * 0.5 / n**0.5).all()
+    assert (share > p + 0.02).any()  # it is not exact

@@ -145,10 +145,9 @@ def test_seed_decides_and_no_seed_follows_pytorchs() -> None:
     assert torch.equal(*fixed)
     moved = outpace.verify(**arguments | {"seed": list(range(64)), "position": 1}).next_token
     assert not torch.equal(fixed[0], moved)
-    fresh = [
-        outpace.verify(**arguments | {"seed": None, "position": list(range(64))}).next_token for _ in range(2)
-    ]
+    fresh = [outpace.verify(**arguments | {"seed": None}).next_token for _ in range(2)]
     assert not torch.equal(*fresh)
+    assert len(set(fresh[0].tolist())) > 10  # every row has a seed of its own
     again = []
     for _ in range(2):
         torch.manual_seed(5)
