@@ -341,11 +341,13 @@ def test_unusable_draft_logits_are_flagged_beside_a_stored_logsumexp(poison: flo
 
 
 def test_a_sigmoid_that_underflows_everywhere_is_flagged() -> None:
-    target = torch.full((2, 2, 5), -1000.0)
+    target = torch.full((3, 2, 5), -1000.0)
     target[..., 4] = -math.inf
     target[1] = 0
-    verdict = outpace.verify(torch.zeros(2, 1).long(), None, target, rule="sigmoid(-1, 1)", seed=0)
-    assert verdict.bad.tolist() == [True, False]
+    tokens = torch.zeros(3, 1, dtype=torch.int64)
+    verdict = outpace.verify(tokens, None, target, rule="sigmoid(-1, 1)", seed=0, lengths=[1, 1, 0])
+    assert verdict.bad.tolist() == [True, False, False]  # the last row is plain decoding
+    assert verdict.next_token[2] != 4
 
 
 def test_unusable_logits_are_flagged_through_sampling_too() -> None:

@@ -25,8 +25,9 @@ def verify(block: Block, rule: Rule, lenience: float = 1.0) -> Verdict:
         return match(block)
     r, u = noise(block)
     outcomes = []
-    for rows in pieces(block.target_logits):
-        piece = block.rows(rows)
+    cut = pieces(block.target_logits)
+    for rows in cut:
+        piece = block if len(cut) == 1 else block.rows(rows)
         if rule.name == "token":
             outcomes.append(token(piece, r[rows], lenience))
         elif rule.name == "block":
@@ -79,7 +80,8 @@ def approximate(block: Block, r: Tensor, alpha: float, beta: float) -> Outcome:
         q = squash(at(block.draft_logits, first_lost(block, accepted)))
     weights = residual(block, squash(at(z, accepted)), q, accepted)
     # Logits far below alpha leave nothing to draw from.
-    return accepted, weights, among_drafted(block, bad) | (weights.sum(-1) == 0)
+    nothing = (weights.sum(-1) == 0) & (block.lengths > 0)
+    return accepted, weights, among_drafted(block, bad) | nothing
 
 
 def joint(block: Block, r: Tensor) -> Outcome:
@@ -254,8 +256,7 @@ def leading(keep: Tensor) -> Tensor:
 
 
 def noise(block: Block) -> tuple[Tensor, Tensor]:
-    """Uniforms that decide about each draft, `[B, g]`, and that draw the token after n kept ones, `[B,
-    g+1]`."""
+    """Uniforms that decide about each draft `[B, g]`, and that draw what follows n of them `[B, g+1]`."""
     accept, residual = random.accept_and_residual(block.seed[:, None], block.positions, block.start[:, None])
     return accept[:, :-1], residual
 
