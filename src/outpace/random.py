@@ -202,7 +202,9 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     B, V = weights.shape
     if V < 8 * STRETCH:
         return _inverse(weights, u)[0]
-    weights = torch.nn.functional.pad(weights, (0, -V % STRETCH)).view(B, -1, STRETCH)
+    if V % STRETCH:
+        weights = torch.nn.functional.pad(weights, (0, -V % STRETCH))
+    weights = weights.view(B, -1, STRETCH)
     stretch, within = _inverse(weights.sum(-1), u)
     token, _ = _inverse(weights[torch.arange(B, device=weights.device), stretch], within)
     return stretch * STRETCH + token

@@ -44,10 +44,13 @@ def verify(block: Block, rule: Rule, lenience: float = 1.0) -> Verdict:
 
 
 def pieces(logits: Tensor) -> list[slice]:
-    """Which rows to handle at a time."""
+    """Which rows to handle at a time: as few pieces as PIECE allows, of like size."""
     B = logits.shape[0]
-    step = max(1, PIECE // max(1, logits[:1].numel())) if logits.device.type == "cpu" else max(1, B)
-    return [slice(first, first + step) for first in range(0, B, step)] or [slice(0)]
+    if logits.device.type != "cpu" or B < 2:
+        return [slice(0, B)]
+    count = -(-B // max(1, PIECE // logits[0].numel()))
+    step = -(-B // count)
+    return [slice(first, first + step) for first in range(0, B, step)]
 
 
 def token(block: Block, r: Tensor, lenience: float) -> Outcome:
