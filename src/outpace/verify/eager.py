@@ -6,6 +6,8 @@ ignored. p is the target's distribution, q the draft's, both softmaxed from adju
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,10 @@ from outpace import random
 from outpace.verify.block import Block, Verdict
 from outpace.verify.rules import Rule
 
-PIECE = 3 << 19  # logits handled at a time on the CPU; page faults of larger temporaries can dwarf the sums
+PIECE = (
+    3 << 19
+)  # logits handled at a time on the CPU, in a workspace that is kept: page faults can dwarf the sums
+_workspace = threading.local()
 
 Outcome = tuple[Tensor, Tensor, Tensor]
 """Drafts kept `[B]`, weights of the next token `[B, V]`, and rows without a distribution `[B]`."""
@@ -58,7 +63,7 @@ def token(block: Block, r: Tensor, lenience: float) -> Outcome:
 
     Leviathan Alg. 1 with A.5's lenience l; Chen Alg. 2.
     """
-    p, q = softmax(block.target_logits), draft_softmax(block)
+    p, q = softmax(block.target_logits, "p"), draft_softmax(block)
     keep = accepts(chosen(p, block), chosen(q, block), r, lenience)
     if block.greedy_keep is not None:
         keep |= block.greedy_keep
@@ -93,7 +98,7 @@ def joint(block: Block, r: Tensor) -> Outcome:
     carry[i] is the probability with which the first i drafts may be kept, min(carry[i-1]·p/q, 1). The longest
     prefix i that passes its own test h[i] stays; what a shorter one leaves over, (carry·p − q)+, corrects it.
     """
-    p, q = softmax(block.target_logits), draft_softmax(block)
+    p, q = softmax(block.target_logits, "p"), draft_softmax(block)
     px, qx = chosen(p, block), chosen(q, block)
     g = block.tokens.shape[1]
 
@@ -167,7 +172,7 @@ def rejection(block: Block, r: Tensor) -> Outcome:
 
     Exact, and weaker than `token`; here for comparison only.
     """
-    p, q = softmax(block.target_logits), draft_softmax(block)
+    p, q = softmax(block.target_logits, "p"), draft_softmax(block)
     px, qx = chosen(p, block), chosen(q, block)
     if q is None:
         most = torch.where(px == 1, 1.0, torch.inf)
@@ -214,7 +219,7 @@ def draft_softmax(block: Block) -> Tensor | None:
     if block.draft_logits is None:
         return None
     if block.draft_lse is None:
-        return softmax(block.draft_logits)
+        return softmax(block.draft_logits, "q")
     return (wide(block.draft_logits) - block.draft_lse[..., None]).exp_()
 
 
@@ -229,8 +234,17 @@ def point_masses(block: Block) -> Tensor:
     return torch.ones(block.tokens.shape, dtype=torch.float64, device=block.tokens.device)
 
 
-def softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+def softmax(logits: Tensor, side: str) -> Tensor:
+    """Probabilities of side "p" or "q". On the CPU they lie in a buffer that the next call writes over."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    if logits.device.type != "cpu" or dtype is not logits.dtype:
+        return logits.softmax(-1, dtype=dtype)
+    buffer: Tensor | None = getattr(_workspace, side, None)
+    if buffer is None or buffer.numel() < logits.numel() or buffer.dtype is not dtype:
+        with torch.inference_mode(False):  # a buffer made in that mode could not be written to outside it
+            buffer = torch.empty(max(PIECE, logits.numel()), dtype=dtype)
+        setattr(_workspace, side, buffer)
+    return torch.softmax(logits, -1, out=buffer[: logits.numel()].view(logits.shape))
 
 
 def wide(logits: Tensor) -> Tensor:
