@@ -6,7 +6,9 @@ ignored. p is the target's distribution, q the draft's, both softmaxed from adju
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +17,8 @@ from outpace import random
 from outpace.verify.block import Block, Verdict
 from outpace.verify.rules import Rule
 
-PIECE = (
-    3 << 19
-)  # logits handled at a time on the CPU, in a workspace that is kept: page faults can dwarf the sums
+# Logits handled at a time on the CPU, in a workspace that is kept: page faults can dwarf the sums.
+PIECE = 3 << 20
 _workspace = threading.local()
 
 Outcome = tuple[Tensor, Tensor, Tensor]
@@ -29,23 +30,28 @@ def verify(block: Block, rule: Rule, lenience: float = 1.0) -> Verdict:
     if rule.name == "match" or block.tokens.shape[1] == 0:
         return match(block)
     r, u = noise(block)
-    outcomes = []
     cut = pieces(block.target_logits)
-    for rows in cut:
-        piece = block if len(cut) == 1 else block.rows(rows)
-        if rule.name == "token":
-            outcomes.append(token(piece, r[rows], lenience))
-        elif rule.name == "block":
-            outcomes.append(joint(piece, r[rows]))
-        elif rule.name == "sigmoid":
-            outcomes.append(approximate(piece, r[rows], rule.alpha, rule.beta))
-        elif rule.name == "rejection":
-            outcomes.append(rejection(piece, r[rows]))
-        else:
-            raise ValueError(f"rule: got {rule}, which has no eager form")
-    accepted, weights, bad = map(torch.cat, zip(*outcomes, strict=True))
-    next_token = random.draw(weights, u.gather(1, accepted[:, None]).squeeze(1))
-    return plain_where_undrafted(block, settle(block, accepted, next_token, bad))
+    if len(cut) == 1:
+        verdict = settle(block, *decide(block, rule, lenience, r, u))
+    else:
+        decided = [decide(block.rows(rows), rule, lenience, r[rows], u[rows]) for rows in cut]
+        verdict = settle(block, *map(torch.cat, zip(*decided, strict=True)))
+    return plain_where_undrafted(block, verdict)
+
+
+def decide(block: Block, rule: Rule, lenience: float, r: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Drafts kept, next token, and rows without a distribution: `[B]` each."""
+    if rule.name == "token":
+        accepted, weights, bad = token(block, r, lenience)
+    elif rule.name == "block":
+        accepted, weights, bad = joint(block, r)
+    elif rule.name == "sigmoid":
+        accepted, weights, bad = approximate(block, r, rule.alpha, rule.beta)
+    elif rule.name == "rejection":
+        accepted, weights, bad = rejection(block, r)
+    else:
+        raise ValueError(f"rule: got {rule}, which has no eager form")
+    return accepted, random.draw(weights, u.gather(1, accepted[:, None]).squeeze(1)), bad
 
 
 def pieces(logits: Tensor) -> list[slice]:
@@ -68,8 +74,7 @@ def token(block: Block, r: Tensor, lenience: float) -> Outcome:
     if block.greedy_keep is not None:
         keep |= block.greedy_keep
     accepted = leading(keep & block.drafted)
-    weights = residual(block, at(p, accepted), at_lost(q, block, accepted), accepted)
-    return accepted, weights, no_softmax(block, p, q)
+    return accepted, remainder(block, p, q, accepted), no_softmax(block, p, q)
 
 
 def approximate(block: Block, r: Tensor, alpha: float, beta: float) -> Outcome:
@@ -122,7 +127,7 @@ def joint(block: Block, r: Tensor) -> Outcome:
     passed = (r <= h) & block.drafted
     accepted = (passed * prefix).amax(-1)
     scale = carry.gather(1, accepted[:, None])
-    weights = residual(block, at(p, accepted), at_lost(q, block, accepted), accepted, scale)
+    weights = remainder(block, p, q, accepted, scale)
     return accepted, weights, no_softmax(block, p, q)
 
 
@@ -187,6 +192,27 @@ def accepts(px: Tensor, qx: Tensor, u: Tensor, lenience: float = 1.0) -> Tensor:
     return (u * (lenience * qx) <= px) & (px > 0)
 
 
+def remainder(
+    block: Block, p: Tensor, q: Tensor | None, accepted: Tensor, scale: Tensor | None = None
+) -> Tensor:
+    """`residual` at the place where each row's drafts end: from p `[B, g+1, V]` and q `[B, g, V]`."""
+    if q is None or scale is not None or p.device.type != "cpu":
+        q = None if q is None else at(q, first_lost(block, accepted))
+        return residual(block, at(p, accepted), q, accepted, scale)
+    # On a CPU, looking where each row ends costs less than copying rows together.
+    weights = kept("weights", (p.shape[0], p.shape[2]), p.dtype)
+    ends = zip(weights, p, q, accepted.tolist(), block.lengths.tolist(), strict=True)
+    for row, its_p, its_q, n, drafted in ends:
+        if n < drafted:
+            torch.sub(its_p[n], its_q[n], out=row)
+        else:
+            row.copy_(its_p[n])
+    weights.clamp_(min=0)
+    for b in (weights.sum(-1) == 0).nonzero():  # as in `residual`
+        weights[b] = p[b, accepted[b]]
+    return weights
+
+
 def residual(
     block: Block, p: Tensor, q: Tensor | None, accepted: Tensor, scale: Tensor | None = None
 ) -> Tensor:
@@ -239,12 +265,18 @@ def softmax(logits: Tensor, side: str) -> Tensor:
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if logits.device.type != "cpu" or dtype is not logits.dtype:
         return logits.softmax(-1, dtype=dtype)
-    buffer: Tensor | None = getattr(_workspace, side, None)
-    if buffer is None or buffer.numel() < logits.numel() or buffer.dtype is not dtype:
+    return torch.softmax(logits, -1, out=kept(side, logits.shape, dtype))
+
+
+def kept(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A view of this thread's buffer of that name: what the last call wrote there is gone."""
+    buffer: Tensor | None = getattr(_workspace, name, None)
+    size = math.prod(shape)
+    if buffer is None or buffer.numel() < size or buffer.dtype is not dtype:
         with torch.inference_mode(False):  # a buffer made in that mode could not be written to outside it
-            buffer = torch.empty(max(PIECE, logits.numel()), dtype=dtype)
-        setattr(_workspace, side, buffer)
-    return torch.softmax(logits, -1, out=buffer[: logits.numel()].view(logits.shape))
+            buffer = torch.empty(size, dtype=dtype)
+        setattr(_workspace, name, buffer)
+    return buffer[:size].view(shape)
 
 
 def wide(logits: Tensor) -> Tensor:
@@ -261,10 +293,6 @@ def at(table: Tensor, index: Tensor, rows: Tensor | None = None) -> Tensor:
     if rows is None:
         rows = torch.arange(table.shape[0], device=table.device)
     return table.flatten(0, 1).index_select(0, rows * table.shape[1] + index)
-
-
-def at_lost(q: Tensor | None, block: Block, accepted: Tensor) -> Tensor | None:
-    return None if q is None else at(q, first_lost(block, accepted))
 
 
 def leading(keep: Tensor) -> Tensor:

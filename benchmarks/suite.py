@@ -1,0 +1,50 @@
+"""How long the whole test suite takes here, and how often a correct program would fail it.
+
+python benchmarks/suite.py --out benchmarks/results/suite.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from machine import machine
+
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    options = parser.parse_args()
+    begun = time.perf_counter()
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    seconds = time.perf_counter() - begun
+    print(run.stdout)
+    counted = re.search(r"statistical assertions: (\d+), false alarms below (\S+) per run", run.stdout)
+    passed = re.search(r"(\d+) passed", run.stdout)
+    if run.returncode or counted is None or passed is None:
+        sys.exit("the suite did not pass; nothing was recorded")
+    report = {
+        "command": "python " + " ".join(sys.argv),
+        "machine": machine(),
+        "seconds": round(seconds, 1),
+        "passed": int(passed[1]),
+        "statistical_assertions": int(counted[1]),
+        "false_alarms_per_run_below": float(counted[2]),
+    }
+    print(json.dumps(report, indent=2))
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
