@@ -19,6 +19,7 @@ from outpace.verify.rules import Rule
 
 # Logits handled at a time on the CPU, in a workspace that is kept: page faults can dwarf the sums.
 PIECE = 3 << 20
+LONG = 2048  # tokens in a row from which its sums take longer than a look at it from Python
 _workspace = threading.local()
 
 Outcome = tuple[Tensor, Tensor, Tensor]
@@ -196,10 +197,10 @@ def remainder(
     block: Block, p: Tensor, q: Tensor | None, accepted: Tensor, scale: Tensor | None = None
 ) -> Tensor:
     """`residual` at the place where each row's drafts end: from p `[B, g+1, V]` and q `[B, g, V]`."""
-    if q is None or scale is not None or p.device.type != "cpu":
+    if q is None or scale is not None or p.device.type != "cpu" or p.shape[-1] < LONG:
         q = None if q is None else at(q, first_lost(block, accepted))
         return residual(block, at(p, accepted), q, accepted, scale)
-    # On a CPU, looking where each row ends costs less than copying rows together.
+    # On a CPU, going to where each row ends costs less than copying long rows together.
     weights = kept("weights", (p.shape[0], p.shape[2]), p.dtype)
     ends = zip(weights, p, q, accepted.tolist(), block.lengths.tolist(), strict=True)
     for row, its_p, its_q, n, drafted in ends:
