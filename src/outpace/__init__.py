@@ -11,22 +11,62 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from outpace.decode import Decoder, Output, Step
+    from outpace.draft.base import Draft, Drafter
+    from outpace.draft.lookup import LookupDrafter
+    from outpace.draft.model import ModelDrafter
+    from outpace.draft.ngram import NGramDrafter
+    from outpace.draft.random import RandomDrafter
+    from outpace.length import Fixed, Heuristic
     from outpace.sampling import Prefix, Sampling
+    from outpace.stats import Stats
     from outpace.verify import Rule, Verdict, sigmoid, verify
 
 _HOMES = {
+    "Decoder": "outpace.decode",
+    "Draft": "outpace.draft.base",
+    "Drafter": "outpace.draft.base",
+    "Fixed": "outpace.length",
+    "Heuristic": "outpace.length",
+    "LookupDrafter": "outpace.draft.lookup",
+    "ModelDrafter": "outpace.draft.model",
+    "NGramDrafter": "outpace.draft.ngram",
+    "Output": "outpace.decode",
     "Prefix": "outpace.sampling",
+    "RandomDrafter": "outpace.draft.random",
     "Rule": "outpace.verify.rules",
     "Sampling": "outpace.sampling",
+    "Stats": "outpace.stats",
+    "Step": "outpace.decode",
     "Verdict": "outpace.verify.block",
     "sigmoid": "outpace.verify.rules",
 }
 
-__all__ = ["Prefix", "Rule", "Sampling", "Verdict", "__version__", "sigmoid", "verify"]
+__all__ = [
+    "Decoder",
+    "Draft",
+    "Drafter",
+    "Fixed",
+    "Heuristic",
+    "LookupDrafter",
+    "ModelDrafter",
+    "NGramDrafter",
+    "Output",
+    "Prefix",
+    "RandomDrafter",
+    "Rule",
+    "Sampling",
+    "Stats",
+    "Step",
+    "Verdict",
+    "__version__",
+    "sigmoid",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("random", "sampling", "verify"):  # the last is a package that can be called
+    if name in ("audit", "random", "sampling", "verify"):  # the last is a package that can be called
         return importlib.import_module(f"outpace.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

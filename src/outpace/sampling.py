@@ -154,6 +154,13 @@ class Prefix:
         for row in rows:
             for token in row:
                 integer("prefix", token, fits, lambda _: True)
+        return cls.padded(rows, prompt_lengths, device)
+
+    @classmethod
+    def padded(
+        cls, rows: Sequence[Sequence[int]], prompt_lengths: Sequence[int] | None, device: torch.device
+    ) -> Prefix:
+        """`of`, for lists that are known to be token ids."""
         longest = max(map(len, rows), default=0)
         tokens = torch.zeros(len(rows), longest, dtype=torch.int64, device="cpu")
         for padded, row in zip(tokens, rows, strict=True):

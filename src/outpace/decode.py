@@ -1,0 +1,694 @@
+"""The iteration of speculative decoding, and the Decoder around it: the only place where the rooms meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from outpace.arguments import integer, kind, on_device, row_integers
+from outpace.draft.base import Draft, Drafter, State, one_for_all
+from outpace.length import Fixed, Heuristic, Length
+from outpace.models.causal import CausalScorer
+from outpace.sampling import Prefix, Processor, Sampling, adjust, per_row
+from outpace.stats import Stats
+from outpace.text import Text
+from outpace.verify import Rule, Verdict, verify
+from outpace.verify.check import lenience as check_lenience
+from outpace.verify.rules import parse
+
+Prompt = str | Sequence[int] | Tensor
+Prompts = list[str] | list[list[int]] | list[Tensor] | list[Prompt]
+MAX_NEW_TOKENS = 256  # where neither the caller nor the model says
+PADDING = 1024  # vocabularies of one tokenizer, padded for two models, differ by less
+
+
+class Options(TypedDict, total=False):
+    """What `generate` and `stream` take by name: see there. The last nine are the fields of `Sampling`."""
+
+    max_new_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_tokens: Sequence[int]
+    ignore_eos: bool
+    seed: int | Sequence[int] | None
+    logprobs: bool | int
+    batch_size: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float] | None
+    processors: Sequence[Processor]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one row came to.
+
+    text           the new text, up to a stop string; None without a tokenizer
+    tokens         the new token ids, with the end-of-text token or those of the stop string, if that ended it
+    finish_reason  "stop", "length", or, for a row of a batch that failed, "error"
+    stats          what happened on the way
+    logprobs       with logprobs=: of each token, its log-probability under the adjusted target (for greedy
+                   rows: under the softmax that the argmax was taken of)
+    top_logprobs   with logprobs=k: of each token, the k likeliest ids there with theirs
+    error          why the row failed; None otherwise
+    """
+
+    text: str | None
+    tokens: list[int]
+    finish_reason: str
+    stats: Stats
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one iteration brought to one row.
+
+    row            which output it belongs to
+    text           text that is certain now; None without a tokenizer
+    tokens         new token ids: kept drafts, then the target's own, cut where the row ends
+    drafted        tokens that were guessed
+    accepted       guesses that were kept
+    token          the target's own token after them
+    draft_tokens   the guesses
+    finish_reason  of the row, if this is its last step
+    output         the row's Output, if this is its last step
+    """
+
+    row: int
+    text: str | None
+    tokens: list[int]
+    drafted: int
+    accepted: int
+    token: int
+    draft_tokens: list[int]
+    finish_reason: str | None = None
+    output: Output | None = None
+
+
+@dataclass
+class Row:
+    """A text that is being generated."""
+
+    index: int  # among the outputs
+    tokens: list[int]  # prompt and output; the last one is not in the target's cache yet
+    prompt_length: int
+    sampling: Sampling
+    draft_sampling: Sampling | None  # None: as the target's
+    seed: int
+    max_new_tokens: int
+    stop_tokens: frozenset[int]
+    text: Text | None
+    top: int | None  # log-probabilities wanted: None, 0 for the tokens' own, k for the k likeliest too
+    slot: int = -1
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    finish_reason: str | None = None
+    error: Exception | None = None
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    def extend(self, tokens: Sequence[int], context: int) -> int:
+        """Take in tokens up to where plain decoding would have stopped; how many those are."""
+        for count, token in enumerate(tokens, 1):
+            self.tokens.append(token)
+            self.stats.new_tokens += 1
+            complete = self.text is not None and self.text.push(token)
+            if complete or token in self.stop_tokens:
+                self.finish_reason = "stop"
+            elif self.stats.new_tokens == self.max_new_tokens or len(self.tokens) >= context:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                return count
+        return len(tokens)
+
+    def output(self) -> Output:
+        assert self.finish_reason is not None
+        return Output(
+            None if self.text is None else self.text.text,
+            self.new_tokens,
+            self.finish_reason,
+            self.stats,
+            None if self.top is None else self.logprobs[: self.stats.new_tokens],
+            self.top_logprobs[: self.stats.new_tokens] if self.top else None,
+            self.error,
+        )
+
+
+class Decoder:
+    """Generates from a target model, helped by a drafter, with exactly the target's distribution.
+
+    target          a causal model of the Transformers library
+    drafter         a Drafter, a smaller model, or "lookup"; None decodes plainly
+    tokenizer       the target's, for text prompts, text output and stop strings
+    rule            "token", "block", "match", or `sigmoid(alpha, beta)`, which is not exact: docs/rules.md
+    lenience        for rule "token": below 1 it keeps more drafts and is not exact
+    length          how far to guess: `Fixed(g)`, or `Heuristic(start)`, the default
+    draft_sampling  how the drafter draws; by default as the target does
+
+    One call at a time: a second one, from another thread or while a stream is unfinished, raises.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        drafter: Drafter | torch.nn.Module | str | None = None,
+        tokenizer: Any = None,
+        *,
+        rule: Rule | str = "token",
+        lenience: float = 1.0,
+        length: Length | int | None = None,
+        draft_sampling: Sampling | None = None,
+    ) -> None:
+        self.scorer = CausalScorer(target)
+        self.drafter = _drafter(drafter)
+        self.tokenizer = tokenizer
+        self.rule = parse(rule)
+        check_lenience(lenience, self.rule)
+        self.lenience = lenience
+        self.length = Fixed(length) if isinstance(length, int) else length or Heuristic()
+        if self.length.most >= self.scorer.context:
+            raise ValueError(
+                f"length: {self.length!r} does not fit a context of {self.scorer.context} tokens"
+            )
+        if not isinstance(draft_sampling, Sampling | None):
+            raise TypeError(f"draft_sampling: got {kind(draft_sampling)}; it must be a Sampling")
+        self.draft_sampling = draft_sampling
+        _check_vocabularies(self.scorer.vocab_size, tokenizer, self.drafter)
+        self._lock = threading.Lock()
+
+    @overload
+    def generate(
+        self, prompt: Prompt, sampling: Sampling | None = None, **options: Unpack[Options]
+    ) -> Output: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, n: int, **options: Unpack[Options]
+    ) -> list[Output]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompts,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        n: int | None = None,
+        **options: Unpack[Options],
+    ) -> list[Output]: ...
+
+    def generate(
+        self,
+        prompt: Prompt | Prompts,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        n: int | None = None,
+        **options: Unpack[Options],
+    ) -> Output | list[Output]:
+        """Generate from a prompt, or from a list of them, as one ragged batch.
+
+        prompt          a string (with a tokenizer), token ids, or a list of those
+        sampling        a `Sampling`, or one per prompt; or name its fields: temperature=0.8, top_p=0.95, ...
+                        With neither, the target's generation_config decides, as in Transformers
+        max_new_tokens  at most so many; by default the generation_config's, or 256
+        stop            a string, or several, that end a text; they are not part of it
+        stop_tokens     token ids that do, beside the model's end-of-text
+        ignore_eos      go on after end-of-text
+        seed            an int, or one per prompt. Equal seeds and prompts give equal texts; None is fresh
+        n               samples per prompt; they come one after the other, and the prompt is computed once
+        logprobs        True, or k for the k likeliest tokens too
+        batch_size      at most so many rows at a time; the next takes the place of one that is done
+
+        A single prompt gives an `Output`, with n= a list of n, and raises if it fails. A list gives a list,
+        and a row that fails has finish_reason "error" and leaves the others alone.
+        """
+        rows, single = self._rows(prompt, sampling, n, **options)
+        outputs: dict[int, Output] = {}
+        for step in self._run(rows, options.get("batch_size")):
+            if step.output is not None:
+                outputs[step.row] = step.output
+        for row, output in outputs.items():
+            if output.error is not None:
+                if single:
+                    raise output.error
+                warnings.warn(f"row {row}: {output.error}", stacklevel=2)
+        return outputs[0] if single and n is None else [outputs[i] for i in range(len(rows))]
+
+    def stream(
+        self,
+        prompt: Prompt | Prompts,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        n: int | None = None,
+        **options: Unpack[Options],
+    ) -> Generator[Step]:
+        """The same, one `Step` per iteration and row as it happens; the last of a row has its Output."""
+        rows, single = self._rows(prompt, sampling, n, **options)
+
+        def steps() -> Generator[Step]:
+            for step in self._run(rows, options.get("batch_size")):
+                if single and step.output is not None and step.output.error is not None:
+                    raise step.output.error
+                yield step
+
+        return steps()
+
+    def describe(self) -> str:
+        """What runs here and how, for people."""
+        drafter = "none, plain decoding" if self.drafter is None else type(self.drafter).__name__
+        inner = getattr(self.drafter, "scorer", None)
+        lines = [
+            f"target   {self.scorer.describe()}",
+            f"drafter  {drafter}" + (f": {inner.describe()}" if inner is not None else ""),
+            f"rule     {self.rule}" + (f", lenience {self.lenience}" if self.lenience < 1 else ""),
+            f"length   {self.length!r}",
+        ]
+        return "\n".join(lines)
+
+    # The iteration
+
+    @torch.inference_mode()
+    def _iteration(self, rows: list[Row]) -> list[Step]:
+        """One pass of the target and g guesses bring each row from 1 to g+1 new tokens."""
+        clock = Clock()
+        slots = [row.slot for row in rows]
+        draft, state = self._propose(rows)  # tokens [R, g] from q
+        clock.lap("draft")
+        last = on_device([row.tokens[-1] for row in rows], torch.int64, self.scorer.device)
+        logits = self.scorer.score(slots, torch.cat((last[:, None], draft.tokens), dim=1))  # [R, g+1, V] of p
+        clock.lap("target")
+        verdict = self._verify(rows, draft, logits)
+        accepted, next_token, bad = torch.stack((verdict.accepted, verdict.next_token, verdict.bad)).cpu()
+        clock.lap("verify")
+        self.scorer.commit(slots, [1 + kept for kept in accepted.tolist()])
+        if state is not None and self.drafter is not None:
+            self.drafter.commit(accepted, next_token)
+        self.length.observe(slots, draft.lengths or [], accepted.tolist())
+        steps = self._advance(rows, draft, state, accepted.tolist(), next_token.tolist(), bad.tolist())
+        clock.share(rows)
+        return steps
+
+    @torch.inference_mode()
+    def _begin(self, rows: list[Row]) -> list[Step]:
+        """The prompts go through the target, which draws each row's first token: an iteration of g = 0."""
+        clock = Clock()
+        logits = self.scorer.prefill([row.slot for row in rows], [row.tokens for row in rows])
+        clock.lap("target")
+        draft = Draft.chosen([[] for _ in rows], logits.device)
+        verdict = self._verify(rows, draft, logits[:, None])
+        clock.lap("verify")
+        _, next_token, bad = torch.stack((verdict.accepted, verdict.next_token, verdict.bad)).tolist()
+        steps = self._advance(rows, draft, None, [0] * len(rows), next_token, bad)
+        clock.share(rows)
+        return steps
+
+    def _propose(self, rows: list[Row]) -> tuple[Draft, State | None]:
+        """Guesses of each row, as far as policy, context and the tokens still wanted allow."""
+        limits = [
+            min(g, row.max_new_tokens - row.stats.new_tokens - 1, self.scorer.context - len(row.tokens) - 1)
+            for g, row in zip(self.length.choose([row.slot for row in rows]), rows, strict=True)
+        ]
+        g = max(limits)
+        if g < 1 or self.drafter is None:
+            return Draft.chosen([[] for _ in rows], self.scorer.device), None
+        state = self._state(rows, limits)
+        draft = self.drafter.propose(state, g)
+        given = [draft.tokens.shape[1]] * len(rows) if draft.lengths is None else map(int, draft.lengths)
+        lengths = [min(limit, length) for limit, length in zip(limits, given, strict=True)]
+        g = max(lengths)
+        logits = None if draft.logits is None else draft.logits[:, :g]
+        return Draft(draft.tokens[:, :g], logits, lengths), state
+
+    def _state(self, rows: list[Row], limits: list[int]) -> State:
+        own = [row.sampling if row.draft_sampling is None else row.draft_sampling for row in rows]
+        return State(
+            [row.slot for row in rows],
+            [row.tokens for row in rows],
+            [row.prompt_length for row in rows],
+            # What a processor learns from a draft counts only if the draft is kept: it works on a copy.
+            [one.fork() if one.processors else one for one in own],
+            self._seeds(rows),
+            limits,
+            self.scorer.vocab_size,
+            self.scorer.device,
+            self.rule.name == "match",
+        )
+
+    def _verify(self, rows: list[Row], draft: Draft, logits: Tensor) -> Verdict:
+        samplings = [row.sampling for row in rows]
+        prefix = None
+        if any(sampling.reads_prefix for sampling in samplings):
+            prompts = [row.prompt_length for row in rows]
+            prefix = Prefix.padded([row.tokens for row in rows], prompts, logits.device)
+        if draft.logits is not None:
+            logits = logits.to(draft.logits.dtype)
+        scores = None
+        if any(row.top is not None for row in rows):
+            scores = _log_probabilities(logits, samplings, prefix, draft.tokens)
+        verdict = verify(
+            draft.tokens,
+            draft.logits,
+            logits,
+            rule=self.rule,
+            lenience=self.lenience,
+            seed=self._seeds(rows),
+            position=[len(row.tokens) for row in rows],
+            lengths=draft.lengths if draft.tokens.shape[1] else None,
+            sampling=one_for_all(samplings),
+            prefix=prefix,
+        )
+        if scores is not None:
+            _note(rows, draft, verdict, scores)
+        return verdict
+
+    def _advance(
+        self,
+        rows: list[Row],
+        draft: Draft,
+        state: State | None,
+        accepted: list[int],
+        next_token: list[int],
+        bad: list[int],
+    ) -> list[Step]:
+        """Each row takes in what it won, as far as it goes."""
+        drafts = draft.tokens.tolist()
+        drafted = list(draft.lengths or [])
+        steps = []
+        for i, row in enumerate(rows):
+            row.stats.target_calls += 1
+            row.stats.count(drafted[i], accepted[i])
+            won = [*drafts[i][: accepted[i]], next_token[i]]
+            if bad[i]:
+                won, row.finish_reason = [], "error"
+                row.error = ValueError(
+                    f"the logits at position {len(row.tokens)} are unusable: the target, the draft or a "
+                    "processor left NaN, +inf or nothing but -inf"
+                )
+            elif row.draft_sampling is not None and state is not None and state.after:
+                row.draft_sampling = state.after[min(accepted[i], len(state.after) - 1)][i]
+            kept = row.extend(won, self.scorer.context)
+            if row.finish_reason is not None and row.text is not None:
+                row.text.finish()
+            steps.append(
+                Step(
+                    row.index,
+                    None if row.text is None else row.text.take(final=row.finish_reason is not None),
+                    won[:kept],
+                    drafted[i],
+                    accepted[i],
+                    next_token[i],
+                    drafts[i][: drafted[i]],
+                )
+            )
+        return steps
+
+    def _seeds(self, rows: list[Row]) -> Tensor:
+        return row_integers(
+            "seed", [row.seed for row in rows], len(rows), self.scorer.device, -(2**63), 2**64 - 1
+        )
+
+    # Rows come and go
+
+    def _run(self, rows: list[Row], batch_size: int | None) -> Iterator[Step]:
+        """All rows to their ends, as many at a time as there are slots."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "this Decoder is generating already: in another thread, or in a stream that was neither "
+                "read to its end nor closed; wait for it, or give each thread a Decoder of its own"
+            )
+        slots = min(batch_size or len(rows), len(rows))
+        waiting, active = deque(rows), list[Row]()
+        sound = False  # whether what the caches hold is what the rows say
+        try:
+            longest = max(min(row.prompt_length + row.max_new_tokens, self.scorer.context) for row in rows)
+            self.scorer.reserve(slots, longest + self.length.most + 1)
+            while waiting or active:
+                steps = []
+                if waiting and len(active) < slots:
+                    free = sorted(set(range(slots)) - {row.slot for row in active})
+                    new = [waiting.popleft() for _ in free[: len(waiting)]]
+                    for row, slot in zip(new, free, strict=False):
+                        row.slot = slot
+                    active.extend(new)
+                    steps = self._begin(new)
+                else:
+                    steps = self._iteration(active)
+                done = {row.index: row for row in active if row.finish_reason is not None}
+                for i in reversed(range(len(active))):
+                    if active[i].index in done:  # the last one takes its place, and the others keep theirs
+                        active[i] = active[-1]
+                        active.pop()
+                for row in done.values():
+                    self._release(row, keep=row.error is None)
+                sound = True
+                for step in steps:
+                    if step.row in done:
+                        row = done[step.row]
+                        step = dataclasses.replace(step, finish_reason=row.finish_reason, output=row.output())
+                    yield step
+                sound = False
+        finally:
+            for row in active:
+                self._release(row, keep=sound)
+            self._lock.release()
+
+    def _release(self, row: Row, keep: bool) -> None:
+        self.scorer.reset([row.slot], [row.tokens] if keep else None)
+        if self.drafter is not None:
+            self.drafter.reset([row.slot])
+        self.length.reset([row.slot])
+
+    def _rows(
+        self,
+        prompt: Prompt | Prompts,
+        sampling: Sampling | Sequence[Sampling] | None,
+        n: int | None,
+        *,
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        stop_tokens: Sequence[int] = (),
+        ignore_eos: bool = False,
+        seed: int | Sequence[int] | None = None,
+        logprobs: bool | int = False,
+        batch_size: int | None = None,
+        **fields: Any,
+    ) -> tuple[list[Row], bool]:
+        """The rows that a call asks for, and whether it named a single prompt."""
+        single = not _is_batch(prompt)
+        each: Any = [prompt] if single else prompt
+        prompts = [self.encode(one) for one in each]
+        unknown = set(fields) - {one.name for one in dataclasses.fields(Sampling)}
+        if unknown:
+            raise TypeError(f"{unknown.pop()}: no such argument")
+        if sampling is not None and fields:
+            raise ValueError(f"sampling: given together with {', '.join(fields)}; give one or the other")
+        if sampling is None:
+            sampling = Sampling(**fields) if fields else from_generation_config(self._generation_config)
+        samplings = per_row(sampling, len(prompts))
+        if max_new_tokens is None:
+            max_new_tokens = getattr(self._generation_config, "max_new_tokens", None) or MAX_NEW_TOKENS
+        integer("max_new_tokens", max_new_tokens, "an int >= 1", lambda m: m >= 1)
+        if n is not None:
+            integer("n", n, "an int >= 1", lambda n: n >= 1)
+        if batch_size is not None:
+            integer("batch_size", batch_size, "an int >= 1", lambda b: b >= 1)
+        if not isinstance(logprobs, bool):
+            fits = f"True, False, or an int in 0..{self.scorer.vocab_size}"
+            integer("logprobs", logprobs, fits, lambda k: 0 <= k <= self.scorer.vocab_size)
+        stops = [stop] if isinstance(stop, str) else list(stop or ())
+        if not all(isinstance(one, str) and one for one in stops):
+            raise ValueError(f"stop: got {stop!r}; it must be a string that is not empty, or several")
+        if stops and self.tokenizer is None:
+            raise ValueError(
+                "stop: stop strings need a tokenizer; pass tokenizer= to Decoder, or stop_tokens="
+            )
+        ends = set(stop_tokens) | (set() if ignore_eos else self._end_of_text())
+        rows: list[Row] = []
+        for i, tokens in enumerate(prompts):
+            one = samplings[i if len(samplings) > 1 else 0]
+            for sample in range(n or 1):
+                rows.append(
+                    Row(
+                        len(rows),
+                        list(tokens),
+                        len(tokens),
+                        one.fork() if one.processors else one,
+                        self.draft_sampling and self.draft_sampling.fork(),
+                        _seed(seed, i, sample, len(prompts)),
+                        max_new_tokens,
+                        frozenset(ends),
+                        None if self.tokenizer is None else Text(self.tokenizer, stops),
+                        None if logprobs is False else int(logprobs) if logprobs is not True else 0,
+                    )
+                )
+        return rows, single
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt that this decoder can go on from."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    "prompt: got a string, and the Decoder has no tokenizer; pass tokenizer=, or ids"
+                )
+            tokens = list(self.tokenizer(prompt).input_ids)
+        else:
+            values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+            if not isinstance(values, list | tuple) or not all(isinstance(one, int) for one in values):
+                raise TypeError(
+                    f"prompt: got {kind(prompt)[:80]}; it must be a string, a list of token ids, "
+                    "a 1-D tensor, or a list of those"
+                )
+            tokens = list(values)
+        if not tokens:
+            raise ValueError("prompt: it is empty; a model needs at least one token to go on from")
+        if len(tokens) >= self.scorer.context:
+            raise ValueError(
+                f"prompt: got {len(tokens)} tokens; the model's context holds {self.scorer.context}, "
+                "new ones included"
+            )
+        V = self.scorer.vocab_size
+        if min(tokens) < 0 or max(tokens) >= V:
+            raise ValueError(f"prompt: got ids {min(tokens)}..{max(tokens)}; the model knows 0..{V - 1}")
+        return tokens
+
+    @property
+    def _generation_config(self) -> Any:
+        return getattr(self.scorer.base, "generation_config", None)
+
+    def _end_of_text(self) -> set[int]:
+        ends = getattr(self._generation_config, "eos_token_id", None)
+        if ends is None:
+            ends = getattr(self.scorer.config, "eos_token_id", None)
+        return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+
+
+class Clock:
+    """Seconds of an iteration by what they were spent on."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._spent: dict[str, float] = {}
+
+    def lap(self, what: str) -> None:
+        now = time.perf_counter()
+        self._spent[what] = now - self._last
+        self._last = now
+
+    def share(self, rows: list[Row]) -> None:
+        """The rest is "other"; each row gets its share."""
+        self.lap("other")
+        for row in rows:
+            for what, seconds in self._spent.items():
+                name = f"{what}_seconds"
+                setattr(row.stats, name, getattr(row.stats, name) + seconds / len(rows))
+
+
+def from_generation_config(config: Any) -> Sampling:
+    """What Transformers' `generate` would do by this configuration, as a Sampling."""
+    if config is None or not getattr(config, "do_sample", False):
+        penalty = getattr(config, "repetition_penalty", None)
+        return Sampling(temperature=0, repetition_penalty=penalty or 1.0)
+    defaults = (
+        config._get_default_generation_params() if hasattr(config, "_get_default_generation_params") else {}
+    )
+    chosen = {}
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        value = getattr(config, name, None)
+        value = defaults.get(name) if value is None else value
+        if value is not None:
+            chosen[name] = value
+    return Sampling(**chosen)
+
+
+def _drafter(drafter: Any) -> Drafter | None:
+    if drafter == "lookup":
+        from outpace.draft.lookup import LookupDrafter
+
+        return LookupDrafter()
+    if isinstance(drafter, torch.nn.Module):
+        from outpace.draft.model import ModelDrafter
+
+        return ModelDrafter(drafter)
+    if drafter is not None and not hasattr(drafter, "propose"):
+        raise TypeError(f'drafter: got {kind(drafter)[:80]}; it must be a Drafter, a model, "lookup" or None')
+    return drafter  # type: ignore[no-any-return]
+
+
+def _check_vocabularies(vocab_size: int, tokenizer: Any, drafter: Any) -> None:
+    """Refuse a draft model that speaks another language."""
+    if not hasattr(drafter, "scorer"):
+        return
+    theirs = getattr(drafter, "tokenizer", None)
+    if tokenizer is not None and theirs is not None:
+        ours_by_id, theirs_by_id = tokenizer.get_vocab(), theirs.get_vocab()
+        same = sum(theirs_by_id.get(token) == id for token, id in ours_by_id.items())
+        if same < 0.99 * min(len(ours_by_id), len(theirs_by_id)):
+            raise ValueError(
+                f"drafter: its tokenizer is another one: {same} of the target's {len(ours_by_id)} tokens "
+                "have the same id there; a draft must share the target's"
+            )
+    elif abs(drafter.vocab_size - vocab_size) > PADDING:
+        raise ValueError(
+            f"drafter: it knows {drafter.vocab_size} tokens and the target {vocab_size}: more than padding "
+            "apart, so their tokenizers differ; a draft must share the target's"
+        )
+
+
+def _is_batch(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and bool(prompt) and not isinstance(prompt[0], int)
+
+
+def _seed(seed: int | Sequence[int] | None, prompt: int, sample: int, prompts: int) -> int:
+    """The seed of a prompt's sample: the first has the seed itself."""
+    if seed is None:
+        return int(torch.randint(-(2**63), 2**63 - 1, ()))
+    if isinstance(seed, Sequence) and len(seed) != prompts:
+        raise ValueError(f"seed: got {len(seed)} for {prompts} prompts; give one int, or one per prompt")
+    one = seed[prompt] if isinstance(seed, Sequence) else seed
+    fits = "an int in -2**63..2**64-1, or one per prompt"
+    integer("seed", one, fits, lambda s: -(2**63) <= s < 2**64)
+    return (one + sample * 0x9E3779B97F4A7C15) % 2**64
+
+
+def _log_probabilities(
+    logits: Tensor, samplings: list[Sampling], prefix: Prefix | None, drafted: Tensor
+) -> Tensor:
+    """Of every token at every position, `[R, g+1, V]`; greedy rows as they are before the argmax."""
+    soft = [
+        dataclasses.replace(one, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if one.greedy else one
+        for one in (sampling.fork() for sampling in samplings)
+    ]
+    return adjust(logits, soft, prefix, drafted).log_softmax(-1)
+
+
+def _note(rows: list[Row], draft: Draft, verdict: Verdict, scores: Tensor) -> None:
+    """Write down the log-probabilities of what the rows won."""
+    tokens = torch.cat((draft.tokens, draft.tokens.new_zeros(len(rows), 1)), dim=1)
+    tokens = tokens.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])
+    own = scores.gather(-1, tokens[..., None]).squeeze(-1).tolist()
+    most = max(row.top or 0 for row in rows)
+    values, ids = (top.tolist() for top in scores.topk(most)) if most else ([], [])
+    for i, (row, kept) in enumerate(zip(rows, verdict.accepted.tolist(), strict=True)):
+        if row.top is None:
+            continue
+        row.logprobs.extend(own[i][: kept + 1])
+        for j in range(kept + 1 if row.top else 0):
+            row.top_logprobs.append(dict(zip(ids[i][j][: row.top], values[i][j], strict=False)))

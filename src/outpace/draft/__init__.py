@@ -1,0 +1,1 @@
+"""Who guesses. A drafter is any object with `propose`, `commit` and `reset`: see `outpace.draft.base`."""

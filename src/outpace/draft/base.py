@@ -1,0 +1,152 @@
+"""What a drafter is given, and what it gives back.
+
+A drafter may guess as it likes, as long as it states what it did: the logits of the very distribution each
+token was drawn from, or None where tokens were chosen rather than drawn. Whether position i is drafted at
+all may depend on the tokens before it and on the distribution at i, never on the token drawn at i: dropping
+a token because it was unlikely biases the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outpace import random
+from outpace.random import Stream
+from outpace.sampling import Prefix, Sampling, adjust
+
+
+@dataclass(frozen=True)
+class Draft:
+    """R rows' guesses of up to g tokens.
+
+    tokens   int64 `[R, g]`
+    logits   `[R, g, V]`, of the distribution that each token was drawn from; None: tokens were chosen
+    lengths  how many of its g tokens each row guessed; None: all
+    """
+
+    tokens: Tensor
+    logits: Tensor | None = None
+    lengths: Sequence[int] | None = None
+
+    @classmethod
+    def chosen(cls, guesses: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Draft:
+        """From plain lists of chosen tokens, of any lengths."""
+        g = max(map(len, guesses), default=0)
+        padded = [[*guess, *[0] * (g - len(guess))] for guess in guesses]
+        tokens = torch.tensor(padded, dtype=torch.int64, device=device).view(len(guesses), g)
+        return cls(tokens, None, [len(guess) for guess in guesses])
+
+
+@dataclass(frozen=True)
+class State:
+    """What is known when drafting begins. Row i of R is in slot rows[i], its name from start to end.
+
+    rows            the slot of each row
+    tokens          the text of each row, prompt and output; do not change it
+    prompt_lengths  how many of them are the prompt
+    sampling        how the drafter is to draw, per row
+    seed            int64 `[R]`
+    limits          most tokens of use for each row; guessing more is waste, no error
+    vocab_size      V of the target, and of the logits in a Draft
+    device          where the Draft is wanted
+    own_noise       draw with the noise the target itself will draw with (rule "match")
+    after           filled by `Draws`: the samplings as they were after each token, where processors keep
+                    state
+    """
+
+    rows: Sequence[int]
+    tokens: Sequence[Sequence[int]]
+    prompt_lengths: Sequence[int]
+    sampling: Sequence[Sampling]
+    seed: Tensor
+    limits: Sequence[int]
+    vocab_size: int
+    device: torch.device
+    own_noise: bool = False
+    after: list[list[Sampling]] = field(default_factory=list)
+
+
+class Drafter(Protocol):
+    """Anything that guesses. A drafter without memory can leave `commit` and `reset` empty."""
+
+    def propose(self, state: State, g: int) -> Draft:
+        """Up to g >= 1 tokens after each row's text."""
+
+    def commit(self, accepted: Tensor, next_token: Tensor) -> None:
+        """Of the rows last proposed for: `[R]` tokens kept, and the token that came after them."""
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """These slots are free; the next text in them is another."""
+
+
+class Draws:
+    """Draws one token after another from logits, by the noise and the sampling of the state.
+
+    draws = Draws(state, g)
+    for i in range(g):
+        tokens = draws.take(logits)     # [R, V] in, [R] out
+    return draws.draft()
+    """
+
+    def __init__(self, state: State, g: int) -> None:
+        self.state = state
+        self.start = torch.tensor([len(text) for text in state.tokens], device=state.device)
+        self.tokens: list[Tensor] = []
+        self.logits: list[Tensor] = []
+        # Tokens that sure choice or the target's own noise decides need no distribution.
+        self.chosen = state.own_noise or all(one.greedy for one in state.sampling)
+        self._prefix = _room(state, g) if any(one.reads_prefix for one in state.sampling) else None
+
+    def take(self, logits: Tensor) -> Tensor:
+        """The next token of each row from the draft's raw logits `[R, V or fewer or more]`."""
+        state, i = self.state, len(self.tokens)
+        logits = fit(logits, state.vocab_size)
+        prefix = None
+        if self._prefix is not None:
+            if self.tokens:
+                self._prefix.tokens.scatter_(1, (self.start + i - 1)[:, None], self.tokens[-1][:, None])
+            prefix = Prefix(self._prefix.tokens, self.start + i, self._prefix.prompt_lengths)
+        adjusted = adjust(logits, one_for_all(state.sampling), prefix)
+        if any(one.processors for one in state.sampling):
+            state.after.append([one.fork() for one in state.sampling])
+        position = self.start + i
+        if all(one.greedy for one in state.sampling):
+            token = adjusted.argmax(-1)
+        elif state.own_noise:
+            noise = random.gumbel(state.seed, position, state.vocab_size)
+            token = random.race(adjusted, noise)
+        else:
+            u = random.uniform(state.seed, position, self.start, Stream.DRAFT)
+            token = random.draw(adjusted.softmax(-1), u)
+        self.tokens.append(token)
+        if not self.chosen:
+            self.logits.append(adjusted)
+        return token
+
+    def draft(self, lengths: Sequence[int] | None = None) -> Draft:
+        logits = None if self.chosen else torch.stack(self.logits, dim=1)
+        return Draft(torch.stack(self.tokens, dim=1), logits, lengths)
+
+
+def fit(logits: Tensor, vocab_size: int) -> Tensor:
+    """Vocabularies that differ by padding: ids the draft does not know are impossible, others are cut."""
+    V = logits.shape[-1]
+    if vocab_size > V:
+        return torch.nn.functional.pad(logits, (0, vocab_size - V), value=-torch.inf)
+    return logits[..., :vocab_size]
+
+
+def one_for_all(sampling: Sequence[Sampling]) -> Sampling | Sequence[Sampling]:
+    """A single Sampling where all rows have the same: it is adjusted faster."""
+    return sampling[0] if all(one is sampling[0] for one in sampling) else sampling
+
+
+def _room(state: State, g: int) -> Prefix:
+    """The rows' texts with room for g tokens more."""
+    texts = Prefix.padded(state.tokens, state.prompt_lengths, state.device)
+    return Prefix(torch.nn.functional.pad(texts.tokens, (0, g)), texts.lengths, texts.prompt_lengths)

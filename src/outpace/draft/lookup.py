@@ -1,0 +1,67 @@
+"""Copy from the context: what followed the same words last time may follow them again.
+
+(Prompt lookup: Saxena 2023; the same idea as LLMA, Yang et al. 2023.) It costs next to nothing and pays where
+the output repeats the input: summaries, edits, retrieval, code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from outpace.arguments import integer
+from outpace.draft.base import Draft, State
+
+
+class LookupDrafter:
+    """Finds the latest earlier place where the text's last tokens stood, and guesses what came next there.
+
+    The longest match decides, from max_ngram tokens down to min_ngram. Where the copy reaches the end of the
+    text it goes on with itself, so a text that repeats is guessed to go on repeating.
+    """
+
+    def __init__(self, max_ngram: int = 3, min_ngram: int = 2) -> None:
+        integer("min_ngram", min_ngram, "an int >= 1", lambda n: n >= 1)
+        integer("max_ngram", max_ngram, f"an int >= min_ngram = {min_ngram}", lambda n: n >= min_ngram)
+        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+        self._indices: dict[int, Index] = {}  # by slot
+
+    def propose(self, state: State, g: int) -> Draft:
+        guesses = []
+        for row, text, limit in zip(state.rows, state.tokens, state.limits, strict=True):
+            index = self._indices.setdefault(row, Index(self.min_ngram, self.max_ngram))
+            index.extend(text)
+            guesses.append(index.guess(text, min(g, limit)))
+        return Draft.chosen(guesses, state.device)
+
+    def commit(self, accepted: Tensor, next_token: Tensor) -> None: ...
+
+    def reset(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._indices.pop(row, None)
+
+
+class Index:
+    """Where each n-gram of a growing text last ended, not counting the text's own end."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self.sizes = range(most, least - 1, -1)
+        self.ends: dict[tuple[int, ...], int] = {}
+        self.covered = 0  # n-grams that end before this are in
+
+    def extend(self, text: Sequence[int]) -> None:
+        """Take in what the text has grown by. Its last token stays out: nothing follows it yet."""
+        for end in range(max(self.covered, 1), len(text)):
+            for size in self.sizes:
+                if size <= end:
+                    self.ends[tuple(text[end - size : end])] = end
+        self.covered = max(self.covered, len(text))
+
+    def guess(self, text: Sequence[int], most: int) -> list[int]:
+        for size in self.sizes:
+            end = self.ends.get(tuple(text[-size:])) if size <= len(text) else None
+            if end is not None:
+                period = len(text) - end
+                return [text[end + i % period] for i in range(most)]
+        return []

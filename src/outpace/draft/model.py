@@ -1,0 +1,83 @@
+"""A smaller model drafts, one token after another, with a cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.draft.base import Draft, Draws, State
+from outpace.models.causal import CausalScorer
+
+
+class ModelDrafter:
+    """Drafts with any supported causal model, on its own device.
+
+    The tokenizer is optional; with it, a draft whose tokenizer is not the target's is refused.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None) -> None:
+        self.scorer = CausalScorer(model)
+        self.tokenizer = tokenizer
+        self.vocab_size = self.scorer.vocab_size
+        self._texts: dict[int, Sequence[int]] = {}  # by slot
+        self._proposed: list[tuple[int, int]] = []  # slots last proposed for, and their texts' lengths then
+
+    @torch.inference_mode()
+    def propose(self, state: State, g: int) -> Draft:
+        self._proposed = []
+        # A text may outgrow this model's context before the target's. The last drafted token is not fed.
+        lengths = [min(g, max(0, self.scorer.context - len(text) + 1)) for text in state.tokens]
+        g = max(lengths)
+        if g == 0:
+            return Draft.chosen([[] for _ in state.rows], state.device)
+        logits = self._catch_up(state)
+        draws = Draws(state, g)
+        self._unusable = torch.zeros(len(state.rows), dtype=torch.bool, device=self.scorer.device)
+        for i in range(g):
+            self._unusable |= ~logits.amax(-1).isfinite()
+            tokens = draws.take(logits.to(state.device))
+            if i < g - 1:
+                fed = tokens.to(self.scorer.device).clamp(max=self.vocab_size - 1)
+                logits = self.scorer.score(state.rows, fed[:, None])[:, 0]
+                self.scorer.commit(state.rows, [1] * len(state.rows))
+        return draws.draft(lengths)
+
+    def _catch_up(self, state: State) -> Tensor:
+        """Logits after each row's text, of which the cache may lack any number of tokens."""
+        self._proposed = [(row, len(text)) for row, text in zip(state.rows, state.tokens, strict=True)]
+        missing: dict[int, list[int]] = {}
+        begun: dict[int, list[int]] = {}
+        for row, text in zip(state.rows, state.tokens, strict=True):
+            known = row in self._texts
+            self._texts[row] = text
+            # A token that this model has no embedding for becomes 0: a poorer guess, not an error.
+            new = text[self.scorer.length(row) :] if known else text
+            (missing if known else begun)[row] = [t if t < self.vocab_size else 0 for t in new]
+        logits = [
+            feed(list(rows), list(rows.values()))
+            for rows, feed in ((missing, self.scorer.append), (begun, self.scorer.prefill))
+            if rows
+        ]
+        if len(logits) == 1:
+            return logits[0]
+        place = {row: i for i, row in enumerate([*missing, *begun])}
+        return torch.cat(logits)[[place[row] for row in state.rows]]
+
+    def commit(self, accepted: Tensor, next_token: Tensor) -> None:
+        """Lost drafts leave the cache; after a full acceptance it lacks the last one, which was never fed."""
+        if not self._proposed:
+            return
+        unusable = self._unusable.tolist()
+        for (row, length), kept, wipe in zip(self._proposed, accepted.tolist(), unusable, strict=True):
+            self.scorer.truncate([row], [length + kept])
+            if wipe:  # NaN in a cache outlives rollback
+                self.scorer.reset([row])
+                del self._texts[row]
+
+    def reset(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            if row in self._texts:
+                self.scorer.reset([row], [self._texts.pop(row)])

@@ -1,0 +1,161 @@
+"""An n-gram model drafts: counts of what followed the last few tokens in some text, nothing to compute.
+
+(Leviathan section 4.1 measures bigrams as drafts of negligible cost.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from outpace.arguments import integer, kind
+from outpace.draft.base import Draft, Draws, State
+
+Ints = npt.NDArray[np.int64]
+Order = tuple[Ints, Ints]
+"""The distinct k-grams of a text, sorted, and their counts. A k-gram is one number: the place of its first
+k-1 tokens among the (k-1)-grams, times V, plus its last token. So what follows a context lies side by
+side."""
+
+
+class NGramDrafter:
+    """Draws from the counts after the longest context, of up to n-1 tokens, that was seen in the fitted text.
+
+    Where it was never seen, one token fewer is asked, down to how often tokens occur at all.
+    """
+
+    def __init__(self, orders: Sequence[Order], vocab_size: int) -> None:
+        self.orders, self.vocab_size = list(orders), vocab_size
+
+    @property
+    def n(self) -> int:
+        return len(self.orders)
+
+    @classmethod
+    def fit(cls, token_ids: Any, n: int = 3, vocab_size: int | None = None) -> NGramDrafter:
+        """Count the 1- to n-grams of a text of token ids, or of several texts, whose borders none crosses.
+
+        vocab_size is V of the target; by default, one more than the largest id.
+        """
+        integer("n", n, "an int >= 1", lambda n: n >= 1)
+        texts = _texts(token_ids)
+        ids = np.concatenate(texts) if texts else np.zeros(0, dtype=np.int64)
+        if not len(ids):
+            raise ValueError("token_ids: got none; there is nothing to count")
+        V = int(ids.max()) + 1 if vocab_size is None else vocab_size
+        integer("vocab_size", V, "an int >= 1", lambda V: V >= 1)
+        if ids.min() < 0 or ids.max() >= V:
+            raise ValueError(
+                f"token_ids: got {ids.min()}..{ids.max()}; with vocab_size {V} ids are 0..{V - 1}"
+            )
+        place_in_text = np.concatenate([np.arange(len(text)) for text in texts])
+        orders: list[Order] = []
+        context = np.zeros(len(ids), dtype=np.int64)  # of each token, the place of the k-1 before it
+        for k in range(1, n + 1):
+            whole = place_in_text >= k - 1
+            keys, inverse, counts = np.unique(
+                (context * V + ids)[whole], return_inverse=True, return_counts=True
+            )
+            orders.append((keys, counts))
+            ends = np.flatnonzero(whole)
+            followed = ends[:-1] if len(ends) and ends[-1] == len(ids) - 1 else ends
+            context = np.zeros(len(ids), dtype=np.int64)
+            context[followed + 1] = inverse[: len(followed)]
+        return cls(orders, V)
+
+    @classmethod
+    def fit_files(
+        cls, paths: Iterable[str | Path], tokenizer: Any, n: int = 3, vocab_size: int | None = None
+    ) -> NGramDrafter:
+        """`fit` on text files, each a text of its own."""
+        from tqdm.auto import tqdm
+
+        files = tqdm(list(paths), desc="counting n-grams", unit="file", disable=None)
+        read = (Path(path).read_text(encoding="utf-8") for path in files)
+        texts = [tokenizer(text, add_special_tokens=False).input_ids for text in read]
+        return cls.fit(texts, n, len(tokenizer) if vocab_size is None else vocab_size)
+
+    def counts(self, context: Sequence[int]) -> tuple[Ints, Ints]:
+        """Tokens seen after the longest known ending of the context, and how often."""
+        for k in range(min(self.n - 1, len(context)), -1, -1):
+            place = self._place(context[len(context) - k :])
+            if place is None:
+                continue
+            keys, counts = self.orders[k]
+            first, last = np.searchsorted(keys, (place * self.vocab_size, (place + 1) * self.vocab_size))
+            if first < last:
+                return keys[first:last] - place * self.vocab_size, counts[first:last]
+        raise AssertionError("the empty context was seen")
+
+    def _place(self, context: Sequence[int]) -> int | None:
+        """Where these tokens stand among the n-grams of their length; None if they were never seen."""
+        place = 0
+        for (keys, _), token in zip(self.orders, context, strict=False):
+            if token >= self.vocab_size:
+                return None
+            key = place * self.vocab_size + token
+            place = int(np.searchsorted(keys, key))
+            if place == len(keys) or keys[place] != key:
+                return None
+        return place
+
+    def propose(self, state: State, g: int) -> Draft:
+        draws = Draws(state, g)
+        contexts = [list(text[len(text) - min(len(text), self.n - 1) :]) for text in state.tokens]
+        for _ in range(g):
+            logits = torch.full((len(contexts), self.vocab_size), -torch.inf)
+            for row, context in zip(logits, contexts, strict=True):
+                tokens, counts = self.counts(context)
+                row[torch.from_numpy(tokens)] = torch.from_numpy(counts).float().log()
+            for context, token in zip(contexts, draws.take(logits.to(state.device)).tolist(), strict=True):
+                context.append(token)
+                del context[: len(context) - (self.n - 1)]
+        return draws.draft()
+
+    def commit(self, accepted: Tensor, next_token: Tensor) -> None: ...
+
+    def reset(self, rows: Sequence[int]) -> None: ...
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file."""
+        from safetensors.numpy import save_file
+
+        arrays = {}
+        for k, (keys, counts) in enumerate(self.orders, 1):
+            arrays[f"keys.{k}"], arrays[f"counts.{k}"] = keys, counts
+        about = {"outpace": json.dumps({"kind": "ngram", "n": self.n, "vocab_size": self.vocab_size})}
+        save_file(arrays, path, about)
+
+    @classmethod
+    def load(cls, path: str | Path) -> NGramDrafter:
+        """Read what `save` wrote."""
+        from safetensors import safe_open
+
+        with safe_open(path, "np") as file:
+            about = json.loads((file.metadata() or {}).get("outpace", "{}"))
+            if about.get("kind") != "ngram":
+                raise ValueError(f"path: {path} holds no n-gram drafter")
+            orders = [
+                (file.get_tensor(f"keys.{k}"), file.get_tensor(f"counts.{k}"))
+                for k in range(1, about["n"] + 1)
+            ]
+        return cls(orders, about["vocab_size"])
+
+
+def _texts(token_ids: Any) -> list[Ints]:
+    """One text or several, as arrays."""
+    if isinstance(token_ids, Tensor):
+        token_ids = token_ids.cpu().numpy()
+    if len(token_ids) and isinstance(token_ids[0], Sequence | np.ndarray | Tensor):
+        return [text for part in token_ids for text in _texts(part)]
+    array = np.asarray(token_ids)
+    if len(array) and (array.ndim != 1 or not np.issubdtype(array.dtype, np.integer)):
+        raise TypeError(f"token_ids: got {kind(token_ids)[:80]}; it must be token ids, or lists of them")
+    return [array.astype(np.int64)]

@@ -1,0 +1,149 @@
+"""Keys and values of many rows, each with its own length, in tensors that are never cropped or copied
+together.
+
+A layer holds `[rows, heads, T, d]`. A pass writes its n new tokens at each row's own positions; what lies
+at or past a row's length is garbage that the attention mask hides until it is written over. So rolling back
+is forgetting: nothing here knows lengths, the scorer does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+STEP = 64  # T grows in multiples of this
+
+
+class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's keys and values. Its shape and device are those of the first keys that arrive."""
+
+    is_sliding = False  # a window is the mask's business
+
+    def __init__(self, cache: RaggedCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows, T = self.cache.rows, self.cache.capacity
+        # Zeros, not garbage: a masked NaN is still NaN after the softmax.
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], T, key_states.shape[3])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], T, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write `[R, heads, n, d]` where the pass says; return all that the pass may look at."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        self.cache.span.write(self.keys, key_states)
+        self.cache.span.write(self.values, value_states)
+        return self.cache.span.read(self.keys), self.cache.span.read(self.values)
+
+    def get_seq_length(self) -> int:
+        return self.cache.span.start or 0
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self.cache.span.reach, 0
+
+    def get_max_length(self) -> int:
+        return self.cache.capacity
+
+    get_max_cache_shape = get_max_length  # its name in older versions
+
+
+class Span:
+    """Where one pass writes: positions `[R, n]` of R rows side by side."""
+
+    def __init__(self, first: int, positions: Tensor, start: int | None, reach: int) -> None:
+        self.rows = slice(first, first + positions.shape[0])
+        self.positions = positions
+        self.start = start  # the first position, where all rows write the same n in a row; else None
+        self.reach = reach  # one past the last position of any row
+        self._indices: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def write(self, table: Tensor, new: Tensor) -> None:
+        """table[r, :, positions[r, i]] = new[r, :, i]."""
+        n, d = new.shape[2:]
+        if self.start is not None:
+            table[self.rows, :, self.start : self.start + n] = new
+        else:
+            table.view(-1, d).index_copy_(0, self._index(table), new.reshape(-1, d))
+
+    def read(self, table: Tensor) -> Tensor:
+        """All that the rows may look at, `[R, heads, reach, d]`."""
+        return table[self.rows, :, : self.reach]
+
+    def _index(self, table: Tensor) -> Tensor:
+        """Of each new vector, its row in the table seen as `[rows·heads·T, d]`; made once for all layers."""
+        heads, T = table.shape[1:3]
+        key = (heads, T, table.device)
+        if key not in self._indices:
+            positions = self.positions.to(table.device)
+            lines = torch.arange(self.rows.start * heads, self.rows.stop * heads, device=table.device)
+            self._indices[key] = (lines.view(-1, heads, 1) * T + positions[:, None]).flatten()
+        return self._indices[key]
+
+
+class RaggedCache(Cache):  # type: ignore[misc]
+    """The layers of all rows. Before a pass, `span` says where it writes."""
+
+    span: Span
+
+    def __init__(self, layers: int) -> None:
+        self.rows = self.capacity = 0
+        super().__init__(layers=[RaggedLayer(self) for _ in range(layers)])
+
+    @torch.inference_mode()
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Make room for that many rows of that many tokens; what is there stays."""
+        rows, tokens = max(rows, self.rows), max(-(-tokens // STEP) * STEP, self.capacity)
+        if (rows, tokens) == (self.rows, self.capacity):
+            return
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys, layer.values = (
+                    _grown(layer.keys, rows, tokens),
+                    _grown(layer.values, rows, tokens),
+                )
+        self.rows, self.capacity = rows, tokens
+
+    def size(self, rows: int, tokens: int) -> tuple[int, int]:
+        """Rows and tokens a row that `reserve` would come to."""
+        return max(rows, self.rows), max(-(-tokens // STEP) * STEP, self.capacity)
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, length: int) -> None:
+        """The first tokens of one row become those of another."""
+        for table in self._tables():
+            table[target, :, :length] = table[source, :, :length]
+
+    @torch.inference_mode()
+    def swap(self, one: int, other: int) -> None:
+        for table in self._tables():
+            table[[one, other]] = table[[other, one]]
+
+    @torch.inference_mode()
+    def clear(self, row: int) -> None:
+        """Zeros again: after NaN, hiding is not enough."""
+        for table in self._tables():
+            table[row] = 0
+
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in self._tables())
+
+    def _tables(self) -> list[Tensor]:
+        return [
+            table for layer in self.layers if layer.is_initialized for table in (layer.keys, layer.values)
+        ]
+
+
+def _grown(table: Tensor, rows: int, tokens: int) -> Tensor:
+    grown = table.new_zeros(rows, table.shape[1], tokens, table.shape[3])
+    grown[: table.shape[0], :, : table.shape[2]] = table
+    return grown

@@ -1,0 +1,337 @@
+"""Any decoder-only model of the Transformers library as a `Scorer`, unmodified.
+
+Rows of different lengths go through one forward pass: explicit position ids, 4-D additive masks (one per
+kind of layer), and a cache that writes at each row's own positions. A pass over texts of different lengths
+is padded on the left, and the padding is given the positions *after* the text: it is written where nothing
+is yet, hidden from the text by causality, and the last column holds every row's last token.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.arguments import kind
+from outpace.models.cache import RaggedCache, Span
+
+log = logging.getLogger("outpace")
+
+CHUNK = 512  # tokens of a prompt that go through the model at a time
+WORTH_COPYING = 16  # tokens of another row's text below which computing is as good
+
+# Shown to score as their own forward does, by test; any other family is checked when it is loaded.
+PROVEN = {
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
+    *("gpt2", "gpt_neox", "phi", "phi3", "opt", "falcon"),
+}
+
+
+class CausalScorer:
+    """A Transformers causal language model and a ragged cache."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.base = model, accepted(model)
+        config = self.base.config
+        self.config = config
+        self.vocab_size: int = self.base.get_output_embeddings().weight.shape[0]
+        self.context: int = getattr(config, "max_position_embeddings", None) or 1 << 30
+        self.device: torch.device = self.base.get_input_embeddings().weight.device
+        self.dtype: torch.dtype = self.base.dtype
+        self._windows = windows(config)
+        takes = inspect.signature(self.base.forward).parameters
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._one_token_needs_no_mask = set(self._windows.values()) == {None}
+        self.cache = RaggedCache(config.num_hidden_layers)
+        self._order: list[int] = []  # the slot that each row of the cache belongs to
+        self._lengths: dict[int, int] = {}  # of each slot
+        self._held: dict[int, list[int]] = {}  # tokens known to lie at a slot's beginning
+        self._weights = self._fingerprint()
+        if config.model_type not in PROVEN:
+            self._check()
+
+    def _fingerprint(self) -> int:
+        """Changes when weights do: then what the cache holds is no longer theirs."""
+        each = ((p.data_ptr(), p._version) for p in self.base.parameters() if not p.is_inference())
+        return hash(tuple(each))
+
+    # What rows hold
+
+    def length(self, row: int) -> int:
+        return self._lengths[row]
+
+    def commit(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        for row, count in zip(rows, counts, strict=True):
+            self._lengths[row] += count
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row, length in zip(rows, lengths, strict=True):
+            self._lengths[row] = min(length, self._lengths[row])
+            del self._held[row][length:]
+
+    def reset(self, rows: Sequence[int], texts: Sequence[Sequence[int]] | None = None) -> None:
+        for i, row in enumerate(rows):
+            if row not in self._lengths:
+                continue
+            length = self._lengths[row]
+            if texts is None:
+                self.cache.clear(self._order.index(row))
+                self._held[row] = []
+            else:
+                self._held[row] = list(texts[i][:length])
+            self._lengths[row] = 0
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        size = self.cache.size(rows, tokens)
+        if size == (self.cache.rows, self.cache.capacity):
+            return
+        nbytes = size[0] * size[1] * self.bytes_per_token
+        free = memory_free(self.device)
+        said = f"{size[0]} rows of {size[1]} tokens in {nbytes / 2**20:.0f} MiB on {self.device}"
+        if nbytes - self.cache.nbytes() > free:
+            raise MemoryError(
+                f"the cache would hold {said}, and {free / 2**20:.0f} MiB are free; ask for fewer rows "
+                "(batch_size=) or fewer tokens (max_new_tokens=)"
+            )
+        log.info("cache of %s: %s", type(self.base).__name__, said)
+        self.cache.reserve(*size)
+        for slot in range(len(self._order), size[0]):
+            self._order.append(slot)
+            self._lengths[slot], self._held[slot] = 0, []
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        config = self.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        if config.model_type == "falcon" and not config.new_decoder_architecture:
+            heads = 1 if config.multi_query else config.num_attention_heads
+        d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(2 * config.num_hidden_layers * heads * d * self.dtype.itemsize)
+
+    # Passes
+
+    @torch.inference_mode()
+    def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
+        weights = self._fingerprint()
+        if weights != self._weights or self.model is not self.base:  # PEFT may switch adapters unseen
+            self._weights, self._held = weights, {slot: [] for slot in self._held}
+        self._have(rows, max(map(len, prompts)))
+        first: dict[tuple[int, ...], int] = {}  # which of the rows computes a prompt that several have
+        owners = [first.setdefault(tuple(prompt), i) for i, prompt in enumerate(prompts)]
+        own = sorted(set(owners))
+        for i in own:
+            self._reuse(rows[i], prompts[i])
+        computing = [rows[i] for i in own]
+        logits = self.append(computing, [prompts[i][self._lengths[rows[i]] :] for i in own])
+        for i, owner in enumerate(owners):
+            if i != owner:
+                source, target = self._order.index(rows[owner]), self._order.index(rows[i])
+                self.cache.copy(source, target, len(prompts[i]))
+                self._lengths[rows[i]] = len(prompts[i])
+            self._held[rows[i]] = list(prompts[i])
+        return logits if len(own) == len(rows) else logits[[own.index(owner) for owner in owners]]
+
+    def _reuse(self, row: int, prompt: Sequence[int]) -> None:
+        """Take over what some row holds of the prompt's beginning; at least its last token is left to do."""
+        shared = {slot: common(held, prompt, len(prompt) - 1) for slot, held in self._held.items()}
+        best = max(shared, key=lambda slot: shared[slot])
+        if best != row and shared[best] >= shared[row] + WORTH_COPYING:
+            self.cache.copy(self._order.index(best), self._order.index(row), shared[best])
+            shared[row] = shared[best]
+        self._lengths[row] = shared[row]
+        self._held[row] = list(prompt[: shared[row]])
+
+    @torch.inference_mode()
+    def append(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        counts = [len(row) for row in tokens]
+        longest = max(counts)
+        self._have(rows, max(self._lengths[row] + longest for row in rows))
+        first = self._arrange(rows)
+        padded, columns = [], []
+        for row, new, count in zip(rows, tokens, counts, strict=True):
+            length, padding = self._lengths[row], longest - count
+            padded.append([0] * padding + list(new))
+            columns.append([*range(length + count, length + longest), *range(length, length + count)])
+        ids, positions = torch.tensor(padded), torch.tensor(columns)
+        together = self._together(rows) if min(counts) == longest else None
+        for left in range(0, longest, CHUNK):
+            part = slice(left, left + CHUNK)
+            start = None if together is None else together + left
+            logits = self._forward(first, ids[:, part], positions[:, part], start, **self._last_only)
+        self.commit(rows, counts)
+        return logits[:, -1]
+
+    @torch.inference_mode()
+    def score(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
+        n = tokens.shape[1]
+        self._have(rows, max(self._lengths[row] for row in rows) + n)
+        first = self._arrange(rows)
+        starts = torch.tensor([self._lengths[row] for row in rows])
+        return self._forward(first, tokens, starts[:, None] + torch.arange(n), self._together(rows))
+
+    def _forward(
+        self, first: int, ids: Tensor, positions: Tensor, start: int | None, **last_only: Any
+    ) -> Tensor:
+        """Logits `[R, n or 1, V]` of tokens `[R, n]` at positions `[R, n]`, which lie on the CPU."""
+        reach = int(positions.max()) + 1
+        positions = positions.to(self.device, non_blocking=True)
+        self.cache.span = Span(first, positions, start, reach)
+        alone = ids.shape == (1, 1) and self._one_token_needs_no_mask
+        out = self.model(
+            input_ids=ids.to(self.device),
+            # Past the context there is only padding, whose position does not matter but must exist.
+            position_ids=positions.clamp(max=self.context - 1),
+            attention_mask=None if alone else self._masks(positions, reach),
+            past_key_values=self.cache,
+            use_cache=True,
+            **last_only,
+        )
+        logits: Tensor = out.logits
+        return logits if logits.device == self.device else logits.to(self.device)
+
+    def _masks(self, positions: Tensor, reach: int) -> Tensor | dict[str, Tensor]:
+        """What each new token may look at, `[R, 1, n, reach]`, added to attention scores, per kind of
+        layer."""
+        keys = torch.arange(reach, device=positions.device)
+        at = positions[:, None, :, None]
+        made: dict[int | None, Tensor] = {}
+        for window in set(self._windows.values()):
+            hidden = keys > at
+            if window is not None:
+                hidden |= keys <= at - window
+            zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+            made[window] = zeros.masked_fill_(hidden, torch.finfo(self.dtype).min)
+        if list(self._windows) == [""]:
+            return made[self._windows[""]]
+        return {layer: made[window] for layer, window in self._windows.items()}
+
+    def _have(self, rows: Sequence[int], tokens: int) -> None:
+        if max(rows) >= self.cache.rows or tokens > self.cache.capacity:
+            self.reserve(max(rows) + 1, tokens)
+
+    def _together(self, rows: Sequence[int]) -> int | None:
+        """The length of all rows, if they have the same."""
+        lengths = {self._lengths[row] for row in rows}
+        return lengths.pop() if len(lengths) == 1 else None
+
+    def _arrange(self, rows: Sequence[int]) -> int:
+        """Let these rows lie side by side in the cache, behind the others in use; where the first one is.
+
+        Moves only what is out of place: nothing, as long as the same rows go on.
+        """
+        first = sum(length > 0 for length in self._lengths.values()) - sum(self._lengths[r] > 0 for r in rows)
+        for i, row in enumerate(rows, first):
+            if self._order[i] != row:
+                j = self._order.index(row)
+                self.cache.swap(i, j)
+                self._order[i], self._order[j] = self._order[j], self._order[i]
+        return first
+
+    def _check(self) -> None:
+        """Refuse a model of an unknown family that does not score here as it does by itself."""
+        ids = torch.arange(3, 27) % self.vocab_size
+        with torch.inference_mode():
+            own = self.model(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
+            self.prefill([0, 1], [ids[:8].tolist(), ids[:11].tolist()])
+            self.score([0, 1], torch.zeros(2, 5, dtype=torch.int64, device=self.device))
+            ours = [
+                self.score([0, 1], torch.stack((ids[8:20], ids[11:23])).to(self.device))[row, :, :]
+                for row in (0, 1)
+            ]
+        expected = own[8:20], own[11:23]
+        scale = own.abs().max()
+        worst = max(float((a - b).abs().max() / scale) for a, b in zip(ours, expected, strict=True))
+        self.reset([0, 1])
+        if not worst <= 200 * torch.finfo(self.dtype).eps:
+            raise refusal(
+                self.base, f"scores differently through a ragged cache (by {worst:.1e} of its largest logit)"
+            )
+
+    def describe(self) -> str:
+        attention = getattr(self.config, "_attn_implementation", None)
+        return (
+            f"{type(self.base).__name__}, {self.dtype}, {self.device}, attention {attention}, "
+            f"vocabulary {self.vocab_size}, context {self.context}, "
+            f"cache {self.bytes_per_token / 1024:.1f} KiB a token"
+        )
+
+
+def accepted(model: Any) -> Any:
+    """The Transformers model inside, ready to score; or an error that says why it cannot."""
+    module: Any = model
+    if not isinstance(module, torch.nn.Module) or not hasattr(model, "config"):
+        raise TypeError(
+            f"model: got {kind(model)[:80]}; it must be a causal model of the Transformers library"
+        )
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside PEFT
+    if base is not model and model.active_peft_config.is_prompt_learning:
+        raise refusal(base, "is wrapped by PEFT's prompt learning, which changes the text's positions")
+    config = base.config
+    name = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise refusal(base, "is an encoder-decoder model; only decoder-only models are supported yet")
+    if config.get_text_config() is not config or hasattr(config, "vision_config"):
+        raise refusal(base, "is a vision-language model; load its language model alone")
+    types = set(getattr(config, "layer_types", None) or ())
+    recurrent = types - {"full_attention", "sliding_attention"}
+    if getattr(base, "_is_stateful", False) or recurrent:
+        what = f" ({', '.join(sorted(recurrent))})" if recurrent else ""
+        raise refusal(base, f"keeps a running state{what}, which cannot be rolled back after a lost draft")
+    if name in ("bloom", "mpt") or getattr(config, "alibi", False):
+        raise refusal(base, "uses ALiBi, whose bias Transformers builds for rows of equal length only")
+    if getattr(config, "attention_chunk_size", None):
+        raise refusal(base, "uses chunked attention")
+    if not hasattr(base, "generate") or base.get_output_embeddings() is None:
+        raise refusal(base, "has no language-model head; load it with AutoModelForCausalLM")
+    attention = getattr(config, "_attn_implementation", None)
+    if attention not in ("sdpa", "eager"):
+        softcap = getattr(config, "attn_logit_softcapping", None)
+        instead = "eager" if softcap is not None else "sdpa"
+        warnings.warn(f"{attention} cannot take ragged rows: switched to {instead}", stacklevel=4)
+        base.set_attn_implementation(instead)
+    if base.training:
+        warnings.warn("the model was in training mode: switched to evaluation", stacklevel=4)
+        model.eval()
+    return base
+
+
+def refusal(base: Any, why: str) -> ValueError:
+    return ValueError(f"model: {type(base).__name__} {why}")
+
+
+def windows(config: Any) -> dict[str, int | None]:
+    """How far back each kind of layer looks, None for all the way; the key is "" where all are alike.
+
+    The same reading of the configuration as in Transformers' own `create_masks_for_generate`.
+    """
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return {one: window if one == "sliding_attention" else None for one in set(types)}
+    return {"": window}
+
+
+def common(one: Sequence[int], other: Sequence[int], most: int) -> int:
+    """How many tokens two texts begin with together, up to `most`."""
+    most = min(len(one), len(other), most)
+    if list(one[:most]) == list(other[:most]):
+        return max(most, 0)
+    return next(i for i in range(most) if one[i] != other[i])
+
+
+def memory_free(device: torch.device) -> int:
+    """Bytes that a cache may take."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    meminfo = Path("/proc/meminfo")
+    if device.type == "cpu" and meminfo.exists():
+        said = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        return int(said["MemAvailable"].split()[0]) * 1024
+    return 1 << 62

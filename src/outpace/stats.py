@@ -1,0 +1,70 @@
+"""What happened: how much was drafted and kept, and where the time went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+
+@dataclass
+class Stats:
+    """Counts and seconds of one row's generation; they add up over rows: `sum(stats, Stats())`.
+
+    new_tokens            tokens that came out
+    target_calls          passes of the target that this row took part in, the prompt's included
+    drafted, accepted     tokens guessed, and kept by the rule
+    drafted_by_position   how often a first, second, ... token was guessed
+    accepted_by_position  how often it was kept
+    draft_seconds, target_seconds, verify_seconds, other_seconds
+                          in a batch each row gets its even share, so that the sum is what the clock showed.
+                          On CUDA the host measures: work that it did not wait for counts where it waits next
+    """
+
+    new_tokens: int = 0
+    target_calls: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    other_seconds: float = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of guesses kept; 0 if there were none."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_call(self) -> float:
+        """New tokens per pass of the target."""
+        return self.new_tokens / self.target_calls if self.target_calls else 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.draft_seconds + self.target_seconds + self.verify_seconds + self.other_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """One iteration's guesses."""
+        self.drafted += drafted
+        self.accepted += accepted
+        for counts, n in ((self.drafted_by_position, drafted), (self.accepted_by_position, accepted)):
+            counts.extend([0] * (drafted - len(counts)))
+            for i in range(n):
+                counts[i] += 1
+
+    def __add__(self, other: Stats) -> Stats:
+        summed: dict[str, Any] = {}
+        for name, mine in vars(self).items():
+            theirs = getattr(other, name)
+            if isinstance(mine, list):
+                summed[name] = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)]
+            else:
+                summed[name] = mine + theirs
+        return Stats(**summed)

@@ -1,0 +1,66 @@
+"""Tokens to text as they come, and stop strings found across token borders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for bytes that are no character yet
+
+
+class Text:
+    """The text of one row's new tokens.
+
+    Only what no later token can change is given out: a character whose bytes are not all there yet waits,
+    and so does an ending that may become a stop string.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self.text = ""  # whole characters so far, cut before a stop string
+        self._tokenizer, self._stops = tokenizer, stops
+        self._tokens: list[int] = []
+        # Text is decoded from a few tokens back, since a token may be written differently at the beginning.
+        self._from, self._done = 0, 0
+        self._given = 0
+
+    def push(self, token: int) -> bool:
+        """Add a token; whether a stop string is now complete. It is cut from the text."""
+        self._tokens.append(token)
+        before, after = self._decode(self._from, self._done), self._decode(self._from)
+        if len(after) <= len(before) or after.endswith(BROKEN):
+            return False
+        self._from, self._done = self._done, len(self._tokens)
+        return self._add(after[len(before) :])
+
+    def finish(self) -> None:
+        """No token follows: what waits for the rest of a character is written as it is."""
+        before, after = self._decode(self._from, self._done), self._decode(self._from)
+        self._add(after[len(before) :])
+
+    def take(self, final: bool = False) -> str:
+        """What is certain and was not taken yet."""
+        waiting = 0 if final else max((_begun(self.text, stop) for stop in self._stops), default=0)
+        end = max(self._given, len(self.text) - waiting)
+        taken = self.text[self._given : end]
+        self._given = end
+        return taken
+
+    def _add(self, new: str) -> bool:
+        old = len(self.text)
+        self.text += new
+        found = [self.text.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops]
+        places = [place for place in found if place >= 0]
+        if places:
+            self.text = self.text[: min(places)]
+        return bool(places)
+
+    def _decode(self, start: int, end: int | None = None) -> str:
+        return str(self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=True))
+
+
+def _begun(text: str, stop: str) -> int:
+    """Length of the longest ending of the text that a stop string begins with."""
+    for size in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

@@ -1,0 +1,205 @@
+"""Each drafter guesses what it says it guesses."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import outpace
+from outpace import LookupDrafter, ModelDrafter, NGramDrafter, RandomDrafter, Sampling
+from outpace.draft.base import State
+from tests.tiny import V, byte_tokenizer, greedy, tiny
+
+
+def state(
+    *texts: list[int], sampling: Sampling | None = None, g: int = 8, seed: int = 1, **changes: Any
+) -> State:
+    rows = list(range(len(texts)))
+    return State(
+        changes.pop("rows", rows),
+        texts,
+        [1] * len(texts),
+        [sampling or Sampling()] * len(texts),
+        torch.tensor([seed + row for row in rows]),
+        [g] * len(texts),
+        changes.pop("vocab_size", V),
+        torch.device("cpu"),
+        **changes,
+    )
+
+
+def copied(text: list[int], g: int, most: int, least: int) -> list[int]:
+    """What a lookup has to guess, by looking everywhere."""
+    for size in range(most, least - 1, -1):
+        ending = text[len(text) - size :]
+        for end in range(len(text) - 1, size - 1, -1):
+            if len(text) >= size and text[end - size : end] == ending:
+                later = text[end:]
+                return [later[i % len(later)] for i in range(g)]
+    return []
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 40), st.integers(1, 4))
+def test_lookup_copies_after_the_latest_longest_match(text: list[int], cut: int, most: int) -> None:
+    drafter = LookupDrafter(most, min_ngram=min(2, most))
+    for length in (min(cut, len(text)), len(text)):  # the text grows under the same drafter
+        draft = drafter.propose(state(text[:length], g=5), 5)
+        expected = copied(text[:length], 5, most, min(2, most))
+        assert draft.logits is None
+        assert draft.lengths == [len(expected)]
+        assert draft.tokens[0].tolist() == expected
+
+
+def test_lookup_keeps_rows_apart_and_forgets_on_reset() -> None:
+    drafter = LookupDrafter()
+    one, other = [1, 2, 3, 1, 2], [7, 8, 9, 9, 7, 8]
+    draft = drafter.propose(state(one, other, g=2), 2)
+    assert draft.tokens.tolist() == [[3, 1], [9, 9]]
+    drafter.reset([0])
+    assert drafter.propose(state([5, 6, 1, 2], other, g=2), 2).lengths == [0, 2]
+
+
+def test_lookup_proposes_from_a_long_context_in_a_millisecond() -> None:
+    text = torch.randint(50000, (32_768,)).tolist()
+    drafter = LookupDrafter()
+    drafter.propose(state(text, vocab_size=50000), 8)
+    spent = []
+    for i in range(200):
+        text.extend(text[100 * i : 100 * i + 3])
+        begun = time.perf_counter()
+        draft = drafter.propose(state(text, vocab_size=50000), 8)
+        spent.append(time.perf_counter() - begun)
+        assert draft.lengths == [8]
+    assert sorted(spent)[100] < 1e-3
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.lists(st.lists(st.integers(0, 3), max_size=30), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.lists(st.integers(0, 4), max_size=5),
+)
+def test_ngram_counts_what_followed_the_longest_known_context(
+    texts: list[list[int]], n: int, context: list[int]
+) -> None:
+    if not any(texts):
+        with pytest.raises(ValueError, match="there is nothing to count"):
+            NGramDrafter.fit(texts, n, 5)
+        return
+    tokens, counts = NGramDrafter.fit(texts, n, 5).counts(context)
+    for size in range(min(n - 1, len(context)), -1, -1):
+        ending = context[len(context) - size :]
+        followers = Counter(
+            text[i + size] for text in texts for i in range(len(text) - size) if text[i : i + size] == ending
+        )
+        if followers:
+            break
+    assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == followers
+
+
+def test_ngram_states_the_distribution_it_drew_from() -> None:
+    drafter = NGramDrafter.fit([0, 1, 0, 2, 0, 1, 0, 1, 3], 2, 5)
+    draft = drafter.propose(state([0], vocab_size=5), 3)
+    assert draft.logits is not None
+    torch.testing.assert_close(draft.logits[0, 0].softmax(-1), torch.tensor([0, 3, 1, 0, 0]) / 4)
+    first = int(draft.tokens[0, 0])
+    follow = {1: torch.tensor([2, 0, 0, 1, 0]) / 3, 2: torch.tensor([1.0, 0, 0, 0, 0])}[first]
+    torch.testing.assert_close(draft.logits[0, 1].softmax(-1), follow)
+    sharp = drafter.propose(state([0], vocab_size=5, sampling=Sampling(temperature=0)), 1)
+    assert sharp.tokens.tolist() == [[1]]
+
+
+def test_ngram_survives_saving_and_refuses_other_files(tmp_path: Path) -> None:
+    drafter = NGramDrafter.fit(torch.randint(V, (500,)), 3, V)
+    drafter.save(tmp_path / "draft.safetensors")
+    again = NGramDrafter.load(tmp_path / "draft.safetensors")
+    assert (again.n, again.vocab_size) == (3, V)
+    for mine, theirs in zip(drafter.orders, again.orders, strict=True):
+        np.testing.assert_array_equal(mine[0], theirs[0])
+        np.testing.assert_array_equal(mine[1], theirs[1])
+    tiny().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds no n-gram drafter"):
+        NGramDrafter.load(tmp_path / "model.safetensors")
+
+
+def test_ngram_reads_text_files(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    (tmp_path / "a.txt").write_text("hello hello help", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("helm", encoding="utf-8")
+    drafter = NGramDrafter.fit_files([tmp_path / "a.txt", tmp_path / "b.txt"], tokenizer, 4)
+    tokens, counts = drafter.counts(tokenizer("hel").input_ids)
+    seen = {
+        tokenizer.decode([token]): count
+        for token, count in zip(tokens.tolist(), counts.tolist(), strict=True)
+    }
+    assert seen == {"l": 2, "p": 1, "m": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1, 2], 0, 5), "n: got 0"),
+        (([1, 7], 2, 5), r"token_ids: got 1\.\.7; with vocab_size 5 ids are 0\.\.4"),
+        (([1.5, 2.5], 2, 5), "token_ids: got list"),
+        (([], 2, 5), "token_ids: got none"),
+    ],
+)
+def test_ngram_names_what_does_not_fit(arguments: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        NGramDrafter.fit(*arguments)
+
+
+def test_random_draws_alike_from_what_the_sampling_allows() -> None:
+    allowed = Sampling(logit_bias=dict.fromkeys(range(3, V), -torch.inf))
+    draft = RandomDrafter(V).propose(state([1], sampling=allowed), 4)
+    assert draft.logits is not None
+    torch.testing.assert_close(draft.logits[0, 2].softmax(-1)[:4], torch.tensor([1, 1, 1, 0]) / 3)
+    assert set(draft.tokens[0].tolist()) <= {0, 1, 2}
+
+
+def test_a_model_drafts_its_own_greedy_text_and_keeps_up_with_any_acceptance() -> None:
+    model = tiny()
+    drafter = ModelDrafter(model)
+    prompts = [[5, 6, 7], [1, 2, 3, 4, 5, 6]]
+    texts = [list(prompt) for prompt in prompts]
+    sure = Sampling(temperature=0)
+    for kept in ([0, 4], [4, 4], [2, 0], [4, 1]):
+        draft = drafter.propose(state(*texts, sampling=sure), 4)
+        assert draft.logits is None
+        for row in (0, 1):
+            assert draft.tokens[row].tolist() == greedy(model, texts[row], 4)
+            texts[row] += [*draft.tokens[row, : kept[row]].tolist(), 9]  # then a token of the target's own
+        drafter.commit(torch.tensor(kept), torch.tensor([9, 9]))
+        for text in texts:
+            text += [3, 1]  # tokens that came without drafting
+    drafter.reset([0])
+    draft = drafter.propose(state([8, 8], texts[1], sampling=sure), 4)  # a new row beside an old one
+    assert draft.tokens.tolist() == [greedy(model, [8, 8], 4), greedy(model, texts[1], 4)]
+
+
+def test_a_model_states_the_distribution_it_drew_from() -> None:
+    model, text = tiny(), [5, 6, 7]
+    sampling = Sampling(temperature=0.7, repetition_penalty=1.5)
+    draft = ModelDrafter(model).propose(state(text, sampling=sampling), 3)
+    assert draft.logits is not None
+    drafted = draft.tokens[0].tolist()
+    with torch.inference_mode():
+        raw = model(input_ids=torch.tensor([[*text, *drafted]])).logits[:, 2:5]
+    prefix = outpace.Prefix(torch.tensor([text]), None, torch.tensor([1]))
+    expected = outpace.sampling.adjust(raw, sampling, prefix, draft.tokens)
+    torch.testing.assert_close(draft.logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [{"max_ngram": 0}, {"min_ngram": 0}, {"max_ngram": 2, "min_ngram": 3}])
+def test_lookup_names_what_does_not_fit(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="_ngram: got"):
+        LookupDrafter(**bad)

@@ -1,0 +1,241 @@
+"""Every family scores through the ragged cache as it does by itself."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import outpace
+from outpace.models import causal
+from outpace.models.causal import CausalScorer
+from tests.tiny import FAMILIES, V, greedy, tiny
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 12, 40, 41, 42], [30]]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_that_of_transformers_alone_and_in_a_ragged_batch(family: str, attention: str) -> None:
+    if (family, attention) == ("gemma2", "sdpa"):
+        pytest.skip("Gemma 2 caps attention scores, which sdpa cannot")
+    model = tiny(family)
+    model.set_attn_implementation(attention)
+    expected = [greedy(model, prompt, 40) for prompt in PROMPTS]
+    assert len({token for text in expected for token in text}) > 5, "texts must vary to mean anything"
+    for draft in (tiny(family, seed=1), model, outpace.RandomDrafter(V), None):
+        decoder = outpace.Decoder(model, draft, length=outpace.Fixed(4))
+        batch = decoder.generate(PROMPTS, temperature=0, max_new_tokens=40)
+        assert [out.tokens for out in batch] == expected
+        alone = [decoder.generate(prompt, temperature=0, max_new_tokens=40) for prompt in PROMPTS]
+        assert [out.tokens for out in alone] == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_ragged_rows_are_those_of_a_plain_pass(family: str) -> None:
+    model = tiny(family)
+    scorer = CausalScorer(model)
+    texts = torch.randint(V, (3, 30))
+    with torch.inference_mode():
+        own = model(input_ids=texts, use_cache=False).logits
+
+    def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+    starts = [9, 17, 1]
+    first = scorer.prefill([0, 1, 2], [texts[row, :start].tolist() for row, start in enumerate(starts)])
+    same(first, own[[0, 1, 2], [8, 16, 0]])
+    scorer.score([0, 1, 2], torch.randint(V, (3, 6)))  # drafts that are all lost
+    drafts = torch.stack([texts[row, start : start + 6] for row, start in enumerate(starts)])
+    scored = scorer.score([0, 1, 2], drafts)
+    for row, start in enumerate(starts):
+        same(scored[row], own[row, start : start + 6])
+    scorer.commit([0, 1, 2], [2, 0, 5])
+    some = scorer.score([2, 0], torch.stack((texts[2, 6:8], texts[0, 11:13])))  # reordered, one left out
+    same(some[0], own[2, 6:8])
+    same(some[1], own[0, 11:13])
+    same(scorer.append([1, 0], [texts[1, 17:18].tolist(), texts[0, 11:15].tolist()]), own[[1, 0], [17, 14]])
+
+
+def test_long_prompts_go_through_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, text = tiny("mistral"), torch.randint(V, (1, 100))
+    with torch.inference_mode():
+        own = model(input_ids=text, use_cache=False).logits[0, [99, 40]]
+    monkeypatch.setattr(causal, "CHUNK", 7)
+    prompts = [text[0].tolist(), text[0, :41].tolist()]
+    torch.testing.assert_close(CausalScorer(model).prefill([0, 1], prompts), own, atol=1e-4, rtol=1e-4)
+
+
+def passes(model: Any) -> list[int]:
+    """Tokens a row of every pass from now on."""
+    seen: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, __, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    return seen
+
+
+def test_a_prompt_that_begins_as_the_last_text_is_not_computed_again() -> None:
+    model = tiny()
+    decoder = outpace.Decoder(model, length=0)
+    first = decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=10)
+    seen = passes(model)
+    longer = [*PROMPTS[1], *first.tokens, 3, 3]
+    again = decoder.generate(longer, temperature=0, max_new_tokens=5)
+    assert seen[0] == 3  # the last token of the first answer was never scored; two are new
+    assert again.tokens == greedy(model, longer, 5)
+
+
+def test_samples_of_one_prompt_share_its_computation() -> None:
+    model = tiny()
+    decoder = outpace.Decoder(model, length=0)
+    seen: list[torch.Size] = []
+    hook = lambda _, __, kwargs: seen.append(kwargs["input_ids"].shape)  # noqa: E731
+    model.register_forward_pre_hook(hook, with_kwargs=True)
+    texts = decoder.generate(PROMPTS[1], n=5, max_new_tokens=3, seed=1, temperature=1.0)
+    assert seen == [(1, len(PROMPTS[1])), (5, 1), (5, 1)]
+    assert len({tuple(out.tokens) for out in texts}) > 1
+
+
+def test_changed_weights_are_not_answered_from_the_old_cache() -> None:
+    model = tiny()
+    decoder = outpace.Decoder(model, length=0)
+    before = decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.mul_(-1)
+    after = decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20)
+    assert after.tokens == greedy(model, PROMPTS[1], 20) != before.tokens
+
+
+def test_rows_share_a_beginning_with_a_neighbour() -> None:
+    scorer, shared = CausalScorer(tiny()), torch.randint(V, (40,)).tolist()
+    scorer.prefill([0], [[*shared, 1, 2]])
+    seen = passes(scorer.model)
+    logits = scorer.prefill([1], [[*shared, 7, 8, 9]])
+    assert seen == [3]
+    with torch.inference_mode():
+        own = tiny()(input_ids=torch.tensor([[*shared, 7, 8, 9]])).logits[:, -1]
+    torch.testing.assert_close(logits, own, atol=1e-4, rtol=1e-4)
+
+
+def test_the_cache_says_its_size_before_it_is_made(caplog: pytest.LogCaptureFixture) -> None:
+    scorer = CausalScorer(tiny())
+    with caplog.at_level("INFO", "outpace"):
+        scorer.reserve(300, 100)
+    scorer.prefill([0], [[1, 2]])
+    assert scorer.cache.nbytes() == 300 * 128 * scorer.bytes_per_token
+    assert f"300 rows of 128 tokens in {scorer.cache.nbytes() / 2**20:.0f} MiB on cpu" in caplog.text
+    with pytest.raises(MemoryError, match=r"MiB are free; ask for fewer rows \(batch_size=\)"):
+        scorer.reserve(10**9, 10**6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cache_memory_is_what_was_computed(family: str) -> None:
+    scorer = CausalScorer(tiny(family))
+    scorer.prefill([0, 1], [[1, 2], [3]])
+    assert scorer.cache.nbytes() == 2 * 64 * scorer.bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "why"),
+    [
+        ("bloom", {"n_layer": 1, "n_head": 2, "hidden_size": 8}, "BloomForCausalLM uses ALiBi"),
+        ("falcon", {"alibi": True}, "FalconForCausalLM uses ALiBi"),
+        ("mamba", {"num_hidden_layers": 1, "hidden_size": 8}, "keeps a running state"),
+    ],
+)
+def test_models_that_cannot_be_ragged_are_refused(family: str, config: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        CausalScorer(tiny(family, **config))
+
+
+def test_encoder_decoders_vision_models_and_headless_models_are_refused() -> None:
+    t5 = transformers.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder model"):
+        CausalScorer(transformers.T5ForConditionalGeneration(t5))
+    with pytest.raises(ValueError, match="LlamaModel has no language-model head"):
+        CausalScorer(tiny().model)
+    text = transformers.Gemma3TextConfig(**{**FAMILIES["gemma3_text"], "num_hidden_layers": 1})
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.Gemma3Config(text_config=text.to_dict(), vision_config=vision)
+    with pytest.raises(ValueError, match="is a vision-language model; load its language model alone"):
+        CausalScorer(transformers.Gemma3ForConditionalGeneration(config))
+    with pytest.raises(TypeError, match="model: got str 'gpt2'"):
+        CausalScorer("gpt2")
+
+
+def test_a_family_that_was_never_seen_is_checked_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("stablelm")
+    decoder = outpace.Decoder(model, model, length=3)
+    text = decoder.generate(PROMPTS[0], temperature=0, max_new_tokens=20)
+    assert text.tokens == greedy(model, PROMPTS[0], 20)
+    honest = CausalScorer._masks
+    monkeypatch.setattr(CausalScorer, "_masks", lambda self, at, reach: honest(self, at + 1, reach))
+    with pytest.raises(ValueError, match="scores differently through a ragged cache"):
+        CausalScorer(model)
+
+
+def test_flex_attention_is_switched_to_sdpa_with_a_notice() -> None:
+    model = tiny()
+    model.set_attn_implementation("flex_attention")
+    with pytest.warns(UserWarning, match="flex_attention cannot take ragged rows: switched to sdpa"):
+        scorer = CausalScorer(model)
+    assert "attention sdpa" in scorer.describe()
+
+
+def test_training_mode_is_left_with_a_notice() -> None:
+    model = tiny("gpt2").train()
+    with pytest.warns(UserWarning, match="training mode"):
+        CausalScorer(model)
+    assert not model.training
+
+
+def test_no_notice_without_a_reason() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outpace.Decoder(tiny(), tiny(seed=1)).generate([1, 2], max_new_tokens=4)
+
+
+def test_peft_models_score_with_their_adapter() -> None:
+    peft = pytest.importorskip("peft")
+    lora = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    torch.manual_seed(3)
+    model = peft.get_peft_model(tiny(), peft.LoraConfig(task_type="CAUSAL_LM", **lora)).eval()
+    expected = greedy(model, PROMPTS[1], 20)
+    assert expected != greedy(tiny(), PROMPTS[1], 20)
+    decoder = outpace.Decoder(model, tiny(), length=3)
+    assert decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20).tokens == expected
+    with model.disable_adapter():  # no weight changes, and the cache must know all the same
+        plain = decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20)
+    assert plain.tokens == greedy(tiny(), PROMPTS[1], 20)
+    learned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(ValueError, match="PEFT's prompt learning"):
+        CausalScorer(peft.get_peft_model(tiny(), learned))
+
+
+def test_models_placed_by_a_device_map_score_as_they_did() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny("gemma2")
+    expected = greedy(model, PROMPTS[1], 20)
+    placed = accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    decoder = outpace.Decoder(placed, placed, length=3)
+    assert decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20).tokens == expected
+
+
+def test_quantized_models_score_as_they_did() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    model = tiny(hidden_size=64, intermediate_size=128)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    expected = greedy(model, PROMPTS[1], 20)
+    decoder = outpace.Decoder(model, model, length=3)
+    assert decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20).tokens == expected
+
+
+def test_sixteen_bit_texts_differ_at_most_at_near_ties() -> None:
+    model = tiny().bfloat16()
+    decoder = outpace.Decoder(model, model, length=3)
+    report = outpace.audit.audit(decoder, PROMPTS, samples=0, progress=False)
+    assert report.passed, str(report)

@@ -1,0 +1,483 @@
+"""The Decoder as a user meets it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+import outpace
+from outpace import Decoder, Draft, Fixed, Heuristic, Output, Sampling, Stats
+from tests.tiny import V, byte_tokenizer, greedy, tiny
+
+PROMPT = [9, 8, 7, 6, 5, 4]
+TOKENIZER = byte_tokenizer()
+
+
+def texts(**changes: Any) -> Decoder:
+    """A decoder of strings."""
+    target = tiny(vocab_size=272)
+    return Decoder(target, tiny(seed=1, vocab_size=272), TOKENIZER, length=Fixed(3), **changes)
+
+
+def test_a_string_in_a_string_out() -> None:
+    out = texts().generate("The lighthouse", max_new_tokens=12, temperature=0.8, top_p=0.95, seed=7)
+    assert isinstance(out, Output)
+    assert len(out.tokens) == 12
+    assert out.text == TOKENIZER.decode(out.tokens)
+    assert out.finish_reason == "length"
+    assert out.stats.new_tokens == 12
+
+
+def test_a_list_in_a_list_out_each_row_as_alone() -> None:
+    decoder = Decoder(tiny(), tiny(seed=1), length=Fixed(3))
+    prompts: list[Any] = [PROMPT, torch.tensor([3, 4]), (1,)]
+    outs = decoder.generate(prompts, Sampling(top_k=20), seed=[1, 2, 3], max_new_tokens=15)
+    for prompt, out, seed in zip(prompts, outs, (1, 2, 3), strict=True):
+        assert out.tokens == decoder.generate(prompt, Sampling(top_k=20), seed=seed, max_new_tokens=15).tokens
+        assert out.text is None
+
+
+def test_equal_seeds_give_equal_texts_and_fresh_ones_do_not() -> None:
+    decoder = Decoder(tiny(), tiny(seed=1))
+    once, again = (decoder.generate(PROMPT, temperature=1.0, seed=5, max_new_tokens=20) for _ in range(2))
+    assert once.tokens == again.tokens
+    fresh = {tuple(decoder.generate(PROMPT, temperature=1.0, max_new_tokens=20).tokens) for _ in range(3)}
+    assert len(fresh) == 3
+    several = decoder.generate(PROMPT, temperature=1.0, seed=5, max_new_tokens=20, n=3)
+    assert several[0].tokens == once.tokens
+    assert len({tuple(out.tokens) for out in several}) == 3
+
+
+def test_samples_come_prompt_by_prompt() -> None:
+    decoder = Decoder(tiny(), length=0)
+    outs = decoder.generate([PROMPT, [1]], temperature=0, n=2, max_new_tokens=6)
+    expected = [greedy(tiny(), prompt, 6) for prompt in (PROMPT, PROMPT, [1], [1])]
+    assert [out.tokens for out in outs] == expected
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
+def test_rows_are_refilled_as_they_finish(batch_size: int) -> None:
+    decoder = Decoder(tiny(), tiny(seed=1), length=Fixed(2))
+    prompts = [torch.randint(V, (n,)).tolist() for n in (3, 11, 1, 6, 2, 9, 4)]
+    whole = decoder.generate(prompts, temperature=0, max_new_tokens=9)
+    few = decoder.generate(prompts, temperature=0, max_new_tokens=9, batch_size=batch_size)
+    assert [out.tokens for out in few] == [out.tokens for out in whole]
+    assert [out.tokens for out in whole] == [greedy(tiny(), prompt, 9) for prompt in prompts]
+
+
+def test_the_generation_config_decides_where_nothing_is_said() -> None:
+    model = tiny()
+    decoder = Decoder(model, length=0)
+    assert decoder.generate(PROMPT, max_new_tokens=8).tokens == greedy(model, PROMPT, 8)
+    model.generation_config.max_new_tokens = 3
+    assert len(decoder.generate(PROMPT).tokens) == 3
+    model.generation_config.update(do_sample=True, temperature=0.7, top_p=0.9)
+    expected = Sampling(temperature=0.7, top_p=0.9, top_k=50)
+    assert outpace.decode.from_generation_config(model.generation_config) == expected
+    sampled, said = decoder.generate(PROMPT, seed=1), decoder.generate(PROMPT, expected, seed=1)
+    assert sampled.tokens == said.tokens
+
+
+def test_end_of_text_stops_inside_a_block() -> None:
+    model = tiny()
+    plain = greedy(model, PROMPT, 30)
+    end = plain[7]
+    model.generation_config.eos_token_id = [end, 60]
+    for g in (0, 3, 12):
+        decoder = Decoder(model, model, length=Fixed(g))
+        out = decoder.generate(PROMPT, temperature=0, max_new_tokens=30)
+        assert out.tokens == plain[: plain.index(end) + 1] == greedy(model, PROMPT, 30)
+        assert out.finish_reason == "stop"
+        on = decoder.generate(PROMPT, temperature=0, max_new_tokens=30, ignore_eos=True)
+        assert on.tokens == plain
+        other = decoder.generate(
+            PROMPT, temperature=0, max_new_tokens=30, ignore_eos=True, stop_tokens=[plain[2]]
+        )
+        assert other.tokens == plain[: plain.index(plain[2]) + 1]
+
+
+@pytest.mark.parametrize("g", [0, 1, 2, 5])
+def test_stop_strings_cut_where_plain_decoding_would(g: int) -> None:
+    target = tiny(vocab_size=272)
+    decoder = Decoder(target, target, TOKENIZER, length=Fixed(g))
+    whole = decoder.generate("abc", temperature=0, max_new_tokens=40)
+    assert whole.text is not None
+    stop = whole.text[9:12]
+    out = decoder.generate("abc", temperature=0, max_new_tokens=40, stop=[stop, "never"])
+    assert out.finish_reason == "stop"
+    assert out.text == whole.text[: whole.text.index(stop)]
+    assert TOKENIZER.decode(out.tokens).endswith(stop) or stop in TOKENIZER.decode(out.tokens)
+    assert out.tokens == whole.tokens[: len(out.tokens)]
+    assert stop not in TOKENIZER.decode(out.tokens[:-1])
+    steps = list(decoder.stream("abc", temperature=0, max_new_tokens=40, stop=stop))
+    assert "".join(step.text or "" for step in steps) == out.text
+
+
+def test_the_context_is_an_end_like_any_other() -> None:
+    model = tiny(max_position_embeddings=32)
+    for drafter in (None, model, outpace.LookupDrafter(), tiny(seed=1, max_position_embeddings=16)):
+        out = Decoder(model, drafter, length=Fixed(6)).generate(PROMPT, temperature=0, max_new_tokens=100)
+        assert len(PROMPT) + len(out.tokens) == 32
+        assert out.finish_reason == "length"
+        assert out.tokens == greedy(model, PROMPT, 26)
+
+
+def test_learned_positions_are_never_overrun() -> None:
+    model = tiny("gpt2", max_position_embeddings=24)
+    outs = Decoder(model, model, length=Fixed(6)).generate(
+        [PROMPT, [3] * 20, [1]], temperature=0, max_new_tokens=50
+    )
+    assert [len(out.tokens) for out in outs] == [18, 4, 23]
+
+
+def test_a_stream_is_the_generation_step_by_step() -> None:
+    decoder = texts()
+    out = decoder.generate("hello", temperature=1.0, seed=3, max_new_tokens=30)
+    steps = list(decoder.stream("hello", temperature=1.0, seed=3, max_new_tokens=30))
+    assert "".join(step.text or "" for step in steps) == out.text
+    assert [token for step in steps for token in step.tokens] == out.tokens
+    assert sum(step.drafted for step in steps) == out.stats.drafted
+    assert sum(step.accepted for step in steps) == out.stats.accepted
+    assert len(steps) == out.stats.target_calls
+    for step in steps[:-1]:
+        assert step.tokens == [*step.draft_tokens[: step.accepted], step.token]
+        assert len(step.draft_tokens) == step.drafted
+        assert step.finish_reason is None
+        assert step.output is None
+    assert steps[-1].finish_reason == "length"
+    assert steps[-1].output is not None
+    assert steps[-1].output.tokens == out.tokens
+
+
+def test_a_stream_of_a_batch_names_its_rows() -> None:
+    decoder = Decoder(tiny(), length=0)
+    rows: dict[int, list[int]] = {0: [], 1: []}
+    for step in decoder.stream([PROMPT, [1, 2]], temperature=0, max_new_tokens=5):
+        rows[step.row] += step.tokens
+    assert rows == {0: greedy(tiny(), PROMPT, 5), 1: greedy(tiny(), [1, 2], 5)}
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "match"])
+def test_a_target_that_drafts_for_itself_is_always_right(rule: str) -> None:
+    """Catches a draft cache that lags behind: its guesses would differ."""
+    model = tiny()
+    decoder = Decoder(model, tiny(), length=Fixed(3), rule=rule)
+    for sampling in (Sampling(temperature=0), Sampling(), Sampling(top_p=0.8, repetition_penalty=1.3)):
+        out = decoder.generate([PROMPT, [1]], sampling, max_new_tokens=29, seed=1)
+        assert sum((one.stats for one in out), Stats()).acceptance == 1
+        assert out[0].stats.target_calls == 1 + 7
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.5, top_k=9, frequency_penalty=0.4)])
+def test_match_gives_the_same_text_whatever_drafts(sampling: Sampling) -> None:
+    model = tiny()
+    plain = Decoder(model, rule="match").generate(PROMPT, sampling, seed=9, max_new_tokens=40)
+    fitted = outpace.NGramDrafter.fit(plain.tokens, 3, V)
+    drafters: list[Any] = [model, tiny(seed=1), "lookup", outpace.RandomDrafter(V), fitted]
+    for drafter in drafters:
+        for length in (Fixed(1), Fixed(7), Heuristic(3)):
+            decoder = Decoder(model, drafter, rule="match", length=length)
+            out = decoder.generate([[1, 2, 3], PROMPT], sampling, seed=9, max_new_tokens=40)
+            assert out[1].tokens == plain.tokens
+    assert (
+        Decoder(model, rule="token").generate(PROMPT, sampling, seed=9, max_new_tokens=40).tokens
+        == plain.tokens
+    )
+
+
+def test_log_probabilities_are_the_adjusted_targets() -> None:
+    model = tiny()
+    sampling = Sampling(temperature=0.7, top_k=12, repetition_penalty=1.2)
+    for g in (0, 3):
+        decoder = Decoder(model, model, length=Fixed(g))
+        out = decoder.generate(PROMPT, sampling, seed=4, max_new_tokens=10, logprobs=3)
+        assert out.logprobs is not None
+        assert out.top_logprobs is not None
+        text = torch.tensor([[*PROMPT, *out.tokens]])
+        with torch.inference_mode():
+            logits = model(input_ids=text).logits
+        for i, token in enumerate(out.tokens):
+            before = text[:, : len(PROMPT) + i]
+            scores = (
+                RepetitionPenaltyLogitsProcessor(1.2)(before, logits[:, before.shape[1] - 1].clone()) / 0.7
+            )
+            scores = scores.masked_fill(scores < scores.topk(12).values[:, -1:], -torch.inf)
+            exact = scores.log_softmax(-1)[0]
+            assert out.logprobs[i] == pytest.approx(float(exact[token]), abs=1e-4)
+            top = exact.topk(3)
+            assert list(out.top_logprobs[i]) == top.indices.tolist()
+            assert list(out.top_logprobs[i].values()) == pytest.approx(top.values.tolist(), abs=1e-4)
+    greedy_out = decoder.generate(PROMPT, temperature=0, max_new_tokens=4, logprobs=True)
+    assert greedy_out.logprobs is not None
+    assert greedy_out.top_logprobs is None
+    assert all(-10 < one < 0 for one in greedy_out.logprobs)
+    assert decoder.generate(PROMPT, temperature=0, max_new_tokens=4).logprobs is None
+
+
+def test_statistics_are_complete_and_add_up() -> None:
+    decoder = Decoder(tiny(), tiny(seed=1), length=Fixed(3))
+    outs = decoder.generate([PROMPT, [1], [2, 3]], temperature=1.0, seed=1, max_new_tokens=20)
+    total = sum((out.stats for out in outs), Stats())
+    assert total.new_tokens == 60
+    assert total.drafted == sum(total.drafted_by_position)
+    assert total.accepted == sum(total.accepted_by_position) > 0
+    assert total.accepted_by_position == sorted(total.accepted_by_position, reverse=True)
+    assert total.acceptance == total.accepted / total.drafted
+    assert total.tokens_per_call == 60 / total.target_calls > 1
+    assert total.tokens_per_second == 60 / total.seconds
+    parts = (total.draft_seconds, total.target_seconds, total.verify_seconds, total.other_seconds)
+    assert all(part > 0 for part in parts)
+    assert total.seconds == pytest.approx(sum(parts))
+    for out in outs:
+        assert out.stats.target_calls + out.stats.accepted >= out.stats.new_tokens
+
+
+def test_the_heuristic_grows_shrinks_rests_and_tries_again() -> None:
+    policy = Heuristic(2, most=5)
+    chosen = []
+    for kept in (2, 4, 5, 0, 0, 0, 0, 0):
+        (g,) = policy.choose([7])
+        chosen.append(g)
+        policy.observe([7], [g], [kept])
+    assert chosen == [2, 4, 5, 5, 4, 3, 2, 1]
+    resting = []
+    for _ in range(10):
+        (g,) = policy.choose([7])
+        resting.append(g)
+        policy.observe([7], [g], [g])
+    assert resting == [0] * 8 + [1, 2]
+    policy.reset([7])
+    assert policy.choose([7]) == [2]
+
+
+def test_hopeless_drafts_are_given_up() -> None:
+    model = tiny()
+    out = Decoder(model, outpace.RandomDrafter(V), length=Heuristic(3)).generate(
+        PROMPT, temperature=0, max_new_tokens=100
+    )
+    assert out.stats.drafted < 40
+
+
+def test_the_draft_may_sample_differently() -> None:
+    model = tiny()
+    decoder = Decoder(model, tiny(), length=Fixed(3), draft_sampling=Sampling(temperature=0))
+    out = decoder.generate(PROMPT, Sampling(), seed=1, max_new_tokens=50)
+    assert 0 < out.stats.acceptance < 1
+
+
+class Counting(LogitsProcessor):  # type: ignore[misc]
+    """Forbids token `calls % V`: where plain decoding has called it so many times is part of the result."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert input_ids.shape[0] == scores.shape[0] == 1
+        scores = scores.clone()
+        scores[:, (5 * self.calls) % V :: 3] = -torch.inf
+        self.calls += 1
+        return scores
+
+
+@pytest.mark.parametrize("drafter", ["model", "random", "lookup"])
+@pytest.mark.parametrize("own", [None, "same", "none"])
+def test_processors_with_state_see_what_plain_decoding_would(drafter: str, own: str | None) -> None:
+    model = tiny()
+    made = {"model": tiny(), "random": outpace.RandomDrafter(V), "lookup": "lookup"}[drafter]
+    draft_sampling = {
+        None: None,
+        "same": Sampling(temperature=0, processors=[Counting()]),
+        "none": Sampling(),
+    }[own]
+    sampling = Sampling(temperature=0, processors=[Counting()])
+    plain = Decoder(model).generate([PROMPT, [1]], sampling, max_new_tokens=30)
+    decoder = Decoder(model, made, length=Fixed(3), draft_sampling=draft_sampling)
+    outs = decoder.generate([PROMPT, [1]], sampling, max_new_tokens=30)
+    assert [out.tokens for out in outs] == [out.tokens for out in plain]
+    assert sampling.processors[0].calls == 0  # type: ignore[attr-defined]
+    if drafter == "model" and own is None:
+        assert outs[0].stats.acceptance == 1
+
+
+def test_two_threads_are_told_no_and_nothing_breaks() -> None:
+    decoder = Decoder(tiny(), tiny(seed=1), length=Fixed(2))
+    stream = decoder.stream(PROMPT, temperature=0, max_new_tokens=20)
+    next(stream)
+    errors: list[Exception] = []
+
+    def other() -> None:
+        try:
+            decoder.generate([1], max_new_tokens=3)
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert "this Decoder is generating already" in str(errors[0])
+    stream.close()
+    assert decoder.generate(PROMPT, temperature=0, max_new_tokens=9).tokens == greedy(tiny(), PROMPT, 9)
+
+
+def test_two_decoders_of_one_model_work_in_two_threads() -> None:
+    model, found = tiny(), {}
+    torch.set_num_threads(torch.get_num_threads())
+
+    def work(name: int) -> None:
+        found[name] = (
+            Decoder(model, model, length=Fixed(3)).generate([name], temperature=0, max_new_tokens=30).tokens
+        )
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {name: greedy(model, [name], 30) for name in (1, 2, 3)}
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": []}, "prompt: it is empty"),
+        ({"prompt": ""}, "prompt: it is empty"),
+        ({"prompt": [PROMPT, []]}, "prompt: it is empty"),
+        ({"prompt": [1] * 128}, "prompt: got 128 tokens; the model's context holds 128"),
+        ({"prompt": [1, 999]}, r"prompt: got ids 1\.\.999; the model knows 0\.\.271"),
+        ({"prompt": [[1.5]]}, "it must be a string, a list of token ids"),
+        ({"prompt": torch.ones(2, 3, dtype=torch.int64)}, "it must be a string, a list of token ids"),
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0; it must be an int >= 1"),
+        ({"n": 0}, "n: got 0"),
+        ({"batch_size": 0}, "batch_size: got 0"),
+        ({"stop": ""}, "stop: got ''"),
+        ({"seed": [1, 2]}, "seed: got 2 for 1 prompts"),
+        ({"seed": 1.5}, "seed: got float 1.5"),
+        ({"logprobs": -1}, "logprobs: got -1"),
+        ({"temperature": -1}, "temperature: got -1"),
+        ({"tempreature": 1}, "tempreature: no such argument"),
+        ({"sampling": Sampling(), "top_k": 3}, "sampling: given together with top_k"),
+        ({"sampling": [Sampling()] * 2}, "sampling: got 2 for 1 rows"),
+    ],
+)
+def test_bad_arguments_are_named_and_the_next_call_works(arguments: dict[str, Any], message: str) -> None:
+    decoder = texts()
+    with pytest.raises((ValueError, TypeError), match=message):
+        decoder.generate(**{"prompt": PROMPT, **arguments})
+    assert len(decoder.generate(PROMPT, max_new_tokens=3).tokens) == 3
+
+
+def test_bad_parts_are_named() -> None:
+    model = tiny()
+    with pytest.raises(ValueError, match=r"length: Fixed\(128\) does not fit a context of 128 tokens"):
+        Decoder(model, model, length=Fixed(128))
+    with pytest.raises(TypeError, match="drafter: got str 'nobody'"):
+        Decoder(model, "nobody")
+    with pytest.raises(ValueError, match=r'lenience: got 0\.5 with rule "block"'):
+        Decoder(model, rule="block", lenience=0.5)
+    with pytest.raises(ValueError, match="prompt: got a string, and the Decoder has no tokenizer"):
+        Decoder(model).generate("hello")
+    with pytest.raises(ValueError, match="stop: stop strings need a tokenizer"):
+        Decoder(model).generate([1], stop="x")
+
+
+def test_a_draft_with_another_tokenizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="it knows 5000 tokens and the target 61"):
+        Decoder(tiny(), tiny(vocab_size=5000))
+    other = byte_tokenizer()
+    other.add_tokens([f"word{i}" for i in range(10)])
+    swapped = byte_tokenizer()
+    swapped.get_vocab = lambda: {token: 270 - id for token, id in TOKENIZER.get_vocab().items()}
+    target, draft = tiny(vocab_size=272), tiny(seed=1, vocab_size=272)
+    Decoder(target, outpace.ModelDrafter(draft, other), TOKENIZER)
+    with pytest.raises(ValueError, match="drafter: its tokenizer is another one"):
+        Decoder(target, outpace.ModelDrafter(draft, swapped), TOKENIZER)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(61, 64), (64, 61)])
+def test_vocabularies_may_differ_by_padding(ours: int, theirs: int) -> None:
+    target, draft = tiny(vocab_size=ours), tiny(seed=1, vocab_size=theirs)
+    decoder = Decoder(target, draft, length=Fixed(4))
+    prompt = [ours - 1, 5, ours - 1]
+    assert decoder.generate(prompt, temperature=0, max_new_tokens=30).tokens == greedy(target, prompt, 30)
+    decoder.generate(prompt, Sampling(temperature=3.0), seed=1, max_new_tokens=60)
+
+
+class Poison(LogitsProcessor):  # type: ignore[misc]
+    """NaN once the text contains a token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores * torch.nan if self.token in input_ids[0].tolist() else scores
+
+
+def test_nan_is_an_error_of_its_row_alone() -> None:
+    model = tiny()
+    decoder = Decoder(model, model, length=Fixed(3))
+    bad = greedy(model, PROMPT, 9)[4]
+    sampling = Sampling(temperature=0, processors=[Poison(bad)])
+    with pytest.raises(ValueError, match=r"the logits at position 1[01] are unusable"):
+        decoder.generate(PROMPT, sampling, max_new_tokens=9)
+    plain = Sampling(temperature=0)
+    with pytest.warns(UserWarning, match="row 0: the logits"):
+        outs = decoder.generate([PROMPT, [1]], [sampling, plain], max_new_tokens=9)
+    assert outs[0].finish_reason == "error"
+    assert isinstance(outs[0].error, ValueError)
+    assert outs[1].tokens == greedy(model, [1], 9)
+    assert decoder.generate(PROMPT, plain, max_new_tokens=9).tokens == greedy(model, PROMPT, 9)
+
+
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_a_model_that_returns_nan_leaves_nothing_behind(side: str) -> None:
+    target, draft = tiny(), tiny(seed=1)
+    sick = target if side == "target" else draft
+    decoder = Decoder(target, draft, length=Fixed(3))
+    healthy = sick.model.embed_tokens.weight.clone()
+    expected = greedy(target, PROMPT, 9)
+    with torch.no_grad():
+        sick.model.embed_tokens.weight[expected[3]] = torch.nan
+    with pytest.raises(ValueError, match="are unusable"):
+        decoder.generate(PROMPT, Sampling(temperature=0.001), max_new_tokens=9, seed=1)
+    with torch.no_grad():
+        sick.model.embed_tokens.weight.copy_(healthy)
+    for prompt in (PROMPT, [1, 2, 3], PROMPT):
+        assert decoder.generate(prompt, temperature=0, max_new_tokens=9).tokens == greedy(target, prompt, 9)
+
+
+def test_an_error_in_a_processor_or_drafter_leaves_nothing_half_done() -> None:
+    class Angry(LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            if input_ids.shape[1] > len(PROMPT) + 3:
+                raise ZeroDivisionError("no more")
+            return scores
+
+    class Broken(outpace.RandomDrafter):
+        def propose(self, state: Any, g: int) -> Draft:
+            raise ZeroDivisionError("no idea")
+
+    model = tiny()
+    decoder = Decoder(model, model, length=Fixed(3))
+    with pytest.raises(ZeroDivisionError, match="no more"):
+        decoder.generate([PROMPT, [1]], Sampling(temperature=0, processors=[Angry()]), max_new_tokens=9)
+    assert decoder.generate(PROMPT, temperature=0, max_new_tokens=9).tokens == greedy(model, PROMPT, 9)
+    decoder = Decoder(model, Broken(V), length=Fixed(3))
+    with pytest.raises(ZeroDivisionError, match="no idea"):
+        decoder.generate(PROMPT, temperature=0, max_new_tokens=9)
+    decoder.drafter = None
+    assert decoder.generate(PROMPT, temperature=0, max_new_tokens=9).tokens == greedy(model, PROMPT, 9)
+
+
+def test_a_decoder_describes_itself() -> None:
+    said = Decoder(tiny(), tiny("gpt2"), rule="token", lenience=0.5).describe()
+    for part in ("LlamaForCausalLM", "GPT2LMHeadModel", "KiB a token", "lenience 0.5", "Heuristic(5)"):
+        assert part in said
+    assert "none, plain decoding" in Decoder(tiny()).describe()

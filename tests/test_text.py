@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outpace.text import Text
+from tests.tiny import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+def push_all(text: str, stops: list[str]) -> tuple[Text, str, bool]:
+    """Push a text's tokens, taking what is certain after each."""
+    made, taken = Text(TOKENIZER, stops), ""
+    for token in TOKENIZER(text).input_ids:
+        stopped = made.push(token)
+        taken += made.take(final=stopped)
+        if stopped:
+            return made, taken, True
+    made.finish()
+    return made, taken + made.take(final=True), False
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.text("abcde é🙂", max_size=30), st.lists(st.text("abcdé", min_size=1, max_size=4), max_size=3))
+def test_text_stops_where_a_stop_string_first_completes_and_nothing_is_taken_back(
+    text: str, stops: list[str]
+) -> None:
+    made, taken, stopped = push_all(text, stops)
+    assert stopped == any(stop in text for stop in stops)
+    assert taken == made.text
+    assert text.startswith(made.text)
+    if stopped:
+        assert not any(stop in made.text for stop in stops)
+        assert any(text[len(made.text) :].startswith(stop) for stop in stops)
+    else:
+        assert made.text == text
+
+
+def test_a_character_waits_for_all_its_bytes() -> None:
+    made = Text(TOKENIZER)
+    seen = []
+    for token in TOKENIZER("🙂").input_ids:
+        made.push(token)
+        seen.append(made.take())
+    assert seen == ["", "", "", "🙂"]
+
+
+def test_bytes_that_never_become_a_character_come_at_the_end() -> None:
+    made = Text(TOKENIZER)
+    made.push(TOKENIZER("🙂").input_ids[0])
+    made.finish()
+    assert made.take(final=True) == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_an_ending_that_may_become_a_stop_string_waits() -> None:
+    made = Text(TOKENIZER, ["##!"])
+    seen = []
+    for token in TOKENIZER("a##b").input_ids:
+        made.push(token)
+        seen.append(made.take())
+    assert seen == ["a", "", "", "##b"]
