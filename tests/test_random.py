@@ -117,9 +117,12 @@ def test_uniforms_use_52_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     for word, expected in ((0, 2.0**-53), (2**32 - 1, 1 - 2.0**-53)):
         fixed = np.full((1, 1, 4), word, dtype=np.uint32)
         monkeypatch.setattr(random, "_words_cpu", lambda *_, fixed=fixed: fixed)
-        u = random.uniform(ZERO, ZERO, ZERO, Stream.ACCEPT)
-        assert u.dtype is torch.float64
-        assert u.item() == expected
+        monkeypatch.setattr(random, "_words_handful", lambda *_, word=word: [(word,) * 4])
+        for handful in (0, 16):
+            monkeypatch.setattr(random, "HANDFUL", handful)
+            u = random.uniform(ZERO, ZERO, ZERO, Stream.ACCEPT)
+            assert u.dtype is torch.float64
+            assert u.item() == expected
 
 
 def test_draw_never_takes_a_token_of_weight_zero() -> None:

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from outpace.arguments import integer, kind, on_device, row_integers
-from outpace.draft.base import Draft, Drafter, State, one_for_all
+from outpace.draft.base import Draft, Drafter, State, check_draft, one_for_all
 from outpace.length import Fixed, Heuristic, Length
 from outpace.models.causal import CausalScorer
 from outpace.sampling import Prefix, Processor, Sampling, adjust, per_row
 from outpace.stats import Stats
 from outpace.text import Text
-from outpace.verify import Rule, Verdict, verify
-from outpace.verify.check import lenience as check_lenience
+from outpace.verify import Rule, Verdict, check, settle
+from outpace.verify.block import Block
 from outpace.verify.rules import parse
 
 Prompt = str | Sequence[int] | Tensor
@@ -182,7 +182,7 @@ class Decoder:
         self.drafter = _drafter(drafter)
         self.tokenizer = tokenizer
         self.rule = parse(rule)
-        check_lenience(lenience, self.rule)
+        check.lenience(lenience, self.rule)
         self.lenience = lenience
         self.length = Fixed(length) if isinstance(length, int) else length or Heuristic()
         if self.length.most >= self.scorer.context:
@@ -335,7 +335,9 @@ class Decoder:
         lengths = [min(limit, length) for limit, length in zip(limits, given, strict=True)]
         g = max(lengths)
         logits = None if draft.logits is None else draft.logits[:, :g]
-        return Draft(draft.tokens[:, :g], logits, lengths), state
+        draft = Draft(draft.tokens[:, :g], logits, lengths)
+        check_draft(draft, len(rows), self.scorer.vocab_size, self.scorer.device)
+        return draft, state
 
     def _state(self, rows: list[Row], limits: list[int]) -> State:
         own = [row.sampling if row.draft_sampling is None else row.draft_sampling for row in rows]
@@ -363,21 +365,26 @@ class Decoder:
         scores = None
         if any(row.top is not None for row in rows):
             scores = _log_probabilities(logits, samplings, prefix, draft.tokens)
-        verdict = verify(
-            draft.tokens,
-            draft.logits,
-            logits,
-            rule=self.rule,
-            lenience=self.lenience,
-            seed=self._seeds(rows),
-            position=[len(row.tokens) for row in rows],
-            lengths=draft.lengths if draft.tokens.shape[1] else None,
-            sampling=one_for_all(samplings),
-            prefix=prefix,
+        verdict = settle(
+            self._block(rows, draft, logits), self.rule, self.lenience, one_for_all(samplings), prefix=prefix
         )
         if scores is not None:
             _note(rows, draft, verdict, scores)
         return verdict
+
+    def _block(self, rows: list[Row], draft: Draft, logits: Tensor) -> Block:
+        R, g, device = len(rows), draft.tokens.shape[1], logits.device
+        ragged = any(length < g for length in draft.lengths or ())
+        lengths = on_device(list(draft.lengths or [0] * R), torch.int64, device)
+        drafted = torch.arange(g, device=device) < lengths[:, None]
+        tokens = draft.tokens.masked_fill(~drafted, 0) if ragged else draft.tokens
+        strange = torch.zeros(R, dtype=torch.bool, device=device)
+        if device.type != "cpu":  # there, `check_draft` has looked
+            tokens, strange = check.tokens(tokens, drafted, logits.shape[-1])
+        start = on_device([len(row.tokens) for row in rows], torch.int64, device)
+        return Block(
+            tokens, drafted, lengths, draft.logits, logits, None, self._seeds(rows), start, strange, ragged
+        )
 
     def _advance(
         self,

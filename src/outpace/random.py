@@ -21,7 +21,11 @@ were grouped into iterations; that is what rule "match" promises.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,7 +35,7 @@ from torch import Tensor
 
 Array = npt.NDArray[Any]
 Words = TypeVar("Words", int, Array, Tensor)
-Floats = TypeVar("Floats", Array, Tensor)
+Floats = TypeVar("Floats", float, Array, Tensor)
 
 WORD = 0xFFFFFFFF
 CACHED = 1 << 13  # Philox blocks evaluated at a time on the CPU, so that intermediate arrays stay in cache
@@ -90,14 +94,12 @@ def _words_cpu(seed: Tensor, position: Tensor, start: Tensor, stream: Stream, bl
     integers, which cost less still; large requests in pieces that stay in cache."""
     keys = [key.numpy() for key in (seed, position, start)]
     shape = np.broadcast_shapes(*(key.shape for key in keys))
+    if math.prod(shape) * blocks <= HANDFUL:
+        made = _words_handful(seed, position, start, stream, shape, blocks)
+        return np.array(made, dtype=np.uint32).reshape(*shape, blocks, 4)
     out = np.empty((*shape, blocks, 4), dtype=np.uint32)
     block = np.arange(blocks)
-    if out.size <= 4 * HANDFUL:
-        each = zip(*(np.broadcast_to(key, shape).ravel().tolist() for key in keys), strict=True)
-        for row, (s, p, t) in zip(out.reshape(-1, blocks, 4), each, strict=True):
-            for c0 in range(blocks):
-                row[c0] = philox(c0, p & WORD, t & WORD, stream // 2, s & WORD, (s >> 32) & WORD)
-    elif out.size <= 4 * CACHED:
+    if out.size <= 4 * CACHED:
         _fill(out, keys, stream, block)
     else:
         flat, columns = out.reshape(-1, blocks, 4), [np.broadcast_to(key, shape).reshape(-1) for key in keys]
@@ -109,6 +111,25 @@ def _words_cpu(seed: Tensor, position: Tensor, start: Tensor, stream: Stream, bl
                 piece = flat[top : top + height, left : left + width]
                 _fill(piece, rows, stream, block[left : left + width])
     return out
+
+
+def _words_handful(
+    seed: Tensor, position: Tensor, start: Tensor, stream: Stream, shape: Sequence[int], blocks: int = 1
+) -> list[tuple[int, int, int, int]]:
+    each = zip(*(key.expand(shape).flatten().tolist() for key in (seed, position, start)), strict=True)
+    made, rounds, last = [], [(0, 0)], None
+    for s, p, t in each:
+        if s != last:  # most keys share a seed
+            k0, k1 = s & WORD, (s >> 32) & WORD
+            rounds = [((k0 + i * 0x9E3779B9) & WORD, (k1 + i * 0xBB67AE85) & WORD) for i in range(10)]
+            last = s
+        for block in range(blocks):
+            c0, c1, c2, c3 = block, p & WORD, t & WORD, stream // 2
+            for k0, k1 in rounds:  # as in `philox`, with integers that never wrap
+                even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+                c0, c1, c2, c3 = (odd >> 32) ^ c1 ^ k0, odd & WORD, (even >> 32) ^ c3 ^ k1, even & WORD
+            made.append((c0, c1, c2, c3))
+    return made
 
 
 def _fill(out: Array, keys: list[Array], stream: Stream, block: Array) -> None:
@@ -133,6 +154,13 @@ def accept_and_residual(seed: Tensor, position: Tensor, start: Tensor) -> tuple[
 def _halves(seed: Tensor, position: Tensor, start: Tensor, stream: Stream) -> Tensor:
     """Two uniforms from each block of four words: float64 `[..., 2]`."""
     if seed.device.type == "cpu":
+        shape = np.broadcast_shapes(seed.shape, position.shape, start.shape)
+        if math.prod(shape) <= HANDFUL:
+            made = [
+                (unit52(a >> 6, b >> 6), unit52(c >> 6, d >> 6))
+                for a, b, c, d in _words_handful(seed, position, start, stream, shape)
+            ]
+            return torch.tensor(made, dtype=torch.float64).view(*shape, 2)
         word = (_words_cpu(seed, position, start, stream, 1)[..., 0, :] >> 6).astype(np.float64)
         return torch.from_numpy(unit52(word[..., 0::2], word[..., 1::2]))
     bits = _words_elsewhere(seed, position, start, stream, 1)[..., 0, :] >> 6
@@ -205,6 +233,9 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     if V % STRETCH:
         weights = torch.nn.functional.pad(weights, (0, -V % STRETCH))
     weights = weights.view(B, -1, STRETCH)
+    if weights.device.type == "cpu":
+        each = zip(weights, weights.sum(-1).tolist(), u.tolist(), strict=True)
+        return torch.tensor([_draw_one(*row) for row in each], dtype=torch.int64)
     stretch, within = _inverse(weights.sum(-1), u)
     token, _ = _inverse(weights[torch.arange(B, device=weights.device), stretch], within)
     return stretch * STRETCH + token
@@ -217,3 +248,19 @@ def _inverse(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     found = torch.searchsorted(cdf, level, right=True).clamp_(max=weights.shape[-1] - 1)
     above = (cdf.gather(1, found) - level) / weights.gather(1, found)
     return found.squeeze(1), (1 - above).clamp_(2.0**-53, 1 - 2.0**-53).squeeze(1)
+
+
+def _draw_one(stretches: Tensor, sums: list[float], u: float) -> int:
+    """The same for one row, by Python's own floats: between two passes of a model the processor's caches are
+    cold, and every library call costs ten times what it costs alone."""
+    stretch, within = _inverse_one(sums, u)
+    token, _ = _inverse_one(stretches[stretch].tolist(), within)
+    return stretch * STRETCH + token
+
+
+def _inverse_one(weights: list[float], u: float) -> tuple[int, float]:
+    cdf = list(accumulate(weights))
+    level = u * cdf[-1]
+    found = min(bisect_right(cdf, level), len(cdf) - 1)
+    within = 1 - (cdf[found] - level) / weights[found] if weights[found] else 0.5
+    return found, min(max(within, 2.0**-53), 1 - 2.0**-53)

@@ -96,6 +96,13 @@ class Sampling:
         return self.temperature == 0
 
     @property
+    def neutral(self) -> bool:
+        """Whether logits stay as they are."""
+        return (self.temperature, self.top_k, self.top_p, self.min_p, self.logit_bias) == (
+            (1, 0, 1, 0, None)
+        ) and not self.reads_prefix
+
+    @property
     def reads_prefix(self) -> bool:
         """Whether the adjustment depends on earlier tokens."""
         return bool(

@@ -101,6 +101,11 @@ class Draws:
         # Tokens that sure choice or the target's own noise decides need no distribution.
         self.chosen = state.own_noise or all(one.greedy for one in state.sampling)
         self._prefix = _room(state, g) if any(one.reads_prefix for one in state.sampling) else None
+        self._neutral = all(one.neutral for one in state.sampling)
+        if not self.chosen:
+            first = self.start[:, None]
+            positions = first + torch.arange(g, device=state.device)
+            self._u = random.uniform(state.seed[:, None], positions, first, Stream.DRAFT)
 
     def take(self, logits: Tensor) -> Tensor:
         """The next token of each row from the draft's raw logits `[R, V or fewer or more]`."""
@@ -111,26 +116,50 @@ class Draws:
             if self.tokens:
                 self._prefix.tokens.scatter_(1, (self.start + i - 1)[:, None], self.tokens[-1][:, None])
             prefix = Prefix(self._prefix.tokens, self.start + i, self._prefix.prompt_lengths)
-        adjusted = adjust(logits, one_for_all(state.sampling), prefix)
+        adjusted = logits.float() if self._neutral else self._adjust(logits, prefix)
         if any(one.processors for one in state.sampling):
             state.after.append([one.fork() for one in state.sampling])
-        position = self.start + i
         if all(one.greedy for one in state.sampling):
             token = adjusted.argmax(-1)
         elif state.own_noise:
-            noise = random.gumbel(state.seed, position, state.vocab_size)
+            noise = random.gumbel(state.seed, self.start + i, state.vocab_size)
             token = random.race(adjusted, noise)
         else:
-            u = random.uniform(state.seed, position, self.start, Stream.DRAFT)
-            token = random.draw(adjusted.softmax(-1), u)
-        self.tokens.append(token)
-        if not self.chosen:
+            token = random.draw(adjusted.softmax(-1), self._u[:, i])
             self.logits.append(adjusted)
+        self.tokens.append(token)
         return token
 
+    def _adjust(self, logits: Tensor, prefix: Prefix | None) -> Tensor:
+        rows = one_for_all(self.state.sampling)
+        return adjust(logits, rows if len(rows) > 1 else rows[0], prefix)
+
     def draft(self, lengths: Sequence[int] | None = None) -> Draft:
-        logits = None if self.chosen else torch.stack(self.logits, dim=1)
-        return Draft(torch.stack(self.tokens, dim=1), logits, lengths)
+        tokens = torch.stack(self.tokens, dim=1)
+        return Draft(tokens, None if self.chosen else torch.stack(self.logits, dim=1), lengths)
+
+
+def check_draft(draft: Draft, rows: int, vocab_size: int, device: torch.device) -> None:
+    """Name what a drafter got wrong."""
+    tokens, logits = draft.tokens, draft.logits
+    if tokens.dtype is not torch.int64 or tokens.dim() != 2 or tokens.shape[0] != rows:
+        raise ValueError(
+            f"draft: got tokens of {tokens.dtype} {tuple(tokens.shape)}; they must be int64 [{rows}, g]"
+        )
+    if logits is not None and logits.shape != (*tokens.shape, vocab_size):
+        raise ValueError(
+            f"draft: got logits {tuple(logits.shape)} for tokens {tuple(tokens.shape)}; they must be "
+            f"{(*tokens.shape, vocab_size)}: `outpace.draft.base.fit` fits a vocabulary"
+        )
+    for name, value in (("tokens", tokens), ("logits", logits)):
+        if value is not None and value.device != device:
+            raise ValueError(f"draft: got {name} on {value.device}; they must be on {device}")
+    if device.type == "cpu" and tokens.numel():
+        flat = tokens.flatten().tolist()
+        if min(flat) < 0 or max(flat) >= vocab_size:
+            raise ValueError(
+                f"draft: got token ids {min(flat)}..{max(flat)}; they lie in 0..{vocab_size - 1}"
+            )
 
 
 def fit(logits: Tensor, vocab_size: int) -> Tensor:
@@ -141,9 +170,9 @@ def fit(logits: Tensor, vocab_size: int) -> Tensor:
     return logits[..., :vocab_size]
 
 
-def one_for_all(sampling: Sequence[Sampling]) -> Sampling | Sequence[Sampling]:
+def one_for_all(sampling: Sequence[Sampling]) -> list[Sampling]:
     """A single Sampling where all rows have the same: it is adjusted faster."""
-    return sampling[0] if all(one is sampling[0] for one in sampling) else sampling
+    return list(sampling[:1] if all(one is sampling[0] for one in sampling) else sampling)
 
 
 def _room(state: State, g: int) -> Prefix:

@@ -35,14 +35,15 @@ class ModelDrafter:
             return Draft.chosen([[] for _ in state.rows], state.device)
         logits = self._catch_up(state)
         draws = Draws(state, g)
-        self._unusable = torch.zeros(len(state.rows), dtype=torch.bool, device=self.scorer.device)
         for i in range(g):
-            self._unusable |= ~logits.amax(-1).isfinite()
             tokens = draws.take(logits.to(state.device))
             if i < g - 1:
-                fed = tokens.to(self.scorer.device).clamp(max=self.vocab_size - 1)
+                fed = tokens.to(self.scorer.device)
+                if self.vocab_size < state.vocab_size:
+                    fed = fed.clamp(max=self.vocab_size - 1)
                 logits = self.scorer.score(state.rows, fed[:, None])[:, 0]
                 self.scorer.commit(state.rows, [1] * len(state.rows))
+        self._unusable = ~logits.amax(-1).isfinite()  # NaN in the cache reaches every later step
         return draws.draft(lengths)
 
     def _catch_up(self, state: State) -> Tensor:

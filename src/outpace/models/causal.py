@@ -49,6 +49,7 @@ class CausalScorer:
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._one_token_needs_no_mask = set(self._windows.values()) == {None}
         self.cache = RaggedCache(config.num_hidden_layers)
+        self._counting = torch.arange(0)[None]  # 0, 1, 2, ... to the cache's end
         self._order: list[int] = []  # the slot that each row of the cache belongs to
         self._lengths: dict[int, int] = {}  # of each slot
         self._held: dict[int, list[int]] = {}  # tokens known to lie at a slot's beginning
@@ -101,6 +102,7 @@ class CausalScorer:
             )
         log.info("cache of %s: %s", type(self.base).__name__, said)
         self.cache.reserve(*size)
+        self._counting = torch.arange(size[1], device=self.device)[None]
         for slot in range(len(self._order), size[0]):
             self._order.append(slot)
             self._lengths[slot], self._held[slot] = 0, []
@@ -173,21 +175,25 @@ class CausalScorer:
         n = tokens.shape[1]
         self._have(rows, max(self._lengths[row] for row in rows) + n)
         first = self._arrange(rows)
-        starts = torch.tensor([self._lengths[row] for row in rows])
-        return self._forward(first, tokens, starts[:, None] + torch.arange(n), self._together(rows))
+        together = self._together(rows)
+        if together is not None:
+            positions = self._counting[:, together : together + n].expand(len(rows), n)
+        else:
+            positions = torch.tensor([[self._lengths[row]] for row in rows]) + torch.arange(n)
+        return self._forward(first, tokens, positions, together)
 
     def _forward(
         self, first: int, ids: Tensor, positions: Tensor, start: int | None, **last_only: Any
     ) -> Tensor:
         """Logits `[R, n or 1, V]` of tokens `[R, n]` at positions `[R, n]`, which lie on the CPU."""
-        reach = int(positions.max()) + 1
+        reach = int(positions.max()) + 1 if start is None else start + positions.shape[1]
         positions = positions.to(self.device, non_blocking=True)
         self.cache.span = Span(first, positions, start, reach)
         alone = ids.shape == (1, 1) and self._one_token_needs_no_mask
         out = self.model(
             input_ids=ids.to(self.device),
             # Past the context there is only padding, whose position does not matter but must exist.
-            position_ids=positions.clamp(max=self.context - 1),
+            position_ids=positions if reach <= self.context else positions.clamp(max=self.context - 1),
             attention_mask=None if alone else self._masks(positions, reach),
             past_key_values=self.cache,
             use_cache=True,

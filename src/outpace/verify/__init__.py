@@ -12,6 +12,7 @@ import math
 import sys
 import types
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -109,19 +110,6 @@ def verify(
         seed = torch.randint(-(2**63), 2**63 - 1, (B,), device=device)
     seed = row_integers("seed", seed, B, device, -(2**63), 2**64 - 1)
 
-    rewind_draft = rewind_target = greedy_keep = None
-    if drafters is not None and draft_logits is not None:
-        in_both = {id(processor) for one in targets or () for processor in one.processors}
-        if any(id(processor) in in_both for one in drafters for processor in one.processors):
-            drafters = [one.fork() for one in drafters]  # two uses must not see each other's state
-        scores, rewind_draft = process(draft_logits, drafters, prefix, tokens, lengths)
-        draft_logits = warp(scores, drafters)
-    if targets is not None:
-        scores, rewind_target = process(target_logits, targets, prefix, tokens, lengths + 1)
-        target_logits = warp(scores, targets)
-        if lenience < 1:
-            greedy_keep = _near_the_top(scores[:, :g], tokens, targets, lenience)
-
     block = Block(
         tokens,
         drafted,
@@ -133,8 +121,33 @@ def verify(
         start,
         strange_length | strange_token,
         ragged,
-        greedy_keep,
     )
+    return settle(block, rule, lenience, targets, drafters, prefix)
+
+
+def settle(
+    block: Block,
+    rule: Rule,
+    lenience: float = 1.0,
+    targets: list[Sampling] | None = None,
+    drafters: list[Sampling] | None = None,
+    prefix: Prefix | None = None,
+) -> Verdict:
+    """`verify` without its checks: adjust the block's logits, apply the rule, set processors' states back."""
+    tokens, lengths = block.tokens, block.lengths
+    rewind_draft = rewind_target = None
+    if drafters is not None and block.draft_logits is not None:
+        in_both = {id(processor) for one in targets or () for processor in one.processors}
+        if any(id(processor) in in_both for one in drafters for processor in one.processors):
+            drafters = [one.fork() for one in drafters]  # two uses must not see each other's state
+        scores, rewind_draft = process(block.draft_logits, drafters, prefix, tokens, lengths)
+        block = replace(block, draft_logits=warp(scores, drafters))
+    if targets is not None and not all(one.neutral for one in targets):
+        scores, rewind_target = process(block.target_logits, targets, prefix, tokens, lengths + 1)
+        block = replace(block, target_logits=warp(scores, targets))
+        if lenience < 1:
+            near = _near_the_top(scores[:, : tokens.shape[1]], tokens, targets, lenience)
+            block = replace(block, greedy_keep=near)
     verdict = eager.verify(block, rule, lenience)
     if rewind_target is not None:
         rewind_target(verdict.accepted)

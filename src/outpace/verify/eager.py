@@ -167,6 +167,8 @@ def plain_where_undrafted(block: Block, verdict: Verdict) -> Verdict:
     undrafted = (block.lengths == 0) & ~verdict.bad
     if undrafted.device.type == "cpu":
         rows = undrafted.nonzero().squeeze(1)
+        if not len(rows):
+            return verdict
         own = plain(block.target_logits[rows, 0], block.seed[rows], block.start[rows])
         return Verdict(verdict.accepted, verdict.next_token.index_copy(0, rows, own), verdict.bad)
     own = plain(block.target_logits[:, 0], block.seed, block.start)
