@@ -198,7 +198,7 @@ def p_value(counts: npt.ArrayLike, probabilities: npt.ArrayLike, expected: float
     """P(a χ² at least this large) for `counts` of independent draws from `probabilities`.
 
     Counts and probabilities may have several rows, one per group of draws, each row a distribution of its
-    own. The rarest outcomes are merged until each expects so many draws; one of probability 0 gives p = 0.
+    own. Rare outcomes are merged until each expects so many draws; one of probability 0 gives p = 0.
     """
     observed = np.atleast_2d(np.asarray(counts, dtype=np.float64))
     hoped_for = np.atleast_2d(np.asarray(probabilities, dtype=np.float64)) * observed.sum(1, keepdims=True)
@@ -219,15 +219,23 @@ def p_value(counts: npt.ArrayLike, probabilities: npt.ArrayLike, expected: float
 
 
 def merge(seen: Floats, hoped: Floats, expected: float) -> tuple[Floats, Floats]:
-    """Join the rarest bins until every one of them expects at least so many draws."""
-    order = np.argsort(hoped)
-    seen, hoped = seen[order], hoped[order]
-    rare = int(np.searchsorted(hoped, expected))
-    while 0 < rare < len(hoped) and hoped[:rare].sum() < expected:
-        rare += 1
-    if rare < 2:
-        return seen[hoped > 0], hoped[hoped > 0]
-    return np.append(seen[rare:], seen[:rare].sum()), np.append(hoped[rare:], hoped[:rare].sum())
+    """Join bins that expect fewer draws, in the order they come, until each expects at least so many."""
+    rare = (hoped > 0) & (hoped < expected)
+    merged_seen, merged_hoped = list(seen[hoped >= expected]), list(hoped[hoped >= expected])
+    s = h = 0.0
+    for one_seen, one_hoped in zip(seen[rare], hoped[rare], strict=True):
+        s, h = s + one_seen, h + one_hoped
+        if h >= expected:
+            merged_seen.append(s)
+            merged_hoped.append(h)
+            s = h = 0.0
+    if h > 0 and merged_hoped:  # what is left goes to the smallest
+        smallest = int(np.argmin(merged_hoped))
+        merged_seen[smallest] += s
+        merged_hoped[smallest] += h
+    elif h > 0:
+        merged_seen, merged_hoped = [s], [h]
+    return np.asarray(merged_seen), np.asarray(merged_hoped)
 
 
 def _beyond(statistic: float, freedom: float) -> float:

@@ -1,0 +1,214 @@
+"""The losslessness matrix: whatever drafts, by whatever rule, the target's text distribution comes out.
+
+A tiny target over V tokens generates a few tokens many times; the joint distribution of all of them is
+compared with the exact one, which is enumerated from the target's plain forward passes and Transformers'
+own processors, sharing nothing with the code under test. Texts of several iterations are needed: what a
+wrong rollback spoils is the iteration after it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+import outpace
+from outpace import Decoder, Fixed, Heuristic, Sampling
+from tests.statistical import chisquare
+from tests.tiny import tiny
+
+pytestmark = pytest.mark.statistical
+
+V = 4
+LENGTH = 5
+END = 3
+PROMPT = [1, 2, 0, 1]
+SAMPLES = 5000
+
+
+class Alternating(LogitsProcessor):  # type: ignore[misc]
+    """Has a state: every other call makes token 0 less likely."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        scores = scores.clone()
+        scores[:, 0] -= 1.5 * (self.calls % 2)
+        return scores
+
+
+class AfterTwo(LogitsProcessor):  # type: ignore[misc]
+    """Reads the text: token 2 is likelier after itself."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[input_ids[:, -1] == 2, 2] += 1.0
+        return scores
+
+
+@dataclass(frozen=True)
+class Way:
+    """A sampling, and Transformers' processors that do the same, made anew for each text."""
+
+    sampling: Callable[[], Sampling]
+    reference: Callable[[], list[Any]]
+
+
+WAYS = {
+    "plain": Way(Sampling, list),
+    "warm": Way(
+        lambda: Sampling(temperature=0.7, top_k=3),
+        lambda: [TemperatureLogitsWarper(0.7), TopKLogitsWarper(3)],
+    ),
+    "nucleus": Way(
+        lambda: Sampling(temperature=1.3, top_p=0.85, min_p=0.1),
+        lambda: [TemperatureLogitsWarper(1.3), TopPLogitsWarper(0.85), MinPLogitsWarper(0.1)],
+    ),
+    "penalty": Way(lambda: Sampling(repetition_penalty=1.8), lambda: [RepetitionPenaltyLogitsProcessor(1.8)]),
+    "processors": Way(
+        lambda: Sampling(processors=[Alternating(), AfterTwo()]), lambda: [Alternating(), AfterTwo()]
+    ),
+}
+
+
+@lru_cache
+def target() -> Any:
+    return tiny(vocab_size=V, num_hidden_layers=2, hidden_size=16, intermediate_size=32)
+
+
+@lru_cache
+def small() -> Any:
+    """A draft that agrees with the target often, not always."""
+    model = tiny(vocab_size=V, num_hidden_layers=2, hidden_size=16, intermediate_size=32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.08 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
+    return model
+
+
+@lru_cache
+def exact(way: str, stops: bool) -> dict[tuple[int, ...], float]:
+    """Probability of every text of LENGTH tokens, cut at END if that stops."""
+    found: dict[tuple[int, ...], float] = {}
+    texts = list(itertools.product(range(V), repeat=LENGTH))
+    with torch.inference_mode():
+        logits = target()(input_ids=torch.tensor([[*PROMPT, *text] for text in texts])).logits.double()
+    for row, text in enumerate(texts):
+        processors, mass = WAYS[way].reference(), 1.0
+        for i, token in enumerate(text):
+            at = len(PROMPT) + i
+            scores = logits[row, at - 1][None]
+            for processor in processors:
+                scores = processor(torch.tensor([[*PROMPT, *text[:i]]]), scores)
+            mass *= float(scores.softmax(-1)[0, token])
+        cut = text[: text.index(END) + 1] if stops and END in text else text
+        found[cut] = found.get(cut, 0.0) + mass
+    return found
+
+
+def drafters(name: str) -> Any:
+    fitted = [0, 1, 2, 2, 1, 0, 3, 1, 1, 2, 0, 2, 1, 3, 0]
+    return {
+        "none": lambda: None,
+        "model": lambda: outpace.ModelDrafter(small()),
+        "ngram": lambda: outpace.NGramDrafter.fit(fitted, 3, V),
+        "lookup": lambda: outpace.LookupDrafter(min_ngram=1),
+        "random": lambda: outpace.RandomDrafter(V),
+    }[name]()
+
+
+@dataclass(frozen=True)
+class Cell:
+    drafter: str = "model"
+    rule: str = "token"
+    way: str = "plain"
+    length: str = "fixed 2"
+    batch_size: int = 500
+    stops: bool = False
+    draft_way: str | None = None
+
+    def __str__(self) -> str:
+        parts = [self.drafter, self.rule, self.way, self.length, f"B{self.batch_size}"]
+        return "-".join(
+            [*parts, *["stops"] * self.stops, *[f"draft {self.draft_way}"] * bool(self.draft_way)]
+        )
+
+    def decoder(self) -> Decoder:
+        kind, g = self.length.split()
+        policy = Fixed(int(g)) if kind == "fixed" else Heuristic(int(g))
+        draft = WAYS[self.draft_way].sampling() if self.draft_way else None
+        return Decoder(target(), drafters(self.drafter), rule=self.rule, length=policy, draft_sampling=draft)
+
+
+def joint_distribution_is_exact(cell: Cell, samples: int = SAMPLES) -> None:
+    outs = cell.decoder().generate(
+        PROMPT,
+        WAYS[cell.way].sampling(),
+        n=samples,
+        max_new_tokens=LENGTH,
+        stop_tokens=[END] if cell.stops else [],
+        seed=20230213,
+        batch_size=cell.batch_size,
+    )
+    expected = exact(cell.way, cell.stops)
+    counts = Counter(tuple(out.tokens) for out in outs)
+    assert set(counts) <= set(expected), "an impossible text came out"
+    chisquare.agrees(
+        [counts[text] for text in expected], list(expected.values()), str(cell), expected=chisquare.SOME
+    )
+
+
+CELLS = [
+    # every drafter under every rule, with samplings, lengths and stops going round
+    *(
+        Cell(drafter, rule, way, length, stops=stops)
+        for (drafter, rule), way, length, stops in zip(
+            itertools.product(("model", "ngram", "lookup", "random"), ("token", "block", "match")),
+            itertools.cycle(WAYS),
+            itertools.cycle(
+                ("fixed 2", "heuristic 2", "fixed 4", "fixed 1", "fixed 3", "heuristic 1", "fixed 2")
+            ),
+            itertools.cycle((False, True, False)),
+            strict=False,
+        )
+    ),
+    # the model under every sampling with every rule
+    *(Cell("model", rule, way, "fixed 3") for rule in ("token", "block", "match") for way in WAYS),
+    # plain decoding is a cell like any other
+    Cell("none", way="processors", stops=True),
+    # the draft samples differently
+    Cell("model", "token", "plain", "fixed 3", draft_way="warm"),
+    Cell("model", "block", "penalty", "fixed 2", draft_way="processors"),
+    Cell("ngram", "token", "nucleus", "fixed 2", draft_way="penalty"),
+    # batches: rows alone, in pairs, and refilled all the time
+    Cell("lookup", "block", "plain", "fixed 3", batch_size=7, stops=True),
+    Cell("model", "token", "penalty", "heuristic 3", batch_size=64, stops=True),
+]
+
+
+@pytest.mark.parametrize("cell", list(dict.fromkeys(CELLS)), ids=str)
+def test_the_joint_distribution_of_the_first_tokens_is_the_targets(cell: Cell) -> None:
+    joint_distribution_is_exact(cell)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_rows_alone_and_in_pairs_are_as_exact(batch_size: int) -> None:
+    cell = Cell("model", "token", "plain", "fixed 2", batch_size=batch_size, stops=True)
+    joint_distribution_is_exact(cell, samples=1500)
