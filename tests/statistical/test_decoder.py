@@ -63,6 +63,17 @@ class AfterTwo(LogitsProcessor):  # type: ignore[misc]
         return scores
 
 
+class CountPenalties(LogitsProcessor):  # type: ignore[misc]
+    """Frequency and presence penalties by their definition."""
+
+    def __init__(self, frequency: float, presence: float) -> None:
+        self.frequency, self.presence = frequency, presence
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        counts = torch.bincount(input_ids[0, len(PROMPT) :], minlength=V)
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
 @dataclass(frozen=True)
 class Way:
     """A sampling, and Transformers' processors that do the same, made anew for each text."""
@@ -82,6 +93,9 @@ WAYS = {
         lambda: [TemperatureLogitsWarper(1.3), TopPLogitsWarper(0.85), MinPLogitsWarper(0.1)],
     ),
     "penalty": Way(lambda: Sampling(repetition_penalty=1.8), lambda: [RepetitionPenaltyLogitsProcessor(1.8)]),
+    "counts": Way(
+        lambda: Sampling(frequency_penalty=0.9, presence_penalty=0.4), lambda: [CountPenalties(0.9, 0.4)]
+    ),
     "processors": Way(
         lambda: Sampling(processors=[Alternating(), AfterTwo()]), lambda: [Alternating(), AfterTwo()]
     ),

@@ -1,0 +1,182 @@
+"""The decoder's checks can fail: each bug planted here is caught by a check of the suite."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from outpace import Decoder, Fixed, Sampling, Step, decode
+from outpace.decode import Row
+from outpace.draft.base import Draft
+from outpace.draft.model import ModelDrafter
+from outpace.models.cache import RaggedCache
+from outpace.models.causal import CausalScorer
+from outpace.sampling import Prefix
+from outpace.text import Text
+from tests.statistical.test_decoder import Cell, joint_distribution_is_exact
+from tests.tiny import byte_tokenizer, greedy, tiny
+
+pytestmark = pytest.mark.statistical
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def keeps_one_draft_too_many(patch: pytest.MonkeyPatch) -> None:
+    """Off by one in rollback."""
+    honest = Decoder._iteration
+
+    def iteration(self: Decoder, rows: list[Row]) -> list[Step]:
+        steps = honest(self, rows)
+        for row, step in zip(rows, steps, strict=True):
+            if step.accepted < step.drafted:
+                self.scorer._lengths[row.slot] += 1
+        return steps
+
+    patch.setattr(Decoder, "_iteration", iteration)
+
+
+def lost_drafts_stay_visible(patch: pytest.MonkeyPatch) -> None:
+    """Stale cache entries after a short acceptance: the mask shows two positions past each token."""
+    honest = CausalScorer._masks
+    patch.setattr(CausalScorer, "_masks", lambda self, at, reach: honest(self, at + 2, reach))
+    patch.setattr(CausalScorer, "_check", lambda self: None)
+
+
+def penalties_miss_the_last_token(patch: pytest.MonkeyPatch) -> None:
+    """A penalty sees the wrong prefix."""
+    honest = Prefix.padded.__func__  # type: ignore[attr-defined]
+
+    def padded(cls: type[Prefix], rows: Sequence[Sequence[int]], *rest: Any) -> Prefix:
+        made: Prefix = honest(cls, [[*row[:-1], row[0]] for row in rows], *rest)
+        return made
+
+    patch.setattr(Prefix, "padded", classmethod(padded))
+
+
+def processors_are_not_set_back(patch: pytest.MonkeyPatch) -> None:
+    verify = importlib.import_module("outpace.verify")
+    honest = verify.process
+
+    def process(*arguments: Any) -> Any:
+        scores, rewind = honest(*arguments)
+        return scores, None if rewind is None else lambda accepted: None
+
+    patch.setattr(verify, "process", process)
+
+
+def noise_depends_on_the_batch(patch: pytest.MonkeyPatch) -> None:
+    """Every row in a batch is drawn with the first one's noise."""
+    honest = Decoder._seeds
+    patch.setattr(Decoder, "_seeds", lambda self, rows: honest(self, rows)[:1].expand(len(rows)))
+
+
+def drafts_hide_their_temperature(patch: pytest.MonkeyPatch) -> None:
+    """A drafter misstates the distribution it drew from."""
+    honest = Draft
+
+    def draft(tokens: Any, logits: Any = None, lengths: Any = None) -> Any:
+        return honest(tokens, None if logits is None else logits * 2, lengths)
+
+    draft.chosen = honest.chosen  # type: ignore[attr-defined]
+    patch.setattr(decode, "Draft", draft)
+
+
+def an_end_inside_a_block_is_ignored(patch: pytest.MonkeyPatch) -> None:
+    """End-of-text counts only as the last token of an iteration."""
+    honest = Row.extend
+
+    def extend(self: Row, tokens: Sequence[int], context: int) -> int:
+        ends, self.stop_tokens = self.stop_tokens, frozenset()
+        count = honest(self, tokens, context)
+        self.stop_tokens = ends
+        if self.finish_reason is None and tokens and tokens[-1] in ends:
+            self.finish_reason = "stop"
+        return count
+
+    patch.setattr(Row, "extend", extend)
+
+
+@pytest.mark.parametrize(
+    ("plant", "cell"),
+    [
+        (keeps_one_draft_too_many, Cell("model", length="f 3")),
+        (lost_drafts_stay_visible, Cell("random", length="f 3")),
+        (penalties_miss_the_last_token, Cell("model", way="counts", length="f 2")),
+        (processors_are_not_set_back, Cell("random", way="processors", length="f 2")),
+        (noise_depends_on_the_batch, Cell("model", length="f 2", batch_size=50)),
+        (drafts_hide_their_temperature, Cell("model", length="f 3")),
+        (an_end_inside_a_block_is_ignored, Cell("model", length="f 3", stops=True)),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else str(value),
+)
+def test_a_planted_bug_is_caught_by_the_joint_distribution(
+    plant: Plant, cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match=r"χ² p-value|an impossible text came out"):
+        joint_distribution_is_exact(cell)
+
+
+def test_rows_that_read_their_neighbours_are_caught_by_their_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [torch.randint(61, (n,)).tolist() for n in (3, 11, 1, 6, 2)]
+    texts = [greedy(tiny(), prompt, 20) for prompt in prompts]
+    end = texts[0][4]  # the first row leaves before the others
+    expected = [text[: text.index(end) + 1] if end in text else text for text in texts]
+
+    def as_alone() -> bool:
+        decoder = Decoder(tiny(), tiny(seed=1), length=Fixed(2))
+        outs = decoder.generate(prompts, temperature=0, max_new_tokens=20, stop_tokens=[end], batch_size=3)
+        return [out.tokens for out in outs] == expected
+
+    assert as_alone()
+    monkeypatch.setattr(RaggedCache, "swap", lambda self, one, other: None)
+    assert not as_alone()
+
+
+def test_a_draft_cache_that_is_not_caught_up_is_caught_by_its_acceptance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The output stays exact, as it must, whatever the drafter does; what falls is how often it is right."""
+    honest = ModelDrafter._catch_up
+
+    def catch_up(self: ModelDrafter, state: Any) -> torch.Tensor:
+        for row, text in zip(state.rows, state.tokens, strict=True):
+            if row in self._texts and len(text) - self.scorer.length(row) > 1:
+                self.scorer._lengths[row] = len(text) - 1  # the last draft, kept and never fed, is skipped
+        return honest(self, state)
+
+    def acceptance() -> float:
+        decoder = Decoder(tiny(), tiny(), length=Fixed(3))
+        out = decoder.generate([5, 6, 7], Sampling(temperature=0), max_new_tokens=40)
+        assert out.tokens == greedy(tiny(), [5, 6, 7], 40)
+        return out.stats.acceptance
+
+    assert acceptance() == 1
+    monkeypatch.setattr(ModelDrafter, "_catch_up", catch_up)
+    assert acceptance() < 1
+
+
+def test_a_stop_string_missed_across_a_border_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_tokenizer()
+    target = tiny(vocab_size=272)
+    decoder = Decoder(target, target, tokenizer, length=Fixed(4))
+    whole = decoder.generate("abc", temperature=0, max_new_tokens=40)
+    assert whole.text is not None
+    stop = whole.text[9:12]
+
+    def stopped() -> bool:
+        out = decoder.generate("abc", temperature=0, max_new_tokens=40, stop=stop)
+        return out.text == whole.text[: whole.text.index(stop)] if whole.text else False
+
+    assert stopped()
+
+    def add(self: Text, new: str) -> bool:
+        self.text += new
+        return any(stop in new for stop in self._stops)  # looks inside the new token alone
+
+    monkeypatch.setattr(Text, "_add", add)
+    assert not stopped()
