@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -445,8 +447,11 @@ def test_a_model_that_returns_nan_leaves_nothing_behind(side: str) -> None:
     expected = greedy(target, PROMPT, 9)
     with torch.no_grad():
         sick.model.embed_tokens.weight[expected[3]] = torch.nan
-    with pytest.raises(ValueError, match="are unusable"):
-        decoder.generate(PROMPT, Sampling(temperature=0.001), max_new_tokens=9, seed=1)
+    if side == "target":
+        with pytest.raises(ValueError, match="are unusable"):
+            decoder.generate(PROMPT, Sampling(temperature=0.001), max_new_tokens=9, seed=1)
+    else:  # a draft that fails costs guesses, nothing else
+        assert decoder.generate(PROMPT, temperature=0, max_new_tokens=9).tokens == expected
     with torch.no_grad():
         sick.model.embed_tokens.weight.copy_(healthy)
     for prompt in (PROMPT, [1, 2, 3], PROMPT):
@@ -481,3 +486,88 @@ def test_a_decoder_describes_itself() -> None:
     for part in ("LlamaForCausalLM", "GPT2LMHeadModel", "KiB a token", "lenience 0.5", "Heuristic(5)"):
         assert part in said
     assert "none, plain decoding" in Decoder(tiny()).describe()
+
+
+def test_a_drafter_without_a_possible_token_costs_guesses_not_the_row() -> None:
+    model, forbidden = tiny(), {5: -torch.inf, 6: -torch.inf}
+    fitted = outpace.NGramDrafter.fit([5] * 20 + [6, 5], 2, V)
+    plain = Decoder(model).generate(PROMPT, Sampling(logit_bias=forbidden), seed=1, max_new_tokens=8)
+    out = Decoder(model, fitted, length=2).generate(
+        PROMPT, Sampling(logit_bias=forbidden), seed=1, max_new_tokens=8
+    )
+    assert out.tokens == plain.tokens
+    assert out.stats.drafted == 0
+
+
+class Says:
+    """Drafts what it is told to."""
+
+    def __init__(self, draft: Callable[[Any, int], Draft]) -> None:
+        self.propose = draft
+
+    def commit(self, accepted: Tensor, next_token: Tensor) -> None: ...
+
+    def reset(self, rows: Sequence[int]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (Draft(torch.zeros(1, 2, dtype=torch.int64), None, [3]), r"draft: got lengths \[3\] for 2 tokens"),
+        (Draft(torch.zeros(1, 2, dtype=torch.int64), None, [-1]), r"draft: got lengths \[-1\]"),
+        (Draft(torch.zeros(2, 2, dtype=torch.int64)), "draft: got tokens of torch.int64"),
+        (Draft(torch.full((1, 2), V)), r"draft: got token ids 61\.\.61; the target knows 0\.\.60"),
+        (Draft(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, 5)), "draft: got logits"),
+    ],
+)
+def test_what_a_drafter_gets_wrong_is_named(draft: Draft, message: str) -> None:
+    decoder = Decoder(tiny(), Says(lambda state, g: draft), length=2)
+    with pytest.raises(ValueError, match=message):
+        decoder.generate(PROMPT, max_new_tokens=5)
+
+
+def test_a_drafter_in_lower_precision_does_not_round_the_target() -> None:
+    def guess(state: Any, g: int) -> Draft:
+        return Draft(torch.zeros(1, g, dtype=torch.int64), torch.zeros(1, g, V, dtype=torch.bfloat16))
+
+    outs = [
+        Decoder(tiny(), drafter, length=2, rule="match").generate(
+            PROMPT, Sampling(), seed=1, max_new_tokens=9, logprobs=True
+        )
+        for drafter in (None, Says(guess))
+    ]
+    assert outs[0].tokens == outs[1].tokens
+    assert outs[0].logprobs == pytest.approx(outs[1].logprobs, abs=1e-5)
+
+
+def test_a_drafter_serves_one_decoder_at_a_time() -> None:
+    drafter = outpace.LookupDrafter()
+    one, other = Decoder(tiny(), drafter), Decoder(tiny(), drafter)
+    stream = one.stream(PROMPT, temperature=0, max_new_tokens=9)
+    next(stream)
+    with pytest.raises(RuntimeError, match="this LookupDrafter is drafting for another Decoder"):
+        other.generate(PROMPT)
+    stream.close()
+    assert other.generate(PROMPT, temperature=0, max_new_tokens=9).tokens == greedy(tiny(), PROMPT, 9)
+
+
+def test_a_stop_string_may_be_a_special_token() -> None:
+    target = tiny(vocab_size=272)
+    decoder = Decoder(target, None, TOKENIZER)
+    end = TOKENIZER.convert_tokens_to_ids("<end>")
+    sampling = Sampling(logit_bias={end: 100.0})
+    out = decoder.generate("abc", sampling, max_new_tokens=5, stop="<end>", ignore_eos=True)
+    assert (out.tokens, out.text, out.finish_reason) == ([end], "", "stop")
+
+
+def test_numbers_of_numpy_are_seeds_too() -> None:
+    decoder, seeds = Decoder(tiny()), list[Any]([7, np.int64(7)])
+    outs = [decoder.generate(PROMPT, temperature=1.0, seed=seed, max_new_tokens=5) for seed in seeds]
+    assert outs[0].tokens == outs[1].tokens
+
+
+def test_what_the_generation_config_asks_for_in_vain_is_said() -> None:
+    model = tiny()
+    model.generation_config.no_repeat_ngram_size = 2
+    with pytest.warns(UserWarning, match="generation_config: no_repeat_ngram_size not applied"):
+        Decoder(model).generate(PROMPT, max_new_tokens=3)

@@ -126,14 +126,19 @@ def audit(
     from tqdm.auto import tqdm
 
     ids = [decoder.encode(prompt) for prompt in prompts]
+    room = decoder.scorer.context - max(tokens if samples else 0, greedy_tokens)
+    if max(map(len, ids)) > room:
+        raise ValueError(f"prompts: got one of {max(map(len, ids))} tokens; to be audited it may have {room}")
     bar = tqdm(ids, desc="auditing", unit="prompt", disable=None if progress else True)
     greedy, joint = [], []
     for prompt in bar:
         if greedy_tokens:
             greedy.append(_greedy(decoder, prompt, greedy_tokens))
         if samples:
-            sampling = Sampling(temperature=temperature, top_k=top)
             exact = distribution(decoder.scorer.model, prompt, tokens, top, temperature)
+            allowed = {text[0] for text in exact}
+            others = dict.fromkeys(set(range(decoder.scorer.vocab_size)) - allowed, -math.inf)
+            sampling = Sampling(temperature=temperature, logit_bias=others)
             drawn = decoder.generate(
                 prompt,
                 sampling,
@@ -168,19 +173,23 @@ def _greedy(decoder: Decoder, prompt: list[int], tokens: int) -> Greedy:
 def distribution(
     model: Any, prompt: Sequence[int], tokens: int, top: int, temperature: float = 1.0
 ) -> dict[tuple[int, ...], float]:
-    """Exact probability of every sequence of `tokens` tokens, each from the top few, by plain forward
-    passes."""
+    """Exact probability of every sequence of `tokens` tokens, by plain forward passes.
+
+    Every token is one of those few that are likeliest after the prompt: a set that rounding cannot change.
+    """
     device = model.get_input_embeddings().weight.device
     level: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(tokens):
         texts = torch.tensor([[*prompt, *prefix] for prefix in level], device=device)
         logits = [model(input_ids=part, use_cache=False).logits[:, -1] for part in torch.split(texts, 64)]
-        best, ids = (torch.cat(logits).double() / temperature).topk(top)
-        chances = best.softmax(-1).tolist()
+        scores = torch.cat(logits).double() / temperature
+        if () in level:
+            allowed = scores[0].topk(top).indices
+        chances = scores[:, allowed].softmax(-1).tolist()
         level = {
             (*prefix, token): mass * chance
-            for (prefix, mass), each, row in zip(level.items(), ids.tolist(), chances, strict=True)
-            for token, chance in zip(each, row, strict=True)
+            for (prefix, mass), row in zip(level.items(), chances, strict=True)
+            for token, chance in zip(allowed.tolist(), row, strict=True)
         }
     return level
 

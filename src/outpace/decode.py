@@ -7,8 +7,8 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict, Unpack, overload
 
 import torch
@@ -18,7 +18,7 @@ from outpace.arguments import integer, kind, on_device, row_integers
 from outpace.draft.base import Draft, Drafter, State, check_draft, one_for_all
 from outpace.length import Fixed, Heuristic, Length
 from outpace.models.causal import CausalScorer
-from outpace.sampling import Prefix, Processor, Sampling, adjust, per_row
+from outpace.sampling import Prefix, Processor, Sampling, per_row, process, warp
 from outpace.stats import Stats
 from outpace.text import Text
 from outpace.verify import Rule, Verdict, check, settle
@@ -184,7 +184,11 @@ class Decoder:
         self.rule = parse(rule)
         check.lenience(lenience, self.rule)
         self.lenience = lenience
-        self.length = Fixed(length) if isinstance(length, int) else length or Heuristic()
+        if length is None:
+            length = Fixed(0) if drafter is None else Heuristic(most=min(20, self.scorer.context - 1))
+        self.length: Length = Fixed(length) if isinstance(length, int) else length
+        if not hasattr(self.length, "choose"):
+            raise TypeError(f"length: got {kind(length)}; it must be Fixed(g), Heuristic(start) or an int")
         if self.length.most >= self.scorer.context:
             raise ValueError(
                 f"length: {self.length!r} does not fit a context of {self.scorer.context} tokens"
@@ -271,6 +275,13 @@ class Decoder:
 
         return steps()
 
+    def forget(self) -> None:
+        """Keep nothing of earlier prompts. Weights that change are noticed, unless through `.data`."""
+        self.scorer.forget()
+        inner = getattr(self.drafter, "scorer", None)
+        if inner is not None:
+            inner.forget()
+
     def describe(self) -> str:
         """What runs here and how, for people."""
         drafter = "none, plain decoding" if self.drafter is None else type(self.drafter).__name__
@@ -331,13 +342,12 @@ class Decoder:
             return Draft.chosen([[] for _ in rows], self.scorer.device), None
         state = self._state(rows, limits)
         draft = self.drafter.propose(state, g)
+        check_draft(draft, len(rows), self.scorer.vocab_size, self.scorer.device)
         given = [draft.tokens.shape[1]] * len(rows) if draft.lengths is None else map(int, draft.lengths)
         lengths = [min(limit, length) for limit, length in zip(limits, given, strict=True)]
         g = max(lengths)
         logits = None if draft.logits is None else draft.logits[:, :g]
-        draft = Draft(draft.tokens[:, :g], logits, lengths)
-        check_draft(draft, len(rows), self.scorer.vocab_size, self.scorer.device)
-        return draft, state
+        return Draft(draft.tokens[:, :g], logits, lengths), state
 
     def _state(self, rows: list[Row], limits: list[int]) -> State:
         own = [row.sampling if row.draft_sampling is None else row.draft_sampling for row in rows]
@@ -361,10 +371,12 @@ class Decoder:
             prompts = [row.prompt_length for row in rows]
             prefix = Prefix.padded([row.tokens for row in rows], prompts, logits.device)
         if draft.logits is not None:
-            logits = logits.to(draft.logits.dtype)
+            # One precision, and never less than the target's.
+            wide = torch.promote_types(logits.dtype, draft.logits.dtype)
+            logits, draft = logits.to(wide), replace(draft, logits=draft.logits.to(wide))
         scores = None
         if any(row.top is not None for row in rows):
-            scores = _log_probabilities(logits, samplings, prefix, draft.tokens)
+            scores = _log_probabilities(logits, samplings, prefix, draft)
         verdict = settle(
             self._block(rows, draft, logits), self.rule, self.lenience, one_for_all(samplings), prefix=prefix
         )
@@ -441,12 +453,21 @@ class Decoder:
                 "this Decoder is generating already: in another thread, or in a stream that was neither "
                 "read to its end nor closed; wait for it, or give each thread a Decoder of its own"
             )
+        if self.drafter is not None:
+            try:
+                _claim(self.drafter)
+            except RuntimeError:
+                self._lock.release()
+                raise
         slots = min(batch_size or len(rows), len(rows))
         waiting, active = deque(rows), list[Row]()
         sound = False  # whether what the caches hold is what the rows say
         try:
             longest = max(min(row.prompt_length + row.max_new_tokens, self.scorer.context) for row in rows)
             self.scorer.reserve(slots, longest + self.length.most + 1)
+            reserve = getattr(self.drafter, "reserve", None)
+            if reserve is not None:
+                reserve(slots, longest + self.length.most + 1)
             while waiting or active:
                 steps = []
                 if waiting and len(active) < slots:
@@ -475,6 +496,8 @@ class Decoder:
         finally:
             for row in active:
                 self._release(row, keep=sound)
+            if self.drafter is not None:
+                _busy.discard(id(self.drafter))
             self._lock.release()
 
     def _release(self, row: Row, keep: bool) -> None:
@@ -520,14 +543,22 @@ class Decoder:
         if not isinstance(logprobs, bool):
             fits = f"True, False, or an int in 0..{self.scorer.vocab_size}"
             integer("logprobs", logprobs, fits, lambda k: 0 <= k <= self.scorer.vocab_size)
-        stops = [stop] if isinstance(stop, str) else list(stop or ())
+        stops: list[Any] = [stop] if isinstance(stop, str) or not isinstance(stop, Iterable) else list(stop)
+        stops = [] if stop is None else stops
         if not all(isinstance(one, str) and one for one in stops):
             raise ValueError(f"stop: got {stop!r}; it must be a string that is not empty, or several")
         if stops and self.tokenizer is None:
             raise ValueError(
                 "stop: stop strings need a tokenizer; pass tokenizer= to Decoder, or stop_tokens="
             )
+        if isinstance(stop_tokens, int):
+            stop_tokens = [stop_tokens]
+        V = self.scorer.vocab_size
+        for token in stop_tokens:
+            integer("stop_tokens", token, f"token ids in 0..{V - 1}", lambda t: 0 <= t < V)
         ends = set(stop_tokens) | (set() if ignore_eos else self._end_of_text())
+        special = set(getattr(self.tokenizer, "all_special_tokens", ())) & set(stops)
+        ends |= {self.tokenizer.convert_tokens_to_ids(one) for one in special}  # text does not show those
         rows: list[Row] = []
         for i, tokens in enumerate(prompts):
             one = samplings[i if len(samplings) > 1 else 0]
@@ -608,21 +639,47 @@ class Clock:
                 setattr(row.stats, name, getattr(row.stats, name) + seconds / len(rows))
 
 
+_APPLIED = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+_SHAPING = {  # and what they are where they do nothing
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    **dict.fromkeys(("top_h", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "min_new_tokens", "guidance_scale")),
+}
+
+
 def from_generation_config(config: Any) -> Sampling:
-    """What Transformers' `generate` would do by this configuration, as a Sampling."""
-    if config is None or not getattr(config, "do_sample", False):
-        penalty = getattr(config, "repetition_penalty", None)
-        return Sampling(temperature=0, repetition_penalty=penalty or 1.0)
-    defaults = (
-        config._get_default_generation_params() if hasattr(config, "_get_default_generation_params") else {}
-    )
-    chosen = {}
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
-        value = getattr(config, name, None)
-        value = defaults.get(name) if value is None else value
-        if value is not None:
-            chosen[name] = value
-    return Sampling(**chosen)
+    """What Transformers' `generate` does by this configuration, as a Sampling; a warning names the rest."""
+    if config is None:
+        return Sampling(temperature=0)
+    ignored = [
+        name for name, off in _SHAPING.items() if getattr(config, name, None) not in (None, off, [], {})
+    ]
+    if ignored:
+        warnings.warn(
+            f"generation_config: {', '.join(ignored)} not applied; pass them as processors of a Sampling",
+            stacklevel=4,
+        )
+    if not getattr(config, "do_sample", False):
+        return Sampling(temperature=0, repetition_penalty=getattr(config, "repetition_penalty", None) or 1.0)
+    defaults: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
+    values = {name: getattr(config, name, None) for name in _APPLIED}
+    values = {name: defaults.get(name) if value is None else value for name, value in values.items()}
+    return Sampling(**{name: value for name, value in values.items() if value is not None})
+
+
+_busy: set[int] = set()  # drafters at work: their memory is of one decoder's rows
+
+
+def _claim(drafter: Drafter) -> None:
+    if id(drafter) in _busy:
+        raise RuntimeError(
+            f"this {type(drafter).__name__} is drafting for another Decoder; give each Decoder its own"
+        )
+    _busy.add(id(drafter))
 
 
 def _drafter(drafter: Any) -> Drafter | None:
@@ -670,20 +727,23 @@ def _seed(seed: int | Sequence[int] | None, prompt: int, sample: int, prompts: i
     if isinstance(seed, Sequence) and len(seed) != prompts:
         raise ValueError(f"seed: got {len(seed)} for {prompts} prompts; give one int, or one per prompt")
     one = seed[prompt] if isinstance(seed, Sequence) else seed
+    one = one.item() if hasattr(one, "item") else one  # NumPy's and PyTorch's numbers
     fits = "an int in -2**63..2**64-1, or one per prompt"
     integer("seed", one, fits, lambda s: -(2**63) <= s < 2**64)
     return (one + sample * 0x9E3779B97F4A7C15) % 2**64
 
 
 def _log_probabilities(
-    logits: Tensor, samplings: list[Sampling], prefix: Prefix | None, drafted: Tensor
+    logits: Tensor, samplings: list[Sampling], prefix: Prefix | None, draft: Draft
 ) -> Tensor:
     """Of every token at every position, `[R, g+1, V]`; greedy rows as they are before the argmax."""
     soft = [
         dataclasses.replace(one, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if one.greedy else one
         for one in (sampling.fork() for sampling in samplings)
     ]
-    return adjust(logits, soft, prefix, drafted).log_softmax(-1)
+    scored = on_device([length + 1 for length in draft.lengths or []], torch.int64, logits.device)
+    scores, _ = process(logits, soft, prefix, draft.tokens, scored)
+    return warp(scores, soft).log_softmax(-1)
 
 
 def _note(rows: list[Row], draft: Draft, verdict: Verdict, scores: Tensor) -> None:

@@ -19,7 +19,7 @@ class Text:
         self.text = ""  # whole characters so far, cut before a stop string
         self._tokenizer, self._stops = tokenizer, stops
         self._tokens: list[int] = []
-        # Text is decoded from a few tokens back, since a token may be written differently at the beginning.
+        # Decoded from one step back: many tokenizers write a token differently at the beginning of a text.
         self._from, self._done = 0, 0
         self._given = 0
 

@@ -239,3 +239,60 @@ def test_sixteen_bit_texts_differ_at_most_at_near_ties() -> None:
     decoder = outpace.Decoder(model, model, length=3)
     report = outpace.audit.audit(decoder, PROMPTS, samples=0, progress=False)
     assert report.passed, str(report)
+
+
+def test_longrope_ends_where_its_factors_would_depend_on_the_batch() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 40,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+    }
+    model = tiny("phi3", rope_parameters=rope, original_max_position_embeddings=40, sliding_window=None)
+    with pytest.warns(UserWarning, match="longrope beyond 40 tokens"):
+        scorer = CausalScorer(model)
+    assert scorer.context == 40
+
+
+def test_families_with_windows_of_their_own_are_seen_through() -> None:
+    neo: dict[str, Any] = {"num_layers": 3, "attention_types": [[["local"], 3]], "window_size": 32}
+    model = tiny("gpt_neo", **neo, max_position_embeddings=400)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(ValueError, match="GPTNeoForCausalLM scores differently"):
+            CausalScorer(model.to(dtype))
+
+
+def test_memory_of_rows_no_longer_wanted_is_given_back() -> None:
+    scorer = CausalScorer(tiny())
+    scorer.prefill(list(range(8)), [[1, 2]] * 8)
+    scorer.reset(range(8), [[1, 2]] * 8)
+    scorer.prefill([0], [[1] * 100])
+    assert scorer.cache.nbytes() == 128 * scorer.bytes_per_token
+
+
+def test_padding_never_outgrows_the_texts() -> None:
+    scorer, long = CausalScorer(tiny()), torch.randint(V, (100,)).tolist()
+    scorer.reserve(2, 127)
+    scorer.prefill([0], [long])
+    scorer.reset([0], [long])
+    logits = scorer.prefill([0, 1], [[*long, 3], long[::-1]])
+    assert scorer.cache.capacity == 128
+    with torch.inference_mode():
+        own = tiny()(input_ids=torch.tensor([[*long, 3]])).logits[:, -1]
+    torch.testing.assert_close(logits[:1], own, atol=1e-4, rtol=1e-4)
+
+
+def test_adapters_of_transformers_itself_are_never_answered_from_the_cache() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny()
+    for seed, name in enumerate("ab"):
+        torch.manual_seed(seed)
+        lora = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        model.add_adapter(peft.LoraConfig(task_type="CAUSAL_LM", **lora), name)
+    model.set_adapter("a")
+    decoder = outpace.Decoder(model.eval(), length=0)
+    decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20)
+    model.set_adapter("b")
+    out = decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20)
+    assert out.tokens == greedy(model, PROMPTS[1], 20)

@@ -95,6 +95,7 @@ class Draws:
 
     def __init__(self, state: State, g: int) -> None:
         self.state = state
+        self.usable = torch.full((len(state.rows),), g, device=state.device)  # tokens before a q is unusable
         self.start = torch.tensor([len(text) for text in state.tokens], device=state.device)
         self.tokens: list[Tensor] = []
         self.logits: list[Tensor] = []
@@ -119,6 +120,9 @@ class Draws:
         adjusted = logits.float() if self._neutral else self._adjust(logits, prefix)
         if any(one.processors for one in state.sampling):
             state.after.append([one.fork() for one in state.sampling])
+        # Where nothing is possible, or NaN, a row's draft ends: that depends on q alone, never on the token.
+        unusable = ~adjusted.amax(-1).isfinite()
+        self.usable = torch.where(unusable, self.usable.clamp(max=i), self.usable)
         if all(one.greedy for one in state.sampling):
             token = adjusted.argmax(-1)
         elif state.own_noise:
@@ -136,6 +140,8 @@ class Draws:
 
     def draft(self, lengths: Sequence[int] | None = None) -> Draft:
         tokens = torch.stack(self.tokens, dim=1)
+        usable = self.usable.tolist()
+        lengths = usable if lengths is None else [min(*pair) for pair in zip(lengths, usable, strict=True)]
         return Draft(tokens, None if self.chosen else torch.stack(self.logits, dim=1), lengths)
 
 
@@ -146,6 +152,8 @@ def check_draft(draft: Draft, rows: int, vocab_size: int, device: torch.device) 
         raise ValueError(
             f"draft: got tokens of {tokens.dtype} {tuple(tokens.shape)}; they must be int64 [{rows}, g]"
         )
+    if draft.lengths is not None and not all(0 <= n <= tokens.shape[1] for n in draft.lengths):
+        raise ValueError(f"draft: got lengths {draft.lengths} for {tokens.shape[1]} tokens a row")
     if logits is not None and logits.shape != (*tokens.shape, vocab_size):
         raise ValueError(
             f"draft: got logits {tuple(logits.shape)} for tokens {tuple(tokens.shape)}; they must be "
@@ -158,7 +166,7 @@ def check_draft(draft: Draft, rows: int, vocab_size: int, device: torch.device) 
         flat = tokens.flatten().tolist()
         if min(flat) < 0 or max(flat) >= vocab_size:
             raise ValueError(
-                f"draft: got token ids {min(flat)}..{max(flat)}; they lie in 0..{vocab_size - 1}"
+                f"draft: got token ids {min(flat)}..{max(flat)}; the target knows 0..{vocab_size - 1}"
             )
 
 

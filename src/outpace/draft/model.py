@@ -24,6 +24,7 @@ class ModelDrafter:
         self.vocab_size = self.scorer.vocab_size
         self._texts: dict[int, Sequence[int]] = {}  # by slot
         self._proposed: list[tuple[int, int]] = []  # slots last proposed for, and their texts' lengths then
+        self._unusable = torch.zeros(0, dtype=torch.bool)  # which of them have NaN in the cache
 
     @torch.inference_mode()
     def propose(self, state: State, g: int) -> Draft:
@@ -45,6 +46,10 @@ class ModelDrafter:
                 self.scorer.commit(state.rows, [1] * len(state.rows))
         self._unusable = ~logits.amax(-1).isfinite()  # NaN in the cache reaches every later step
         return draws.draft(lengths)
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Make room in the cache at once rather than in steps."""
+        self.scorer.reserve(rows, tokens)
 
     def _catch_up(self, state: State) -> Tensor:
         """Logits after each row's text, of which the cache may lack any number of tokens."""

@@ -102,9 +102,7 @@ class RaggedCache(Cache):  # type: ignore[misc]
     @torch.inference_mode()
     def reserve(self, rows: int, tokens: int) -> None:
         """Make room for that many rows of that many tokens; what is there stays."""
-        rows, tokens = max(rows, self.rows), max(-(-tokens // STEP) * STEP, self.capacity)
-        if (rows, tokens) == (self.rows, self.capacity):
-            return
+        rows, tokens = self.size(rows, tokens)
         for layer in self.layers:
             if layer.is_initialized:
                 layer.keys, layer.values = (

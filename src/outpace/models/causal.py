@@ -12,6 +12,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from outpace.arguments import kind
+from outpace.models.attention import use_grouped
 from outpace.models.cache import RaggedCache, Span
 
 log = logging.getLogger("outpace")
@@ -37,16 +39,18 @@ class CausalScorer:
     """A Transformers causal language model and a ragged cache."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.base = model, accepted(model)
+        self.model: Any = model
+        self.base: Any = accepted(model)
         config = self.base.config
         self.config = config
         self.vocab_size: int = self.base.get_output_embeddings().weight.shape[0]
-        self.context: int = getattr(config, "max_position_embeddings", None) or 1 << 30
+        self.context: int = positions(config)
         self.device: torch.device = self.base.get_input_embeddings().weight.device
         self.dtype: torch.dtype = self.base.dtype
         self._windows = windows(config)
         takes = inspect.signature(self.base.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._grouped = bool(getattr(self.base, "_supports_attention_backend", False))
         self._one_token_needs_no_mask = set(self._windows.values()) == {None}
         self.cache = RaggedCache(config.num_hidden_layers)
         self._counting = torch.arange(0)[None]  # 0, 1, 2, ... to the cache's end
@@ -61,6 +65,10 @@ class CausalScorer:
         """Changes when weights do: then what the cache holds is no longer theirs."""
         each = ((p.data_ptr(), p._version) for p in self.base.parameters() if not p.is_inference())
         return hash(tuple(each))
+
+    def forget(self) -> None:
+        """Use nothing again of what rows hold."""
+        self._held = {slot: [] for slot in self._held}
 
     # What rows hold
 
@@ -92,6 +100,10 @@ class CausalScorer:
         size = self.cache.size(rows, tokens)
         if size == (self.cache.rows, self.cache.capacity):
             return
+        if not any(self._lengths.values()):  # nothing is in use: no more than is asked for
+            self.cache = RaggedCache(self.config.num_hidden_layers)
+            self._order, self._lengths, self._held = [], {}, {}
+            size = self.cache.size(rows, tokens)
         nbytes = size[0] * size[1] * self.bytes_per_token
         free = memory_free(self.device)
         said = f"{size[0]} rows of {size[1]} tokens in {nbytes / 2**20:.0f} MiB on {self.device}"
@@ -109,7 +121,10 @@ class CausalScorer:
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Keys and values of one token in all layers: as they are, or, before there are any, as the
+        configuration has them."""
+        if self.cache.nbytes():
+            return self.cache.nbytes() // (self.cache.rows * self.cache.capacity)
         config = self.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         if config.model_type == "falcon" and not config.new_decoder_architecture:
@@ -122,8 +137,13 @@ class CausalScorer:
     @torch.inference_mode()
     def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
         weights = self._fingerprint()
-        if weights != self._weights or self.model is not self.base:  # PEFT may switch adapters unseen
-            self._weights, self._held = weights, {slot: [] for slot in self._held}
+        adapters = self.model is not self.base or getattr(self.base, "_hf_peft_config_loaded", False)
+        if weights != self._weights or adapters:  # those can be switched unseen
+            self._weights = weights
+            self.forget()
+        if self.base.training:
+            warnings.warn("the model was in training mode: switched to evaluation", stacklevel=6)
+            self.model.eval()
         self._have(rows, max(map(len, prompts)))
         first: dict[tuple[int, ...], int] = {}  # which of the rows computes a prompt that several have
         owners = [first.setdefault(tuple(prompt), i) for i, prompt in enumerate(prompts)]
@@ -154,14 +174,17 @@ class CausalScorer:
     def append(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         counts = [len(row) for row in tokens]
         longest = max(counts)
-        self._have(rows, max(self._lengths[row] + longest for row in rows))
+        self._have(
+            rows, max(self._lengths[row] + len(new) for row, new in zip(rows, tokens, strict=True)) + 1
+        )
         first = self._arrange(rows)
         padded, columns = [], []
         for row, new, count in zip(rows, tokens, counts, strict=True):
             length, padding = self._lengths[row], longest - count
             padded.append([0] * padding + list(new))
             columns.append([*range(length + count, length + longest), *range(length, length + count)])
-        ids, positions = torch.tensor(padded), torch.tensor(columns)
+        ids = torch.tensor(padded)
+        positions = torch.tensor(columns).clamp_(max=self.cache.capacity - 1)  # padding may lie on padding
         together = self._together(rows) if min(counts) == longest else None
         for left in range(0, longest, CHUNK):
             part = slice(left, left + CHUNK)
@@ -190,15 +213,16 @@ class CausalScorer:
         positions = positions.to(self.device, non_blocking=True)
         self.cache.span = Span(first, positions, start, reach)
         alone = ids.shape == (1, 1) and self._one_token_needs_no_mask
-        out = self.model(
-            input_ids=ids.to(self.device),
-            # Past the context there is only padding, whose position does not matter but must exist.
-            position_ids=positions if reach <= self.context else positions.clamp(max=self.context - 1),
-            attention_mask=None if alone else self._masks(positions, reach),
-            past_key_values=self.cache,
-            use_cache=True,
-            **last_only,
-        )
+        with use_grouped(self.config) if self._grouped else nullcontext():
+            out = self.model(
+                input_ids=ids.to(self.device),
+                # Past the context there is only padding, whose position does not matter but must exist.
+                position_ids=positions if reach <= self.context else positions.clamp(max=self.context - 1),
+                attention_mask=None if alone else self._masks(positions, reach),
+                past_key_values=self.cache,
+                use_cache=True,
+                **last_only,
+            )
         logits: Tensor = out.logits
         return logits if logits.device == self.device else logits.to(self.device)
 
@@ -242,20 +266,23 @@ class CausalScorer:
 
     def _check(self) -> None:
         """Refuse a model of an unknown family that does not score here as it does by itself."""
-        ids = torch.arange(3, 27) % self.vocab_size
-        with torch.inference_mode():
-            own = self.model(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
-            self.prefill([0, 1], [ids[:8].tolist(), ids[:11].tolist()])
-            self.score([0, 1], torch.zeros(2, 5, dtype=torch.int64, device=self.device))
-            ours = [
-                self.score([0, 1], torch.stack((ids[8:20], ids[11:23])).to(self.device))[row, :, :]
-                for row in (0, 1)
-            ]
-        expected = own[8:20], own[11:23]
-        scale = own.abs().max()
-        worst = max(float((a - b).abs().max() / scale) for a, b in zip(ours, expected, strict=True))
+        n = min(300, self.context)  # past any usual window
+        ids = (torch.arange(n) * 7 + 3) % self.vocab_size
+        start = n - 20
+        try:
+            with torch.inference_mode():
+                own = self.model(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
+                self.prefill([0, 1], [ids[:start].tolist(), ids[:5].tolist()])
+                self.score([0, 1], torch.zeros(2, 5, dtype=torch.int64, device=self.device))
+                drafts = torch.stack((ids[start : start + 12], ids[5:17])).to(self.device)
+                ours = self.score([0, 1], drafts)
+        except Exception as error:
+            why = f"cannot be scored with explicit positions, masks and cache ({error})"
+            raise refusal(self.base, why) from error
+        expected = torch.stack((own[start : start + 12], own[5:17]))
+        worst = float((ours - expected).abs().max() / own.abs().max())
         self.reset([0, 1])
-        if not worst <= 200 * torch.finfo(self.dtype).eps:
+        if not worst <= min(200 * torch.finfo(self.dtype).eps, 0.05):
             raise refusal(
                 self.base, f"scores differently through a ragged cache (by {worst:.1e} of its largest logit)"
             )
@@ -269,10 +296,10 @@ class CausalScorer:
         )
 
 
-def accepted(model: Any) -> Any:
+def accepted(given: Any) -> Any:
     """The Transformers model inside, ready to score; or an error that says why it cannot."""
-    module: Any = model
-    if not isinstance(module, torch.nn.Module) or not hasattr(model, "config"):
+    model: Any = given
+    if not isinstance(given, torch.nn.Module) or not hasattr(given, "config"):
         raise TypeError(
             f"model: got {kind(model)[:80]}; it must be a causal model of the Transformers library"
         )
@@ -285,6 +312,8 @@ def accepted(model: Any) -> Any:
         raise refusal(base, "is an encoder-decoder model; only decoder-only models are supported yet")
     if config.get_text_config() is not config or hasattr(config, "vision_config"):
         raise refusal(base, "is a vision-language model; load its language model alone")
+    if getattr(config, "attention_chunk_size", None):
+        raise refusal(base, "uses chunked attention, which is not supported")
     types = set(getattr(config, "layer_types", None) or ())
     recurrent = types - {"full_attention", "sliding_attention"}
     if getattr(base, "_is_stateful", False) or recurrent:
@@ -292,8 +321,6 @@ def accepted(model: Any) -> Any:
         raise refusal(base, f"keeps a running state{what}, which cannot be rolled back after a lost draft")
     if name in ("bloom", "mpt") or getattr(config, "alibi", False):
         raise refusal(base, "uses ALiBi, whose bias Transformers builds for rows of equal length only")
-    if getattr(config, "attention_chunk_size", None):
-        raise refusal(base, "uses chunked attention")
     if not hasattr(base, "generate") or base.get_output_embeddings() is None:
         raise refusal(base, "has no language-model head; load it with AutoModelForCausalLM")
     attention = getattr(config, "_attn_implementation", None)
@@ -306,6 +333,20 @@ def accepted(model: Any) -> Any:
         warnings.warn("the model was in training mode: switched to evaluation", stacklevel=4)
         model.eval()
     return base
+
+
+def positions(config: Any) -> int:
+    """Most tokens a text may have."""
+    most = getattr(config, "max_position_embeddings", None) or 1 << 30
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Which factors Transformers takes depends on the longest text of a pass: short ones are always right.
+        name = "original_max_position_embeddings"
+        most = min(most, *(int(place or most) for place in (rope.get(name), getattr(config, name, None))))
+        warnings.warn(
+            f"longrope beyond {most} tokens depends on the batch: the context ends there", stacklevel=4
+        )
+    return int(most)
 
 
 def refusal(base: Any, why: str) -> ValueError:

@@ -1,0 +1,268 @@
+"""The decoder on a CPU beside Transformers' own generation, with the same models in the same run.
+
+    python benchmarks/decode_cpu.py --model SmolLM2-135M-Instruct --data spec_bench.jsonl \\
+        --out benchmarks/results/decode_cpu.json
+
+`--model` is a folder or hub id of a causal model with a chat template. `--data` holds one JSON object a
+line with `category` and `prompt`; without it the copy-heavy part is left out. Sides take turns; ratios are
+what counts, absolute times are this machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import machine
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import outpace
+from outpace import Decoder, Fixed, LookupDrafter, ModelDrafter, Sampling
+from outpace.draft.base import State
+
+DRAFT_LAYERS = 4
+
+
+class Passes:
+    """Seconds spent inside models' forward passes, and how many of each model there were."""
+
+    def __init__(self, **models: Any) -> None:
+        self.seconds, self.count = 0.0, dict.fromkeys(models, 0)
+        self._hooks = []
+        for name, model in models.items():
+            self._hooks.append(model.register_forward_pre_hook(self._begin))
+            self._hooks.append(model.register_forward_hook(lambda *_, name=name: self._end(name)))
+
+    def _begin(self, *_: Any) -> None:
+        self._begun = time.perf_counter()
+
+    def _end(self, name: str) -> None:
+        self.seconds += time.perf_counter() - self._begun
+        self.count[name] += 1
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def outside(call: Callable[[], Any], target: Any, draft: Any) -> float:
+    """Milliseconds per iteration that a generation spends outside the models' passes."""
+    passes = Passes(target=target, draft=draft)
+    begun = time.perf_counter()
+    call()
+    spent = time.perf_counter() - begun - passes.seconds
+    passes.close()
+    return 1e3 * spent / passes.count["target"]
+
+
+def overhead(target: Any, draft: Any, repeats: int) -> dict[str, Any]:
+    """An iteration of g = 5 outside the passes, sampling."""
+    g, tokens = 5, 60
+    for model in (target, draft):
+        model.generation_config.eos_token_id = None
+    draft.generation_config.update(
+        num_assistant_tokens=g, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    prompt = torch.randint(target.config.vocab_size, (1, 50))
+    decoder = Decoder(target, ModelDrafter(draft), length=Fixed(g))
+
+    def theirs() -> None:
+        target.generate(
+            prompt, assistant_model=draft, do_sample=True, top_k=0, max_new_tokens=tokens, pad_token_id=0
+        )
+
+    def ours(B: int) -> None:
+        rows = [prompt[0].tolist()] * B
+        decoder.generate(rows, Sampling(), max_new_tokens=tokens, seed=list(range(B)))
+
+    sides: list[Callable[[], None]] = [theirs, lambda: ours(1), lambda: ours(8)]
+    times: list[list[float]] = [[], [], []]
+    for turn in range(-1, repeats):
+        for side, spent in zip(sides, times, strict=True):
+            one = outside(side, target, draft)
+            if turn >= 0:
+                spent.append(one)
+        say(f"outside the passes: {turn + 1} of {repeats}")
+    their, alone, eight = (statistics.median(spent) for spent in times)
+    return {
+        "what": f"ms per iteration outside the passes, g = {g}, temperature 1",
+        "transformers_assisted": round(their, 3),
+        "outpace_B1": round(alone, 3),
+        "outpace_B8_per_row": round(eight / 8, 3),
+        "B1_over_transformers": round(alone / their, 3),
+        "B8_per_row_over_B1": round(eight / 8 / alone, 3),
+        "runs": {
+            "transformers": rounded(times[0]),
+            "outpace_B1": rounded(times[1]),
+            "outpace_B8": rounded(times[2]),
+        },
+        "bars": "B1_over_transformers <= 0.25, B8_per_row_over_B1 <= 0.5",
+    }
+
+
+def lookup(vocab_size: int) -> dict[str, Any]:
+    """Proposing from a context of 32k tokens that grows."""
+    text = torch.randint(vocab_size, (32_768,)).tolist()
+    drafter, spent = LookupDrafter(), []
+    seed, device = torch.tensor([1]), torch.device("cpu")
+    for turn in range(-1, 500):
+        state = State([0], [text], [1], [Sampling()], seed, [16], vocab_size, device)
+        begun = time.perf_counter()
+        drafter.propose(state, 16)
+        if turn >= 0:
+            spent.append(1e3 * (time.perf_counter() - begun))
+        else:
+            first = 1e3 * (time.perf_counter() - begun)
+        text.extend(text[40 * turn + 50 : 40 * turn + 54])
+    return {
+        "what": "LookupDrafter, ms per proposal of 16 tokens from 32768",
+        "median": round(statistics.median(spent), 4),
+        "p99": round(sorted(spent)[494], 4),
+        "first_with_indexing": round(first, 2),
+        "bar": "< 1",
+    }
+
+
+def plain(target: Any, prompts: list[list[int]], tokens: int, repeats: int) -> dict[str, Any]:
+    """Greedy decoding without drafts, tokens per second, against `generate`."""
+    decoder = Decoder(target)
+    rates: dict[str, list[float]] = {"transformers": [], "outpace": []}
+    for turn in range(-1, repeats):
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            begun = time.perf_counter()
+            out = target.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                min_new_tokens=tokens,
+                max_new_tokens=tokens,
+                pad_token_id=0,
+            )
+            theirs = time.perf_counter() - begun
+            decoder.scorer.reset([0])  # nothing is kept from the last time
+            begun = time.perf_counter()
+            own = decoder.generate(prompt, temperature=0, max_new_tokens=tokens, ignore_eos=True)
+            ours = time.perf_counter() - begun
+            if turn >= 0:
+                rates["transformers"].append(tokens / theirs)
+                rates["outpace"].append(tokens / ours)
+            elif out[0, len(prompt) :].tolist() != own.tokens:
+                print("note: a text differs from Transformers'", file=sys.stderr)
+        say(f"plain decoding: {turn + 1} of {repeats}")
+    ratios = [b / a for a, b in zip(rates["transformers"], rates["outpace"], strict=True)]
+    return {
+        "what": f"plain greedy decoding of {tokens} tokens, tokens/s",
+        "transformers": round(statistics.median(rates["transformers"]), 2),
+        "outpace": round(statistics.median(rates["outpace"]), 2),
+        "outpace_over_transformers": round(statistics.median(ratios), 3),
+        "runs": rounded(ratios),
+        "bar": ">= 1.0",
+    }
+
+
+def copying(target: Any, prompts: dict[str, list[list[int]]], tokens: int) -> list[dict[str, Any]]:
+    """Copying from the context against plain decoding, greedy."""
+    baseline, drafted = Decoder(target), Decoder(target, LookupDrafter(), length=outpace.Heuristic(8))
+    found = []
+    for category, rows in prompts.items():
+        stats = {"plain": outpace.Stats(), "lookup": outpace.Stats()}
+        same = 0
+        for i, row in enumerate(rows):
+            outs = {}
+            order = [("plain", baseline), ("lookup", drafted)]
+            for name, decoder in order if i % 2 else reversed(order):
+                decoder.scorer.reset([0])
+                outs[name] = decoder.generate(row, temperature=0, max_new_tokens=tokens, ignore_eos=True)
+                stats[name] += outs[name].stats
+            same += outs["plain"].tokens == outs["lookup"].tokens
+            say(f"copying, {category}: {i + 1} of {len(rows)}")
+        rates = {name: one.tokens_per_second for name, one in stats.items()}
+        found.append(
+            {
+                "what": f"copying from the context, {category}, {len(rows)} prompts of {tokens} tokens",
+                "plain_tokens_per_second": round(rates["plain"], 2),
+                "lookup_tokens_per_second": round(rates["lookup"], 2),
+                "lookup_over_plain": round(rates["lookup"] / rates["plain"], 3),
+                "tokens_per_call": round(stats["lookup"].tokens_per_call, 3),
+                "acceptance": round(stats["lookup"].acceptance, 3),
+                "same_texts": same,
+                "prompt_seconds_included": True,
+                "bar": ">= 1.5",
+            }
+        )
+    return found
+
+
+def rounded(values: list[float]) -> list[float]:
+    return [round(value, 3) for value in values]
+
+
+def say(what: str) -> None:
+    print(f"\r{what:60}", end="", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="folder or hub id of the target")
+    parser.add_argument("--data", type=Path, help="JSON lines with category and prompt")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts per category (default 8)")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens per prompt (default 128)")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each side (default 5)")
+    parser.add_argument("--only", choices=["overhead", "lookup", "plain", "copying"], help="one part alone")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    target = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    draft = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=torch.float32, num_hidden_layers=DRAFT_LAYERS
+    )
+
+    def wanted(part: str) -> bool:
+        return options.only in (None, part)
+
+    def encode(text: str) -> list[int]:
+        chat = [{"role": "user", "content": text}]
+        ids: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        return ids
+
+    figures: list[dict[str, Any]] = []
+    if wanted("overhead"):
+        figures.append(overhead(target, draft, options.repeats))
+    if wanted("lookup"):
+        figures.append(lookup(target.config.vocab_size))
+    if wanted("plain"):
+        questions = (
+            "Why is the sky blue?",
+            "Write a short story about a lighthouse keeper and a lost whale.",
+        )
+        figures.append(plain(target, [encode(one) for one in questions], 64, options.repeats))
+    if options.data is not None and wanted("copying"):
+        rows = [json.loads(line) for line in options.data.read_text(encoding="utf-8").splitlines()]
+        prompts = {
+            category: [encode(row["prompt"]) for row in rows if row["category"] == category][
+                : options.prompts
+            ]
+            for category in ("summarization", "rag")
+        }
+        figures.extend(copying(target, prompts, options.tokens))
+    print(file=sys.stderr)
+    report = {"command": "python " + " ".join(sys.argv), "machine": machine(), "figures": figures}
+    print(json.dumps(report, indent=2))
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
