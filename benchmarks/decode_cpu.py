@@ -170,7 +170,7 @@ def plain(target: Any, prompts: list[list[int]], tokens: int, repeats: int) -> d
 
 def copying(target: Any, prompts: dict[str, list[list[int]]], tokens: int) -> list[dict[str, Any]]:
     """Copying from the context against plain decoding, greedy."""
-    baseline, drafted = Decoder(target), Decoder(target, LookupDrafter(), length=outpace.Heuristic(8))
+    baseline, drafted = Decoder(target), Decoder(target, LookupDrafter())
     found = []
     for category, rows in prompts.items():
         stats = {"plain": outpace.Stats(), "lookup": outpace.Stats()}

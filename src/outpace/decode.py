@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict, Unpack, overload
 
@@ -268,10 +269,11 @@ class Decoder:
         rows, single = self._rows(prompt, sampling, n, **options)
 
         def steps() -> Generator[Step]:
-            for step in self._run(rows, options.get("batch_size")):
-                if single and step.output is not None and step.output.error is not None:
-                    raise step.output.error
-                yield step
+            with contextlib.closing(self._run(rows, options.get("batch_size"))) as run:
+                for step in run:
+                    if single and step.output is not None and step.output.error is not None:
+                        raise step.output.error
+                    yield step
 
         return steps()
 
@@ -446,7 +448,7 @@ class Decoder:
 
     # Rows come and go
 
-    def _run(self, rows: list[Row], batch_size: int | None) -> Iterator[Step]:
+    def _run(self, rows: list[Row], batch_size: int | None) -> Generator[Step]:
         """All rows to their ends, as many at a time as there are slots."""
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(

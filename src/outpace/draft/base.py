@@ -95,10 +95,10 @@ class Draws:
 
     def __init__(self, state: State, g: int) -> None:
         self.state = state
-        self.usable = torch.full((len(state.rows),), g, device=state.device)  # tokens before a q is unusable
         self.start = torch.tensor([len(text) for text in state.tokens], device=state.device)
         self.tokens: list[Tensor] = []
         self.logits: list[Tensor] = []
+        self._peaks: list[Tensor] = []
         # Tokens that sure choice or the target's own noise decides need no distribution.
         self.chosen = state.own_noise or all(one.greedy for one in state.sampling)
         self._prefix = _room(state, g) if any(one.reads_prefix for one in state.sampling) else None
@@ -120,9 +120,8 @@ class Draws:
         adjusted = logits.float() if self._neutral else self._adjust(logits, prefix)
         if any(one.processors for one in state.sampling):
             state.after.append([one.fork() for one in state.sampling])
-        # Where nothing is possible, or NaN, a row's draft ends: that depends on q alone, never on the token.
-        unusable = ~adjusted.amax(-1).isfinite()
-        self.usable = torch.where(unusable, self.usable.clamp(max=i), self.usable)
+        if self.chosen:
+            self._peaks.append(adjusted.amax(-1))
         if all(one.greedy for one in state.sampling):
             token = adjusted.argmax(-1)
         elif state.own_noise:
@@ -139,10 +138,14 @@ class Draws:
         return adjust(logits, rows if len(rows) > 1 else rows[0], prefix)
 
     def draft(self, lengths: Sequence[int] | None = None) -> Draft:
-        tokens = torch.stack(self.tokens, dim=1)
-        usable = self.usable.tolist()
-        lengths = usable if lengths is None else [min(*pair) for pair in zip(lengths, usable, strict=True)]
-        return Draft(tokens, None if self.chosen else torch.stack(self.logits, dim=1), lengths)
+        """What was drawn. Where nothing was possible, or NaN, a row's draft ends before: that depends on q
+        alone, never on the token."""
+        logits = None if self.chosen else torch.stack(self.logits, dim=1)
+        peaks = torch.stack(self._peaks, dim=1) if logits is None else logits.amax(-1)  # [R, g]
+        self.usable = peaks.isfinite().long().cumprod(-1).sum(-1).tolist()
+        if lengths is not None:
+            self.usable = [min(pair) for pair in zip(lengths, self.usable, strict=True)]
+        return Draft(torch.stack(self.tokens, dim=1), logits, self.usable)
 
 
 def check_draft(draft: Draft, rows: int, vocab_size: int, device: torch.device) -> None:

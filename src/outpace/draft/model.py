@@ -24,7 +24,7 @@ class ModelDrafter:
         self.vocab_size = self.scorer.vocab_size
         self._texts: dict[int, Sequence[int]] = {}  # by slot
         self._proposed: list[tuple[int, int]] = []  # slots last proposed for, and their texts' lengths then
-        self._unusable = torch.zeros(0, dtype=torch.bool)  # which of them have NaN in the cache
+        self._unusable: list[bool] = []  # which of them may have NaN in the cache
 
     @torch.inference_mode()
     def propose(self, state: State, g: int) -> Draft:
@@ -44,8 +44,9 @@ class ModelDrafter:
                     fed = fed.clamp(max=self.vocab_size - 1)
                 logits = self.scorer.score(state.rows, fed[:, None])[:, 0]
                 self.scorer.commit(state.rows, [1] * len(state.rows))
-        self._unusable = ~logits.amax(-1).isfinite()  # NaN in the cache reaches every later step
-        return draws.draft(lengths)
+        draft = draws.draft(lengths)
+        self._unusable = [usable < length for usable, length in zip(draws.usable, lengths, strict=True)]
+        return draft
 
     def reserve(self, rows: int, tokens: int) -> None:
         """Make room in the cache at once rather than in steps."""
@@ -76,8 +77,7 @@ class ModelDrafter:
         """Lost drafts leave the cache; after a full acceptance it lacks the last one, which was never fed."""
         if not self._proposed:
             return
-        unusable = self._unusable.tolist()
-        for (row, length), kept, wipe in zip(self._proposed, accepted.tolist(), unusable, strict=True):
+        for (row, length), kept, wipe in zip(self._proposed, accepted.tolist(), self._unusable, strict=True):
             self.scorer.truncate([row], [length + kept])
             if wipe:  # NaN in a cache outlives rollback
                 self.scorer.reset([row])

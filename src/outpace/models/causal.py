@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from outpace.arguments import kind
+from outpace.models.attention import NAME as GROUPED
 from outpace.models.attention import use_grouped
 from outpace.models.cache import RaggedCache, Span
 
@@ -324,7 +325,7 @@ def accepted(given: Any) -> Any:
     if not hasattr(base, "generate") or base.get_output_embeddings() is None:
         raise refusal(base, "has no language-model head; load it with AutoModelForCausalLM")
     attention = getattr(config, "_attn_implementation", None)
-    if attention not in ("sdpa", "eager"):
+    if attention not in ("sdpa", "eager", GROUPED):
         softcap = getattr(config, "attn_logit_softcapping", None)
         instead = "eager" if softcap is not None else "sdpa"
         warnings.warn(f"{attention} cannot take ragged rows: switched to {instead}", stacklevel=4)

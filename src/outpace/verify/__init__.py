@@ -136,6 +136,7 @@ def settle(
     """`verify` without its checks: adjust the block's logits, apply the rule, set processors' states back."""
     tokens, lengths = block.tokens, block.lengths
     rewind_draft = rewind_target = None
+    greedy = targets is not None and all(one.greedy for one in targets) and rule.exact and lenience == 1
     if drafters is not None and block.draft_logits is not None:
         in_both = {id(processor) for one in targets or () for processor in one.processors}
         if any(id(processor) in in_both for one in drafters for processor in one.processors):
@@ -144,11 +145,14 @@ def settle(
         block = replace(block, draft_logits=warp(scores, drafters))
     if targets is not None and not all(one.neutral for one in targets):
         scores, rewind_target = process(block.target_logits, targets, prefix, tokens, lengths + 1)
-        block = replace(block, target_logits=warp(scores, targets))
+        if greedy:
+            block = replace(block, target_logits=scores)
+        else:
+            block = replace(block, target_logits=warp(scores, targets))
         if lenience < 1:
             near = _near_the_top(scores[:, : tokens.shape[1]], tokens, targets, lenience)
             block = replace(block, greedy_keep=near)
-    verdict = eager.verify(block, rule, lenience)
+    verdict = eager.argmax(block) if greedy else eager.verify(block, rule, lenience)
     if rewind_target is not None:
         rewind_target(verdict.accepted)
     if rewind_draft is not None:

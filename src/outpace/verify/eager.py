@@ -132,6 +132,14 @@ def joint(block: Block, r: Tensor) -> Outcome:
     return accepted, weights, no_softmax(block, p, q)
 
 
+def argmax(block: Block) -> Verdict:
+    """What every exact rule comes to for greedy targets: keep drafts while they are the argmax."""
+    bad = among_drafted(block, unusable(block.target_logits))
+    own = block.target_logits.argmax(-1)
+    accepted = leading((own[:, :-1] == block.tokens) & block.drafted)
+    return settle(block, accepted, own.gather(1, accepted[:, None]).squeeze(1), bad)
+
+
 def match(block: Block) -> Verdict:
     """Draw the target's own tokens with the target stream's noise; keep drafts while they are the same."""
     bad = among_drafted(block, unusable(block.target_logits))

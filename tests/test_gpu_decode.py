@@ -1,0 +1,74 @@
+"""The decoder on a CUDA device: Transformers' own greedy texts, and one text per seed whatever drafts.
+
+pytest -m gpu
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import outpace
+from outpace import Decoder, Fixed, Sampling
+from tests.tiny import FAMILIES, V, tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 12, 40, 41, 42], [30]]
+
+
+def greedy(model: Any, prompt: list[int], tokens: int) -> list[int]:
+    ids = torch.tensor([prompt], device="cuda")
+    out = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
+    )
+    return list(out[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_texts_are_those_of_transformers(family: str) -> None:
+    model = tiny(family).double().cuda()  # in double precision no tie is near
+    expected = [greedy(model, prompt, 40) for prompt in PROMPTS]
+    for drafter in (tiny(family, seed=1).double().cuda(), "lookup", outpace.RandomDrafter(V), None):
+        outs = Decoder(model, drafter, length=Fixed(4)).generate(PROMPTS, temperature=0, max_new_tokens=40)
+        assert [out.tokens for out in outs] == expected
+
+
+def test_match_gives_plain_decodings_text() -> None:
+    model = tiny().cuda()
+    plain = Decoder(model, rule="match").generate(PROMPTS, Sampling(), seed=3, max_new_tokens=40)
+    drafters: list[Any] = [model, tiny(seed=1).cuda(), "lookup"]
+    for drafter in drafters:
+        outs = Decoder(model, drafter, rule="match", length=Fixed(3)).generate(
+            PROMPTS, Sampling(), seed=3, max_new_tokens=40
+        )
+        assert [out.tokens for out in outs] == [out.tokens for out in plain]
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_a_target_that_drafts_for_itself_is_almost_always_right(rule: str) -> None:
+    """Rounding differs between a draft's passes of one token and the target's of four, by a hair."""
+    decoder = Decoder(tiny().cuda(), tiny().cuda(), rule=rule, length=Fixed(3))
+    outs = decoder.generate(PROMPTS, Sampling(repetition_penalty=1.2), seed=3, max_new_tokens=60)
+    assert sum((out.stats for out in outs), outpace.Stats()).acceptance > 0.99
+
+
+def test_a_draft_on_another_device_works() -> None:
+    model = tiny().double().cuda()
+    out = Decoder(model, tiny(seed=1).double(), length=Fixed(3)).generate(
+        PROMPTS[1], temperature=0, max_new_tokens=30
+    )
+    assert out.tokens == greedy(model, PROMPTS[1], 30)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_pass_the_audit(dtype: torch.dtype) -> None:
+    model = tiny().to(dtype).cuda()
+    decoder = Decoder(model, tiny(seed=1).to(dtype).cuda(), length=Fixed(3))
+    report = outpace.audit.audit(decoder, PROMPTS, samples=1000, progress=False)
+    assert report.passed, str(report)
