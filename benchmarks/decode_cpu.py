@@ -134,27 +134,36 @@ def plain(target: Any, prompts: list[list[int]], tokens: int, repeats: int) -> d
     """Greedy decoding without drafts, tokens per second, against `generate`."""
     decoder = Decoder(target)
     rates: dict[str, list[float]] = {"transformers": [], "outpace": []}
+    texts: dict[str, list[int]] = {}
+
+    def theirs(prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        out = target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
+            pad_token_id=0,
+        )
+        return list(out[0, len(prompt) :].tolist())
+
+    def ours(prompt: list[int]) -> list[int]:
+        return decoder.generate(prompt, temperature=0, max_new_tokens=tokens, ignore_eos=True).tokens
+
+    sides = {"transformers": theirs, "outpace": ours}
     for turn in range(-1, repeats):
-        for prompt in prompts:
-            ids = torch.tensor([prompt])
-            begun = time.perf_counter()
-            out = target.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                min_new_tokens=tokens,
-                max_new_tokens=tokens,
-                pad_token_id=0,
-            )
-            theirs = time.perf_counter() - begun
-            decoder.scorer.reset([0])  # nothing is kept from the last time
-            begun = time.perf_counter()
-            own = decoder.generate(prompt, temperature=0, max_new_tokens=tokens, ignore_eos=True)
-            ours = time.perf_counter() - begun
+        for i, prompt in enumerate(prompts):
+            took: dict[str, float] = {}
+            for name in ("transformers", "outpace") if (turn + i) % 2 else ("outpace", "transformers"):
+                decoder.scorer.reset([0])  # nothing is kept from the last time
+                begun = time.perf_counter()
+                texts[name] = sides[name](prompt)
+                took[name] = time.perf_counter() - begun
             if turn >= 0:
-                rates["transformers"].append(tokens / theirs)
-                rates["outpace"].append(tokens / ours)
-            elif out[0, len(prompt) :].tolist() != own.tokens:
+                for name in rates:
+                    rates[name].append(tokens / took[name])
+            elif texts["transformers"] != texts["outpace"]:
                 print("note: a text differs from Transformers'", file=sys.stderr)
         say(f"plain decoding: {turn + 1} of {repeats}")
     ratios = [b / a for a, b in zip(rates["transformers"], rates["outpace"], strict=True)]
@@ -257,7 +266,11 @@ def main() -> None:
         }
         figures.extend(copying(target, prompts, options.tokens))
     print(file=sys.stderr)
-    report = {"command": "python " + " ".join(sys.argv), "machine": machine(), "figures": figures}
+    command = f"python benchmarks/decode_cpu.py --model {Path(options.model).name}"
+    if options.data is not None:
+        command += f" --data {options.data.name}"
+    command += f" --prompts {options.prompts} --tokens {options.tokens} --repeats {options.repeats}"
+    report = {"command": command, "machine": machine(), "figures": figures}
     print(json.dumps(report, indent=2))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
