@@ -80,7 +80,7 @@ def test_the_generation_config_decides_where_nothing_is_said() -> None:
     assert len(decoder.generate(PROMPT).tokens) == 3
     model.generation_config.update(do_sample=True, temperature=0.7, top_p=0.9)
     expected = Sampling(temperature=0.7, top_p=0.9, top_k=50)
-    assert outpace.decode.from_generation_config(model.generation_config) == expected
+    assert outpace.sampling.from_generation_config(model.generation_config) == expected
     sampled, said = decoder.generate(PROMPT, seed=1), decoder.generate(PROMPT, expected, seed=1)
     assert sampled.tokens == said.tokens
 

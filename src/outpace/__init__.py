@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from outpace.decode import Decoder, Output, Step
+    from outpace.decode import Decoder
     from outpace.draft.base import Draft, Drafter
     from outpace.draft.lookup import LookupDrafter
     from outpace.draft.model import ModelDrafter
     from outpace.draft.ngram import NGramDrafter
     from outpace.draft.random import RandomDrafter
     from outpace.length import Fixed, Heuristic
+    from outpace.rows import Output, Step
     from outpace.sampling import Prefix, Sampling
     from outpace.stats import Stats
     from outpace.verify import Rule, Verdict, sigmoid, verify
@@ -31,13 +32,13 @@ _HOMES = {
     "LookupDrafter": "outpace.draft.lookup",
     "ModelDrafter": "outpace.draft.model",
     "NGramDrafter": "outpace.draft.ngram",
-    "Output": "outpace.decode",
+    "Output": "outpace.rows",
     "Prefix": "outpace.sampling",
     "RandomDrafter": "outpace.draft.random",
     "Rule": "outpace.verify.rules",
     "Sampling": "outpace.sampling",
     "Stats": "outpace.stats",
-    "Step": "outpace.decode",
+    "Step": "outpace.rows",
     "Verdict": "outpace.verify.block",
     "sigmoid": "outpace.verify.rules",
 }

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from outpace.arguments import integer, number
-from outpace.decode import Decoder, Output, Prompt
+from outpace.decode import Decoder
+from outpace.rows import Output, Prompt
 from outpace.sampling import Sampling
 
 Floats = npt.NDArray[np.float64]

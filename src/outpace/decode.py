@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import time
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict, Unpack, overload
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -19,139 +18,16 @@ from outpace.arguments import integer, kind, on_device, row_integers
 from outpace.draft.base import Draft, Drafter, State, check_draft, one_for_all
 from outpace.length import Fixed, Heuristic, Length
 from outpace.models.causal import CausalScorer
-from outpace.sampling import Prefix, Processor, Sampling, per_row, process, warp
-from outpace.stats import Stats
+from outpace.rows import Options, Output, Prompt, Prompts, Row, Step
+from outpace.sampling import Prefix, Sampling, from_generation_config, per_row, process, warp
+from outpace.stats import Clock
 from outpace.text import Text
 from outpace.verify import Rule, Verdict, check, settle
 from outpace.verify.block import Block
 from outpace.verify.rules import parse
 
-Prompt = str | Sequence[int] | Tensor
-Prompts = list[str] | list[list[int]] | list[Tensor] | list[Prompt]
 MAX_NEW_TOKENS = 256  # where neither the caller nor the model says
 PADDING = 1024  # vocabularies of one tokenizer, padded for two models, differ by less
-
-
-class Options(TypedDict, total=False):
-    """What `generate` and `stream` take by name: see there. The last nine are the fields of `Sampling`."""
-
-    max_new_tokens: int | None
-    stop: str | Sequence[str] | None
-    stop_tokens: Sequence[int]
-    ignore_eos: bool
-    seed: int | Sequence[int] | None
-    logprobs: bool | int
-    batch_size: int | None
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    logit_bias: Mapping[int, float] | None
-    processors: Sequence[Processor]
-
-
-@dataclass(frozen=True)
-class Output:
-    """What one row came to.
-
-    text           the new text, up to a stop string; None without a tokenizer
-    tokens         the new token ids, with the end-of-text token or those of the stop string, if that ended it
-    finish_reason  "stop", "length", or, for a row of a batch that failed, "error"
-    stats          what happened on the way
-    logprobs       with logprobs=: of each token, its log-probability under the adjusted target (for greedy
-                   rows: under the softmax that the argmax was taken of)
-    top_logprobs   with logprobs=k: of each token, the k likeliest ids there with theirs
-    error          why the row failed; None otherwise
-    """
-
-    text: str | None
-    tokens: list[int]
-    finish_reason: str
-    stats: Stats
-    logprobs: list[float] | None = None
-    top_logprobs: list[dict[int, float]] | None = None
-    error: Exception | None = None
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one iteration brought to one row.
-
-    row            which output it belongs to
-    text           text that is certain now; None without a tokenizer
-    tokens         new token ids: kept drafts, then the target's own, cut where the row ends
-    drafted        tokens that were guessed
-    accepted       guesses that were kept
-    token          the target's own token after them
-    draft_tokens   the guesses
-    finish_reason  of the row, if this is its last step
-    output         the row's Output, if this is its last step
-    """
-
-    row: int
-    text: str | None
-    tokens: list[int]
-    drafted: int
-    accepted: int
-    token: int
-    draft_tokens: list[int]
-    finish_reason: str | None = None
-    output: Output | None = None
-
-
-@dataclass
-class Row:
-    """A text that is being generated."""
-
-    index: int  # among the outputs
-    tokens: list[int]  # prompt and output; the last one is not in the target's cache yet
-    prompt_length: int
-    sampling: Sampling
-    draft_sampling: Sampling | None  # None: as the target's
-    seed: int
-    max_new_tokens: int
-    stop_tokens: frozenset[int]
-    text: Text | None
-    top: int | None  # log-probabilities wanted: None, 0 for the tokens' own, k for the k likeliest too
-    slot: int = -1
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    stats: Stats = field(default_factory=Stats)
-    finish_reason: str | None = None
-    error: Exception | None = None
-
-    @property
-    def new_tokens(self) -> list[int]:
-        return self.tokens[self.prompt_length :]
-
-    def extend(self, tokens: Sequence[int], context: int) -> int:
-        """Take in tokens up to where plain decoding would have stopped; how many those are."""
-        for count, token in enumerate(tokens, 1):
-            self.tokens.append(token)
-            self.stats.new_tokens += 1
-            complete = self.text is not None and self.text.push(token)
-            if complete or token in self.stop_tokens:
-                self.finish_reason = "stop"
-            elif self.stats.new_tokens == self.max_new_tokens or len(self.tokens) >= context:
-                self.finish_reason = "length"
-            if self.finish_reason is not None:
-                return count
-        return len(tokens)
-
-    def output(self) -> Output:
-        assert self.finish_reason is not None
-        return Output(
-            None if self.text is None else self.text.text,
-            self.new_tokens,
-            self.finish_reason,
-            self.stats,
-            None if self.top is None else self.logprobs[: self.stats.new_tokens],
-            self.top_logprobs[: self.stats.new_tokens] if self.top else None,
-            self.error,
-        )
 
 
 class Decoder:
@@ -316,7 +192,7 @@ class Decoder:
             self.drafter.commit(accepted, next_token)
         self.length.observe(slots, draft.lengths or [], accepted.tolist())
         steps = self._advance(rows, draft, state, accepted.tolist(), next_token.tolist(), bad.tolist())
-        clock.share(rows)
+        clock.share([row.stats for row in rows])
         return steps
 
     @torch.inference_mode()
@@ -330,7 +206,7 @@ class Decoder:
         clock.lap("verify")
         _, next_token, bad = torch.stack((verdict.accepted, verdict.next_token, verdict.bad)).tolist()
         steps = self._advance(rows, draft, None, [0] * len(rows), next_token, bad)
-        clock.share(rows)
+        clock.share([row.stats for row in rows])
         return steps
 
     def _propose(self, rows: list[Row]) -> tuple[Draft, State | None]:
@@ -618,59 +494,6 @@ class Decoder:
         if ends is None:
             ends = getattr(self.scorer.config, "eos_token_id", None)
         return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
-
-
-class Clock:
-    """Seconds of an iteration by what they were spent on."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self._spent: dict[str, float] = {}
-
-    def lap(self, what: str) -> None:
-        now = time.perf_counter()
-        self._spent[what] = now - self._last
-        self._last = now
-
-    def share(self, rows: list[Row]) -> None:
-        """The rest is "other"; each row gets its share."""
-        self.lap("other")
-        for row in rows:
-            for what, seconds in self._spent.items():
-                name = f"{what}_seconds"
-                setattr(row.stats, name, getattr(row.stats, name) + seconds / len(rows))
-
-
-_APPLIED = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
-_SHAPING = {  # and what they are where they do nothing
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "no_repeat_ngram_size": 0,
-    "min_length": 0,
-    **dict.fromkeys(("top_h", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "min_new_tokens", "guidance_scale")),
-}
-
-
-def from_generation_config(config: Any) -> Sampling:
-    """What Transformers' `generate` does by this configuration, as a Sampling; a warning names the rest."""
-    if config is None:
-        return Sampling(temperature=0)
-    ignored = [
-        name for name, off in _SHAPING.items() if getattr(config, name, None) not in (None, off, [], {})
-    ]
-    if ignored:
-        warnings.warn(
-            f"generation_config: {', '.join(ignored)} not applied; pass them as processors of a Sampling",
-            stacklevel=4,
-        )
-    if not getattr(config, "do_sample", False):
-        return Sampling(temperature=0, repetition_penalty=getattr(config, "repetition_penalty", None) or 1.0)
-    defaults: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
-    values = {name: getattr(config, name, None) for name in _APPLIED}
-    values = {name: defaults.get(name) if value is None else value for name, value in values.items()}
-    return Sampling(**{name: value for name, value in values.items() if value is not None})
 
 
 _busy: set[int] = set()  # drafters at work: their memory is of one decoder's rows

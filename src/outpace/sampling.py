@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -449,3 +450,35 @@ def _column(
     if all(one == neutral for one in values):
         return None
     return on_device(values, like.dtype, like.device).view(-1, 1, 1)
+
+
+_APPLIED = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+_SHAPING = {  # and what they are where they do nothing
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    **dict.fromkeys(("top_h", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "min_new_tokens", "guidance_scale")),
+}
+
+
+def from_generation_config(config: Any) -> Sampling:
+    """What Transformers' `generate` does by this configuration, as a Sampling; a warning names the rest."""
+    if config is None:
+        return Sampling(temperature=0)
+    ignored = [
+        name for name, off in _SHAPING.items() if getattr(config, name, None) not in (None, off, [], {})
+    ]
+    if ignored:
+        warnings.warn(
+            f"generation_config: {', '.join(ignored)} not applied; pass them as processors of a Sampling",
+            stacklevel=4,
+        )
+    if not getattr(config, "do_sample", False):
+        return Sampling(temperature=0, repetition_penalty=getattr(config, "repetition_penalty", None) or 1.0)
+    defaults: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
+    values = {name: getattr(config, name, None) for name in _APPLIED}
+    values = {name: defaults.get(name) if value is None else value for name, value in values.items()}
+    return Sampling(**{name: value for name, value in values.items() if value is not None})

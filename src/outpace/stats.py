@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -68,3 +70,24 @@ class Stats:
             else:
                 summed[name] = mine + theirs
         return Stats(**summed)
+
+
+class Clock:
+    """Seconds of an iteration by what they were spent on."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._spent: dict[str, float] = {}
+
+    def lap(self, what: str) -> None:
+        now = time.perf_counter()
+        self._spent[what] = now - self._last
+        self._last = now
+
+    def share(self, rows: Sequence[Stats]) -> None:
+        """The rest is "other"; each row gets its share."""
+        self.lap("other")
+        for stats in rows:
+            for what, seconds in self._spent.items():
+                name = f"{what}_seconds"
+                setattr(stats, name, getattr(stats, name) + seconds / len(rows))

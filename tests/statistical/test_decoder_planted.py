@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from outpace import Decoder, Fixed, Sampling, Step, decode
-from outpace.decode import Row
 from outpace.draft.base import Draft
 from outpace.draft.model import ModelDrafter
 from outpace.models.cache import RaggedCache
 from outpace.models.causal import CausalScorer
+from outpace.rows import Row
 from outpace.sampling import Prefix
 from outpace.text import Text
 from tests.statistical.test_decoder import Cell, joint_distribution_is_exact

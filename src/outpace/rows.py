@@ -1,0 +1,138 @@
+"""What is asked for, what comes back, and the rows in between: texts that are being generated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+from torch import Tensor
+
+from outpace.sampling import Processor, Sampling
+from outpace.stats import Stats
+from outpace.text import Text
+
+Prompt = str | Sequence[int] | Tensor
+Prompts = list[str] | list[list[int]] | list[Tensor] | list[Prompt]
+
+
+class Options(TypedDict, total=False):
+    """What `generate` and `stream` take by name: see there. The last nine are the fields of `Sampling`."""
+
+    max_new_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_tokens: Sequence[int]
+    ignore_eos: bool
+    seed: int | Sequence[int] | None
+    logprobs: bool | int
+    batch_size: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float] | None
+    processors: Sequence[Processor]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one row came to.
+
+    text           the new text, up to a stop string; None without a tokenizer
+    tokens         the new token ids, with the end-of-text token or those of the stop string, if that ended it
+    finish_reason  "stop", "length", or, for a row of a batch that failed, "error"
+    stats          what happened on the way
+    logprobs       with logprobs=: of each token, its log-probability under the adjusted target (for greedy
+                   rows: under the softmax that the argmax was taken of)
+    top_logprobs   with logprobs=k: of each token, the k likeliest ids there with theirs
+    error          why the row failed; None otherwise
+    """
+
+    text: str | None
+    tokens: list[int]
+    finish_reason: str
+    stats: Stats
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one iteration brought to one row.
+
+    row            which output it belongs to
+    text           text that is certain now; None without a tokenizer
+    tokens         new token ids: kept drafts, then the target's own, cut where the row ends
+    drafted        tokens that were guessed
+    accepted       guesses that were kept
+    token          the target's own token after them
+    draft_tokens   the guesses
+    finish_reason  of the row, if this is its last step
+    output         the row's Output, if this is its last step
+    """
+
+    row: int
+    text: str | None
+    tokens: list[int]
+    drafted: int
+    accepted: int
+    token: int
+    draft_tokens: list[int]
+    finish_reason: str | None = None
+    output: Output | None = None
+
+
+@dataclass
+class Row:
+    """A text that is being generated."""
+
+    index: int  # among the outputs
+    tokens: list[int]  # prompt and output; the last one is not in the target's cache yet
+    prompt_length: int
+    sampling: Sampling
+    draft_sampling: Sampling | None  # None: as the target's
+    seed: int
+    max_new_tokens: int
+    stop_tokens: frozenset[int]
+    text: Text | None
+    top: int | None  # log-probabilities wanted: None, 0 for the tokens' own, k for the k likeliest too
+    slot: int = -1
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    finish_reason: str | None = None
+    error: Exception | None = None
+
+    @property
+    def new_tokens(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    def extend(self, tokens: Sequence[int], context: int) -> int:
+        """Take in tokens up to where plain decoding would have stopped; how many those are."""
+        for count, token in enumerate(tokens, 1):
+            self.tokens.append(token)
+            self.stats.new_tokens += 1
+            complete = self.text is not None and self.text.push(token)
+            if complete or token in self.stop_tokens:
+                self.finish_reason = "stop"
+            elif self.stats.new_tokens == self.max_new_tokens or len(self.tokens) >= context:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                return count
+        return len(tokens)
+
+    def output(self) -> Output:
+        assert self.finish_reason is not None
+        return Output(
+            None if self.text is None else self.text.text,
+            self.new_tokens,
+            self.finish_reason,
+            self.stats,
+            None if self.top is None else self.logprobs[: self.stats.new_tokens],
+            self.top_logprobs[: self.stats.new_tokens] if self.top else None,
+            self.error,
+        )
