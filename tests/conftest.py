@@ -5,10 +5,12 @@ import os
 import pytest
 import torch
 
-from tests.statistical import chisquare
-
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # Triton reads it when it is first imported, which what follows may do
+    )
+
+from tests.statistical import chisquare
 
 
 @pytest.fixture(autouse=True)
