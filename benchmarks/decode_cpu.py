@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import machine
+from report import machine, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outpace
@@ -272,9 +272,7 @@ def main() -> None:
     command += f" --prompts {options.prompts} --tokens {options.tokens} --repeats {options.repeats}"
     report = {"command": command, "machine": machine(), "figures": figures}
     print(json.dumps(report, indent=2))
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    write(report, options.out)
 
 
 if __name__ == "__main__":

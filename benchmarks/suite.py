@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from machine import machine
+from report import machine, write
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,9 +41,7 @@ def main() -> None:
         "false_alarms_per_run_below": float(counted[2]),
     }
     print(json.dumps(report, indent=2))
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    write(report, options.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Each line times both sides alternately, call by call, and compares medians; abso
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import machine
+from report import machine, write
 from torch import Tensor
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 from transformers.generation.utils import _speculative_sampling
@@ -150,9 +149,7 @@ def main() -> None:
             f"{row['what']:45} {row['B']:>2} {row['outpace_ms']:>7.3f} ms {row['transformers_ms']:>10.3f} ms "
             f"{row['outpace_over_transformers']:>7.3f}  {row['bar']}"
         )
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    write(report, options.out)
 
 
 if __name__ == "__main__":

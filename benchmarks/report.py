@@ -1,7 +1,8 @@
-"""Where a benchmark ran: processor and versions, for its JSON."""
+"""A benchmark's JSON: where it ran, and writing it down."""
 
 from __future__ import annotations
 
+import json
 import platform
 from pathlib import Path
 from typing import Any
@@ -32,3 +33,10 @@ def machine() -> dict[str, Any]:
         "numpy": numpy.__version__,
         "outpace": outpace.__version__,
     }
+
+
+def write(report: dict[str, Any], out: Path | None) -> None:
+    """To the file, if one is named."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=2) + "\n")
