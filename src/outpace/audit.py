@@ -21,7 +21,8 @@ from torch import Tensor
 
 from outpace.arguments import integer, number
 from outpace.decode import Decoder
-from outpace.rows import Output, Prompt
+from outpace.request import Prompt
+from outpace.rows import Output
 from outpace.sampling import Sampling
 
 Floats = npt.NDArray[np.float64]

@@ -7,27 +7,27 @@ import dataclasses
 import threading
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from outpace.arguments import integer, kind, on_device, row_integers
+from outpace.arguments import kind, on_device, row_integers
+from outpace.draft import claim, drafter_of, release
 from outpace.draft.base import Draft, Drafter, State, check_draft, one_for_all
+from outpace.draft.model import ModelDrafter
 from outpace.length import Fixed, Heuristic, Length
+from outpace.logprobs import log_probabilities, note
 from outpace.models.causal import CausalScorer
-from outpace.rows import Options, Output, Prompt, Prompts, Row, Step
-from outpace.sampling import Prefix, Sampling, from_generation_config, per_row, process, warp
+from outpace.request import Options, Prompt, Prompts, Reader
+from outpace.rows import Output, Row, Step
+from outpace.sampling import Prefix, Sampling
 from outpace.stats import Clock
-from outpace.text import Text
 from outpace.verify import Rule, Verdict, check, settle
 from outpace.verify.block import Block
 from outpace.verify.rules import parse
-
-MAX_NEW_TOKENS = 256  # where neither the caller nor the model says
-PADDING = 1024  # vocabularies of one tokenizer, padded for two models, differ by less
 
 
 class Decoder:
@@ -56,8 +56,7 @@ class Decoder:
         draft_sampling: Sampling | None = None,
     ) -> None:
         self.scorer = CausalScorer(target)
-        self.drafter = _drafter(drafter)
-        self.tokenizer = tokenizer
+        self.drafter = drafter_of(drafter)
         self.rule = parse(rule)
         check.lenience(lenience, self.rule)
         self.lenience = lenience
@@ -72,8 +71,9 @@ class Decoder:
             )
         if not isinstance(draft_sampling, Sampling | None):
             raise TypeError(f"draft_sampling: got {kind(draft_sampling)}; it must be a Sampling")
-        self.draft_sampling = draft_sampling
-        _check_vocabularies(self.scorer.vocab_size, tokenizer, self.drafter)
+        if isinstance(self.drafter, ModelDrafter):
+            self.drafter.check(self.scorer.vocab_size, tokenizer)
+        self._reader = Reader(self.scorer, tokenizer, draft_sampling)
         self._lock = threading.Lock()
 
     @overload
@@ -121,7 +121,7 @@ class Decoder:
         A single prompt gives an `Output`, with n= a list of n, and raises if it fails. A list gives a list,
         and a row that fails has finish_reason "error" and leaves the others alone.
         """
-        rows, single = self._rows(prompt, sampling, n, **options)
+        rows, single = self._reader.rows(prompt, sampling, n, **options)
         outputs: dict[int, Output] = {}
         for step in self._run(rows, options.get("batch_size")):
             if step.output is not None:
@@ -142,7 +142,7 @@ class Decoder:
         **options: Unpack[Options],
     ) -> Generator[Step]:
         """The same, one `Step` per iteration and row as it happens; the last of a row has its Output."""
-        rows, single = self._rows(prompt, sampling, n, **options)
+        rows, single = self._reader.rows(prompt, sampling, n, **options)
 
         def steps() -> Generator[Step]:
             with contextlib.closing(self._run(rows, options.get("batch_size"))) as run:
@@ -156,17 +156,21 @@ class Decoder:
     def forget(self) -> None:
         """Keep nothing of earlier prompts. Weights that change are noticed, unless through `.data`."""
         self.scorer.forget()
-        inner = getattr(self.drafter, "scorer", None)
-        if inner is not None:
-            inner.forget()
+        if isinstance(self.drafter, ModelDrafter):
+            self.drafter.forget()
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt that this decoder can go on from."""
+        return self._reader.encode(prompt)
 
     def describe(self) -> str:
         """What runs here and how, for people."""
         drafter = "none, plain decoding" if self.drafter is None else type(self.drafter).__name__
-        inner = getattr(self.drafter, "scorer", None)
+        if isinstance(self.drafter, ModelDrafter):
+            drafter = self.drafter.describe()
         lines = [
             f"target   {self.scorer.describe()}",
-            f"drafter  {drafter}" + (f": {inner.describe()}" if inner is not None else ""),
+            f"drafter  {drafter}",
             f"rule     {self.rule}" + (f", lenience {self.lenience}" if self.lenience < 1 else ""),
             f"length   {self.length!r}",
         ]
@@ -254,12 +258,12 @@ class Decoder:
             logits, draft = logits.to(wide), replace(draft, logits=draft.logits.to(wide))
         scores = None
         if any(row.top is not None for row in rows):
-            scores = _log_probabilities(logits, samplings, prefix, draft)
+            scores = log_probabilities(logits, samplings, prefix, draft)
         verdict = settle(
             self._block(rows, draft, logits), self.rule, self.lenience, one_for_all(samplings), prefix=prefix
         )
         if scores is not None:
-            _note(rows, draft, verdict, scores)
+            note(rows, draft, verdict, scores)
         return verdict
 
     def _block(self, rows: list[Row], draft: Draft, logits: Tensor) -> Block:
@@ -333,7 +337,7 @@ class Decoder:
             )
         if self.drafter is not None:
             try:
-                _claim(self.drafter)
+                claim(self.drafter)
             except RuntimeError:
                 self._lock.release()
                 raise
@@ -343,9 +347,8 @@ class Decoder:
         try:
             longest = max(min(row.prompt_length + row.max_new_tokens, self.scorer.context) for row in rows)
             self.scorer.reserve(slots, longest + self.length.most + 1)
-            reserve = getattr(self.drafter, "reserve", None)
-            if reserve is not None:
-                reserve(slots, longest + self.length.most + 1)
+            if isinstance(self.drafter, ModelDrafter):
+                self.drafter.reserve(slots, longest + self.length.most + 1)
             while waiting or active:
                 steps = []
                 if waiting and len(active) < slots:
@@ -375,7 +378,7 @@ class Decoder:
             for row in active:
                 self._release(row, keep=sound)
             if self.drafter is not None:
-                _busy.discard(id(self.drafter))
+                release(self.drafter)
             self._lock.release()
 
     def _release(self, row: Row, keep: bool) -> None:
@@ -383,204 +386,3 @@ class Decoder:
         if self.drafter is not None:
             self.drafter.reset([row.slot])
         self.length.reset([row.slot])
-
-    def _rows(
-        self,
-        prompt: Prompt | Prompts,
-        sampling: Sampling | Sequence[Sampling] | None,
-        n: int | None,
-        *,
-        max_new_tokens: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        stop_tokens: Sequence[int] = (),
-        ignore_eos: bool = False,
-        seed: int | Sequence[int] | None = None,
-        logprobs: bool | int = False,
-        batch_size: int | None = None,
-        **fields: Any,
-    ) -> tuple[list[Row], bool]:
-        """The rows that a call asks for, and whether it named a single prompt."""
-        single = not _is_batch(prompt)
-        each: Any = [prompt] if single else prompt
-        prompts = [self.encode(one) for one in each]
-        unknown = set(fields) - {one.name for one in dataclasses.fields(Sampling)}
-        if unknown:
-            raise TypeError(f"{unknown.pop()}: no such argument")
-        if sampling is not None and fields:
-            raise ValueError(f"sampling: given together with {', '.join(fields)}; give one or the other")
-        if sampling is None:
-            sampling = Sampling(**fields) if fields else from_generation_config(self._generation_config)
-        samplings = per_row(sampling, len(prompts))
-        if max_new_tokens is None:
-            max_new_tokens = getattr(self._generation_config, "max_new_tokens", None) or MAX_NEW_TOKENS
-        integer("max_new_tokens", max_new_tokens, "an int >= 1", lambda m: m >= 1)
-        if n is not None:
-            integer("n", n, "an int >= 1", lambda n: n >= 1)
-        if batch_size is not None:
-            integer("batch_size", batch_size, "an int >= 1", lambda b: b >= 1)
-        if not isinstance(logprobs, bool):
-            fits = f"True, False, or an int in 0..{self.scorer.vocab_size}"
-            integer("logprobs", logprobs, fits, lambda k: 0 <= k <= self.scorer.vocab_size)
-        stops: list[Any] = [stop] if isinstance(stop, str) or not isinstance(stop, Iterable) else list(stop)
-        stops = [] if stop is None else stops
-        if not all(isinstance(one, str) and one for one in stops):
-            raise ValueError(f"stop: got {stop!r}; it must be a string that is not empty, or several")
-        if stops and self.tokenizer is None:
-            raise ValueError(
-                "stop: stop strings need a tokenizer; pass tokenizer= to Decoder, or stop_tokens="
-            )
-        if isinstance(stop_tokens, int):
-            stop_tokens = [stop_tokens]
-        V = self.scorer.vocab_size
-        for token in stop_tokens:
-            integer("stop_tokens", token, f"token ids in 0..{V - 1}", lambda t: 0 <= t < V)
-        ends = set(stop_tokens) | (set() if ignore_eos else self._end_of_text())
-        special = set(getattr(self.tokenizer, "all_special_tokens", ())) & set(stops)
-        ends |= {self.tokenizer.convert_tokens_to_ids(one) for one in special}  # text does not show those
-        rows: list[Row] = []
-        for i, tokens in enumerate(prompts):
-            one = samplings[i if len(samplings) > 1 else 0]
-            for sample in range(n or 1):
-                rows.append(
-                    Row(
-                        len(rows),
-                        list(tokens),
-                        len(tokens),
-                        one.fork() if one.processors else one,
-                        self.draft_sampling and self.draft_sampling.fork(),
-                        _seed(seed, i, sample, len(prompts)),
-                        max_new_tokens,
-                        frozenset(ends),
-                        None if self.tokenizer is None else Text(self.tokenizer, stops),
-                        None if logprobs is False else int(logprobs) if logprobs is not True else 0,
-                    )
-                )
-        return rows, single
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt that this decoder can go on from."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    "prompt: got a string, and the Decoder has no tokenizer; pass tokenizer=, or ids"
-                )
-            tokens = list(self.tokenizer(prompt).input_ids)
-        else:
-            values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-            if not isinstance(values, list | tuple) or not all(isinstance(one, int) for one in values):
-                raise TypeError(
-                    f"prompt: got {kind(prompt)[:80]}; it must be a string, a list of token ids, "
-                    "a 1-D tensor, or a list of those"
-                )
-            tokens = list(values)
-        if not tokens:
-            raise ValueError("prompt: it is empty; a model needs at least one token to go on from")
-        if len(tokens) >= self.scorer.context:
-            raise ValueError(
-                f"prompt: got {len(tokens)} tokens; the model's context holds {self.scorer.context}, "
-                "new ones included"
-            )
-        V = self.scorer.vocab_size
-        if min(tokens) < 0 or max(tokens) >= V:
-            raise ValueError(f"prompt: got ids {min(tokens)}..{max(tokens)}; the model knows 0..{V - 1}")
-        return tokens
-
-    @property
-    def _generation_config(self) -> Any:
-        return getattr(self.scorer.base, "generation_config", None)
-
-    def _end_of_text(self) -> set[int]:
-        ends = getattr(self._generation_config, "eos_token_id", None)
-        if ends is None:
-            ends = getattr(self.scorer.config, "eos_token_id", None)
-        return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
-
-
-_busy: set[int] = set()  # drafters at work: their memory is of one decoder's rows
-
-
-def _claim(drafter: Drafter) -> None:
-    if id(drafter) in _busy:
-        raise RuntimeError(
-            f"this {type(drafter).__name__} is drafting for another Decoder; give each Decoder its own"
-        )
-    _busy.add(id(drafter))
-
-
-def _drafter(drafter: Any) -> Drafter | None:
-    if drafter == "lookup":
-        from outpace.draft.lookup import LookupDrafter
-
-        return LookupDrafter()
-    if isinstance(drafter, torch.nn.Module):
-        from outpace.draft.model import ModelDrafter
-
-        return ModelDrafter(drafter)
-    if drafter is not None and not hasattr(drafter, "propose"):
-        raise TypeError(f'drafter: got {kind(drafter)[:80]}; it must be a Drafter, a model, "lookup" or None')
-    return drafter  # type: ignore[no-any-return]
-
-
-def _check_vocabularies(vocab_size: int, tokenizer: Any, drafter: Any) -> None:
-    """Refuse a draft model that speaks another language."""
-    if not hasattr(drafter, "scorer"):
-        return
-    theirs = getattr(drafter, "tokenizer", None)
-    if tokenizer is not None and theirs is not None:
-        ours_by_id, theirs_by_id = tokenizer.get_vocab(), theirs.get_vocab()
-        same = sum(theirs_by_id.get(token) == id for token, id in ours_by_id.items())
-        if same < 0.99 * min(len(ours_by_id), len(theirs_by_id)):
-            raise ValueError(
-                f"drafter: its tokenizer is another one: {same} of the target's {len(ours_by_id)} tokens "
-                "have the same id there; a draft must share the target's"
-            )
-    elif abs(drafter.vocab_size - vocab_size) > PADDING:
-        raise ValueError(
-            f"drafter: it knows {drafter.vocab_size} tokens and the target {vocab_size}: more than padding "
-            "apart, so their tokenizers differ; a draft must share the target's"
-        )
-
-
-def _is_batch(prompt: Any) -> bool:
-    return isinstance(prompt, list | tuple) and bool(prompt) and not isinstance(prompt[0], int)
-
-
-def _seed(seed: int | Sequence[int] | None, prompt: int, sample: int, prompts: int) -> int:
-    """The seed of a prompt's sample: the first has the seed itself."""
-    if seed is None:
-        return int(torch.randint(-(2**63), 2**63 - 1, ()))
-    if isinstance(seed, Sequence) and len(seed) != prompts:
-        raise ValueError(f"seed: got {len(seed)} for {prompts} prompts; give one int, or one per prompt")
-    one = seed[prompt] if isinstance(seed, Sequence) else seed
-    one = one.item() if hasattr(one, "item") else one  # NumPy's and PyTorch's numbers
-    fits = "an int in -2**63..2**64-1, or one per prompt"
-    integer("seed", one, fits, lambda s: -(2**63) <= s < 2**64)
-    return (one + sample * 0x9E3779B97F4A7C15) % 2**64
-
-
-def _log_probabilities(
-    logits: Tensor, samplings: list[Sampling], prefix: Prefix | None, draft: Draft
-) -> Tensor:
-    """Of every token at every position, `[R, g+1, V]`; greedy rows as they are before the argmax."""
-    soft = [
-        dataclasses.replace(one, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if one.greedy else one
-        for one in (sampling.fork() for sampling in samplings)
-    ]
-    scored = on_device([length + 1 for length in draft.lengths or []], torch.int64, logits.device)
-    scores, _ = process(logits, soft, prefix, draft.tokens, scored)
-    return warp(scores, soft).log_softmax(-1)
-
-
-def _note(rows: list[Row], draft: Draft, verdict: Verdict, scores: Tensor) -> None:
-    """Write down the log-probabilities of what the rows won."""
-    tokens = torch.cat((draft.tokens, draft.tokens.new_zeros(len(rows), 1)), dim=1)
-    tokens = tokens.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])
-    own = scores.gather(-1, tokens[..., None]).squeeze(-1).tolist()
-    most = max(row.top or 0 for row in rows)
-    values, ids = (top.tolist() for top in scores.topk(most)) if most else ([], [])
-    for i, (row, kept) in enumerate(zip(rows, verdict.accepted.tolist(), strict=True)):
-        if row.top is None:
-            continue
-        row.logprobs.extend(own[i][: kept + 1])
-        for j in range(kept + 1 if row.top else 0):
-            row.top_logprobs.append(dict(zip(ids[i][j][: row.top], values[i][j], strict=False)))

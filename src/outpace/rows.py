@@ -1,40 +1,13 @@
-"""What is asked for, what comes back, and the rows in between: texts that are being generated."""
+"""Rows: texts that are being generated, and what comes back of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
 
-from torch import Tensor
-
-from outpace.sampling import Processor, Sampling
+from outpace.sampling import Sampling
 from outpace.stats import Stats
 from outpace.text import Text
-
-Prompt = str | Sequence[int] | Tensor
-Prompts = list[str] | list[list[int]] | list[Tensor] | list[Prompt]
-
-
-class Options(TypedDict, total=False):
-    """What `generate` and `stream` take by name: see there. The last nine are the fields of `Sampling`."""
-
-    max_new_tokens: int | None
-    stop: str | Sequence[str] | None
-    stop_tokens: Sequence[int]
-    ignore_eos: bool
-    seed: int | Sequence[int] | None
-    logprobs: bool | int
-    batch_size: int | None
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    logit_bias: Mapping[int, float] | None
-    processors: Sequence[Processor]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from torch import Tensor
 from outpace.draft.base import Draft, Draws, State
 from outpace.models.causal import CausalScorer
 
+PADDING = 1024  # vocabularies of one tokenizer, padded for two models, differ by less
+
 
 class ModelDrafter:
     """Drafts with any supported causal model, on its own device.
@@ -87,3 +89,26 @@ class ModelDrafter:
         for row in rows:
             if row in self._texts:
                 self.scorer.reset([row], [self._texts.pop(row)])
+
+    def check(self, vocab_size: int, tokenizer: Any) -> None:
+        """Refuse a target that speaks another language."""
+        if tokenizer is not None and self.tokenizer is not None:
+            ours_by_id, theirs_by_id = tokenizer.get_vocab(), self.tokenizer.get_vocab()
+            same = sum(theirs_by_id.get(token) == id for token, id in ours_by_id.items())
+            if same < 0.99 * min(len(ours_by_id), len(theirs_by_id)):
+                raise ValueError(
+                    f"drafter: its tokenizer is another one: {same} of the target's {len(ours_by_id)} tokens "
+                    "have the same id there; a draft must share the target's"
+                )
+        elif abs(self.vocab_size - vocab_size) > PADDING:
+            raise ValueError(
+                f"drafter: it knows {self.vocab_size} tokens and the target {vocab_size}: more than padding "
+                "apart, so their tokenizers differ; a draft must share the target's"
+            )
+
+    def forget(self) -> None:
+        """Keep nothing of earlier texts."""
+        self.scorer.forget()
+
+    def describe(self) -> str:
+        return f"{type(self).__name__}: {self.scorer.describe()}"

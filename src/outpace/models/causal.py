@@ -67,6 +67,18 @@ class CausalScorer:
         each = ((p.data_ptr(), p._version) for p in self.base.parameters() if not p.is_inference())
         return hash(tuple(each))
 
+    @property
+    def generation_config(self) -> Any:
+        return getattr(self.base, "generation_config", None)
+
+    @property
+    def end_of_text(self) -> frozenset[int]:
+        """Token ids that the model ends a text with."""
+        ends = getattr(self.generation_config, "eos_token_id", None)
+        if ends is None:
+            ends = getattr(self.config, "eos_token_id", None)
+        return frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
+
     def forget(self) -> None:
         """Use nothing again of what rows hold."""
         self._held = {slot: [] for slot in self._held}
