@@ -227,15 +227,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8, help="prompts per category (default 8)")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens per prompt (default 128)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each side (default 5)")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the models")
     parser.add_argument("--only", choices=["overhead", "lookup", "plain", "copying"], help="one part alone")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args()
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    target = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    draft = AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=torch.float32, num_hidden_layers=DRAFT_LAYERS
-    )
+    dtype = getattr(torch, options.dtype)
+    target = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+    draft = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, num_hidden_layers=DRAFT_LAYERS)
 
     def wanted(part: str) -> bool:
         return options.only in (None, part)
@@ -269,6 +269,7 @@ def main() -> None:
     command = f"python benchmarks/decode_cpu.py --model {Path(options.model).name}"
     if options.data is not None:
         command += f" --data {options.data.name}"
+    command += f" --dtype {options.dtype}"
     command += f" --prompts {options.prompts} --tokens {options.tokens} --repeats {options.repeats}"
     report = {"command": command, "machine": machine(), "figures": figures}
     print(json.dumps(report, indent=2))

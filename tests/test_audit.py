@@ -7,8 +7,9 @@ import torch
 
 import outpace
 from outpace import Decoder, Fixed
-from outpace.audit import audit, distribution, p_value
-from tests.tiny import V, tiny
+from outpace.audit import audit, distribution, likely, p_value
+from outpace.faults import FAULTS, planted
+from tests.tiny import V, greedy, tiny
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6]]
 
@@ -25,7 +26,8 @@ def test_a_lossless_decoder_passes_and_the_report_says_how_sure_it_is(dtype: tor
     assert "would have been found with 99 % certainty" in said
     assert "once in 500,000 audits" in said
     assert 0.01 < report.joint[0].detectable < 0.2
-    assert report.joint[0].outcomes == 81
+    assert report.joint[0].outcomes == 5**4
+    assert report.joint[0].drafted > report.joint[0].accepted > 0
 
 
 def test_lenience_is_found_out() -> None:
@@ -47,12 +49,12 @@ def test_another_text_is_found_out() -> None:
 
 def test_the_exact_distribution_is_the_product_of_conditionals() -> None:
     model = tiny()
-    exact = distribution(model, [5, 6], tokens=2, top=3)
+    allowed = [7, 11, 3]
+    exact = distribution(model, [5, 6], tokens=2, allowed=allowed)
     assert len(exact) == 9
     assert sum(exact.values()) == pytest.approx(1)
     with torch.inference_mode():
         first = model(input_ids=torch.tensor([[5, 6]])).logits[0, -1].double()
-        allowed = first.topk(3).indices.tolist()
         a, b = allowed[1], allowed[2]
         then = model(input_ids=torch.tensor([[5, 6, a]])).logits[0, -1].double()
     chance = first[allowed].softmax(0)[1] * then[allowed].softmax(0)[2]
@@ -72,3 +74,33 @@ def test_prompts_need_room() -> None:
         audit(Decoder(tiny()), [[1] * 126], progress=False)
     with pytest.raises(ValueError, match="prompts: give a list of at least one prompt"):
         audit(Decoder(tiny()), [], progress=False)
+
+
+def test_audited_texts_may_go_on_as_the_target_would() -> None:
+    prompt = [5, 6, 7]
+    allowed = likely(tiny(), prompt, tokens=3, top=5)
+    assert set(greedy(tiny(), prompt, 3)) <= set(allowed)
+    assert len(set(allowed)) == 5
+
+
+def test_a_report_says_when_nothing_was_guessed() -> None:
+    report = audit(Decoder(tiny()), PROMPTS[:1], samples=200, progress=False)
+    assert report.passed
+    assert "Nothing was guessed" in str(report)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str) -> None:
+    decoder = Decoder(tiny(), tiny(seed=1), length=Fixed(3))
+    assert audit(decoder, PROMPTS[:1], samples=1000, progress=False).passed
+    with planted(decoder, fault):
+        assert not audit(decoder, PROMPTS[:1], samples=1000, progress=False).passed
+    assert audit(decoder, PROMPTS[:1], samples=1000, progress=False).passed
+
+
+def test_an_unknown_fault_is_named() -> None:
+    with (
+        pytest.raises(ValueError, match="plant: got 'gremlin'; known are"),
+        planted(Decoder(tiny()), "gremlin"),
+    ):
+        pass

@@ -252,7 +252,19 @@ def test_the_heuristic_grows_shrinks_rests_and_tries_again() -> None:
         (g,) = policy.choose([7])
         resting.append(g)
         policy.observe([7], [g], [g])
-    assert resting == [0] * 8 + [1, 2]
+    assert resting == [0] * 4 + [1, 2, 4, 5, 5, 5]
+
+
+def test_a_heuristic_with_a_least_never_rests() -> None:
+    policy = Heuristic(2, least=1)
+    chosen = []
+    for _ in range(4):
+        chosen += policy.choose([0])
+        policy.observe([0], chosen[-1:], [0])
+    assert chosen == [2, 1, 1, 1]
+    assert repr(policy) == "Heuristic(2, least=1)"
+    with pytest.raises(ValueError, match=r"least: got 3; it must be an int in 0\.\.2"):
+        Heuristic(2, least=3)
     policy.reset([7])
     assert policy.choose([7]) == [2]
 

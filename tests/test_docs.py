@@ -45,3 +45,22 @@ def test_the_decoder_page_runs() -> None:
     exec(first, names)
     assert names["out"].finish_reason == "length"
     assert len(names["out"].tokens) == 64
+
+
+def test_the_transformers_page_runs_and_after_is_before() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token, tokenizer.padding_side = "<end>", "left"
+    names: dict[str, Any] = {
+        "model": tiny(vocab_size=272),
+        "small": tiny(seed=1, vocab_size=272),
+        "tokenizer": tokenizer,
+    }
+    for model in (names["model"], names["small"]):
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    for block in blocks("transformers.md"):
+        exec(block, names)
+    alone, first = names["before"][0].tolist(), names["after"][0].tolist()
+    assert first[-len(alone) :] == alone
+    assert names["after"].shape[1] - names["inputs"].input_ids.shape[1] == 40
+    assert names["stats"].new_tokens == 40
+    assert names["out"].stats.new_tokens == 80

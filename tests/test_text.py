@@ -9,16 +9,20 @@ from tests.tiny import byte_tokenizer
 TOKENIZER = byte_tokenizer()
 
 
+def text_of(pieces: list[tuple[int, str]]) -> str:
+    return "".join(text for _, text in pieces)
+
+
 def push_all(text: str, stops: list[str]) -> tuple[Text, str, bool]:
     """Push a text's tokens, taking what is certain after each."""
     made, taken = Text(TOKENIZER, stops), ""
     for token in TOKENIZER(text).input_ids:
         stopped = made.push(token)
-        taken += made.take(final=stopped)
+        taken += text_of(made.take(final=stopped))
         if stopped:
             return made, taken, True
     made.finish()
-    return made, taken + made.take(final=True), False
+    return made, taken + text_of(made.take(final=True)), False
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -42,7 +46,7 @@ def test_a_character_waits_for_all_its_bytes() -> None:
     seen = []
     for token in TOKENIZER("🙂").input_ids:
         made.push(token)
-        seen.append(made.take())
+        seen.append(text_of(made.take()))
     assert seen == ["", "", "", "🙂"]
 
 
@@ -50,7 +54,7 @@ def test_bytes_that_never_become_a_character_come_at_the_end() -> None:
     made = Text(TOKENIZER)
     made.push(TOKENIZER("🙂").input_ids[0])
     made.finish()
-    assert made.take(final=True) == "\N{REPLACEMENT CHARACTER}"
+    assert text_of(made.take(final=True)) == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_an_ending_that_may_become_a_stop_string_waits() -> None:
@@ -58,5 +62,14 @@ def test_an_ending_that_may_become_a_stop_string_waits() -> None:
     seen = []
     for token in TOKENIZER("a##b").input_ids:
         made.push(token)
-        seen.append(made.take())
+        seen.append(text_of(made.take()))
     assert seen == ["a", "", "", "##b"]
+
+
+def test_each_piece_of_text_comes_with_the_token_that_brought_it() -> None:
+    made = Text(TOKENIZER, ["cd"])
+    for token in TOKENIZER("xy🙂c").input_ids:
+        made.push(token)
+    assert made.take() == [(0, "x"), (1, "y"), (5, "🙂")]
+    made.push(TOKENIZER("e").input_ids[0])
+    assert made.take() == [(6, "c"), (7, "e")]

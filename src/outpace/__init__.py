@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from outpace.draft.model import ModelDrafter
     from outpace.draft.ngram import NGramDrafter
     from outpace.draft.random import RandomDrafter
+    from outpace.integrations.transformers import generate
     from outpace.length import Fixed, Heuristic
+    from outpace.pair import load
     from outpace.rows import Output, Step
     from outpace.sampling import Prefix, Sampling
     from outpace.stats import Stats
@@ -40,6 +42,8 @@ _HOMES = {
     "Stats": "outpace.stats",
     "Step": "outpace.rows",
     "Verdict": "outpace.verify.block",
+    "generate": "outpace.integrations.transformers",
+    "load": "outpace.pair",
     "sigmoid": "outpace.verify.rules",
 }
 
@@ -61,13 +65,15 @@ __all__ = [
     "Step",
     "Verdict",
     "__version__",
+    "generate",
+    "load",
     "sigmoid",
     "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("audit", "random", "sampling", "verify"):  # the last is a package that can be called
+    if name in ("audit", "integrations", "random", "sampling", "verify"):  # the last can be called
         return importlib.import_module(f"outpace.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

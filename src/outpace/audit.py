@@ -24,6 +24,7 @@ from outpace.decode import Decoder
 from outpace.request import Prompt
 from outpace.rows import Output
 from outpace.sampling import Sampling
+from outpace.stats import Stats
 
 Floats = npt.NDArray[np.float64]
 
@@ -34,6 +35,7 @@ class Greedy:
 
     tokens: int  # compared
     differs_at: int | None  # the first token that differs
+    drafted: int  # guesses that were made on the way
     near_tie: bool = False  # the two tokens' logits are equal but for rounding, so either is right
 
     @property
@@ -50,6 +52,8 @@ class Joint:
     p_value: float
     alarm: float  # p-values below this fail
     detectable: float  # misplaced probability that would have failed with 99 % certainty
+    drafted: int  # guesses that were made on the way, and kept: without any, nothing was put to the test
+    accepted: int
 
     @property
     def passed(self) -> bool:
@@ -84,6 +88,8 @@ class Report:
                 min(self.joint, key=lambda one: one.p_value),
             )
             coarse = max(one.detectable for one in self.joint)
+            drafted = sum(one.drafted for one in self.joint)
+            kept = sum(one.accepted for one in self.joint)
             lines.append(
                 f"Sampling: {passed} of {len(self.joint)} prompts agree with the exact distribution; "
                 f"the smallest p-value is {worst.p_value:.3g}, and below "
@@ -94,6 +100,11 @@ class Report:
                 f"certainty; a correct decoder fails once in {1 / (len(self.joint) * worst.alarm):,.0f} "
                 "audits."
             )
+            lines.append(
+                f"On the way {drafted:,} tokens were guessed and {kept:,} kept."
+                if drafted
+                else "Nothing was guessed on these prompts, so speculation was not put to the test."
+            )
         return "\n".join(lines)
 
 
@@ -103,7 +114,7 @@ def audit(
     *,
     greedy_tokens: int = 32,
     tokens: int = 4,
-    top: int = 3,
+    top: int = 5,
     samples: int = 2000,
     temperature: float = 1.0,
     batch_size: int = 64,
@@ -114,7 +125,7 @@ def audit(
     """Check a decoder on prompts of your own.
 
     greedy_tokens  tokens to compare in greedy decoding; 0 leaves it out
-    tokens, top    the first so many tokens, each from the top few, make top**tokens outcomes
+    tokens, top    the first so many tokens, each from the same few likely ones, make top**tokens outcomes
     samples        draws per prompt; 0 leaves sampling out
     alarm          p-values below this fail: the probability of a false alarm per prompt
     """
@@ -137,9 +148,9 @@ def audit(
         if greedy_tokens:
             greedy.append(_greedy(decoder, prompt, greedy_tokens))
         if samples:
-            exact = distribution(decoder.scorer.model, prompt, tokens, top, temperature)
-            allowed = {text[0] for text in exact}
-            others = dict.fromkeys(set(range(decoder.scorer.vocab_size)) - allowed, -math.inf)
+            allowed = likely(decoder.scorer.model, prompt, tokens, top)
+            exact = distribution(decoder.scorer.model, prompt, tokens, allowed, temperature)
+            others = dict.fromkeys(set(range(decoder.scorer.vocab_size)) - set(allowed), -math.inf)
             sampling = Sampling(temperature=temperature, logit_bias=others)
             drawn = decoder.generate(
                 prompt,
@@ -164,34 +175,46 @@ def _greedy(decoder: Decoder, prompt: list[int], tokens: int) -> Greedy:
         logits, cache = step.logits[0, -1].float(), step.past_key_values
         own = int(logits.argmax())
         if own != token:
-            gap = float(logits[own] - logits[token])
-            rounding = 8 * torch.finfo(decoder.scorer.dtype).eps * float(logits.abs().max())
-            return Greedy(i + 1, i, gap <= rounding)
+            return Greedy(i + 1, i, out.stats.drafted, near_tie(logits, own, token, decoder.scorer.dtype))
         fed = torch.tensor([[token]], device=device)
-    return Greedy(len(out.tokens), None)
+    return Greedy(len(out.tokens), None, out.stats.drafted)
+
+
+def near_tie(logits: Tensor, one: int, other: int, dtype: torch.dtype) -> bool:
+    """Whether a model that computes in `dtype` may see either token as the likelier, by rounding alone."""
+    gap = float((logits[one] - logits[other]).abs())
+    return gap <= 8 * torch.finfo(dtype).eps * float(logits.abs().max())
+
+
+@torch.inference_mode()
+def likely(model: Any, prompt: Sequence[int], tokens: int, top: int) -> list[int]:
+    """Few tokens that a text may consist of and still go on naturally: those of the greedy continuation, then
+    the runners-up along it."""
+    text = torch.tensor([list(prompt)], device=model.get_input_embeddings().weight.device)
+    ranks = []
+    for _ in range(tokens):
+        best = model(input_ids=text, use_cache=False).logits[0, -1].topk(top).indices
+        ranks.append(best.tolist())
+        text = torch.cat((text, best[None, :1]), dim=1)
+    return list(dict.fromkeys(token for rank in zip(*ranks, strict=True) for token in rank))[:top]
 
 
 @torch.inference_mode()
 def distribution(
-    model: Any, prompt: Sequence[int], tokens: int, top: int, temperature: float = 1.0
+    model: Any, prompt: Sequence[int], tokens: int, allowed: Sequence[int], temperature: float = 1.0
 ) -> dict[tuple[int, ...], float]:
-    """Exact probability of every sequence of `tokens` tokens, by plain forward passes.
-
-    Every token is one of those few that are likeliest after the prompt: a set that rounding cannot change.
-    """
+    """Exact probability of every sequence of `tokens` allowed tokens, by plain forward passes."""
     device = model.get_input_embeddings().weight.device
     level: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(tokens):
         texts = torch.tensor([[*prompt, *prefix] for prefix in level], device=device)
         logits = [model(input_ids=part, use_cache=False).logits[:, -1] for part in torch.split(texts, 64)]
         scores = torch.cat(logits).double() / temperature
-        if () in level:
-            allowed = scores[0].topk(top).indices
-        chances = scores[:, allowed].softmax(-1).tolist()
+        chances = scores[:, list(allowed)].softmax(-1).tolist()
         level = {
             (*prefix, token): mass * chance
             for (prefix, mass), row in zip(level.items(), chances, strict=True)
-            for token, chance in zip(allowed.tolist(), row, strict=True)
+            for token, chance in zip(allowed, row, strict=True)
         }
     return level
 
@@ -202,7 +225,9 @@ def _joint(drawn: Sequence[Output], exact: dict[tuple[int, ...], float], alarm: 
     impossible = sum(counts.values())
     chances = [*exact.values(), 0.0]
     p = p_value([*seen, impossible], chances, expected=5)
-    return Joint(len(drawn), len(exact), p, alarm, _detectable(len(drawn), chances, alarm))
+    stats = sum((out.stats for out in drawn), Stats())
+    detectable = _detectable(len(drawn), chances, alarm)
+    return Joint(len(drawn), len(exact), p, alarm, detectable, stats.drafted, stats.accepted)
 
 
 def p_value(counts: npt.ArrayLike, probabilities: npt.ArrayLike, expected: float) -> float:

@@ -19,7 +19,7 @@ from outpace.draft import claim, drafter_of, release
 from outpace.draft.base import Draft, Drafter, State, check_draft, one_for_all
 from outpace.draft.model import ModelDrafter
 from outpace.length import Fixed, Heuristic, Length
-from outpace.logprobs import log_probabilities, note
+from outpace.logprobs import adjusted, keep, note
 from outpace.models.causal import CausalScorer
 from outpace.request import Options, Prompt, Prompts, Reader
 from outpace.rows import Output, Row, Step
@@ -33,13 +33,14 @@ from outpace.verify.rules import parse
 class Decoder:
     """Generates from a target model, helped by a drafter, with exactly the target's distribution.
 
-    target          a causal model of the Transformers library
+    target          a causal model of the Transformers library, or a CausalScorer of one
     drafter         a Drafter, a smaller model, or "lookup"; None decodes plainly
     tokenizer       the target's, for text prompts, text output and stop strings
     rule            "token", "block", "match", or `sigmoid(alpha, beta)`, which is not exact: docs/rules.md
     lenience        for rule "token": below 1 it keeps more drafts and is not exact
     length          how far to guess: `Fixed(g)`, or `Heuristic(start)`, the default
     draft_sampling  how the drafter draws; by default as the target does
+    pack            on a CPU, keep a second copy of the weights that makes passes over few tokens faster
 
     One call at a time: a second one, from another thread or while a stream is unfinished, raises.
     """
@@ -54,8 +55,9 @@ class Decoder:
         lenience: float = 1.0,
         length: Length | int | None = None,
         draft_sampling: Sampling | None = None,
+        pack: bool = False,
     ) -> None:
-        self.scorer = CausalScorer(target)
+        self.scorer = target if isinstance(target, CausalScorer) else CausalScorer(target)
         self.drafter = drafter_of(drafter)
         self.rule = parse(rule)
         check.lenience(lenience, self.rule)
@@ -73,6 +75,11 @@ class Decoder:
             raise TypeError(f"draft_sampling: got {kind(draft_sampling)}; it must be a Sampling")
         if isinstance(self.drafter, ModelDrafter):
             self.drafter.check(self.scorer.vocab_size, tokenizer)
+        if pack:
+            self.scorer.pack()
+            if isinstance(self.drafter, ModelDrafter):
+                self.drafter.scorer.pack()
+        self.tokenizer = tokenizer
         self._reader = Reader(self.scorer, tokenizer, draft_sampling)
         self._lock = threading.Lock()
 
@@ -116,6 +123,8 @@ class Decoder:
         seed            an int, or one per prompt. Equal seeds and prompts give equal texts; None is fresh
         n               samples per prompt; they come one after the other, and the prompt is computed once
         logprobs        True, or k for the k likeliest tokens too
+        scores, logits  True keeps the adjusted logits, and the target's own, of every new token
+        stop_when       called with each row after every token it gained; True ends the row there
         batch_size      at most so many rows at a time; the next takes the place of one that is done
 
         A single prompt gives an `Output`, with n= a list of n, and raises if it fails. A list gives a list,
@@ -257,12 +266,14 @@ class Decoder:
             wide = torch.promote_types(logits.dtype, draft.logits.dtype)
             logits, draft = logits.to(wide), replace(draft, logits=draft.logits.to(wide))
         scores = None
-        if any(row.top is not None for row in rows):
-            scores = log_probabilities(logits, samplings, prefix, draft)
+        if any(row.top is not None or row.scores is not None for row in rows):
+            scores = adjusted(logits, samplings, prefix, draft)
         verdict = settle(
             self._block(rows, draft, logits), self.rule, self.lenience, one_for_all(samplings), prefix=prefix
         )
-        if scores is not None:
+        if any(row.scores is not None or row.logits is not None for row in rows):
+            keep(rows, verdict, logits, scores)
+        if scores is not None and any(row.top is not None for row in rows):
             note(rows, draft, verdict, scores)
         return verdict
 
@@ -277,7 +288,17 @@ class Decoder:
             tokens, strange = check.tokens(tokens, drafted, logits.shape[-1])
         start = on_device([len(row.tokens) for row in rows], torch.int64, device)
         return Block(
-            tokens, drafted, lengths, draft.logits, logits, None, self._seeds(rows), start, strange, ragged
+            tokens,
+            drafted,
+            lengths,
+            draft.logits,
+            logits,
+            None,
+            self._seeds(rows),
+            start,
+            strange,
+            ragged,
+            in_turn=True,
         )
 
     def _advance(

@@ -45,16 +45,17 @@ class Fixed:
 class Heuristic:
     """Two more after all were kept, one fewer after a loss, as in Transformers, each row for itself.
 
-    Unlike there it may fall to 0, plain decoding; every 8 tokens of it, one draft shows whether the text has
-    become easier.
+    Unlike there it may fall to 0, plain decoding; every 4 tokens of it, one draft shows whether the text has
+    become easier. `least` keeps it from falling so far, for drafters that know when to be silent.
     """
 
-    RETRY = 8
+    RETRY = 4
 
-    def __init__(self, start: int = 5, most: int = 20) -> None:
+    def __init__(self, start: int = 5, most: int = 20, least: int = 0) -> None:
         integer("start", start, "an int >= 1", lambda g: g >= 1)
         integer("most", most, f"an int >= start = {start}", lambda g: g >= start)
-        self.start, self.most = start, most
+        integer("least", least, f"an int in 0..{start}", lambda g: 0 <= g <= start)
+        self.start, self.most, self.least = start, most, least
         self._g: dict[int, int] = {}
         self._rested: dict[int, int] = {}  # iterations since a row fell to 0
 
@@ -72,7 +73,7 @@ class Heuristic:
                 if g == 0:
                     self._rested[row] += 1
                 continue
-            self._g[row] = min(g + 2, self.most) if kept == guessed else max(g - 1, 0)
+            self._g[row] = min(g + 2, self.most) if kept == guessed else max(g - 1, self.least)
             self._rested[row] = 0
 
     def reset(self, rows: Sequence[int]) -> None:
@@ -81,4 +82,4 @@ class Heuristic:
             self._rested.pop(row, None)
 
     def __repr__(self) -> str:
-        return f"Heuristic({self.start})"
+        return f"Heuristic({self.start}" + (f", least={self.least})" if self.least else ")")

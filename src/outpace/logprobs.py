@@ -1,4 +1,4 @@
-"""Log-probabilities of what came out, under the adjusted target."""
+"""What came out as the adjusted target sees it: scores, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,21 +14,28 @@ from outpace.sampling import Prefix, Sampling, process, warp
 from outpace.verify import Verdict
 
 
-def log_probabilities(
-    logits: Tensor, samplings: list[Sampling], prefix: Prefix | None, draft: Draft
-) -> Tensor:
-    """Of every token at every position, `[R, g+1, V]`; greedy rows as they are before the argmax."""
+def adjusted(logits: Tensor, samplings: list[Sampling], prefix: Prefix | None, draft: Draft) -> Tensor:
+    """The logits `[R, g+1, V]` that tokens are drawn from; greedy rows as they are before the argmax."""
     soft = [
         dataclasses.replace(one, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if one.greedy else one
         for one in (sampling.fork() for sampling in samplings)
     ]
     scored = on_device([length + 1 for length in draft.lengths or []], torch.int64, logits.device)
     scores, _ = process(logits, soft, prefix, draft.tokens, scored)
-    return warp(scores, soft).log_softmax(-1)
+    return warp(scores, soft)
+
+
+def keep(rows: list[Row], verdict: Verdict, logits: Tensor, scores: Tensor | None) -> None:
+    """Let the rows that want them have scores and logits of what they won."""
+    for i, (row, accepted) in enumerate(zip(rows, verdict.accepted.tolist(), strict=True)):
+        for wanted, values in ((row.scores, scores), (row.logits, logits)):
+            if wanted is not None and values is not None:
+                wanted.extend(values[i, : accepted + 1].to(torch.float32, copy=True))
 
 
 def note(rows: list[Row], draft: Draft, verdict: Verdict, scores: Tensor) -> None:
     """Write down the log-probabilities of what the rows won."""
+    scores = scores.log_softmax(-1)
     tokens = torch.cat((draft.tokens, draft.tokens.new_zeros(len(rows), 1)), dim=1)
     tokens = tokens.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])
     own = scores.gather(-1, tokens[..., None]).squeeze(-1).tolist()

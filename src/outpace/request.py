@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -30,6 +30,9 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     seed: int | Sequence[int] | None
     logprobs: bool | int
+    scores: bool
+    logits: bool
+    stop_when: Callable[[Row], bool] | None
     batch_size: int | None
     temperature: float
     top_k: int
@@ -62,6 +65,9 @@ class Reader:
         ignore_eos: bool = False,
         seed: int | Sequence[int] | None = None,
         logprobs: bool | int = False,
+        scores: bool = False,
+        logits: bool = False,
+        stop_when: Callable[[Row], bool] | None = None,
         batch_size: int | None = None,
         **fields: Any,
     ) -> tuple[list[Row], bool]:
@@ -114,11 +120,14 @@ class Reader:
                         len(tokens),
                         one.fork() if one.processors else one,
                         self.draft_sampling and self.draft_sampling.fork(),
-                        _seed(seed, i, sample, len(prompts)),
+                        seed_of(seed, i, sample, len(prompts)),
                         max_new_tokens,
                         frozenset(ends),
                         None if self.tokenizer is None else Text(self.tokenizer, stops),
                         None if logprobs is False else int(logprobs) if logprobs is not True else 0,
+                        stop_when,
+                        [] if scores else None,
+                        [] if logits else None,
                     )
                 )
         return rows, single
@@ -156,7 +165,7 @@ def _is_batch(prompt: Any) -> bool:
     return isinstance(prompt, list | tuple) and bool(prompt) and not isinstance(prompt[0], int)
 
 
-def _seed(seed: int | Sequence[int] | None, prompt: int, sample: int, prompts: int) -> int:
+def seed_of(seed: int | Sequence[int] | None, prompt: int, sample: int, prompts: int) -> int:
     """The seed of a prompt's sample: the first has the seed itself."""
     if seed is None:
         return int(torch.randint(-(2**63), 2**63 - 1, ()))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from outpace.sampling import Sampling
 from outpace.stats import Stats
@@ -22,6 +25,9 @@ class Output:
                    rows: under the softmax that the argmax was taken of)
     top_logprobs   with logprobs=k: of each token, the k likeliest ids there with theirs
     error          why the row failed; None otherwise
+    scores         with scores=True: the adjusted logits `[tokens, V]` that each token was drawn from
+                   (for greedy rows: that the argmax was taken of)
+    logits         with logits=True: alike, the target's own before any adjustment
     """
 
     text: str | None
@@ -31,6 +37,8 @@ class Output:
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
     error: Exception | None = None
+    scores: Tensor | None = None
+    logits: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ class Step:
     """What one iteration brought to one row.
 
     row            which output it belongs to
-    text           text that is certain now; None without a tokenizer
+    pieces         text that is certain now, by the token it came with, counted from the row's first new one
     tokens         new token ids: kept drafts, then the target's own, cut where the row ends
     drafted        tokens that were guessed
     accepted       guesses that were kept
@@ -49,7 +57,7 @@ class Step:
     """
 
     row: int
-    text: str | None
+    pieces: list[tuple[int, str]] | None
     tokens: list[int]
     drafted: int
     accepted: int
@@ -57,6 +65,17 @@ class Step:
     draft_tokens: list[int]
     finish_reason: str | None = None
     output: Output | None = None
+
+    @property
+    def text(self) -> str | None:
+        """Text that is certain now; None without a tokenizer."""
+        return None if self.pieces is None else "".join(text for _, text in self.pieces)
+
+    @property
+    def kinds(self) -> list[str]:
+        """What each of `tokens` is: "kept", "correction", "bonus", or "plain" where nothing was guessed."""
+        own = "plain" if not self.drafted else "bonus" if self.accepted == self.drafted else "correction"
+        return [*["kept"] * self.accepted, own][: len(self.tokens)]
 
 
 @dataclass
@@ -73,6 +92,9 @@ class Row:
     stop_tokens: frozenset[int]
     text: Text | None
     top: int | None  # log-probabilities wanted: None, 0 for the tokens' own, k for the k likeliest too
+    stop_when: Callable[[Row], bool] | None = None
+    scores: list[Tensor] | None = None  # `[V]` a token; None: not wanted
+    logits: list[Tensor] | None = None
     slot: int = -1
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -90,7 +112,8 @@ class Row:
             self.tokens.append(token)
             self.stats.new_tokens += 1
             complete = self.text is not None and self.text.push(token)
-            if complete or token in self.stop_tokens:
+            asked = self.stop_when is not None and self.stop_when(self)
+            if complete or asked or token in self.stop_tokens:
                 self.finish_reason = "stop"
             elif self.stats.new_tokens == self.max_new_tokens or len(self.tokens) >= context:
                 self.finish_reason = "length"
@@ -108,4 +131,9 @@ class Row:
             None if self.top is None else self.logprobs[: self.stats.new_tokens],
             self.top_logprobs[: self.stats.new_tokens] if self.top else None,
             self.error,
+            self._stacked(self.scores),
+            self._stacked(self.logits),
         )
+
+    def _stacked(self, kept: list[Tensor] | None) -> Tensor | None:
+        return torch.stack(kept[: self.stats.new_tokens]) if kept else None

@@ -112,6 +112,8 @@ class Sampling:
 
     def fork(self) -> Sampling:
         """The same sampling with its own copy of the processors' state; models they hold are shared."""
+        if not self.processors:
+            return self
         return dataclasses.replace(self, processors=_copies(self.processors))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ class Text:
         # Decoded from one step back: many tokenizers write a token differently at the beginning of a text.
         self._from, self._done = 0, 0
         self._given = 0
+        self._ends: deque[tuple[int, int]] = deque()  # where the text of a token ends, and which it is
 
     def push(self, token: int) -> bool:
         """Add a token; whether a stop string is now complete. It is cut from the text."""
@@ -37,17 +39,25 @@ class Text:
         before, after = self._decode(self._from, self._done), self._decode(self._from)
         self._add(after[len(before) :])
 
-    def take(self, final: bool = False) -> str:
-        """What is certain and was not taken yet."""
+    def take(self, final: bool = False) -> list[tuple[int, str]]:
+        """What is certain and was not taken yet, in pieces: with each the token that brought it, counted from
+        the first."""
         waiting = 0 if final else max((_begun(self.text, stop) for stop in self._stops), default=0)
         end = max(self._given, len(self.text) - waiting)
-        taken = self.text[self._given : end]
-        self._given = end
-        return taken
+        pieces = []
+        while self._given < end:
+            until, token = self._ends[0]
+            pieces.append((token, self.text[self._given : min(until, end)]))
+            self._given = min(until, end)
+            if until <= end:
+                self._ends.popleft()
+        return pieces
 
     def _add(self, new: str) -> bool:
         old = len(self.text)
         self.text += new
+        if new:
+            self._ends.append((len(self.text), len(self._tokens) - 1))
         found = [self.text.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops]
         places = [place for place in found if place >= 0]
         if places:

@@ -133,7 +133,7 @@ def test_rows_that_read_their_neighbours_are_caught_by_their_texts(monkeypatch: 
         return [out.tokens for out in outs] == expected
 
     assert as_alone()
-    monkeypatch.setattr(RaggedCache, "swap", lambda self, one, other: None)
+    monkeypatch.setattr(RaggedCache, "swap", lambda self, one, other, length: None)
     assert not as_alone()
 
 

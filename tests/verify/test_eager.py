@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -385,3 +386,60 @@ def test_extreme_logits_are_decided_as_small_ones(scale: float) -> None:
     for rule in RULES:
         verdict = outpace.verify(tokens, None, corners.half(), rule=rule, seed=0)
         assert not verdict.bad.any()
+
+
+@pytest.mark.parametrize("V", [40, eager.LONG])  # shorter rows are decided together
+@pytest.mark.parametrize("soft", [True, False])
+@pytest.mark.parametrize("lenience", [1.0, 0.4])
+def test_going_only_as_far_as_drafts_are_kept_decides_alike(V: int, soft: bool, lenience: float) -> None:
+    B, g = 60, 4
+    tokens, draft, target = blocks(B, g, V, dtype=torch.float32)
+    target[: B // 2, :g] = draft[: B // 2] + 0.3 * torch.randn(B // 2, g, V)  # so that some are kept
+    lengths = torch.arange(B) % (g + 1)
+    drafted = torch.arange(g) < lengths[:, None]
+    seed = torch.arange(B)
+    whole = eager.Block(
+        tokens,
+        drafted,
+        lengths,
+        draft if soft else None,
+        target,
+        None,
+        seed,
+        seed + 7,
+        torch.zeros(B, dtype=torch.bool),
+        True,
+    )
+    expected = eager.verify(whole, parse("token"), lenience)
+    found = eager.verify(dataclasses.replace(whole, in_turn=True), parse("token"), lenience)
+    assert expected.accepted.unique().numel() > 2 or not soft
+    assert torch.equal(found.accepted, expected.accepted)
+    assert torch.equal(found.next_token, expected.next_token)
+    assert not found.bad.any()
+
+
+@pytest.mark.parametrize("V", [40, eager.LONG])
+def test_in_turn_only_logits_that_were_looked_at_can_spoil_a_row(V: int) -> None:
+    g, rows = 3, 2
+    target, draft = torch.zeros(rows, g + 1, V), torch.zeros(rows, g, V)
+    target[:, 1, 5] = -torch.inf  # the second draft is lost for certain
+    tokens = torch.full((rows, g), 5)
+    target[0, 2] = math.nan
+    target[1, 1] = math.nan
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    block = eager.Block(
+        tokens,
+        torch.ones(rows, g, dtype=torch.bool),
+        zeros + g,
+        draft,
+        target,
+        None,
+        zeros + 3,
+        zeros + 7,
+        zeros > 0,
+        False,
+    )
+    assert eager.verify(block, parse("token")).bad.tolist() == [True, True]
+    verdict = eager.verify(dataclasses.replace(block, in_turn=True), parse("token"))
+    assert verdict.bad.tolist() == [False, True]
+    assert verdict.accepted.tolist() == [1, 0]

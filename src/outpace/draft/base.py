@@ -97,8 +97,7 @@ class Draws:
         self.state = state
         self.start = torch.tensor([len(text) for text in state.tokens], device=state.device)
         self.tokens: list[Tensor] = []
-        self.logits: list[Tensor] = []
-        self._peaks: list[Tensor] = []
+        self._signs: list[Tensor] = []  # of each draw, `[R]`: not finite where there was nothing to draw from
         # Tokens that sure choice or the target's own noise decides need no distribution.
         self.chosen = state.own_noise or all(one.greedy for one in state.sampling)
         self._prefix = _room(state, g) if any(one.reads_prefix for one in state.sampling) else None
@@ -107,6 +106,7 @@ class Draws:
             first = self.start[:, None]
             positions = first + torch.arange(g, device=state.device)
             self._u = random.uniform(state.seed[:, None], positions, first, Stream.DRAFT)
+            self._logits = torch.empty(len(state.rows), g, state.vocab_size, device=state.device)
 
     def take(self, logits: Tensor) -> Tensor:
         """The next token of each row from the draft's raw logits `[R, V or fewer or more]`."""
@@ -117,19 +117,20 @@ class Draws:
             if self.tokens:
                 self._prefix.tokens.scatter_(1, (self.start + i - 1)[:, None], self.tokens[-1][:, None])
             prefix = Prefix(self._prefix.tokens, self.start + i, self._prefix.prompt_lengths)
-        adjusted = logits.float() if self._neutral else self._adjust(logits, prefix)
+        adjusted = logits if self._neutral else self._adjust(logits, prefix)
         if any(one.processors for one in state.sampling):
             state.after.append([one.fork() for one in state.sampling])
-        if self.chosen:
-            self._peaks.append(adjusted.amax(-1))
         if all(one.greedy for one in state.sampling):
             token = adjusted.argmax(-1)
+            self._signs.append(adjusted.amax(-1))
         elif state.own_noise:
             noise = random.gumbel(state.seed, self.start + i, state.vocab_size)
-            token = random.race(adjusted, noise)
+            token = random.race(adjusted.float(), noise)
+            self._signs.append(adjusted.amax(-1))
         else:
-            token = random.draw(adjusted.softmax(-1), self._u[:, i])
-            self.logits.append(adjusted)
+            weights = self._logits[:, i].copy_(adjusted).softmax(-1)
+            token = random.draw(weights, self._u[:, i])
+            self._signs.append(weights[:, 0])  # a softmax of NaN or nothing but -inf is NaN everywhere
         self.tokens.append(token)
         return token
 
@@ -140,9 +141,9 @@ class Draws:
     def draft(self, lengths: Sequence[int] | None = None) -> Draft:
         """What was drawn. Where nothing was possible, or NaN, a row's draft ends before: that depends on q
         alone, never on the token."""
-        logits = None if self.chosen else torch.stack(self.logits, dim=1)
-        peaks = torch.stack(self._peaks, dim=1) if logits is None else logits.amax(-1)  # [R, g]
-        self.usable = peaks.isfinite().long().cumprod(-1).sum(-1).tolist()
+        logits = None if self.chosen else self._logits[:, : len(self.tokens)]
+        usable = torch.stack(self._signs, dim=1).isfinite()  # [R, g]
+        self.usable = usable.long().cumprod(-1).sum(-1).tolist()
         if lengths is not None:
             self.usable = [min(pair) for pair in zip(lengths, self.usable, strict=True)]
         return Draft(torch.stack(self.tokens, dim=1), logits, self.usable)

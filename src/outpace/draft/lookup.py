@@ -17,8 +17,9 @@ from outpace.draft.base import Draft, State
 class LookupDrafter:
     """Finds the latest earlier place where the text's last tokens stood, and guesses what came next there.
 
-    The longest match decides, from max_ngram tokens down to min_ngram. Where the copy reaches the end of the
-    text it goes on with itself, so a text that repeats is guessed to go on repeating.
+    The longest match decides, from max_ngram tokens down to min_ngram; where only a single token matches,
+    which is weak, it guesses a single one. Where the copy reaches the end of the text it goes on with itself,
+    so a text that repeats is guessed to go on repeating.
     """
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 2) -> None:
@@ -63,5 +64,6 @@ class Index:
             end = self.ends.get(tuple(text[-size:])) if size <= len(text) else None
             if end is not None:
                 period = len(text) - end
+                most = 1 if size == 1 < self.sizes.start else most
                 return [text[end + i % period] for i in range(most)]
         return []

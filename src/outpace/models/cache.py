@@ -122,9 +122,13 @@ class RaggedCache(Cache):  # type: ignore[misc]
             table[target, :, :length] = table[source, :, :length]
 
     @torch.inference_mode()
-    def swap(self, one: int, other: int) -> None:
+    def swap(self, one: int, other: int, length: int) -> None:
+        """Exchange the first tokens of two rows."""
         for table in self._tables():
-            table[[one, other]] = table[[other, one]]
+            mine, theirs = table[one, :, :length], table[other, :, :length]
+            saved = mine.clone()
+            mine.copy_(theirs)
+            theirs.copy_(saved)
 
     @torch.inference_mode()
     def clear(self, row: int) -> None:

@@ -23,6 +23,7 @@ from outpace.arguments import kind
 from outpace.models.attention import NAME as GROUPED
 from outpace.models.attention import use_grouped
 from outpace.models.cache import RaggedCache, Span
+from outpace.models.packed import Packed, packed_bytes
 
 log = logging.getLogger("outpace")
 
@@ -59,8 +60,17 @@ class CausalScorer:
         self._lengths: dict[int, int] = {}  # of each slot
         self._held: dict[int, list[int]] = {}  # tokens known to lie at a slot's beginning
         self._weights = self._fingerprint()
+        self._packed: Packed | None = None
         if config.model_type not in PROVEN:
             self._check()
+
+    def pack(self) -> None:
+        """Lay out the weights once more for passes over few tokens, if they lie on a CPU."""
+        size = packed_bytes(self.base)
+        free = memory_free(torch.device("cpu"))
+        if size > free:
+            raise MemoryError(f"packed weights take {size >> 20} MiB, and {free >> 20} MiB are free")
+        self._packed = Packed(self.base)
 
     def _fingerprint(self) -> int:
         """Changes when weights do: then what the cache holds is no longer theirs."""
@@ -152,8 +162,10 @@ class CausalScorer:
         weights = self._fingerprint()
         adapters = self.model is not self.base or getattr(self.base, "_hf_peft_config_loaded", False)
         if weights != self._weights or adapters:  # those can be switched unseen
-            self._weights = weights
             self.forget()
+            if weights != self._weights and self._packed is not None:
+                self.pack()
+            self._weights = weights
         if self.base.training:
             warnings.warn("the model was in training mode: switched to evaluation", stacklevel=6)
             self.model.eval()
@@ -226,7 +238,9 @@ class CausalScorer:
         positions = positions.to(self.device, non_blocking=True)
         self.cache.span = Span(first, positions, start, reach)
         alone = ids.shape == (1, 1) and self._one_token_needs_no_mask
-        with use_grouped(self.config) if self._grouped else nullcontext():
+        grouped = use_grouped(self.config) if self._grouped else nullcontext()
+        packed = nullcontext() if self._packed is None else self._packed.use()
+        with grouped, packed:
             out = self.model(
                 input_ids=ids.to(self.device),
                 # Past the context there is only padding, whose position does not matter but must exist.
@@ -273,7 +287,8 @@ class CausalScorer:
         for i, row in enumerate(rows, first):
             if self._order[i] != row:
                 j = self._order.index(row)
-                self.cache.swap(i, j)
+                both = (row, self._order[i])
+                self.cache.swap(i, j, max(max(self._lengths[s], len(self._held[s])) for s in both))
                 self._order[i], self._order[j] = self._order[j], self._order[i]
         return first
 
@@ -306,6 +321,7 @@ class CausalScorer:
             f"{type(self.base).__name__}, {self.dtype}, {self.device}, attention {attention}, "
             f"vocabulary {self.vocab_size}, context {self.context}, "
             f"cache {self.bytes_per_token / 1024:.1f} KiB a token"
+            + (", weights packed" if self._packed else "")
         )
 
 

@@ -40,6 +40,7 @@ class Block:
     bad: Tensor  # [B] bool, rows given up already
     ragged: bool  # whether some row may have drafted fewer than g
     greedy_keep: Tensor | None = None  # [B, g] bool, drafts that greedy lenience keeps
+    in_turn: bool = False  # whether logits past a lost draft may be left alone, unusable or not
 
     @property
     def positions(self) -> Tensor:

@@ -32,7 +32,10 @@ def verify(block: Block, rule: Rule, lenience: float = 1.0) -> Verdict:
         return match(block)
     r, u = noise(block)
     cut = pieces(block.target_logits)
-    if len(cut) == 1:
+    long = block.target_logits.shape[-1] >= LONG and block.target_logits.device.type == "cpu"
+    if block.in_turn and rule.name == "token" and long and block.draft_lse is None:
+        verdict = settle(block, *token_in_turn(block, r, u, lenience))
+    elif len(cut) == 1:
         verdict = settle(block, *decide(block, rule, lenience, r, u))
     else:
         decided = [decide(block.rows(rows), rule, lenience, r[rows], u[rows]) for rows in cut]
@@ -75,7 +78,42 @@ def token(block: Block, r: Tensor, lenience: float) -> Outcome:
     if block.greedy_keep is not None:
         keep |= block.greedy_keep
     accepted = leading(keep & block.drafted)
-    return accepted, remainder(block, p, q, accepted), no_softmax(block, p, q)
+    bad = no_softmax(block, p, q)
+    bad = bad.gather(1, accepted[:, None]).squeeze(1) if block.in_turn else among_drafted(block, bad)
+    return accepted, remainder(block, p, q, accepted), bad
+
+
+def token_in_turn(block: Block, r: Tensor, u: Tensor, lenience: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, each row only as far as its drafts are kept: on a CPU long rows cost more than a look."""
+    keep = None if block.greedy_keep is None else block.greedy_keep.tolist()
+    rows = zip(block.tokens.tolist(), block.lengths.tolist(), r.tolist(), strict=True)
+    ends = []
+    for b, (tokens, length, tests) in enumerate(rows):
+        n, q = 0, None
+        while True:
+            p = softmax(block.target_logits[b, n], "p")
+            if n == length:
+                break
+            px, qx = float(p[tokens[n]]), 1.0
+            if block.draft_logits is not None:
+                q = softmax(block.draft_logits[b, n], "q")
+                qx = float(q[tokens[n]])
+            kept = px > 0 and tests[n] * (lenience * qx) <= px
+            if not kept and not (keep and keep[b][n]):
+                break
+            n, q = n + 1, None
+        bad = bool(p[0].isnan()) or (q is not None and bool(q[0].isnan()))
+        if q is not None:
+            p.sub_(q).clamp_(min=0)
+        elif n < length:  # a point mass, at the lost token
+            p[tokens[n]] = 0
+        draw = u[b, n : n + 1]
+        token = random.draw(p[None], draw)
+        if not float(p[token]) and not bad:  # p and q equal up to rounding leave nothing over; p is as good
+            token = random.draw(softmax(block.target_logits[b, n], "p")[None], draw)
+        ends.append((n, int(token), bad))
+    accepted, next_token, unusable = zip(*ends, strict=True)
+    return torch.tensor(accepted), torch.tensor(next_token), torch.tensor(unusable)
 
 
 def approximate(block: Block, r: Tensor, alpha: float, beta: float) -> Outcome:
@@ -129,7 +167,7 @@ def joint(block: Block, r: Tensor) -> Outcome:
     accepted = (passed * prefix).amax(-1)
     scale = carry.gather(1, accepted[:, None])
     weights = remainder(block, p, q, accepted, scale)
-    return accepted, weights, no_softmax(block, p, q)
+    return accepted, weights, among_drafted(block, no_softmax(block, p, q))
 
 
 def argmax(block: Block) -> Verdict:
@@ -195,7 +233,7 @@ def rejection(block: Block, r: Tensor) -> Outcome:
     else:
         most = torch.where(p[:, :-1] > 0, p[:, :-1] / q, 0).amax(-1).to(px.dtype)
     accepted = leading(accepts(px, most * qx, r) & block.drafted)
-    return accepted, at(p, accepted), no_softmax(block, p, q)
+    return accepted, at(p, accepted), among_drafted(block, no_softmax(block, p, q))
 
 
 def accepts(px: Tensor, qx: Tensor, u: Tensor, lenience: float = 1.0) -> Tensor:
@@ -323,13 +361,13 @@ def unusable(logits: Tensor) -> Tensor:
 
 
 def no_softmax(block: Block, p: Tensor, q: Tensor | None) -> Tensor:
-    """Bad rows `[B]`: a softmax that meets NaN, +inf or nothing but -inf is NaN in every entry."""
+    """Bad positions `[B, g+1]`: a softmax of NaN, +inf or nothing but -inf is NaN in every entry."""
     bad = p[..., 0].isnan()
     if q is not None:
         bad[:, :-1] |= q[..., 0].isnan() & block.drafted
     if block.draft_lse is not None and block.draft_logits is not None:  # then q is no softmax
         bad[:, :-1] |= (unusable(block.draft_logits) | ~block.draft_lse.isfinite()) & block.drafted
-    return among_drafted(block, bad)
+    return bad
 
 
 def among_drafted(block: Block, bad: Tensor) -> Tensor:

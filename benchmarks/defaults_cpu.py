@@ -1,0 +1,105 @@
+"""What a newcomer gets: `outpace.load()` as it is against plain decoding, on prompts of many kinds.
+
+    python benchmarks/defaults_cpu.py --data spec_bench.jsonl --out benchmarks/results/defaults_cpu.json
+
+`--data` holds one JSON object a line with `category` and `prompt`. Both sides are the default model with its
+default settings (greedy, chat template, texts end where the model ends them) and differ in the drafter alone.
+They take turns, prompt by prompt, each as often first as second; nothing of a prompt is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from report import machine, write
+
+import outpace
+from outpace import Decoder, Stats
+
+COPY_HEAVY = ("summarization", "rag")
+
+
+def measure(sides: dict[str, Decoder], prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    stats = {name: Stats() for name in sides}
+    begun = dict.fromkeys(sides, 0.0)
+    same, ratios = 0, []
+    for i, ids in enumerate(prompts):
+        texts, rates = {}, {}
+        for name, decoder in list(sides.items())[:: 1 if i % 2 else -1]:
+            decoder.forget()
+            out = decoder.generate(ids, max_new_tokens=tokens)
+            texts[name], rates[name] = out.tokens, out.stats.tokens_per_second
+            stats[name] += out.stats
+            begun[name] += first_pass(decoder, ids)
+        same += texts["plain"] == texts["default"]
+        ratios.append(rates["default"] / rates["plain"])
+    spent = {name: one.seconds for name, one in stats.items()}
+    rates = {name: one.tokens_per_second for name, one in stats.items()}
+    after = {name: one.new_tokens / (spent[name] - begun[name]) for name, one in stats.items()}
+    return {
+        "prompts": len(prompts),
+        "plain_tokens_per_second": round(rates["plain"], 2),
+        "default_tokens_per_second": round(rates["default"], 2),
+        "default_over_plain": round(rates["default"] / rates["plain"], 3),
+        "without_the_prompts_pass": round(after["default"] / after["plain"], 3),
+        "by_prompt": [round(ratio, 3) for ratio in ratios],
+        "tokens_per_call": round(stats["default"].tokens_per_call, 3),
+        "acceptance": round(stats["default"].acceptance, 3),
+        "same_texts": same,
+    }
+
+
+def first_pass(decoder: Decoder, ids: list[int]) -> float:
+    """Seconds of the prompt's pass alone."""
+    decoder.forget()
+    return decoder.generate(ids, max_new_tokens=1).stats.seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="JSON lines with category and prompt")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts per category (default 4)")
+    parser.add_argument("--copying", type=int, default=10, help="of the copy-heavy ones (default 10)")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens at most (default 128)")
+    parser.add_argument("--only", help="one category alone")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    options = parser.parse_args()
+    default = outpace.load()
+    plain = Decoder(default.scorer.model, None, default.tokenizer, pack=True)
+    sides = {"plain": plain, "default": default}
+    prompts: dict[str, list[list[int]]] = {}
+    for line in options.data.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        chat = [{"role": "user", "content": row["prompt"]}]
+        ids = default.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        prompts.setdefault(row["category"], []).append(ids)
+    figures = []
+    for decoder in sides.values():  # warm
+        decoder.generate(prompts["writing"][0], max_new_tokens=8)
+    for category, rows in prompts.items():
+        if options.only in (None, category):
+            heavy = category in COPY_HEAVY
+            found = measure(sides, rows[: options.copying if heavy else options.prompts], options.tokens)
+            bar = ">= 1.5" if heavy else ">= 0.85"
+            figures.append({"category": category, **found, "bar": bar})
+            print(json.dumps(figures[-1]), file=sys.stderr, flush=True)
+    command = f"python benchmarks/defaults_cpu.py --data {options.data.name} --prompts {options.prompts}"
+    command += f" --copying {options.copying} --tokens {options.tokens}"
+    report = {
+        "command": command,
+        "machine": machine(),
+        "settings": default.describe().splitlines(),
+        "figures": figures,
+    }
+    print(json.dumps(report, indent=2))
+    write(report, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""`python -m outpace`"""
+
+from outpace.cli import main
+
+main()

@@ -1,0 +1,80 @@
+"""The command: `outpace generate`, `chat`, `audit`, `doctor`. Nothing heavy is imported before it is used."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from outpace import __version__
+from outpace.cli.audit import audit
+from outpace.cli.chat import chat
+from outpace.cli.doctor import doctor
+from outpace.cli.generate import generate
+
+# What a flag that does not fit raises: of click, or of the copy of it that newer versions of typer bring.
+WrongUse: Any = next(one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException")
+
+app = typer.Typer(
+    help="Language models from the Transformers library, faster by speculative decoding, same output "
+    "distribution.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate)
+app.command()(chat)
+app.command()(audit)
+app.command()(doctor)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"outpace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version),
+    ] = False,
+) -> None: ...
+
+
+def main() -> None:
+    """Run the command; what a user did wrong is one line on stderr and exit status 2."""
+    warnings.showwarning = lambda message, *_: print(f"outpace: {message}", file=sys.stderr)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    command = typer.main.get_command(app)
+    try:
+        # Not `app()`, which has its own way with errors.
+        with command.make_context("outpace", sys.argv[1:]) as context:
+            command.invoke(context)
+    except typer.Exit as done:
+        raise SystemExit(done.exit_code) from None
+    except WrongUse as error:
+        fail(error.format_message())
+    except (typer.Abort, KeyboardInterrupt):
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        # Whoever read our output is gone; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        fail("the output was closed before the end")
+    except (ValueError, TypeError, OSError, MemoryError, ImportError, RuntimeError) as error:
+        if os.environ.get("OUTPACE_TRACEBACK"):
+            raise
+        fail(str(error))
+    raise SystemExit(0)
+
+
+def fail(why: str) -> NoReturn:
+    line = next((one.strip() for one in why.splitlines() if one.strip()), "it failed without saying why")
+    print(f"outpace: {line}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,146 @@
+"""`outpace audit`: is it lossless with these models?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outpace.cli.options import Device, Drafted, Dtype, LengthName, RuleName, Target, length_of
+from outpace.cli.show import note
+
+if TYPE_CHECKING:
+    from outpace.audit import Report
+
+# Texts that repeat themselves, so that a drafter that copies has something to guess.
+PROMPTS = (
+    "A B C D E F G A B C D E F G A B C",
+    "Alice likes red apples and Bob likes green pears. Alice likes red apples and Bob likes green",
+)
+
+
+def audit(
+    target: Target = None,
+    draft: Drafted = "lookup",
+    rule: RuleName = "token",
+    lenience: Annotated[float, typer.Option(help="As in generate.", rich_help_panel="Models")] = 1.0,
+    length: LengthName = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file of prompts, one a line, instead of the built-in two.")
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Draws per prompt; 0 tests greedy decoding alone.")
+    ] = 1000,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens whose joint distribution is tested.")] = 4,
+    greedy_tokens: Annotated[int, typer.Option(min=0, help="Tokens compared in greedy decoding.")] = 32,
+    temperature: Annotated[float, typer.Option(help="Of the draws.")] = 1.0,
+    alarm: Annotated[float, typer.Option(help="p-values below this fail.")] = 1e-6,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    plant: Annotated[
+        str | None,
+        typer.Option(
+            metavar="keep-all|redraw|rollback|stale|noise",
+            help="Plant a known fault first, to see that the audit can fail.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Check that speculation changes nothing. Exit status: 0 lossless, 1 not lossless, 2 could not tell.
+
+    Greedy decoding must give the target's own tokens. When sampling, the first tokens together must be
+    distributed as the target alone would draw them: Pearson's chi-squared against exact probabilities.
+    """
+    texts = list(PROMPTS)
+    if prompts is not None:
+        texts = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not texts:
+            raise ValueError(f"{prompts}: no prompts in it")
+    from contextlib import nullcontext
+
+    from outpace.audit import audit as run
+    from outpace.faults import FAULTS, planted
+    from outpace.pair import load
+
+    if plant is not None and plant not in FAULTS:
+        raise ValueError(f"--plant: got {plant!r}; known are {', '.join(FAULTS)}")
+    if draft == "none":
+        raise ValueError("--draft: nothing is guessed with none, so there is nothing to audit")
+    decoder = load(
+        target,
+        draft,
+        device=device,
+        dtype=dtype,
+        rule=rule,
+        lenience=lenience,
+        length=length_of(length),
+        tell=note,
+    )
+    if plant is not None:
+        note(f"planted: {FAULTS[plant].__doc__}")
+    with planted(decoder, plant) if plant is not None else nullcontext():
+        report = run(
+            decoder,
+            texts,
+            samples=samples,
+            tokens=tokens,
+            greedy_tokens=greedy_tokens,
+            temperature=temperature,
+            alarm=alarm,
+            seed=seed,
+            progress=not as_json and sys.stderr.isatty(),
+        )
+    untested = not sum(one.drafted for one in report.greedy) + sum(one.drafted for one in report.joint)
+    if as_json:
+        made = {"lossless": report.passed, "untested": untested, "settings": decoder.describe().splitlines()}
+        made["greedy"] = [dataclasses.asdict(one) for one in report.greedy]
+        made["joint"] = [dataclasses.asdict(one) for one in report.joint]
+        print(json.dumps(made, indent=2))
+    else:
+        _print(report, texts)
+    if untested:
+        raise ValueError(
+            "nothing was guessed on these prompts, so nothing was tested; give others (--prompts)"
+        )
+    if not report.passed:
+        raise SystemExit(1)
+
+
+def _print(report: Report, texts: list[str]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    verdict, *details = str(report).splitlines()
+    console.print(f"[bold {'green' if report.passed else 'red'}]{verdict}[/]")
+    for line in details:
+        console.print(line)
+    made = Table(
+        "prompt", "greedy", "samples", "outcomes", "p-value", "fails below", "finds shifts of", "kept"
+    )
+    for column in made.columns[1:]:
+        column.justify = "right"
+    for i, text in enumerate(texts):
+        cells = ["-"] * 7
+        if report.greedy:
+            one = report.greedy[i]
+            same = f"{one.tokens} same" if one.differs_at is None else f"differs at {one.differs_at}"
+            cells[0] = same + (" (tie)" if one.near_tie else "")
+        if report.joint:
+            each = report.joint[i]
+            cells[1:] = [
+                str(each.samples),
+                str(each.outcomes),
+                f"{each.p_value:.3g}",
+                f"{each.alarm:.0e}",
+                f"{each.detectable:.1%}",
+                f"{each.accepted}/{each.drafted}",
+            ]
+        made.add_row(escape(text.replace("\n", "\\n")[-24:]), *cells)
+    console.print(made)

@@ -1,0 +1,156 @@
+"""An honest comparison: the same prompt and settings, plain and through Transformers, in this process."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outpace.decode import Decoder
+    from outpace.sampling import Sampling
+
+ROUNDS = 3
+WARM = 4  # tokens before the clock starts
+
+
+@dataclass
+class Side:
+    name: str
+    tokens_per_second: float = 0.0
+    over_plain: float = 0.0
+    over_transformers: float = 0.0
+    text: str = "sampled"  # for greedy texts, whether it is that of plain decoding
+    runs: list[float] = field(default_factory=list)
+
+
+def compare(
+    decoder: Decoder, ids: list[int], sampling: Sampling | None, options: dict[str, Any]
+) -> list[Side]:
+    """Sides take turns, each as often early as late; nothing of a prompt is kept from run to run."""
+    from outpace.sampling import from_generation_config
+
+    sampling = sampling or from_generation_config(decoder.scorer.generation_config)
+    sides = _sides(decoder, ids, sampling, options)
+    times = {name: Side(name) for name in sides}
+    texts: dict[str, list[int]] = {}
+    for run in sides.values():
+        run(min(WARM, options["max_new_tokens"]))
+    order = list(sides)
+    for turn in range(ROUNDS):
+        for i, name in enumerate(order if turn % 2 == 0 else reversed(order)):
+            print(
+                f"\rcomparing: {turn * len(order) + i + 1} of {ROUNDS * len(order)} runs ",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+            begun = time.perf_counter()
+            texts[name] = sides[name](options["max_new_tokens"])
+            times[name].runs.append(len(texts[name]) / (time.perf_counter() - begun))
+    print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
+    plain, theirs = times[PLAIN], times[TRANSFORMERS]
+    for side in times.values():
+        side.tokens_per_second = statistics.median(side.runs)
+    for side in times.values():
+        side.over_plain = side.tokens_per_second / plain.tokens_per_second
+        side.over_transformers = side.tokens_per_second / theirs.tokens_per_second
+        if sampling.greedy:
+            side.text = _sameness(decoder, ids, texts[PLAIN], texts[side.name])
+    return list(times.values())
+
+
+PLAIN, TRANSFORMERS = "outpace, plain", "Transformers generate"
+
+
+def _sides(
+    decoder: Decoder, ids: list[int], sampling: Sampling, options: dict[str, Any]
+) -> dict[str, Callable[[int], list[int]]]:
+    """What each side runs, by name: a number of new tokens in, tokens out."""
+    import torch
+
+    from outpace.decode import Decoder as Plain
+    from outpace.draft.lookup import LookupDrafter
+    from outpace.draft.model import ModelDrafter
+
+    model, drafter = decoder.scorer.model, decoder.drafter
+    plain = Plain(model)
+    prompt = torch.tensor([ids], device=decoder.scorer.device)
+    settings: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    if not sampling.greedy:
+        settings = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
+        settings |= {"do_sample": True, "min_p": sampling.min_p or None}
+    settings |= {"repetition_penalty": sampling.repetition_penalty, "pad_token_id": 0}
+
+    def ours(which: Decoder) -> Callable[[int], list[int]]:
+        def run(tokens: int) -> list[int]:
+            which.forget()
+            out = which.generate(ids, sampling, **options | {"max_new_tokens": tokens})
+            return list(out.tokens)
+
+        return run
+
+    def theirs(**extra: Any) -> Callable[[int], list[int]]:
+        def run(tokens: int) -> list[int]:
+            least = {"min_new_tokens": tokens} if options["ignore_eos"] else {}
+            out = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=tokens,
+                **settings,
+                **least,
+                **extra,
+            )
+            return list(out[0, len(ids) :].tolist())
+
+        return run
+
+    sides = {PLAIN: ours(plain), TRANSFORMERS: theirs()}
+    if drafter is not None:
+        sides = {f"outpace, {type(drafter).__name__}": ours(decoder)} | sides
+    if isinstance(drafter, LookupDrafter):
+        sides["Transformers prompt lookup"] = theirs(prompt_lookup_num_tokens=10)
+    if isinstance(drafter, ModelDrafter):
+        sides["Transformers assisted"] = theirs(assistant_model=drafter.scorer.model)
+    return sides
+
+
+def _sameness(decoder: Decoder, ids: list[int], plain: list[int], other: list[int]) -> str:
+    """In 16 bits two likeliest tokens are often equal but for rounding, and passes of other shapes round
+    differently."""
+    import torch
+
+    from outpace.audit import near_tie
+
+    if other == plain:
+        return "same"
+    pairs = zip(plain, other, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if place is None:
+        return "same, other length"
+    with torch.inference_mode():
+        fed = torch.tensor([[*ids, *plain[:place]]], device=decoder.scorer.device)
+        logits = decoder.scorer.model(input_ids=fed, use_cache=False).logits[0, -1].float()
+    tie = near_tie(logits, plain[place], other[place], decoder.scorer.dtype)
+    return f"same up to a tie at {place + 1}" if tie else f"DIFFERS at {place + 1}"
+
+
+def table(sides: list[Side]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    made = Table("", "tokens/s", "x plain", "x Transformers", "text")
+    for column in made.columns[1:]:
+        column.justify = "right"
+    for side in sides:
+        made.add_row(
+            side.name,
+            f"{side.tokens_per_second:.1f}",
+            f"{side.over_plain:.2f}",
+            f"{side.over_transformers:.2f}",
+            side.text,
+        )
+    Console(stderr=True).print(made, f"Medians of {ROUNDS} runs each, prompt included.")

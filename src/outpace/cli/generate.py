@@ -1,0 +1,237 @@
+"""`outpace generate`: text as it comes, coloured by what was guessed right."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outpace.cli.options import (
+    SAMPLING,
+    SHOW,
+    Bias,
+    Device,
+    Drafted,
+    Dtype,
+    FrequencyPenalty,
+    LengthName,
+    Marks,
+    MaxNewTokens,
+    MinP,
+    NoColor,
+    PresencePenalty,
+    RepetitionPenalty,
+    RuleName,
+    Seed,
+    Stop,
+    Target,
+    Temperature,
+    TopK,
+    TopP,
+    length_of,
+    sampling_of,
+)
+from outpace.cli.show import Painter, as_json, figures, note
+
+if TYPE_CHECKING:
+    from outpace.decode import Decoder
+    from outpace.rows import Output, Step
+    from outpace.stats import Stats
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt. Without it, or with -, stdin is read.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message of the chat template.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without chat template.")] = False,
+    target: Target = None,
+    draft: Drafted = "lookup",
+    rule: RuleName = "token",
+    lenience: Annotated[
+        float,
+        typer.Option(
+            help="Below 1 keeps more guesses of rule token, and is not exact.", rich_help_panel="Models"
+        ),
+    ] = 1.0,
+    length: LengthName = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    logit_bias: Bias = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=SAMPLING)
+    ] = False,
+    n: Annotated[int, typer.Option(min=1, help="Samples of the prompt.", rich_help_panel=SAMPLING)] = 1,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Also time plain decoding and Transformers' own, and print the ratios.",
+            rich_help_panel=SHOW,
+        ),
+    ] = False,
+    as_json_: Annotated[
+        bool, typer.Option("--json", help="One JSON object instead of text.", rich_help_panel=SHOW)
+    ] = False,
+    no_color: NoColor = False,
+    marks: Marks = False,
+    svg: Annotated[
+        Path | None, typer.Option(help="Also draw the coloured text to this file.", rich_help_panel=SHOW)
+    ] = None,
+) -> None:
+    """Generate text. The text goes to stdout; legend, statistics and comparison go to stderr."""
+    if as_json_ and (marks or no_color):
+        raise ValueError("--json: text in JSON has no marks or colours; leave out --marks and --no-color")
+    if raw and system is not None:
+        raise ValueError("--raw: a raw prompt has no system message; leave out --system")
+    if draft == "none" and length not in (None, "0"):
+        raise ValueError("--length: nothing is guessed with --draft none")
+    text = read_prompt(prompt, file)
+    sampling = sampling_of(
+        logit_bias,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+    )
+    from outpace.pair import load
+
+    decoder = load(
+        target,
+        draft,
+        device=device,
+        dtype=dtype,
+        rule=rule,
+        lenience=lenience,
+        length=length_of(length),
+        tell=note,
+    )
+    ids = encode(decoder, [*_system(system), {"role": "user", "content": text}], None if not raw else text)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos, "seed": seed}
+    painter = Painter(sys.stdout, no_color=no_color, marks=marks)
+    steps = decoder.stream(ids, sampling, n=n, stop=stop, **options)
+    if as_json_:
+        outputs = [step.output for step in steps if step.output is not None]
+        report = {"prompt": text, "prompt_tokens": len(ids), "settings": decoder.describe().splitlines()}
+        report["outputs"] = [_described(one) for one in sorted(outputs, key=lambda one: outputs.index(one))]
+        if compare:
+            from outpace.cli.compare import compare as measure
+
+            report["comparison"] = [vars(side) for side in measure(decoder, ids, sampling, options)]
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+        return
+    if legend := painter.legend():
+        note(legend)
+    stats, interrupted = show(steps, painter, n)
+    note(figures(stats) + (" | interrupted" if interrupted else ""))
+    if svg is not None:
+        from outpace.cli.picture import draw
+
+        draw(painter.history, figures(stats), svg)
+        note(f"picture in {svg}")
+    if interrupted:
+        raise SystemExit(130)
+    if compare:
+        from outpace.cli.compare import compare as measure
+        from outpace.cli.compare import table
+
+        table(measure(decoder, ids, sampling, options))
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    if prompt is not None and file is not None:
+        raise ValueError("--file: given together with a prompt; give one or the other")
+    if file is not None:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{file}: not a text file in UTF-8") from None
+    elif prompt in (None, "-"):
+        if sys.stdin.isatty():
+            note("Type the prompt; Ctrl-D ends it.")
+        text = sys.stdin.read()
+    else:
+        text = prompt or ""
+    text = text.removesuffix("\n")
+    if not text.strip():
+        raise ValueError("prompt: it is empty; a model needs something to go on from")
+    return text
+
+
+def encode(decoder: Decoder, messages: list[dict[str, str]], raw: str | None) -> list[int]:
+    """Token ids: by the chat template, if the model has one and the text is not raw."""
+    tokenizer = decoder.tokenizer
+    if raw is not None or not getattr(tokenizer, "chat_template", None):
+        if raw is None and len(messages) > 1:
+            raise ValueError("--system: this model has no chat template")
+        return decoder.encode(messages[-1]["content"] if raw is None else raw)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return decoder.encode(ids)
+
+
+def show(steps: Iterable[Step], painter: Painter, n: int = 1) -> tuple[Stats, bool]:
+    """Print the rows one after the other, the first unfinished one live; statistics, and whether Ctrl-C cut
+    it short."""
+    from outpace.stats import Stats
+
+    stats, begun = Stats(), time.perf_counter()
+    waiting: dict[int, list[Step]] = {row: [] for row in range(n)}
+    ended: set[int] = set()
+    current, interrupted = 0, False
+    if n > 1:
+        note(f"1 of {n}")
+    try:
+        for step in steps:
+            stats.new_tokens += len(step.tokens)
+            stats.target_calls += 1
+            stats.count(step.drafted, step.accepted)
+            waiting[step.row].append(step)
+            if step.output is not None:
+                ended.add(step.row)
+            while current < n:
+                for one in waiting[current]:
+                    painter.step(one)
+                waiting[current] = []
+                if current not in ended:
+                    break
+                painter.end()
+                current += 1
+                if current < n:
+                    note(f"{current + 1} of {n}")
+    except KeyboardInterrupt:
+        interrupted = True
+        painter.end()
+    stats.other_seconds = time.perf_counter() - begun
+    return stats, interrupted
+
+
+def _system(system: str | None) -> list[dict[str, str]]:
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def _described(output: Output) -> dict[str, Any]:
+    return {
+        "text": output.text,
+        "tokens": output.tokens,
+        "finish_reason": output.finish_reason,
+        "stats": as_json(output.stats),
+    }

@@ -1,0 +1,131 @@
+"""Flags that several commands share, and what they mean."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from outpace.length import Length
+    from outpace.sampling import Sampling
+
+MODELS, SAMPLING, SHOW = "Models", "Sampling", "Output"
+
+Target = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        "-t",
+        metavar="MODEL",
+        help="Hub id, folder or GGUF file. Default: SmolLM2-135M-Instruct, fetched once.",
+        rich_help_panel=MODELS,
+    ),
+]
+Drafted = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        "-d",
+        metavar="lookup|ngram:FILE|MODEL|none",
+        help="Who guesses: copy from the context, a saved n-gram table, a smaller model, nobody.",
+        rich_help_panel=MODELS,
+    ),
+]
+RuleName = Annotated[
+    str,
+    typer.Option(
+        "--rule",
+        metavar="token|block|match|sigmoid(A,B)",
+        help="How guesses are judged; all but sigmoid are exact.",
+        rich_help_panel=MODELS,
+    ),
+]
+LengthName = Annotated[
+    str | None,
+    typer.Option(
+        "--length",
+        metavar="G|heuristic[:START]",
+        help="Tokens to guess per pass: a fixed number, or by what was kept so far. Default: heuristic.",
+        rich_help_panel=MODELS,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda, cuda:1. Default: CUDA where there is one.", rich_help_panel=MODELS),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16, float16. Default: what suits the device.", rich_help_panel=MODELS),
+]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-m", min=1, rich_help_panel=SAMPLING)]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        help="0 is greedy. Without any sampling flag the model's own settings hold.", rich_help_panel=SAMPLING
+    ),
+]
+TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.", rich_help_panel=SAMPLING)]
+TopP = Annotated[
+    float | None, typer.Option(help="Keep tokens up to this probability.", rich_help_panel=SAMPLING)
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(help="Keep tokens this many times as likely as the likeliest.", rich_help_panel=SAMPLING),
+]
+RepetitionPenalty = Annotated[float | None, typer.Option(rich_help_panel=SAMPLING)]
+FrequencyPenalty = Annotated[float | None, typer.Option(rich_help_panel=SAMPLING)]
+PresencePenalty = Annotated[float | None, typer.Option(rich_help_panel=SAMPLING)]
+Bias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--logit-bias",
+        metavar="ID=NUMBER",
+        help="Add to a token's logit; -inf forbids it. May be repeated.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+Seed = Annotated[
+    int | None, typer.Option(help="The same seed gives the same text.", rich_help_panel=SAMPLING)
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help="End before this string. May be repeated.", rich_help_panel=SAMPLING),
+]
+NoColor = Annotated[bool, typer.Option("--no-color", help="Marks instead of colours.", rich_help_panel=SHOW)]
+Marks = Annotated[
+    bool, typer.Option("--marks", help="Marks instead of colours, in a pipe too.", rich_help_panel=SHOW)
+]
+
+
+def sampling_of(logit_bias: list[str] | None, **fields: Any) -> Sampling | None:
+    """A Sampling of the flags that were given; None if none was."""
+    from outpace.sampling import Sampling
+
+    given = {name: value for name, value in fields.items() if value is not None}
+    if logit_bias:
+        given["logit_bias"] = dict(_bias(one) for one in logit_bias)
+    return Sampling(**given) if given else None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, number = text.partition("=")
+    try:
+        return int(token), float(number)
+    except ValueError:
+        raise ValueError(f"--logit-bias: got {text!r}; it must be like 42=-1.5 or 42=-inf") from None
+
+
+def length_of(text: str | None) -> Length | None:
+    if text is None:
+        return None
+    from outpace.length import Fixed, Heuristic
+
+    if text.isdecimal():
+        return Fixed(int(text))
+    found = re.fullmatch(r"heuristic(?::(\d+))?", text)
+    if found is None:
+        raise ValueError(f"--length: got {text!r}; it must be a number, heuristic, or heuristic:START")
+    start = int(found[1] or 5)
+    return Heuristic(start, max(20, start))

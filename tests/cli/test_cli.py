@@ -1,0 +1,321 @@
+"""The command: what people type, see, and get when they mistype."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outpace import cli
+from outpace.decode import Decoder
+from tests.tiny import byte_tokenizer, tiny
+
+CHAT = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[bot]"
+PROMPT = "ab ab ab ab ab"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a tiny model, and a tokenizer with a chat template."""
+    return saved(tmp_path_factory.mktemp("model"), 0)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(tmp_path_factory.mktemp("other"), 1)
+
+
+def saved(folder: Path, seed: int) -> str:
+    tiny(vocab_size=272, seed=seed).save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return Run(monkeypatch, capsys)
+
+
+class Run:
+    """Runs the command in this process: exit status, stdout, stderr."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._patch, self._capsys = patch, capsys
+
+    def __call__(self, *arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        self._patch.setattr(sys, "argv", ["outpace", *arguments])
+        self._patch.setattr(sys, "stdin", io.StringIO(stdin))
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        out, err = self._capsys.readouterr()
+        return int(stopped.value.code or 0), out, err
+
+
+def common(model: str) -> list[str]:
+    return ["--target", model, "--dtype", "float32", "--device", "cpu", "-m", "24"]
+
+
+def test_version_and_help_come_without_loading_pytorch() -> None:
+    code = (
+        "import sys; sys.argv = ['outpace', '--version']\n"
+        "from outpace.cli import main\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["outpace 0.1.0", "False"]
+
+
+def test_every_command_explains_itself(run: Run) -> None:
+    for command in ("generate", "chat", "audit", "doctor"):
+        code, out, _ = run(command, "--help")
+        assert code == 0
+        assert "Usage: outpace " + command in out
+
+
+def test_text_goes_to_stdout_and_figures_to_stderr(run: Run, model: str) -> None:
+    code, out, err = run("generate", PROMPT, "--raw", *common(model))
+    assert code == 0
+    assert f"{model}: float32 on cpu" in err.splitlines()
+    assert "24 tokens | " in err
+    assert "tokens per target pass | kept" in err
+    expected = Decoder(tiny(vocab_size=272), None, byte_tokenizer()).generate(
+        PROMPT, temperature=0, max_new_tokens=24
+    )
+    assert out == f"{expected.text}\n"
+
+
+@pytest.mark.parametrize("source", ["argument", "file", "stdin", "dash"])
+def test_a_prompt_comes_from_argument_file_or_stdin(
+    run: Run, model: str, tmp_path: Path, source: str
+) -> None:
+    (tmp_path / "prompt.txt").write_text(PROMPT + "\n")
+    given = {
+        "argument": [PROMPT],
+        "file": ["--file", str(tmp_path / "prompt.txt")],
+        "stdin": [],
+        "dash": ["-"],
+    }[source]
+    code, out, _ = run("generate", *given, "--json", *common(model), stdin=PROMPT + "\n")
+    assert code == 0
+    assert json.loads(out)["prompt"] == PROMPT
+
+
+def test_the_chat_template_is_used_unless_raw(run: Run, model: str) -> None:
+    lengths = []
+    for flags in ([], ["--raw"], ["--system", "s"]):
+        _, out, _ = run("generate", PROMPT, "--json", *flags, *common(model))
+        lengths.append(json.loads(out)["prompt_tokens"])
+    tokenizer = byte_tokenizer()
+    texts = [f"[user]{PROMPT}[bot]", PROMPT, f"[system]s[user]{PROMPT}[bot]"]
+    assert lengths == [len(tokenizer(text).input_ids) for text in texts]
+
+
+def test_marks_tell_kept_guesses_corrections_and_bonus_tokens_apart(run: Run, model: str) -> None:
+    code, out, err = run("generate", PROMPT, "--raw", "--marks", "--draft", model, *common(model))
+    assert code == 0
+    assert "[marked] a guess that was kept" in err
+    counts = [out.count(mark) for mark in "[]<>"]  # the draft is the target: nothing is corrected
+    assert counts[0] == counts[1] > 0
+    assert counts[2] == counts[3] > 0
+    assert "{" not in out
+
+
+def test_colours_on_a_terminal_and_marks_there_without_them(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    screens = []
+    for flags in ([], ["--no-color"]):
+        screen = Terminal()
+        monkeypatch.setattr(sys, "stdout", screen)
+        assert run("generate", PROMPT, "--raw", "--draft", model, *flags, *common(model))[0] == 0
+        screens.append(screen.getvalue())
+    assert "\033[32m" in screens[0]
+    assert "\033" not in screens[1]
+    assert "[" in screens[1]
+
+
+def test_json_has_texts_tokens_settings_and_statistics(run: Run, model: str) -> None:
+    code, out, _ = run(
+        "generate", PROMPT, "--json", "--n", "3", "--temperature", "0.9", "--seed", "4", *common(model)
+    )
+    assert code == 0
+    report = json.loads(out)
+    assert len(report["outputs"]) == 3
+    assert len({one["text"] for one in report["outputs"]}) == 3
+    first = report["outputs"][0]
+    assert len(first["tokens"]) == first["stats"]["new_tokens"] == 24
+    assert first["finish_reason"] == "length"
+    assert first["stats"]["target_calls"] > 0
+    again = json.loads(
+        run("generate", PROMPT, "--json", "--n", "3", "--temperature", "0.9", "--seed", "4", *common(model))[
+            1
+        ]
+    )
+    assert [one["tokens"] for one in again["outputs"]] == [one["tokens"] for one in report["outputs"]]
+
+
+def test_several_samples_come_one_after_the_other(run: Run, model: str) -> None:
+    code, out, err = run("generate", PROMPT, "--n", "2", "--temperature", "1", "--seed", "1", *common(model))
+    assert code == 0
+    assert [line for line in err.splitlines() if line.endswith("of 2")] == ["1 of 2", "2 of 2"]
+    report = json.loads(
+        run("generate", PROMPT, "--n", "2", "--temperature", "1", "--seed", "1", "--json", *common(model))[1]
+    )
+    assert out == "".join(one["text"] + "\n" for one in report["outputs"])
+
+
+def test_the_comparison_names_every_side_with_its_ratios(run: Run, model: str) -> None:
+    code, out, _ = run("generate", PROMPT, "--raw", "--json", "--compare", *common(model))
+    assert code == 0
+    sides = {side["name"]: side for side in json.loads(out)["comparison"]}
+    assert set(sides) == {
+        "outpace, LookupDrafter",
+        "outpace, plain",
+        "Transformers generate",
+        "Transformers prompt lookup",
+    }
+    assert all(side["text"] == "same" for side in sides.values())
+    assert sides["outpace, plain"]["over_plain"] == 1
+    assert sides["Transformers generate"]["over_transformers"] == 1
+    code, _, err = run("generate", PROMPT, "--raw", "--compare", "--draft", model, *common(model))
+    assert code == 0
+    assert "Transformers assisted" in err
+
+
+def test_a_picture_is_drawn(run: Run, model: str, tmp_path: Path) -> None:
+    picture = tmp_path / "out.svg"
+    assert run("generate", PROMPT, "--raw", "--svg", str(picture), *common(model))[0] == 0
+    drawn = picture.read_text()
+    assert drawn.startswith("<svg")
+    assert "a&#160;guess&#160;that&#160;was&#160;kept" in drawn
+
+
+def test_ctrl_c_prints_what_there_is(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, calls = Decoder._iteration, []
+
+    def iteration(self: Decoder, rows: list[object]) -> object:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return honest(self, rows)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Decoder, "_iteration", iteration)
+    code, out, err = run("generate", PROMPT, "--raw", *common(model))
+    assert code == 130
+    assert out.strip()
+    assert out.endswith("\n")
+    assert "interrupted" in err
+
+
+def test_a_conversation_remembers_and_begins_anew(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+    honest = Decoder.stream
+    monkeypatch.setattr(
+        Decoder, "stream", lambda self, ids, *a, **k: seen.append(ids) or honest(self, ids, *a, **k)
+    )
+    code, out, _ = run("chat", *common(model), stdin="ab\n\ncd\n/new\nab\n/exit\nnot read\n")
+    assert code == 0
+    assert len(out.splitlines()) >= 3
+    tokenizer = byte_tokenizer()
+    assert len(seen) == 3
+    assert seen[0] == seen[2] == tokenizer("[user]ab[bot]").input_ids
+    assert tokenizer.decode(seen[1]).startswith("[user]ab[assistant]")
+
+
+def test_the_doctor_says_what_is_there_and_what_is_missing(run: Run) -> None:
+    code, out, _ = run("doctor", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["packages"]["torch"].startswith("2.")
+    assert "GB/s" in found["read bandwidth"]
+    assert "gpu" in found["extras"]
+    assert "read bandwidth" in run("doctor")[1]
+
+
+def test_the_audit_passes_and_a_planted_fault_fails_it(
+    run: Run, model: str, other: str, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("ab ab ab ab\n")
+    flags = ["--target", model, "--draft", other, "--dtype", "float32", "--prompts", str(prompts)]
+    flags += ["--samples", "600", "--length", "3"]
+    code, out, _ = run("audit", *flags)
+    assert (code, out.splitlines()[0]) == (0, "Lossless as far as these checks can see.")
+    assert "p-value" in out
+    code, out, err = run("audit", *flags, "--plant", "keep-all")
+    assert (code, out.splitlines()[0][:12]) == (1, "NOT LOSSLESS")
+    assert "planted: every guess is kept" in err
+    assert json.loads(run("audit", *flags, "--json")[1])["lossless"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["generate", ""], "prompt: it is empty"),
+        (["generate", "a", "--file", "b"], "--file: given together with a prompt"),
+        (["generate", "--file", "/nowhere/at/all"], "No such file"),
+        (["generate", "a", "--json", "--marks"], "--json: text in JSON has no marks"),
+        (["generate", "a", "--raw", "--system", "b"], "--raw: a raw prompt has no system message"),
+        (["generate", "a", "--length", "3", "--draft", "none"], "--length: nothing is guessed"),
+        (["generate", "a", "--length", "far"], "--length: got 'far'"),
+        (["generate", "a", "--logit-bias", "x"], "--logit-bias: got 'x'"),
+        (["generate", "a", "--temperature", "-1"], "temperature: got -1.0"),
+        (["generate", "a", "--temperature", "warm"], "--temperature"),
+        (["generate", "a", "--n", "0"], "--n"),
+        (["generate", "a", "--rule", "coin"], "rule: got 'coin'"),
+        (["generate", "a", "--lenience", "0.5", "--rule", "block"], "lenience"),
+        (["generate", "a", "--target", "/nowhere/model"], "/nowhere/model: no such file or folder"),
+        (["generate", "a", "--draft", "ngram:/nowhere"], "/nowhere: no such file"),
+        (["generate", "a", "--draft", __file__], "not a GGUF file"),
+        (["generate", "a", "--dtype", "int3"], "dtype: got 'int3'"),
+        (["generate", "a", "--nonsense"], "--nonsense"),
+        (["audit", "--plant", "gremlin"], "--plant: got 'gremlin'"),
+        (["audit", "--draft", "none"], "nothing to audit"),
+        (["conjure"], "conjure"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_on_stderr_and_status_2(
+    run: Run, model: str, arguments: list[str], why: str
+) -> None:
+    if arguments[0] == "generate" and "--target" not in arguments:
+        arguments = [*arguments, "--target", model]
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert out == ""
+    last = err.splitlines()[-1]
+    assert last.startswith("outpace: ")
+    assert why in last
+    assert len([line for line in err.splitlines() if line.startswith("outpace: ")]) == 1
+
+
+def test_a_closed_pipe_is_one_line_too(model: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "outpace", "generate", PROMPT, *common(model)],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "outpace: the output was closed before the end"
+    assert "Traceback" not in done.stderr

