@@ -2,8 +2,8 @@
 
     python benchmarks/audit_cpu.py --runs 20 --out benchmarks/results/audit_cpu.json
 
-The command's own settings: default model, lookup drafter, built-in prompts. The planted runs go through the faults
-in turn, each with another seed.
+The command's own settings: default model, lookup drafter, built-in prompts. The planted runs go through the
+faults in turn, each with another seed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from report import machine, write
 
 import outpace
 from outpace.audit import Report, audit
-from outpace.cli import audit as command
 from outpace.cli.audit import PROMPTS
+from outpace.cli.audit import audit as command
 from outpace.decode import Decoder
 from outpace.faults import FAULTS, planted
 

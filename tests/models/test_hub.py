@@ -131,9 +131,10 @@ def test_an_interrupted_conversion_leaves_nothing_and_the_next_start_works(
         (folder / "model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(hub, "_convert", interrupted)
-        hub.default_model(lambda line: None)
+        with pytest.raises(KeyboardInterrupt):
+            hub.default_model(lambda line: None)
     assert left_over(hub.cache_folder() / hub.DEFAULT) == []
     killed = hub.cache_folder() / f"{hub.DEFAULT}.tmpkilled"  # of a process that had no time to clean up
     killed.mkdir()
@@ -154,7 +155,7 @@ def test_two_that_start_at_once_fetch_once(index: Index) -> None:
 def test_a_full_disk_is_one_sentence(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 99, 1))
-    with pytest.raises(OSError, match="no space left in .* needs 600 MiB.*OUTPACE_CACHE"):
+    with pytest.raises(OSError, match=r"no space left in .* needs 600 MiB.*OUTPACE_CACHE"):
         hub.default_model(lambda line: None)
     assert index.calls == []
 
@@ -164,7 +165,7 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(OSError, match="cannot write to .*name another folder in OUTPACE_CACHE"):
+    with pytest.raises(OSError, match=r"cannot write to .*name another folder in OUTPACE_CACHE"):
         hub.default_model(lambda line: None)
 
     def read_only(*_: Any, **__: Any) -> None:

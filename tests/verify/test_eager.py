@@ -16,6 +16,7 @@ import outpace
 from outpace import random
 from outpace.random import Stream
 from outpace.verify import eager, oracle
+from outpace.verify.block import Block
 from outpace.verify.rules import parse
 
 RULES = ("token", "block", "match", "rejection", "sigmoid(-3, 5)")
@@ -398,7 +399,7 @@ def test_going_only_as_far_as_drafts_are_kept_decides_alike(V: int, soft: bool, 
     lengths = torch.arange(B) % (g + 1)
     drafted = torch.arange(g) < lengths[:, None]
     seed = torch.arange(B)
-    whole = eager.Block(
+    whole = Block(
         tokens,
         drafted,
         lengths,
@@ -412,7 +413,7 @@ def test_going_only_as_far_as_drafts_are_kept_decides_alike(V: int, soft: bool, 
     )
     expected = eager.verify(whole, parse("token"), lenience)
     found = eager.verify(dataclasses.replace(whole, in_turn=True), parse("token"), lenience)
-    assert expected.accepted.unique().numel() > 2 or not soft
+    assert len(set(expected.accepted.tolist())) > 2 or not soft
     assert torch.equal(found.accepted, expected.accepted)
     assert torch.equal(found.next_token, expected.next_token)
     assert not found.bad.any()
@@ -427,7 +428,7 @@ def test_in_turn_only_logits_that_were_looked_at_can_spoil_a_row(V: int) -> None
     target[0, 2] = math.nan
     target[1, 1] = math.nan
     zeros = torch.zeros(rows, dtype=torch.int64)
-    block = eager.Block(
+    block = Block(
         tokens,
         torch.ones(rows, g, dtype=torch.bool),
         zeros + g,
