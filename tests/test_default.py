@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import outpace
+from outpace import pair
 from outpace.decode import Decoder
 from outpace.models import hub
 
@@ -43,3 +46,12 @@ def test_it_is_what_its_own_generate_says(decoder: Decoder) -> None:
 def test_it_knows_where_a_chat_ends(decoder: Decoder) -> None:
     assert decoder.scorer.end_of_text == {decoder.tokenizer.convert_tokens_to_ids("<|im_end|>")}
     assert Path(decoder.scorer.model.name_or_path).name == hub.DEFAULT
+
+
+def test_the_quick_start_runs(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[1] / "docs" / "quickstart.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    monkeypatch.setattr(pair, "load", lambda: decoder)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["out"].text

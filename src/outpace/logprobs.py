@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outpace.arguments import on_device
-from outpace.draft.base import Draft
+from outpace.draft.base import Draft, one_for_all
 from outpace.rows import Row
 from outpace.sampling import Prefix, Sampling, process, warp
 from outpace.verify import Verdict
@@ -18,7 +18,7 @@ def adjusted(logits: Tensor, samplings: list[Sampling], prefix: Prefix | None, d
     """The logits `[R, g+1, V]` that tokens are drawn from; greedy rows as they are before the argmax."""
     soft = [
         dataclasses.replace(one, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if one.greedy else one
-        for one in (sampling.fork() for sampling in samplings)
+        for one in (sampling.fork() for sampling in one_for_all(samplings))
     ]
     scored = on_device([length + 1 for length in draft.lengths or []], torch.int64, logits.device)
     scores, _ = process(logits, soft, prefix, draft.tokens, scored)

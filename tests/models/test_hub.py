@@ -221,3 +221,11 @@ def test_devices_and_dtypes_that_do_not_exist_are_told() -> None:
 def test_sizes_are_noted_when_a_model_is_complete(index: Index) -> None:
     folder, _ = fetched()
     assert json.loads((folder / hub.COMPLETE).read_text()) == {"model.safetensors": len(CONTENT) - 4}
+
+
+def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match="no-one/nothing: no such file or folder, and the hub cannot be reached"):
+        hub.load_model("no-one/nothing")
+    with pytest.raises(ValueError, match="no such model on the hub"):
+        hub.load_model("not a name!")

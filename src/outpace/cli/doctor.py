@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-CORE = ("torch", "transformers", "numpy", "safetensors", "gguf", "accelerate", "typer", "rich")
+CORE = ("outpace", "torch", "transformers", "numpy", "safetensors", "gguf", "accelerate", "typer", "rich")
 
 
 def doctor(

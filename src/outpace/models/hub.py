@@ -119,7 +119,24 @@ def _source(name: str | os.PathLike[str] | None, tell: Say) -> tuple[str, dict[s
         raise ValueError(f"{name}: no such file or folder")
     if text == DEFAULT:
         return str(default_model(tell)), {}
+    _check_hub(text)
     return text, {}
+
+
+def _check_hub(name: str) -> None:
+    """Whether there is such a model, before Transformers tries again and again."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            HfApi().model_info(name, timeout=10)
+    except (HFValidationError, RepositoryNotFoundError):
+        raise ValueError(f"{name}: no such file or folder, and no such model on the hub") from None
+    except Exception as error:
+        raise OSError(
+            f"{name}: no such file or folder, and the hub cannot be reached ({type(error).__name__})"
+        ) from error
 
 
 def _gguf(path: Path) -> dict[str, Any]:
