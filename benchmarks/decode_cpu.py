@@ -1,11 +1,9 @@
 """The decoder on a CPU beside Transformers' own generation, with the same models in the same run.
 
-    python benchmarks/decode_cpu.py --model SmolLM2-135M-Instruct --data spec_bench.jsonl \\
-        --out benchmarks/results/decode_cpu.json
+    python benchmarks/decode_cpu.py --model SmolLM2-135M-Instruct --out benchmarks/results/decode_cpu.json
 
-`--model` is a folder or hub id of a causal model with a chat template. `--data` holds one JSON object a
-line with `category` and `prompt`; without it the copy-heavy part is left out. Sides take turns; ratios are
-what counts, absolute times are this machine's.
+`--model` is a folder or hub id of a causal model with a chat template. Sides take turns; ratios are what
+counts, absolute times are this machine's. Copying from the context is measured by defaults_cpu.py.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import torch
 from report import machine, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import outpace
 from outpace import Decoder, Fixed, LookupDrafter, ModelDrafter, Sampling
 from outpace.draft.base import State
 
@@ -177,39 +174,6 @@ def plain(target: Any, prompts: list[list[int]], tokens: int, repeats: int) -> d
     }
 
 
-def copying(target: Any, prompts: dict[str, list[list[int]]], tokens: int) -> list[dict[str, Any]]:
-    """Copying from the context against plain decoding, greedy."""
-    baseline, drafted = Decoder(target), Decoder(target, LookupDrafter())
-    found = []
-    for category, rows in prompts.items():
-        stats = {"plain": outpace.Stats(), "lookup": outpace.Stats()}
-        same = 0
-        for i, row in enumerate(rows):
-            outs = {}
-            order = [("plain", baseline), ("lookup", drafted)]
-            for name, decoder in order if i % 2 else reversed(order):
-                decoder.scorer.reset([0])
-                outs[name] = decoder.generate(row, temperature=0, max_new_tokens=tokens, ignore_eos=True)
-                stats[name] += outs[name].stats
-            same += outs["plain"].tokens == outs["lookup"].tokens
-            say(f"copying, {category}: {i + 1} of {len(rows)}")
-        rates = {name: one.tokens_per_second for name, one in stats.items()}
-        found.append(
-            {
-                "what": f"copying from the context, {category}, {len(rows)} prompts of {tokens} tokens",
-                "plain_tokens_per_second": round(rates["plain"], 2),
-                "lookup_tokens_per_second": round(rates["lookup"], 2),
-                "lookup_over_plain": round(rates["lookup"] / rates["plain"], 3),
-                "tokens_per_call": round(stats["lookup"].tokens_per_call, 3),
-                "acceptance": round(stats["lookup"].acceptance, 3),
-                "same_texts": same,
-                "prompt_seconds_included": True,
-                "bar": ">= 1.5",
-            }
-        )
-    return found
-
-
 def rounded(values: list[float]) -> list[float]:
     return [round(value, 3) for value in values]
 
@@ -223,12 +187,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help="folder or hub id of the target")
-    parser.add_argument("--data", type=Path, help="JSON lines with category and prompt")
-    parser.add_argument("--prompts", type=int, default=8, help="prompts per category (default 8)")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens per prompt (default 128)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each side (default 5)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the models")
-    parser.add_argument("--only", choices=["overhead", "lookup", "plain", "copying"], help="one part alone")
+    parser.add_argument("--only", choices=["overhead", "lookup", "plain"], help="one part alone")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -256,21 +217,9 @@ def main() -> None:
             "Write a short story about a lighthouse keeper and a lost whale.",
         )
         figures.append(plain(target, [encode(one) for one in questions], 64, options.repeats))
-    if options.data is not None and wanted("copying"):
-        rows = [json.loads(line) for line in options.data.read_text(encoding="utf-8").splitlines()]
-        prompts = {
-            category: [encode(row["prompt"]) for row in rows if row["category"] == category][
-                : options.prompts
-            ]
-            for category in ("summarization", "rag")
-        }
-        figures.extend(copying(target, prompts, options.tokens))
     print(file=sys.stderr)
     command = f"python benchmarks/decode_cpu.py --model {Path(options.model).name}"
-    if options.data is not None:
-        command += f" --data {options.data.name}"
-    command += f" --dtype {options.dtype}"
-    command += f" --prompts {options.prompts} --tokens {options.tokens} --repeats {options.repeats}"
+    command += f" --dtype {options.dtype} --repeats {options.repeats}"
     report = {"command": command, "machine": machine(), "figures": figures}
     print(json.dumps(report, indent=2))
     write(report, options.out)

@@ -30,7 +30,7 @@ def measure(sides: dict[str, Decoder], prompts: list[list[int]], tokens: int) ->
     for i, ids in enumerate(prompts):
         texts, rates = {}, {}
         for name, decoder in list(sides.items())[:: 1 if i % 2 else -1]:
-            decoder.forget()
+            decoder.scorer.forget()
             out = decoder.generate(ids, max_new_tokens=tokens)
             texts[name], rates[name] = out.tokens, out.stats.tokens_per_second
             stats[name] += out.stats
@@ -55,7 +55,7 @@ def measure(sides: dict[str, Decoder], prompts: list[list[int]], tokens: int) ->
 
 def first_pass(decoder: Decoder, ids: list[int]) -> float:
     """Seconds of the prompt's pass alone."""
-    decoder.forget()
+    decoder.scorer.forget()
     return decoder.generate(ids, max_new_tokens=1).stats.seconds
 
 

@@ -86,7 +86,15 @@ def test_audited_texts_may_go_on_as_the_target_would() -> None:
 def test_a_report_says_when_nothing_was_guessed() -> None:
     report = audit(Decoder(tiny()), PROMPTS[:1], samples=200, progress=False)
     assert report.passed
-    assert "Nothing was guessed" in str(report)
+    assert not report.tested
+    assert str(report).startswith("Not tested: nothing was guessed")
+
+
+def test_what_cannot_be_counted_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tokens, top: got 11, 5; .* are too many to count"):
+        audit(Decoder(tiny()), PROMPTS, tokens=11)
+    with pytest.raises(ValueError, match="temperature: got 0"):
+        audit(Decoder(tiny()), PROMPTS, temperature=0)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

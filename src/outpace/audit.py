@@ -27,6 +27,7 @@ from outpace.sampling import Sampling
 from outpace.stats import Stats
 
 Floats = npt.NDArray[np.float64]
+MOST_OUTCOMES = 20_000
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,17 @@ class Report:
     def passed(self) -> bool:
         return all(one.passed for one in self.greedy) and all(one.passed for one in self.joint)
 
+    @property
+    def tested(self) -> bool:
+        """Whether anything was guessed: without guesses there is nothing that could go wrong."""
+        return any(one.drafted for one in self.greedy) or any(one.drafted for one in self.joint)
+
     def __str__(self) -> str:
         """The verdict in words, then the figures."""
         ties = sum(one.near_tie for one in self.greedy)
         lines = ["Lossless as far as these checks can see."]
+        if not self.tested:
+            lines = ["Not tested: nothing was guessed on these prompts."]
         if not self.passed:
             lines = ["NOT LOSSLESS: the output is not what the target alone would give."]
         if self.greedy:
@@ -100,11 +108,7 @@ class Report:
                 f"certainty; a correct decoder fails once in {1 / (len(self.joint) * worst.alarm):,.0f} "
                 "audits."
             )
-            lines.append(
-                f"On the way {drafted:,} tokens were guessed and {kept:,} kept."
-                if drafted
-                else "Nothing was guessed on these prompts, so speculation was not put to the test."
-            )
+            lines.append(f"On the way {drafted:,} tokens were guessed and {kept:,} kept.")
         return "\n".join(lines)
 
 
@@ -134,6 +138,12 @@ def audit(
     integer("top", top, "an int >= 2", lambda n: n >= 2)
     integer("samples", samples, "an int >= 0", lambda n: n >= 0)
     number("alarm", alarm, "a number in (0, 1)", lambda a: 0 < a < 1)
+    number("temperature", temperature, "a number > 0", lambda t: t > 0)
+    if samples and top**tokens > MOST_OUTCOMES:
+        raise ValueError(
+            f"tokens, top: got {tokens}, {top}; {top}**{tokens} texts are too many to count, "
+            f"{MOST_OUTCOMES} are the most"
+        )
     if isinstance(prompts, str) or not len(prompts):
         raise ValueError("prompts: give a list of at least one prompt")
     from tqdm.auto import tqdm

@@ -163,8 +163,10 @@ class Decoder:
         return steps()
 
     def forget(self) -> None:
-        """Keep nothing of earlier prompts. Weights that change are noticed, unless through `.data`."""
+        """Keep nothing of earlier prompts, nor of weights. Weights that change are noticed, unless through
+        `.data`."""
         self.scorer.forget()
+        self.scorer.repack()
         if isinstance(self.drafter, ModelDrafter):
             self.drafter.forget()
 

@@ -30,6 +30,7 @@ def keep_all(decoder: Any) -> None:
 def redraw(decoder: Any) -> None:
     """after a lost guess the next token is drawn from p, which may bring the lost one back"""
     honest = decoder._verify
+    generator = torch.Generator(decoder.scorer.device).manual_seed(0)
 
     def verify(rows: list[Row], draft: Any, logits: Any) -> Any:
         verdict = honest(rows, draft, logits)
@@ -39,7 +40,7 @@ def redraw(decoder: Any) -> None:
         scores = adjusted(logits, [row.sampling for row in rows], prefix, draft)
         at = scores[torch.arange(len(rows), device=logits.device), verdict.accepted]
         lost = verdict.accepted < torch.tensor(draft.lengths or [0] * len(rows), device=logits.device)
-        drawn = torch.multinomial(at.softmax(-1), 1)[:, 0]
+        drawn = torch.multinomial(at.softmax(-1), 1, generator=generator)[:, 0]
         return replace(verdict, next_token=torch.where(lost, drawn, verdict.next_token))
 
     decoder._verify = verify
@@ -85,12 +86,13 @@ def planted(decoder: Decoder, fault: str) -> Iterator[None]:
     """The decoder with a fault, by its name in `FAULTS`."""
     if fault not in FAULTS:
         raise ValueError(f"plant: got {fault!r}; known are {', '.join(FAULTS)}")
-    before = dict(vars(decoder)), dict(vars(decoder.scorer))
+    before = [(one, set(vars(one))) for one in (decoder, decoder.scorer)]
     FAULTS[fault](decoder)
+    added = [(one, set(vars(one)) - names) for one, names in before]
     try:
         yield
     finally:
-        for one, attributes in zip((decoder, decoder.scorer), before, strict=True):
-            for name in set(vars(one)) - set(attributes):
+        for one, names in added:
+            for name in names:
                 delattr(one, name)
         decoder.forget()

@@ -10,7 +10,7 @@ from outpace.decode import Decoder
 from outpace.draft.base import Drafter
 from outpace.length import Heuristic, Length
 from outpace.models.causal import memory_free, positions
-from outpace.models.hub import Say, load_model, say
+from outpace.models.hub import Say, check_name, load_model, say
 from outpace.models.packed import packed_bytes
 from outpace.sampling import Sampling
 from outpace.verify import Rule
@@ -71,6 +71,8 @@ def check_draft_name(draft: Name | Drafter | None) -> None:
         path = Path(draft.removeprefix("ngram:")).expanduser()
         if not path.is_file():
             raise ValueError(f"draft: {path}: no such file; save one with NGramDrafter.save")
+    elif isinstance(draft, str | os.PathLike) and draft not in ("lookup", "none"):
+        check_name(draft)
 
 
 def load_drafter(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -198,11 +199,31 @@ def test_the_comparison_names_every_side_with_its_ratios(run: Run, model: str) -
     assert "Transformers assisted" in err
 
 
+def test_the_comparison_gives_transformers_the_same_settings(run: Run, model: str) -> None:
+    flags = ["--frequency-penalty", "1.5", "--logit-bias", "97=5", "--temperature", "0", "--stop", "b"]
+    code, out, _ = run("generate", PROMPT, "--raw", "--json", "--compare", *flags, *common(model))
+    assert code == 0
+    assert {side["text"] for side in json.loads(out)["comparison"]} == {"same"}
+
+
+def test_samples_keep_their_order_whichever_ends_first(run: Run, model: str) -> None:
+    flags = ["--temperature", "1", "--seed", "3", "--stop", "a", "--stop", "e", "--stop", "1"]
+    expected = Decoder(tiny(vocab_size=272), None, byte_tokenizer(), rule="match").generate(
+        PROMPT, temperature=1.0, seed=3, stop=["a", "e", "1"], n=6, max_new_tokens=24
+    )
+    found = json.loads(
+        run("generate", PROMPT, "--raw", "--json", "--n", "6", "--rule", "match", *flags, *common(model))[1]
+    )["outputs"]
+    assert [one["tokens"] for one in found] == [one.tokens for one in expected]
+    assert len({len(one["tokens"]) for one in found}) > 1
+
+
 def test_a_picture_is_drawn(run: Run, model: str, tmp_path: Path) -> None:
     picture = tmp_path / "out.svg"
     assert run("generate", PROMPT, "--raw", "--svg", str(picture), *common(model))[0] == 0
     drawn = picture.read_text()
-    assert drawn.startswith("<svg")
+    ElementTree.fromstring(drawn)
+    assert not picture.with_name("out.svg.part").exists()
     assert "a&#160;guess&#160;that&#160;was&#160;kept" in drawn
 
 
@@ -221,6 +242,16 @@ def test_ctrl_c_prints_what_there_is(run: Run, model: str, monkeypatch: pytest.M
     assert out.strip()
     assert out.endswith("\n")
     assert "interrupted" in err
+    calls.clear()
+    code, out, _ = run("generate", PROMPT, "--raw", "--json", *common(model))
+    assert code == 130
+    (only,) = json.loads(out)["outputs"]
+    assert only["finish_reason"] == "interrupted"
+    assert only["tokens"]
+    calls.clear()
+    code, out, _ = run("generate", PROMPT, "--raw", "--n", "2", *common(model))
+    assert code == 130
+    assert len(out.splitlines()) >= 2
 
 
 def test_a_conversation_remembers_and_begins_anew(
@@ -290,6 +321,12 @@ def test_the_audit_passes_and_a_planted_fault_fails_it(
         (["generate", "a", "--draft", "ngram:/nowhere"], "/nowhere: no such file"),
         (["generate", "a", "--draft", __file__], "not a GGUF file"),
         (["generate", "a", "--dtype", "int3"], "dtype: got 'int3'"),
+        (["generate", "a", "--device", "meta"], "device: meta holds no weights"),
+        (["generate", "a", "--draft", ""], "the name is empty"),
+        (["generate", "a", "--lenience", "0.5", "--draft", "none"], "--lenience: nothing is guessed"),
+        (["generate", "a", "--svg", "/nowhere/at/all.svg"], "--svg: /nowhere/at: no such folder"),
+        (["generate", "a", "--svg", "x.svg", "--json"], "--svg: a picture is drawn of text"),
+        (["generate", "a\udce4"], "prompt: not text in UTF-8"),
         (["generate", "a", "--nonsense"], "--nonsense"),
         (["audit", "--plant", "gremlin"], "--plant: got 'gremlin'"),
         (["audit", "--draft", "none"], "nothing to audit"),
@@ -311,12 +348,18 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(
     assert len([line for line in err.splitlines() if line.startswith("outpace: ")]) == 1
 
 
-def test_a_closed_pipe_is_one_line_too(model: str) -> None:
+@pytest.mark.parametrize("command", ["generate", "audit", "doctor"])
+def test_a_closed_pipe_is_one_line_too(model: str, command: str) -> None:
+    arguments = {
+        "generate": [PROMPT, *common(model)],
+        "audit": ["--target", model, "--draft", model, "--samples", "0"],
+        "doctor": [],
+    }[command]
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as closed:
         done = subprocess.run(
-            [sys.executable, "-m", "outpace", "generate", PROMPT, *common(model)],
+            [sys.executable, "-m", "outpace", command, *arguments],
             stdout=closed,
             stderr=subprocess.PIPE,
             text=True,

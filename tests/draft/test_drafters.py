@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import outpace
 from outpace import LookupDrafter, ModelDrafter, NGramDrafter, RandomDrafter, Sampling
-from outpace.draft.base import State
+from outpace.draft.base import Draws, State
 from tests.tiny import V, byte_tokenizer, greedy, tiny
 
 
@@ -211,3 +211,15 @@ def test_a_model_states_the_distribution_it_drew_from() -> None:
 def test_lookup_names_what_does_not_fit(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="_ngram: got"):
         LookupDrafter(**bad)
+
+
+def test_drafts_are_drawn_in_float32_whatever_the_default() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        draws = Draws(state([1, 2, 3], g=2), 2)
+        draws.take(torch.randn(1, V))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    logits = draws.draft().logits
+    assert logits is not None
+    assert logits.dtype == torch.float32

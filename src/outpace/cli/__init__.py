@@ -67,10 +67,11 @@ def main() -> None:
         # Whoever read our output is gone; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         fail("the output was closed before the end")
-    except (ValueError, TypeError, OSError, MemoryError, ImportError, RuntimeError) as error:
+    except Exception as error:
         if os.environ.get("OUTPACE_TRACEBACK"):
             raise
-        fail(str(error))
+        expected = isinstance(error, ValueError | TypeError | OSError | MemoryError | ImportError)
+        fail(str(error) if expected else f"{type(error).__name__}: {error} (OUTPACE_TRACEBACK=1 shows where)")
     raise SystemExit(0)
 
 

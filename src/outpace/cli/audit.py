@@ -6,12 +6,23 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.cli.options import Device, Drafted, Dtype, LengthName, RuleName, Target, length_of
-from outpace.cli.show import note
+from outpace.cli.options import (
+    Device,
+    Drafted,
+    Dtype,
+    LengthName,
+    Lenience,
+    RuleName,
+    Target,
+    check_rule,
+    length_of,
+    read_text,
+)
+from outpace.cli.show import note, screen
 
 if TYPE_CHECKING:
     from outpace.audit import Report
@@ -27,7 +38,7 @@ def audit(
     target: Target = None,
     draft: Drafted = "lookup",
     rule: RuleName = "token",
-    lenience: Annotated[float, typer.Option(help="As in generate.", rich_help_panel="Models")] = 1.0,
+    lenience: Lenience = 1.0,
     length: LengthName = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -58,7 +69,7 @@ def audit(
     """
     texts = list(PROMPTS)
     if prompts is not None:
-        texts = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+        texts = [line for line in read_text(prompts).splitlines() if line.strip()]
         if not texts:
             raise ValueError(f"{prompts}: no prompts in it")
     from contextlib import nullcontext
@@ -69,6 +80,8 @@ def audit(
 
     if plant is not None and plant not in FAULTS:
         raise ValueError(f"--plant: got {plant!r}; known are {', '.join(FAULTS)}")
+    check_rule(rule, lenience, draft, length)
+    policy = length_of(length)
     if draft == "none":
         raise ValueError("--draft: nothing is guessed with none, so there is nothing to audit")
     decoder = load(
@@ -78,7 +91,7 @@ def audit(
         dtype=dtype,
         rule=rule,
         lenience=lenience,
-        length=length_of(length),
+        length=policy,
         tell=note,
     )
     if plant is not None:
@@ -95,28 +108,29 @@ def audit(
             seed=seed,
             progress=not as_json and sys.stderr.isatty(),
         )
-    untested = not sum(one.drafted for one in report.greedy) + sum(one.drafted for one in report.joint)
     if as_json:
-        made = {"lossless": report.passed, "untested": untested, "settings": decoder.describe().splitlines()}
+        made: dict[str, Any] = {"lossless": report.passed if report.tested or not report.passed else None}
+        made["settings"] = decoder.describe().splitlines()
         made["greedy"] = [dataclasses.asdict(one) for one in report.greedy]
         made["joint"] = [dataclasses.asdict(one) for one in report.joint]
         print(json.dumps(made, indent=2))
     else:
         _print(report, texts)
-    if untested:
+    if not report.passed:
+        raise SystemExit(1)
+    if not report.tested:
         raise ValueError(
             "nothing was guessed on these prompts, so nothing was tested; give others (--prompts)"
         )
-    if not report.passed:
-        raise SystemExit(1)
+    if plant is not None:
+        note("The planted fault was not found by these checks.")
 
 
 def _print(report: Report, texts: list[str]) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = screen(sys.stdout)
     verdict, *details = str(report).splitlines()
     console.print(f"[bold {'green' if report.passed else 'red'}]{verdict}[/]")
     for line in details:

@@ -16,6 +16,7 @@ from outpace.cli.options import (
     Dtype,
     FrequencyPenalty,
     LengthName,
+    Lenience,
     Marks,
     MaxNewTokens,
     MinP,
@@ -29,6 +30,7 @@ from outpace.cli.options import (
     Temperature,
     TopK,
     TopP,
+    check_rule,
     length_of,
     sampling_of,
 )
@@ -40,6 +42,7 @@ def chat(
     target: Target = None,
     draft: Drafted = "lookup",
     rule: RuleName = "token",
+    lenience: Lenience = 1.0,
     length: LengthName = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -68,9 +71,20 @@ def chat(
         frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
     )
+    check_rule(rule, lenience, draft, length)
+    policy = length_of(length)
     from outpace.pair import load
 
-    decoder = load(target, draft, device=device, dtype=dtype, rule=rule, length=length_of(length), tell=note)
+    decoder = load(
+        target,
+        draft,
+        device=device,
+        dtype=dtype,
+        rule=rule,
+        lenience=lenience,
+        length=policy,
+        tell=note,
+    )
     if not getattr(decoder.tokenizer, "chat_template", None):
         raise ValueError(f"{target}: this model has no chat template; use outpace generate --raw")
     painter = Painter(sys.stdout, no_color=no_color, marks=marks)
@@ -84,6 +98,9 @@ def chat(
             continue
         if not said:
             continue
+        if said.startswith("/"):
+            note(f"{said}: known are /new and /exit")
+            continue
         messages.append({"role": "user", "content": said})
         try:
             ids = encode(decoder, messages, None)
@@ -96,7 +113,8 @@ def chat(
             decoder.stream(ids, sampling, max_new_tokens=max_new_tokens, seed=seed, stop=stop)
         ) as steps:
             stats, _ = show(steps, painter)
-        messages.append({"role": "assistant", "content": "".join(text for text, _ in painter.history)})
+        answer = "".join(text for text, _ in painter.history).removesuffix("\n")
+        messages.append({"role": "assistant", "content": answer})
         note(figures(stats))
 
 

@@ -30,7 +30,10 @@ class Side:
 def compare(
     decoder: Decoder, ids: list[int], sampling: Sampling | None, options: dict[str, Any]
 ) -> list[Side]:
-    """Sides take turns, each as often early as late; nothing of a prompt is kept from run to run."""
+    """Time every side on the prompt; `options` are those of `generate`.
+
+    Sides take turns, each as often early as late; nothing of a prompt is kept from run to run.
+    """
     from outpace.sampling import from_generation_config
 
     sampling = sampling or from_generation_config(decoder.scorer.generation_config)
@@ -77,17 +80,15 @@ def _sides(
     from outpace.draft.model import ModelDrafter
 
     model, drafter = decoder.scorer.model, decoder.drafter
-    plain = Plain(model)
+    plain = Plain(decoder.scorer, None, decoder.tokenizer)
     prompt = torch.tensor([ids], device=decoder.scorer.device)
-    settings: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-    if not sampling.greedy:
-        settings = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
-        settings |= {"do_sample": True, "min_p": sampling.min_p or None}
-    settings |= {"repetition_penalty": sampling.repetition_penalty, "pad_token_id": 0}
+    settings = _for_transformers(decoder, sampling, options, len(ids))
 
     def ours(which: Decoder) -> Callable[[int], list[int]]:
         def run(tokens: int) -> list[int]:
-            which.forget()
+            which.scorer.forget()
+            if isinstance(which.drafter, ModelDrafter):
+                which.drafter.scorer.forget()
             out = which.generate(ids, sampling, **options | {"max_new_tokens": tokens})
             return list(out.tokens)
 
@@ -95,13 +96,11 @@ def _sides(
 
     def theirs(**extra: Any) -> Callable[[int], list[int]]:
         def run(tokens: int) -> list[int]:
-            least = {"min_new_tokens": tokens} if options["ignore_eos"] else {}
             out = model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 max_new_tokens=tokens,
                 **settings,
-                **least,
                 **extra,
             )
             return list(out[0, len(ids) :].tolist())
@@ -116,6 +115,42 @@ def _sides(
     if isinstance(drafter, ModelDrafter):
         sides["Transformers assisted"] = theirs(assistant_model=drafter.scorer.model)
     return sides
+
+
+def _for_transformers(
+    decoder: Decoder, sampling: Sampling, options: dict[str, Any], prompt: int
+) -> dict[str, Any]:
+    """The same settings as arguments of `model.generate`."""
+    import copy
+
+    import torch
+
+    from outpace.sampling import Prefix, Sampling, adjust
+
+    config = copy.deepcopy(decoder.scorer.generation_config)
+    config.do_sample = not sampling.greedy
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        setattr(config, name, None if sampling.greedy else getattr(sampling, name) or None)
+    config.repetition_penalty = sampling.repetition_penalty
+    config.pad_token_id = 0
+    if options["ignore_eos"]:
+        config.eos_token_id = None
+    settings: dict[str, Any] = {"generation_config": config}
+    if options["stop"]:
+        settings |= {"stop_strings": options["stop"], "tokenizer": decoder.tokenizer}
+    rest = Sampling(
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        logit_bias=sampling.logit_bias,
+    )
+    if not rest.neutral:  # Transformers has no such arguments
+
+        def penalize(tokens: Any, scores: Any) -> Any:
+            rows = torch.full((len(tokens),), prompt, device=tokens.device)
+            return adjust(scores, rest, Prefix(tokens, None, rows))
+
+        settings["logits_processor"] = [penalize]
+    return settings
 
 
 def _sameness(decoder: Decoder, ids: list[int], plain: list[int], other: list[int]) -> str:
@@ -139,8 +174,9 @@ def _sameness(decoder: Decoder, ids: list[int], plain: list[int], other: list[in
 
 
 def table(sides: list[Side]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from outpace.cli.show import screen
 
     made = Table("", "tokens/s", "x plain", "x Transformers", "text")
     for column in made.columns[1:]:
@@ -153,4 +189,4 @@ def table(sides: list[Side]) -> None:
             f"{side.over_transformers:.2f}",
             side.text,
         )
-    Console(stderr=True).print(made, f"Medians of {ROUNDS} runs each, prompt included.")
+    screen(sys.stderr).print(made, f"Medians of {ROUNDS} runs each, prompt included.")

@@ -23,10 +23,10 @@ def doctor(
 
         print(json.dumps(found, indent=2))
         return
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    from outpace.cli.show import screen
+
     made = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in found.items():
         if isinstance(value, dict):
@@ -34,15 +34,14 @@ def doctor(
                 made.add_row(f"{name} {inner}", str(version))
         else:
             made.add_row(name, str(value))
-    console.print(made)
+    screen(sys.stdout).print(made)
 
 
 def examine() -> dict[str, Any]:
-    import os
-
     import torch
 
     from outpace import __version__
+    from outpace.models.causal import memory_free
     from outpace.models.hub import DEFAULT, cache_folder, is_complete, place_of, precision_of
 
     place = place_of(None)
@@ -51,13 +50,7 @@ def examine() -> dict[str, Any]:
     folder = cache_folder()
     there = is_complete(folder / DEFAULT)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.exists() else 0
-    free = (
-        torch.cuda.mem_get_info(place)[0]
-        if cuda
-        else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if hasattr(os, "sysconf")
-        else 0
-    )
+    free = memory_free(place)
     return {
         "outpace": __version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",

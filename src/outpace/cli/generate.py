@@ -20,6 +20,7 @@ from outpace.cli.options import (
     Dtype,
     FrequencyPenalty,
     LengthName,
+    Lenience,
     Marks,
     MaxNewTokens,
     MinP,
@@ -33,14 +34,16 @@ from outpace.cli.options import (
     Temperature,
     TopK,
     TopP,
+    check_rule,
     length_of,
+    read_text,
     sampling_of,
 )
 from outpace.cli.show import Painter, as_json, figures, note
 
 if TYPE_CHECKING:
     from outpace.decode import Decoder
-    from outpace.rows import Output, Step
+    from outpace.rows import Step
     from outpace.stats import Stats
 
 
@@ -54,12 +57,7 @@ def generate(
     target: Target = None,
     draft: Drafted = "lookup",
     rule: RuleName = "token",
-    lenience: Annotated[
-        float,
-        typer.Option(
-            help="Below 1 keeps more guesses of rule token, and is not exact.", rich_help_panel="Models"
-        ),
-    ] = 1.0,
+    lenience: Lenience = 1.0,
     length: LengthName = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -100,8 +98,13 @@ def generate(
         raise ValueError("--json: text in JSON has no marks or colours; leave out --marks and --no-color")
     if raw and system is not None:
         raise ValueError("--raw: a raw prompt has no system message; leave out --system")
-    if draft == "none" and length not in (None, "0"):
-        raise ValueError("--length: nothing is guessed with --draft none")
+    if svg is not None:
+        if as_json_:
+            raise ValueError("--svg: a picture is drawn of text; leave out --json")
+        if not svg.absolute().parent.is_dir():
+            raise ValueError(f"--svg: {svg.absolute().parent}: no such folder")
+    check_rule(rule, lenience, draft, length)
+    policy = length_of(length)
     text = read_prompt(prompt, file)
     sampling = sampling_of(
         logit_bias,
@@ -122,23 +125,30 @@ def generate(
         dtype=dtype,
         rule=rule,
         lenience=lenience,
-        length=length_of(length),
+        length=policy,
         tell=note,
     )
     ids = encode(decoder, [*_system(system), {"role": "user", "content": text}], None if not raw else text)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos, "seed": seed}
-    painter = Painter(sys.stdout, no_color=no_color, marks=marks)
-    steps = decoder.stream(ids, sampling, n=n, stop=stop, **options)
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "ignore_eos": ignore_eos,
+        "seed": seed,
+        "stop": stop,
+    }
+    steps = decoder.stream(ids, sampling, n=n, **options)
     if as_json_:
-        outputs = [step.output for step in steps if step.output is not None]
+        rows, interrupted = collect(steps, n)
         report = {"prompt": text, "prompt_tokens": len(ids), "settings": decoder.describe().splitlines()}
-        report["outputs"] = [_described(one) for one in sorted(outputs, key=lambda one: outputs.index(one))]
-        if compare:
+        report["outputs"] = rows
+        if compare and not interrupted:
             from outpace.cli.compare import compare as measure
 
             report["comparison"] = [vars(side) for side in measure(decoder, ids, sampling, options)]
         print(json.dumps(report, indent=2, ensure_ascii=False))
+        if interrupted:
+            raise SystemExit(130)
         return
+    painter = Painter(sys.stdout, no_color=no_color, marks=marks)
     if legend := painter.legend():
         note(legend)
     stats, interrupted = show(steps, painter, n)
@@ -161,10 +171,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
         raise ValueError("--file: given together with a prompt; give one or the other")
     if file is not None:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"{file}: not a text file in UTF-8") from None
+        text = read_text(file)
     elif prompt in (None, "-"):
         if sys.stdin.isatty():
             note("Type the prompt; Ctrl-D ends it.")
@@ -172,6 +179,8 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     else:
         text = prompt or ""
     text = text.removesuffix("\n")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("prompt: not text in UTF-8")
     if not text.strip():
         raise ValueError("prompt: it is empty; a model needs something to go on from")
     return text
@@ -184,7 +193,10 @@ def encode(decoder: Decoder, messages: list[dict[str, str]], raw: str | None) ->
         if raw is None and len(messages) > 1:
             raise ValueError("--system: this model has no chat template")
         return decoder.encode(messages[-1]["content"] if raw is None else raw)
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # templates raise what they like
+        raise ValueError(f"prompt: the model's chat template refuses it ({error})") from error
     return decoder.encode(ids)
 
 
@@ -220,18 +232,32 @@ def show(steps: Iterable[Step], painter: Painter, n: int = 1) -> tuple[Stats, bo
     except KeyboardInterrupt:
         interrupted = True
         painter.end()
+        for row in range(current + 1, n):
+            note(f"{row + 1} of {n}")
+            for one in waiting[row]:
+                painter.step(one)
+            painter.end()
     stats.other_seconds = time.perf_counter() - begun
     return stats, interrupted
 
 
+def collect(steps: Iterable[Step], n: int) -> tuple[list[dict[str, Any]], bool]:
+    """What each row came to, and whether Ctrl-C cut it short."""
+    rows: list[dict[str, Any]] = [
+        {"text": "", "tokens": [], "finish_reason": "interrupted"} for _ in range(n)
+    ]
+    try:
+        for step in steps:
+            row = rows[step.row]
+            row["text"] += step.text or ""
+            row["tokens"] += step.tokens
+            if step.output is not None:
+                row["finish_reason"] = step.output.finish_reason
+                row["stats"] = as_json(step.output.stats)
+    except KeyboardInterrupt:
+        return rows, True
+    return rows, False
+
+
 def _system(system: str | None) -> list[dict[str, str]]:
     return [] if system is None else [{"role": "system", "content": system}]
-
-
-def _described(output: Output) -> dict[str, Any]:
-    return {
-        "text": output.text,
-        "tokens": output.tokens,
-        "finish_reason": output.finish_reason,
-        "stats": as_json(output.stats),
-    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -50,6 +51,10 @@ LengthName = Annotated[
         help="Tokens to guess per pass: a fixed number, or by what was kept so far. Default: heuristic.",
         rich_help_panel=MODELS,
     ),
+]
+Lenience = Annotated[
+    float,
+    typer.Option(help="Below 1 keeps more guesses of rule token, and is not exact.", rich_help_panel=MODELS),
 ]
 Device = Annotated[
     str | None,
@@ -115,6 +120,25 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token), float(number)
     except ValueError:
         raise ValueError(f"--logit-bias: got {text!r}; it must be like 42=-1.5 or 42=-inf") from None
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not a text file in UTF-8") from None
+
+
+def check_rule(rule: str, lenience: float, draft: str, length: str | None) -> None:
+    """Before anything big is loaded."""
+    from outpace.verify import check
+    from outpace.verify.rules import parse
+
+    check.lenience(lenience, parse(rule))
+    if draft == "none" and length not in (None, "0"):
+        raise ValueError("--length: nothing is guessed with --draft none")
+    if draft == "none" and lenience < 1:
+        raise ValueError("--lenience: nothing is guessed with --draft none")
 
 
 def length_of(text: str | None) -> Length | None:

@@ -19,10 +19,12 @@ def draw(pieces: Sequence[tuple[str, str]], figures: str, path: Path) -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, highlight=False)
     text = Text()
     for piece, kind in pieces:
-        text.append(piece, style=KINDS[kind][1] or None)
+        shown = "".join(one for one in piece if one >= " " or one in "\n\t")  # XML has no other characters
+        text.append(shown, style=KINDS[kind][1] or None)
     console.print(text)
-    console.print()
     for what, color, _, _ in KINDS.values():
         console.print(Text("■ ", style=color or "default").append(what, style="dim"))
     console.print(Text(figures, style="dim"))
-    path.write_text(console.export_svg(title="outpace generate"), encoding="utf-8")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(console.export_svg(title="outpace generate"), encoding="utf-8")
+    part.replace(path)

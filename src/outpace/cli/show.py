@@ -53,6 +53,7 @@ class Painter:
         """The text is over."""
         self._close()
         self._kinds = []
+        self.history.append(("\n", "plain"))
         self._stream.write("\n")
         self._stream.flush()
 
@@ -71,6 +72,17 @@ class Painter:
                 f"{left}marked{right} {what}" for what, _, left, right in KINDS.values() if left
             )
         return None
+
+
+def screen(stream: IO[str]) -> Any:
+    """A console of the rich library for tables, that does not hide a closed pipe."""
+    from rich.console import Console
+
+    class Screen(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Screen(file=stream, highlight=False)
 
 
 def note(line: str) -> None:

@@ -106,7 +106,9 @@ class Draws:
             first = self.start[:, None]
             positions = first + torch.arange(g, device=state.device)
             self._u = random.uniform(state.seed[:, None], positions, first, Stream.DRAFT)
-            self._logits = torch.empty(len(state.rows), g, state.vocab_size, device=state.device)
+            self._logits = torch.empty(
+                len(state.rows), g, state.vocab_size, dtype=torch.float32, device=state.device
+            )
 
     def take(self, logits: Tensor) -> Tensor:
         """The next token of each row from the draft's raw logits `[R, V or fewer or more]`."""

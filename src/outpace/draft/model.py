@@ -107,8 +107,9 @@ class ModelDrafter:
             )
 
     def forget(self) -> None:
-        """Keep nothing of earlier texts."""
+        """Keep nothing of earlier texts, nor of weights."""
         self.scorer.forget()
+        self.scorer.repack()
 
     def describe(self) -> str:
         return f"{type(self).__name__}: {self.scorer.describe()}"

@@ -136,9 +136,13 @@ class NGramDrafter:
     @classmethod
     def load(cls, path: str | Path) -> NGramDrafter:
         """Read what `save` wrote."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        with safe_open(path, "np") as file:
+        try:
+            opened = safe_open(path, "np")
+        except SafetensorError as error:
+            raise ValueError(f"path: {path} holds no n-gram drafter ({error})") from error
+        with opened as file:
             about = json.loads((file.metadata() or {}).get("outpace", "{}"))
             if about.get("kind") != "ngram":
                 raise ValueError(f"path: {path} holds no n-gram drafter")

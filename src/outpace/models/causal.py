@@ -72,6 +72,12 @@ class CausalScorer:
             raise MemoryError(f"packed weights take {size >> 20} MiB, and {free >> 20} MiB are free")
         self._packed = Packed(self.base)
 
+    def repack(self) -> None:
+        """Lay the weights out again, if they were: they may have changed."""
+        if self._packed is not None:
+            self._packed = None
+            self.pack()
+
     def _fingerprint(self) -> int:
         """Changes when weights do: then what the cache holds is no longer theirs."""
         each = ((p.data_ptr(), p._version) for p in self.base.parameters() if not p.is_inference())
@@ -163,8 +169,8 @@ class CausalScorer:
         adapters = self.model is not self.base or getattr(self.base, "_hf_peft_config_loaded", False)
         if weights != self._weights or adapters:  # those can be switched unseen
             self.forget()
-            if weights != self._weights and self._packed is not None:
-                self.pack()
+            if weights != self._weights:
+                self.repack()
             self._weights = weights
         if self.base.training:
             warnings.warn("the model was in training mode: switched to evaluation", stacklevel=6)

