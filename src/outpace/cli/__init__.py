@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -52,6 +53,7 @@ def main() -> None:
     warnings.showwarning = lambda message, *_: print(f"outpace: {message}", file=sys.stderr)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    gc.disable()  # imports make millions of objects that stay: a fifth of a start went into looking at them
     command = typer.main.get_command(app)
     try:
         # Not `app()`, which has its own way with errors.
@@ -72,6 +74,9 @@ def main() -> None:
             raise
         expected = isinstance(error, ValueError | TypeError | OSError | MemoryError | ImportError)
         fail(str(error) if expected else f"{type(error).__name__}: {error} (OUTPACE_TRACEBACK=1 shows where)")
+    finally:
+        gc.enable()
+        gc.unfreeze()
     raise SystemExit(0)
 
 

@@ -20,6 +20,7 @@ from outpace.cli.options import (
     Target,
     check_rule,
     length_of,
+    open_decoder,
     read_text,
 )
 from outpace.cli.show import note, screen
@@ -76,7 +77,6 @@ def audit(
 
     from outpace.audit import audit as run
     from outpace.faults import FAULTS, planted
-    from outpace.pair import load
 
     if plant is not None and plant not in FAULTS:
         raise ValueError(f"--plant: got {plant!r}; known are {', '.join(FAULTS)}")
@@ -84,7 +84,7 @@ def audit(
     policy = length_of(length)
     if draft == "none":
         raise ValueError("--draft: nothing is guessed with none, so there is nothing to audit")
-    decoder = load(
+    decoder = open_decoder(
         target,
         draft,
         device=device,
@@ -92,7 +92,6 @@ def audit(
         rule=rule,
         lenience=lenience,
         length=policy,
-        tell=note,
     )
     if plant is not None:
         note(f"planted: {FAULTS[plant].__doc__}")

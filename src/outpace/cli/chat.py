@@ -32,6 +32,7 @@ from outpace.cli.options import (
     TopP,
     check_rule,
     length_of,
+    open_decoder,
     sampling_of,
 )
 from outpace.cli.show import Painter, figures, note
@@ -73,9 +74,7 @@ def chat(
     )
     check_rule(rule, lenience, draft, length)
     policy = length_of(length)
-    from outpace.pair import load
-
-    decoder = load(
+    decoder = open_decoder(
         target,
         draft,
         device=device,
@@ -83,7 +82,6 @@ def chat(
         rule=rule,
         lenience=lenience,
         length=policy,
-        tell=note,
     )
     if not getattr(decoder.tokenizer, "chat_template", None):
         raise ValueError(f"{target}: this model has no chat template; use outpace generate --raw")

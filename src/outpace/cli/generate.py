@@ -36,6 +36,7 @@ from outpace.cli.options import (
     TopP,
     check_rule,
     length_of,
+    open_decoder,
     read_text,
     sampling_of,
 )
@@ -116,9 +117,7 @@ def generate(
         frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
     )
-    from outpace.pair import load
-
-    decoder = load(
+    decoder = open_decoder(
         target,
         draft,
         device=device,
@@ -126,7 +125,6 @@ def generate(
         rule=rule,
         lenience=lenience,
         length=policy,
-        tell=note,
     )
     ids = encode(decoder, [*_system(system), {"role": "user", "content": text}], None if not raw else text)
     options: dict[str, Any] = {

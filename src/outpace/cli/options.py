@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outpace.cli.show import note
+
 if TYPE_CHECKING:
+    from outpace.decode import Decoder
     from outpace.length import Length
     from outpace.sampling import Sampling
 
@@ -139,6 +143,16 @@ def check_rule(rule: str, lenience: float, draft: str, length: str | None) -> No
         raise ValueError("--length: nothing is guessed with --draft none")
     if draft == "none" and lenience < 1:
         raise ValueError("--lenience: nothing is guessed with --draft none")
+
+
+def open_decoder(target: str | None, draft: str, **options: Any) -> Decoder:
+    from outpace.pair import load
+
+    decoder = load(target, draft, tell=note, **options)
+    # What was made so far stays until the end: `main` had it not looked through for garbage, nor is it now.
+    gc.freeze()
+    gc.enable()
+    return decoder
 
 
 def length_of(text: str | None) -> Length | None:

@@ -18,6 +18,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,10 @@ def load_model(
     place = place_of(device)
     precision = precision_of(dtype, place)
     where, extra = _source(name, tell)
-    with _quiet() if name is None or not sys.stderr.isatty() else nullcontext():
+    named = {"gguf_file": extra["gguf_file"]} if extra else {}
+    silent = name is None or not sys.stderr.isatty()
+    with _quiet() if silent else nullcontext(), ThreadPoolExecutor(1) as meanwhile:
+        reading = meanwhile.submit(AutoTokenizer.from_pretrained, where, **named)
         try:
             model = AutoModelForCausalLM.from_pretrained(where, dtype=precision, **extra)
             model = model.to(place)
@@ -71,8 +75,7 @@ def load_model(
         except Exception as error:
             raise OSError(f"{name or DEFAULT}: cannot be loaded ({_first_line(error)})") from error
         try:
-            named = {"gguf_file": extra["gguf_file"]} if extra else {}
-            tokenizer = AutoTokenizer.from_pretrained(where, **named)
+            tokenizer = reading.result()
         except Exception as error:
             raise OSError(f"{name or DEFAULT}: has no tokenizer ({_first_line(error)})") from error
     tell(f"{name or DEFAULT}: {str(precision).removeprefix('torch.')} on {place}")
