@@ -176,6 +176,7 @@ def test_a_stop_string_missed_across_a_border_is_caught(monkeypatch: pytest.Monk
 
     def add(self: Text, new: str) -> bool:
         self.text += new
+        self._ends.append((len(self.text), len(self._tokens) - 1))
         return any(stop in new for stop in self._stops)  # looks inside the new token alone
 
     monkeypatch.setattr(Text, "_add", add)
