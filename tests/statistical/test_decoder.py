@@ -29,6 +29,7 @@ from transformers import (
 
 import outpace
 from outpace import Decoder, Fixed, Heuristic, Sampling
+from outpace.verify import eager
 from tests.statistical import chisquare
 from tests.tiny import tiny
 
@@ -152,7 +153,7 @@ class Cell:
     drafter: str = "model"
     rule: str = "token"
     way: str = "plain"
-    length: str = "f 2"  # f: Fixed, h: Heuristic
+    length: str = "f 2"  # f: Fixed, h: Heuristic, l: Heuristic that never rests
     batch_size: int = 500
     stops: bool = False
     draft_way: str | None = None
@@ -164,7 +165,7 @@ class Cell:
 
     def decoder(self) -> Decoder:
         kind, g = self.length.split()
-        policy = Fixed(int(g)) if kind == "f" else Heuristic(int(g))
+        policy = Fixed(int(g)) if kind == "f" else Heuristic(int(g), least=int(kind == "l"))
         draft = WAYS[self.draft_way].sampling() if self.draft_way else None
         return Decoder(target(), drafter(self.drafter), rule=self.rule, length=policy, draft_sampling=draft)
 
@@ -210,6 +211,17 @@ CELLS = [
     # batches: rows alone, in pairs, and refilled all the time
     Cell("lookup", "block", "plain", "f 3", batch_size=7, stops=True),
     Cell("model", "token", "penalty", "h 3", batch_size=64, stops=True),
+    # what `outpace.load` does
+    Cell("lookup", "token", "nucleus", "l 3", stops=True),
+]
+# On a CPU, rule token goes through long rows in turn.
+IN_TURN = [
+    Cell("model", "token", "plain", "f 3"),
+    Cell("model", "token", "nucleus", "h 3", stops=True),
+    Cell("model", "token", "processors", "f 2", batch_size=64),
+    Cell("ngram", "token", "warm", "f 4", draft_way="penalty"),
+    Cell("lookup", "token", "plain", "l 3"),
+    Cell("random", "token", "counts", "f 3", stops=True),
 ]
 
 
@@ -222,3 +234,11 @@ def test_the_joint_distribution_of_the_first_tokens_is_the_targets(cell: Cell) -
 def test_rows_alone_and_in_pairs_are_as_exact(batch_size: int) -> None:
     cell = Cell("model", "token", "plain", "f 2", batch_size=batch_size, stops=True)
     joint_distribution_is_exact(cell, samples=1500)
+
+
+@pytest.mark.parametrize("cell", IN_TURN, ids=str)
+def test_rows_that_are_gone_through_in_turn_give_the_same_distribution(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eager, "LONG", 1)
+    joint_distribution_is_exact(cell)

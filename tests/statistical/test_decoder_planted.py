@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import Decoder, Fixed, Sampling, Step, decode
+from outpace import Decoder, Fixed, Sampling, Step, decode, random
 from outpace.draft.base import Draft
 from outpace.draft.model import ModelDrafter
 from outpace.models.cache import RaggedCache
@@ -17,6 +17,8 @@ from outpace.models.causal import CausalScorer
 from outpace.rows import Row
 from outpace.sampling import Prefix
 from outpace.text import Text
+from outpace.verify import eager
+from outpace.verify.block import Block
 from tests.statistical.test_decoder import Cell, joint_distribution_is_exact
 from tests.tiny import byte_tokenizer, greedy, tiny
 
@@ -85,6 +87,30 @@ def drafts_hide_their_temperature(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decode, "Draft", draft)
 
 
+def a_lost_draft_is_corrected_from_p(patch: pytest.MonkeyPatch) -> None:
+    """Going through long rows in turn, the draft's distribution is not taken off."""
+    patch.setattr(eager, "LONG", 1)
+    honest = eager.token_in_turn
+
+    def careless(block: Block, r: torch.Tensor, u: torch.Tensor, lenience: float) -> Any:
+        accepted, _, bad = honest(block, r, u, lenience)
+        p = eager.at(block.target_logits, accepted).softmax(-1)
+        return accepted, random.draw(p, u.gather(1, accepted[:, None]).squeeze(1)), bad
+
+    patch.setattr(eager, "token_in_turn", careless)
+
+
+def corrections_are_drawn_with_the_noise_of_the_test(patch: pytest.MonkeyPatch) -> None:
+    """Going through long rows in turn, the uniform that a draft was lost by picks the correction too."""
+    patch.setattr(eager, "LONG", 1)
+    honest = eager.token_in_turn
+
+    def careless(block: Block, r: torch.Tensor, u: torch.Tensor, lenience: float) -> Any:
+        return honest(block, r, torch.cat((r, u[:, -1:]), dim=1), lenience)
+
+    patch.setattr(eager, "token_in_turn", careless)
+
+
 def an_end_inside_a_block_is_ignored(patch: pytest.MonkeyPatch) -> None:
     """End-of-text counts only as the last token of an iteration."""
     honest = Row.extend
@@ -110,6 +136,8 @@ def an_end_inside_a_block_is_ignored(patch: pytest.MonkeyPatch) -> None:
         (noise_depends_on_the_batch, Cell("model", length="f 2", batch_size=50)),
         (drafts_hide_their_temperature, Cell("model", length="f 3")),
         (an_end_inside_a_block_is_ignored, Cell("model", length="f 3", stops=True)),
+        (a_lost_draft_is_corrected_from_p, Cell("model", length="f 3")),
+        (corrections_are_drawn_with_the_noise_of_the_test, Cell("lookup", length="f 3")),
     ],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
