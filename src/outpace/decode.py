@@ -200,13 +200,14 @@ class Decoder:
         logits = self.scorer.score(slots, torch.cat((last[:, None], draft.tokens), dim=1))  # [R, g+1, V] of p
         clock.lap("target")
         verdict = self._verify(rows, draft, logits)
-        accepted, next_token, bad = torch.stack((verdict.accepted, verdict.next_token, verdict.bad)).cpu()
+        outcome = torch.stack((verdict.accepted, verdict.next_token, verdict.bad)).cpu()
+        accepted, next_token, bad = outcome.tolist()
         clock.lap("verify")
-        self.scorer.commit(slots, [1 + kept for kept in accepted.tolist()])
+        self.scorer.commit(slots, [1 + kept for kept in accepted])
         if state is not None and self.drafter is not None:
-            self.drafter.commit(accepted, next_token)
-        self.length.observe(slots, draft.lengths or [], accepted.tolist())
-        steps = self._advance(rows, draft, state, accepted.tolist(), next_token.tolist(), bad.tolist())
+            self.drafter.commit(outcome[0], outcome[1])
+        self.length.observe(slots, draft.lengths or [], accepted)
+        steps = self._advance(rows, draft, state, accepted, next_token, bad)
         clock.share([row.stats for row in rows])
         return steps
 
@@ -283,8 +284,11 @@ class Decoder:
         R, g, device = len(rows), draft.tokens.shape[1], logits.device
         ragged = any(length < g for length in draft.lengths or ())
         lengths = on_device(list(draft.lengths or [0] * R), torch.int64, device)
-        drafted = torch.arange(g, device=device) < lengths[:, None]
-        tokens = draft.tokens.masked_fill(~drafted, 0) if ragged else draft.tokens
+        drafted = torch.ones(R, g, dtype=torch.bool, device=device)
+        tokens = draft.tokens
+        if ragged:
+            drafted = torch.arange(g, device=device) < lengths[:, None]
+            tokens = tokens.masked_fill(~drafted, 0)
         strange = torch.zeros(R, dtype=torch.bool, device=device)
         if device.type != "cpu":  # there, `check_draft` has looked
             tokens, strange = check.tokens(tokens, drafted, logits.shape[-1])

@@ -116,7 +116,7 @@ def _words_cpu(seed: Tensor, position: Tensor, start: Tensor, stream: Stream, bl
 def _words_handful(
     seed: Tensor, position: Tensor, start: Tensor, stream: Stream, shape: Sequence[int], blocks: int = 1
 ) -> list[tuple[int, int, int, int]]:
-    each = zip(*(key.expand(shape).flatten().tolist() for key in (seed, position, start)), strict=True)
+    each = zip(*(_listed(key, shape) for key in (seed, position, start)), strict=True)
     made, rounds, last = [], [(0, 0)], None
     for s, p, t in each:
         if s != last:  # most keys share a seed
@@ -130,6 +130,14 @@ def _words_handful(
                 c0, c1, c2, c3 = (odd >> 32) ^ c1 ^ k0, odd & WORD, (even >> 32) ^ c3 ^ k1, even & WORD
             made.append((c0, c1, c2, c3))
     return made
+
+
+def _listed(key: Tensor, shape: Sequence[int]) -> list[int]:
+    """A key, broadcast, as plain integers."""
+    if key.numel() == 1:
+        return [int(key)] * math.prod(shape)
+    listed: list[int] = key.expand(shape).flatten().tolist()
+    return listed
 
 
 def _fill(out: Array, keys: list[Array], stream: Stream, block: Array) -> None:
@@ -235,7 +243,7 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     weights = weights.view(B, -1, STRETCH)
     if weights.device.type == "cpu":
         each = zip(weights, weights.sum(-1).tolist(), u.tolist(), strict=True)
-        return torch.tensor([_draw_one(*row) for row in each], dtype=torch.int64)
+        return torch.tensor([_in_stretches(*row) for row in each], dtype=torch.int64)
     stretch, within = _inverse(weights.sum(-1), u)
     token, _ = _inverse(weights[torch.arange(B, device=weights.device), stretch], within)
     return stretch * STRETCH + token
@@ -250,9 +258,18 @@ def _inverse(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     return found.squeeze(1), (1 - above).clamp_(2.0**-53, 1 - 2.0**-53).squeeze(1)
 
 
-def _draw_one(stretches: Tensor, sums: list[float], u: float) -> int:
-    """The same for one row, by Python's own floats: between two passes of a model the processor's caches are
-    cold, and every library call costs ten times what it costs alone."""
+def draw_one(weights: Tensor, u: float) -> int:
+    """The same token for one row of weights `[V]` on a CPU."""
+    V = len(weights)
+    if V < 8 * STRETCH or V % STRETCH:
+        return int(draw(weights[None], torch.tensor([u], dtype=torch.float64)))
+    stretches = weights.view(-1, STRETCH)
+    return _in_stretches(stretches, stretches.sum(-1).tolist(), u)
+
+
+def _in_stretches(stretches: Tensor, sums: list[float], u: float) -> int:
+    """By Python's own floats: between two passes of a model the processor's caches are cold, and every
+    library call costs ten times what it costs alone."""
     stretch, within = _inverse_one(sums, u)
     token, _ = _inverse_one(stretches[stretch].tolist(), within)
     return stretch * STRETCH + token

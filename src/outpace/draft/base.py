@@ -8,8 +8,10 @@ a token because it was unlikely biases the output.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Protocol
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from outpace import random
 from outpace.random import Stream
 from outpace.sampling import Prefix, Sampling, adjust
+from outpace.workspace import softmax
 
 
 @dataclass(frozen=True)
@@ -98,14 +101,15 @@ class Draws:
         self.start = torch.tensor([len(text) for text in state.tokens], device=state.device)
         self.tokens: list[Tensor] = []
         self._signs: list[Tensor] = []  # of each draw, `[R]`: not finite where there was nothing to draw from
+        self._greedy = all(one.greedy for one in state.sampling)
         # Tokens that sure choice or the target's own noise decides need no distribution.
-        self.chosen = state.own_noise or all(one.greedy for one in state.sampling)
+        self.chosen = state.own_noise or self._greedy
         self._prefix = _room(state, g) if any(one.reads_prefix for one in state.sampling) else None
         self._neutral = all(one.neutral for one in state.sampling)
         if not self.chosen:
             first = self.start[:, None]
             positions = first + torch.arange(g, device=state.device)
-            self._u = random.uniform(state.seed[:, None], positions, first, Stream.DRAFT)
+            self._u = random.uniform(state.seed[:, None], positions, first, Stream.DRAFT).unbind(1)
             self._logits = torch.empty(
                 len(state.rows), g, state.vocab_size, dtype=torch.float32, device=state.device
             )
@@ -122,7 +126,7 @@ class Draws:
         adjusted = logits if self._neutral else self._adjust(logits, prefix)
         if any(one.processors for one in state.sampling):
             state.after.append([one.fork() for one in state.sampling])
-        if all(one.greedy for one in state.sampling):
+        if self._greedy:
             token = adjusted.argmax(-1)
             self._signs.append(adjusted.amax(-1))
         elif state.own_noise:
@@ -130,9 +134,10 @@ class Draws:
             token = random.race(adjusted.float(), noise)
             self._signs.append(adjusted.amax(-1))
         else:
-            weights = self._logits[:, i].copy_(adjusted).softmax(-1)
-            token = random.draw(weights, self._u[:, i])
-            self._signs.append(weights[:, 0])  # a softmax of NaN or nothing but -inf is NaN everywhere
+            weights = softmax(self._logits[:, i].copy_(adjusted), "draw")
+            token = random.draw(weights, self._u[i])
+            # A softmax of NaN or nothing but -inf is NaN everywhere; the buffer is used again.
+            self._signs.append(weights[:, 0].clone())
         self.tokens.append(token)
         return token
 
@@ -144,8 +149,8 @@ class Draws:
         """What was drawn. Where nothing was possible, or NaN, a row's draft ends before: that depends on q
         alone, never on the token."""
         logits = None if self.chosen else self._logits[:, : len(self.tokens)]
-        usable = torch.stack(self._signs, dim=1).isfinite()  # [R, g]
-        self.usable = usable.long().cumprod(-1).sum(-1).tolist()
+        signs = torch.stack(self._signs, dim=1).tolist()  # [R][g]
+        self.usable = [sum(1 for _ in takewhile(math.isfinite, row)) for row in signs]
         if lengths is not None:
             self.usable = [min(pair) for pair in zip(lengths, self.usable, strict=True)]
         return Draft(torch.stack(self.tokens, dim=1), logits, self.usable)
@@ -181,7 +186,7 @@ def fit(logits: Tensor, vocab_size: int) -> Tensor:
     V = logits.shape[-1]
     if vocab_size > V:
         return torch.nn.functional.pad(logits, (0, vocab_size - V), value=-torch.inf)
-    return logits[..., :vocab_size]
+    return logits if vocab_size == V else logits[..., :vocab_size]
 
 
 def one_for_all(sampling: Sequence[Sampling]) -> list[Sampling]:

@@ -244,7 +244,7 @@ class CausalScorer:
         positions = positions.to(self.device, non_blocking=True)
         self.cache.span = Span(first, positions, start, reach)
         alone = ids.shape == (1, 1) and self._one_token_needs_no_mask
-        grouped = use_grouped(self.config) if self._grouped else nullcontext()
+        grouped = use_grouped(self.config) if self._grouped and not alone else nullcontext()
         packed = nullcontext() if self._packed is None else self._packed.use()
         with grouped, packed:
             out = self.model(

@@ -7,8 +7,6 @@ ignored. p is the target's distribution, q the draft's, both softmaxed from adju
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +14,11 @@ from torch import Tensor
 from outpace import random
 from outpace.verify.block import Block, Verdict
 from outpace.verify.rules import Rule
+from outpace.workspace import kept, softmax
 
-# Logits handled at a time on the CPU, in a workspace that is kept: page faults can dwarf the sums.
+# Logits handled at a time on the CPU, in a workspace that is kept.
 PIECE = 3 << 20
 LONG = 2048  # tokens in a row from which its sums take longer than a look at it from Python
-_workspace = threading.local()
 
 Outcome = tuple[Tensor, Tensor, Tensor]
 """Drafts kept `[B]`, weights of the next token `[B, V]`, and rows without a distribution `[B]`."""
@@ -86,15 +84,15 @@ def token(block: Block, r: Tensor, lenience: float) -> Outcome:
 def token_in_turn(block: Block, r: Tensor, u: Tensor, lenience: float) -> tuple[Tensor, Tensor, Tensor]:
     """The same, each row only as far as its drafts are kept: on a CPU long rows cost more than a look."""
     keep = None if block.greedy_keep is None else block.greedy_keep.tolist()
-    rows = zip(block.tokens.tolist(), block.lengths.tolist(), r.tolist(), strict=True)
+    rows = zip(block.tokens.tolist(), block.lengths.tolist(), r.tolist(), u.tolist(), strict=True)
     ends = []
-    for b, (tokens, length, tests) in enumerate(rows):
-        n, q = 0, None
+    for b, (tokens, length, tests, draws) in enumerate(rows):
+        n, q, qx = 0, None, 1.0
         while True:
             p = softmax(block.target_logits[b, n], "p")
             if n == length:
                 break
-            px, qx = float(p[tokens[n]]), 1.0
+            px = float(p[tokens[n]])
             if block.draft_logits is not None:
                 q = softmax(block.draft_logits[b, n], "q")
                 qx = float(q[tokens[n]])
@@ -102,16 +100,15 @@ def token_in_turn(block: Block, r: Tensor, u: Tensor, lenience: float) -> tuple[
             if not kept and not (keep and keep[b][n]):
                 break
             n, q = n + 1, None
-        bad = bool(p[0].isnan()) or (q is not None and bool(q[0].isnan()))
+        bad = math.isnan(p[0]) or (q is not None and math.isnan(qx))  # then a softmax is NaN everywhere
         if q is not None:
             p.sub_(q).clamp_(min=0)
         elif n < length:  # a point mass, at the lost token
             p[tokens[n]] = 0
-        draw = u[b, n : n + 1]
-        token = random.draw(p[None], draw)
-        if not float(p[token]) and not bad:  # p and q equal up to rounding leave nothing over; p is as good
-            token = random.draw(softmax(block.target_logits[b, n], "p")[None], draw)
-        ends.append((n, int(token), bad))
+        token = 0 if bad else random.draw_one(p, draws[n])
+        if not bad and not p[token]:  # p and q equal up to rounding leave nothing over; p is as good
+            token = random.draw_one(softmax(block.target_logits[b, n], "p"), draws[n])
+        ends.append((n, token, bad))
     accepted, next_token, unusable = zip(*ends, strict=True)
     return torch.tensor(accepted), torch.tensor(next_token), torch.tensor(unusable)
 
@@ -307,25 +304,6 @@ def chosen(probabilities: Tensor | None, block: Block) -> Tensor:
 
 def point_masses(block: Block) -> Tensor:
     return torch.ones(block.tokens.shape, dtype=torch.float64, device=block.tokens.device)
-
-
-def softmax(logits: Tensor, side: str) -> Tensor:
-    """Probabilities of side "p" or "q". On the CPU they lie in a buffer that the next call writes over."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    if logits.device.type != "cpu" or dtype is not logits.dtype:
-        return logits.softmax(-1, dtype=dtype)
-    return torch.softmax(logits, -1, out=kept(side, logits.shape, dtype))
-
-
-def kept(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A view of this thread's buffer of that name: what the last call wrote there is gone."""
-    buffer: Tensor | None = getattr(_workspace, name, None)
-    size = math.prod(shape)
-    if buffer is None or buffer.numel() < size or buffer.dtype is not dtype:
-        with torch.inference_mode(False):  # a buffer made in that mode could not be written to outside it
-            buffer = torch.empty(size, dtype=dtype)
-        setattr(_workspace, name, buffer)
-    return buffer[:size].view(shape)
 
 
 def wide(logits: Tensor) -> Tensor:
