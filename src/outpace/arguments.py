@@ -88,6 +88,16 @@ def row_integers(
     return on_device([_signed(one) for one in value], torch.int64, device)
 
 
+def one_or_each(
+    name: str, value: int | Sequence[int] | Tensor, rows: int, device: torch.device, least: int, most: int
+) -> Tensor | int:
+    """The same, where an int stays one."""
+    if isinstance(value, Sequence | Tensor):
+        return row_integers(name, value, rows, device, least, most)
+    integer(name, value, f"an int in {least}..{most}, or one per row", lambda i: least <= i <= most)
+    return _signed(value)
+
+
 def _signed(value: int) -> int:
     """The same 64 bits as a signed integer."""
     return value - 2**64 if value >= 2**63 else value

@@ -283,27 +283,22 @@ class Decoder:
     def _block(self, rows: list[Row], draft: Draft, logits: Tensor) -> Block:
         R, g, device = len(rows), draft.tokens.shape[1], logits.device
         ragged = any(length < g for length in draft.lengths or ())
-        lengths = on_device(list(draft.lengths or [0] * R), torch.int64, device)
-        drafted = torch.ones(R, g, dtype=torch.bool, device=device)
-        tokens = draft.tokens
-        if ragged:
-            drafted = torch.arange(g, device=device) < lengths[:, None]
-            tokens = tokens.masked_fill(~drafted, 0)
-        strange = torch.zeros(R, dtype=torch.bool, device=device)
-        if device.type != "cpu":  # there, `check_draft` has looked
-            tokens, strange = check.tokens(tokens, drafted, logits.shape[-1])
+        lengths = on_device(list(draft.lengths or [0] * R), torch.int64, device) if ragged else None
+        tokens, strange = draft.tokens, None
+        if lengths is not None:
+            tokens = tokens.masked_fill(torch.arange(g, device=device) >= lengths[:, None], 0)
+        if device.type != "cpu" and g:  # on the CPU, `check_draft` has looked
+            tokens, strange = check.tokens(tokens, None, logits.shape[-1])
         start = on_device([len(row.tokens) for row in rows], torch.int64, device)
         return Block(
             tokens,
-            drafted,
-            lengths,
             draft.logits,
             logits,
             None,
             self._seeds(rows),
             start,
+            lengths,
             strange,
-            ragged,
             in_turn=True,
         )
 

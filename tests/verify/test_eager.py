@@ -397,19 +397,15 @@ def test_going_only_as_far_as_drafts_are_kept_decides_alike(V: int, soft: bool, 
     tokens, draft, target = blocks(B, g, V, dtype=torch.float32)
     target[: B // 2, :g] = draft[: B // 2] + 0.3 * torch.randn(B // 2, g, V)  # so that some are kept
     lengths = torch.arange(B) % (g + 1)
-    drafted = torch.arange(g) < lengths[:, None]
     seed = torch.arange(B)
     whole = Block(
         tokens,
-        drafted,
-        lengths,
         draft if soft else None,
         target,
         None,
         seed,
         seed + 7,
-        torch.zeros(B, dtype=torch.bool),
-        True,
+        lengths,
     )
     expected = eager.verify(whole, parse("token"), lenience)
     found = eager.verify(dataclasses.replace(whole, in_turn=True), parse("token"), lenience)
@@ -430,15 +426,11 @@ def test_in_turn_only_logits_that_were_looked_at_can_spoil_a_row(V: int) -> None
     zeros = torch.zeros(rows, dtype=torch.int64)
     block = Block(
         tokens,
-        torch.ones(rows, g, dtype=torch.bool),
-        zeros + g,
         draft,
         target,
         None,
         zeros + 3,
         zeros + 7,
-        zeros > 0,
-        False,
     )
     assert eager.verify(block, parse("token")).bad.tolist() == [True, True]
     verdict = eager.verify(dataclasses.replace(block, in_turn=True), parse("token"))

@@ -256,8 +256,9 @@ def test_off_the_cpu_rows_out_of_range_are_flagged_without_a_look() -> None:
             return torch.device("cuda")
 
     tokens = torch.tensor([[1, 9], [1, 9], [1, 2]]).as_subclass(Elsewhere)
-    drafted = torch.tensor([[True, True], [True, False], [True, True]])
-    kept, bad = check.tokens(tokens, drafted, 5)
+    counts = torch.tensor([2, 1, 2])
+    kept, bad = check.tokens(tokens, counts, 5)
+    assert bad is not None
     assert bad.tolist() == [True, False, False]
     assert int(kept.max()) < 5
 

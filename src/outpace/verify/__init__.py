@@ -2,11 +2,13 @@
 
 `outpace.verify(...)` is the entry; calling this package calls `verify` below. It knows no models and no
 caches: `rules` says what each rule promises, `oracle` is the papers' text, `eager` the batched PyTorch
-form.
+form, and `triton` the kernels that take its place on CUDA.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import inspect
 import math
 import sys
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.arguments import on_device, row_integers
+from outpace.arguments import on_device, one_or_each, row_integers
 from outpace.sampling import Prefix, Sampling, per_row, process, warp
 from outpace.verify import check, eager
 from outpace.verify.block import Block, Verdict
@@ -27,7 +29,6 @@ from outpace.verify.rules import Rule, parse, sigmoid
 __all__ = ["Rule", "Verdict", "sigmoid", "verify"]
 
 
-@torch.no_grad()
 def verify(
     draft_tokens: Tensor,
     draft_logits: Tensor | None,
@@ -78,8 +79,9 @@ def verify(
     On CUDA the host never waits, unless a sampling has processors.
 
     Returns a `Verdict`: `accepted [B]`, `next_token [B]`, `bad [B]`. A row whose logits hold NaN, +inf or
-    nothing but -inf, is flagged in `bad` and leaves the other rows alone; so is, off the CPU, a row with a
-    token or length out of range, which raises on the CPU.
+    nothing but -inf where the verdict depends on them is flagged in `bad` and leaves the other rows alone
+    (past a lost draft they need not be noticed); so is, off the CPU, a row with a token or length out of
+    range, which raises on the CPU.
 
     Example:
         >>> import torch, outpace
@@ -100,31 +102,31 @@ def verify(
     if drafters is not None and draft_logits is None:
         raise ValueError("draft_sampling: given without draft_logits; point masses have nothing to adjust")
 
-    ragged = lengths is not None
-    lengths, strange_length = check.lengths(lengths, B, g, device)
-    drafted = torch.arange(g, device=device) < lengths[:, None]
-    tokens, strange_token = check.tokens(draft_tokens, drafted, V)
+    counts, tokens, given_up = None, draft_tokens.to(torch.int64), None
+    fused = _fused(rule, draft_logits, target_logits) and not _reads_tokens(targets, drafters)
+    if fused:
+        # The kernels look at tokens and lengths themselves.
+        if lengths is not None:
+            counts = row_integers("lengths", lengths, B, device, 0, g)
+    else:
+        counts, given_up = check.lengths(lengths, B, g, device)
+        tokens, strange = check.tokens(draft_tokens, counts, V)
+        if strange is not None:
+            given_up = strange if given_up is None else given_up | strange
     prefix = check.prefix(prefix, B, device)
-    start = check.position(position, prefix, [*(targets or ()), *(drafters or ())], B, g, device)
+    starts = check.position(position, prefix, [*(targets or ()), *(drafters or ())], B, g, device)
     if seed is None:
         seed = torch.randint(-(2**63), 2**63 - 1, (B,), device=device)
-    seed = row_integers("seed", seed, B, device, -(2**63), 2**64 - 1)
+    seeds = one_or_each("seed", seed, B, device, -(2**63), 2**64 - 1)
+    block = Block(tokens, draft_logits, target_logits, draft_lse, seeds, starts, counts, given_up)
+    if fused and all(_only_temperature(rows, rule) for rows in (targets, drafters) if rows is not None):
+        from outpace.verify import triton
 
-    block = Block(
-        tokens,
-        drafted,
-        lengths,
-        draft_logits,
-        target_logits,
-        draft_lse,
-        seed,
-        start,
-        strange_length | strange_token,
-        ragged,
-    )
+        return triton.verify(block, rule, lenience, targets, drafters)
     return settle(block, rule, lenience, targets, drafters, prefix)
 
 
+@torch.no_grad()
 def settle(
     block: Block,
     rule: Rule,
@@ -134,30 +136,69 @@ def settle(
     prefix: Prefix | None = None,
 ) -> Verdict:
     """`verify` without its checks: adjust the block's logits, apply the rule, set processors' states back."""
-    tokens, lengths = block.tokens, block.lengths
-    rewind_draft = rewind_target = None
+    fused = _fused(rule, block.draft_logits, block.target_logits)
+    fused &= lenience == 1 or targets is None or _only_temperature(targets, rule)
     greedy = targets is not None and all(one.greedy for one in targets) and rule.exact and lenience == 1
+    rewind_draft = rewind_target = None
+
+    def left_to_the_kernels(rows: list[Sampling]) -> bool:
+        return fused and _only_temperature(rows, rule)
+
     if drafters is not None and block.draft_logits is not None:
         in_both = {id(processor) for one in targets or () for processor in one.processors}
         if any(id(processor) in in_both for one in drafters for processor in one.processors):
             drafters = [one.fork() for one in drafters]  # two uses must not see each other's state
-        scores, rewind_draft = process(block.draft_logits, drafters, prefix, tokens, lengths)
-        block = replace(block, draft_logits=warp(scores, drafters))
+        scores = block.draft_logits
+        if not left_to_the_kernels(drafters) or _reads_tokens(drafters):
+            scores, rewind_draft = process(scores, drafters, prefix, block.tokens, block.lengths)
+            block = replace(block, draft_logits=scores)
+        if not left_to_the_kernels(drafters):
+            block, drafters = replace(block, draft_logits=warp(scores, drafters)), None
     if targets is not None and not all(one.neutral for one in targets):
-        scores, rewind_target = process(block.target_logits, targets, prefix, tokens, lengths + 1)
-        if greedy:
+        scores = block.target_logits
+        if not left_to_the_kernels(targets) or _reads_tokens(targets):
+            scores, rewind_target = process(scores, targets, prefix, block.tokens, block.lengths + 1)
             block = replace(block, target_logits=scores)
-        else:
-            block = replace(block, target_logits=warp(scores, targets))
-        if lenience < 1:
-            near = _near_the_top(scores[:, : tokens.shape[1]], tokens, targets, lenience)
-            block = replace(block, greedy_keep=near)
-    verdict = eager.argmax(block) if greedy else eager.verify(block, rule, lenience)
+        if not left_to_the_kernels(targets) and not greedy:
+            if lenience < 1:
+                near = _near_the_top(scores[:, : block.tokens.shape[1]], block.tokens, targets, lenience)
+                block = replace(block, greedy_keep=near)
+            block, targets = replace(block, target_logits=warp(scores, targets)), None
+    if fused:
+        from outpace.verify import triton
+
+        verdict = triton.verify(block, rule, lenience, targets, drafters)
+    else:
+        verdict = eager.argmax(block) if greedy else eager.verify(block, rule, lenience)
     if rewind_target is not None:
         rewind_target(verdict.accepted)
     if rewind_draft is not None:
-        rewind_draft(torch.minimum(verdict.accepted, lengths - 1))
+        rewind_draft(torch.minimum(verdict.accepted, block.lengths - 1))
     return verdict
+
+
+def _fused(rule: Rule, draft_logits: Tensor | None, target_logits: Tensor) -> bool:
+    """Whether the kernels take such logits, and are there."""
+    if target_logits.device.type != "cuda" or not _kernels():
+        return False
+    from outpace.verify import triton
+
+    return triton.fits(rule, target_logits) and (draft_logits is None or triton.fits(rule, draft_logits))
+
+
+@functools.cache
+def _kernels() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _reads_tokens(*samplings: list[Sampling] | None) -> bool:
+    """Whether anything happens to the logits before temperature: it may depend on the drafted tokens."""
+    return any(one.logit_bias or one.reads_prefix for rows in samplings for one in rows or ())
+
+
+def _only_temperature(rows: list[Sampling], rule: Rule) -> bool:
+    """Whether the kernels can do all that is left to do."""
+    return all(rule.exact if one.greedy else (one.top_k, one.top_p, one.min_p) == (0, 1, 0) for one in rows)
 
 
 def _near_the_top(scores: Tensor, tokens: Tensor, rows: list[Sampling], lenience: float) -> Tensor:

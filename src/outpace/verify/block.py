@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,17 +31,48 @@ class Block:
     """One iteration's drafts and scores, checked and adjusted, all on one device."""
 
     tokens: Tensor  # [B, g] int64, 0 where nothing was drafted
-    drafted: Tensor  # [B, g] bool, i < lengths[b]
-    lengths: Tensor  # [B]
     draft_logits: Tensor | None  # [B, g, V]; None: point masses
     target_logits: Tensor  # [B, g+1, V]
     draft_lse: Tensor | None  # [B, g] logsumexp of draft_logits
-    seed: Tensor  # [B]
-    start: Tensor  # [B] absolute position of tokens[:, 0]
-    bad: Tensor  # [B] bool, rows given up already
-    ragged: bool  # whether some row may have drafted fewer than g
+    seeds: Tensor | int  # [B], or one for all
+    starts: Tensor | int  # [B] absolute position of tokens[:, 0], or one for all
+    counts: Tensor | None = None  # [B] how many each row drafted; None: g
+    given_up: Tensor | None = None  # [B] bool, rows that are bad already
     greedy_keep: Tensor | None = None  # [B, g] bool, drafts that greedy lenience keeps
     in_turn: bool = False  # whether logits past a lost draft may be left alone, unusable or not
+
+    @cached_property
+    def seed(self) -> Tensor:
+        """One per row: `[B]`."""
+        return self._each(self.seeds)
+
+    @cached_property
+    def start(self) -> Tensor:
+        """One per row: `[B]`."""
+        return self._each(self.starts)
+
+    def _each(self, value: Tensor | int) -> Tensor:
+        if isinstance(value, Tensor):
+            return value
+        return torch.full((len(self.tokens),), value, dtype=torch.int64, device=self.tokens.device)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether some row may have drafted fewer than g."""
+        return self.counts is not None
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """How many tokens each row drafted: `[B]`."""
+        B, g = self.tokens.shape
+        return self.tokens.new_full((B,), g) if self.counts is None else self.counts
+
+    @cached_property
+    def drafted(self) -> Tensor:
+        """Which tokens were drafted: `[B, g]` bool."""
+        if self.counts is None:
+            return torch.ones_like(self.tokens, dtype=torch.bool)
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.counts[:, None]
 
     @property
     def positions(self) -> Tensor:
@@ -49,7 +81,6 @@ class Block:
 
     def rows(self, rows: slice) -> Block:
         """Some rows of it."""
-        tensors: dict[str, Any] = {
-            name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
+        each = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        tensors: dict[str, Any] = {name: value[rows] for name, value in each if isinstance(value, Tensor)}
         return dataclasses.replace(self, **tensors)

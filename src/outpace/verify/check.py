@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outpace.arguments import floats, integers, number, row_integers
+from outpace.arguments import floats, integers, number, one_or_each, row_integers
 from outpace.sampling import Prefix, Sampling
 from outpace.verify.rules import Rule
 
@@ -57,17 +57,22 @@ def lenience(value: float, rule: Rule) -> None:
 
 def lengths(
     value: Sequence[int] | Tensor | None, rows: int, g: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Drafted tokens per row, int64 `[rows]` in 0..g, and rows that said otherwise."""
-    given = row_integers("lengths", g if value is None else value, rows, device, 0, g)
+) -> tuple[Tensor | None, Tensor | None]:
+    """Drafted tokens per row, int64 `[rows]` in 0..g, and rows that said otherwise; None: all g, none."""
+    if value is None:
+        return None, None
+    given = row_integers("lengths", value, rows, device, 0, g)
     if device.type == "cpu":
-        return given, torch.zeros_like(given, dtype=torch.bool)
+        return given, None
     return given.clamp(0, g), (given < 0) | (given > g)
 
 
-def tokens(draft_tokens: Tensor, drafted: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Drafted tokens, int64 `[B, g]`, 0 where nothing was drafted, and rows with a token out of range."""
-    given = torch.where(drafted, draft_tokens.to(torch.int64), 0)
+def tokens(draft_tokens: Tensor, counts: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor | None]:
+    """Drafted tokens, int64 `[B, g]`, 0 past a row's count, and rows with a token out of range."""
+    given = draft_tokens.to(torch.int64)
+    if counts is not None:
+        drafted = torch.arange(given.shape[1], device=counts.device) < counts[:, None]
+        given = torch.where(drafted, given, 0)
     if given.device.type != "cpu":
         return given.clamp(0, vocab_size - 1), ((given < 0) | (given >= vocab_size)).any(-1)
     low, high = map(int, torch.aminmax(given)) if given.numel() else (0, 0)
@@ -76,7 +81,7 @@ def tokens(draft_tokens: Tensor, drafted: Tensor, vocab_size: int) -> tuple[Tens
             f"draft_tokens: got token id {low if low < 0 else high}; "
             f"with {vocab_size} logits ids lie in 0..{vocab_size - 1}"
         )
-    return given, torch.zeros(len(given), dtype=torch.bool, device=given.device)
+    return given, None
 
 
 def prefix(
@@ -102,19 +107,20 @@ def position(
     rows: int,
     g: int,
     device: torch.device,
-) -> Tensor:
-    """Absolute position of each row's first drafted token, int64 `[rows]`."""
+) -> Tensor | int:
+    """Absolute position of each row's first drafted token, int64 `[rows]`, or one for all."""
     if value is None:
-        return torch.zeros(rows, dtype=torch.int64, device=device) if prefix is None else prefix.row_lengths()
-    given = row_integers("position", value, rows, device, 0, 2**32 - 1 - g)
+        return 0 if prefix is None else prefix.row_lengths()
+    given = one_or_each("position", value, rows, device, 0, 2**32 - 1 - g)
     if prefix is None and any(one.reads_prefix for one in samplings):
-        nothing_before = (
-            value == 0 if isinstance(value, int) else given.device.type == "cpu" and not given.any()
-        )
-        if not nothing_before:
+        if isinstance(given, int):
+            before, where = given > 0, f"{given}"
+        else:
+            before, where = given.device.type != "cpu" or bool(given.any()), f"{given.tolist()}"
+        if before:
             raise ValueError(
                 "prefix: missing; the sampling has penalties or processors, which read the tokens before "
-                f"position {value if isinstance(value, int) else given.tolist()}"
+                f"position {where}"
             )
     return given
 

@@ -355,5 +355,6 @@ def among_drafted(block: Block, bad: Tensor) -> Tensor:
 
 
 def settle(block: Block, accepted: Tensor, next_token: Tensor, bad: Tensor) -> Verdict:
-    bad = bad | block.bad
+    if block.given_up is not None:
+        bad = bad | block.given_up
     return Verdict(accepted.masked_fill(bad, 0), next_token.masked_fill(bad, 0), bad)

@@ -1,0 +1,309 @@
+"""The kernels decide as the oracle does. Here under Triton's interpreter; on a GPU, `pytest -m gpu` runs the
+same tests compiled, and more of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outpace import Sampling, random
+from outpace.random import Stream
+from outpace.sampling import warp
+from outpace.verify import eager, oracle
+from outpace.verify.block import Block, Verdict
+from outpace.verify.rules import parse
+
+kernels = pytest.importorskip("outpace.verify.triton", reason="needs triton", exc_type=ImportError)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RULES = ["token", "block", "match", "sigmoid(-8, 8)"]
+
+
+def block_of(
+    B: int,
+    g: int,
+    V: int,
+    *,
+    soft: bool = True,
+    ragged: bool = False,
+    dtype: torch.dtype = torch.float32,
+    stored: bool = False,
+    masked: float = 0.0,
+) -> Block:
+    """Drafts drawn from logits near the target's."""
+    target = 2 * torch.randn(B, g + 1, V)
+    target = target.masked_fill(torch.rand(B, g + 1, V) < masked, -torch.inf)
+    target[..., 0] = 0.5  # something is always possible
+    draft = (target[:, :g] + 0.7 * torch.randn(B, g, V)).to(dtype)
+    tokens = torch.zeros(B, g, dtype=torch.int64)
+    if g:
+        tokens = draft.float().softmax(-1).flatten(0, 1).multinomial(1).view(B, g)
+    block = Block(
+        tokens,
+        draft if soft else None,
+        target.to(dtype),
+        draft.float().logsumexp(-1) if stored and soft else None,
+        torch.randint(-(2**63), 2**63 - 1, (B,)),
+        torch.randint(0, 1000, (B,)),
+        torch.arange(B) % (g + 1) if ragged else None,
+    )
+    return moved(block, DEVICE)
+
+
+def moved(block: Block, device: str) -> Block:
+    each = {field.name: getattr(block, field.name) for field in dataclasses.fields(block)}
+    there: dict[str, Any] = {
+        name: value.to(device) for name, value in each.items() if isinstance(value, Tensor)
+    }
+    return dataclasses.replace(block, **there)
+
+
+def assert_same(found: Verdict, expected: Verdict, at_most: int = 0) -> None:
+    """Row by row, but for a few that lie on the edge of a rounding."""
+    unlike = (found.accepted != expected.accepted) | (found.next_token != expected.next_token)
+    unlike |= found.bad != expected.bad
+    assert int(unlike.sum()) <= at_most, (
+        found.accepted[unlike].tolist(),
+        expected.accepted[unlike].tolist(),
+        found.next_token[unlike].tolist(),
+        expected.next_token[unlike].tolist(),
+    )
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("soft", [True, False])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_decisions_are_the_eager_rules(rule: str, soft: bool, ragged: bool) -> None:
+    for B, g, V in ((5, 3, 61), (2, 2, 1100)):
+        block = block_of(B, g, V, soft=soft, ragged=ragged, masked=0.2)
+        assert_same(kernels.verify(block, parse(rule)), eager.verify(block, parse(rule)))
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("soft", [True, False])
+def test_decisions_are_the_oracles(rule: str, soft: bool) -> None:
+    block = block_of(6, 4, 37, soft=soft)
+    verdict = kernels.verify(block, parse(rule))
+    here = moved(block, "cpu")
+    accept, residual = random.accept_and_residual(here.seed[:, None], here.positions, here.start[:, None])
+    for b in range(6):
+        p = [oracle.softmax(row) for row in here.target_logits[b].double().tolist()]
+        q = None
+        if here.draft_logits is not None:
+            q = [oracle.softmax(row) for row in here.draft_logits[b].double().tolist()]
+        judge = oracle.token if rule == "token" else oracle.block
+        n, token = judge(here.tokens[b].tolist(), p, q, accept[b, :-1].tolist(), residual[b].tolist())
+        assert (int(verdict.accepted[b]), int(verdict.next_token[b])) == (n, token)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_logits_are_read_as_they_are(dtype: torch.dtype) -> None:
+    block = block_of(6, 3, 61, dtype=dtype)
+    assert block.draft_logits is not None
+    wide = dataclasses.replace(
+        block, draft_logits=block.draft_logits.float(), target_logits=block.target_logits.float()
+    )
+    for rule in RULES:
+        assert_same(kernels.verify(block, parse(rule)), kernels.verify(wide, parse(rule)))
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "match"])
+def test_temperature_and_greed_are_those_of_each_row(rule: str) -> None:
+    rows = [Sampling(temperature=t) for t in (0.6, 0.0, 1.0, 1.7, 0.0)]
+    block = block_of(5, 3, 61)
+    assert block.draft_logits is not None
+    block.tokens[1, :2] = block.target_logits[1, :2].argmax(-1)  # a greedy row that keeps some
+    found = kernels.verify(block, parse(rule), 1.0, rows, [Sampling(temperature=1.2)])
+    adjusted = dataclasses.replace(
+        block,
+        target_logits=warp(block.target_logits, rows),
+        draft_logits=warp(block.draft_logits, [Sampling(temperature=1.2)]),
+    )
+    assert_same(found, eager.verify(adjusted, parse(rule)))
+    assert int(found.accepted[1]) >= 2
+
+
+def test_a_greedy_draft_is_a_point_mass() -> None:
+    block = block_of(6, 3, 61)
+    assert block.draft_logits is not None
+    block.tokens.copy_(block.draft_logits.argmax(-1))
+    greedy = [Sampling(temperature=0.0)]
+    found = kernels.verify(block, parse("token"), 1.0, None, greedy)
+    assert_same(found, kernels.verify(dataclasses.replace(block, draft_logits=None), parse("token")))
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_lenience_keeps_more(greedy: bool) -> None:
+    block = block_of(6, 4, 61)
+    rows = [Sampling(temperature=0.0 if greedy else 1.3)]
+    found = kernels.verify(block, parse("token"), 0.2, rows)
+    near = None
+    if greedy:
+        score = block.target_logits[:, :4].gather(-1, block.tokens[..., None]).squeeze(-1)
+        near = score >= block.target_logits[:, :4].amax(-1) + math.log(0.2)
+    adjusted = dataclasses.replace(block, target_logits=warp(block.target_logits, rows), greedy_keep=near)
+    assert_same(found, eager.verify(adjusted, parse("token"), 0.2))
+
+
+def test_a_stored_logsumexp_replaces_reading_the_draft() -> None:
+    block = block_of(6, 3, 61, stored=True)
+    assert_same(kernels.verify(block, parse("token")), eager.verify(block, parse("token")))
+    without = dataclasses.replace(block, draft_lse=None)
+    assert_same(kernels.verify(block, parse("token")), kernels.verify(without, parse("token")))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_unusable_logits_flag_their_row_alone(rule: str, poison: float) -> None:
+    if rule.startswith("sigmoid") and not math.isnan(poison):
+        pytest.skip("a sigmoid of an infinity is a number")
+    block = block_of(3, 2, 61)
+    clean = kernels.verify(block, parse(rule))
+    block.target_logits[1, 0, slice(None) if poison == -math.inf else int(block.tokens[1, 0])] = poison
+    verdict = kernels.verify(block, parse(rule))
+    assert verdict.bad.tolist() == [False, True, False]
+    assert verdict.accepted[1] == verdict.next_token[1] == 0
+    assert torch.equal(verdict.next_token[::2], clean.next_token[::2])
+
+
+def test_tokens_and_lengths_out_of_range_are_flagged() -> None:
+    block = block_of(4, 2, 61, ragged=True)
+    assert block.counts is not None
+    block.counts[:] = torch.tensor([2, 2, 7, -1])
+    block.tokens[0, 0] = 61
+    for rule in RULES:
+        assert kernels.verify(block, parse(rule)).bad.tolist() == [True, False, True, True]
+
+
+def test_extreme_logits_and_equal_distributions_draw_what_is_possible() -> None:
+    block = block_of(4, 2, 61)
+    assert block.draft_logits is not None
+    block.target_logits[0] = torch.full((3, 61), -1e4, device=DEVICE).index_fill_(
+        1, torch.tensor([7], device=DEVICE), 1e4
+    )
+    block.target_logits[1] += 1e4
+    block.draft_logits[2] = block.target_logits[2, :2]  # p = q: everything is kept
+    block.draft_logits[3] = block.target_logits[3, :2] + 3  # the same distribution up to rounding
+    for rule in ("token", "block"):
+        found = kernels.verify(block, parse(rule))
+        assert_same(found, eager.verify(block, parse(rule)))
+        assert found.accepted[2:].tolist() == [2, 2]
+        assert int(found.next_token[0]) == 7 or int(found.accepted[0]) < 2
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    block = block_of(4, 3, 61)
+    for rule in RULES:
+        together = kernels.verify(block, parse(rule))
+        for b in range(4):
+            alone = kernels.verify(block.rows(slice(b, b + 1)), parse(rule))
+            assert alone.accepted[0] == together.accepted[b]
+            assert alone.next_token[0] == together.next_token[b]
+
+
+def test_one_seed_and_position_may_stand_for_all_rows() -> None:
+    block = block_of(3, 2, 61)
+    one = dataclasses.replace(block, seeds=-7, starts=12)
+    each = torch.full((3,), -7, device=DEVICE), torch.tensor(12, device=DEVICE).expand(3)
+    for rule in RULES:
+        expected = kernels.verify(dataclasses.replace(block, seeds=each[0], starts=each[1]), parse(rule))
+        assert_same(kernels.verify(one, parse(rule)), expected)
+        assert_same(eager.verify(one, parse(rule)), expected)
+
+
+def test_plain_decoding_is_the_race_of_the_target_stream() -> None:
+    block = block_of(5, 0, 1100)
+    own = eager.plain(block.target_logits[:, 0], block.seed, block.start)
+    for rule in RULES:
+        assert torch.equal(kernels.verify(block, parse(rule)).next_token, own)
+
+
+def test_the_noise_of_the_kernels_is_that_of_the_library() -> None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def write(seeds, positions, starts, out, STREAM: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+        i = tl.arange(0, N)
+        first, second = kernels.uniforms(
+            tl.load(seeds + i), tl.load(positions + i), tl.load(starts + i), STREAM
+        )
+        tl.store(out + 2 * i, first)
+        tl.store(out + 2 * i + 1, second)
+
+    N = 16
+    seed = torch.randint(-(2**63), 2**63 - 1, (N,))
+    position, start = torch.randint(0, 2**32 - 1, (N,)), torch.randint(0, 2**32 - 1, (N,))
+    out = torch.empty(N, 2, dtype=torch.float64, device=DEVICE)
+    write[(1,)](
+        seed.to(DEVICE), position.to(DEVICE), start.to(DEVICE), out, STREAM=int(Stream.ACCEPT) // 2, N=N
+    )
+    accept, residual = random.accept_and_residual(seed, position, start)
+    assert torch.equal(out.cpu(), torch.stack((accept, residual), dim=1))
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from outpace.verify import triton as kernels
+
+POINTERS = dict(target="*bf16", draft="*bf16", tokens="*i64", lengths="*i64", draft_lse="*fp32", seeds="*i64",
+    starts="*i64", given_up="*i1", knobs="*fp32", q_knobs="*fp32", work="*fp32", accepted="*i64",
+    next_token="*i64", bad="*i1", lenience="fp32", alpha="fp32", width="fp32")
+
+def build(kernel, **constants):
+    types, fixed = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        types[name] = "constexpr" if name in constants else POINTERS.get(name, "i32")
+        if name in constants:
+            fixed[(i,)] = constants[name]
+    source = ASTSource(fn=kernel, signature=types, constexprs=fixed)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print(kernel.__name__)
+
+for on in (False, True):
+    build(kernels.scan, SPLIT=1024, LENGTHS=on, ADJUST=on, ADJUST_Q=on)
+    build(kernels.race, SPLIT=1024, LENGTHS=on, ADJUST=on)
+    build(kernels.compare, G=8, S=32, LENGTHS=on, GIVEN_UP=on)
+    for rule in kernels.RULES.values():
+        build(kernels.finish, SPLIT=1024, G=8, S=32, RULE=rule, HAS_Q=True, HAS_LSE=on, LENGTHS=on,
+            GIVEN_UP=on, ADJUST=on, ADJUST_Q=on, LENIENT=on)
+"""
+
+
+def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split().count("finish") == 6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("B", "g", "V", "dtype"),
+    [
+        (67, 5, 51865, torch.bfloat16),
+        (64, 5, 32000, torch.float16),
+        (3, 20, 128256, torch.float32),
+        (8, 1, 256000, torch.bfloat16),
+    ],
+)
+def test_large_blocks_decide_as_the_eager_rules(
+    rule: str, B: int, g: int, V: int, dtype: torch.dtype
+) -> None:
+    for soft in (True, False):
+        block = block_of(B, g, V, soft=soft, ragged=soft, dtype=dtype)
+        assert_same(kernels.verify(block, parse(rule)), eager.verify(block, parse(rule)), at_most=1)
