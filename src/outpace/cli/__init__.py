@@ -1,4 +1,5 @@
-"""The command: `outpace generate`, `chat`, `audit`, `doctor`. Nothing heavy is imported before it is used."""
+"""The command: `outpace generate`, `chat`, `audit`, `doctor`, `bench`. Nothing heavy is imported before its
+use."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import typer
 
 from outpace import __version__
 from outpace.cli.audit import audit
+from outpace.cli.bench import bench
 from outpace.cli.chat import chat
 from outpace.cli.doctor import doctor
 from outpace.cli.generate import generate
@@ -31,6 +33,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(audit)
 app.command()(doctor)
+app.add_typer(bench, name="bench")
 
 
 def _version(asked: bool) -> None:

@@ -1,0 +1,238 @@
+"""How long verification takes, side by side: our kernels, our eager path, Transformers' function, and peers.
+
+Times are medians of a call's microseconds. *Cold* inputs rotate over more memory than the device caches,
+*hot* ones are the same each time; *graph* is inside a CUDA graph, *eager* is launched from Python. The floor
+is what reading the logits once takes at the bandwidth that a large copy reaches in the same run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import _speculative_sampling
+
+import outpace
+from outpace.verify import eager
+from outpace.verify.block import Block
+from outpace.verify.rules import parse
+
+VOCABULARIES = (32000, 51865, 128256, 151936, 256000)
+DRAFTS = (1, 5, 10, 20)
+BATCHES = (1, 8, 64)
+ROTATED = 160 << 20  # bytes that inputs rotate over: more than any cache
+CALLS = 200  # at most, in one graph
+
+Side = Callable[["Inputs"], Any]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One iteration's drafts and logits."""
+
+    tokens: Tensor  # [B, g]
+    draft: Tensor  # [B, g, V]
+    target: Tensor  # [B, g+1, V]
+    seed: Tensor  # [B]
+    position: Tensor  # [B]
+
+    @classmethod
+    def random(cls, B: int, g: int, V: int, device: torch.device, dtype: torch.dtype) -> Inputs:
+        """Drafts drawn from logits near the target's, so that some are kept and some lost."""
+        target = (2 * torch.randn(B, g + 1, V, device=device)).to(dtype)
+        draft = (target[:, :g] + 0.7 * torch.randn(B, g, V, device=device)).to(dtype)
+        noise = torch.empty(B, g, V, device=device).exponential_()
+        tokens = (draft.float().softmax(-1) / noise).argmax(-1)
+        seed = torch.randint(2**62, (B,), device=device)
+        return cls(tokens, draft, target, seed, torch.arange(B, device=device))
+
+    @property
+    def nbytes(self) -> int:
+        """Logits that have to be read: each once, and again those that the next token comes from."""
+        B, g, V = self.draft.shape
+        return (2 * g + 2) * V * B * self.draft.element_size()
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One side at one size; microseconds, None where a side cannot be run so."""
+
+    side: str
+    V: int
+    g: int
+    B: int
+    graph_cold: float | None
+    graph_hot: float | None
+    eager: float
+    floor: float
+    gigabytes_per_second: float | None
+    peak_bytes: int | None
+
+
+def ours(made: Inputs) -> Any:
+    return outpace.verify(made.tokens, made.draft, made.target, seed=made.seed, position=made.position)
+
+
+def ours_eager(made: Inputs) -> Any:
+    block = Block(made.tokens, made.draft, made.target, None, made.seed, made.position)
+    return eager.verify(block, parse("token"))
+
+
+def transformers(made: Inputs) -> Any:
+    """Transformers' function, which knows one row: a loop."""
+    g = made.tokens.shape[1]
+    return [
+        _speculative_sampling(made.tokens[b : b + 1], made.draft[b : b + 1], g, made.target[b : b + 1], False)
+        for b in range(len(made.tokens))
+    ]
+
+
+def peers(folder: Path) -> dict[str, Side]:
+    """From each Python file of a folder, its function `verify(draft_tokens, draft_logits, target_logits)`."""
+    found: dict[str, Side] = {}
+    for path in sorted(folder.glob("*.py")):
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        if not callable(getattr(module, "verify", None)):
+            raise ValueError(
+                f"peers: {path.name} has no function verify(draft_tokens, draft_logits, target_logits)"
+            )
+        found[path.stem] = _called(module.verify)
+    if not found:
+        raise ValueError(f"peers: no Python file in {folder}")
+    return found
+
+
+def _called(verify: Callable[[Tensor, Tensor, Tensor], Any]) -> Side:
+    return lambda made: verify(made.tokens, made.draft, made.target)
+
+
+def measure(
+    device: torch.device,
+    dtype: torch.dtype,
+    vocabularies: Sequence[int] = VOCABULARIES,
+    drafts: Sequence[int] = DRAFTS,
+    batches: Sequence[int] = BATCHES,
+    others: dict[str, Side] | None = None,
+) -> Iterator[Figure]:
+    """All sides at all sizes, in turn. Transformers' loop is left out at batches above 8."""
+    rate = bandwidth(device)
+    for V in vocabularies:
+        for g in drafts:
+            for B in batches:
+                size = Inputs.random(B, g, V, device, dtype)
+                sets = [size, *(Inputs.random(B, g, V, device, dtype) for _ in range(rotation(size) - 1))]
+                sides: dict[str, Side] = {"outpace": ours, "outpace eager": ours_eager}
+                if B <= 8:
+                    sides["transformers"] = transformers
+                for name, side in {**sides, **(others or {})}.items():
+                    captured = name != "transformers" and device.type == "cuda"
+                    cold = in_graph(side, sets) if captured else None
+                    hot = in_graph(side, [size] * 20) if captured else None
+                    yield Figure(
+                        name,
+                        V,
+                        g,
+                        B,
+                        cold,
+                        hot,
+                        from_python(side, sets),
+                        round(size.nbytes / rate * 1e6, 2),
+                        None if cold is None else round(size.nbytes / cold / 1e3, 1),
+                        peak(side, size) if device.type == "cuda" else None,
+                    )
+
+
+def rotation(one: Inputs) -> int:
+    """How many inputs to rotate over."""
+    return max(3, min(CALLS, ROTATED // one.nbytes + 1)) if one.draft.is_cuda else 3
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second of a large copy, read and written."""
+    source = torch.empty(1 << (30 if device.type == "cuda" else 26), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (timed(lambda: target.copy_(source), device, 10) / 1e6)
+
+
+def in_graph(side: Side, sets: Sequence[Inputs], repeats: int = 15) -> float | None:
+    """Microseconds of a call inside a CUDA graph of one call per input; None if it cannot be captured."""
+    for made in sets[:3]:
+        side(made)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            kept = [side(made) for made in sets]
+    except RuntimeError:
+        return None
+    taken = timed(graph.replay, sets[0].draft.device, repeats) / len(sets)
+    del kept
+    return round(taken, 2)
+
+
+def from_python(side: Side, sets: Sequence[Inputs], repeats: int = 5) -> float:
+    """Microseconds of a call from Python, inputs in turn, the device kept busy."""
+    calls = 40 if sets[0].draft.is_cuda else 3
+
+    def run() -> None:
+        for i in range(calls):
+            side(sets[i % len(sets)])
+
+    run()
+    return round(wall(run, sets[0].draft.device, repeats) / calls, 2)
+
+
+def peak(side: Side, made: Inputs) -> int:
+    """Bytes of device memory that a call takes beside its inputs, its result included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = side(made)
+    torch.cuda.synchronize()
+    del kept
+    return torch.cuda.max_memory_allocated() - before
+
+
+def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Median microseconds of a run, by the device's clock where it has one."""
+    if device.type != "cuda":
+        return wall(run, device, repeats)
+    for _ in range(3):
+        run()
+    taken: list[float] = []
+    for _ in range(repeats):
+        begun, ended = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+        begun.record()
+        run()
+        ended.record()
+        ended.synchronize()
+        taken.append(begun.elapsed_time(ended) * 1e3)
+    return statistics.median(taken)
+
+
+def wall(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    taken = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(1e6 * (time.perf_counter() - begun))
+    return statistics.median(taken)
+
+
+def rows(figures: Sequence[Figure]) -> list[dict[str, Any]]:
+    return [asdict(one) for one in figures]
