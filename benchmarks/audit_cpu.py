@@ -8,15 +8,13 @@ faults in turn, each with another seed.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from report import machine, write
+from report import arguments, machine, write
 
 import outpace
 from outpace.audit import Report, audit
@@ -47,11 +45,8 @@ def described(report: Report, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--runs", type=int, default=20, help="planted runs (default 20)")
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args()
     decoder = outpace.load()
     honest = described(*timed(decoder, 0))

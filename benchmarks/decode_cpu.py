@@ -8,7 +8,6 @@ counts, absolute times are this machine's. Copying from the context is measured 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import machine, write
+from report import arguments, machine, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outpace import Decoder, Fixed, LookupDrafter, ModelDrafter, Sampling
@@ -183,14 +182,11 @@ def say(what: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--model", required=True, help="folder or hub id of the target")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each side (default 5)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the models")
     parser.add_argument("--only", choices=["overhead", "lookup", "plain"], help="one part alone")
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args()
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(options.model)

@@ -9,13 +9,12 @@ They take turns, prompt by prompt, each as often first as second; nothing of a p
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from report import machine, write
+from report import arguments, machine, write
 
 import outpace
 from outpace import Decoder, Stats
@@ -60,15 +59,12 @@ def first_pass(decoder: Decoder, ids: list[int]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="JSON lines with category and prompt")
     parser.add_argument("--prompts", type=int, default=4, help="prompts per category (default 4)")
     parser.add_argument("--copying", type=int, default=10, help="of the copy-heavy ones (default 10)")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens at most (default 128)")
     parser.add_argument("--only", help="one category alone")
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args()
     default = outpace.load()
     plain = Decoder(default.scorer.model, None, default.tokenizer, pack=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 from pathlib import Path
@@ -12,6 +13,15 @@ import torch
 import transformers
 
 import outpace
+
+
+def arguments(purpose: str | None) -> argparse.ArgumentParser:
+    """A benchmark's own text as its help, and where its figures go."""
+    parser = argparse.ArgumentParser(
+        description=purpose, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    return parser
 
 
 def machine() -> dict[str, Any]:

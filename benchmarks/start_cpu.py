@@ -8,7 +8,6 @@ empty model cache and includes the download.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -18,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from report import machine, write
+from report import arguments, machine, write
 
 PROMPT = "Why is the sky blue?"
 
@@ -52,11 +51,8 @@ def until_first_byte(command: list[str], cache: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="of the later starts (default 5)")
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args()
     outpace = [str(Path(sys.executable).with_name("outpace")), "generate", PROMPT]
     with tempfile.TemporaryDirectory() as cache:

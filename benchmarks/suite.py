@@ -5,7 +5,6 @@ python benchmarks/suite.py --out benchmarks/results/suite.json
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -13,16 +12,13 @@ import sys
 import time
 from pathlib import Path
 
-from report import machine, write
+from report import arguments, machine, write
 
 ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    parser = arguments(__doc__)
     options = parser.parse_args()
     begun = time.perf_counter()
     run = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=ROOT, stdout=subprocess.PIPE, text=True)

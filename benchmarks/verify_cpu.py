@@ -7,16 +7,14 @@ Each line times both sides alternately, call by call, and compares medians; abso
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from report import machine, write
+from report import arguments, machine, write
 from torch import Tensor
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 from transformers.generation.utils import _speculative_sampling
@@ -123,15 +121,12 @@ def measure(V: int, g: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__)
     parser.add_argument(
         "--vocab", type=int, default=49152, help="V, tokens in the vocabulary (default 49152)"
     )
     parser.add_argument("--drafts", type=int, default=5, help="g, drafted tokens a row (default 5)")
     parser.add_argument("--repeats", type=int, default=100, help="timed calls of each side (default 100)")
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)

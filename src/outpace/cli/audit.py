@@ -18,8 +18,6 @@ from outpace.cli.options import (
     Lenience,
     RuleName,
     Target,
-    check_rule,
-    length_of,
     open_decoder,
     read_text,
 )
@@ -80,19 +78,9 @@ def audit(
 
     if plant is not None and plant not in FAULTS:
         raise ValueError(f"--plant: got {plant!r}; known are {', '.join(FAULTS)}")
-    check_rule(rule, lenience, draft, length)
-    policy = length_of(length)
     if draft == "none":
         raise ValueError("--draft: nothing is guessed with none, so there is nothing to audit")
-    decoder = open_decoder(
-        target,
-        draft,
-        device=device,
-        dtype=dtype,
-        rule=rule,
-        lenience=lenience,
-        length=policy,
-    )
+    decoder = open_decoder(target, draft, device, dtype, rule, lenience, length)
     if plant is not None:
         note(f"planted: {FAULTS[plant].__doc__}")
     with planted(decoder, plant) if plant is not None else nullcontext():

@@ -73,7 +73,9 @@ def kernel(
     Console(width=110 if not sys.stdout.isatty() else None).print(table)
     if out is not None:
         report: dict[str, Any] = {
-            "command": "outpace " + " ".join(sys.argv[1:]),
+            "command": " ".join(
+                ["outpace", *(Path(one).name if "/" in one else one for one in sys.argv[1:])]
+            ),
             "machine": {
                 "device": torch.cuda.get_device_name() if place.type == "cuda" else platform.processor(),
                 "python": platform.python_version(),

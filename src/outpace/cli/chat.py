@@ -30,8 +30,6 @@ from outpace.cli.options import (
     Temperature,
     TopK,
     TopP,
-    check_rule,
-    length_of,
     open_decoder,
     sampling_of,
 )
@@ -72,17 +70,7 @@ def chat(
         frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
     )
-    check_rule(rule, lenience, draft, length)
-    policy = length_of(length)
-    decoder = open_decoder(
-        target,
-        draft,
-        device=device,
-        dtype=dtype,
-        rule=rule,
-        lenience=lenience,
-        length=policy,
-    )
+    decoder = open_decoder(target, draft, device, dtype, rule, lenience, length)
     if not getattr(decoder.tokenizer, "chat_template", None):
         raise ValueError(f"{target}: this model has no chat template; use outpace generate --raw")
     painter = Painter(sys.stdout, no_color=no_color, marks=marks)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from outpace.cli.show import progress, screen
+
 if TYPE_CHECKING:
     from outpace.decode import Decoder
     from outpace.sampling import Sampling
@@ -45,16 +47,11 @@ def compare(
     order = list(sides)
     for turn in range(ROUNDS):
         for i, name in enumerate(order if turn % 2 == 0 else reversed(order)):
-            print(
-                f"\rcomparing: {turn * len(order) + i + 1} of {ROUNDS * len(order)} runs ",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
+            progress(f"comparing: {turn * len(order) + i + 1} of {ROUNDS * len(order)} runs")
             begun = time.perf_counter()
             texts[name] = sides[name](options["max_new_tokens"])
             times[name].runs.append(len(texts[name]) / (time.perf_counter() - begun))
-    print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
+    progress("")
     plain, theirs = times[PLAIN], times[TRANSFORMERS]
     for side in times.values():
         side.tokens_per_second = statistics.median(side.runs)
@@ -175,8 +172,6 @@ def _sameness(decoder: Decoder, ids: list[int], plain: list[int], other: list[in
 
 def table(sides: list[Side]) -> None:
     from rich.table import Table
-
-    from outpace.cli.show import screen
 
     made = Table("", "tokens/s", "x plain", "x Transformers", "text")
     for column in made.columns[1:]:

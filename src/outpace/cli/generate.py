@@ -34,8 +34,6 @@ from outpace.cli.options import (
     Temperature,
     TopK,
     TopP,
-    check_rule,
-    length_of,
     open_decoder,
     read_text,
     sampling_of,
@@ -104,8 +102,6 @@ def generate(
             raise ValueError("--svg: a picture is drawn of text; leave out --json")
         if not svg.absolute().parent.is_dir():
             raise ValueError(f"--svg: {svg.absolute().parent}: no such folder")
-    check_rule(rule, lenience, draft, length)
-    policy = length_of(length)
     text = read_prompt(prompt, file)
     sampling = sampling_of(
         logit_bias,
@@ -117,15 +113,7 @@ def generate(
         frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
     )
-    decoder = open_decoder(
-        target,
-        draft,
-        device=device,
-        dtype=dtype,
-        rule=rule,
-        lenience=lenience,
-        length=policy,
-    )
+    decoder = open_decoder(target, draft, device, dtype, rule, lenience, length)
     ids = encode(decoder, [*_system(system), {"role": "user", "content": text}], None if not raw else text)
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,

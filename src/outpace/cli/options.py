@@ -133,8 +133,7 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: not a text file in UTF-8") from None
 
 
-def check_rule(rule: str, lenience: float, draft: str, length: str | None) -> None:
-    """Before anything big is loaded."""
+def _check_rule(rule: str, lenience: float, draft: str, length: str | None) -> None:
     from outpace.verify import check
     from outpace.verify.rules import parse
 
@@ -145,17 +144,36 @@ def check_rule(rule: str, lenience: float, draft: str, length: str | None) -> No
         raise ValueError("--lenience: nothing is guessed with --draft none")
 
 
-def open_decoder(target: str | None, draft: str, **options: Any) -> Decoder:
+def open_decoder(
+    target: str | None,
+    draft: str,
+    device: str | None,
+    dtype: str | None,
+    rule: str,
+    lenience: float,
+    length: str | None,
+) -> Decoder:
+    """What the flags name; those that do not fit are said before anything big is loaded."""
     from outpace.pair import load
 
-    decoder = load(target, draft, tell=note, **options)
+    _check_rule(rule, lenience, draft, length)
+    decoder = load(
+        target,
+        draft,
+        device=device,
+        dtype=dtype,
+        rule=rule,
+        lenience=lenience,
+        length=_length_of(length),
+        tell=note,
+    )
     # What was made so far stays until the end: `main` had it not looked through for garbage, nor is it now.
     gc.freeze()
     gc.enable()
     return decoder
 
 
-def length_of(text: str | None) -> Length | None:
+def _length_of(text: str | None) -> Length | None:
     if text is None:
         return None
     from outpace.length import Fixed, Heuristic

