@@ -8,6 +8,7 @@ is what reading the logits once takes at the bandwidth that a large copy reaches
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,13 @@ DRAFTS = (1, 5, 10, 20)
 BATCHES = (1, 8, 64)
 ROTATED = 160 << 20  # bytes that inputs rotate over: more than any cache
 CALLS = 200  # at most, in one graph
+
+# Older versions of Transformers ask whether the drafts end the text.
+OPTIONS = (
+    {"is_done_candidate": False}
+    if "is_done_candidate" in inspect.signature(_speculative_sampling).parameters
+    else {}
+)
 
 Side = Callable[["Inputs"], Any]
 
@@ -88,10 +96,8 @@ def ours_eager(made: Inputs) -> Any:
 def transformers(made: Inputs) -> Any:
     """Transformers' function, which knows one row: a loop."""
     g = made.tokens.shape[1]
-    return [
-        _speculative_sampling(made.tokens[b : b + 1], made.draft[b : b + 1], g, made.target[b : b + 1], False)
-        for b in range(len(made.tokens))
-    ]
+    rows = (slice(b, b + 1) for b in range(len(made.tokens)))
+    return [_speculative_sampling(made.tokens[b], made.draft[b], g, made.target[b], **OPTIONS) for b in rows]
 
 
 def peers(folder: Path) -> dict[str, Side]:

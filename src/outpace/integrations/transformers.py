@@ -24,6 +24,7 @@ from outpace.decode import Decoder
 from outpace.draft import drafter_of
 from outpace.draft.base import Drafter
 from outpace.draft.model import ModelDrafter
+from outpace.integrations.assisted import patch, patched, unpatch
 from outpace.integrations.processors import samplings
 from outpace.integrations.shelf import Shelf
 from outpace.length import Length
@@ -32,6 +33,8 @@ from outpace.request import seed_of
 from outpace.rows import Output, Row
 from outpace.stats import Stats
 from outpace.verify import Rule
+
+__all__ = ["Generation", "forget", "generate", "patch", "patched", "unpatch"]
 
 _targets = Shelf(CausalScorer)
 _drafters = Shelf(ModelDrafter)
