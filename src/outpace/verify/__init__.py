@@ -104,6 +104,7 @@ def verify(
 
     counts, tokens, given_up = None, draft_tokens.to(torch.int64), None
     fused = _fused(rule, draft_logits, target_logits) and not _reads_tokens(targets, drafters)
+    fused &= lenience == 1 or targets is None or _only_temperature(targets, rule)  # as `settle` decides
     if fused:
         # The kernels look at tokens and lengths themselves.
         if lengths is not None:

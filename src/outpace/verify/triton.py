@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outpace.arguments import on_device
 from outpace.random import Stream
 from outpace.sampling import Sampling
 from outpace.verify.block import Block, Verdict
@@ -38,7 +39,14 @@ SMALL = [  # tensors whose alignment does not matter
     "lengths", "seeds", "starts", "given_up", "tokens", "draft_lse", "knobs", "q_knobs", "accepted",
     "next_token", "bad", "work",
 ]  # fmt: skip
-SIZES = ["B", "g", "splits", "tiles"]  # may change from call to call without a kernel being compiled anew
+SIZES = [
+    "B",
+    "g",
+    "splits",
+    "tiles",
+    "seed",
+    "start",
+]  # may change from call to call without a kernel being compiled anew
 
 
 # Pieces of kernels
@@ -103,7 +111,8 @@ def exponentials(x):
 
 @triton.jit
 def together(maxima, sums, row, i, splits, drafted, S: tl.constexpr):
-    """Maximum and logsumexp `[G]` of rows `row + i`, from their splits; and those without a softmax."""
+    """Of rows `row + i`, from their splits, `[G]`: the maximum, the logsumexp relative to it (added to a
+    large maximum it would lose its digits), and which have no softmax."""
     s = tl.arange(0, S)
     at = (row + i)[:, None] * splits + s[None, :]
     mask = drafted[:, None] & (s < splits)[None, :]
@@ -113,7 +122,7 @@ def together(maxima, sums, row, i, splits, drafted, S: tl.constexpr):
     most = tl.where(most == -float("inf"), 0.0, most)
     # A split with nothing possible has sum 0; NaN stays NaN.
     mass = tl.sum(tl.where(total == 0, 0.0, total * tl.exp(m - most[:, None])), axis=1)
-    return most, most + tl.log(mass), ~((mass > 0) & (mass < float("inf")))
+    return most, tl.log(mass), ~((mass > 0) & (mass < float("inf")))
 
 
 @triton.jit
@@ -135,12 +144,14 @@ def pick(vector, index, n):
 
 @triton.jit
 def squash(x, alpha, width):
-    return tl.sigmoid((x - alpha) / width)
+    """The sigmoid that stands for a probability; NaN where there can be none."""
+    return tl.where(x == float("inf"), float("nan"), tl.sigmoid((x - alpha) / width))
 
 
 @triton.jit
 def weights_of(
-    p_row, q_row, ids, V, n, length, token, lse_p, lse_q, scale, temperature, q_temperature, q_greedy, q_top,
+    p_row, q_row, ids, V, n, length, token, top_p, log_p, top_q, log_q,
+    scale, temperature, q_temperature, q_greedy, q_top,
     alpha, width, RULE: tl.constexpr, HAS_Q: tl.constexpr, ADJUST: tl.constexpr, ADJUST_Q: tl.constexpr,
 ):  # fmt: skip
     """Of one split of row n: a reference, weights of the next token relative to its exponential, and p."""
@@ -150,13 +161,15 @@ def weights_of(
         if RULE == SIGMOID:
             p = squash(x, alpha, width)
         else:
-            p = tl.exp(x - lse_p)
+            p = tl.exp((x - top_p) - log_p)
         if HAS_Q:
             y = logits_of(q_row, ids, V, q_temperature, ADJUST_Q)
             if RULE == SIGMOID:
                 q = squash(y, alpha, width)
             else:
-                q = tl.where(q_greedy, (ids == q_top).to(tl.float32), tl.exp(y - lse_q))
+                q = tl.exp((y - top_q) - log_q)
+                q = tl.where(y == float("inf"), float("nan"), q)  # beside a stored logsumexp it would pass
+                q = tl.where(q_greedy, (ids == q_top).to(tl.float32), q)
             w = scale * p - q
             w = tl.where(w < 0, 0.0, w)  # NaN stays
         else:
@@ -231,10 +244,10 @@ def scan(
         ids = s * SPLIT + tl.arange(0, SPLIT)
         if q_side == 0:
             temperature, greedy = temperature_of(knobs, b, knob, ADJUST)
-            x = logits_of(target + b * p_row + i * p_position, ids, V, temperature, ADJUST)
+            x = logits_of(target + b * p_row + i.to(tl.int64) * p_position, ids, V, temperature, ADJUST)
         else:
             temperature, greedy = temperature_of(q_knobs, b, q_knob, ADJUST_Q)
-            x = logits_of(draft + b * q_row + i * q_position, ids, V, temperature, ADJUST_Q)
+            x = logits_of(draft + b * q_row + i.to(tl.int64) * q_position, ids, V, temperature, ADJUST_Q)
         top, e = exponentials(x)
         at = row.to(tl.int64) * splits + s
         tl.store(maxima + at, top)
@@ -282,18 +295,20 @@ def finish(
     outside = drafted & ((token < 0) | (token >= V))
     token = tl.where(outside, 0, token)
     r, u = uniforms(seed, start + i, start, ACCEPT)
-    x = logits_of(p_rows + i * p_position, token, tl.where(drafted, V, 0), temperature, ADJUST)
+    x = logits_of(p_rows + i.to(tl.int64) * p_position, token, tl.where(drafted, V, 0), temperature, ADJUST)
     qx = tl.full([G], 1.0, tl.float32)
-    q_lse = tl.zeros([G], tl.float32)
+    q_most = tl.zeros([G], tl.float32)
+    q_log = tl.zeros([G], tl.float32)
     q_top = tl.full([G], 0, tl.int32)
     unusable = outside
     if RULE == SIGMOID:
-        lse = tl.zeros([G], tl.float32)
+        most = tl.zeros([G], tl.float32)
+        log = tl.zeros([G], tl.float32)
         px = squash(x, alpha, width)
-        unusable |= x != x
+        unusable |= px != px
     else:
-        most, lse, no_p = together(maxima, sums, b * g, i, splits, drafted, S)
-        px = tl.exp(x - lse)
+        most, log, no_p = together(maxima, sums, b * g, i, splits, drafted, S)
+        px = tl.exp((x - most) - log)
         unusable |= no_p
         if ADJUST:
             top = argmax_of(maxima, tops, b * g, i, splits, drafted, S)
@@ -302,18 +317,22 @@ def finish(
                 sure = (x >= most + tl.log(lenience)).to(tl.float32)
             px = tl.where(greedy, sure, px)
     if HAS_Q:
-        y = logits_of(q_rows + i * q_position, token, tl.where(drafted, V, 0), q_temperature, ADJUST_Q)
+        y = logits_of(
+            q_rows + i.to(tl.int64) * q_position, token, tl.where(drafted, V, 0), q_temperature, ADJUST_Q
+        )
         if RULE == SIGMOID:
             qx = squash(y, alpha, width)
-            unusable |= y != y
+            unusable |= qx != qx
         else:
             if HAS_LSE:
-                q_lse = tl.load(draft_lse + b * g + i, mask=drafted, other=0.0).to(tl.float32)
-                unusable |= ~(tl.abs(q_lse) < float("inf"))
+                q_most = tl.load(draft_lse + b * g + i, mask=drafted, other=0.0)
+                no_q = ~(tl.abs(q_most) < float("inf")) | ~(y < float("inf"))
             else:
-                q_most, q_lse, no_q = together(maxima, sums, (B + b) * g, i, splits, drafted, S)
-                unusable |= no_q
-            qx = tl.exp(y - q_lse)
+                q_most, q_log, no_q = together(maxima, sums, (B + b) * g, i, splits, drafted, S)
+            if ADJUST:
+                no_q &= greedy == 0  # a greedy row does not depend on q
+            unusable |= no_q
+            qx = tl.exp((y - q_most) - q_log)
             if ADJUST_Q:
                 q_top = argmax_of(maxima, tops, (B + b) * g, i, splits, drafted, S)
                 qx = tl.where(q_greedy, (token == q_top).to(tl.float32), qx)
@@ -341,18 +360,16 @@ def finish(
         scale = pick(carry, i, n).to(tl.float32)
 
     # These splits of the row after n drafts
-    token_n, lse_n, q_lse_n, q_top_n = (
-        pick(token, i, n),
-        pick(lse, i, n),
-        pick(q_lse, i, n),
-        pick(q_top, i, n),
-    )
+    token_n, q_top_n = pick(token, i, n), pick(q_top, i, n)
+    most_n, log_n = pick(most, i, n), pick(log, i, n)
+    q_most_n, q_log_n = pick(q_most, i, n), pick(q_log, i, n)
     if n <= length:
         for tile in range(tiles):
             s = pid % blocks * tiles + tile
             ids = s * SPLIT + tl.arange(0, SPLIT)
             reference, w, p, z = weights_of(
-                p_rows + n * p_position, q_rows + n * q_position, ids, V, n, length, token_n, lse_n, q_lse_n,
+                p_rows + n.to(tl.int64) * p_position, q_rows + n.to(tl.int64) * q_position, ids, V, n, length,
+            token_n, most_n, log_n, q_most_n, q_log_n,
                 scale, temperature, q_temperature, q_greedy, q_top_n,
                 alpha, width, RULE, HAS_Q, ADJUST, ADJUST_Q,
             )  # fmt: skip
@@ -368,7 +385,7 @@ def finish(
                     if length == 0:  # plain decoding, whatever the rule
                         summit, value = raced(z, s, seed, start, greedy, SPLIT)
                         head = first_max(value, ids)
-                        height += tl.max(value, axis=0)
+                        height = tl.max(value, axis=0)
                 tl.store(parts + 4 * at + 3, height, mask=inside)
                 tl.store(heads + at, head.to(tl.float32, bitcast=True), mask=inside)
     done = tl.atomic_add(counter + b, 1.0, sem="acq_rel")
@@ -406,7 +423,11 @@ def finish(
         total = tl.sum(mass, axis=0)
         # Rule block's cut depends on every drafted position, the others' on those up to it
         lost = tl.sum((unusable & ((i <= n) | (RULE == BLOCK))).to(tl.int32), axis=0) > 0
-        lost |= ~((total > 0) & (total < float("inf"))) | strange
+        lost |= (tl.sum(outside.to(tl.int32), axis=0) > 0) | strange
+        whole = total
+        if ADJUST:
+            whole = tl.where(greedy, tl.sum(p_sums, axis=0).to(tl.float64), total)
+        lost |= ~((whole > 0) & (whole < float("inf")))
         if GIVEN_UP:
             lost |= tl.load(given_up + b) != 0
         unwanted, level = uniforms(seed, start + n, start, ACCEPT)
@@ -416,16 +437,14 @@ def finish(
         level = level - (pick(cdf, t, chosen) - pick(mass, t, chosen))
         level = level / tl.where(empty, 1.0, pick(factor, t, chosen)).to(tl.float64)
         if RULE == BLOCK:
-            token_n, lse_n, q_lse_n, q_top_n = (
-                pick(token, i, n),
-                pick(lse, i, n),
-                pick(q_lse, i, n),
-                pick(q_top, i, n),
-            )
+            token_n, q_top_n = pick(token, i, n), pick(q_top, i, n)
+            most_n, log_n = pick(most, i, n), pick(log, i, n)
+            q_most_n, q_log_n = pick(q_most, i, n), pick(q_log, i, n)
             scale = pick(carry, i, n).to(tl.float32)
         places = chosen * SPLIT + tl.arange(0, SPLIT)
         base, weight, chance, logit = weights_of(
-            p_rows + n * p_position, q_rows + n * q_position, places, V, n, length, token_n, lse_n, q_lse_n,
+            p_rows + n.to(tl.int64) * p_position, q_rows + n.to(tl.int64) * q_position, places, V, n, length,
+            token_n, most_n, log_n, q_most_n, q_log_n,
             scale, temperature, q_temperature, q_greedy, q_top_n,
             alpha, width, RULE, HAS_Q, ADJUST, ADJUST_Q,
         )  # fmt: skip
@@ -438,6 +457,9 @@ def finish(
                 parts + 4 * (first + t) + 3, mask=mask, other=-float("inf"), cache_modifier=".cg"
             )
             found = tl.load(heads + first + t, mask=mask, other=0.0, cache_modifier=".cg")
+            if LENGTHS:  # values of a race are relative to their split's maximum
+                above = tl.where(m == -float("inf"), -float("inf"), m - tl.max(m, axis=0))
+                largest = tl.where(length == 0, largest + above, largest)
             surest = tl.min(
                 tl.where(largest == tl.max(largest, axis=0), found.to(tl.int32, bitcast=True), NONE), axis=0
             )
@@ -466,7 +488,7 @@ def race(
     if i <= length:
         temperature, greedy = temperature_of(knobs, b, knob, ADJUST)
         ids = s * SPLIT + tl.arange(0, SPLIT)
-        x = logits_of(target + b * p_row + i * p_position, ids, V, temperature, ADJUST)
+        x = logits_of(target + b * p_row + i.to(tl.int64) * p_position, ids, V, temperature, ADJUST)
         top, value = raced(x, s, key_of(seeds, seed, b), key_of(starts, start, b) + i, greedy, SPLIT)
         at = row.to(tl.int64) * splits + s
         best = tl.max(value, axis=0)
@@ -505,7 +527,7 @@ def compare(
     outside = (i < length) & ((token < 0) | (token >= V))
     kept = (i < length) & (token == own) & ~broken
     n = tl.min(tl.where(kept, length, tl.minimum(i, length)), axis=0)
-    lost = tl.sum(((broken | outside) & (i <= n)).to(tl.int32), axis=0) > 0
+    lost = tl.sum(((broken & (i <= n)) | outside).to(tl.int32), axis=0) > 0
     lost |= strange
     if GIVEN_UP:
         lost |= tl.load(given_up + b) != 0
@@ -557,13 +579,10 @@ def verify(
     work = torch.empty(room(B, max(g, 1), splits), dtype=torch.float32, device=device)
     accepted, next_token = torch.empty(2, B, dtype=torch.int64, device=device).unbind()
     bad = torch.empty(B, dtype=torch.bool, device=device)
-    tokens = tokens.contiguous()
-    seeds, seed = (block.seeds.contiguous(), 0) if isinstance(block.seeds, Tensor) else (None, block.seeds)
-    starts, start = (
-        (block.starts.contiguous(), 0) if isinstance(block.starts, Tensor) else (None, block.starts)
-    )
-    lengths = None if lengths is None else lengths.contiguous()
-    stored = None if block.draft_lse is None else block.draft_lse.contiguous()
+    tokens, lengths = whole(tokens), None if lengths is None else whole(lengths)
+    seeds, seed = (whole(block.seeds), 0) if isinstance(block.seeds, Tensor) else (None, block.seeds)
+    starts, start = (whole(block.starts), 0) if isinstance(block.starts, Tensor) else (None, block.starts)
+    stored = None if block.draft_lse is None else block.draft_lse.float().contiguous()
     given_up = block.given_up
     ragged, hot, q_hot = lengths is not None, knobs is not None, q_knobs is not None
     has_q = draft is not None
@@ -592,7 +611,7 @@ def verify(
         return Verdict(*outputs)
     sides = 2 if has_q and (stored is None or q_hot) else 1
     launch(
-        scan, key, B * g * sides * splits, size // 2048,
+        scan, key, B * g * sides * splits, max(1, size // 2048),
         (target, draft, lengths, knobs, q_knobs, work, *strides),
         (size, ragged, hot, q_hot),
     )  # fmt: skip
@@ -600,7 +619,7 @@ def verify(
     # How many splits a block sums changes nothing but how the work is spread.
     tiles = max(1, min(splits, rows * splits // BLOCKS))
     launch(
-        finish, key, rows * -(-splits // tiles), size // 512,
+        finish, key, rows * -(-splits // tiles), max(1, size // 512),
         (target, draft, tokens, lengths, stored, seeds, starts, given_up, knobs, q_knobs, work, *outputs,
          seed, start, *strides, float(lenience), float(rule.alpha), float(rule.beta - rule.alpha), tiles),
         (size, power_of_2(g), S, RULES[rule.name], has_q, stored is not None, ragged,
@@ -625,6 +644,11 @@ def launch(
         _runners[kernel, key] = compiled[programs, 1, 1]
 
 
+def whole(numbers: Tensor) -> Tensor:
+    """As the kernels read them: the types of tensors are not part of the key."""
+    return numbers.to(torch.int64).contiguous()
+
+
 def stride_of(knobs: Tensor | None) -> int:
     return 0 if knobs is None or len(knobs) == 1 else 1
 
@@ -633,9 +657,4 @@ def temperatures(sampling: list[Sampling] | None, device: torch.device) -> Tenso
     """Of each row, or of all, on the device; None where logits are taken as they are."""
     if sampling is None or all(one.temperature == 1 for one in sampling):
         return None
-    return _temperatures(tuple(one.temperature for one in sampling), device)
-
-
-@functools.lru_cache(maxsize=256)
-def _temperatures(values: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    return on_device([one.temperature for one in sampling], torch.float32, device)
