@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation import utils
+from transformers.generation import utils as generation
 
 from outpace.integrations import assisted
 from outpace.integrations.transformers import patch, patched, unpatch
@@ -40,7 +40,7 @@ def generated(target: Any, draft: Any, seed: int = 0, **options: Any) -> list[in
 
 def test_generate_verifies_by_our_rule_and_unpatch_gives_its_own_back() -> None:
     target, draft = pair()
-    theirs = utils._speculative_sampling
+    theirs = generation._speculative_sampling
     before = generated(target, draft)
     patch()
     patch()
@@ -50,23 +50,23 @@ def test_generate_verifies_by_our_rule_and_unpatch_gives_its_own_back() -> None:
         assert generated(target, draft, seed=1) != ours
     finally:
         unpatch()
-    assert utils._speculative_sampling is theirs
+    assert generation._speculative_sampling is theirs
     assert ours != before  # the noise is another
     assert generated(target, draft) == before
     assert len(ours) == 12
 
 
 def test_for_a_while_only_even_if_it_fails() -> None:
-    theirs = utils._speculative_sampling
+    theirs = generation._speculative_sampling
 
     def fails() -> None:
         with patched():
-            assert utils._speculative_sampling is assisted.speculative_sampling
+            assert generation._speculative_sampling is assisted.speculative_sampling
             raise KeyError
 
     with pytest.raises(KeyError):
         fails()
-    assert utils._speculative_sampling is theirs
+    assert generation._speculative_sampling is theirs
 
 
 def test_a_draft_that_is_the_target_is_always_kept() -> None:

@@ -16,32 +16,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import utils
+from transformers.generation import utils as generation
 
 from outpace.verify import verify
 
-_theirs = utils._speculative_sampling
+_theirs = generation._speculative_sampling
 
 
 def patch() -> None:
     """From now on `generate(assistant_model=...)` verifies by `outpace.verify`."""
-    utils._speculative_sampling = speculative_sampling
+    generation._speculative_sampling = speculative_sampling
 
 
 def unpatch() -> None:
     """Transformers as it was."""
-    utils._speculative_sampling = _theirs
+    generation._speculative_sampling = _theirs
 
 
 @contextmanager
 def patched() -> Iterator[None]:
     """`patch` for a while; afterwards as before."""
-    before = utils._speculative_sampling
+    before = generation._speculative_sampling
     patch()
     try:
         yield
     finally:
-        utils._speculative_sampling = before
+        generation._speculative_sampling = before
 
 
 def speculative_sampling(

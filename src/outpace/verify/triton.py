@@ -29,24 +29,17 @@ from outpace.verify.rules import Rule
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ACCEPT = tl.constexpr(int(Stream.ACCEPT) // 2)
-DRAFT = tl.constexpr(int(Stream.DRAFT) // 2)
 TARGET = tl.constexpr(int(Stream.TARGET) // 2)
-TOKEN, SIGMOID, BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 RULES = {"token": 0, "sigmoid": 1, "block": 2}
+SIGMOID, BLOCK = tl.constexpr(RULES["sigmoid"]), tl.constexpr(RULES["block"])
 NONE = tl.constexpr(2**31 - 1)  # no token
 BLOCKS = 512  # of the second launch, at most twice as many: more would run one after the other
 SMALL = [  # tensors whose alignment does not matter
     "lengths", "seeds", "starts", "given_up", "tokens", "draft_lse", "knobs", "q_knobs", "accepted",
     "next_token", "bad", "work",
 ]  # fmt: skip
-SIZES = [
-    "B",
-    "g",
-    "splits",
-    "tiles",
-    "seed",
-    "start",
-]  # may change from call to call without a kernel being compiled anew
+# What may change from call to call without a kernel being compiled anew
+SIZES = ["B", "g", "splits", "tiles", "seed", "start"]
 
 
 # Pieces of kernels
@@ -369,7 +362,7 @@ def finish(
             ids = s * SPLIT + tl.arange(0, SPLIT)
             reference, w, p, z = weights_of(
                 p_rows + n.to(tl.int64) * p_position, q_rows + n.to(tl.int64) * q_position, ids, V, n, length,
-            token_n, most_n, log_n, q_most_n, q_log_n,
+                token_n, most_n, log_n, q_most_n, q_log_n,
                 scale, temperature, q_temperature, q_greedy, q_top_n,
                 alpha, width, RULE, HAS_Q, ADJUST, ADJUST_Q,
             )  # fmt: skip
@@ -405,9 +398,9 @@ def finish(
             # Prefix j is row j, tested with the uniform of its last draft
             rest, unused = uniforms(seed, start + i - 1, start, ACCEPT)
             passed = drafted & (i > 0) & (rest <= h)
-            whole = (length > 0) & (pick(r, i, length - 1) <= pick(after, i, length - 1))
+            all_pass = (length > 0) & (pick(r, i, length - 1) <= pick(after, i, length - 1))
             n = tl.max(tl.where(passed, i, 0), axis=0)
-            n = tl.where(whole, length, n)
+            n = tl.where(all_pass, length, n)
             first += n * splits
         mask = t < splits
         m = tl.load(parts + 4 * (first + t), mask=mask, other=-float("inf"), cache_modifier=".cg")
@@ -424,10 +417,10 @@ def finish(
         # Rule block's cut depends on every drafted position, the others' on those up to it
         lost = tl.sum((unusable & ((i <= n) | (RULE == BLOCK))).to(tl.int32), axis=0) > 0
         lost |= (tl.sum(outside.to(tl.int32), axis=0) > 0) | strange
-        whole = total
+        sound = total
         if ADJUST:
-            whole = tl.where(greedy, tl.sum(p_sums, axis=0).to(tl.float64), total)
-        lost |= ~((whole > 0) & (whole < float("inf")))
+            sound = tl.where(greedy, tl.sum(p_sums, axis=0).to(tl.float64), total)
+        lost |= ~((sound > 0) & (sound < float("inf")))
         if GIVEN_UP:
             lost |= tl.load(given_up + b) != 0
         unwanted, level = uniforms(seed, start + n, start, ACCEPT)
