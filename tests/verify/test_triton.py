@@ -22,6 +22,7 @@ from outpace.verify.block import Block, Verdict
 from outpace.verify.rules import parse
 
 kernels = pytest.importorskip("outpace.verify.triton", reason="needs triton", exc_type=ImportError)
+device = pytest.importorskip("outpace.verify.kernels", reason="needs triton", exc_type=ImportError)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -290,7 +291,7 @@ def test_the_noise_of_the_kernels_is_that_of_the_library() -> None:
     @triton.jit  # type: ignore[untyped-decorator]
     def write(seeds, positions, starts, out, STREAM: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
         i = tl.arange(0, N)
-        first, second = kernels.uniforms(
+        first, second = device.uniforms(
             tl.load(seeds + i), tl.load(positions + i), tl.load(starts + i), STREAM
         )
         tl.store(out + 2 * i, first)
@@ -311,7 +312,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from outpace.verify import triton as kernels
+from outpace.verify import kernels
 
 POINTERS = dict(target="*bf16", draft="*bf16", tokens="*i64", lengths="*i64", draft_lse="*fp32", seeds="*i64",
     starts="*i64", given_up="*i1", knobs="*fp32", q_knobs="*fp32", work="*fp32", accepted="*i64",

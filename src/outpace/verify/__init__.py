@@ -2,7 +2,7 @@
 
 `outpace.verify(...)` is the entry; calling this package calls `verify` below. It knows no models and no
 caches: `rules` says what each rule promises, `oracle` is the papers' text, `eager` the batched PyTorch
-form, and `triton` the kernels that take its place on CUDA.
+form, and `triton` with its `kernels` what takes its place on CUDA.
 """
 
 from __future__ import annotations
