@@ -125,6 +125,40 @@ def test_uniforms_use_52_bits(monkeypatch: pytest.MonkeyPatch) -> None:
             assert u.item() == expected
 
 
+@pytest.mark.parametrize("handful", [0, 16])
+def test_halves_are_the_uniforms_of_both_streams(handful: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "HANDFUL", handful)
+    seeds, starts = [7, -(2**63), 2**63 - 1], [0, 5, 2**31 - 9]
+    made = torch.tensor(random.halves(seeds, starts, 4, Stream.ACCEPT), dtype=torch.float64)
+    seed, start = torch.tensor(seeds)[:, None], torch.tensor(starts)[:, None]
+    for i, stream in enumerate((Stream.ACCEPT, Stream.RESIDUAL)):
+        assert torch.equal(made[..., i], random.uniform(seed, start + torch.arange(4), start, stream))
+
+
+@pytest.mark.parametrize("V", [31, 4096, 5000])
+@pytest.mark.parametrize("shift", [0.0, 20.0, 1e4, -1e4])
+def test_draw_softmax_is_draw_from_the_softmax(V: int, shift: float) -> None:
+    generator = torch.Generator().manual_seed(V)
+    logits = torch.randn(40, V, generator=generator) * 3 + shift
+    logits[:, ::3] = -torch.inf
+    u = torch.rand(40, generator=generator, dtype=torch.float64)
+    tokens, sound = random.draw_softmax(logits, u.tolist())
+    assert all(sound)
+    assert (tokens % 3 != 0).all()
+    cdf = logits.double().softmax(-1).cumsum(-1)
+    for token, row, one in zip(tokens.tolist(), cdf, u.tolist(), strict=True):
+        assert row[token - 1] - 1e-5 <= one <= row[token] + 1e-5
+
+
+@pytest.mark.parametrize("V", [31, 4096])
+def test_draw_softmax_says_which_rows_have_none(V: int) -> None:
+    logits = torch.zeros(4, V)
+    logits[0] = -torch.inf
+    logits[1, V // 2] = torch.nan
+    logits[2, V - 1] = torch.inf
+    assert random.draw_softmax(logits, [0.5] * 4)[1] == [False, False, False, True]
+
+
 def test_draw_never_takes_a_token_of_weight_zero() -> None:
     weights = torch.tensor([[0.0, 0.0, 1e-30, 0.0, 2.0, 0.0]])
     for u in (2.0**-53, 1e-31, 0.5, 1 - 2.0**-53):

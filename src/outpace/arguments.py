@@ -80,12 +80,12 @@ def row_integers(
         return moved(value.to(torch.int64), device).expand(rows)
     if not isinstance(value, Sequence):
         integer(name, value, fits, lambda i: least <= i <= most)
-        return torch.full((rows,), _signed(value), dtype=torch.int64, device=device)
+        return torch.full((rows,), signed(value), dtype=torch.int64, device=device)
     if len(value) != rows:
         raise ValueError(f"{name}: got {len(value)} values for {rows} rows; give one int or one per row")
     for one in value:
         integer(name, one, fits, lambda i: least <= i <= most)
-    return on_device([_signed(one) for one in value], torch.int64, device)
+    return on_device([signed(one) for one in value], torch.int64, device)
 
 
 def one_or_each(
@@ -95,9 +95,9 @@ def one_or_each(
     if isinstance(value, Sequence | Tensor):
         return row_integers(name, value, rows, device, least, most)
     integer(name, value, f"an int in {least}..{most}, or one per row", lambda i: least <= i <= most)
-    return _signed(value)
+    return signed(value)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The same 64 bits as a signed integer."""
     return value - 2**64 if value >= 2**63 else value

@@ -14,7 +14,7 @@ from typing import Any, Unpack, overload
 import torch
 from torch import Tensor
 
-from outpace.arguments import kind, on_device, row_integers
+from outpace.arguments import kind, on_device
 from outpace.draft import claim, drafter_of, release
 from outpace.draft.base import Draft, Drafter, State, check_draft, one_for_all
 from outpace.draft.model import ModelDrafter
@@ -289,14 +289,16 @@ class Decoder:
             tokens = tokens.masked_fill(torch.arange(g, device=device) >= lengths[:, None], 0)
         if device.type != "cpu" and g:  # on the CPU, `check_draft` has looked
             tokens, strange = check.tokens(tokens, None, logits.shape[-1])
-        start = on_device([len(row.tokens) for row in rows], torch.int64, device)
+        alone = R == 1  # then numbers need no tensors
         return Block(
             tokens,
             draft.logits,
             logits,
             None,
-            self._seeds(rows),
-            start,
+            rows[0].seed if alone else self._seeds(rows),
+            len(rows[0].tokens)
+            if alone
+            else on_device([len(row.tokens) for row in rows], torch.int64, device),
             lengths,
             strange,
             in_turn=True,
@@ -344,9 +346,7 @@ class Decoder:
         return steps
 
     def _seeds(self, rows: list[Row]) -> Tensor:
-        return row_integers(
-            "seed", [row.seed for row in rows], len(rows), self.scorer.device, -(2**63), 2**64 - 1
-        )
+        return on_device([row.seed for row in rows], torch.int64, self.scorer.device)
 
     # Rows come and go
 

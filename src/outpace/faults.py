@@ -63,7 +63,7 @@ def rollback(decoder: Any) -> None:
 def stale(decoder: Any) -> None:
     """tokens see two positions ahead, where lost guesses lie"""
     honest = decoder.scorer._masks
-    decoder.scorer._masks = lambda at, reach: honest(at + 2, reach)
+    decoder.scorer._masks = lambda at, start, reach: honest(at + 2, None, reach)
 
 
 def noise(decoder: Any) -> None:

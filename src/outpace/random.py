@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ Floats = TypeVar("Floats", float, Array, Tensor)
 WORD = 0xFFFFFFFF
 CACHED = 1 << 13  # Philox blocks evaluated at a time on the CPU, so that intermediate arrays stay in cache
 STRETCH = 256  # tokens summed together in the inverse CDF over a large vocabulary
+LEAST = 1e-6  # a sum of float32 exponentials above this has lost no token likelier than 1e-32
 HANDFUL = 16  # Philox blocks below which Python's integers are the fastest
 
 
@@ -95,7 +96,7 @@ def _words_cpu(seed: Tensor, position: Tensor, start: Tensor, stream: Stream, bl
     keys = [key.numpy() for key in (seed, position, start)]
     shape = np.broadcast_shapes(*(key.shape for key in keys))
     if math.prod(shape) * blocks <= HANDFUL:
-        made = _words_handful(seed, position, start, stream, shape, blocks)
+        made = _words_handful(_listed((seed, position, start), shape), stream, blocks)
         return np.array(made, dtype=np.uint32).reshape(*shape, blocks, 4)
     out = np.empty((*shape, blocks, 4), dtype=np.uint32)
     block = np.arange(blocks)
@@ -114,11 +115,11 @@ def _words_cpu(seed: Tensor, position: Tensor, start: Tensor, stream: Stream, bl
 
 
 def _words_handful(
-    seed: Tensor, position: Tensor, start: Tensor, stream: Stream, shape: Sequence[int], blocks: int = 1
+    keys: Iterable[tuple[int, int, int]], stream: Stream, blocks: int = 1
 ) -> list[tuple[int, int, int, int]]:
-    each = zip(*(_listed(key, shape) for key in (seed, position, start)), strict=True)
+    """Of each seed, position and start, by Python's integers."""
     made, rounds, last = [], [(0, 0)], None
-    for s, p, t in each:
+    for s, p, t in keys:
         if s != last:  # most keys share a seed
             k0, k1 = s & WORD, (s >> 32) & WORD
             rounds = [((k0 + i * 0x9E3779B9) & WORD, (k1 + i * 0xBB67AE85) & WORD) for i in range(10)]
@@ -132,12 +133,9 @@ def _words_handful(
     return made
 
 
-def _listed(key: Tensor, shape: Sequence[int]) -> list[int]:
-    """A key, broadcast, as plain integers."""
-    if key.numel() == 1:
-        return [int(key)] * math.prod(shape)
-    listed: list[int] = key.expand(shape).flatten().tolist()
-    return listed
+def _listed(keys: Sequence[Tensor], shape: Sequence[int]) -> Iterable[tuple[int, int, int]]:
+    """Keys, broadcast, as plain integers."""
+    return zip(*(key.expand(shape).flatten().tolist() for key in keys), strict=True)
 
 
 def _fill(out: Array, keys: list[Array], stream: Stream, block: Array) -> None:
@@ -159,15 +157,31 @@ def accept_and_residual(seed: Tensor, position: Tensor, start: Tensor) -> tuple[
     return accept, residual
 
 
+def halves(
+    seeds: Sequence[int], starts: Sequence[int], count: int, stream: Stream
+) -> list[list[tuple[float, float]]]:
+    """`uniform` of both streams of a block, for the first `count` positions of each row's iteration: plain
+    floats, for those who would look at them one by one."""
+    if len(seeds) * count <= HANDFUL:
+        return [
+            _pairs(((seed, start + i, start) for i in range(count)), stream)
+            for seed, start in zip(seeds, starts, strict=True)
+        ]
+    first = torch.tensor(starts)[:, None]
+    made = _halves(torch.tensor(seeds)[:, None], first + torch.arange(count), first, stream)
+    return [[(one, other) for one, other in row] for row in made.tolist()]
+
+
+def _pairs(keys: Iterable[tuple[int, int, int]], stream: Stream) -> list[tuple[float, float]]:
+    return [(unit52(a >> 6, b >> 6), unit52(c >> 6, d >> 6)) for a, b, c, d in _words_handful(keys, stream)]
+
+
 def _halves(seed: Tensor, position: Tensor, start: Tensor, stream: Stream) -> Tensor:
     """Two uniforms from each block of four words: float64 `[..., 2]`."""
     if seed.device.type == "cpu":
         shape = np.broadcast_shapes(seed.shape, position.shape, start.shape)
         if math.prod(shape) <= HANDFUL:
-            made = [
-                (unit52(a >> 6, b >> 6), unit52(c >> 6, d >> 6))
-                for a, b, c, d in _words_handful(seed, position, start, stream, shape)
-            ]
+            made = _pairs(_listed((seed, position, start), shape), stream)
             return torch.tensor(made, dtype=torch.float64).view(*shape, 2)
         word = (_words_cpu(seed, position, start, stream, 1)[..., 0, :] >> 6).astype(np.float64)
         return torch.from_numpy(unit52(word[..., 0::2], word[..., 1::2]))
@@ -242,8 +256,7 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
         weights = torch.nn.functional.pad(weights, (0, -V % STRETCH))
     weights = weights.view(B, -1, STRETCH)
     if weights.device.type == "cpu":
-        each = zip(weights, weights.sum(-1).tolist(), u.tolist(), strict=True)
-        return torch.tensor([_in_stretches(*row) for row in each], dtype=torch.int64)
+        return _each_in_stretches(weights, weights.sum(-1).tolist(), u.tolist())
     stretch, within = _inverse(weights.sum(-1), u)
     token, _ = _inverse(weights[torch.arange(B, device=weights.device), stretch], within)
     return stretch * STRETCH + token
@@ -258,6 +271,25 @@ def _inverse(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     return found.squeeze(1), (1 - above).clamp_(2.0**-53, 1 - 2.0**-53).squeeze(1)
 
 
+def draw_softmax(logits: Tensor, u: Sequence[float]) -> tuple[Tensor, list[bool]]:
+    """Draw from the softmax of float32 logits `[B, V]` on a CPU, with one uniform a row; and which rows had
+    one to draw from.
+
+    Over a large vocabulary from the exponentials themselves: a sum and a quotient less, and two cores share
+    one row. Where they leave float32's range, from the softmax after all.
+    """
+    B, V = logits.shape
+    if V >= 8 * STRETCH and V % STRETCH == 0:
+        weights = logits.exp().view(B, -1, STRETCH)
+        sums = weights.sum(-1).tolist()
+        if all(LEAST < sum(row) < math.inf for row in sums):
+            return _each_in_stretches(weights, sums, u), [True] * B
+    weights = logits.softmax(-1)
+    tokens = draw(weights, torch.tensor(u, dtype=torch.float64))
+    # A softmax of NaN, +inf or nothing but -inf is NaN everywhere.
+    return tokens, weights[:, 0].isfinite().tolist()
+
+
 def draw_one(weights: Tensor, u: float) -> int:
     """The same token for one row of weights `[V]` on a CPU."""
     V = len(weights)
@@ -265,6 +297,11 @@ def draw_one(weights: Tensor, u: float) -> int:
         return int(draw(weights[None], torch.tensor([u], dtype=torch.float64)))
     stretches = weights.view(-1, STRETCH)
     return _in_stretches(stretches, stretches.sum(-1).tolist(), u)
+
+
+def _each_in_stretches(weights: Tensor, sums: list[list[float]], u: Sequence[float]) -> Tensor:
+    each = zip(weights, sums, u, strict=True)
+    return torch.tensor([_in_stretches(*row) for row in each], dtype=torch.int64)
 
 
 def _in_stretches(stretches: Tensor, sums: list[float], u: float) -> int:

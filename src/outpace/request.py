@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from outpace.arguments import integer, kind
+from outpace.arguments import integer, kind, signed
 from outpace.models.causal import CausalScorer
 from outpace.rows import Row
 from outpace.sampling import Processor, Sampling, from_generation_config, per_row
@@ -175,4 +175,4 @@ def seed_of(seed: int | Sequence[int] | None, prompt: int, sample: int, prompts:
     one = one.item() if hasattr(one, "item") else one  # NumPy's and PyTorch's numbers
     fits = "an int in -2**63..2**64-1, or one per prompt"
     integer("seed", one, fits, lambda s: -(2**63) <= s < 2**64)
-    return (one + sample * 0x9E3779B97F4A7C15) % 2**64
+    return signed((one + sample * 0x9E3779B97F4A7C15) % 2**64)

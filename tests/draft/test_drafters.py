@@ -213,13 +213,18 @@ def test_lookup_names_what_does_not_fit(bad: dict[str, int]) -> None:
         LookupDrafter(**bad)
 
 
-def test_drafts_are_drawn_in_float32_whatever_the_default() -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_drafts_are_drawn_in_float32_and_say_from_what(dtype: torch.dtype) -> None:
+    given = torch.randn(1, V, dtype=torch.float64).to(dtype)
     torch.set_default_dtype(torch.bfloat16)
     try:
         draws = Draws(state([1, 2, 3], g=2), 2)
-        draws.take(torch.randn(1, V))
+        token = draws.take(given)
     finally:
         torch.set_default_dtype(torch.float32)
+    same = Draws(state([1, 2, 3], g=2), 2).take(given.float())
+    assert torch.equal(token, same)
     logits = draws.draft().logits
     assert logits is not None
-    assert logits.dtype == torch.float32
+    assert torch.equal(logits[:, 0].float(), given.float())
+    assert logits.dtype == (torch.float32 if dtype is torch.float64 else dtype)

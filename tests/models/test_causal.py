@@ -122,7 +122,7 @@ def test_rows_share_a_beginning_with_a_neighbour() -> None:
     torch.testing.assert_close(logits, own, atol=1e-4, rtol=1e-4)
 
 
-def test_the_cache_says_its_size_before_it_is_made(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_cache_says_its_size_before_it_is_new_masks(caplog: pytest.LogCaptureFixture) -> None:
     scorer = CausalScorer(tiny())
     with caplog.at_level("INFO", "outpace"):
         scorer.reserve(300, 100)
@@ -173,10 +173,27 @@ def test_a_family_that_was_never_seen_is_checked_when_it_is_loaded(monkeypatch: 
     decoder = outpace.Decoder(model, model, length=3)
     text = decoder.generate(PROMPTS[0], temperature=0, max_new_tokens=20)
     assert text.tokens == greedy(model, PROMPTS[0], 20)
-    honest = CausalScorer._masks
-    monkeypatch.setattr(CausalScorer, "_masks", lambda self, at, reach: honest(self, at + 1, reach))
+    honest = CausalScorer._new_masks
+    monkeypatch.setattr(CausalScorer, "_new_masks", lambda self, at, reach: honest(self, at + 1, reach))
     with pytest.raises(ValueError, match="scores differently through a ragged cache"):
         CausalScorer(model)
+
+
+def test_masks_that_are_ready_are_those_that_would_be_made() -> None:
+    for family in ("llama", "mistral", "gemma3_text"):
+        scorer = CausalScorer(tiny(family))
+        for tokens in (40, 200):  # the cache grows
+            scorer.reserve(3, tokens)
+            for start, n in ((0, 1), (3, 5), (tokens - 32, 32), (tokens - 7, 7)):
+                positions = torch.arange(start, start + n)[None].expand(2, n)
+                ready = scorer._masks(positions, start, start + n)
+                made = scorer._masks(positions, None, start + n)
+                for one, other in zip(_each(ready), _each(made), strict=True):
+                    assert torch.equal(one, other)
+
+
+def _each(masks: torch.Tensor | dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [masks[kind] for kind in sorted(masks)] if isinstance(masks, dict) else [masks]
 
 
 def test_flex_attention_is_switched_to_sdpa_with_a_notice() -> None:

@@ -44,7 +44,7 @@ def keeps_one_draft_too_many(patch: pytest.MonkeyPatch) -> None:
 def lost_drafts_stay_visible(patch: pytest.MonkeyPatch) -> None:
     """Stale cache entries after a short acceptance: the mask shows two positions past each token."""
     honest = CausalScorer._masks
-    patch.setattr(CausalScorer, "_masks", lambda self, at, reach: honest(self, at + 2, reach))
+    patch.setattr(CausalScorer, "_masks", lambda self, at, start, reach: honest(self, at + 2, None, reach))
     patch.setattr(CausalScorer, "_check", lambda self: None)
 
 
@@ -92,10 +92,10 @@ def a_lost_draft_is_corrected_from_p(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(eager, "LONG", 1)
     honest = eager.token_in_turn
 
-    def careless(block: Block, r: torch.Tensor, u: torch.Tensor, lenience: float) -> Any:
-        accepted, _, bad = honest(block, r, u, lenience)
+    def careless(block: Block, lenience: float) -> Any:
+        accepted, _, bad = honest(block, lenience)
         p = eager.at(block.target_logits, accepted).softmax(-1)
-        return accepted, random.draw(p, u.gather(1, accepted[:, None]).squeeze(1)), bad
+        return accepted, random.draw(p, eager.noise(block)[1].gather(1, accepted[:, None]).squeeze(1)), bad
 
     patch.setattr(eager, "token_in_turn", careless)
 
@@ -103,12 +103,8 @@ def a_lost_draft_is_corrected_from_p(patch: pytest.MonkeyPatch) -> None:
 def corrections_are_drawn_with_the_noise_of_the_test(patch: pytest.MonkeyPatch) -> None:
     """Going through long rows in turn, the uniform that a draft was lost by picks the correction too."""
     patch.setattr(eager, "LONG", 1)
-    honest = eager.token_in_turn
-
-    def careless(block: Block, r: torch.Tensor, u: torch.Tensor, lenience: float) -> Any:
-        return honest(block, r, torch.cat((r, u[:, -1:]), dim=1), lenience)
-
-    patch.setattr(eager, "token_in_turn", careless)
+    honest = random.halves
+    patch.setattr(random, "halves", lambda *key: [[(r, r) for r, _ in row] for row in honest(*key)])
 
 
 def an_end_inside_a_block_is_ignored(patch: pytest.MonkeyPatch) -> None:

@@ -8,19 +8,19 @@ a token because it was unlikely biases the output.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from outpace import random
+from outpace.arguments import on_device
 from outpace.random import Stream
 from outpace.sampling import Prefix, Sampling, adjust
-from outpace.workspace import softmax
 
 
 @dataclass(frozen=True)
@@ -98,21 +98,18 @@ class Draws:
 
     def __init__(self, state: State, g: int) -> None:
         self.state = state
-        self.start = torch.tensor([len(text) for text in state.tokens], device=state.device)
+        self._starts = [len(text) for text in state.tokens]
         self.tokens: list[Tensor] = []
-        self._signs: list[Tensor] = []  # of each draw, `[R]`: not finite where there was nothing to draw from
+        self._logits: list[Tensor] = []  # of each draw, `[R, V]`
+        self._sound: list[Any] = []  # tensors or lists; of each draw, `[R]`: whether there was one to make
         self._greedy = all(one.greedy for one in state.sampling)
         # Tokens that sure choice or the target's own noise decides need no distribution.
         self.chosen = state.own_noise or self._greedy
         self._prefix = _room(state, g) if any(one.reads_prefix for one in state.sampling) else None
         self._neutral = all(one.neutral for one in state.sampling)
-        if not self.chosen:
-            first = self.start[:, None]
-            positions = first + torch.arange(g, device=state.device)
-            self._u = random.uniform(state.seed[:, None], positions, first, Stream.DRAFT).unbind(1)
-            self._logits = torch.empty(
-                len(state.rows), g, state.vocab_size, dtype=torch.float32, device=state.device
-            )
+        if not self.chosen and state.device.type == "cpu":
+            noise = random.halves(state.seed.tolist(), self._starts, g, Stream.DRAFT)
+            self._u = [[row[i][0] for row in noise] for i in range(g)]
 
     def take(self, logits: Tensor) -> Tensor:
         """The next token of each row from the draft's raw logits `[R, V or fewer or more]`."""
@@ -121,25 +118,38 @@ class Draws:
         prefix = None
         if self._prefix is not None:
             if self.tokens:
-                self._prefix.tokens.scatter_(1, (self.start + i - 1)[:, None], self.tokens[-1][:, None])
-            prefix = Prefix(self._prefix.tokens, self.start + i, self._prefix.prompt_lengths)
+                last = (self._start + i - 1)[:, None]
+                self._prefix.tokens.scatter_(1, last, self.tokens[-1][:, None])
+            prefix = Prefix(self._prefix.tokens, self._start + i, self._prefix.prompt_lengths)
         adjusted = logits if self._neutral else self._adjust(logits, prefix)
         if any(one.processors for one in state.sampling):
             state.after.append([one.fork() for one in state.sampling])
         if self._greedy:
             token = adjusted.argmax(-1)
-            self._signs.append(adjusted.amax(-1))
+            sound: Any = adjusted.amax(-1).isfinite()
         elif state.own_noise:
-            noise = random.gumbel(state.seed, self.start + i, state.vocab_size)
+            noise = random.gumbel(state.seed, self._start + i, state.vocab_size)
             token = random.race(adjusted.float(), noise)
-            self._signs.append(adjusted.amax(-1))
+            sound = adjusted.amax(-1).isfinite()
         else:
-            weights = softmax(self._logits[:, i].copy_(adjusted), "draw")
-            token = random.draw(weights, self._u[i])
-            # A softmax of NaN or nothing but -inf is NaN everywhere; the buffer is used again.
-            self._signs.append(weights[:, 0].clone())
+            exact = adjusted.float()
+            token, sound = self._draw(exact, i)
+            self._logits.append(exact if adjusted.dtype is torch.float64 else adjusted)
         self.tokens.append(token)
+        self._sound.append(sound)
         return token
+
+    def _draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | list[bool]]:
+        """Of each row the i-th token, and whether there was any to draw."""
+        if logits.device.type == "cpu":
+            return random.draw_softmax(logits, self._u[i])
+        u = random.uniform(self.state.seed, self._start + i, self._start, Stream.DRAFT)
+        weights = logits.softmax(-1)
+        return random.draw(weights, u), weights[:, 0].isfinite()
+
+    @cached_property
+    def _start(self) -> Tensor:
+        return on_device(self._starts, torch.int64, self.state.device)
 
     def _adjust(self, logits: Tensor, prefix: Prefix | None) -> Tensor:
         rows = one_for_all(self.state.sampling)
@@ -148,9 +158,11 @@ class Draws:
     def draft(self, lengths: Sequence[int] | None = None) -> Draft:
         """What was drawn. Where nothing was possible, or NaN, a row's draft ends before: that depends on q
         alone, never on the token."""
-        logits = None if self.chosen else self._logits[:, : len(self.tokens)]
-        signs = torch.stack(self._signs, dim=1).tolist()  # [R][g]
-        self.usable = [sum(1 for _ in takewhile(math.isfinite, row)) for row in signs]
+        logits = None if self.chosen else torch.stack(self._logits, dim=1)
+        sound = self._sound
+        if isinstance(sound[0], Tensor):
+            sound = torch.stack(sound).tolist()
+        self.usable = [sum(1 for _ in takewhile(bool, row)) for row in zip(*sound, strict=True)]
         if lengths is not None:
             self.usable = [min(pair) for pair in zip(lengths, self.usable, strict=True)]
         return Draft(torch.stack(self.tokens, dim=1), logits, self.usable)

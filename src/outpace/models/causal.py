@@ -27,6 +27,7 @@ from outpace.models.packed import Packed, packed_bytes
 
 log = logging.getLogger("outpace")
 
+FEW = 32  # tokens of a pass for which masks are kept ready
 CHUNK = 512  # tokens of a prompt that go through the model at a time
 WORTH_COPYING = 16  # tokens of another row's text below which computing is as good
 
@@ -35,6 +36,10 @@ PROVEN = {
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
     *("gpt2", "gpt_neox", "phi", "phi3", "opt", "falcon"),
 }
+
+
+Masks = dict[int | None, Tensor]
+"""By how far back a layer looks."""
 
 
 class CausalScorer:
@@ -56,6 +61,7 @@ class CausalScorer:
         self._one_token_needs_no_mask = set(self._windows.values()) == {None}
         self.cache = RaggedCache(config.num_hidden_layers)
         self._counting = torch.arange(0)[None]  # 0, 1, 2, ... to the cache's end
+        self._ready: Masks | None = None  # of FEW tokens at the cache's end
         self._order: list[int] = []  # the slot that each row of the cache belongs to
         self._lengths: dict[int, int] = {}  # of each slot
         self._held: dict[int, list[int]] = {}  # tokens known to lie at a slot's beginning
@@ -144,6 +150,7 @@ class CausalScorer:
         log.info("cache of %s: %s", type(self.base).__name__, said)
         self.cache.reserve(*size)
         self._counting = torch.arange(size[1], device=self.device)[None]
+        self._ready = None
         for slot in range(len(self._order), size[0]):
             self._order.append(slot)
             self._lengths[slot], self._held[slot] = 0, []
@@ -231,7 +238,8 @@ class CausalScorer:
         first = self._arrange(rows)
         together = self._together(rows)
         if together is not None:
-            positions = self._counting[:, together : together + n].expand(len(rows), n)
+            positions = self._counting[:, together : together + n]
+            positions = positions if len(rows) == 1 else positions.expand(len(rows), n)
         else:
             positions = torch.tensor([[self._lengths[row]] for row in rows]) + torch.arange(n)
         return self._forward(first, tokens, positions, together)
@@ -251,7 +259,7 @@ class CausalScorer:
                 input_ids=ids.to(self.device),
                 # Past the context there is only padding, whose position does not matter but must exist.
                 position_ids=positions if reach <= self.context else positions.clamp(max=self.context - 1),
-                attention_mask=None if alone else self._masks(positions, reach),
+                attention_mask=None if alone else self._masks(positions, start, reach),
                 past_key_values=self.cache,
                 use_cache=True,
                 **last_only,
@@ -259,21 +267,36 @@ class CausalScorer:
         logits: Tensor = out.logits
         return logits if logits.device == self.device else logits.to(self.device)
 
-    def _masks(self, positions: Tensor, reach: int) -> Tensor | dict[str, Tensor]:
+    def _masks(self, positions: Tensor, start: int | None, reach: int) -> Tensor | dict[str, Tensor]:
         """What each new token may look at, `[R, 1, n, reach]`, added to attention scores, per kind of
         layer."""
+        (R, n), T = positions.shape, self.cache.capacity
+        if start is None or n > FEW:
+            made = self._new_masks(positions, reach)
+        else:
+            # What is hidden depends on the distance alone, so one mask serves every start.
+            if self._ready is None:
+                self._ready = self._new_masks(torch.arange(T, T + FEW, device=self.device)[None], T + FEW)
+            part = slice(T - start, T - start + reach)
+            made = {
+                window: mask[..., :n, part].expand(R, -1, -1, -1).contiguous()
+                for window, mask in self._ready.items()
+            }
+        if list(self._windows) == [""]:
+            return made[self._windows[""]]
+        return {layer: made[window] for layer, window in self._windows.items()}
+
+    def _new_masks(self, positions: Tensor, reach: int) -> Masks:
         keys = torch.arange(reach, device=positions.device)
         at = positions[:, None, :, None]
-        made: dict[int | None, Tensor] = {}
+        made: Masks = {}
         for window in set(self._windows.values()):
             hidden = keys > at
             if window is not None:
                 hidden |= keys <= at - window
             zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
             made[window] = zeros.masked_fill_(hidden, torch.finfo(self.dtype).min)
-        if list(self._windows) == [""]:
-            return made[self._windows[""]]
-        return {layer: made[window] for layer, window in self._windows.items()}
+        return made
 
     def _have(self, rows: Sequence[int], tokens: int) -> None:
         if max(rows) >= self.cache.rows or tokens > self.cache.capacity:

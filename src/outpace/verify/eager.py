@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outpace import random
+from outpace.random import Stream
 from outpace.verify.block import Block, Verdict
 from outpace.verify.rules import Rule
 from outpace.workspace import kept, softmax
@@ -28,16 +29,17 @@ def verify(block: Block, rule: Rule, lenience: float = 1.0) -> Verdict:
     """Apply a rule to a block. Rows that drafted nothing draw from the target stream, whatever the rule."""
     if rule.name == "match" or block.tokens.shape[1] == 0:
         return match(block)
-    r, u = noise(block)
-    cut = pieces(block.target_logits)
     long = block.target_logits.shape[-1] >= LONG and block.target_logits.device.type == "cpu"
     if block.in_turn and rule.name == "token" and long and block.draft_lse is None:
-        verdict = settle(block, *token_in_turn(block, r, u, lenience))
-    elif len(cut) == 1:
-        verdict = settle(block, *decide(block, rule, lenience, r, u))
+        verdict = settle(block, *token_in_turn(block, lenience))
     else:
-        decided = [decide(block.rows(rows), rule, lenience, r[rows], u[rows]) for rows in cut]
-        verdict = settle(block, *map(torch.cat, zip(*decided, strict=True)))
+        r, u = noise(block)
+        cut = pieces(block.target_logits)
+        if len(cut) == 1:
+            verdict = settle(block, *decide(block, rule, lenience, r, u))
+        else:
+            decided = [decide(block.rows(rows), rule, lenience, r[rows], u[rows]) for rows in cut]
+            verdict = settle(block, *map(torch.cat, zip(*decided, strict=True)))
     return plain_where_undrafted(block, verdict)
 
 
@@ -81,22 +83,24 @@ def token(block: Block, r: Tensor, lenience: float) -> Outcome:
     return accepted, remainder(block, p, q, accepted), bad
 
 
-def token_in_turn(block: Block, r: Tensor, u: Tensor, lenience: float) -> tuple[Tensor, Tensor, Tensor]:
+def token_in_turn(block: Block, lenience: float) -> tuple[Tensor, Tensor, Tensor]:
     """The same, each row only as far as its drafts are kept: on a CPU long rows cost more than a look."""
     keep = None if block.greedy_keep is None else block.greedy_keep.tolist()
-    rows = zip(block.tokens.tolist(), block.lengths.tolist(), r.tolist(), u.tolist(), strict=True)
+    B, g = block.tokens.shape
+    lengths = [g] * B if block.counts is None else block.counts.tolist()
+    noise = random.halves(listed(block.seeds, B), listed(block.starts, B), g + 1, Stream.ACCEPT)
     ends = []
-    for b, (tokens, length, tests, draws) in enumerate(rows):
+    for b, (tokens, length) in enumerate(zip(block.tokens.tolist(), lengths, strict=True)):
         n, q, qx = 0, None, 1.0
         while True:
-            p = softmax(block.target_logits[b, n], "p")
+            p = wide(block.target_logits[b, n]).softmax(-1)
             if n == length:
                 break
             px = float(p[tokens[n]])
             if block.draft_logits is not None:
-                q = softmax(block.draft_logits[b, n], "q")
+                q = wide(block.draft_logits[b, n]).softmax(-1)
                 qx = float(q[tokens[n]])
-            kept = px > 0 and tests[n] * (lenience * qx) <= px
+            kept = px > 0 and noise[b][n][0] * (lenience * qx) <= px
             if not kept and not (keep and keep[b][n]):
                 break
             n, q = n + 1, None
@@ -105,9 +109,9 @@ def token_in_turn(block: Block, r: Tensor, u: Tensor, lenience: float) -> tuple[
             p.sub_(q).clamp_(min=0)
         elif n < length:  # a point mass, at the lost token
             p[tokens[n]] = 0
-        token = 0 if bad else random.draw_one(p, draws[n])
+        token = 0 if bad else random.draw_one(p, noise[b][n][1])
         if not bad and not p[token]:  # p and q equal up to rounding leave nothing over; p is as good
-            token = random.draw_one(softmax(block.target_logits[b, n], "p"), draws[n])
+            token = random.draw_one(wide(block.target_logits[b, n]).softmax(-1), noise[b][n][1])
         ends.append((n, token, bad))
     accepted, next_token, unusable = zip(*ends, strict=True)
     return torch.tensor(accepted), torch.tensor(next_token), torch.tensor(unusable)
@@ -333,6 +337,11 @@ def noise(block: Block) -> tuple[Tensor, Tensor]:
     return accept[:, :-1], residual
 
 
+def listed(numbers: Tensor | int, rows: int) -> list[int]:
+    """One for all, or one per row, as plain integers."""
+    return numbers.tolist() if isinstance(numbers, Tensor) else [numbers] * rows
+
+
 def unusable(logits: Tensor) -> Tensor:
     """Positions without a softmax: the maximum is NaN, +inf, or -inf."""
     return ~logits.amax(-1).isfinite()
@@ -357,4 +366,6 @@ def among_drafted(block: Block, bad: Tensor) -> Tensor:
 def settle(block: Block, accepted: Tensor, next_token: Tensor, bad: Tensor) -> Verdict:
     if block.given_up is not None:
         bad = bad | block.given_up
+    elif bad.device.type == "cpu" and not bad.any():
+        return Verdict(accepted, next_token, bad)
     return Verdict(accepted.masked_fill(bad, 0), next_token.masked_fill(bad, 0), bad)
