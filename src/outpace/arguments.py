@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -66,6 +66,8 @@ def row_integers(
 ) -> Tensor:
     """An argument of one int, or one per row, as int64 `[rows]`. Each must lie in least..most; what is
     already on another device is not looked at."""
+    if device.type != "cpu" and _as_it_should_be(value, rows, device):
+        return value
     fits = f"an int in {least}..{most}, or one per row"
     if isinstance(value, Tensor):
         integers(name, value, f"{fits}, or an int64 tensor")
@@ -88,11 +90,17 @@ def row_integers(
     return on_device([signed(one) for one in value], torch.int64, device)
 
 
+def _as_it_should_be(value: object, rows: int, device: torch.device) -> TypeGuard[Tensor]:
+    if not isinstance(value, Tensor) or value.device != device:
+        return False
+    return value.dtype is torch.int64 and value.shape == (rows,)
+
+
 def one_or_each(
     name: str, value: int | Sequence[int] | Tensor, rows: int, device: torch.device, least: int, most: int
 ) -> Tensor | int:
     """The same, where an int stays one."""
-    if isinstance(value, Sequence | Tensor):
+    if isinstance(value, Tensor | Sequence):
         return row_integers(name, value, rows, device, least, most)
     integer(name, value, f"an int in {least}..{most}, or one per row", lambda i: least <= i <= most)
     return signed(value)

@@ -1,9 +1,12 @@
-"""`outpace bench kernel` where there is no GPU: every side is timed, nothing is captured."""
+"""`outpace bench` where there is no GPU: every side is timed, nothing is captured."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+
+import pytest
+import torch
 
 from tests.cli.conftest import Run
 
@@ -32,3 +35,40 @@ def test_a_folder_without_peers_is_one_line(run: Run, tmp_path: Path) -> None:
     status, _, errors = run("bench", "kernel", "--device", "cpu", "--peers", str(tmp_path))
     assert status == 2
     assert errors.strip() == f"outpace: peers: no Python file in {tmp_path}"
+
+
+def test_the_sampling_step_is_profiled_and_written_down(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "profile.json"
+    sizes = ("--vocab", "300", "--drafts", "1", "--drafts", "2")
+    status, table, errors = run("bench", "profile", *sizes, "--device", "cpu", "--out", str(out))
+    assert status == 0, errors
+    report = json.loads(out.read_text())
+    sides = ["transformers", "exact", "drop-in", "sigmoid"]
+    assert [(one["g"], one["side"]) for one in report["figures"]] == [
+        (g, side) for g in (1, 2) for side in sides
+    ]
+    assert [one["side"] for one in report["bounds"]] == sides
+    rules = ["token", *(f"sigmoid(-{scale}, {scale})" for scale in (10, 1000, 10000, 100000))]
+    assert [one["rule"] for one in report["scaling"]] == rules
+    in_use = {one["rule"]: one["quality"] for one in report["figures"]}
+    assert in_use == {one["rule"]: one["quality"] for one in report["scaling"] if one["rule"] in in_use}
+    assert report["command"] == f"outpace bench profile {' '.join(sizes)} --device cpu --out profile.json"
+    assert report["machine"]["torch"] == torch.__version__
+    assert all(side in table for side in sides)
+    assert all(rule in table for rule in rules)
+
+
+@pytest.mark.parametrize("command", ["kernel", "profile"])
+@pytest.mark.parametrize(
+    ("flag", "value", "line"),
+    [
+        ("--device", "xpu", "device: got 'xpu'; it must be cpu or cuda"),
+        ("--dtype", "int8", "dtype: got 'int8'; it must be bfloat16, float16 or float32"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    run: Run, command: str, flag: str, value: str, line: str
+) -> None:
+    status, _, errors = run("bench", command, flag, value)
+    assert status == 2
+    assert errors.strip() == f"outpace: {line}"

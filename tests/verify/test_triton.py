@@ -22,7 +22,7 @@ from outpace.verify.block import Block, Verdict
 from outpace.verify.rules import parse
 
 kernels = pytest.importorskip("outpace.verify.triton", reason="needs triton", exc_type=ImportError)
-device = pytest.importorskip("outpace.verify.kernels", reason="needs triton", exc_type=ImportError)
+device = pytest.importorskip("outpace.verify.kernels.pieces", reason="needs triton", exc_type=ImportError)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -33,8 +33,10 @@ RULES = ["token", "block", "match", "sigmoid(-8, 8)"]
 def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Small vocabularies in splits of 32 tokens, several of them to a block."""
     if request.param == "many splits":
-        monkeypatch.setattr(kernels, "cut", lambda V: (32, -(-V // 32), kernels.power_of_2(-(-V // 32))))
+        monkeypatch.setattr(kernels, "sizes", lambda V: (32, -(-V // 32), kernels.power_of_2(-(-V // 32))))
         monkeypatch.setattr(kernels, "BLOCKS", 4)
+        for name, size in (("CHUNKS", 8), ("WIDE", 32), ("N", 16), ("FEW", 24)):
+            monkeypatch.setattr(kernels, name, size)
     return str(request.param)
 
 
@@ -140,6 +142,97 @@ def test_temperature_and_greed_are_those_of_each_row(rule: str, splits: str) -> 
     )
     assert_same(found, eager.verify(adjusted, parse(rule)))
     assert int(found.accepted[1]) >= 2
+
+
+FILTERS = [
+    Sampling(top_k=5),
+    Sampling(top_p=0.7),
+    Sampling(min_p=0.1),
+    Sampling(temperature=0.8, top_k=9, top_p=0.9),
+    Sampling(temperature=1.3, top_p=0.95, min_p=0.05),
+    Sampling(temperature=0.7, top_k=40, top_p=0.8, min_p=0.02),
+    Sampling(top_k=1),
+    Sampling(top_p=0.0),
+    Sampling(min_p=1.0),
+    Sampling(top_k=1000, top_p=0.999),
+    Sampling(),
+    Sampling(temperature=0.0, top_k=3),
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_filters_are_those_of_each_row(rule: str, dtype: torch.dtype, splits: str) -> None:
+    """Logits of few digits tie often; the same ones stay."""
+    rows = FILTERS if parse(rule).exact else FILTERS[:-1]
+    B = len(rows)
+    block = block_of(B, 2, 61, masked=0.2)
+    assert block.draft_logits is not None
+    coarse = dataclasses.replace(
+        block,
+        target_logits=(block.target_logits * 2).round().div(2).to(dtype),
+        draft_logits=(block.draft_logits * 2).round().div(2).to(dtype),
+    )
+    assert coarse.draft_logits is not None
+    their = [rows[(b + 3) % B] for b in range(B)]
+    adjusted = dataclasses.replace(
+        coarse,
+        target_logits=warp(coarse.target_logits.float(), rows),
+        draft_logits=warp(coarse.draft_logits.float(), their),
+    )
+    assert adjusted.draft_logits is not None
+    coarse.tokens.copy_(adjusted.draft_logits.softmax(-1).flatten(0, 1).multinomial(1).view(B, 2))
+    found = kernels.verify(coarse, parse(rule), 1.0, rows, their)
+    assert_same(found, eager.verify(adjusted, parse(rule)))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_filters_of_all_rows_alike_need_no_tensor(rule: str, splits: str) -> None:
+    block = block_of(4, 2, 61, ragged=True)
+    one = [Sampling(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01)]
+    expected = dataclasses.replace(block, target_logits=warp(block.target_logits, one))
+    assert_same(kernels.verify(block, parse(rule), 1.0, one), eager.verify(expected, parse(rule)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_drafters_draw_is_the_eager_one(dtype: torch.dtype, splits: str) -> None:
+    B = len(FILTERS)
+    logits = (torch.randn(B, 61) * 4).round().div(2).to(dtype).to(DEVICE)
+    seed, start = torch.randint(-(2**63), 2**63 - 1, (B,)), torch.randint(0, 1000, (B,))
+    seed, start = seed.to(DEVICE), start.to(DEVICE)
+    for rows in (None, [Sampling(temperature=0.7)], FILTERS[3:4], FILTERS):
+        found = kernels.sample(logits, seed, start, 2, rows)
+        expected = eager.sample(logits, seed, start, 2, rows)
+        assert torch.equal(found.tokens, expected.tokens)
+        sampled = [b for b in range(B) if rows is None or not rows[b % len(rows)].greedy]
+        assert torch.allclose(found.lse[sampled], expected.lse[sampled], atol=1e-5)
+
+
+def test_a_draw_without_a_distribution_is_flagged() -> None:
+    logits = torch.randn(4, 61)
+    logits[0, 7], logits[1, 9], logits[2] = math.nan, math.inf, -math.inf
+    for rows in (None, FILTERS[5:6]):
+        drawn = kernels.sample(logits.to(DEVICE), 7, 3, 0, rows)
+        assert drawn.lse.isnan().tolist() == [True, True, True, False]
+        assert drawn.tokens[:3].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_what_the_drafter_found_out_replaces_looking_again(rule: str, splits: str) -> None:
+    targets, rows = FILTERS[1:6], [*FILTERS[3:6], *FILTERS[-2:]]
+    B, g = len(rows), 2
+    block = block_of(B, g, 61)
+    assert block.draft_logits is not None
+    drawn = [kernels.sample(block.draft_logits[:, i], block.seed, block.start, i, rows) for i in range(g)]
+    block = dataclasses.replace(block, tokens=torch.stack([one.tokens for one in drawn], dim=1))
+    told = dataclasses.replace(
+        block,
+        draft_lse=torch.stack([one.lse for one in drawn], dim=1),
+        draft_cut=torch.stack([one.cut for one in drawn if one.cut is not None], dim=1),
+        draft_tie=torch.stack([one.tie for one in drawn if one.tie is not None], dim=1),
+    )
+    found = kernels.verify(told, parse(rule), 1.0, targets, rows)
+    assert_same(found, kernels.verify(block, parse(rule), 1.0, targets, rows))
 
 
 def test_a_greedy_draft_is_a_point_mass(splits: str) -> None:
@@ -312,11 +405,13 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from outpace.verify import kernels
+from outpace.verify.kernels import decide
 
 POINTERS = dict(target="*bf16", draft="*bf16", tokens="*i64", lengths="*i64", draft_lse="*fp32", seeds="*i64",
     starts="*i64", given_up="*i1", knobs="*fp32", q_knobs="*fp32", work="*fp32", accepted="*i64",
-    next_token="*i64", bad="*i1", lenience="fp32", alpha="fp32", width="fp32", seed="i64", start="i64")
+    next_token="*i64", bad="*i1", lenience="fp32", alpha="fp32", width="fp32", seed="i64", start="i64",
+    draft_cut="*fp32", draft_tie="*i32", heat="fp32", top_k="fp32", limit="fp32", min_p="fp32", q_heat="fp32",
+    q_top_k="fp32", q_limit="fp32", q_min_p="fp32", logits="*bf16", lse="*fp32", cuts="*fp32", ties="*i32")
 
 def build(kernel, **constants):
     types, fixed = {}, {}
@@ -328,13 +423,21 @@ def build(kernel, **constants):
     triton.compile(source, target=GPUTarget("cuda", 90, 32))
     print(kernel.__name__)
 
-for on in (False, True):
-    build(kernels.scan, SPLIT=2048, LENGTHS=on, ADJUST=on, ADJUST_Q=on)
-    build(kernels.race, SPLIT=2048, LENGTHS=on, ADJUST=on)
-    build(kernels.compare, G=8, S=32, LENGTHS=on, GIVEN_UP=on)
-    for rule in kernels.RULES.values():
-        build(kernels.finish, SPLIT=2048, G=8, S=32, RULE=rule, HAS_Q=True, HAS_LSE=on, LENGTHS=on,
-            GIVEN_UP=on, ADJUST=on, ADJUST_Q=on, LENIENT=on)
+from outpace.verify.kernels.draw import draw
+from outpace.verify.kernels.pieces import RULES
+
+for on in (0, 1, 2):
+    build(decide.scan, SPLIT=2048, CHUNK=32, LENGTHS=on > 0, ADJUST=on, ADJUST_Q=on, GREEDY=on > 0,
+        GREEDY_Q=on > 0)
+    build(decide.race, SPLIT=2048, LENGTHS=on > 0, ADJUST=on)
+    build(draw, SPLIT=2048, CHUNK=32, WIDE=4096, N=256, FEW=1024, S=32, ADJUST=on, SHIFT=16)
+    for rule in RULES.values():
+        build(decide.finish, SPLIT=2048, G=8, S=32, RULE=rule, HAS_Q=True, HAS_LSE=on > 0, HAS_CUT=on == 2,
+            LENGTHS=on > 0, GIVEN_UP=on > 0, ADJUST=on, ADJUST_Q=on, GREEDY=on > 0,
+            GREEDY_Q=on > 0, LENIENT=on > 0)
+build(decide.narrow, SPLIT=2048, CHUNK=32, WIDE=4096, N=256, FEW=1024, S=32, LENGTHS=True, ADJUST=2,
+    ADJUST_Q=2, SHIFT=16, SHIFT_Q=0)
+build(decide.compare, G=8, S=32, LENGTHS=True, GIVEN_UP=True)
 """
 
 
@@ -344,7 +447,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split().count("finish") == 6
+    assert done.stdout.split().count("finish") == 9
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

@@ -12,7 +12,7 @@ import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers.generation.utils import _speculative_sampling
 import outpace
 from outpace.verify import eager
 from outpace.verify.block import Block
-from outpace.verify.rules import parse
+from outpace.verify.rules import Rule, parse
 
 VOCABULARIES = (32000, 51865, 128256, 151936, 256000)
 DRAFTS = (1, 5, 10, 20)
@@ -84,8 +84,10 @@ class Figure:
     peak_bytes: int | None
 
 
-def ours(made: Inputs) -> Any:
-    return outpace.verify(made.tokens, made.draft, made.target, seed=made.seed, position=made.position)
+def ours(made: Inputs, rule: Rule | str = "token") -> Any:
+    return outpace.verify(
+        made.tokens, made.draft, made.target, rule=rule, seed=made.seed, position=made.position
+    )
 
 
 def ours_eager(made: Inputs) -> Any:
@@ -136,8 +138,8 @@ def measure(
     for V in vocabularies:
         for g in drafts:
             for B in batches:
-                size = Inputs.random(B, g, V, device, dtype)
-                sets = [size, *(Inputs.random(B, g, V, device, dtype) for _ in range(rotation(size) - 1))]
+                sets = rotated(B, g, V, device, dtype)
+                size = sets[0]
                 sides: dict[str, Side] = {"outpace": ours, "outpace eager": ours_eager}
                 if B <= 8:
                     sides["transformers"] = transformers
@@ -159,9 +161,11 @@ def measure(
                     )
 
 
-def rotation(one: Inputs) -> int:
-    """How many inputs to rotate over."""
-    return max(3, min(CALLS, ROTATED // one.nbytes + 1)) if one.draft.is_cuda else 3
+def rotated(B: int, g: int, V: int, device: torch.device, dtype: torch.dtype) -> list[Inputs]:
+    """Inputs to take in turn, so many that a GPU's caches cannot hold them."""
+    first = Inputs.random(B, g, V, device, dtype)
+    count = max(3, min(CALLS, ROTATED // first.nbytes + 1)) if device.type == "cuda" else 3
+    return [first, *(Inputs.random(B, g, V, device, dtype) for _ in range(count - 1))]
 
 
 def bandwidth(device: torch.device) -> float:
@@ -188,15 +192,20 @@ def in_graph(side: Side, sets: Sequence[Inputs], repeats: int = 15) -> float | N
 
 
 def from_python(side: Side, sets: Sequence[Inputs], repeats: int = 5) -> float:
-    """Microseconds of a call from Python, inputs in turn, the device kept busy."""
-    calls = 40 if sets[0].draft.is_cuda else 3
+    """Microseconds of a call from Python, the device kept busy."""
+    calls = at_a_time(sets)
+    in_turn(side, sets, calls)
+    return round(wall(lambda: in_turn(side, sets, calls), sets[0].draft.device, repeats) / calls, 2)
 
-    def run() -> None:
-        for i in range(calls):
-            side(sets[i % len(sets)])
 
-    run()
-    return round(wall(run, sets[0].draft.device, repeats) / calls, 2)
+def at_a_time(sets: Sequence[Inputs]) -> int:
+    """How many calls are timed together."""
+    return 40 if sets[0].draft.is_cuda else 3
+
+
+def in_turn(side: Side, sets: Sequence[Inputs], calls: int) -> None:
+    for i in range(calls):
+        side(sets[i % len(sets)])
 
 
 def peak(side: Side, made: Inputs) -> int:
@@ -238,7 +247,3 @@ def wall(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
             torch.cuda.synchronize()
         taken.append(1e6 * (time.perf_counter() - begun))
     return statistics.median(taken)
-
-
-def rows(figures: Sequence[Figure]) -> list[dict[str, Any]]:
-    return [asdict(one) for one in figures]

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import importlib
 import json
 import platform
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+if TYPE_CHECKING:
+    import torch
+
+    from outpace.bench.profile import Bounds, Figure
+
 bench = typer.Typer(help="Measure, and compare with others in the same run.", no_args_is_help=True)
+
+Vocab = Annotated[list[int] | None, typer.Option(min=2, help="Vocabulary sizes; repeat it.")]
+Drafts = Annotated[list[int] | None, typer.Option(min=1, help="Drafted tokens, g; repeat it.")]
+Device = Annotated[str, typer.Option(help="cuda or cpu; by default a GPU if there is one.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+Out = Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")]
+
+One = TypeVar("One")
 
 
 @bench.callback()
@@ -19,11 +36,11 @@ def group() -> None: ...
 
 @bench.command()
 def kernel(
-    vocab: Annotated[list[int] | None, typer.Option(min=2, help="Vocabulary sizes; repeat it.")] = None,
-    drafts: Annotated[list[int] | None, typer.Option(min=1, help="Drafted tokens, g; repeat it.")] = None,
+    vocab: Vocab = None,
+    drafts: Drafts = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows, B; repeat it.")] = None,
-    device: Annotated[str, typer.Option(help="cuda or cpu; by default a GPU if there is one.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Device = "auto",
+    dtype: Dtype = "bfloat16",
     peers: Annotated[
         Path | None,
         typer.Option(
@@ -31,63 +48,182 @@ def kernel(
             "verify(draft_tokens, draft_logits, target_logits)."
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
+    out: Out = None,
 ) -> None:
     """Time verification (rule token): our kernels, our eager path, Transformers' function, and peers."""
-    import torch
-    import transformers
-    from rich.console import Console
-    from rich.progress import track
-    from rich.table import Table
-
-    import outpace
-    from outpace.bench import kernel as timing
-
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"dtype: got {dtype!r}; it must be bfloat16, float16 or float32")
     if peers is not None and not peers.is_dir():
         raise ValueError(f"peers: {peers} is no folder")
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: there is no CUDA device here")
+    place, kind = where(device, dtype)
+    from outpace.bench import kernel as timing
+
     others = timing.peers(peers) if peers is not None else {}
     sizes = (vocab or timing.VOCABULARIES, drafts or timing.DRAFTS, batch or timing.BATCHES)
     total = len(sizes[0]) * len(sizes[1]) * sum(2 + (B <= 8) + len(others) for B in sizes[2])
-    stderr = Console(file=sys.stderr)
-    figures = list(
-        track(
-            timing.measure(place, getattr(torch, dtype), *sizes, others),
-            total=total,
-            description="measuring",
-            console=stderr,
-            disable=not stderr.is_terminal,
+    figures = watched(timing.measure(place, kind, *sizes, others), total)
+    names = ("side", "V", "g", "B", "graph cold", "graph hot", "eager", "floor", "GB/s", "peak KiB")
+    cells = [
+        (
+            *(one.side, one.V, one.g, one.B, one.graph_cold, one.graph_hot, one.eager, one.floor),
+            *(one.gigabytes_per_second, kib(one.peak_bytes)),
         )
+        for one in figures
+    ]
+    show(f"verification, {dtype}, µs a call", names, cells)
+    write(out, place, figures=figures)
+
+
+@bench.command()
+def profile(
+    vocab: Vocab = None,
+    drafts: Drafts = None,
+    device: Device = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="bfloat16, float16 or float32, which is what Transformers' assisted generation has its "
+            "logits in."
+        ),
+    ] = "float32",
+    out: Out = None,
+) -> None:
+    """Time one sampling step (B = 1) beside Transformers', exact and sigmoid.
+
+    By default for the vocabularies of Llama 2, Whisper, Llama 3, Qwen and
+    Gemma and g from 1 to 20, on synthetic logits.
+
+    Sides: Transformers' function; exact, our verification; drop-in, the same
+    as patch() puts it into Transformers, waiting for the outcome; sigmoid, the
+    approximation of Wagner et al. 2024.
+
+    Times: eager is from Python; graph inside a CUDA graph, where Transformers'
+    function cannot be, so that its saving is against eager; device what the
+    GPU itself was at work. On a CPU there is eager alone.
+
+    kept is the probability that a draft is kept; distance the total variation
+    between the token that comes out and the target's distribution; bonus that
+    of the token after drafts that were all kept. The last table has them for
+    several scales of the sigmoid.
+    """
+    place, kind = where(device, dtype)
+    from outpace.bench import distance, vocabulary
+    from outpace.bench import profile as timing
+
+    vocabularies = [vocabulary.of_size(V) for V in vocab] if vocab else vocabulary.VOCABULARIES
+    lengths = drafts or timing.DRAFTS
+    # `main` has garbage left alone, and the profiler's events refer to one another: they would pile up.
+    gc.freeze()
+    gc.enable()
+    total = sum(len(lengths) * len(timing.sides(one)) for one in vocabularies)
+    figures = watched(timing.measure(place, kind, vocabularies, lengths), total)
+    worst, scales = timing.bounds(figures), distance.scaling(place, kind, vocabularies)
+
+    names = ("eager", "saved", "graph", "saved", "device", "saved")
+    show(
+        f"sampling step, {dtype}, µs, and % saved against Transformers",
+        ("vocabulary", "g", "side", *names, "GB/s", "peak KiB", "kept", "distance"),
+        [
+            (
+                *(one.vocabulary, one.g, one.side, *spread(one, "microseconds", "saved")),
+                *(one.gigabytes_per_second, kib(one.peak_bytes)),
+                *(one.quality.acceptance, one.quality.distance),
+            )
+            for one in figures
+        ],
     )
-    table = Table(title=f"verification, {dtype}, µs a call")
-    for name in ("side", "V", "g", "B", "graph cold", "graph hot", "eager", "floor", "GB/s", "peak KiB"):
-        table.add_column(name, justify="left" if name == "side" else "right")
-    for one in figures:
-        kib = None if one.peak_bytes is None else round(one.peak_bytes / 1024)
-        cells = (one.V, one.g, one.B, one.graph_cold, one.graph_hot, one.eager, one.floor)
-        table.add_row(one.side, *map(said, (*cells, one.gigabytes_per_second, kib)))
-    Console(width=110 if not sys.stdout.isatty() else None).print(table)
-    if out is not None:
-        report: dict[str, Any] = {
-            "command": " ".join(
-                ["outpace", *(Path(one).name if "/" in one else one for one in sys.argv[1:])]
-            ),
-            "machine": {
-                "device": torch.cuda.get_device_name() if place.type == "cuda" else platform.processor(),
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "outpace": outpace.__version__,
-            },
-            "figures": timing.rows(figures),
-        }
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=1) + "\n")
+    show(
+        "over all g: least % saved against Transformers, most by sigmoid on exact",
+        ("vocabulary", "side", "eager", "on exact", "graph", "on exact", "device", "on exact", "distance"),
+        [
+            (one.vocabulary, one.side, *spread(one, "saved", "saved_on_exact"), one.quality.distance)
+            for one in worst
+            if one.side != "transformers"
+        ],
+    )
+    show(
+        "scale of the sigmoid",
+        ("vocabulary", "rule", "kept", "distance", "bonus"),
+        [(one.vocabulary, one.rule, *dataclasses.astuple(one.quality)) for one in scales],
+    )
+    write(out, place, figures=figures, bounds=worst, scaling=scales)
 
 
-def said(value: float | None) -> str:
+def where(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """What the flags name; wrong ones are said before anything is measured."""
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype: got {dtype!r}; it must be bfloat16, float16 or float32")
+    if device.split(":")[0] not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device: got {device!r}; it must be cpu or cuda")
+    import torch
+
+    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: there is no CUDA device here")
+    return place, getattr(torch, dtype)
+
+
+def watched(figures: Iterable[One], total: int) -> list[One]:
+    """All of them, with a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    stderr = Console(file=sys.stderr)
+    hidden = not stderr.is_terminal
+    return list(track(figures, total=total, description="measuring", console=stderr, disable=hidden))
+
+
+def show(title: str, names: Sequence[str], rows: Iterable[Sequence[str | float | None]]) -> None:
+    """A table on stdout, numbers to the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    made, table = [*rows], Table(title=title)
+    for name, first in zip(names, made[0], strict=True):
+        table.add_column(name, justify="left" if isinstance(first, str) else "right")
+    for row in made:
+        table.add_row(*map(said, row))
+    Console(width=130 if not sys.stdout.isatty() else None).print(table)
+
+
+def said(value: str | float | None) -> str:
+    if isinstance(value, str):
+        return value
     return "–" if value is None else f"{value:g}"
+
+
+def spread(one: Figure | Bounds, *fields: str) -> list[float | None]:
+    """Those fields of its times, one after the other."""
+    return [getattr(time, field) for time in (one.eager, one.graph, one.device) for field in fields]
+
+
+def kib(count: int | None) -> int | None:
+    return None if count is None else round(count / 1024)
+
+
+def write(out: Path | None, place: torch.device, **figures: Sequence[Any]) -> None:
+    """The figures with command and machine, if a file is named."""
+    if out is None:
+        return
+    import torch
+
+    import outpace
+
+    command = " ".join(["outpace", *(Path(one).name if "/" in one else one for one in sys.argv[1:])])
+    machine = {
+        "device": torch.cuda.get_device_name()
+        if place.type == "cuda"
+        else platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", "transformers", "triton")},
+        "outpace": outpace.__version__,
+    }
+    report: dict[str, Any] = {"command": command, "machine": machine}
+    report |= {name: [dataclasses.asdict(one) for one in some] for name, some in figures.items()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def version(package: str) -> str | None:
+    try:
+        return str(importlib.import_module(package).__version__)
+    except ImportError:
+        return None

@@ -8,6 +8,7 @@ form, and `triton` with its `kernels` what takes its place on CUDA.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import inspect
 import math
@@ -20,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.arguments import on_device, one_or_each, row_integers
+from outpace.arguments import floats, on_device, one_or_each, row_integers
 from outpace.sampling import Prefix, Sampling, per_row, process, warp
 from outpace.verify import check, eager
-from outpace.verify.block import Block, Verdict
+from outpace.verify.block import Block, Drawn, Verdict
 from outpace.verify.rules import Rule, parse, sigmoid
 
-__all__ = ["Rule", "Verdict", "sigmoid", "verify"]
+__all__ = ["Drawn", "Rule", "Verdict", "sample", "sigmoid", "verify"]
 
 
 def verify(
@@ -42,6 +43,7 @@ def verify(
     sampling: Sampling | Sequence[Sampling] | None = None,
     draft_sampling: Sampling | Sequence[Sampling] | None = None,
     draft_lse: Tensor | None = None,
+    draft_cut: tuple[Tensor, Tensor] | None = None,
     prefix: Prefix | Tensor | Sequence[Sequence[int]] | None = None,
 ) -> Verdict:
     """Decide which drafted tokens stay and draw the token after them, for B rows at once.
@@ -72,6 +74,8 @@ def verify(
         draft_sampling  the same for the draft's logits. Processors with state: see `Sampling`; those of the
                         draft are called where something was drafted, those of the target also after it
         draft_lse       float `[B, g]`, logsumexp of the (adjusted) draft logits, if the drafter kept it
+        draft_cut       with draft_lse and draft_sampling, `Drawn.cut` and `Drawn.tie` of `sample`, `[B, g]`
+                        each: then the draft's logits need not be looked through again
         prefix          the tokens before draft_tokens, when `sampling` has penalties or processors, which
                         read them: a tensor `[B, T]`, a list of lists, or a `Prefix`
 
@@ -104,7 +108,7 @@ def verify(
 
     counts, tokens, given_up = None, draft_tokens.to(torch.int64), None
     fused = _fused(rule, draft_logits, target_logits) and not _reads_tokens(targets, drafters)
-    fused &= lenience == 1 or targets is None or _only_temperature(targets, rule)  # as `settle` decides
+    fused &= lenience == 1 or targets is None or _can_adjust(targets, rule)  # as `settle` decides
     if fused:
         # The kernels look at tokens and lengths themselves.
         if lengths is not None:
@@ -120,11 +124,48 @@ def verify(
         seed = torch.randint(-(2**63), 2**63 - 1, (B,), device=device)
     seeds = one_or_each("seed", seed, B, device, -(2**63), 2**64 - 1)
     block = Block(tokens, draft_logits, target_logits, draft_lse, seeds, starts, counts, given_up)
-    if fused and all(_only_temperature(rows, rule) for rows in (targets, drafters) if rows is not None):
-        from outpace.verify import triton
-
-        return triton.verify(block, rule, lenience, targets, drafters)
+    if draft_cut is not None:
+        check.cut(draft_cut, draft_lse, drafters, draft_tokens)
+        block = replace(block, draft_cut=draft_cut[0], draft_tie=draft_cut[1])
+    if fused and all(_can_adjust(rows, rule) for rows in (targets, drafters) if rows is not None):
+        decided: Verdict = _kernels().verify(block, rule, lenience, targets, drafters)
+        return decided
     return settle(block, rule, lenience, targets, drafters, prefix)
+
+
+@torch.no_grad()
+def sample(
+    logits: Tensor,
+    *,
+    seed: int | Sequence[int] | Tensor,
+    position: int | Sequence[int] | Tensor,
+    step: int = 0,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+) -> Drawn:
+    """Draw a drafter's tokens, one a row, from logits `[B, V]`: on CUDA in one launch.
+
+    seed, position  as for `verify` of the same iteration
+    step            which of the iteration's g tokens it is, from 0
+    sampling        one `Sampling`, or one per row; without penalties, bias or processors
+
+    The uniform is that of the draft stream, and the token the first whose running sum exceeds it. Stack the
+    tokens, `lse` and `(cut, tie)` of g steps for `verify`.
+    """
+    floats("logits", logits)
+    if logits.dim() != 2:
+        raise ValueError(f"logits: got shape {tuple(logits.shape)}; it must be [B, V]")
+    B, device = logits.shape[0], logits.device
+    rows = None if sampling is None else per_row(sampling, B)
+    if _reads_tokens(rows):
+        raise ValueError(
+            "sampling: has penalties, bias or processors; `outpace.sampling.adjust` applies them"
+        )
+    seeds = one_or_each("seed", seed, B, device, -(2**63), 2**64 - 1)
+    starts = one_or_each("position", position, B, device, 0, 2**32 - 1)
+    if _fused(parse("token"), None, logits):
+        drawn: Drawn = _kernels().sample(logits, seeds, starts, step, rows)
+        return drawn
+    return eager.sample(logits, seeds, starts, step, rows)
 
 
 @torch.no_grad()
@@ -138,12 +179,12 @@ def settle(
 ) -> Verdict:
     """`verify` without its checks: adjust the block's logits, apply the rule, set processors' states back."""
     fused = _fused(rule, block.draft_logits, block.target_logits)
-    fused &= lenience == 1 or targets is None or _only_temperature(targets, rule)
+    fused &= lenience == 1 or targets is None or _can_adjust(targets, rule)
     greedy = targets is not None and all(one.greedy for one in targets) and rule.exact and lenience == 1
     rewind_draft = rewind_target = None
 
     def left_to_the_kernels(rows: list[Sampling]) -> bool:
-        return fused and _only_temperature(rows, rule)
+        return fused and _can_adjust(rows, rule)
 
     if drafters is not None and block.draft_logits is not None:
         in_both = {id(processor) for one in targets or () for processor in one.processors}
@@ -166,9 +207,7 @@ def settle(
                 block = replace(block, greedy_keep=near)
             block, targets = replace(block, target_logits=warp(scores, targets)), None
     if fused:
-        from outpace.verify import triton
-
-        verdict = triton.verify(block, rule, lenience, targets, drafters)
+        verdict: Verdict = _kernels().verify(block, rule, lenience, targets, drafters)
     else:
         verdict = eager.argmax(block) if greedy else eager.verify(block, rule, lenience)
     if rewind_target is not None:
@@ -180,16 +219,20 @@ def settle(
 
 def _fused(rule: Rule, draft_logits: Tensor | None, target_logits: Tensor) -> bool:
     """Whether the kernels take such logits, and are there."""
-    if target_logits.device.type != "cuda" or not _kernels():
+    if not target_logits.is_cuda or (triton := _kernels()) is None:
         return False
-    from outpace.verify import triton
-
-    return triton.fits(rule, target_logits) and (draft_logits is None or triton.fits(rule, draft_logits))
+    fits: bool = triton.fits(rule, target_logits) and (
+        draft_logits is None or triton.fits(rule, draft_logits)
+    )
+    return fits
 
 
 @functools.cache
-def _kernels() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _kernels() -> Any:
+    """The module that launches them; None without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("outpace.verify.triton")
 
 
 def _reads_tokens(*samplings: list[Sampling] | None) -> bool:
@@ -197,9 +240,9 @@ def _reads_tokens(*samplings: list[Sampling] | None) -> bool:
     return any(one.logit_bias or one.reads_prefix for rows in samplings for one in rows or ())
 
 
-def _only_temperature(rows: list[Sampling], rule: Rule) -> bool:
-    """Whether the kernels can do all that is left to do."""
-    return all(rule.exact if one.greedy else (one.top_k, one.top_p, one.min_p) == (0, 1, 0) for one in rows)
+def _can_adjust(rows: list[Sampling], rule: Rule) -> bool:
+    """Whether the kernels can do what `warp` does."""
+    return rule.exact or not any(one.greedy for one in rows)
 
 
 def _near_the_top(scores: Tensor, tokens: Tensor, rows: list[Sampling], lenience: float) -> Tensor:

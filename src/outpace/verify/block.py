@@ -27,6 +27,22 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """A drafter's draw from each row, and what verification would otherwise have to find out again.
+
+    tokens  `[B]` int64
+    lse     `[B]` float32, logsumexp of the adjusted logits; NaN where there was nothing to draw from
+    cut     `[B]` float32, the least logit that stayed, before temperature; None where it was not looked for
+    tie     `[B]` int32, the first id that stayed just there
+    """
+
+    tokens: Tensor
+    lse: Tensor
+    cut: Tensor | None = None
+    tie: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Block:
     """One iteration's drafts and scores, checked and adjusted, all on one device."""
 
@@ -39,6 +55,8 @@ class Block:
     counts: Tensor | None = None  # [B] how many each row drafted; None: g
     given_up: Tensor | None = None  # [B] bool, rows that are bad already
     greedy_keep: Tensor | None = None  # [B, g] bool, drafts that greedy lenience keeps
+    draft_cut: Tensor | None = None  # [B, g] the least draft logit that stayed, if the drafter kept it
+    draft_tie: Tensor | None = None  # [B, g] int32, the first id that stayed just there
     in_turn: bool = False  # whether logits past a lost draft may be left alone, unusable or not
 
     @cached_property

@@ -23,9 +23,10 @@ def shapes(
     floats("target_logits", target_logits)
     if target_logits.dim() != 3 or target_logits.shape[1] < 1 or target_logits.shape[2] < 1:
         raise ValueError(f"target_logits: got shape {_shape(target_logits)}; it must be [B, g+1, V]")
-    B, g, V = target_logits.shape[0], target_logits.shape[1] - 1, target_logits.shape[2]
+    B, g, V = target_logits.shape
+    g -= 1
     integers("draft_tokens", draft_tokens, "an int64 tensor [B, g]")
-    expected: dict[str, tuple[Tensor, tuple[int, ...]]] = {"draft_tokens": (draft_tokens, (B, g))}
+    expected: list[tuple[str, Tensor, tuple[int, ...]]] = [("draft_tokens", draft_tokens, (B, g))]
     if draft_logits is not None:
         floats("draft_logits", draft_logits)
         if draft_logits.dtype is not target_logits.dtype:
@@ -33,13 +34,13 @@ def shapes(
                 f"draft_logits: got dtype {draft_logits.dtype}, and target_logits {target_logits.dtype}; "
                 "they must be the same"
             )
-        expected["draft_logits"] = (draft_logits, (B, g, V))
+        expected.append(("draft_logits", draft_logits, (B, g, V)))
     if draft_lse is not None:
         floats("draft_lse", draft_lse)
         if draft_logits is None:
             raise ValueError("draft_lse: given without draft_logits; point masses have no logsumexp")
-        expected["draft_lse"] = (draft_lse, (B, g))
-    for name, (tensor, shape) in expected.items():
+        expected.append(("draft_lse", draft_lse, (B, g)))
+    for name, tensor, shape in expected:
         if tensor.shape != shape:
             raise ValueError(
                 f"{name}: got shape {_shape(tensor)}; target_logits {_shape(target_logits)} asks for {shape}"
@@ -50,6 +51,8 @@ def shapes(
 
 
 def lenience(value: float, rule: Rule) -> None:
+    if type(value) is float and value == 1:  # as most are
+        return
     number("lenience", value, "a number in (0, 1]", lambda l: 0 < l <= 1)
     if value < 1 and rule.name != "token":
         raise ValueError(f'lenience: got {value!r} with rule "{rule}"; only rule "token" has lenience')
@@ -82,6 +85,20 @@ def tokens(draft_tokens: Tensor, counts: Tensor | None, vocab_size: int) -> tupl
             f"with {vocab_size} logits ids lie in 0..{vocab_size - 1}"
         )
     return given, None
+
+
+def cut(
+    given: tuple[Tensor, Tensor], draft_lse: Tensor | None, drafters: object, draft_tokens: Tensor
+) -> None:
+    """A cut says what stayed of logits that a sampling adjusts, and nothing without their logsumexp."""
+    if draft_lse is None or drafters is None:
+        raise ValueError("draft_cut: given without draft_lse and draft_sampling, which it belongs to")
+    for name, one, dtype in zip(("cut", "tie"), given, (torch.float32, torch.int32), strict=True):
+        if one.shape != draft_tokens.shape or one.dtype is not dtype:
+            raise ValueError(
+                f"draft_cut: got {name} of {one.dtype} {tuple(one.shape)}; it must be {dtype} "
+                f"{tuple(draft_tokens.shape)}, as `sample` gives it"
+            )
 
 
 def prefix(

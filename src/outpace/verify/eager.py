@@ -13,7 +13,8 @@ from torch import Tensor
 
 from outpace import random
 from outpace.random import Stream
-from outpace.verify.block import Block, Verdict
+from outpace.sampling import Sampling, warp
+from outpace.verify.block import Block, Drawn, Verdict
 from outpace.verify.rules import Rule
 from outpace.workspace import kept, softmax
 
@@ -115,6 +116,18 @@ def token_in_turn(block: Block, lenience: float) -> tuple[Tensor, Tensor, Tensor
         ends.append((n, token, bad))
     accepted, next_token, unusable = zip(*ends, strict=True)
     return torch.tensor(accepted), torch.tensor(next_token), torch.tensor(unusable)
+
+
+def sample(
+    logits: Tensor, seeds: Tensor | int, starts: Tensor | int, step: int, rows: list[Sampling] | None
+) -> Drawn:
+    """A drafter's token from each row of `[B, V]`, as `outpace.verify.sample` promises."""
+    B = len(logits)
+    adjusted = wide(logits) if rows is None else warp(wide(logits)[:, None], rows)[:, 0]
+    seed, start = (torch.as_tensor(one, device=logits.device).expand(B) for one in (seeds, starts))
+    u = random.uniform(seed, start + step, start, Stream.DRAFT)
+    lse = torch.where(unusable(adjusted), torch.nan, adjusted.logsumexp(-1)).float()
+    return Drawn(random.draw(adjusted.softmax(-1), u).masked_fill(lse.isnan(), 0), lse)
 
 
 def approximate(block: Block, r: Tensor, alpha: float, beta: float) -> Outcome:

@@ -58,17 +58,20 @@ def sigmoid(alpha: float, beta: float) -> Rule:
     return Rule("sigmoid", alpha, beta)
 
 
+_named = {name: Rule(name) for name in NAMES}
+
+
 def parse(rule: Rule | str) -> Rule:
     """A rule from its name, such as "block" or "sigmoid(-1e4, 1e4)"."""
     if isinstance(rule, Rule):
         return rule
     if not isinstance(rule, str):
         raise TypeError(f"rule: got {rule!r}; it must be a name or a Rule")
+    if rule in _named:
+        return _named[rule]
     call = re.fullmatch(r"sigmoid\(\s*([^,\s]+)\s*,\s*([^,\s]+)\s*\)", rule)
     if call is None:
-        if rule not in NAMES:
-            raise ValueError(f"rule: got {rule!r}; {KNOWN}")
-        return Rule(rule)
+        raise ValueError(f"rule: got {rule!r}; {KNOWN}")
     try:
         alpha, beta = map(float, call.groups())
     except ValueError:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from outpace.arguments import on_device
 from outpace.sampling import Sampling
-from outpace.verify.block import Block, Verdict
-from outpace.verify.kernels import RULES, compare, finish, race, room, scan
+from outpace.verify.block import Block, Drawn, Verdict
+from outpace.verify.kernels.decide import compare, finish, narrow, race, room, scan
+from outpace.verify.kernels.draw import draw
+from outpace.verify.kernels.pieces import RULES
 from outpace.verify.rules import Rule
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-BLOCKS = 512  # of the second launch, at most twice as many: more would run one after the other
+# Low bits that a type's numbers leave empty as float32
+SHIFTS = {torch.float16: 13, torch.bfloat16: 16, torch.float32: 0}
+BLOCKS = 512  # of the last launch, at most twice as many: more would run one after the other
+CHUNKS = 64  # of a split, whose maxima are kept
+WIDE, N, FEW = 4096, 256, 1024  # tokens looked through at once, looked at together, and listed
+PLAIN, TEMPERED, CUT = 0, 1, 2  # how far the kernels adjust logits
 
 
 @functools.cache
-def cut(V: int) -> tuple[int, int, int]:
+def sizes(V: int) -> tuple[int, int, int]:
     """Tokens in a split, splits in a row, and the power of two that holds them: enough splits to spread one
     row over the device, few enough to put together fast."""
     size = 2048 if V <= 1 << 16 else 4096
@@ -34,17 +41,51 @@ def power_of_2(n: int) -> int:
 
 def fits(rule: Rule, logits: Tensor) -> bool:
     """Whether the kernels take such logits."""
-    return logits.dtype in DTYPES and logits.stride(-1) == 1 and rule.name != "rejection"
+    return logits.dtype in SHIFTS and logits.stride(-1) == 1 and rule.name != "rejection"
+
+
+class Knobs(NamedTuple):
+    """What a side's logits are adjusted by: of all rows, or `[B, 4]` of each."""
+
+    level: int
+    greedy: bool  # whether any row may be
+    each: Tensor | None
+    all: tuple[float, float, float, float]
+
+    @classmethod
+    def of(cls, sampling: Sequence[Sampling] | Tensor | None, V: int, device: torch.device) -> Knobs:
+        if sampling is None:
+            return NO_KNOBS
+        if isinstance(sampling, Tensor):
+            return cls(CUT, True, sampling, NO_KNOBS.all)
+        rows = [turned(one, V) for one in sampling]
+        if all(row == NO_KNOBS.all for row in rows):
+            return NO_KNOBS
+        level = CUT if any(row[0] and row[1:] != NO_KNOBS.all[1:] for row in rows) else TEMPERED
+        greedy = any(not row[0] for row in rows)
+        if len(rows) == 1:
+            return cls(level, greedy, None, rows[0])
+        flat = [number for row in rows for number in row]
+        return cls(level, greedy, on_device(flat, torch.float32, device), NO_KNOBS.all)
+
+
+NO_KNOBS = Knobs(PLAIN, False, None, (1.0, 0.0, -1.0, 0.0))
+
+
+def turned(one: Sampling, V: int) -> tuple[float, float, float, float]:
+    """A Sampling as the kernels take it: top_p as what may be dropped, -1 where nothing may."""
+    k = one.top_k if one.top_k < V else 0
+    return (float(one.temperature), float(k), 1 - one.top_p if one.top_p < 1 else -1.0, float(one.min_p))
 
 
 def verify(
     block: Block,
     rule: Rule,
     lenience: float = 1.0,
-    sampling: list[Sampling] | None = None,
-    draft_sampling: list[Sampling] | None = None,
+    sampling: Sequence[Sampling] | Tensor | None = None,
+    draft_sampling: Sequence[Sampling] | Tensor | None = None,
 ) -> Verdict:
-    """Apply a rule to a block whose logits are adjusted but for temperature, which may be 0."""
+    """Apply a rule to a block whose logits are adjusted but for temperature, top-k, top-p and min-p."""
     target, draft, tokens, lengths = block.target_logits, block.draft_logits, block.tokens, block.counts
     device = target.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -52,35 +93,64 @@ def verify(
             return verify(block, rule, lenience, sampling, draft_sampling)
     B, positions, V = target.shape
     g = positions - 1
-    size, splits, S = cut(V)
-    knobs = temperatures(sampling, device)
-    q_knobs = temperatures(draft_sampling, device) if draft is not None else None
-    work = torch.empty(room(B, max(g, 1), splits), dtype=torch.float32, device=device)
+    size, splits, S = sizes(V)
+    chunk = max(1, size // CHUNKS)
+    p, q = Knobs.of(sampling, V, device), NO_KNOBS
+    has_q = draft is not None
+    if draft is None:
+        draft = target  # anything: it is not read
+    else:
+        q = Knobs.of(draft_sampling, V, device)
+    raced = rule.name == "match" or g == 0
+    if raced:
+        has_q, q = False, NO_KNOBS
+    P = positions if raced or p.level == CUT else g
+    has_cut = block.draft_cut is not None and has_q
+    cutting = p.level == CUT or (q.level == CUT and not has_cut)
+    work = torch.empty(
+        room(B, g, P, splits, splits * (size // chunk) + FEW if cutting else 0),
+        dtype=torch.float32,
+        device=device,
+    )
     accepted, next_token = torch.empty(2, B, dtype=torch.int64, device=device).unbind()
     bad = torch.empty(B, dtype=torch.bool, device=device)
     tokens, lengths = whole(tokens), None if lengths is None else whole(lengths)
     seeds, seed = (whole(block.seeds), 0) if isinstance(block.seeds, Tensor) else (None, block.seeds)
     starts, start = (whole(block.starts), 0) if isinstance(block.starts, Tensor) else (None, block.starts)
     stored = None if block.draft_lse is None else block.draft_lse.float().contiguous()
-    given_up = block.given_up
-    ragged, hot, q_hot = lengths is not None, knobs is not None, q_knobs is not None
-    has_q = draft is not None
-    if draft is None:
-        draft = target  # anything: it is not read
-    sizes = (B, g, V, splits, *target.stride()[:2])
-    strides = (*sizes, *draft.stride()[:2], stride_of(knobs), stride_of(q_knobs))
+    given_up, ragged = block.given_up, lengths is not None
+    strides = (B, g, V, splits, *target.stride()[:2], *draft.stride()[:2])
     outputs = (accepted, next_token, bad)
     # All that Triton compiles or chooses by
     key = (
-        rule.name, target.dtype, draft.dtype, strides, ragged, hot, q_hot, has_q, stored is None,
-        given_up is None, seeds is None, starts is None, lenience < 1, device.index, target.data_ptr() % 16,
-        draft.data_ptr() % 16,
+        rule.name, target.dtype, draft.dtype, strides, ragged, p[:2], p.each is None, q[:2], q.each is None,
+        has_q, stored is None, has_cut, given_up is None, seeds is None, starts is None,
+        lenience < 1, device.index, target.data_ptr() % 16, draft.data_ptr() % 16,
     )  # fmt: skip
-    if rule.name == "match" or g == 0:
+    # The draft's rows are read where nothing is known of them.
+    known = stored is not None and (q.level == PLAIN or has_cut)
+    q_rows = B * g if has_q and not known else 0
+    inputs = (target, draft, lengths, p.each, q.each, work, *strides)
+    if not raced or p.level == CUT:
+        launch(
+            scan, key, (B * P + q_rows) * splits, max(4 if cutting else 1, size // 2048),
+            (*inputs, p.all[0], q.all[0]),
+            (size, chunk, ragged, p.level, q.level, p.greedy, q.greedy),
+        )  # fmt: skip
+    if cutting:
+        skipped = 0 if p.level == CUT else B * P
+        cut_rows = B * P - skipped + (q_rows if q.level == CUT else 0)
+        launch(
+            narrow, key, cut_rows, 8,
+            (*inputs, *p.all, *q.all, skipped),
+            (size, chunk, WIDE, N, FEW, S, ragged, p.level, q.level, SHIFTS[target.dtype],
+             SHIFTS[draft.dtype]),
+        )  # fmt: skip
+    if raced:
         launch(
             race, key, B * positions * splits, 4,
-            (target, lengths, seeds, starts, knobs, work, seed, start, *sizes, stride_of(knobs)),
-            (size, ragged, hot),
+            (target, lengths, seeds, starts, p.each, work, seed, start, *strides[:6], p.all[0]),
+            (size, ragged, p.level),
         )  # fmt: skip
         launch(
             compare, key, B, 1,
@@ -88,23 +158,54 @@ def verify(
             (power_of_2(positions), S, ragged, given_up is not None),
         )  # fmt: skip
         return Verdict(*outputs)
-    sides = 2 if has_q and (stored is None or q_hot) else 1
-    launch(
-        scan, key, B * g * sides * splits, max(1, size // 2048),
-        (target, draft, lengths, knobs, q_knobs, work, *strides),
-        (size, ragged, hot, q_hot),
-    )  # fmt: skip
     rows = B * (g + 1) if rule.name == "block" else B
     # How many splits a block sums changes nothing but how the work is spread.
     tiles = max(1, min(splits, rows * splits // BLOCKS))
     launch(
         finish, key, rows * -(-splits // tiles), max(1, size // 512),
-        (target, draft, tokens, lengths, stored, seeds, starts, given_up, knobs, q_knobs, work, *outputs,
-         seed, start, *strides, float(lenience), float(rule.alpha), float(rule.beta - rule.alpha), tiles),
-        (size, power_of_2(g), S, RULES[rule.name], has_q, stored is not None, ragged,
-         given_up is not None, hot, q_hot, lenience < 1),
+        (target, draft, tokens, lengths, stored, block.draft_cut, block.draft_tie, seeds, starts, given_up,
+         p.each, q.each, work, *outputs, seed, start, *strides, p.all[0], q.all[0], float(lenience),
+         float(rule.alpha), float(rule.beta - rule.alpha), tiles),
+        (size, power_of_2(g), S, RULES[rule.name], has_q, stored is not None, has_cut, ragged,
+         given_up is not None, p.level, q.level, p.greedy, q.greedy, lenience < 1),
     )  # fmt: skip
     return Verdict(*outputs)
+
+
+def sample(
+    logits: Tensor,
+    seeds: Tensor | int,
+    starts: Tensor | int,
+    step: int,
+    sampling: Sequence[Sampling] | Tensor | None = None,
+) -> Drawn:
+    """Draw a drafter's token from each row of `[B, V]`, at `step` positions after the iteration's start."""
+    B, V = logits.shape
+    device = logits.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return sample(logits, seeds, starts, step, sampling)
+    size, splits, S = sizes(V)
+    knobs = Knobs.of(sampling, V, device)
+    chunk = max(1, size // CHUNKS)
+    work = torch.empty(B * (splits * (3 + size // chunk) + FEW), dtype=torch.float32, device=device)
+    tokens = torch.empty(B, dtype=torch.int64, device=device)
+    lse = torch.empty(B, dtype=torch.float32, device=device)
+    cuts = torch.empty_like(lse) if knobs.level else None
+    ties = torch.empty(B, dtype=torch.int32, device=device) if knobs.level else None
+    each_seed, seed = (whole(seeds), 0) if isinstance(seeds, Tensor) else (None, seeds)
+    each_start, start = (whole(starts), 0) if isinstance(starts, Tensor) else (None, starts)
+    key = (
+        B, V, splits, logits.dtype, logits.stride(0), knobs.level, knobs.each is None, each_seed is None,
+        each_start is None, device.index, logits.data_ptr() % 16,
+    )  # fmt: skip
+    launch(
+        draw, key, B, 8,
+        (logits, each_seed, each_start, knobs.each, work, tokens, lse, cuts, ties, seed, start, step, V,
+         splits, logits.stride(0), *knobs.all),
+        (size, chunk, WIDE, N, FEW, S, knobs.level, SHIFTS[logits.dtype]),
+    )  # fmt: skip
+    return Drawn(tokens, lse, cuts, ties)
 
 
 _runners: dict[Any, Any] = {}
@@ -125,15 +226,6 @@ def launch(
 
 def whole(numbers: Tensor) -> Tensor:
     """As the kernels read them: the types of tensors are not part of the key."""
+    if numbers.dtype is torch.int64 and numbers.is_contiguous():
+        return numbers
     return numbers.to(torch.int64).contiguous()
-
-
-def stride_of(knobs: Tensor | None) -> int:
-    return 0 if knobs is None or len(knobs) == 1 else 1
-
-
-def temperatures(sampling: list[Sampling] | None, device: torch.device) -> Tensor | None:
-    """Of each row, or of all, on the device; None where logits are taken as they are."""
-    if sampling is None or all(one.temperature == 1 for one in sampling):
-        return None
-    return on_device([one.temperature for one in sampling], torch.float32, device)

@@ -1,0 +1,90 @@
+"""How far a rule's text is from the target's, and how many drafts it keeps: exact sums, nothing drawn.
+
+By the rules' definitions, in float64, on synthetic logits, which are flatter than a language model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.bench.kernel import Inputs
+from outpace.bench.vocabulary import VOCABULARIES, Vocabulary
+from outpace.verify.rules import Rule, parse, sigmoid
+
+SCALES = (10, 1000, 10000, 100000)  # beta = −alpha in Wagner's Tables 2 and 7
+POSITIONS = 8  # to take the mean over
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What a rule does at one drafted position."""
+
+    acceptance: float  # probability that the draft is kept
+    distance: float  # total variation between the token that comes out and p
+    bonus_distance: float  # the same for the token drawn after the last draft, if all were kept
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """One rule at one vocabulary."""
+
+    vocabulary: str
+    V: int
+    rule: str
+    quality: Quality
+
+
+def scaling(
+    device: torch.device, dtype: torch.dtype, vocabularies: Sequence[Vocabulary] = VOCABULARIES
+) -> list[Scaling]:
+    """The exact rule and sigmoids of several scales, on the same logits."""
+    rules = (parse("token"), *(sigmoid(-scale, scale) for scale in SCALES))
+    made = []
+    for one in vocabularies:
+        drawn = positions(one.V, device, dtype)
+        made += [Scaling(one.name, one.V, str(rule), quality(drawn, rule)) for rule in rules]
+    return made
+
+
+def positions(V: int, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """The same at every call, so that a rule's figures are the same wherever they stand."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        return Inputs.random(1, POSITIONS, V, device, dtype)
+
+
+def quality(made: Inputs, rule: Rule) -> Quality:
+    """Of rule token or a sigmoid: means over all drafted positions.
+
+    x comes out if it was drafted and kept, q(x)·min(1, w(x)/v(x)), or if a draft was lost and x drawn from
+    (w − v)+. For rule token w and v are p and q; a sigmoid has its own numbers in their place.
+    """
+    g = made.tokens.shape[1]
+    z, y = made.target[:, :g].double(), made.draft.double()  # [B, g, V]
+    p, q = z.softmax(-1), y.softmax(-1)
+    w, v = (p, q) if rule.exact else (squash(z, rule), squash(y, rule))
+    kept = q * torch.where(w > 0, (w / v).clamp(max=1), 0)
+    acceptance = kept.sum(-1, keepdim=True)
+    rest = (w - v).clamp(min=0)
+    # As the rules do where nothing is left over.
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, w)
+    out = kept + (1 - acceptance) * normalized(rest)
+    found = (acceptance, total_variation(out, p), total_variation(normalized(w), p))
+    return Quality(*(round(float(one.mean()), 6) for one in found))
+
+
+def squash(logits: Tensor, rule: Rule) -> Tensor:
+    """Wagner eq. 5."""
+    return ((logits - rule.alpha) / (rule.beta - rule.alpha)).sigmoid()
+
+
+def normalized(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def total_variation(one: Tensor, other: Tensor) -> Tensor:
+    return (one - other).abs().sum(-1) / 2

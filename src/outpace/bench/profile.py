@@ -1,0 +1,214 @@
+"""The sampling step as Wagner et al. 2024 look at it: its time beside Transformers', exact and by sigmoids.
+
+Sides, one row each (B = 1), on synthetic logits:
+
+    transformers  the function that its assisted generation calls once a step
+    exact         `outpace.verify`, rule token; as in our decoder, its verdict stays on the device
+    drop-in       the same with Transformers' outputs, the host waiting for them: what `patch()` puts in
+    sigmoid       `outpace.verify`, rule sigmoid with the paper's scale, ±10³ for speech and ±10⁴ for text
+
+*eager* is the time from Python; *graph* that inside a CUDA graph, where no side can be that waits for the
+device; *device* what the GPU itself was at work, by PyTorch's profiler.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from outpace.bench import kernel
+from outpace.bench.distance import Quality, positions, quality
+from outpace.bench.kernel import Inputs, Side
+from outpace.bench.vocabulary import VOCABULARIES, Vocabulary
+from outpace.integrations.assisted import speculative_sampling
+from outpace.verify.rules import Rule, parse, sigmoid
+
+DRAFTS = tuple(range(1, 21))
+ROUNDS = 20  # of timing from Python, in five of which each of the four sides is first
+PROFILED = 40  # calls under the profiler
+WAITING = ("transformers", "drop-in")
+
+
+@dataclass(frozen=True)
+class Time:
+    """Microseconds a step, and per cent saved; None where there is nothing to time or to compare with."""
+
+    microseconds: float | None
+    saved: float | None  # against Transformers
+    saved_on_exact: float | None  # by sigmoid
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One side at one size."""
+
+    vocabulary: str
+    V: int
+    g: int
+    side: str
+    rule: str
+    eager: Time
+    graph: Time  # saved against Transformers from Python, which cannot be captured
+    device: Time
+    gigabytes_per_second: float | None  # of the logits that have to be read, in device time
+    peak_bytes: int | None
+    quality: Quality
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """One side at one vocabulary over all g: longest times, least saved, most saved on exact, most memory."""
+
+    vocabulary: str
+    side: str
+    eager: Time
+    graph: Time
+    device: Time
+    peak_bytes: float | None
+    quality: Quality
+
+
+def sides(vocabulary: Vocabulary) -> dict[str, tuple[Side, Rule]]:
+    """Each side's call, and the rule it follows."""
+    exact, approximate = parse("token"), sigmoid(-vocabulary.scale, vocabulary.scale)
+    return {
+        "transformers": (kernel.transformers, exact),
+        "exact": (partial(kernel.ours, rule=exact), exact),
+        "drop-in": (drop_in, exact),
+        "sigmoid": (partial(kernel.ours, rule=approximate), approximate),
+    }
+
+
+def drop_in(made: Inputs) -> Any:
+    return speculative_sampling(made.tokens, made.draft, made.tokens.shape[1], made.target)
+
+
+def measure(
+    device: torch.device,
+    dtype: torch.dtype,
+    vocabularies: Sequence[Vocabulary] = VOCABULARIES,
+    drafts: Sequence[int] = DRAFTS,
+) -> Iterator[Figure]:
+    """All sides at all sizes."""
+    for vocabulary in vocabularies:
+        V, known = vocabulary.V, sides(vocabulary)
+        drawn = positions(V, device, dtype)
+        qualities = {name: quality(drawn, rule) for name, (_, rule) in known.items()}
+        for g in drafts:
+            sets = kernel.rotated(1, g, V, device, dtype)
+            times = timed({name: call for name, (call, _) in known.items()}, sets)
+            for name, (call, rule) in known.items():
+                eager, graph, busy = (one[name] for one in times)
+                rate = sets[0].nbytes / busy.microseconds / 1e3 if busy.microseconds else None
+                yield Figure(
+                    vocabulary.name,
+                    V,
+                    g,
+                    name,
+                    str(rule),
+                    eager,
+                    graph,
+                    busy,
+                    None if rate is None else round(rate, 1),
+                    kernel.peak(call, sets[0]) if device.type == "cuda" else None,
+                    qualities[name],
+                )
+
+
+def timed(calls: Mapping[str, Side], sets: Sequence[Inputs]) -> list[dict[str, Time]]:
+    """Each side's time from Python, in a graph, and on the device."""
+    cuda = sets[0].draft.is_cuda
+    eager, graph, device = from_python(calls, sets), empty(calls), empty(calls)
+    for name, call in calls.items():
+        captured = kernel.in_graph(call, sets) if cuda and name not in WAITING else None
+        graph[name] += [] if captured is None else [captured]
+        device[name] += [at_work(call, sets)] if cuda else []
+    against = (eager["transformers"], eager["transformers"], device["transformers"])
+    return [compared(one, theirs) for one, theirs in zip((eager, graph, device), against, strict=True)]
+
+
+def empty(calls: Mapping[str, Side]) -> dict[str, list[float]]:
+    return {name: [] for name in calls}
+
+
+def from_python(calls: Mapping[str, Side], sets: Sequence[Inputs]) -> dict[str, list[float]]:
+    """Microseconds of a call, round by round; in each the sides follow one another, another one first."""
+    count, names, taken = kernel.at_a_time(sets), list(calls), empty(calls)
+    runs = {name: partial(kernel.in_turn, call, sets, count) for name, call in calls.items()}
+    for run in runs.values():
+        run()
+    for i in range(ROUNDS):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            taken[name].append(kernel.wall(runs[name], sets[0].draft.device, 1) / count)
+    return taken
+
+
+def at_work(call: Side, sets: Sequence[Inputs]) -> float:
+    """Microseconds of a GPU's work in a call: kernels, copies and fills, not the gaps between them."""
+    kernel.in_turn(call, sets, 1)
+    torch.cuda.synchronize()
+    # `acc_events` only stops a warning about further cycles, of which there are none.
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        kernel.in_turn(call, sets, PROFILED)
+        torch.cuda.synchronize()
+    work = [event.device_time_total for event in seen.events() or () if event.device_type.name == "CUDA"]
+    if not work:
+        raise RuntimeError("PyTorch's profiler saw no work on the GPU; another profiler may hold it")
+    return round(float(sum(work)) / PROFILED, 2)
+
+
+def compared(times: Mapping[str, list[float]], theirs: list[float]) -> dict[str, Time]:
+    made = {}
+    for name, own in times.items():
+        saved = None if name == "transformers" else less(own, theirs)
+        on_exact = less(own, times["exact"]) if name == "sigmoid" else None
+        made[name] = Time(round(statistics.median(own), 2) if own else None, saved, on_exact)
+    return made
+
+
+def less(own: list[float], other: list[float]) -> float | None:
+    """By how many per cent, the median of rounds: a processor's pace changes, within a round hardly.
+
+    What was timed once is compared with every round of the other.
+    """
+    if not own or not other:
+        return None
+    rounds = max(len(own), len(other))
+    pairs = zip(own * (rounds // len(own)), other * (rounds // len(other)), strict=True)
+    return round(100 * (1 - statistics.median(a / b for a, b in pairs)), 1)
+
+
+def bounds(figures: Iterable[Figure]) -> list[Bounds]:
+    """The worst of all g, as one who doubts the exact rule would look for it."""
+    groups: dict[tuple[str, str], list[Figure]] = {}
+    for one in figures:
+        groups.setdefault((one.vocabulary, one.side), []).append(one)
+    made = []
+    for (vocabulary, side), some in groups.items():
+        eager = worst([one.eager for one in some])
+        graph = worst([one.graph for one in some])
+        device = worst([one.device for one in some])
+        memory = the(max, (one.peak_bytes for one in some))
+        made.append(Bounds(vocabulary, side, eager, graph, device, memory, some[0].quality))
+    return made
+
+
+def worst(times: Sequence[Time]) -> Time:
+    return Time(
+        the(max, (one.microseconds for one in times)),
+        the(min, (one.saved for one in times)),
+        the(max, (one.saved_on_exact for one in times)),
+    )
+
+
+def the(pick: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
+    """The largest or the least of those that are there."""
+    there = [one for one in values if one is not None]
+    return pick(there) if there else None

@@ -1,0 +1,1 @@
+"""Verification as Triton kernels, launched by `outpace.verify.triton`: pieces, cuts, rules and draws."""

@@ -1,0 +1,109 @@
+"""A drafter's draw as one kernel: from logits to the token and what verification will want to know of q."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outpace.verify.kernels.pieces import (
+    CUT,
+    DRAFT,
+    NONE,
+    coolness_of,
+    exponentials,
+    first_max,
+    key_of,
+    pick,
+    raw,
+    tempered,
+    uniforms,
+)
+from outpace.verify.kernels.threshold import candidates, facts, weighed, whole_row
+
+SMALL = ["seeds", "starts", "knobs", "work", "tokens", "lse", "cuts", "ties"]
+SIZES = ["splits", "seed", "start", "step"]
+
+
+@triton.jit
+def first_beyond(weights, ids, level):
+    """The first id at which the running sum exceeds a level; NONE if it never does."""
+    reached = (tl.cumsum(weights, axis=0).to(tl.float64) > level) & (weights > 0)
+    return tl.min(tl.where(reached, ids, NONE), axis=0)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL)
+def draw(
+    logits, seeds, starts, knobs, work, tokens, lse, cuts, ties, seed: tl.int64, start: tl.int64, step, V,
+    splits, line, heat, top_k, limit, min_p,
+    SPLIT: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, N: tl.constexpr, FEW: tl.constexpr,
+    S: tl.constexpr, ADJUST: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """One block a row: a pass for its sums, the cut, and the inverse CDF, first over splits, then in one."""
+    b = tl.program_id(0).to(tl.int64)
+    row = logits + b * line
+    coolness, greedy = coolness_of(knobs, heat, b, ADJUST)
+    maxima = work + b * (splits * (3 + SPLIT // CHUNK) + FEW)
+    sums, heads, chunks = maxima + splits, maxima + 2 * splits, maxima + 3 * splits
+    for s in tl.range(splits, num_stages=3):
+        ids = s * SPLIT + tl.arange(0, SPLIT)
+        z = raw(row, ids, V)
+        top, e = exponentials(tempered(z, coolness, ADJUST))
+        tl.store(maxima + s, top)
+        tl.store(sums + s, tl.sum(e, axis=0))
+        if ADJUST:
+            first = first_max(tempered(z, coolness, ADJUST), ids)
+            tl.store(heads + s, first.to(tl.float32, bitcast=True))
+        if ADJUST == CUT:
+            heights = tl.max(tl.reshape(z, [SPLIT // CHUNK, CHUNK]), axis=1)
+            tl.store(chunks + s * (SPLIT // CHUNK) + tl.arange(0, SPLIT // CHUNK), heights)
+    tl.debug_barrier()
+    cut, tie, listed, chunk, count = -float("inf"), 0, chunks, CHUNK, 0
+    if ADJUST == CUT:
+        few = chunks + splits * (SPLIT // CHUNK)
+        most, mass, cut, tie, listed, chunk, count = facts(
+            row, chunks, few, maxima, sums, knobs, heat, top_k, limit, min_p, b, V, splits,
+            S, S * (SPLIT // CHUNK), CHUNK, WIDE, N, FEW, SHIFT,
+        )  # fmt: skip
+    else:
+        most, mass = whole_row(maxima, sums, splits, S)
+    start = key_of(starts, start, b)
+    u, other = uniforms(key_of(seeds, seed, b), start + step, start, DRAFT)
+    token, last = NONE, 0
+    t = tl.arange(0, S)
+    m = tl.load(maxima + t, mask=t < splits, other=-float("inf"))
+    if count > 0:
+        # What stays lies in a few chunks
+        level = u * mass.to(tl.float64)
+        running = level * 0
+        for place in range(0, count, N):
+            z, ids = candidates(row, listed, chunk, place, count, V, N)
+            stays = (z > cut) | ((z == cut) & (ids >= tie))
+            weight = tl.where(stays, weighed(z, most, coolness, True), 0.0)
+            token = tl.minimum(token, first_beyond(weight, ids, level - running))
+            last = tl.maximum(last, tl.max(tl.where(weight > 0, ids, 0), axis=0))
+            running += tl.sum(weight, axis=0).to(tl.float64)
+    else:
+        part = tl.load(sums + t, mask=t < splits, other=0.0)
+        part = tl.where(part == 0, 0.0, part * tl.exp(m - most)).to(tl.float64)
+        cdf = tl.cumsum(part, axis=0)
+        level = u * tl.sum(part, axis=0)
+        split = tl.min(tl.where((cdf > level) & (part > 0), t, S), axis=0)
+        split = tl.where(split == S, tl.max(tl.where(part > 0, t, 0), axis=0), split)
+        ids = split * SPLIT + tl.arange(0, SPLIT)
+        weight = tl.exp(tempered(raw(row, ids, V), coolness, ADJUST) - most)
+        token = first_beyond(weight, ids, level - (pick(cdf, t, split) - pick(part, t, split)))
+        last = tl.max(tl.where(weight > 0, ids, 0), axis=0)
+    token = tl.where(token == NONE, last, token)
+    sum_of_all = most + tl.log(mass)
+    if ADJUST:
+        # The first of the largest, and a point mass there
+        head = tl.load(heads + t, mask=t < splits, other=0.0).to(tl.int32, bitcast=True)
+        surest = tl.min(tl.where(m == tl.max(m, axis=0), head, NONE), axis=0)
+        token = tl.where(greedy, surest, token)
+        tie = tl.where(greedy, surest, tie)
+    sound = (mass > 0) & (mass < float("inf"))
+    tl.store(tokens + b, tl.where(sound, token, 0))
+    tl.store(lse + b, tl.where(sound, sum_of_all, float("nan")))
+    if ADJUST:
+        tl.store(cuts + b, cut)
+        tl.store(ties + b, tie)

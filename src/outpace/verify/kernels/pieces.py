@@ -1,0 +1,189 @@
+"""What the kernels are put together from.
+
+Names: p rows are the target's, q rows the draft's; z a logit as it was given, x after temperature; G and S
+the powers of two that hold g and the splits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outpace.random import Stream
+
+DRAFT = tl.constexpr(int(Stream.DRAFT) // 2)
+ACCEPT = tl.constexpr(int(Stream.ACCEPT) // 2)
+TARGET = tl.constexpr(int(Stream.TARGET) // 2)
+RULES = {"token": 0, "sigmoid": 1, "block": 2}
+SIGMOID, BLOCK = tl.constexpr(RULES["sigmoid"]), tl.constexpr(RULES["block"])
+CUT = tl.constexpr(2)  # ADJUST: 0 leaves logits as they are, 1 divides them by a coolness, 2 cuts them too
+NONE = tl.constexpr(2**31 - 1)  # no token
+KNOBS = tl.constexpr(4)  # of a row: temperature, top_k (0: all), 1 - top_p (-1: all), min_p
+
+
+@triton.jit
+def uniforms(seed, position, start, stream):
+    """The two float64 uniforms of a key, as in `outpace.random`."""
+    c1, c2 = position.to(tl.uint32), start.to(tl.uint32)
+    zero = c1 * 0
+    a, b, c, d = tl.philox(seed, zero, c1, c2 + zero, zero + stream)
+    first = ((a >> 6).to(tl.float64) * 67108864.0 + (b >> 6).to(tl.float64) + 0.5) * 2.220446049250313e-16
+    second = ((c >> 6).to(tl.float64) * 67108864.0 + (d >> 6).to(tl.float64) + 0.5) * 2.220446049250313e-16
+    return first, second
+
+
+@triton.jit
+def key_of(each, one, b):
+    """A row's own number, where there is one per row."""
+    if each is not None:
+        one = tl.load(each + b)
+    return one
+
+
+@triton.jit
+def exponential(u):
+    """-log1p(-u) of a float32. Small u, which win races, go through the series of 2 artanh(u / (2 - u)): the
+    device's logarithm near 1 is too rough for them."""
+    z = u / (2.0 - u)
+    y = z * z
+    series = 2.0 * z * (1.0 + y * (0.33333334 + y * (0.2 + y * (0.14285715 + y * 0.11111111))))
+    return tl.where(u < 0.25, series, -tl.log(1.0 - u))
+
+
+@triton.jit
+def raw(row, ids, V):
+    """A row's own logits, float32; nothing past V."""
+    return tl.load(row + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def tempered(z, coolness, ADJUST: tl.constexpr):
+    """What temperature divides, as a product: several times as fast, and equal but for the last digit."""
+    if ADJUST:
+        z = z * coolness
+    return z
+
+
+@triton.jit
+def logits_of(row, ids, V, coolness, cut, tie, ADJUST: tl.constexpr):
+    """Adjusted logits: what lies below the cut is gone, and, just on it, ids before `tie`."""
+    z = raw(row, ids, V)
+    if ADJUST == CUT:
+        z = tl.where((z > cut) | ((z == cut) & (ids >= tie)), z, -float("inf"))
+    return tempered(z, coolness, ADJUST)
+
+
+@triton.jit
+def coolness_of(knobs, heat, b, ADJUST: tl.constexpr):
+    """One through its coolness, and whether the row is greedy instead: its own, or that of all."""
+    coolness = 1.0
+    greedy = False
+    if ADJUST:
+        temperature = heat
+        if knobs is not None:
+            temperature = tl.load(knobs + KNOBS * b)
+        greedy = temperature == 0.0
+        coolness = 1.0 / tl.where(greedy, 1.0, temperature)
+    return coolness, greedy
+
+
+@triton.jit
+def exponentials(x):
+    """A split's maximum, and exp(x - maximum): all 0 where nothing is possible, NaN from NaN or +inf."""
+    top = tl.max(x, axis=0)
+    return top, tl.exp(x - tl.where(top == -float("inf"), 0.0, top))
+
+
+@triton.jit
+def together(maxima, sums, row, i, splits, drafted, S: tl.constexpr):
+    """Of rows `row + i`, from their splits, `[G]`: the maximum, the logsumexp relative to it (added to a
+    large maximum it would lose its digits), and which have no softmax."""
+    s = tl.arange(0, S)
+    at = (row + i)[:, None] * splits + s[None, :]
+    mask = drafted[:, None] & (s < splits)[None, :]
+    m = tl.load(maxima + at, mask=mask, other=-float("inf"))
+    total = tl.load(sums + at, mask=mask, other=0.0)
+    most = tl.max(tl.where(total > 0, m, -float("inf")), axis=1)
+    most = tl.where(most == -float("inf"), 0.0, most)
+    # A split with nothing possible has sum 0; NaN stays NaN.
+    mass = tl.sum(tl.where(total == 0, 0.0, total * tl.exp(m - most[:, None])), axis=1)
+    return most, tl.log(mass), ~((mass > 0) & (mass < float("inf")))
+
+
+@triton.jit
+def argmax_of(maxima, tops, row, i, splits, drafted, S: tl.constexpr):
+    """The token with the largest logit `[G]` of rows `row + i`; the first among equals."""
+    s = tl.arange(0, S)
+    at = (row + i)[:, None] * splits + s[None, :]
+    mask = drafted[:, None] & (s < splits)[None, :]
+    m = tl.load(maxima + at, mask=mask, other=-float("inf"))
+    top = tl.load(tops + at, mask=mask, other=0.0).to(tl.int32, bitcast=True)
+    return tl.min(tl.where(m == tl.max(m, axis=1)[:, None], top, NONE), axis=1)
+
+
+@triton.jit
+def pick(vector, index, n):
+    """vector[n], or 0 where there is no n."""
+    return tl.sum(tl.where(index == n, vector, 0), axis=0)
+
+
+@triton.jit
+def squash(x, alpha, width):
+    """The sigmoid that stands for a probability; NaN where there can be none."""
+    return tl.where(x == float("inf"), float("nan"), tl.sigmoid((x - alpha) / width))
+
+
+@triton.jit
+def weights_of(
+    p_row, q_row, ids, V, n, length, token, top_p, log_p, top_q, log_q, p_cut, p_tie, q_cut, q_tie,
+    scale, coolness, q_coolness, q_greedy, q_top,
+    alpha, width, RULE: tl.constexpr, HAS_Q: tl.constexpr, ADJUST: tl.constexpr, ADJUST_Q: tl.constexpr,
+):  # fmt: skip
+    """Of one split of row n: a reference, weights of the next token relative to its exponential, and p."""
+    x = logits_of(p_row, ids, V, coolness, p_cut, p_tie, ADJUST)
+    reference = tl.full([], 0.0, tl.float32)
+    if n < length:
+        if RULE == SIGMOID:
+            p = squash(x, alpha, width)
+        else:
+            p = tl.exp((x - top_p) - log_p)
+        if HAS_Q:
+            y = logits_of(q_row, ids, V, q_coolness, q_cut, q_tie, ADJUST_Q)
+            if RULE == SIGMOID:
+                q = squash(y, alpha, width)
+            else:
+                q = tl.exp((y - top_q) - log_q)
+                q = tl.where(y == float("inf"), float("nan"), q)  # beside a stored logsumexp it would pass
+                q = tl.where(q_greedy, (ids == q_top).to(tl.float32), q)
+            w = scale * p - q
+            w = tl.where(w < 0, 0.0, w)  # NaN stays
+        else:
+            w = tl.where(ids == token, 0.0, scale * p)
+    else:
+        reference, p = exponentials(x)
+        if RULE == SIGMOID:
+            if length > 0:
+                reference = tl.full([], 0.0, tl.float32)
+                p = squash(x, alpha, width)
+        w = p
+    return reference, w, p, x
+
+
+@triton.jit
+def raced(x, s, seed, position, greedy, SPLIT: tl.constexpr):
+    """A split's maximum, and its logits plus the target stream's Gumbel noise, relative to that maximum so
+    that large logits do not swallow the noise's digits."""
+    # Four tokens share a block of noise: each key is computed once and its words dealt out.
+    c0 = (s * (SPLIT // 4) + tl.arange(0, SPLIT // 4)).to(tl.uint32)
+    zero = c0 * 0
+    a, b, c, d = tl.philox(seed, c0, zero + position.to(tl.uint32), zero, zero + TARGET)
+    word = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    u = tl.minimum(word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
+    top = tl.max(x, axis=0)
+    noise = tl.where(greedy, 0.0, -tl.log(exponential(u)))
+    return top, x - tl.where(top == -float("inf"), 0.0, top) + noise
+
+
+@triton.jit
+def first_max(x, ids):
+    return tl.min(tl.where(x == tl.max(x, axis=0), ids, NONE), axis=0)
