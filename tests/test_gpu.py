@@ -16,6 +16,7 @@ from outpace import random
 from outpace.random import Stream
 from outpace.sampling import Prefix, Sampling, adjust
 from tests.statistical.checks import Case, check_joint, check_text
+from tests.tiny import tiny
 from tests.verify.test_eager import RULES, blocks
 
 pytestmark = [
@@ -161,3 +162,25 @@ def test_joint_distribution_holds_there_too(rule: str) -> None:
         check_joint(Case(rule, 3, 2, draft=draft, ragged=True), device="cuda")
     if not rule.startswith("sigmoid"):
         check_text(rule, device="cuda")
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "match", "rejection"])
+def test_texts_are_the_cpus(rule: str) -> None:
+    """Filters, penalties and greed by row; drafts drawn by the kernel; but for what lies on a rounding."""
+    samplings = [
+        Sampling(),
+        Sampling(temperature=0.8, top_k=9, top_p=0.9),
+        Sampling(temperature=1.2, min_p=0.02, repetition_penalty=1.2),
+        Sampling(temperature=0.0),
+    ] * 4
+    prompts = [[3 + i, 5, 7 + i] for i in range(len(samplings))]
+    texts = []
+    for device in ("cpu", "cuda"):
+        decoder = outpace.Decoder(
+            tiny().to(device), tiny(seed=1).to(device), rule=rule, length=outpace.Fixed(3)
+        )
+        outs = decoder.generate(prompts, samplings, max_new_tokens=24, seed=list(range(len(prompts))))
+        texts.append([out.tokens for out in outs])
+        assert sum(out.stats.accepted for out in outs) > 0
+    same = sum(one == other for one, other in zip(*texts, strict=True))
+    assert same >= len(prompts) - 1

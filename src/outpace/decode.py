@@ -241,7 +241,8 @@ class Decoder:
         lengths = [min(limit, length) for limit, length in zip(limits, given, strict=True)]
         g = max(lengths)
         logits = None if draft.logits is None else draft.logits[:, :g]
-        return Draft(draft.tokens[:, :g], logits, lengths), state
+        told = None if draft.told is None else draft.told.first(g)
+        return Draft(draft.tokens[:, :g], logits, lengths, told), state
 
     def _state(self, rows: list[Row], limits: list[int]) -> State:
         own = [row.sampling if row.draft_sampling is None else row.draft_sampling for row in rows]
@@ -272,7 +273,12 @@ class Decoder:
         if any(row.top is not None or row.scores is not None for row in rows):
             scores = adjusted(logits, samplings, prefix, draft)
         verdict = settle(
-            self._block(rows, draft, logits), self.rule, self.lenience, one_for_all(samplings), prefix=prefix
+            self._block(rows, draft, logits),
+            self.rule,
+            self.lenience,
+            one_for_all(samplings),
+            None if draft.told is None else draft.told.sampling,
+            prefix,
         )
         if any(row.scores is not None or row.logits is not None for row in rows):
             keep(rows, verdict, logits, scores)
@@ -290,17 +296,20 @@ class Decoder:
         if device.type != "cpu" and g:  # on the CPU, `check_draft` has looked
             tokens, strange = check.tokens(tokens, None, logits.shape[-1])
         alone = R == 1  # then numbers need no tensors
+        told = draft.told
         return Block(
             tokens,
             draft.logits,
             logits,
-            None,
+            None if told is None else told.lse,
             rows[0].seed if alone else self._seeds(rows),
             len(rows[0].tokens)
             if alone
             else on_device([len(row.tokens) for row in rows], torch.int64, device),
             lengths,
             strange,
+            draft_cut=None if told is None else told.cut,
+            draft_tie=None if told is None else told.tie,
             in_turn=True,
         )
 

@@ -104,6 +104,11 @@ class Sampling:
         ) and not self.reads_prefix
 
     @property
+    def shape(self) -> Sampling:
+        """The part of it that depends on the position alone."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
     def reads_prefix(self) -> bool:
         """Whether the adjustment depends on earlier tokens."""
         return bool(

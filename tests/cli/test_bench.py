@@ -31,6 +31,18 @@ def test_every_side_is_timed_and_written_down(run: Run, tmp_path: Path) -> None:
     assert "argmax" in table
 
 
+def test_adjusted_logits_are_timed_too(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(PEER)
+    (tmp_path / "both.py").write_text(PEER + PEER.replace("verify", "verify_filtered"))
+    out = tmp_path / "figures.json"
+    sizes = ("--vocab", "300", "--drafts", "2", "--batch", "1", "--filtered")
+    options = ("--device", "cpu", "--dtype", "float32", "--peers", str(tmp_path), "--out", str(out))
+    status, _, errors = run("bench", "kernel", *sizes, *options)
+    assert status == 0, errors
+    sides = [one["side"] for one in json.loads(out.read_text())["figures"]]
+    assert sides == ["outpace", "outpace eager", "transformers", "both"]
+
+
 def test_a_folder_without_peers_is_one_line(run: Run, tmp_path: Path) -> None:
     status, _, errors = run("bench", "kernel", "--device", "cpu", "--peers", str(tmp_path))
     assert status == 2

@@ -12,16 +12,22 @@ import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation.utils import _speculative_sampling
 
 import outpace
-from outpace.verify import eager
+from outpace.sampling import Sampling, warp
+from outpace.verify import eager, sample
 from outpace.verify.block import Block
 from outpace.verify.rules import Rule, parse
 
@@ -30,6 +36,13 @@ DRAFTS = (1, 5, 10, 20)
 BATCHES = (1, 8, 64)
 ROTATED = 160 << 20  # bytes that inputs rotate over: more than any cache
 CALLS = 200  # at most, in one graph
+
+FILTER = Sampling(temperature=0.8, top_k=50, top_p=0.95)
+PROCESSORS = (
+    TemperatureLogitsWarper(FILTER.temperature),
+    TopKLogitsWarper(FILTER.top_k),
+    TopPLogitsWarper(FILTER.top_p),
+)
 
 # Older versions of Transformers ask whether the drafts end the text.
 OPTIONS = (
@@ -50,6 +63,7 @@ class Inputs:
     target: Tensor  # [B, g+1, V]
     seed: Tensor  # [B]
     position: Tensor  # [B]
+    drawn: tuple[Tensor, Tensor, Tensor] | None = None  # lse, cut and tie of the draft's, [B, g] each
 
     @classmethod
     def random(cls, B: int, g: int, V: int, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -60,6 +74,19 @@ class Inputs:
         tokens = (draft.float().softmax(-1) / noise).argmax(-1)
         seed = torch.randint(2**62, (B,), device=device)
         return cls(tokens, draft, target, seed, torch.arange(B, device=device))
+
+    def filtered(self) -> Inputs:
+        """Drafts drawn as FILTER says, and what `sample` found out about them."""
+        each = [
+            sample(self.draft[:, i], seed=self.seed, position=self.position, step=i, sampling=FILTER)
+            for i in range(self.tokens.shape[1])
+        ]
+        tokens, lse = torch.stack([one.tokens for one in each], 1), torch.stack([one.lse for one in each], 1)
+        cuts = [one.cut for one in each if one.cut is not None]
+        ties = [one.tie for one in each if one.tie is not None]
+        if not cuts:
+            return replace(self, tokens=tokens)
+        return replace(self, tokens=tokens, drawn=(lse, torch.stack(cuts, 1), torch.stack(ties, 1)))
 
     @property
     def nbytes(self) -> int:
@@ -102,8 +129,59 @@ def transformers(made: Inputs) -> Any:
     return [_speculative_sampling(made.tokens[b], made.draft[b], g, made.target[b], **OPTIONS) for b in rows]
 
 
-def peers(folder: Path) -> dict[str, Side]:
-    """From each Python file of a folder, its function `verify(draft_tokens, draft_logits, target_logits)`."""
+def ours_filtered(made: Inputs) -> Any:
+    return outpace.verify(
+        made.tokens,
+        made.draft,
+        made.target,
+        seed=made.seed,
+        position=made.position,
+        sampling=FILTER,
+        draft_sampling=FILTER,
+    )
+
+
+def ours_told(made: Inputs) -> Any:
+    """The same, with what the draft's own draws found out."""
+    assert made.drawn is not None
+    return outpace.verify(
+        made.tokens,
+        made.draft,
+        made.target,
+        seed=made.seed,
+        position=made.position,
+        sampling=FILTER,
+        draft_sampling=FILTER,
+        draft_lse=made.drawn[0],
+        draft_cut=made.drawn[1:],
+    )
+
+
+def eager_filtered(made: Inputs) -> Any:
+    target, draft = (warp(logits.float(), [FILTER]) for logits in (made.target, made.draft))
+    return eager.verify(Block(made.tokens, draft, target, None, made.seed, made.position), parse("token"))
+
+
+def transformers_filtered(made: Inputs) -> Any:
+    """Transformers' processors, then its function, row by row."""
+    ids = made.tokens[:1, :0]
+
+    def adjusted(logits: Tensor) -> Tensor:
+        for processor in PROCESSORS:
+            logits = processor(ids, logits)
+        return logits
+
+    made = replace(
+        made,
+        draft=torch.stack([adjusted(row.float()) for row in made.draft]),
+        target=torch.stack([adjusted(row.float()) for row in made.target]),
+    )
+    return transformers(made)
+
+
+def peers(folder: Path, filtered: bool = False) -> dict[str, Side]:
+    """From each Python file of a folder, its function `verify(draft_tokens, draft_logits, target_logits)`;
+    its `verify_filtered`, where there is one, for adjusted logits."""
     found: dict[str, Side] = {}
     for path in sorted(folder.glob("*.py")):
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -115,9 +193,11 @@ def peers(folder: Path) -> dict[str, Side]:
             raise ValueError(
                 f"peers: {path.name} has no function verify(draft_tokens, draft_logits, target_logits)"
             )
-        found[path.stem] = _called(module.verify)
+        verify = getattr(module, "verify_filtered", None) if filtered else module.verify
+        if verify is not None:
+            found[path.stem] = _called(verify)
     if not found:
-        raise ValueError(f"peers: no Python file in {folder}")
+        raise ValueError(f"peers: no Python file{' with verify_filtered' if filtered else ''} in {folder}")
     return found
 
 
@@ -132,6 +212,7 @@ def measure(
     drafts: Sequence[int] = DRAFTS,
     batches: Sequence[int] = BATCHES,
     others: dict[str, Side] | None = None,
+    filtered: bool = False,
 ) -> Iterator[Figure]:
     """All sides at all sizes, in turn. Transformers' loop is left out at batches above 8."""
     rate = bandwidth(device)
@@ -139,11 +220,10 @@ def measure(
         for g in drafts:
             for B in batches:
                 sets = rotated(B, g, V, device, dtype)
+                if filtered:
+                    sets = [one.filtered() for one in sets]
                 size = sets[0]
-                sides: dict[str, Side] = {"outpace": ours, "outpace eager": ours_eager}
-                if B <= 8:
-                    sides["transformers"] = transformers
-                for name, side in {**sides, **(others or {})}.items():
+                for name, side in {**own_sides(B, device, filtered), **(others or {})}.items():
                     captured = name != "transformers" and device.type == "cuda"
                     cold = in_graph(side, sets) if captured else None
                     hot = in_graph(side, [size] * 20) if captured else None
@@ -159,6 +239,20 @@ def measure(
                         None if cold is None else round(size.nbytes / cold / 1e3, 1),
                         peak(side, size) if device.type == "cuda" else None,
                     )
+
+
+def own_sides(B: int, device: torch.device, filtered: bool) -> dict[str, Side]:
+    """What is measured at a size beside peers."""
+    if not filtered:
+        sides: dict[str, Side] = {"outpace": ours, "outpace eager": ours_eager}
+    else:
+        sides = {"outpace": ours_filtered}
+        if device.type == "cuda":
+            sides["outpace told"] = ours_told
+        sides["outpace eager"] = eager_filtered
+    if B <= 8:
+        sides["transformers"] = transformers_filtered if filtered else transformers
+    return sides
 
 
 def rotated(B: int, g: int, V: int, device: torch.device, dtype: torch.dtype) -> list[Inputs]:

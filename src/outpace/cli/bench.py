@@ -48,6 +48,12 @@ def kernel(
             "verify(draft_tokens, draft_logits, target_logits)."
         ),
     ] = None,
+    filtered: Annotated[
+        bool,
+        typer.Option(
+            "--filtered", help="At temperature 0.8, top-k 50, top-p 0.95; of peers, verify_filtered."
+        ),
+    ] = False,
     out: Out = None,
 ) -> None:
     """Time verification (rule token): our kernels, our eager path, Transformers' function, and peers."""
@@ -56,10 +62,11 @@ def kernel(
     place, kind = where(device, dtype)
     from outpace.bench import kernel as timing
 
-    others = timing.peers(peers) if peers is not None else {}
+    others = timing.peers(peers, filtered) if peers is not None else {}
     sizes = (vocab or timing.VOCABULARIES, drafts or timing.DRAFTS, batch or timing.BATCHES)
-    total = len(sizes[0]) * len(sizes[1]) * sum(2 + (B <= 8) + len(others) for B in sizes[2])
-    figures = watched(timing.measure(place, kind, *sizes, others), total)
+    at_each = (len(timing.own_sides(B, place, filtered)) + len(others) for B in sizes[2])
+    total = len(sizes[0]) * len(sizes[1]) * sum(at_each)
+    figures = watched(timing.measure(place, kind, *sizes, others, filtered), total)
     names = ("side", "V", "g", "B", "graph cold", "graph hot", "eager", "floor", "GB/s", "peak KiB")
     cells = [
         (

@@ -9,7 +9,7 @@ a token because it was unlikely biases the output.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, Protocol
@@ -20,7 +20,23 @@ from torch import Tensor
 from outpace import random
 from outpace.arguments import on_device
 from outpace.random import Stream
-from outpace.sampling import Prefix, Sampling, adjust
+from outpace.sampling import Prefix, Sampling, adjust, process
+from outpace.verify import Drawn, sample
+
+
+@dataclass(frozen=True)
+class Told:
+    """What drawing on a GPU found out: see `outpace.verify.Drawn`, here `[R, g]` each."""
+
+    lse: Tensor
+    cut: Tensor | None
+    tie: Tensor | None
+    sampling: list[Sampling] | None
+
+    def first(self, g: int) -> Told:
+        """Of the first g tokens."""
+        cut, tie = (None if one is None else one[:, :g] for one in (self.cut, self.tie))
+        return replace(self, lse=self.lse[:, :g], cut=cut, tie=tie)
 
 
 @dataclass(frozen=True)
@@ -30,11 +46,13 @@ class Draft:
     tokens   int64 `[R, g]`
     logits   `[R, g, V]`, of the distribution that each token was drawn from; None: tokens were chosen
     lengths  how many of its g tokens each row guessed; None: all
+    told     what is known of these logits already, and what they are still to be adjusted by; None: nothing
     """
 
     tokens: Tensor
     logits: Tensor | None = None
     lengths: Sequence[int] | None = None
+    told: Told | None = None
 
     @classmethod
     def chosen(cls, guesses: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Draft:
@@ -107,6 +125,9 @@ class Draws:
         self.chosen = state.own_noise or self._greedy
         self._prefix = _room(state, g) if any(one.reads_prefix for one in state.sampling) else None
         self._neutral = all(one.neutral for one in state.sampling)
+        self._drawn: list[Drawn] = []  # of each draw on a GPU
+        # There the part of adjusting that depends on the position alone is the kernel's.
+        self._shapes = None if self._neutral else one_for_all([one.shape for one in state.sampling])
         if not self.chosen and state.device.type == "cpu":
             noise = random.halves(state.seed.tolist(), self._starts, g, Stream.DRAFT)
             self._u = [[row[i][0] for row in noise] for i in range(g)]
@@ -121,7 +142,8 @@ class Draws:
                 last = (self._start + i - 1)[:, None]
                 self._prefix.tokens.scatter_(1, last, self.tokens[-1][:, None])
             prefix = Prefix(self._prefix.tokens, self._start + i, self._prefix.prompt_lengths)
-        adjusted = logits if self._neutral else self._adjust(logits, prefix)
+        on_gpu = logits.is_cuda and not self.chosen
+        adjusted = logits if self._neutral else self._adjust(logits, prefix, shaped=not on_gpu)
         if any(one.processors for one in state.sampling):
             state.after.append([one.fork() for one in state.sampling])
         if self._greedy:
@@ -131,29 +153,30 @@ class Draws:
             noise = random.gumbel(state.seed, self._start + i, state.vocab_size)
             token = random.race(adjusted.float(), noise)
             sound = adjusted.amax(-1).isfinite()
+        elif on_gpu:
+            drawn = sample(adjusted, seed=state.seed, position=self._start, step=i, sampling=self._shapes)
+            token, sound = drawn.tokens, drawn.lse.isfinite()
+            self._drawn.append(drawn)
+            self._logits.append(adjusted)
         else:
             exact = adjusted.float()
-            token, sound = self._draw(exact, i)
+            token, sound = random.draw_softmax(exact, self._u[i])
             self._logits.append(exact if adjusted.dtype is torch.float64 else adjusted)
         self.tokens.append(token)
         self._sound.append(sound)
         return token
 
-    def _draw(self, logits: Tensor, i: int) -> tuple[Tensor, Tensor | list[bool]]:
-        """Of each row the i-th token, and whether there was any to draw."""
-        if logits.device.type == "cpu":
-            return random.draw_softmax(logits, self._u[i])
-        u = random.uniform(self.state.seed, self._start + i, self._start, Stream.DRAFT)
-        weights = logits.softmax(-1)
-        return random.draw(weights, u), weights[:, 0].isfinite()
-
     @cached_property
     def _start(self) -> Tensor:
         return on_device(self._starts, torch.int64, self.state.device)
 
-    def _adjust(self, logits: Tensor, prefix: Prefix | None) -> Tensor:
+    def _adjust(self, logits: Tensor, prefix: Prefix | None, shaped: bool) -> Tensor:
         rows = one_for_all(self.state.sampling)
-        return adjust(logits, rows if len(rows) > 1 else rows[0], prefix)
+        if shaped:
+            return adjust(logits, rows if len(rows) > 1 else rows[0], prefix)
+        if not any(one.logit_bias or one.reads_prefix for one in rows):
+            return logits
+        return process(logits[:, None], rows, prefix)[0][:, 0]
 
     def draft(self, lengths: Sequence[int] | None = None) -> Draft:
         """What was drawn. Where nothing was possible, or NaN, a row's draft ends before: that depends on q
@@ -165,7 +188,19 @@ class Draws:
         self.usable = [sum(1 for _ in takewhile(bool, row)) for row in zip(*sound, strict=True)]
         if lengths is not None:
             self.usable = [min(pair) for pair in zip(lengths, self.usable, strict=True)]
-        return Draft(torch.stack(self.tokens, dim=1), logits, self.usable)
+        return Draft(torch.stack(self.tokens, dim=1), logits, self.usable, self._told())
+
+    def _told(self) -> Told | None:
+        if not self._drawn:
+            return None
+        cuts = [one.cut for one in self._drawn if one.cut is not None]
+        ties = [one.tie for one in self._drawn if one.tie is not None]
+        return Told(
+            torch.stack([one.lse for one in self._drawn], dim=1),
+            torch.stack(cuts, dim=1) if cuts else None,
+            torch.stack(ties, dim=1) if ties else None,
+            self._shapes,
+        )
 
 
 def check_draft(draft: Draft, rows: int, vocab_size: int, device: torch.device) -> None:

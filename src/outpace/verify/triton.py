@@ -105,7 +105,7 @@ def verify(
     if raced:
         has_q, q = False, NO_KNOBS
     P = positions if raced or p.level == CUT else g
-    has_cut = block.draft_cut is not None and has_q
+    has_cut = has_q and block.draft_cut is not None
     cutting = p.level == CUT or (q.level == CUT and not has_cut)
     work = torch.empty(
         room(B, g, P, splits, splits * (size // chunk) + FEW if cutting else 0),
@@ -118,6 +118,9 @@ def verify(
     seeds, seed = (whole(block.seeds), 0) if isinstance(block.seeds, Tensor) else (None, block.seeds)
     starts, start = (whole(block.starts), 0) if isinstance(block.starts, Tensor) else (None, block.starts)
     stored = None if block.draft_lse is None else block.draft_lse.float().contiguous()
+    draft_cut, draft_tie = (
+        None if one is None else one.contiguous() for one in (block.draft_cut, block.draft_tie)
+    )
     given_up, ragged = block.given_up, lengths is not None
     strides = (B, g, V, splits, *target.stride()[:2], *draft.stride()[:2])
     outputs = (accepted, next_token, bad)
@@ -163,7 +166,7 @@ def verify(
     tiles = max(1, min(splits, rows * splits // BLOCKS))
     launch(
         finish, key, rows * -(-splits // tiles), max(1, size // 512),
-        (target, draft, tokens, lengths, stored, block.draft_cut, block.draft_tie, seeds, starts, given_up,
+        (target, draft, tokens, lengths, stored, draft_cut, draft_tie, seeds, starts, given_up,
          p.each, q.each, work, *outputs, seed, start, *strides, p.all[0], q.all[0], float(lenience),
          float(rule.alpha), float(rule.beta - rule.alpha), tiles),
         (size, power_of_2(g), S, RULES[rule.name], has_q, stored is not None, has_cut, ragged,

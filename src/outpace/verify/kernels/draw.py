@@ -100,6 +100,7 @@ def draw(
         head = tl.load(heads + t, mask=t < splits, other=0.0).to(tl.int32, bitcast=True)
         surest = tl.min(tl.where(m == tl.max(m, axis=0), head, NONE), axis=0)
         token = tl.where(greedy, surest, token)
+        sum_of_all = tl.where(greedy, 0.0, sum_of_all)
         tie = tl.where(greedy, surest, tie)
     sound = (mass > 0) & (mass < float("inf"))
     tl.store(tokens + b, tl.where(sound, token, 0))
