@@ -33,6 +33,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from outpace.workspace import kept
+
 Array = npt.NDArray[Any]
 Words = TypeVar("Words", int, Array, Tensor)
 Floats = TypeVar("Floats", float, Array, Tensor)
@@ -280,10 +282,16 @@ def draw_softmax(logits: Tensor, u: Sequence[float]) -> tuple[Tensor, list[bool]
     """
     B, V = logits.shape
     if V >= 8 * STRETCH and V % STRETCH == 0:
-        weights = logits.exp().view(B, -1, STRETCH)
+        # Fresh memory is as good as a buffer that is kept for one row, and not for many.
+        out = None if B == 1 else kept("draw", logits.shape, logits.dtype)
+        weights = torch.exp(logits, out=out).view(B, -1, STRETCH)
         sums = weights.sum(-1).tolist()
-        if all(LEAST < sum(row) < math.inf for row in sums):
-            return _each_in_stretches(weights, sums, u), [True] * B
+        usual = [LEAST < sum(row) < math.inf for row in sums]
+        if all(usual):
+            return _each_in_stretches(weights, sums, u), usual
+        if B > 1:  # a row's token must not depend on its neighbours, not even by rounding
+            each = [draw_softmax(row[None], [one]) for row, one in zip(logits, u, strict=True)]
+            return torch.cat([tokens for tokens, _ in each]), [sound for _, [sound] in each]
     weights = logits.softmax(-1)
     tokens = draw(weights, torch.tensor(u, dtype=torch.float64))
     # A softmax of NaN, +inf or nothing but -inf is NaN everywhere.

@@ -122,7 +122,7 @@ def test_rows_share_a_beginning_with_a_neighbour() -> None:
     torch.testing.assert_close(logits, own, atol=1e-4, rtol=1e-4)
 
 
-def test_the_cache_says_its_size_before_it_is_new_masks(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_cache_says_its_size_before_it_is_made(caplog: pytest.LogCaptureFixture) -> None:
     scorer = CausalScorer(tiny())
     with caplog.at_level("INFO", "outpace"):
         scorer.reserve(300, 100)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from outpace import Sampling, random
@@ -50,9 +52,10 @@ def block_of(
     dtype: torch.dtype = torch.float32,
     stored: bool = False,
     masked: float = 0.0,
+    scale: float = 2.0,
 ) -> Block:
     """Drafts drawn from logits near the target's."""
-    target = 2 * torch.randn(B, g + 1, V)
+    target = scale * torch.randn(B, g + 1, V)
     target = target.masked_fill(torch.rand(B, g + 1, V) < masked, -torch.inf)
     target[..., 0] = 0.5  # something is always possible
     draft = (target[:, :g] + 0.7 * torch.randn(B, g, V)).to(dtype)
@@ -160,10 +163,17 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rule", "dtype"),
+    [
+        *(("token", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+        *((rule, torch.bfloat16) for rule in RULES[1:]),
+    ],
+)
 def test_filters_are_those_of_each_row(rule: str, dtype: torch.dtype, splits: str) -> None:
     """Logits of few digits tie often; the same ones stay."""
+    if DEVICE == "cpu" and rule != "token" and splits == "one split":
+        pytest.skip("slow under the interpreter; it runs on a GPU")
     rows = FILTERS if parse(rule).exact else FILTERS[:-1]
     B = len(rows)
     block = block_of(B, 2, 61, masked=0.2)
@@ -217,7 +227,9 @@ def test_a_draw_without_a_distribution_is_flagged() -> None:
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_what_the_drafter_found_out_replaces_looking_again(rule: str, splits: str) -> None:
+@pytest.mark.parametrize("splits", ["many splits"], indirect=True)
+@pytest.mark.usefixtures("splits")
+def test_what_the_drafter_found_out_replaces_looking_again(rule: str) -> None:
     targets, rows = FILTERS[1:6], [*FILTERS[3:6], *FILTERS[-2:]]
     B, g = len(rows), 2
     block = block_of(B, g, 61)
@@ -232,6 +244,105 @@ def test_what_the_drafter_found_out_replaces_looking_again(rule: str, splits: st
     )
     found = kernels.verify(told, parse(rule), 1.0, targets, rows)
     assert_same(found, kernels.verify(block, parse(rule), 1.0, targets, rows))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (None, [Sampling(top_k=5)]),
+        (None, [Sampling(temperature=0.0)]),
+        ([Sampling(temperature=0.9)], [Sampling(temperature=one) for one in (0.7, 0.0, 1.0)]),
+    ],
+)
+def test_it_does_so_beside_any_target(ours: list[Sampling] | None, theirs: list[Sampling]) -> None:
+    block = block_of(3, 2, 61)
+    assert block.draft_logits is not None
+    drawn = [kernels.sample(block.draft_logits[:, i], block.seed, block.start, i, theirs) for i in range(2)]
+    tokens, lse, cut, tie = (
+        torch.stack([getattr(one, name) for one in drawn], dim=1) for name in ("tokens", "lse", "cut", "tie")
+    )
+    block = dataclasses.replace(block, tokens=tokens)
+    told = dataclasses.replace(block, draft_lse=lse, draft_cut=cut, draft_tie=tie)
+    for rule in ("token", "block"):
+        found = kernels.verify(told, parse(rule), 1.0, ours, theirs)
+        assert_same(found, kernels.verify(block, parse(rule), 1.0, ours, theirs))
+
+
+@pytest.mark.parametrize("rule", ["token", "sigmoid(-8, 8)"])
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_cut_hides_no_unusable_draft(rule: str, stored: bool) -> None:
+    block = block_of(4, 1, 61, stored=stored)
+    assert block.draft_logits is not None
+    block.draft_logits[1, 0, int(block.tokens[1, 0])] = math.nan
+    block.draft_logits[2, 0, (int(block.tokens[2, 0]) + 1) % 61] = math.nan
+    verdict = kernels.verify(block, parse(rule), 1.0, None, [Sampling(top_k=61), *[Sampling(top_k=5)] * 3])
+    assert verdict.bad.tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("splits", ["many splits"], indirect=True)
+@pytest.mark.usefixtures("splits")
+def test_many_tokens_that_stay_are_found_too() -> None:
+    """More than the list holds: flat logits under top-p, and a large k."""
+    rows = [
+        *(Sampling(top_p=0.9), Sampling(top_k=70), Sampling(min_p=0.5), Sampling(top_k=50, top_p=0.6)),
+        Sampling(top_p=0.95),
+    ]
+    logits = torch.rand(5, 97) / 2
+    logits[4, :2] = 12.0  # two likely ones in one chunk
+    logits = logits.to(DEVICE)
+    seed, start = torch.arange(5, device=DEVICE), torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    found, expected = (side.sample(logits, seed, start, 1, rows) for side in (kernels, eager))
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.allclose(found.lse, expected.lse, atol=1e-5)
+
+
+@settings(max_examples=6 if DEVICE == "cpu" else 60, deadline=None, derandomize=True, database=None)
+@given(
+    V=st.integers(1, 130),
+    g=st.integers(0, 20),
+    B=st.integers(1, 3 if DEVICE == "cpu" else 67),
+    rule=st.sampled_from(RULES),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    soft=st.booleans(),
+    ragged=st.booleans(),
+    masked=st.sampled_from([0.0, 0.5, 1.0]),
+    scale=st.sampled_from([0.01, 1.0, 100.0]),
+)
+def test_any_block_is_decided_as_the_eager_rules_do(
+    V: int,
+    g: int,
+    B: int,
+    rule: str,
+    dtype: torch.dtype,
+    soft: bool,
+    ragged: bool,
+    masked: float,
+    scale: float,
+) -> None:
+    block = block_of(B, g, V, soft=soft, ragged=ragged, dtype=dtype, masked=masked, scale=scale)
+    assert_same(kernels.verify(block, parse(rule)), eager.verify(block, parse(rule)))
+
+
+@pytest.mark.parametrize("splits", ["many splits"], indirect=True)
+@pytest.mark.usefixtures("splits")
+def test_texts_are_distributed_as_the_targets_with_drafts_of_the_sampler() -> None:
+    """Two drafted tokens and what follows them, filtered: the first token is the adjusted target's."""
+    n, V = (60, 7) if DEVICE == "cpu" else (200_000, 7)
+    target, draft = 1.5 * torch.randn(3, V), 1.5 * torch.randn(2, V)
+    ours, theirs = [Sampling(temperature=0.8, top_k=5)], [Sampling(temperature=1.2)]
+    seed, start = torch.arange(n, device=DEVICE), torch.full((n,), 11, device=DEVICE)
+    p, q = (one.expand(n, *one.shape).contiguous().to(DEVICE) for one in (target, draft))
+    drawn = [kernels.sample(q[:, i], seed, start, i, theirs) for i in range(2)]
+    tokens = torch.stack([one.tokens for one in drawn], dim=1)
+    lse = torch.stack([one.lse for one in drawn], dim=1)
+    verdict = kernels.verify(Block(tokens, q, p, lse, seed, start), parse("token"), 1.0, ours, theirs)
+    first = torch.where(verdict.accepted > 0, tokens[:, 0], verdict.next_token).cpu()
+    expected = n * warp(target[None], ours)[0, 0].double().softmax(-1)
+    seen = first.bincount(minlength=V)
+    assert not seen[expected == 0].any()
+    chi2 = ((seen - expected) ** 2 / expected)[expected > 0].sum()
+    freedom = torch.tensor(int((expected > 0).sum()) - 1.0, dtype=torch.float64)
+    assert torch.special.gammaincc(freedom / 2, chi2 / 2) > 1e-6
 
 
 def test_a_greedy_draft_is_a_point_mass(splits: str) -> None:
@@ -406,11 +517,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from outpace.verify.kernels import decide
 
-POINTERS = dict(target="*bf16", draft="*bf16", tokens="*i64", lengths="*i64", draft_lse="*fp32", seeds="*i64",
+POINTERS = dict(target="*bf16", draft="*bf16", tokens="*i64", lengths="*i64", draft_lse="*fp64", seeds="*i64",
     starts="*i64", given_up="*i1", knobs="*fp32", q_knobs="*fp32", work="*fp32", accepted="*i64",
     next_token="*i64", bad="*i1", lenience="fp32", alpha="fp32", width="fp32", seed="i64", start="i64",
     draft_cut="*fp32", draft_tie="*i32", heat="fp32", top_k="fp32", limit="fp32", min_p="fp32", q_heat="fp32",
-    q_top_k="fp32", q_limit="fp32", q_min_p="fp32", logits="*bf16", lse="*fp32", cuts="*fp32", ties="*i32")
+    q_top_k="fp32", q_limit="fp32", q_min_p="fp32", logits="*bf16", lse="*fp64", cuts="*fp32", ties="*i32")
 
 def build(kernel, **constants):
     types, fixed = {}, {}
@@ -427,7 +538,7 @@ from outpace.verify.kernels.pieces import RULES
 
 for on in (0, 1, 2):
     build(decide.scan, SPLIT=2048, CHUNK=32, LENGTHS=on > 0, ADJUST=on, ADJUST_Q=on, GREEDY=on > 0,
-        GREEDY_Q=on > 0)
+        GREEDY_Q=on > 0, CHUNKED=on == 2)
     build(decide.race, SPLIT=2048, LENGTHS=on > 0, ADJUST=on)
     build(draw, SPLIT=2048, CHUNK=32, WIDE=4096, N=256, FEW=1024, S=32, ADJUST=on, SHIFT=16)
     for rule in RULES.values():

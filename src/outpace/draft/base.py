@@ -44,7 +44,8 @@ class Draft:
     """R rows' guesses of up to g tokens.
 
     tokens   int64 `[R, g]`
-    logits   `[R, g, V]`, of the distribution that each token was drawn from; None: tokens were chosen
+    logits   `[R, g, V]`, of the distribution that each token was drawn from, but for what `told.sampling`
+             still does to them; None: tokens were chosen
     lengths  how many of its g tokens each row guessed; None: all
     told     what is known of these logits already, and what they are still to be adjusted by; None: nothing
     """
@@ -127,7 +128,7 @@ class Draws:
         self._neutral = all(one.neutral for one in state.sampling)
         self._drawn: list[Drawn] = []  # of each draw on a GPU
         # There the part of adjusting that depends on the position alone is the kernel's.
-        self._shapes = None if self._neutral else one_for_all([one.shape for one in state.sampling])
+        self._shapes = None if self._neutral else [one.shape for one in one_for_all(state.sampling)]
         if not self.chosen and state.device.type == "cpu":
             noise = random.halves(state.seed.tolist(), self._starts, g, Stream.DRAFT)
             self._u = [[row[i][0] for row in noise] for i in range(g)]
@@ -142,7 +143,7 @@ class Draws:
                 last = (self._start + i - 1)[:, None]
                 self._prefix.tokens.scatter_(1, last, self.tokens[-1][:, None])
             prefix = Prefix(self._prefix.tokens, self._start + i, self._prefix.prompt_lengths)
-        on_gpu = logits.is_cuda and not self.chosen
+        on_gpu = state.device.type != "cpu" and not self.chosen
         adjusted = logits if self._neutral else self._adjust(logits, prefix, shaped=not on_gpu)
         if any(one.processors for one in state.sampling):
             state.after.append([one.fork() for one in state.sampling])

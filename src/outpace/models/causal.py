@@ -279,7 +279,7 @@ class CausalScorer:
                 self._ready = self._new_masks(torch.arange(T, T + FEW, device=self.device)[None], T + FEW)
             part = slice(T - start, T - start + reach)
             made = {
-                window: mask[..., :n, part].expand(R, -1, -1, -1).contiguous()
+                window: mask[..., :n, part].expand(R, -1, -1, -1).clone(memory_format=torch.contiguous_format)
                 for window, mask in self._ready.items()
             }
         if list(self._windows) == [""]:

@@ -31,9 +31,9 @@ class Drawn:
     """A drafter's draw from each row, and what verification would otherwise have to find out again.
 
     tokens  `[B]` int64
-    lse     `[B]` float32, logsumexp of the adjusted logits; NaN where there was nothing to draw from
+    lse     `[B]` float64, logsumexp of the adjusted logits; NaN where there was nothing to draw from
     cut     `[B]` float32, the least logit that stayed, before temperature; None where it was not looked for
-    tie     `[B]` int32, the first id that stayed just there
+    tie     `[B]` int32, the first id that stayed just there; of a greedy row, the one that did
     """
 
     tokens: Tensor

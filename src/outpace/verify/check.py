@@ -93,7 +93,11 @@ def cut(
     """A cut says what stayed of logits that a sampling adjusts, and nothing without their logsumexp."""
     if draft_lse is None or drafters is None:
         raise ValueError("draft_cut: given without draft_lse and draft_sampling, which it belongs to")
+    if len(given) != 2 or not all(isinstance(one, Tensor) for one in given):
+        raise TypeError("draft_cut: got no pair of tensors; it must be cut and tie, as `sample` gives them")
     for name, one, dtype in zip(("cut", "tie"), given, (torch.float32, torch.int32), strict=True):
+        if one.device != draft_tokens.device:
+            raise ValueError(f"draft_cut: {name} is on {one.device}; the others are on {draft_tokens.device}")
         if one.shape != draft_tokens.shape or one.dtype is not dtype:
             raise ValueError(
                 f"draft_cut: got {name} of {one.dtype} {tuple(one.shape)}; it must be {dtype} "

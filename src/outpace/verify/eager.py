@@ -126,7 +126,7 @@ def sample(
     adjusted = wide(logits) if rows is None else warp(wide(logits)[:, None], rows)[:, 0]
     seed, start = (torch.as_tensor(one, device=logits.device).expand(B) for one in (seeds, starts))
     u = random.uniform(seed, start + step, start, Stream.DRAFT)
-    lse = torch.where(unusable(adjusted), torch.nan, adjusted.logsumexp(-1)).float()
+    lse = torch.where(unusable(adjusted), torch.nan, adjusted.double().logsumexp(-1))
     return Drawn(random.draw(adjusted.softmax(-1), u).masked_fill(lse.isnan(), 0), lse)
 
 
@@ -309,7 +309,10 @@ def draft_softmax(block: Block) -> Tensor | None:
         return None
     if block.draft_lse is None:
         return softmax(block.draft_logits, "q")
-    return (wide(block.draft_logits) - block.draft_lse[..., None]).exp_()
+    logits = wide(block.draft_logits)
+    high = block.draft_lse.to(logits.dtype)  # in two parts: a large one has few digits for the rest
+    low = (block.draft_lse - high).to(logits.dtype)
+    return (logits - high[..., None] - low[..., None]).exp_()
 
 
 def chosen(probabilities: Tensor | None, block: Block) -> Tensor:

@@ -53,11 +53,9 @@ class Knobs(NamedTuple):
     all: tuple[float, float, float, float]
 
     @classmethod
-    def of(cls, sampling: Sequence[Sampling] | Tensor | None, V: int, device: torch.device) -> Knobs:
+    def of(cls, sampling: Sequence[Sampling] | None, V: int, device: torch.device) -> Knobs:
         if sampling is None:
             return NO_KNOBS
-        if isinstance(sampling, Tensor):
-            return cls(CUT, True, sampling, NO_KNOBS.all)
         rows = [turned(one, V) for one in sampling]
         if all(row == NO_KNOBS.all for row in rows):
             return NO_KNOBS
@@ -75,15 +73,16 @@ NO_KNOBS = Knobs(PLAIN, False, None, (1.0, 0.0, -1.0, 0.0))
 def turned(one: Sampling, V: int) -> tuple[float, float, float, float]:
     """A Sampling as the kernels take it: top_p as what may be dropped, -1 where nothing may."""
     k = one.top_k if one.top_k < V else 0
-    return (float(one.temperature), float(k), 1 - one.top_p if one.top_p < 1 else -1.0, float(one.min_p))
+    temperature = max(one.temperature, 1e-30) if one.temperature else 0.0  # float32 rounds less to 0
+    return (float(temperature), float(k), 1 - one.top_p if one.top_p < 1 else -1.0, float(one.min_p))
 
 
 def verify(
     block: Block,
     rule: Rule,
     lenience: float = 1.0,
-    sampling: Sequence[Sampling] | Tensor | None = None,
-    draft_sampling: Sequence[Sampling] | Tensor | None = None,
+    sampling: Sequence[Sampling] | None = None,
+    draft_sampling: Sequence[Sampling] | None = None,
 ) -> Verdict:
     """Apply a rule to a block whose logits are adjusted but for temperature, top-k, top-p and min-p."""
     target, draft, tokens, lengths = block.target_logits, block.draft_logits, block.tokens, block.counts
@@ -117,7 +116,7 @@ def verify(
     tokens, lengths = whole(tokens), None if lengths is None else whole(lengths)
     seeds, seed = (whole(block.seeds), 0) if isinstance(block.seeds, Tensor) else (None, block.seeds)
     starts, start = (whole(block.starts), 0) if isinstance(block.starts, Tensor) else (None, block.starts)
-    stored = None if block.draft_lse is None else block.draft_lse.float().contiguous()
+    stored = None if block.draft_lse is None else block.draft_lse.double().contiguous()
     draft_cut, draft_tie = (
         None if one is None else one.contiguous() for one in (block.draft_cut, block.draft_tie)
     )
@@ -138,7 +137,7 @@ def verify(
         launch(
             scan, key, (B * P + q_rows) * splits, max(4 if cutting else 1, size // 2048),
             (*inputs, p.all[0], q.all[0]),
-            (size, chunk, ragged, p.level, q.level, p.greedy, q.greedy),
+            (size, chunk, ragged, p.level, q.level, p.greedy, q.greedy, cutting),
         )  # fmt: skip
     if cutting:
         skipped = 0 if p.level == CUT else B * P
@@ -180,7 +179,7 @@ def sample(
     seeds: Tensor | int,
     starts: Tensor | int,
     step: int,
-    sampling: Sequence[Sampling] | Tensor | None = None,
+    sampling: Sequence[Sampling] | None = None,
 ) -> Drawn:
     """Draw a drafter's token from each row of `[B, V]`, at `step` positions after the iteration's start."""
     B, V = logits.shape
@@ -193,8 +192,8 @@ def sample(
     chunk = max(1, size // CHUNKS)
     work = torch.empty(B * (splits * (3 + size // chunk) + FEW), dtype=torch.float32, device=device)
     tokens = torch.empty(B, dtype=torch.int64, device=device)
-    lse = torch.empty(B, dtype=torch.float32, device=device)
-    cuts = torch.empty_like(lse) if knobs.level else None
+    lse = torch.empty(B, dtype=torch.float64, device=device)
+    cuts = torch.empty(B, dtype=torch.float32, device=device) if knobs.level else None
     ties = torch.empty(B, dtype=torch.int32, device=device) if knobs.level else None
     each_seed, seed = (whole(seeds), 0) if isinstance(seeds, Tensor) else (None, seeds)
     each_start, start = (whole(starts), 0) if isinstance(starts, Tensor) else (None, starts)

@@ -81,7 +81,7 @@ def scan(
     target, draft, lengths, knobs, q_knobs, work, B, g, V, splits,
     p_row, p_position, q_row, q_position, heat, q_heat,
     SPLIT: tl.constexpr, CHUNK: tl.constexpr, LENGTHS: tl.constexpr, ADJUST: tl.constexpr,
-    ADJUST_Q: tl.constexpr, GREEDY: tl.constexpr, GREEDY_Q: tl.constexpr,
+    ADJUST_Q: tl.constexpr, GREEDY: tl.constexpr, GREEDY_Q: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum of exponentials and argmax of every split, p rows then q rows; of its chunks the maxima.
 
@@ -116,7 +116,7 @@ def scan(
         tl.store(sums + at, tl.sum(e, axis=0))
         if GREEDY or GREEDY_Q:
             tl.store(tops + at, first_max(x, ids).to(tl.float32, bitcast=True))
-        if (ADJUST == CUT) or (ADJUST_Q == CUT):
+        if CHUNKED:
             each = SPLIT // CHUNK
             heights = tl.max(tl.reshape(z, [SPLIT // CHUNK, CHUNK]), axis=1)
             tl.store(chunks + at * each + tl.arange(0, SPLIT // CHUNK), heights)
@@ -272,25 +272,29 @@ def finish(
             px = tl.where(greedy, sure, px)
     if HAS_Q:
         q_first = B * P + b * g
-        if ADJUST_Q == CUT:
-            if HAS_CUT:
-                q_cut = tl.load(draft_cut + b * g + i, mask=drafted, other=0.0)
-                q_tie = tl.load(draft_tie + b * g + i, mask=drafted, other=0)
-            else:
-                q_most, q_log, q_cut, q_tie = facts_of(facts, q_first + i, drafted)
-                no_q = ~(tl.abs(q_log) < float("inf"))
+        no_q = i < 0
+        if HAS_CUT:
+            q_cut = tl.load(draft_cut + b * g + i, mask=drafted, other=0.0)
+            q_tie = tl.load(draft_tie + b * g + i, mask=drafted, other=0)
+        elif ADJUST_Q == CUT:
+            q_most, q_log, q_cut, q_tie = facts_of(facts, q_first + i, drafted)
+            no_q = ~(tl.abs(q_log) < float("inf"))  # a cut hides NaN and +inf
+        if HAS_LSE:
+            # In two parts, since a large one swallows the digits of what it is relative to
+            stored = tl.load(draft_lse + b * g + i, mask=drafted, other=0.0)
+            q_most = stored.to(tl.float32)
+            q_log = (stored - q_most.to(tl.float64)).to(tl.float32)
+            no_q |= ~(tl.abs(q_most) < float("inf"))
         y = logits_of(
             q_rows + i.to(tl.int64) * q_position, token, tl.where(drafted, V, 0), q_coolness, q_cut, q_tie,
             ADJUST_Q,
         )  # fmt: skip
         if RULE == SIGMOID:
             qx = squash(y, alpha, width)
-            unusable |= qx != qx
+            unusable |= no_q | (qx != qx)
         else:
             if HAS_LSE:
-                q_most = tl.load(draft_lse + b * g + i, mask=drafted, other=0.0)
-                q_log = tl.zeros([G], tl.float32)
-                no_q = ~(tl.abs(q_most) < float("inf")) | ~(y < float("inf"))
+                no_q |= ~(y < float("inf"))
             elif ADJUST_Q != CUT:
                 q_most, q_log, no_q = together(maxima, sums, q_first, i, splits, drafted, S)
             if GREEDY:

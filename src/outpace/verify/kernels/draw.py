@@ -94,7 +94,7 @@ def draw(
         token = first_beyond(weight, ids, level - (pick(cdf, t, split) - pick(part, t, split)))
         last = tl.max(tl.where(weight > 0, ids, 0), axis=0)
     token = tl.where(token == NONE, last, token)
-    sum_of_all = most + tl.log(mass)
+    sum_of_all = most.to(tl.float64) + tl.log(mass).to(tl.float64)
     if ADJUST:
         # The first of the largest, and a point mass there
         head = tl.load(heads + t, mask=t < splits, other=0.0).to(tl.int32, bitcast=True)

@@ -1,11 +1,11 @@
 """Top-k, top-p and min-p without sorting: of each row, the least logit that stays.
 
 A pass over the row leaves the maximum of every chunk of a few tokens. The k largest of those are k tokens, so
-no token below the k-th of them is among the k likeliest; likewise, where the chunks' maxima alone weigh as
-much as top-p asks for, nothing below them is needed. So only a few chunks are looked at again, as integers
-that compare as the logits do, and a search finds the cut among them. What is left is described by two
-numbers: logits above `cut` stay, and those just on it from the id `tie` on, by the tie rule of
-`outpace.sampling`.
+no token below the k-th of them is among the k likeliest; likewise, they say how much all tokens below a place
+can weigh at most, and where that is within what top-p drops, all of them go. So only a few chunks are looked
+at again, as integers that compare as the logits do, and a search finds the cut among them. What is left is
+described by two numbers: logits above `cut` stay, and those just on it from the id `tie` on, by the tie rule
+of `outpace.sampling`. A k above the number of chunks has no bound, and its search goes over the whole row.
 """
 
 from __future__ import annotations
@@ -100,6 +100,24 @@ def likeliest(most, coolness, min_p, low, high, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def least_that_may_stay(
+    tops, weights, limit, most, coolness, low, high, SHIFT: tl.constexpr
+):  # fmt: skip
+    """The highest place below which all may go: no token of a chunk weighs more than its maximum does, nor
+    than the place; so much for each, times the chunk's size, is within the limit."""
+    low, high = low.to(tl.int64), high.to(tl.int64)
+    while low < high:
+        middle = (low + high + 1) >> 1
+        place = middle.to(tl.int32)
+        each = tl.exp(tempered(number_of(place, SHIFT), coolness, 1) - most)
+        if tl.sum(tl.where(tops < place, weights, tl.minimum(weights, each)), axis=0) <= limit:
+            low = middle
+        else:
+            high = middle - 1
+    return low.to(tl.int32)
+
+
+@triton.jit
 def threshold(
     row, chunks, few, V, most, mass, coolness, k, limit, min_p,
     C: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, N: tl.constexpr, FEW: tl.constexpr,
@@ -133,11 +151,10 @@ def threshold(
         )
     else:
         if limit >= 0:
-            votes = tl.exp(tempered(maxima, coolness, 1) - most)
-            bound = search(
-                tops, votes, mass - limit * mass, 0.0, lowest, highest, row, chunks, 1, 0, V, most,
-                coolness, C, SHIFT, True,
-            )  # fmt: skip
+            weights = tl.where(real, tl.exp(tempered(maxima, coolness, 1) - most), 0.0)
+            bound = least_that_may_stay(
+                tops, weights, limit * mass / CHUNK, most, coolness, lowest, highest, SHIFT
+            )
         bound = tl.maximum(bound, likely)
 
     # The chunks that reach it, in order
@@ -152,7 +169,7 @@ def threshold(
     filled = 0
     for first in range(0, count, WIDE):
         z, ids = candidates(row, chunks, CHUNK, first, count, V, WIDE)
-        reach_it = order_of(z, SHIFT) >= bound
+        reach_it = (order_of(z, SHIFT) >= bound) & (z > -float("inf"))
         slot = tl.cumsum(reach_it.to(tl.int32), axis=0) - 1 + filled
         tl.store(few + slot, ids.to(tl.float32, bitcast=True), mask=reach_it & (slot < FEW))
         filled += tl.sum(reach_it.to(tl.int32), axis=0)
