@@ -470,6 +470,30 @@ def test_a_model_that_returns_nan_leaves_nothing_behind(side: str) -> None:
         assert decoder.generate(prompt, temperature=0, max_new_tokens=9).tokens == greedy(target, prompt, 9)
 
 
+class Grammar(LogitsProcessor):  # type: ignore[misc]
+    """Only even tokens; one that is not cannot be gone on from, as with any grammar."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if (input_ids[0, len(PROMPT) :] % 2).any():
+            raise RuntimeError("no such text")
+        return scores.index_fill(1, torch.arange(1, V, 2), -torch.inf)
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "match"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_never_sees_a_text_that_it_forbids(rule: str, temperature: float) -> None:
+    """Guesses do not follow it: what comes after one that it forbids is not shown to it."""
+    sampling = Sampling(temperature=temperature, processors=[Grammar()])
+    drafter = outpace.RandomDrafter(V)
+    decoder = Decoder(tiny(), drafter, rule=rule, length=Fixed(4), draft_sampling=Sampling())
+    out = decoder.generate(PROMPT, sampling, seed=3, max_new_tokens=20, logprobs=True)
+    assert len(out.tokens) == 20
+    assert not any(token % 2 for token in out.tokens)
+    if temperature == 0 or rule == "match":
+        plain = Decoder(tiny()).generate(PROMPT, sampling, seed=3, max_new_tokens=20)
+        assert out.tokens == plain.tokens
+
+
 def test_an_error_in_a_processor_or_drafter_leaves_nothing_half_done() -> None:
     class Angry(LogitsProcessor):  # type: ignore[misc]
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ def adjusted(logits: Tensor, samplings: list[Sampling], prefix: Prefix | None, d
         for one in (sampling.fork() for sampling in one_for_all(samplings))
     ]
     scored = on_device([length + 1 for length in draft.lengths or []], torch.int64, logits.device)
-    scores, _ = process(logits, soft, prefix, draft.tokens, scored)
+    scores, _ = process(logits, soft, prefix, draft.tokens, scored, until_lost=True)
     return warp(scores, soft)
 
 

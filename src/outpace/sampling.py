@@ -234,10 +234,12 @@ def process(
     prefix: Prefix | None = None,
     drafted: Tensor | None = None,
     lengths: Tensor | None = None,
+    until_lost: bool = False,
 ) -> tuple[Tensor, Rewind | None]:
     """The part of `adjust` that greedy decoding has too: bias, penalties, processors.
 
-    Processors see the first `lengths[b]` of a row's positions; by default all n. Where there are
+    Processors see the first `lengths[b]` of a row's positions; by default all n; with `until_lost` none past
+    a draft that they forbid, which plain decoding would never show them. Where there are
     processors, the second result takes the last position of each row that came to count `[B]`, and sets the
     state of the row's processors back to just after it.
     """
@@ -264,7 +266,7 @@ def process(
     _penalize(scores, rows, prefix, drafted[:, : n - 1])
     if not any(row.processors for row in rows):
         return scores, None
-    return scores, _run_processors(scores, rows, prefix, drafted, lengths)
+    return scores, _run_processors(scores, rows, prefix, drafted, lengths, until_lost)
 
 
 def warp(scores: Tensor, rows: list[Sampling]) -> Tensor:
@@ -391,7 +393,12 @@ def _change(scores: Tensor, tokens: Tensor, seen: Tensor, change: Callable[[Tens
 
 
 def _run_processors(
-    scores: Tensor, rows: list[Sampling], prefix: Prefix, drafted: Tensor, lengths: Tensor | None
+    scores: Tensor,
+    rows: list[Sampling],
+    prefix: Prefix,
+    drafted: Tensor,
+    lengths: Tensor | None,
+    until_lost: bool,
 ) -> Rewind:
     """Apply each row's processors in place, position after position; return how to set their state back."""
     B, n, _ = scores.shape
@@ -412,6 +419,8 @@ def _run_processors(
             scores[b, i] = one[0]
             if alone[b]:
                 states.append(_copies(processors))
+            if until_lost and i < drafted.shape[1] and bool(one[0, drafted[b, i]] == -torch.inf):
+                break
         after.append(states)
 
     def rewind(last: Tensor) -> None:

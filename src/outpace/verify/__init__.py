@@ -199,7 +199,9 @@ def settle(
     if targets is not None and not all(one.neutral for one in targets):
         scores = block.target_logits
         if not left_to_the_kernels(targets) or _reads_tokens(targets):
-            scores, rewind_target = process(scores, targets, prefix, block.tokens, block.lengths + 1)
+            scores, rewind_target = process(
+                scores, targets, prefix, block.tokens, block.lengths + 1, until_lost=True
+            )
             block = replace(block, target_logits=scores)
         if not left_to_the_kernels(targets) and not greedy:
             if lenience < 1:
