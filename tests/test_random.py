@@ -150,6 +150,21 @@ def test_draw_softmax_is_draw_from_the_softmax(V: int, shift: float) -> None:
         assert row[token - 1] - 1e-5 <= one <= row[token] + 1e-5
 
 
+def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
+    generator = torch.Generator().manual_seed(7)
+    logits = 4 * torch.randn(64, 4096, generator=generator)
+    u = torch.rand(64, generator=generator, dtype=torch.float64).tolist()
+    logits[5] += 200.0  # leaves float32's range
+    together, _ = random.draw_softmax(logits, u)
+    alone = [random.draw_softmax(row[None], [one])[0] for row, one in zip(logits, u, strict=True)]
+    assert torch.equal(together, torch.cat(alone))
+    weights = logits.softmax(-1)
+    each = [random.draw_one(row, one) for row, one in zip(weights, u, strict=True)]
+    assert random.draw(weights, torch.tensor(u, dtype=torch.float64)).tolist() == each
+    usual = logits[:5]
+    assert torch.equal(random.draw_softmax(usual, u[:5])[0], torch.cat(alone[:5]))
+
+
 @pytest.mark.parametrize("V", [31, 4096])
 def test_draw_softmax_says_which_rows_have_none(V: int) -> None:
     logits = torch.zeros(4, V)

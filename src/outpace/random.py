@@ -43,6 +43,7 @@ WORD = 0xFFFFFFFF
 CACHED = 1 << 13  # Philox blocks evaluated at a time on the CPU, so that intermediate arrays stay in cache
 STRETCH = 256  # tokens summed together in the inverse CDF over a large vocabulary
 LEAST = 1e-6  # a sum of float32 exponentials above this has lost no token likelier than 1e-32
+MANY = 4  # rows from which tensors are faster than Python's floats, one row after another
 HANDFUL = 16  # Philox blocks below which Python's integers are the fastest
 
 
@@ -257,11 +258,7 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:
     if V % STRETCH:
         weights = torch.nn.functional.pad(weights, (0, -V % STRETCH))
     weights = weights.view(B, -1, STRETCH)
-    if weights.device.type == "cpu":
-        return _each_in_stretches(weights, weights.sum(-1).tolist(), u.tolist())
-    stretch, within = _inverse(weights.sum(-1), u)
-    token, _ = _inverse(weights[torch.arange(B, device=weights.device), stretch], within)
-    return stretch * STRETCH + token
+    return _from_stretches(weights, weights.sum(-1), u)
 
 
 def _inverse(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,10 +282,10 @@ def draw_softmax(logits: Tensor, u: Sequence[float]) -> tuple[Tensor, list[bool]
         # Fresh memory is as good as a buffer that is kept for one row, and not for many.
         out = None if B == 1 else kept("draw", logits.shape, logits.dtype)
         weights = torch.exp(logits, out=out).view(B, -1, STRETCH)
-        sums = weights.sum(-1).tolist()
-        usual = [LEAST < sum(row) < math.inf for row in sums]
+        sums = weights.sum(-1)
+        usual = [LEAST < total < math.inf for total in sums.sum(-1).tolist()]
         if all(usual):
-            return _each_in_stretches(weights, sums, u), usual
+            return _from_stretches(weights, sums, u), usual
         if B > 1:  # a row's token must not depend on its neighbours, not even by rounding
             each = [draw_softmax(row[None], [one]) for row, one in zip(logits, u, strict=True)]
             return torch.cat([tokens for tokens, _ in each]), [sound for _, [sound] in each]
@@ -307,9 +304,15 @@ def draw_one(weights: Tensor, u: float) -> int:
     return _in_stretches(stretches, stretches.sum(-1).tolist(), u)
 
 
-def _each_in_stretches(weights: Tensor, sums: list[list[float]], u: Sequence[float]) -> Tensor:
-    each = zip(weights, sums, u, strict=True)
-    return torch.tensor([_in_stretches(*row) for row in each], dtype=torch.int64)
+def _from_stretches(weights: Tensor, sums: Tensor, u: Tensor | Sequence[float]) -> Tensor:
+    """From weights `[B, n, STRETCH]` and their sums `[B, n]`, with one uniform a row."""
+    if weights.device.type == "cpu" and len(weights) < MANY:
+        each = zip(weights, sums.tolist(), u.tolist() if isinstance(u, Tensor) else u, strict=True)
+        return torch.tensor([_in_stretches(*row) for row in each], dtype=torch.int64)
+    u = u if isinstance(u, Tensor) else torch.tensor(u, dtype=torch.float64)
+    stretch, within = _inverse(sums, u)
+    token, _ = _inverse(weights[torch.arange(len(weights), device=weights.device), stretch], within)
+    return stretch * STRETCH + token
 
 
 def _in_stretches(stretches: Tensor, sums: list[float], u: float) -> int:
