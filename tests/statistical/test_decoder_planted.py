@@ -63,8 +63,8 @@ def processors_are_not_set_back(patch: pytest.MonkeyPatch) -> None:
     verify = importlib.import_module("outpace.verify")
     honest = verify.process
 
-    def process(*arguments: Any) -> Any:
-        scores, rewind = honest(*arguments)
+    def process(*arguments: Any, **named: Any) -> Any:
+        scores, rewind = honest(*arguments, **named)
         return scores, None if rewind is None else lambda accepted: None
 
     patch.setattr(verify, "process", process)
@@ -80,8 +80,8 @@ def drafts_hide_their_temperature(patch: pytest.MonkeyPatch) -> None:
     """A drafter misstates the distribution it drew from."""
     honest = Draft
 
-    def draft(tokens: Any, logits: Any = None, lengths: Any = None) -> Any:
-        return honest(tokens, None if logits is None else logits * 2, lengths)
+    def draft(tokens: Any, logits: Any = None, lengths: Any = None, told: Any = None) -> Any:
+        return honest(tokens, None if logits is None else logits * 2, lengths, told)
 
     draft.chosen = honest.chosen  # type: ignore[attr-defined]
     patch.setattr(decode, "Draft", draft)
