@@ -515,7 +515,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from outpace.verify.kernels import decide
+from outpace.verify.kernels import decide, match
 
 POINTERS = dict(target="*bf16", draft="*bf16", tokens="*i64", lengths="*i64", draft_lse="*fp64", seeds="*i64",
     starts="*i64", given_up="*i1", knobs="*fp32", q_knobs="*fp32", work="*fp32", accepted="*i64",
@@ -539,7 +539,7 @@ from outpace.verify.kernels.pieces import RULES
 for on in (0, 1, 2):
     build(decide.scan, SPLIT=2048, CHUNK=32, LENGTHS=on > 0, ADJUST=on, ADJUST_Q=on, GREEDY=on > 0,
         GREEDY_Q=on > 0, CHUNKED=on == 2)
-    build(decide.race, SPLIT=2048, LENGTHS=on > 0, ADJUST=on)
+    build(match.race, SPLIT=2048, LENGTHS=on > 0, ADJUST=on)
     build(draw, SPLIT=2048, CHUNK=32, WIDE=4096, N=256, FEW=1024, S=32, ADJUST=on, SHIFT=16)
     for rule in RULES.values():
         build(decide.finish, SPLIT=2048, G=8, S=32, RULE=rule, HAS_Q=True, HAS_LSE=on > 0, HAS_CUT=on == 2,
@@ -547,7 +547,7 @@ for on in (0, 1, 2):
             GREEDY_Q=on > 0, LENIENT=on > 0)
 build(decide.narrow, SPLIT=2048, CHUNK=32, WIDE=4096, N=256, FEW=1024, S=32, LENGTHS=True, ADJUST=2,
     ADJUST_Q=2, SHIFT=16, SHIFT_Q=0)
-build(decide.compare, G=8, S=32, LENGTHS=True, GIVEN_UP=True)
+build(match.compare, G=8, S=32, LENGTHS=True, GIVEN_UP=True)
 """
 
 

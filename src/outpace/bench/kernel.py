@@ -111,9 +111,9 @@ class Figure:
     peak_bytes: int | None
 
 
-def ours(made: Inputs, rule: Rule | str = "token") -> Any:
+def ours(made: Inputs, rule: Rule | str = "token", **more: Any) -> Any:
     return outpace.verify(
-        made.tokens, made.draft, made.target, rule=rule, seed=made.seed, position=made.position
+        made.tokens, made.draft, made.target, rule=rule, seed=made.seed, position=made.position, **more
     )
 
 
@@ -129,32 +129,14 @@ def transformers(made: Inputs) -> Any:
     return [_speculative_sampling(made.tokens[b], made.draft[b], g, made.target[b], **OPTIONS) for b in rows]
 
 
-def ours_filtered(made: Inputs) -> Any:
-    return outpace.verify(
-        made.tokens,
-        made.draft,
-        made.target,
-        seed=made.seed,
-        position=made.position,
-        sampling=FILTER,
-        draft_sampling=FILTER,
-    )
+def ours_filtered(made: Inputs, **more: Any) -> Any:
+    return ours(made, sampling=FILTER, draft_sampling=FILTER, **more)
 
 
 def ours_told(made: Inputs) -> Any:
     """The same, with what the draft's own draws found out."""
     assert made.drawn is not None
-    return outpace.verify(
-        made.tokens,
-        made.draft,
-        made.target,
-        seed=made.seed,
-        position=made.position,
-        sampling=FILTER,
-        draft_sampling=FILTER,
-        draft_lse=made.drawn[0],
-        draft_cut=made.drawn[1:],
-    )
+    return ours_filtered(made, draft_lse=made.drawn[0], draft_cut=made.drawn[1:])
 
 
 def eager_filtered(made: Inputs) -> Any:

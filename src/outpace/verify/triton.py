@@ -12,9 +12,11 @@ from torch import Tensor
 from outpace.arguments import on_device
 from outpace.sampling import Sampling
 from outpace.verify.block import Block, Drawn, Verdict
-from outpace.verify.kernels.decide import compare, finish, narrow, race, room, scan
+from outpace.verify.kernels.decide import finish, narrow, scan
 from outpace.verify.kernels.draw import draw
+from outpace.verify.kernels.match import compare, race
 from outpace.verify.kernels.pieces import RULES
+from outpace.verify.kernels.rooms import room
 from outpace.verify.rules import Rule
 
 # Low bits that a type's numbers leave empty as float32
