@@ -228,3 +228,24 @@ def test_drafts_are_drawn_in_float32_and_say_from_what(dtype: torch.dtype) -> No
     assert logits is not None
     assert torch.equal(logits[:, 0].float(), given.float())
     assert logits.dtype == (torch.float32 if dtype is torch.float64 else dtype)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.7, top_k=9, top_p=0.9), Sampling(repetition_penalty=1.2)]
+)
+def test_the_kernels_draws_make_the_same_texts(
+    monkeypatch: pytest.MonkeyPatch, rule: str, sampling: Sampling
+) -> None:
+    """On a GPU tokens are drawn by `outpace.verify.sample`; here by the same function's form for CPUs."""
+
+    def texts() -> list[Any]:
+        decoder = outpace.Decoder(tiny(), tiny(seed=1), rule=rule, length=outpace.Fixed(3))
+        return [
+            decoder.generate(prompts, sampling, seed=3, max_new_tokens=20)
+            for prompts in ([[5, 6, 7]], [[5, 6, 7], [9, 8], [30]])
+        ]
+
+    usual = [[out.tokens for out in outs] for outs in texts()]
+    monkeypatch.setattr("outpace.draft.base.has_kernel", lambda device: True)
+    assert [[out.tokens for out in outs] for outs in texts()] == usual

@@ -143,8 +143,8 @@ class Draws:
                 last = (self._start + i - 1)[:, None]
                 self._prefix.tokens.scatter_(1, last, self.tokens[-1][:, None])
             prefix = Prefix(self._prefix.tokens, self._start + i, self._prefix.prompt_lengths)
-        on_gpu = state.device.type != "cpu" and not self.chosen
-        adjusted = logits if self._neutral else self._adjust(logits, prefix, shaped=not on_gpu)
+        by_kernel = has_kernel(state.device) and not self.chosen
+        adjusted = logits if self._neutral else self._adjust(logits, prefix, shaped=not by_kernel)
         if any(one.processors for one in state.sampling):
             state.after.append([one.fork() for one in state.sampling])
         if self._greedy:
@@ -154,8 +154,9 @@ class Draws:
             noise = random.gumbel(state.seed, self._start + i, state.vocab_size)
             token = random.race(adjusted.float(), noise)
             sound = adjusted.amax(-1).isfinite()
-        elif on_gpu:
-            drawn = sample(adjusted, seed=state.seed, position=self._start, step=i, sampling=self._shapes)
+        elif by_kernel:
+            shapes = self._shapes if self._shapes is None or len(self._shapes) > 1 else self._shapes[0]
+            drawn = sample(adjusted, seed=state.seed, position=self._start, step=i, sampling=shapes)
             token, sound = drawn.tokens, drawn.lse.isfinite()
             self._drawn.append(drawn)
             self._logits.append(adjusted)
@@ -202,6 +203,11 @@ class Draws:
             torch.stack(ties, dim=1) if ties else None,
             self._shapes,
         )
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Whether a token there is drawn by `outpace.verify.sample`, which also adjusts."""
+    return device.type != "cpu"
 
 
 def check_draft(draft: Draft, rows: int, vocab_size: int, device: torch.device) -> None:
