@@ -100,6 +100,8 @@ def one_or_each(
     name: str, value: int | Sequence[int] | Tensor, rows: int, device: torch.device, least: int, most: int
 ) -> Tensor | int:
     """The same, where an int stays one."""
+    if type(value) is int and least <= value <= most:  # as most are
+        return signed(value)
     if isinstance(value, Tensor | Sequence):
         return row_integers(name, value, rows, device, least, most)
     integer(name, value, f"an int in {least}..{most}, or one per row", lambda i: least <= i <= most)

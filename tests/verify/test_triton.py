@@ -37,7 +37,7 @@ def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "many splits":
         monkeypatch.setattr(kernels, "sizes", lambda V: (32, -(-V // 32), kernels.power_of_2(-(-V // 32))))
         monkeypatch.setattr(kernels, "BLOCKS", 4)
-        for name, size in (("CHUNKS", 8), ("WIDE", 32), ("N", 16), ("FEW", 24)):
+        for name, size in (("CHUNKS", 8), ("WIDE", 32), ("FEW", 32)):
             monkeypatch.setattr(kernels, name, size)
     return str(request.param)
 
@@ -540,12 +540,12 @@ for on in (0, 1, 2):
     build(decide.scan, SPLIT=2048, CHUNK=32, LENGTHS=on > 0, ADJUST=on, ADJUST_Q=on, GREEDY=on > 0,
         GREEDY_Q=on > 0, CHUNKED=on == 2)
     build(match.race, SPLIT=2048, LENGTHS=on > 0, ADJUST=on)
-    build(draw, SPLIT=2048, CHUNK=32, WIDE=4096, N=256, FEW=1024, S=32, ADJUST=on, SHIFT=16)
+    build(draw, SPLIT=2048, CHUNK=32, WIDE=4096, FEW=256, S=32, ADJUST=on, SHIFT=16)
     for rule in RULES.values():
-        build(decide.finish, SPLIT=2048, G=8, S=32, RULE=rule, HAS_Q=True, HAS_LSE=on > 0, HAS_CUT=on == 2,
-            LENGTHS=on > 0, GIVEN_UP=on > 0, ADJUST=on, ADJUST_Q=on, GREEDY=on > 0,
-            GREEDY_Q=on > 0, LENIENT=on > 0)
-build(decide.narrow, SPLIT=2048, CHUNK=32, WIDE=4096, N=256, FEW=1024, S=32, LENGTHS=True, ADJUST=2,
+        build(decide.finish, SPLIT=2048, CHUNKS=64, FEW=256, G=8, S=32, RULE=rule, HAS_Q=True,
+            HAS_LSE=on > 0, HAS_CUT=on == 2, LENGTHS=on > 0, GIVEN_UP=on > 0, ADJUST=on, ADJUST_Q=on,
+            GREEDY=on > 0, GREEDY_Q=on > 0, LENIENT=on > 0)
+build(decide.narrow, SPLIT=2048, CHUNK=32, WIDE=4096, FEW=256, S=32, LENGTHS=True, ADJUST=2,
     ADJUST_Q=2, SHIFT=16, SHIFT_Q=0)
 build(match.compare, G=8, S=32, LENGTHS=True, GIVEN_UP=True)
 """

@@ -106,7 +106,8 @@ def verify(
     if drafters is not None and draft_logits is None:
         raise ValueError("draft_sampling: given without draft_logits; point masses have nothing to adjust")
 
-    counts, tokens, given_up = None, draft_tokens.to(torch.int64), None
+    counts, given_up = None, None
+    tokens = draft_tokens if draft_tokens.dtype is torch.int64 else draft_tokens.to(torch.int64)
     fused = _fused(rule, draft_logits, target_logits) and not _reads_tokens(targets, drafters)
     fused &= lenience == 1 or targets is None or _can_adjust(targets, rule)  # as `settle` decides
     if fused:

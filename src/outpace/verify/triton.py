@@ -23,7 +23,7 @@ from outpace.verify.rules import Rule
 SHIFTS = {torch.float16: 13, torch.bfloat16: 16, torch.float32: 0}
 BLOCKS = 512  # of the last launch, at most twice as many: more would run one after the other
 CHUNKS = 64  # of a split, whose maxima are kept
-WIDE, N, FEW = 4096, 256, 1024  # tokens looked through at once, looked at together, and listed
+WIDE, FEW = 2048, 256  # tokens looked through at once, and listed at most
 PLAIN, TEMPERED, CUT = 0, 1, 2  # how far the kernels adjust logits
 
 
@@ -109,13 +109,13 @@ def verify(
     has_cut = has_q and block.draft_cut is not None
     cutting = p.level == CUT or (q.level == CUT and not has_cut)
     work = torch.empty(
-        room(B, g, P, splits, splits * (size // chunk) + FEW if cutting else 0),
+        room(B, g, P, splits, splits * (size // chunk) + 2 * FEW if cutting else 0),
         dtype=torch.float32,
         device=device,
     )
-    accepted, next_token = torch.empty(2, B, dtype=torch.int64, device=device).unbind()
-    bad = torch.empty(B, dtype=torch.bool, device=device)
     tokens, lengths = whole(tokens), None if lengths is None else whole(lengths)
+    accepted, next_token = tokens.new_empty(B), tokens.new_empty(B)
+    bad = tokens.new_empty(B, dtype=torch.bool)
     seeds, seed = (whole(block.seeds), 0) if isinstance(block.seeds, Tensor) else (None, block.seeds)
     starts, start = (whole(block.starts), 0) if isinstance(block.starts, Tensor) else (None, block.starts)
     stored = None if block.draft_lse is None else block.draft_lse.double().contiguous()
@@ -137,7 +137,7 @@ def verify(
     inputs = (target, draft, lengths, p.each, q.each, work, *strides)
     if not raced or p.level == CUT:
         launch(
-            scan, key, (B * P + q_rows) * splits, max(4 if cutting else 1, size // 2048),
+            scan, key, (B * P + q_rows) * splits, max(2 if cutting else 1, size // 2048),
             (*inputs, p.all[0], q.all[0]),
             (size, chunk, ragged, p.level, q.level, p.greedy, q.greedy, cutting),
         )  # fmt: skip
@@ -147,7 +147,7 @@ def verify(
         launch(
             narrow, key, cut_rows, 8,
             (*inputs, *p.all, *q.all, skipped),
-            (size, chunk, WIDE, N, FEW, S, ragged, p.level, q.level, SHIFTS[target.dtype],
+            (size, chunk, WIDE, FEW, S, ragged, p.level, q.level, SHIFTS[target.dtype],
              SHIFTS[draft.dtype]),
         )  # fmt: skip
     if raced:
@@ -170,8 +170,8 @@ def verify(
         (target, draft, tokens, lengths, stored, draft_cut, draft_tie, seeds, starts, given_up,
          p.each, q.each, work, *outputs, seed, start, *strides, p.all[0], q.all[0], float(lenience),
          float(rule.alpha), float(rule.beta - rule.alpha), tiles),
-        (size, power_of_2(g), S, RULES[rule.name], has_q, stored is not None, has_cut, ragged,
-         given_up is not None, p.level, q.level, p.greedy, q.greedy, lenience < 1),
+        (size, size // chunk, FEW, power_of_2(g), S, RULES[rule.name], has_q, stored is not None, has_cut,
+         ragged, given_up is not None, p.level, q.level, p.greedy, q.greedy, lenience < 1),
     )  # fmt: skip
     return Verdict(*outputs)
 
@@ -192,7 +192,7 @@ def sample(
     size, splits, S = sizes(V)
     knobs = Knobs.of(sampling, V, device)
     chunk = max(1, size // CHUNKS)
-    work = torch.empty(B * (splits * (3 + size // chunk) + FEW), dtype=torch.float32, device=device)
+    work = torch.empty(B * (splits * (3 + size // chunk) + 2 * FEW), dtype=torch.float32, device=device)
     tokens = torch.empty(B, dtype=torch.int64, device=device)
     lse = torch.empty(B, dtype=torch.float64, device=device)
     cuts = torch.empty(B, dtype=torch.float32, device=device) if knobs.level else None
@@ -207,7 +207,7 @@ def sample(
         draw, key, B, 8,
         (logits, each_seed, each_start, knobs.each, work, tokens, lse, cuts, ties, seed, start, step, V,
          splits, logits.stride(0), *knobs.all),
-        (size, chunk, WIDE, N, FEW, S, knobs.level, SHIFTS[logits.dtype]),
+        (size, chunk, WIDE, FEW, S, knobs.level, SHIFTS[logits.dtype]),
     )  # fmt: skip
     return Drawn(tokens, lse, cuts, ties)
 
@@ -216,16 +216,22 @@ _runners: dict[Any, Any] = {}
 
 
 def launch(
-    kernel: Any, key: Any, programs: int, warps: int, args: tuple[Any, ...], constants: tuple[Any, ...]
+    kernel: Any,
+    key: Any,
+    programs: int,
+    warps: int,
+    args: tuple[Any, ...],
+    constants: tuple[Any, ...],
 ) -> None:
     """Run a kernel; from the second time on without Triton's dispatch, which takes longer than the kernel."""
-    runner = _runners.get((kernel, key))
+    name = kernel.__name__, key  # a kernel's own hash takes longer than all of this
+    runner = _runners.get(name)
     if runner is not None:
         runner(*args, *constants)
         return
     compiled = kernel[programs,](*args, *constants, num_warps=warps)
     if compiled is not None:  # the interpreter compiles nothing
-        _runners[kernel, key] = compiled[programs, 1, 1]
+        _runners[name] = compiled[programs, 1, 1]
 
 
 def whole(numbers: Tensor) -> Tensor:

@@ -10,7 +10,9 @@ from outpace.verify.kernels.pieces import (
     DRAFT,
     NONE,
     coolness_of,
+    drawn_at,
     exponentials,
+    first_beyond,
     first_max,
     key_of,
     pick,
@@ -18,31 +20,31 @@ from outpace.verify.kernels.pieces import (
     tempered,
     uniforms,
 )
-from outpace.verify.kernels.threshold import candidates, facts, weighed, whole_row
+from outpace.verify.kernels.threshold import facts, from_list, weight_of, whole_row
 
 SMALL = ["seeds", "starts", "knobs", "work", "tokens", "lse", "cuts", "ties"]
 SIZES = ["splits", "seed", "start", "step"]
 
 
 @triton.jit
-def first_beyond(weights, ids, level):
-    """The first id at which the running sum exceeds a level; NONE if it never does."""
-    reached = (tl.cumsum(weights, axis=0).to(tl.float64) > level) & (weights > 0)
-    return tl.min(tl.where(reached, ids, NONE), axis=0)
+def staying(z, ids, cut, tie, most, coolness):
+    """The weights of those that stay."""
+    stays = (z > cut) | ((z == cut) & (ids >= tie))
+    return tl.where(stays, weight_of(z, most, coolness), 0.0)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL)
 def draw(
     logits, seeds, starts, knobs, work, tokens, lse, cuts, ties, seed: tl.int64, start: tl.int64, step, V,
     splits, line, heat, top_k, limit, min_p,
-    SPLIT: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, N: tl.constexpr, FEW: tl.constexpr,
-    S: tl.constexpr, ADJUST: tl.constexpr, SHIFT: tl.constexpr,
+    SPLIT: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr, S: tl.constexpr,
+    ADJUST: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """One block a row: a pass for its sums, the cut, and the inverse CDF, first over splits, then in one."""
     b = tl.program_id(0).to(tl.int64)
     row = logits + b * line
     coolness, greedy = coolness_of(knobs, heat, b, ADJUST)
-    maxima = work + b * (splits * (3 + SPLIT // CHUNK) + FEW)
+    maxima = work + b * (splits * (3 + SPLIT // CHUNK) + 2 * FEW)
     sums, heads, chunks = maxima + splits, maxima + 2 * splits, maxima + 3 * splits
     for s in tl.range(splits, num_stages=3):
         ids = s * SPLIT + tl.arange(0, SPLIT)
@@ -57,31 +59,33 @@ def draw(
             heights = tl.max(tl.reshape(z, [SPLIT // CHUNK, CHUNK]), axis=1)
             tl.store(chunks + s * (SPLIT // CHUNK) + tl.arange(0, SPLIT // CHUNK), heights)
     tl.debug_barrier()
-    cut, tie, listed, chunk, count = -float("inf"), 0, chunks, CHUNK, 0
+    few = chunks + splits * (SPLIT // CHUNK)
+    cut, tie, listed = -float("inf"), 0, 0
     if ADJUST == CUT:
-        few = chunks + splits * (SPLIT // CHUNK)
-        most, mass, cut, tie, listed, chunk, count = facts(
+        most, mass, cut, tie, listed = facts(
             row, chunks, few, maxima, sums, knobs, heat, top_k, limit, min_p, b, V, splits,
-            S, S * (SPLIT // CHUNK), CHUNK, WIDE, N, FEW, SHIFT,
+            S, S * (SPLIT // CHUNK), CHUNK, WIDE, FEW, SHIFT,
         )  # fmt: skip
     else:
         most, mass = whole_row(maxima, sums, splits, S)
     start = key_of(starts, start, b)
     u, other = uniforms(key_of(seeds, seed, b), start + step, start, DRAFT)
-    token, last = NONE, 0
     t = tl.arange(0, S)
     m = tl.load(maxima + t, mask=t < splits, other=-float("inf"))
-    if count > 0:
-        # What stays lies in a few chunks
+    if listed > 0:
+        z, ids = from_list(few, tl.arange(0, FEW), listed, V, FEW)
+        token = drawn_at(staying(z, ids, cut, tie, most, coolness), ids, u * mass.to(tl.float64))
+    elif cut > -float("inf"):
+        # Nothing is known of their sums in each split
+        token, last = tl.full([], NONE, tl.int32), tl.full([], 0, tl.int32)
         level = u * mass.to(tl.float64)
-        running = level * 0
-        for place in range(0, count, N):
-            z, ids = candidates(row, listed, chunk, place, count, V, N)
-            stays = (z > cut) | ((z == cut) & (ids >= tie))
-            weight = tl.where(stays, weighed(z, most, coolness, True), 0.0)
-            token = tl.minimum(token, first_beyond(weight, ids, level - running))
+        for first in range(0, V, WIDE):
+            ids = first + tl.arange(0, WIDE)
+            weight = staying(raw(row, ids, V), ids, cut, tie, most, coolness)
+            token = tl.minimum(token, first_beyond(weight, ids, level))
             last = tl.maximum(last, tl.max(tl.where(weight > 0, ids, 0), axis=0))
-            running += tl.sum(weight, axis=0).to(tl.float64)
+            level -= tl.sum(weight, axis=0).to(tl.float64)
+        token = tl.where(token == NONE, last, token)
     else:
         part = tl.load(sums + t, mask=t < splits, other=0.0)
         part = tl.where(part == 0, 0.0, part * tl.exp(m - most)).to(tl.float64)
@@ -91,9 +95,7 @@ def draw(
         split = tl.where(split == S, tl.max(tl.where(part > 0, t, 0), axis=0), split)
         ids = split * SPLIT + tl.arange(0, SPLIT)
         weight = tl.exp(tempered(raw(row, ids, V), coolness, ADJUST) - most)
-        token = first_beyond(weight, ids, level - (pick(cdf, t, split) - pick(part, t, split)))
-        last = tl.max(tl.where(weight > 0, ids, 0), axis=0)
-    token = tl.where(token == NONE, last, token)
+        token = drawn_at(weight, ids, level - (pick(cdf, t, split) - pick(part, t, split)))
     sum_of_all = most.to(tl.float64) + tl.log(mass).to(tl.float64)
     if ADJUST:
         # The first of the largest, and a point mass there

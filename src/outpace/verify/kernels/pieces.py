@@ -95,19 +95,24 @@ def exponentials(x):
 
 
 @triton.jit
-def together(maxima, sums, row, i, splits, drafted, S: tl.constexpr):
-    """Of rows `row + i`, from their splits, `[G]`: the maximum, the logsumexp relative to it (added to a
-    large maximum it would lose its digits), and which have no softmax."""
+def splits_of(maxima, sums, row, i, splits, drafted, S: tl.constexpr):
+    """What `scan` left of rows `row + i`: maxima and sums of their splits, `[G, S]`."""
     s = tl.arange(0, S)
     at = (row + i)[:, None] * splits + s[None, :]
     mask = drafted[:, None] & (s < splits)[None, :]
     m = tl.load(maxima + at, mask=mask, other=-float("inf"))
-    total = tl.load(sums + at, mask=mask, other=0.0)
+    return m, tl.load(sums + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def softmax_of(m, total):
+    """The maximum of each row, and the logsumexp relative to it (added to a large maximum it would lose its
+    digits): infinite or NaN where a row has no softmax."""
     most = tl.max(tl.where(total > 0, m, -float("inf")), axis=1)
     most = tl.where(most == -float("inf"), 0.0, most)
     # A split with nothing possible has sum 0; NaN stays NaN.
     mass = tl.sum(tl.where(total == 0, 0.0, total * tl.exp(m - most[:, None])), axis=1)
-    return most, tl.log(mass), ~((mass > 0) & (mass < float("inf")))
+    return most, tl.log(mass)
 
 
 @triton.jit
@@ -187,3 +192,17 @@ def raced(x, s, seed, position, greedy, SPLIT: tl.constexpr):
 @triton.jit
 def first_max(x, ids):
     return tl.min(tl.where(x == tl.max(x, axis=0), ids, NONE), axis=0)
+
+
+@triton.jit
+def first_beyond(weights, ids, level):
+    """The first id at which the running sum exceeds a level; NONE if it never does."""
+    reached = (tl.cumsum(weights, axis=0).to(tl.float64) > level) & (weights > 0)
+    return tl.min(tl.where(reached, ids, NONE), axis=0)
+
+
+@triton.jit
+def drawn_at(weights, ids, level):
+    """The same; the last possible one if it never does."""
+    token = first_beyond(weights, ids, level)
+    return tl.where(token == NONE, tl.max(tl.where(weights > 0, ids, 0), axis=0), token)

@@ -52,13 +52,14 @@ def place_of(row, B, g, P):
 
 
 @triton.jit
-def note(facts, most, mass, cut, tie):
+def note(facts, most, mass, cut, tie, listed):
     """A row without a softmax has NaN for its logsumexp."""
     sound = (mass > 0) & (mass < float("inf"))
     tl.store(facts, most)
     tl.store(facts + 1, tl.where(sound, tl.log(mass), float("nan")))
     tl.store(facts + 2, cut)
     tl.store(facts + 3, tie.to(tl.float32, bitcast=True))
+    tl.store(facts + 4, listed.to(tl.float32))
 
 
 @triton.jit
@@ -69,3 +70,15 @@ def facts_of(facts, row, there):
     log = tl.load(at + 1, mask=there, other=0.0)
     cut = tl.load(at + 2, mask=there, other=0.0)
     return most, log, cut, tl.load(at + 3, mask=there, other=0.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def listed_of(facts, row):
+    """How many tokens `narrow` listed of a row: all that may stay, or 0."""
+    return tl.load(facts + FACTS * row + 4).to(tl.int32)
+
+
+@triton.jit
+def list_of(chunks, row, B, g, P, splits, CHUNKS: tl.constexpr, FEW: tl.constexpr):
+    """Where they are: behind the chunks' maxima of all rows."""
+    return chunks + (B * (P + g)).to(tl.int64) * splits * CHUNKS + row * 2 * FEW

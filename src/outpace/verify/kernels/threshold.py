@@ -3,9 +3,12 @@
 A pass over the row leaves the maximum of every chunk of a few tokens. The k largest of those are k tokens, so
 no token below the k-th of them is among the k likeliest; likewise, they say how much all tokens below a place
 can weigh at most, and where that is within what top-p drops, all of them go. So only a few chunks are looked
-at again, as integers that compare as the logits do, and a search finds the cut among them. What is left is
-described by two numbers: logits above `cut` stay, and those just on it from the id `tie` on, by the tie rule
-of `outpace.sampling`. A k above the number of chunks has no bound, and its search goes over the whole row.
+at again, and only a few of their tokens are listed; each of those is compared with every other, as integers
+that compare as the logits do, and so knows how many are at least as likely, and how much they weigh. Where
+too many are left for that, passes over the whole row find the cut.
+
+What stays is described by two numbers: logits above `cut`, and those just on it from the id `tie` on, by the
+tie rule of `outpace.sampling`.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import triton.language as tl
 
 from outpace.verify.kernels.pieces import KNOBS, coolness_of, raw, tempered
 
-FACTS = tl.constexpr(4)  # of a row: its maximum, the logsumexp of what stays relative to it, cut, tie
-PIVOTS = tl.constexpr(4)  # places tried at once in a search
+FACTS = tl.constexpr(5)  # of a row: maximum, logsumexp of what stays relative to it, cut, tie, tokens listed
+MANY = tl.constexpr(2048)  # tokens that a pass over a whole row reads at once
+TILE = tl.constexpr(16)  # listed tokens that all others are compared with at once
 
 
 @triton.jit
@@ -33,57 +37,70 @@ def number_of(order, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def candidates(row, listed, CHUNK_OR_1, first, count, V, N: tl.constexpr):
-    """Logits and ids of up to N of the tokens that matter, from a list of them or of their chunks."""
+def weight_of(z, most, coolness):
+    """A logit's exponential, relative to the row's maximum."""
+    return tl.exp(tempered(z, coolness, 1) - most)
+
+
+@triton.jit
+def from_chunks(row, chunks, CHUNK: tl.constexpr, first, count, V, N: tl.constexpr):
+    """Logits and ids of N of the tokens in a list of chunks."""
     place = first + tl.arange(0, N)
     there = place < count
-    ids = tl.load(listed + place // CHUNK_OR_1, mask=there, other=0.0).to(tl.int32, bitcast=True)
-    ids = ids * CHUNK_OR_1 + place % CHUNK_OR_1
-    return raw(row, tl.where(there, ids, V), V), ids
+    chunk = tl.load(chunks + place // CHUNK, mask=there, other=0.0).to(tl.int32, bitcast=True)
+    ids = tl.where(there, chunk * CHUNK + place % CHUNK, V)
+    return raw(row, ids, V), ids
 
 
 @triton.jit
-def weighed(z, most, coolness, WEIGH: tl.constexpr):
-    """What each logit counts for: its exponential, or one."""
-    if WEIGH:
-        return tl.exp(tempered(z, coolness, 1) - most)
-    return tl.where(z == -float("inf"), 0.0, 1.0)
+def from_list(few, place, listed, V, FEW: tl.constexpr):
+    """Logits and ids of listed tokens, at places of any shape."""
+    there = place < listed
+    ids = tl.load(few + place, mask=there, other=0.0).to(tl.int32, bitcast=True)
+    z = tl.load(few + FEW + place, mask=there, other=-float("inf"))
+    return z, tl.where(there, ids, V)
 
 
 @triton.jit
-def tally(
-    orders, weights, places, row, listed, chunk, count, V, most, coolness,
-    N: tl.constexpr, SHIFT: tl.constexpr, WEIGH: tl.constexpr,
-):  # fmt: skip
-    """How much lies at or above each of the places. The first N candidates are at hand; others are read."""
-    total = tl.sum(tl.where(orders[None, :] >= places[:, None], weights[None, :], 0.0), axis=1)
-    for first in range(N, count, N):
-        z, ids = candidates(row, listed, chunk, first, count, V, N)
-        theirs, weigh = order_of(z, SHIFT), weighed(z, most, coolness, WEIGH)
-        total += tl.sum(tl.where(theirs[None, :] >= places[:, None], weigh[None, :], 0.0), axis=1)
-    return total
+def bars_of(lower, upper):
+    """Four places that cut what lies between in five; past upper where there are fewer."""
+    step = (upper - lower + 5) // 5
+    over = upper + 1
+    return (
+        tl.minimum(lower + step, over).to(tl.int32),
+        tl.minimum(lower + 2 * step, over).to(tl.int32),
+        tl.minimum(lower + 3 * step, over).to(tl.int32),
+        tl.minimum(lower + 4 * step, over).to(tl.int32),
+    )
 
 
 @triton.jit
-def search(
-    orders, weights, asked, enough, low, high, row, listed, chunk, count, V, most, coolness,
-    N: tl.constexpr, SHIFT: tl.constexpr, WEIGH: tl.constexpr,
-):  # fmt: skip
-    """The highest place between low and high at or above which lies as much as asked, or a lower one with no
-    more than enough; low if there is none."""
-    low, high = low.to(tl.int64), high.to(tl.int64)
-    pivot = tl.arange(0, PIVOTS) + 1
-    there = tl.full([], float("inf"), tl.float32)
-    while (low < high) & (there > enough):
-        step = (high - low + PIVOTS + 1) // (PIVOTS + 1)
-        places = tl.minimum(low + step * pivot, high + 1).to(tl.int32)
-        found = tally(orders, weights, places, row, listed, chunk, count, V, most, coolness, N, SHIFT, WEIGH)
-        fits = (found >= asked) & (places <= high)
-        there = tl.minimum(there, tl.min(tl.where(fits, found, float("inf")), axis=0))
-        reached = tl.sum(fits.to(tl.int64), axis=0)
-        high = tl.minimum(high, low + step * (reached + 1) - 1)
-        low = low + step * reached
-    return low.to(tl.int32)
+def between(lower, upper, reached):
+    """What is left when so many of the four are known to be reached."""
+    step = (upper - lower + 5) // 5
+    return lower + step * reached, tl.minimum(upper, lower + step * (reached + 1) - 1)
+
+
+@triton.jit
+def crowded(orders, k, low, high):
+    """A place between low and high at or above which lie k of the orders, but no more than twice as many if
+    there is such a place; low if there is none with k."""
+    lower, upper = low.to(tl.int64), high.to(tl.int64)
+    there = 2 * k + 1
+    while (lower < upper) & (there > 2 * k):
+        a, b, c, d = bars_of(lower, upper)
+        # Four counts in one sum
+        packed = (orders >= a).to(tl.int64) + ((orders >= b).to(tl.int64) << 16)
+        packed += ((orders >= c).to(tl.int64) << 32) + ((orders >= d).to(tl.int64) << 48)
+        found = tl.sum(packed, axis=0)
+        reached = 0
+        for bar in tl.static_range(4):
+            count = ((found >> (16 * bar)) & 0xFFFF).to(tl.float32)
+            if count >= k:
+                reached = bar + 1
+                there = count
+        lower, upper = between(lower, upper, reached)
+    return lower.to(tl.int32)
 
 
 @triton.jit
@@ -92,7 +109,7 @@ def likeliest(most, coolness, min_p, low, high, SHIFT: tl.constexpr):
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
         middle = (low + high) >> 1
-        if tl.exp(tempered(number_of(middle.to(tl.int32), SHIFT), coolness, 1) - most) >= min_p:
+        if weight_of(number_of(middle.to(tl.int32), SHIFT), most, coolness) >= min_p:
             high = middle
         else:
             low = middle + 1
@@ -100,16 +117,14 @@ def likeliest(most, coolness, min_p, low, high, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def least_that_may_stay(
-    tops, weights, limit, most, coolness, low, high, SHIFT: tl.constexpr
-):  # fmt: skip
+def least_that_may_stay(tops, weights, limit, most, coolness, low, high, SHIFT: tl.constexpr):
     """The highest place below which all may go: no token of a chunk weighs more than its maximum does, nor
     than the place; so much for each, times the chunk's size, is within the limit."""
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
         middle = (low + high + 1) >> 1
         place = middle.to(tl.int32)
-        each = tl.exp(tempered(number_of(place, SHIFT), coolness, 1) - most)
+        each = weight_of(number_of(place, SHIFT), most, coolness)
         if tl.sum(tl.where(tops < place, weights, tl.minimum(weights, each)), axis=0) <= limit:
             low = middle
         else:
@@ -118,23 +133,174 @@ def least_that_may_stay(
 
 
 @triton.jit
+def listing(
+    row, chunks, count, few, V, low,
+    CHUNK: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Write down in order the first FEW tokens of the listed chunks from low on; how many there are."""
+    filled = 0
+    for first in range(0, count, WIDE):
+        z, ids = from_chunks(row, chunks, CHUNK, first, count, V, WIDE)
+        fits = order_of(z, SHIFT) >= low
+        slot = tl.cumsum(fits.to(tl.int32), axis=0) - 1 + filled
+        fits_in = fits & (slot < FEW)
+        tl.store(few + slot, ids.to(tl.float32, bitcast=True), mask=fits_in)
+        tl.store(few + FEW + slot, z, mask=fits_in)
+        filled += tl.sum(fits.to(tl.int32), axis=0)
+    tl.debug_barrier()
+    return filled
+
+
+@triton.jit
+def cut_of_few(
+    few, listed, V, most, mass, coolness, k, limit, low, likely,
+    FEW: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Cut, tie and weight of what stays of a short list, in which each token is compared with each."""
+    z, ids = from_list(few, tl.arange(0, FEW)[:, None], listed, V, FEW)
+    order, weight = order_of(z, SHIFT), weight_of(z, most, coolness)
+    number = tl.zeros([FEW, TILE], tl.float32)  # of tokens at least as likely
+    weighs = tl.zeros([FEW, TILE], tl.float32)
+    for first in range(0, listed, TILE):
+        other, unused = from_list(few, first + tl.arange(0, TILE)[None, :], listed, V, FEW)
+        likelier = order_of(other, SHIFT) >= order
+        number += likelier.to(tl.float32)
+        weighs += tl.where(likelier, weight_of(other, most, coolness), 0.0)
+    number = tl.sum(number, axis=1, keep_dims=True)
+    weighs = tl.sum(weighs, axis=1, keep_dims=True)
+    cut, tie = low, tl.full([], 0, tl.int32)
+    if k > 0:
+        cut = all_max(tl.where(number >= k, tl.maximum(order, low), low))
+        mass = all_sum(tl.where(order >= cut, weight, 0.0))
+    kept = mass
+    if limit >= 0:
+        # A value goes if it and all below it weigh no more than the limit.
+        cut = all_max(tl.where(weighs >= mass - limit * mass, tl.maximum(order, cut), cut))
+        kept = all_sum(tl.where(order >= cut, weight, 0.0))
+        equal = order == cut
+        gone, each = goners(cut, all_sum(equal.to(tl.float32)), kept, mass, limit, most, coolness, SHIFT)
+        if gone > 0:
+            kept -= gone * each
+            rank = tl.cumsum(equal.to(tl.int32), axis=0)
+            tie = all_max(tl.where(equal & (rank == gone.to(tl.int32) + 1), ids, 0))
+    if (likely > cut) | ((k <= 0) & (limit < 0)):
+        cut, tie = likely, tie * 0
+        kept = all_sum(tl.where(order >= cut, weight, 0.0))
+    return cut, tie, kept
+
+
+@triton.jit
+def goners(cut, equals, kept, mass, limit, most, coolness, SHIFT: tl.constexpr):
+    """How many of the equals at the cut still go, smaller ids first (one stays), and what each weighs."""
+    each = weight_of(number_of(cut, SHIFT), most, coolness)
+    return tl.minimum(tl.floor((limit * mass - (mass - kept)) / each), equals - 1), each
+
+
+@triton.jit
+def all_max(x):
+    return tl.max(tl.max(x, axis=1), axis=0)
+
+
+@triton.jit
+def all_sum(x):
+    return tl.sum(tl.sum(x, axis=1), axis=0)
+
+
+@triton.jit
+def tally(row, V, a, b, c, d, weigh, most, coolness, SHIFT: tl.constexpr):
+    """How many of a row's tokens lie at or above each of four places, or what they weigh."""
+    from_a, from_b = tl.zeros([MANY], tl.float32), tl.zeros([MANY], tl.float32)
+    from_c, from_d = tl.zeros([MANY], tl.float32), tl.zeros([MANY], tl.float32)
+    for first in tl.range(0, V, MANY, num_stages=3):
+        z = raw(row, first + tl.arange(0, MANY), V)
+        order = order_of(z, SHIFT)
+        each = tl.where(weigh, weight_of(z, most, coolness), 1.0)
+        from_a += tl.where(order >= a, each, 0.0)
+        from_b += tl.where(order >= b, each, 0.0)
+        from_c += tl.where(order >= c, each, 0.0)
+        from_d += tl.where(order >= d, each, 0.0)
+    return tl.sum(from_a, axis=0), tl.sum(from_b, axis=0), tl.sum(from_c, axis=0), tl.sum(from_d, axis=0)
+
+
+@triton.jit
+def at_the(row, V, cut, most, coolness, SHIFT: tl.constexpr):
+    """What a row's tokens at or above the cut weigh, and how many lie just there."""
+    weight, equals = tl.zeros([MANY], tl.float32), tl.zeros([MANY], tl.float32)
+    for first in tl.range(0, V, MANY, num_stages=3):
+        z = raw(row, first + tl.arange(0, MANY), V)
+        order = order_of(z, SHIFT)
+        weight += tl.where(order >= cut, weight_of(z, most, coolness), 0.0)
+        equals += (order == cut).to(tl.float32)
+    return tl.sum(weight, axis=0), tl.sum(equals, axis=0)
+
+
+@triton.jit
+def cut_of_many(
+    row, V, most, mass, coolness, k, limit, low, likely, highest, SHIFT: tl.constexpr
+):  # fmt: skip
+    """Cut, tie and weight of what stays, by passes over the whole row: first as top-k has it, then as top-p,
+    then as min-p."""
+    kept = mass
+    cut, tie = low, tl.full([], 0, tl.int32)
+    for phase in range(3):
+        lower, upper, asked = cut.to(tl.int64), highest.to(tl.int64), k
+        wanted = k > 0
+        if phase == 1:
+            wanted, asked = limit >= 0, mass - limit * mass
+        if phase == 2:
+            wanted = (likely > cut) | ((k <= 0) & (limit < 0))
+            lower, upper = likely.to(tl.int64), likely.to(tl.int64)
+        if wanted:
+            while lower < upper:
+                a, b, c, d = bars_of(lower, upper)
+                from_a, from_b, from_c, from_d = tally(row, V, a, b, c, d, phase == 1, most, coolness, SHIFT)
+                reached = ((from_a >= asked) & (a <= upper)).to(tl.int64)
+                reached += ((from_b >= asked) & (b <= upper)).to(tl.int64)
+                reached += ((from_c >= asked) & (c <= upper)).to(tl.int64)
+                reached += ((from_d >= asked) & (d <= upper)).to(tl.int64)
+                lower, upper = between(lower, upper, reached)
+            cut, tie = lower.to(tl.int32), tie * 0
+            kept, equals = at_the(row, V, cut, most, coolness, SHIFT)
+            if phase == 0:
+                mass = kept
+            if phase == 1:
+                gone, each = goners(cut, equals, kept, mass, limit, most, coolness, SHIFT)
+                if gone > 0:
+                    kept -= gone * each
+                    tie = tie_of(row, V, cut, gone.to(tl.int32), SHIFT)
+    return cut, tie, kept
+
+
+@triton.jit
+def tie_of(row, V, cut, gone, SHIFT: tl.constexpr):
+    """The first id that stays of those just at the cut, of which so many go."""
+    tie, seen = tl.full([], 0, tl.int32), 0
+    for first in range(0, V, MANY):
+        ids = first + tl.arange(0, MANY)
+        tied = (order_of(raw(row, ids, V), SHIFT) == cut).to(tl.int32)
+        stays = (tl.cumsum(tied, axis=0) + seen == gone + 1) & (tied == 1)
+        tie = tl.maximum(tie, tl.max(tl.where(stays, ids, 0), axis=0))
+        seen += tl.sum(tied, axis=0)
+    return tie
+
+
+@triton.jit
 def threshold(
     row, chunks, few, V, most, mass, coolness, k, limit, min_p,
-    C: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, N: tl.constexpr, FEW: tl.constexpr,
-    SHIFT: tl.constexpr,
+    C: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Cut, tie and the sum of exponentials of what stays; then a list of the tokens that may, or of their
-    chunks: where it is, how many tokens an entry stands for, and how many there are of those.
+    """Cut, tie and the sum of exponentials of what stays; then how many tokens are listed in few, all that
+    stay among them, or 0 if they are more.
 
     chunks holds the maximum of each of the row's chunks, up to C of them; in their place come the numbers of
-    those that matter. few has room for FEW tokens. most is the row's maximum after coolness, mass its sum
-    of exponentials relative to that.
+    those that matter. few has room for FEW tokens and their logits. most is the row's maximum after coolness,
+    mass its sum of exponentials relative to that.
     """
     there = tl.arange(0, C)
     real = there < tl.cdiv(V, CHUNK)
     maxima = tl.load(chunks + there, mask=real, other=-float("inf"))
     tops = order_of(maxima, SHIFT)
-    lowest = order_of(tl.full([], -float("inf"), tl.float32), SHIFT)
+    lowest = order_of(tl.full([], -float("inf"), tl.float32), SHIFT) + 1  # what is impossible lies below
     highest = tl.max(tops, axis=0)
 
     likely = lowest
@@ -145,86 +311,29 @@ def threshold(
     bound = lowest
     if k > 0:
         least = tl.where(k <= tl.cdiv(V, CHUNK), tl.min(tl.where(real, tops, highest), axis=0), lowest)
-        votes = tl.where(maxima == -float("inf"), 0.0, 1.0)
-        bound = search(
-            tops, votes, k, 2 * k, least, highest, row, chunks, 1, 0, V, most, coolness, C, SHIFT, False
-        )
+        bound = crowded(tops, k, tl.maximum(least, lowest), highest)
     else:
         if limit >= 0:
-            weights = tl.where(real, tl.exp(tempered(maxima, coolness, 1) - most), 0.0)
+            weights = tl.where(real, weight_of(maxima, most, coolness), 0.0)
             bound = least_that_may_stay(
                 tops, weights, limit * mass / CHUNK, most, coolness, lowest, highest, SHIFT
             )
         bound = tl.maximum(bound, likely)
 
-    # The chunks that reach it, in order
+    # The chunks that reach it, in order, and of those the tokens that do
     reach = (tops >= bound) & real
     rank = tl.cumsum(reach.to(tl.int32), axis=0) - 1
     count = (tl.max(rank, axis=0) + 1) * CHUNK
     tl.debug_barrier()  # all have read
     tl.store(chunks + rank, there.to(tl.float32, bitcast=True), mask=reach)
     tl.debug_barrier()
-
-    # And of those the tokens that do, if they are few
-    filled = 0
-    for first in range(0, count, WIDE):
-        z, ids = candidates(row, chunks, CHUNK, first, count, V, WIDE)
-        reach_it = (order_of(z, SHIFT) >= bound) & (z > -float("inf"))
-        slot = tl.cumsum(reach_it.to(tl.int32), axis=0) - 1 + filled
-        tl.store(few + slot, ids.to(tl.float32, bitcast=True), mask=reach_it & (slot < FEW))
-        filled += tl.sum(reach_it.to(tl.int32), axis=0)
-    tl.debug_barrier()
-    listed, chunk = chunks, CHUNK
-    if filled <= FEW:
-        listed, chunk, count = few, 1, filled
-    z, ids = candidates(row, listed, chunk, 0, count, V, N)
-    orders, weights = order_of(z, SHIFT), weighed(z, most, coolness, True)
-    ones = weighed(z, most, coolness, False)
-
-    cut = bound
-    if k > 0:
-        cut = search(
-            orders, ones, k, 0.0, bound, highest, row, listed, chunk, count, V, most, coolness,
-            N, SHIFT, False,
-        )  # fmt: skip
-    tie = tl.full([], 0, tl.int32)
-    place = tl.arange(0, PIVOTS)  # the cut itself, and just above it
-    both = tally(orders, weights, cut + place, row, listed, chunk, count, V, most, coolness, N, SHIFT, True)
-    mass = tl.where(k > 0, tl.sum(tl.where(place == 0, both, 0.0), axis=0), mass)
-    if limit >= 0:
-        # A value goes if it and all below it weigh no more than the limit.
-        cut = search(
-            orders, weights, mass - limit * mass, 0.0, cut, highest, row, listed, chunk, count, V, most,
-            coolness, N, SHIFT, True,
-        )  # fmt: skip
-        both = tally(
-            orders, weights, cut + place, row, listed, chunk, count, V, most, coolness, N, SHIFT, True
-        )
-        counts = tally(
-            orders, ones, cut + place, row, listed, chunk, count, V, most, coolness, N, SHIFT, False
-        )
-        # Equals at the cut go one by one, smaller ids first, and one stays.
-        equals = tl.sum(tl.where(place == 0, counts, tl.where(place == 1, -counts, 0.0)), axis=0)
-        from_cut = tl.sum(tl.where(place == 0, both, 0.0), axis=0)
-        each = tl.exp(tempered(number_of(cut, SHIFT), coolness, 1) - most)
-        gone = tl.minimum(tl.floor((limit * mass - (mass - from_cut)) / each), equals - 1)
-        if gone > 0:
-            seen = 0
-            for first in range(0, count, N):
-                z, ids = candidates(row, listed, chunk, first, count, V, N)
-                tied = (order_of(z, SHIFT) == cut).to(tl.int32)
-                last = (tl.cumsum(tied, axis=0) + seen == gone.to(tl.int32) + 1) & (tied == 1)
-                tie = tl.maximum(tie, tl.max(tl.where(last, ids, 0), axis=0))
-                seen += tl.sum(tied, axis=0)
-            both = both - tl.where(place == 0, gone * each, 0.0)
-    kept = tl.sum(tl.where(place == 0, both, 0.0), axis=0)
-    if likely > cut:
-        cut, tie = likely, tie * 0
-        both = tally(
-            orders, weights, cut + place, row, listed, chunk, count, V, most, coolness, N, SHIFT, True
-        )
-        kept = tl.sum(tl.where(place == 0, both, 0.0), axis=0)
-    return number_of(cut, SHIFT), tie, kept, listed, chunk, count
+    listed = listing(row, chunks, count, few, V, bound, CHUNK, WIDE, FEW, SHIFT)
+    if listed <= FEW:
+        cut, tie, kept = cut_of_few(few, listed, V, most, mass, coolness, k, limit, bound, likely, FEW, SHIFT)
+    else:
+        listed = tl.full([], 0, tl.int32)
+        cut, tie, kept = cut_of_many(row, V, most, mass, coolness, k, limit, bound, likely, highest, SHIFT)
+    return number_of(cut, SHIFT), tie, kept, listed
 
 
 @triton.jit
@@ -241,11 +350,11 @@ def whole_row(maxima, sums, splits, S: tl.constexpr):
 @triton.jit
 def facts(
     row, chunks, few, maxima, sums, knobs, heat, k, limit, min_p, b, V, splits,
-    S: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, N: tl.constexpr,
-    FEW: tl.constexpr, SHIFT: tl.constexpr,
+    S: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Of one row: the maximum, the sum of exponentials of what stays relative to it, cut and tie, and the
-    list that `threshold` made, empty where all stays; by the row's own knobs, or by those of all."""
+    """Of one row: the maximum, the sum of exponentials of what stays relative to it, cut and tie, and how
+    many tokens `threshold` listed, 0 where all stay; by the row's own knobs, or by those of all."""
     coolness, greedy = coolness_of(knobs, heat, b, 1)
     if knobs is not None:
         k = tl.load(knobs + KNOBS * b + 1)
@@ -253,11 +362,11 @@ def facts(
         min_p = tl.load(knobs + KNOBS * b + 3)
     most, mass = whole_row(maxima, sums, splits, S)
     cut, tie = tl.full([], -float("inf"), tl.float32), tl.full([], 0, tl.int32)
-    listed, chunk, count = chunks, CHUNK, 0
+    listed = tl.full([], 0, tl.int32)
     sound = (mass > 0) & (mass < float("inf"))
     wanted = (k > 0) | (limit >= 0) | (min_p > 0)
     if sound & wanted & (greedy == 0):
-        cut, tie, mass, listed, chunk, count = threshold(
-            row, chunks, few, V, most, mass, coolness, k, limit, min_p, C, CHUNK, WIDE, N, FEW, SHIFT
+        cut, tie, mass, listed = threshold(
+            row, chunks, few, V, most, mass, coolness, k, limit, min_p, C, CHUNK, WIDE, FEW, SHIFT
         )
-    return most, mass, cut, tie, listed, chunk, count
+    return most, mass, cut, tie, listed
