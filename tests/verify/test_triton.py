@@ -37,7 +37,7 @@ def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "many splits":
         monkeypatch.setattr(kernels, "sizes", lambda V: (32, -(-V // 32), kernels.power_of_2(-(-V // 32))))
         monkeypatch.setattr(kernels, "BLOCKS", 4)
-        for name, size in (("CHUNKS", 8), ("WIDE", 32), ("FEW", 32)):
+        for name, size in (("CHUNKS", 8), ("WIDE", 32), ("FEW", 32), ("MANY", 64)):
             monkeypatch.setattr(kernels, name, size)
     return str(request.param)
 
@@ -294,6 +294,23 @@ def test_many_tokens_that_stay_are_found_too() -> None:
     found, expected = (side.sample(logits, seed, start, 1, rows) for side in (kernels, eager))
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.allclose(found.lse, expected.lse, atol=1e-5)
+    both = logits[:, None].expand(-1, 2, -1).contiguous()
+    block = Block(found.tokens[:, None], both[:, :1], both, None, seed, start)
+    warped = warp(both, rows)
+    adjusted = dataclasses.replace(block, target_logits=warped, draft_logits=warped[:, :1])
+    for rule in ("token", "match"):
+        assert_same(kernels.verify(block, parse(rule), 1.0, rows, rows), eager.verify(adjusted, parse(rule)))
+
+
+@pytest.mark.parametrize("splits", ["many splits"], indirect=True)
+@pytest.mark.usefixtures("splits")
+def test_any_number_of_equal_tokens_may_stay() -> None:
+    rows = [Sampling(top_k=7), Sampling(top_p=0.5), Sampling(top_k=60, top_p=0.5), Sampling(min_p=0.9)]
+    logits = torch.full((4, 97), 2.5, device=DEVICE)
+    seed, start = torch.arange(4, device=DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    found, expected = (side.sample(logits, seed, start, 0, rows) for side in (kernels, eager))
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.allclose(found.lse, expected.lse, atol=1e-5)
 
 
 @settings(max_examples=6 if DEVICE == "cpu" else 60, deadline=None, derandomize=True, database=None)
@@ -547,6 +564,7 @@ for on in (0, 1, 2):
             GREEDY=on > 0, GREEDY_Q=on > 0, LENIENT=on > 0)
 build(decide.narrow, SPLIT=2048, CHUNK=32, WIDE=4096, FEW=256, S=32, LENGTHS=True, ADJUST=2,
     ADJUST_Q=2, SHIFT=16, SHIFT_Q=0)
+build(decide.widen, MANY=8192, LENGTHS=True, ADJUST=2, ADJUST_Q=2, SHIFT=16, SHIFT_Q=0)
 build(match.compare, G=8, S=32, LENGTHS=True, GIVEN_UP=True)
 """
 

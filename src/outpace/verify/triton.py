@@ -12,7 +12,7 @@ from torch import Tensor
 from outpace.arguments import on_device
 from outpace.sampling import Sampling
 from outpace.verify.block import Block, Drawn, Verdict
-from outpace.verify.kernels.decide import finish, narrow, scan
+from outpace.verify.kernels.decide import finish, narrow, scan, widen
 from outpace.verify.kernels.draw import draw
 from outpace.verify.kernels.match import compare, race
 from outpace.verify.kernels.pieces import RULES
@@ -23,7 +23,7 @@ from outpace.verify.rules import Rule
 SHIFTS = {torch.float16: 13, torch.bfloat16: 16, torch.float32: 0}
 BLOCKS = 512  # of the last launch, at most twice as many: more would run one after the other
 CHUNKS = 64  # of a split, whose maxima are kept
-WIDE, FEW = 2048, 256  # tokens looked through at once, and listed at most
+WIDE, FEW, MANY = 2048, 256, 8192  # tokens looked through at once, listed at most, read in a whole row
 PLAIN, TEMPERED, CUT = 0, 1, 2  # how far the kernels adjust logits
 
 
@@ -142,13 +142,18 @@ def verify(
             (size, chunk, ragged, p.level, q.level, p.greedy, q.greedy, cutting),
         )  # fmt: skip
     if cutting:
+        shifts = SHIFTS[target.dtype], SHIFTS[draft.dtype]
         skipped = 0 if p.level == CUT else B * P
         cut_rows = B * P - skipped + (q_rows if q.level == CUT else 0)
         launch(
             narrow, key, cut_rows, 8,
             (*inputs, *p.all, *q.all, skipped),
-            (size, chunk, WIDE, FEW, S, ragged, p.level, q.level, SHIFTS[target.dtype],
-             SHIFTS[draft.dtype]),
+            (size, chunk, WIDE, FEW, S, ragged, p.level, q.level, *shifts),
+        )  # fmt: skip
+        launch(
+            widen, key, cut_rows, 16,
+            (*inputs, *p.all, *q.all, skipped),
+            (MANY, ragged, p.level, q.level, *shifts),
         )  # fmt: skip
     if raced:
         launch(

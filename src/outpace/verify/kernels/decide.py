@@ -5,8 +5,8 @@ depend on its neighbours. The first launch, `scan`, reads the drafted positions 
 its maximum and its sum of exponentials. In the second, `finish`, every block puts those together again (a few
 hundred numbers, always in the same order), knows how far the drafts are kept, and sums the weights of its
 split of the one row that the next token comes from; the last block to finish draws it. Where top-k, top-p
-or min-p are asked for, `narrow` finds each row's cut between the two. What one launch needs zeroed the one
-before it zeroes, so there is no state between calls, and all can be captured in a CUDA graph.
+or min-p are asked for, `narrow` and `widen` find each row's cut between the two. What one launch needs zeroed
+the one before it zeroes, so there is no state between calls, and all can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from outpace.verify.kernels.pieces import (
     weights_of,
 )
 from outpace.verify.kernels.rooms import SIZES, SMALL, facts_of, list_of, listed_of, note, place_of, rooms
-from outpace.verify.kernels.threshold import FACTS
+from outpace.verify.kernels.threshold import FACTS, cut_of_many, knobs_of
 from outpace.verify.kernels.threshold import facts as facts_of_row
 
 
@@ -127,6 +127,48 @@ def narrow(
                     S, S * (SPLIT // CHUNK), CHUNK, WIDE, FEW, SHIFT_Q,
                 )  # fmt: skip
                 note(facts + FACTS * at, most, mass, cut, tie, listed)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL)
+def widen(
+    target, draft, lengths, knobs, q_knobs, work, B, g, V, splits,
+    p_row, p_position, q_row, q_position, heat, top_k, limit, min_p, q_heat, q_top_k, q_limit, q_min_p,
+    skipped,
+    MANY: tl.constexpr, LENGTHS: tl.constexpr, ADJUST: tl.constexpr, ADJUST_Q: tl.constexpr,
+    SHIFT: tl.constexpr, SHIFT_Q: tl.constexpr,
+):  # fmt: skip
+    """The same for rows of which too many tokens may stay for `narrow` to list: most launches find none."""
+    P = g
+    if ADJUST == CUT:
+        P = g + 1
+    maxima, sums, tops, parts, heads, counter, facts, chunks = rooms(work, B, g, P, splits)
+    row = tl.program_id(0) + skipped
+    b, i, q_side = place_of(row, B, g, P)
+    length = g
+    if LENGTHS:
+        length = tl.load(lengths + b).to(tl.int32)
+    at = row.to(tl.int64)
+    if i < length + (P - g) * (1 - q_side):
+        if listed_of(facts, at) < 0:
+            most, mass, bound, highest = facts_of(facts, at, at >= 0)
+            if q_side == 0:
+                if ADJUST == CUT:
+                    coolness, greedy, k, most_lost, least_p = knobs_of(knobs, heat, top_k, limit, min_p, b)
+                    cut, tie, kept = cut_of_many(
+                        target + b * p_row + i.to(tl.int64) * p_position, V, most, mass, coolness,
+                        k, most_lost, least_p, bound, highest, MANY, SHIFT,
+                    )  # fmt: skip
+                    note(facts + FACTS * at, most, kept, cut, tie, tl.full([], 0, tl.int32))
+            else:
+                if ADJUST_Q == CUT:
+                    coolness, greedy, k, most_lost, least_p = knobs_of(
+                        q_knobs, q_heat, q_top_k, q_limit, q_min_p, b
+                    )
+                    cut, tie, kept = cut_of_many(
+                        draft + b * q_row + i.to(tl.int64) * q_position, V, most, mass, coolness,
+                        k, most_lost, least_p, bound, highest, MANY, SHIFT_Q,
+                    )  # fmt: skip
+                    note(facts + FACTS * at, most, kept, cut, tie, tl.full([], 0, tl.int32))
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from outpace.verify.kernels.pieces import (
     tempered,
     uniforms,
 )
-from outpace.verify.kernels.threshold import facts, from_list, weight_of, whole_row
+from outpace.verify.kernels.threshold import cut_of_many, facts, from_list, knobs_of, weight_of, whole_row
 
 SMALL = ["seeds", "starts", "knobs", "work", "tokens", "lse", "cuts", "ties"]
 SIZES = ["splits", "seed", "start", "step"]
@@ -66,6 +66,11 @@ def draw(
             row, chunks, few, maxima, sums, knobs, heat, top_k, limit, min_p, b, V, splits,
             S, S * (SPLIT // CHUNK), CHUNK, WIDE, FEW, SHIFT,
         )  # fmt: skip
+        if listed < 0:
+            unused, greedy, k, most_lost, least_p = knobs_of(knobs, heat, top_k, limit, min_p, b)
+            cut, tie, mass = cut_of_many(
+                row, V, most, mass, coolness, k, most_lost, least_p, cut, tie, WIDE, SHIFT
+            )
     else:
         most, mass = whole_row(maxima, sums, splits, S)
     start = key_of(starts, start, b)

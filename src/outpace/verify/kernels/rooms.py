@@ -53,10 +53,10 @@ def place_of(row, B, g, P):
 
 @triton.jit
 def note(facts, most, mass, cut, tie, listed):
-    """A row without a softmax has NaN for its logsumexp."""
+    """A row without a softmax has NaN for its logsumexp; one whose cut is still to be found, the mass."""
     sound = (mass > 0) & (mass < float("inf"))
     tl.store(facts, most)
-    tl.store(facts + 1, tl.where(sound, tl.log(mass), float("nan")))
+    tl.store(facts + 1, tl.where(listed < 0, mass, tl.where(sound, tl.log(mass), float("nan"))))
     tl.store(facts + 2, cut)
     tl.store(facts + 3, tie.to(tl.float32, bitcast=True))
     tl.store(facts + 4, listed.to(tl.float32))
@@ -74,7 +74,8 @@ def facts_of(facts, row, there):
 
 @triton.jit
 def listed_of(facts, row):
-    """How many tokens `narrow` listed of a row: all that may stay, or 0."""
+    """How many tokens `narrow` listed of a row: all that may stay, or 0; -1 before `widen` has found the
+    cut."""
     return tl.load(facts + FACTS * row + 4).to(tl.int32)
 
 

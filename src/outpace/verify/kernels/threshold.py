@@ -19,7 +19,6 @@ import triton.language as tl
 from outpace.verify.kernels.pieces import KNOBS, coolness_of, raw, tempered
 
 FACTS = tl.constexpr(5)  # of a row: maximum, logsumexp of what stays relative to it, cut, tie, tokens listed
-MANY = tl.constexpr(2048)  # tokens that a pass over a whole row reads at once
 TILE = tl.constexpr(16)  # listed tokens that all others are compared with at once
 
 
@@ -137,9 +136,10 @@ def listing(
     row, chunks, count, few, V, low,
     CHUNK: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Write down in order the first FEW tokens of the listed chunks from low on; how many there are."""
-    filled = 0
-    for first in range(0, count, WIDE):
+    """Write down in order the tokens of the listed chunks from low on; how many there are, or more than FEW
+    if they are too many."""
+    filled, first = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    while (first < count) & (filled <= FEW):
         z, ids = from_chunks(row, chunks, CHUNK, first, count, V, WIDE)
         fits = order_of(z, SHIFT) >= low
         slot = tl.cumsum(fits.to(tl.int32), axis=0) - 1 + filled
@@ -147,6 +147,7 @@ def listing(
         tl.store(few + slot, ids.to(tl.float32, bitcast=True), mask=fits_in)
         tl.store(few + FEW + slot, z, mask=fits_in)
         filled += tl.sum(fits.to(tl.int32), axis=0)
+        first += WIDE
     tl.debug_barrier()
     return filled
 
@@ -207,7 +208,7 @@ def all_sum(x):
 
 
 @triton.jit
-def tally(row, V, a, b, c, d, weigh, most, coolness, SHIFT: tl.constexpr):
+def tally(row, V, a, b, c, d, weigh, most, coolness, MANY: tl.constexpr, SHIFT: tl.constexpr):
     """How many of a row's tokens lie at or above each of four places, or what they weigh."""
     from_a, from_b = tl.zeros([MANY], tl.float32), tl.zeros([MANY], tl.float32)
     from_c, from_d = tl.zeros([MANY], tl.float32), tl.zeros([MANY], tl.float32)
@@ -223,7 +224,7 @@ def tally(row, V, a, b, c, d, weigh, most, coolness, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def at_the(row, V, cut, most, coolness, SHIFT: tl.constexpr):
+def weight_from(row, V, cut, most, coolness, MANY: tl.constexpr, SHIFT: tl.constexpr):
     """What a row's tokens at or above the cut weigh, and how many lie just there."""
     weight, equals = tl.zeros([MANY], tl.float32), tl.zeros([MANY], tl.float32)
     for first in tl.range(0, V, MANY, num_stages=3):
@@ -236,10 +237,14 @@ def at_the(row, V, cut, most, coolness, SHIFT: tl.constexpr):
 
 @triton.jit
 def cut_of_many(
-    row, V, most, mass, coolness, k, limit, low, likely, highest, SHIFT: tl.constexpr
+    row, V, most, mass, coolness, k, limit, min_p, bound, highest, MANY: tl.constexpr, SHIFT: tl.constexpr
 ):  # fmt: skip
     """Cut, tie and weight of what stays, by passes over the whole row: first as top-k has it, then as top-p,
-    then as min-p."""
+    then as min-p. What `threshold` returns where it listed nothing comes in."""
+    low = order_of(bound, SHIFT)
+    likely = low
+    if min_p > 0:
+        likely = likeliest(most, coolness, min_p, low, highest, SHIFT)
     kept = mass
     cut, tie = low, tl.full([], 0, tl.int32)
     for phase in range(3):
@@ -248,31 +253,33 @@ def cut_of_many(
         if phase == 1:
             wanted, asked = limit >= 0, mass - limit * mass
         if phase == 2:
-            wanted = (likely > cut) | ((k <= 0) & (limit < 0))
+            wanted = (min_p > 0) & ((likely > cut) | ((k <= 0) & (limit < 0)))
             lower, upper = likely.to(tl.int64), likely.to(tl.int64)
         if wanted:
             while lower < upper:
                 a, b, c, d = bars_of(lower, upper)
-                from_a, from_b, from_c, from_d = tally(row, V, a, b, c, d, phase == 1, most, coolness, SHIFT)
+                from_a, from_b, from_c, from_d = tally(
+                    row, V, a, b, c, d, phase == 1, most, coolness, MANY, SHIFT
+                )
                 reached = ((from_a >= asked) & (a <= upper)).to(tl.int64)
                 reached += ((from_b >= asked) & (b <= upper)).to(tl.int64)
                 reached += ((from_c >= asked) & (c <= upper)).to(tl.int64)
                 reached += ((from_d >= asked) & (d <= upper)).to(tl.int64)
                 lower, upper = between(lower, upper, reached)
             cut, tie = lower.to(tl.int32), tie * 0
-            kept, equals = at_the(row, V, cut, most, coolness, SHIFT)
+            kept, equals = weight_from(row, V, cut, most, coolness, MANY, SHIFT)
             if phase == 0:
                 mass = kept
             if phase == 1:
                 gone, each = goners(cut, equals, kept, mass, limit, most, coolness, SHIFT)
                 if gone > 0:
                     kept -= gone * each
-                    tie = tie_of(row, V, cut, gone.to(tl.int32), SHIFT)
-    return cut, tie, kept
+                    tie = tie_of(row, V, cut, gone.to(tl.int32), MANY, SHIFT)
+    return number_of(cut, SHIFT), tie, kept
 
 
 @triton.jit
-def tie_of(row, V, cut, gone, SHIFT: tl.constexpr):
+def tie_of(row, V, cut, gone, MANY: tl.constexpr, SHIFT: tl.constexpr):
     """The first id that stays of those just at the cut, of which so many go."""
     tie, seen = tl.full([], 0, tl.int32), 0
     for first in range(0, V, MANY):
@@ -289,8 +296,9 @@ def threshold(
     row, chunks, few, V, most, mass, coolness, k, limit, min_p,
     C: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Cut, tie and the sum of exponentials of what stays; then how many tokens are listed in few, all that
-    stay among them, or 0 if they are more.
+    """Cut, tie and the sum of exponentials of what stays, and how many tokens are listed in few, all that
+    stay among them. Where there are too many to list that number is -1, and `cut_of_many` has to find the
+    cut, between the number and the order that are returned in the places of cut and tie.
 
     chunks holds the maximum of each of the row's chunks, up to C of them; in their place come the numbers of
     those that matter. few has room for FEW tokens and their logits. most is the row's maximum after coolness,
@@ -328,12 +336,12 @@ def threshold(
     tl.store(chunks + rank, there.to(tl.float32, bitcast=True), mask=reach)
     tl.debug_barrier()
     listed = listing(row, chunks, count, few, V, bound, CHUNK, WIDE, FEW, SHIFT)
+    cut, tie = bound, highest
     if listed <= FEW:
-        cut, tie, kept = cut_of_few(few, listed, V, most, mass, coolness, k, limit, bound, likely, FEW, SHIFT)
+        cut, tie, mass = cut_of_few(few, listed, V, most, mass, coolness, k, limit, bound, likely, FEW, SHIFT)
     else:
-        listed = tl.full([], 0, tl.int32)
-        cut, tie, kept = cut_of_many(row, V, most, mass, coolness, k, limit, bound, likely, highest, SHIFT)
-    return number_of(cut, SHIFT), tie, kept, listed
+        listed = tl.full([], -1, tl.int32)
+    return number_of(cut, SHIFT), tie, mass, listed
 
 
 @triton.jit
@@ -348,18 +356,25 @@ def whole_row(maxima, sums, splits, S: tl.constexpr):
 
 
 @triton.jit
-def facts(
-    row, chunks, few, maxima, sums, knobs, heat, k, limit, min_p, b, V, splits,
-    S: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
-    SHIFT: tl.constexpr,
-):  # fmt: skip
-    """Of one row: the maximum, the sum of exponentials of what stays relative to it, cut and tie, and how
-    many tokens `threshold` listed, 0 where all stay; by the row's own knobs, or by those of all."""
+def knobs_of(knobs, heat, k, limit, min_p, b):
+    """A row's own, or those of all."""
     coolness, greedy = coolness_of(knobs, heat, b, 1)
     if knobs is not None:
         k = tl.load(knobs + KNOBS * b + 1)
         limit = tl.load(knobs + KNOBS * b + 2)
         min_p = tl.load(knobs + KNOBS * b + 3)
+    return coolness, greedy, k, limit, min_p
+
+
+@triton.jit
+def facts(
+    row, chunks, few, maxima, sums, knobs, heat, k, limit, min_p, b, V, splits,
+    S: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr,
+    SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Of one row: the maximum, and then as `threshold` has it the sum of exponentials of what stays relative
+    to it, cut, tie, and how many tokens are listed; 0 where all stay."""
+    coolness, greedy, k, limit, min_p = knobs_of(knobs, heat, k, limit, min_p, b)
     most, mass = whole_row(maxima, sums, splits, S)
     cut, tie = tl.full([], -float("inf"), tl.float32), tl.full([], 0, tl.int32)
     listed = tl.full([], 0, tl.int32)
