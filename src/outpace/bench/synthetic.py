@@ -1,0 +1,184 @@
+"""Pairs of models with real shapes and a chosen acceptance, without weights to fetch.
+
+Every layer is computed, but adds next to nothing, so that a model is a bigram model that is known: the
+embedding of token x holds a code c(x) in its first entries, and the head's row of token y a code s·c'(y) of
+what it follows. The logit of y after x is then s·c(x)·c'(y), normal with deviation s. The draft's head has
+noise of deviation σ on its codes, and σ is sought for the acceptance α = E[Σ min(p, q)] that is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+CODE = 64  # entries of a code
+STEEPNESS = 6.0  # s: how far logits lie apart
+FAINT = 1e-4  # what the layers' own output is scaled by
+SAMPLE = 256  # contexts that α is averaged over
+
+LLAMA = {"model_type": "llama", "tie_word_embeddings": False, "rms_norm_eps": 1e-5}
+QWEN2 = {"model_type": "qwen2", "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama2-7b": {
+        **LLAMA, "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "max_position_embeddings": 8192,
+    },
+    "llama2-1.3b": {
+        **LLAMA, "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5504,
+        "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "max_position_embeddings": 8192,
+    },
+    "llama3-8b": {
+        **LLAMA, "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    },
+    "llama3-1b": {
+        **LLAMA, "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        "max_position_embeddings": 8192,
+    },
+    "qwen2-7b": {
+        **QWEN2, "vocab_size": 151936, "hidden_size": 3584, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+    },
+    "qwen2-0.5b": {
+        **QWEN2, "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
+        "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+PAIRS = {
+    "llama2-7b/1.3b": ("llama2-7b", "llama2-1.3b"),
+    "llama3-8b/1b": ("llama3-8b", "llama3-1b"),
+    "qwen2-7b/0.5b": ("qwen2-7b", "qwen2-0.5b"),
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models that agree as often as was asked for."""
+
+    target: Any
+    draft: Any
+    alpha: float  # as these models have it, by their own weights
+    sigma: float
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What both models of a pair are made from, float32 `[V, CODE]` each."""
+
+    before: Tensor  # c, of unit length times √CODE
+    after: Tensor  # c'
+    noise: Tensor
+
+    @classmethod
+    def random(cls, V: int, seed: int, device: torch.device | str = "cpu") -> Codes:
+        noise = torch.Generator(device).manual_seed(seed)
+        before, after, other = torch.randn(3, V, CODE, generator=noise, device=device)
+        return cls(torch.nn.functional.normalize(before) * math.sqrt(CODE), after, other)
+
+    def head(self, sigma: float) -> Tensor:
+        """Codes of what follows, with so much noise."""
+        return self.after + sigma * self.noise
+
+
+def pair(
+    target: str | Mapping[str, Any],
+    draft: str | Mapping[str, Any],
+    alpha: float,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Pair:
+    """Models of two shapes, by name (SHAPES) or as fields of a Transformers configuration with its
+    model_type, whose drafts are kept with probability alpha at temperature 1."""
+    shapes = [dict(SHAPES[one] if isinstance(one, str) else one) for one in (target, draft)]
+    sizes = {shape["vocab_size"] for shape in shapes}
+    if len(sizes) > 1:
+        raise ValueError(f"draft: its vocabulary has another size: {sorted(sizes)}; they must be equal")
+    codes = Codes.random(sizes.pop(), seed, device)
+    sigma = noise_for(codes, alpha)
+    large = bigram(shapes[0], codes, 0.0, seed=seed, device=device, dtype=dtype)
+    small = bigram(shapes[1], codes, sigma, seed=seed + 1, device=device, dtype=dtype)
+    return Pair(large, small, acceptance(large, small), sigma)
+
+
+def noise_for(codes: Codes, alpha: float) -> float:
+    """The σ at which drafts are kept with probability alpha, by bisection: the more noise, the fewer."""
+    V = len(codes.before)
+    x = codes.before[torch.arange(SAMPLE, device=codes.before.device) * (V // SAMPLE or 1) % V]
+    p = (x @ codes.after.T) * STEEPNESS / math.sqrt(CODE)
+    other = (x @ codes.noise.T) * STEEPNESS / math.sqrt(CODE)
+
+    def kept(sigma: float) -> float:
+        return overlap(p, p + sigma * other)
+
+    low, high = 0.0, 4.0
+    if not kept(high) < alpha <= 1:
+        raise ValueError(f"alpha: got {alpha}; with {V} tokens it must lie in {kept(high):.2f}..1")
+    for _ in range(16):
+        middle = (low + high) / 2
+        low, high = (middle, high) if kept(middle) > alpha else (low, middle)
+    return (low + high) / 2
+
+
+def overlap(p: Tensor, q: Tensor) -> float:
+    """E[Σ min(p, q)] of logits `[n, V]`: how often a draft is kept."""
+    return float(torch.minimum(p.float().softmax(-1), q.float().softmax(-1)).sum(-1).mean())
+
+
+@torch.inference_mode()
+def acceptance(target: Any, draft: Any) -> float:
+    """The same of two models, after single tokens: of a bigram model that is all there is."""
+    V = target.config.vocab_size
+    ids = (torch.arange(SAMPLE, device=target.device) * (V // SAMPLE or 1) % V)[:, None]
+    p, q = (model(input_ids=ids, use_cache=False).logits[:, -1] for model in (target, draft))
+    return overlap(p, q)
+
+
+@torch.inference_mode()
+def bigram(
+    shape: Mapping[str, Any],
+    codes: Codes,
+    sigma: float,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:
+    """A Transformers model of a shape, whose layers are computed for nothing."""
+    fields = dict(shape)
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    if config.hidden_size < CODE:
+        raise ValueError(f"shape: hidden_size is {config.hidden_size}; codes take {CODE} entries")
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    noise = torch.Generator(device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=0.02, generator=noise)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(FAINT)
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") or config.model_type.startswith("gemma") else 1.0)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding.zero_()
+    embedding[:, :CODE] = codes.before.to(dtype)
+    head.zero_()
+    # The last norm makes of an embedding one of length √hidden_size.
+    head[:, :CODE] = (codes.head(sigma) * (STEEPNESS / math.sqrt(config.hidden_size))).to(dtype)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
