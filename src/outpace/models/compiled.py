@@ -1,0 +1,211 @@
+"""A whole iteration of speculative decoding as one function of tensors, on CUDA as one graph.
+
+Drafting, the target's pass, verification and the update of what each row knows of its text happen without
+the host: it only starts iterations, and reads the small result of one while the next is running. So all
+rows go on together, with the same g, and a row whose end the host has seen stands still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.draft.base import fit
+from outpace.models.fused import Cache, FusedModel
+from outpace.sampling import Sampling
+from outpace.verify import Drawn, Rule, Verdict, sample, verify
+from outpace.verify.rules import parse
+
+CHUNK = 512  # tokens of a prompt that go through a model at a time
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an iteration brought to each row, as lists."""
+
+    drafts: list[list[int]]
+    accepted: list[int]
+    next_token: list[int]
+    bad: list[bool]
+
+    def won(self, row: int) -> list[int]:
+        """The tokens that a row gained."""
+        return [*self.drafts[row][: self.accepted[row]], self.next_token[row]]
+
+
+class Pending:
+    """An iteration that was started."""
+
+    def __init__(self, result: Tensor) -> None:
+        """result: `[rows, 3 + g]` of accepted, next token, bad and drafts."""
+        self._result = result
+        self._arrived: torch.Event | None = None
+        if result.is_cuda:
+            # Into memory of its own: the next iteration writes over the result.
+            self._result = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+            self._result.copy_(result, non_blocking=True)
+            self._arrived = torch.Event("cuda")
+            self._arrived.record()
+
+    def read(self) -> Outcome:
+        """Wait for it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        rows = self._result.tolist()
+        return Outcome(
+            [row[3:] for row in rows],
+            [row[0] for row in rows],
+            [row[1] for row in rows],
+            [bool(row[2]) for row in rows],
+        )
+
+
+class Engine:
+    """Rows of texts that a target and a draft write together.
+
+    target, draft  rearranged models; without a draft decoding is plain
+    rows, tokens   how many texts there may be at once, and how long each may become
+    """
+
+    def __init__(
+        self,
+        target: FusedModel,
+        draft: FusedModel | None,
+        rows: int,
+        tokens: int,
+        *,
+        rule: Rule | str = "token",
+        lenience: float = 1.0,
+    ) -> None:
+        self.target, self.draft = target, draft
+        self.rows, self.tokens = rows, tokens
+        self.rule, self.lenience = parse(rule), lenience
+        self.target_cache = Cache.of(target, rows, tokens)
+        self.draft_cache = None if draft is None else Cache.of(draft, rows, tokens)
+        integers = torch.zeros(5, rows, dtype=torch.int64, device=target.device)
+        self.lengths, self.seeds, self.active = integers[0], integers[1], integers[2]
+        self.last = integers[3:].T  # [rows, 2], the last two tokens of each text
+        self._graphs: dict[tuple[int, Sampling], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool: Any = None  # of memory, shared by all graphs
+
+    def begin(self, row: int, text: Sequence[int], seed: int) -> None:
+        """A row takes up a text. Its last token waits for the first iteration."""
+        if not 1 <= len(text) < self.tokens:
+            raise ValueError(f"text: got {len(text)} tokens; there is room for 1 to {self.tokens - 1}")
+        ids = torch.tensor(text, device=self.target.device)
+        for model, cache in ((self.target, self.target_cache), (self.draft, self.draft_cache)):
+            if model is None or cache is None:
+                continue
+            own = cache.row(row)
+            for first in range(0, len(text) - 1, CHUNK):
+                part = torch.arange(first, min(first + CHUNK, len(text) - 1), device=model.device)
+                model.hidden(ids[None, part].clamp(max=model.vocab_size - 1), part[None], own)
+        self.lengths[row] = len(text)
+        self.last[row] = ids[[-2, -1]] if len(text) > 1 else ids[[-1, -1]]
+        self.seeds[row] = seed
+        self.active[row] = 1
+
+    def end(self, row: int) -> None:
+        """A row stands still until it takes up another text."""
+        self.active[row] = 0
+
+    def start(self, g: int, sampling: Sampling) -> Pending:
+        """Start an iteration of g drafts; 0 decodes plainly. The host goes on at once."""
+        if sampling.logit_bias or sampling.reads_prefix:
+            raise ValueError(
+                "sampling: has penalties, bias or processors, which need the host between drafts"
+            )
+        if self.target.device.type != "cuda":
+            return Pending(self.iteration(g, sampling))
+        if (g, sampling) not in self._graphs:
+            self._graphs[g, sampling] = self._capture(lambda: self.iteration(g, sampling))
+        graph, result = self._graphs[g, sampling]
+        graph.replay()
+        return Pending(result)
+
+    @torch.inference_mode()
+    def iteration(self, g: int, sampling: Sampling) -> Tensor:
+        """One pass of the target over g guesses; what came of it, as `Pending` has it."""
+        tokens, drawn, q = self._propose(g, sampling)
+        scored = torch.cat((self.last[:, 1:], tokens), dim=1)  # [rows, g+1]
+        places = self.lengths[:, None] - 1 + torch.arange(g + 1, device=scored.device)
+        p = self.target.logits(scored, self._inside(places), self.target_cache)  # [rows, g+1, V]
+        verdict = self._verify(tokens, q, p, drawn, sampling)
+        kept = scored.gather(1, verdict.accepted[:, None])  # the last one of the text before the next token
+        moved = self.active.bool()
+        self.last.copy_(
+            torch.where(moved[:, None], torch.cat((kept, verdict.next_token[:, None]), 1), self.last)
+        )
+        self.lengths.add_((verdict.accepted + 1) * self.active)
+        return torch.cat(
+            (torch.stack((verdict.accepted, verdict.next_token, verdict.bad.long()), 1), tokens), dim=1
+        )
+
+    def _propose(self, g: int, sampling: Sampling) -> tuple[Tensor, list[Drawn], Tensor | None]:
+        """Guesses `[rows, g]`, what is known of their distributions, and those; None where tokens were
+        chosen. The draft's cache may lack the last token but one, which is fed again."""
+        if g == 0 or self.draft is None or self.draft_cache is None:
+            return self.last[:, :0], [], None
+        most = self.draft.vocab_size - 1
+        ids = self.last.clamp(max=most)
+        places = self._inside(self.lengths[:, None] + torch.tensor([-2, -1], device=ids.device))
+        tokens, logits, drawn = [], [], list[Drawn]()
+        for i in range(g):
+            q = fit(self.draft.logits(ids, places, self.draft_cache)[:, -1], self.target.vocab_size)
+            if self.rule.name == "match":
+                # The target's own noise: a draft that is right is then right for this draw.
+                tokens.append(self._plain(q, self.lengths + i, sampling).next_token)
+            else:
+                drawn.append(sample(q, seed=self.seeds, position=self.lengths, step=i, sampling=sampling))
+                tokens.append(drawn[-1].tokens)
+                logits.append(q)
+            ids = tokens[-1][:, None].clamp(max=most)
+            places = self._inside(self.lengths[:, None] + i)
+        return torch.stack(tokens, dim=1), drawn, torch.stack(logits, dim=1) if logits else None
+
+    def _verify(
+        self, tokens: Tensor, q: Tensor | None, p: Tensor, drawn: list[Drawn], sampling: Sampling
+    ) -> Verdict:
+        cuts = [one.cut for one in drawn if one.cut is not None]
+        ties = [one.tie for one in drawn if one.tie is not None]
+        return verify(
+            tokens,
+            q,
+            p,
+            rule=self.rule,
+            lenience=self.lenience,
+            seed=self.seeds,
+            position=self.lengths,
+            sampling=sampling,
+            draft_sampling=None if q is None else sampling,
+            draft_lse=torch.stack([one.lse for one in drawn], dim=1) if drawn else None,
+            draft_cut=(torch.stack(cuts, dim=1), torch.stack(ties, dim=1)) if cuts else None,
+        )
+
+    def _plain(self, logits: Tensor, position: Tensor, sampling: Sampling) -> Verdict:
+        return verify(
+            self.last[:, :0], None, logits[:, None], rule=self.rule, seed=self.seeds, position=position,
+            sampling=sampling,
+        )  # fmt: skip
+
+    def _inside(self, places: Tensor) -> Tensor:
+        """Rows that stand still at the cache's end write there, for nothing."""
+        return places.clamp(0, self.tokens - 1)
+
+    def _capture(self, run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """A graph of it, and the tensor that holds what it returns. What it changes is put back."""
+        state = self.lengths.clone(), self.last.clone()
+        for _ in range(2):  # kernels are compiled, and tables made
+            run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = run()
+        self._pool = self._pool or graph.pool()
+        self.lengths.copy_(state[0])
+        self.last.copy_(state[1])
+        return graph, result

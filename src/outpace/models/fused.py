@@ -1,0 +1,310 @@
+"""Llama-like models with their weights rearranged once, over a ragged static cache.
+
+A pass reads tokens and positions from tensors and depends on nothing else that could change, so that it can
+be captured in a CUDA graph. Products that read the same input are one product: queries, keys and values, and
+the two halves of the gated layer. The model's own parameters become views of these, so nothing is held twice
+and the model goes on working. A pass over few tokens on a GPU is five kernels a layer (`kernels`), any other
+is PyTorch's operations.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, scaled_dot_product_attention
+from transformers.activations import ACT2FN
+
+from outpace.models.causal import windows
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # whose angles do not depend on the text
+GATES = {"silu": 1, "gelu_pytorch_tanh": 2}  # activations that the kernels know, as they name them
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear layer, or several side by side."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, *layers: nn.Linear) -> Product:
+        """Of layers with the same input, which become views of it."""
+        if len(layers) == 1:
+            return cls(layers[0].weight.detach(), _detached(layers[0].bias))
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        biases = [_detached(layer.bias) for layer in layers]
+        bias = None if biases[0] is None else torch.cat([one for one in biases if one is not None])
+        at = 0
+        for layer in layers:
+            part = slice(at, at + layer.out_features)
+            layer.weight.data = weight[part]
+            if bias is not None:
+                layer.bias.data = bias[part]
+            at = part.stop
+        return cls(weight, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Root-mean-square normalization."""
+
+    weight: Tensor
+    eps: float
+    shifted: bool  # whether weights are relative to 1, and applied before rounding: Gemma's kind
+
+    @classmethod
+    def of(cls, module: Any, family: str) -> Norm:
+        eps = getattr(module, "variance_epsilon", None)
+        return cls(module.weight.detach(), float(module.eps if eps is None else eps), family == "gemma")
+
+    @property
+    def all(self) -> tuple[Tensor, float, bool]:
+        """As the kernels take it."""
+        return self.weight, self.eps, self.shifted
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.shifted:
+            return (wide * (1.0 + self.weight.float())).to(x.dtype)
+        return self.weight * wide.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block: attention and a gated feed-forward layer, each behind a norm."""
+
+    norm: Norm
+    qkv: Product
+    q_norm: Norm | None
+    k_norm: Norm | None
+    out: Product
+    mlp_norm: Norm
+    gate_up: Product
+    down: Product
+    window: int | None  # how far back it looks
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values, `[layers, rows, heads, T, d]` each. What lies past a row's text is garbage."""
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, model: FusedModel, rows: int, tokens: int) -> Cache:
+        """Room for so many texts. Zeros, since a masked NaN is still NaN after the softmax."""
+        shape = len(model.layers), rows, model.kv_heads, tokens, model.head_dim
+        keys = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        return cls(keys, torch.zeros_like(keys))
+
+    def row(self, row: int) -> Cache:
+        """One row of it, the same memory."""
+        return Cache(self.keys[:, row : row + 1], self.values[:, row : row + 1])
+
+    @property
+    def tokens(self) -> int:
+        return self.keys.shape[3]
+
+
+class FusedModel:
+    """A Transformers model of one of FAMILIES, rearranged. `why_not` says whether it can be."""
+
+    def __init__(self, model: Any) -> None:
+        if (why := why_not(model)) is not None:
+            raise ValueError(f"model: {type(model).__name__} {why}")
+        config, family = model.config, model.config.model_type
+        self.base = model
+        self.config = config
+        self.embedding: Tensor = model.get_input_embeddings().weight.detach()
+        self.dtype, self.device = self.embedding.dtype, self.embedding.device
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.hidden_size: int = config.hidden_size
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or self.hidden_size // self.heads
+        self.scale = float(self.head_dim**-0.5)
+        # Rounded as Gemma rounds it
+        scale = torch.tensor(self.hidden_size**0.5).to(self.dtype).item() if family == "gemma" else 1.0
+        self.embedding_scale = float(scale)
+        activation = getattr(config, "hidden_activation", None) or config.hidden_act
+        self.activation: Callable[[Tensor], Tensor] = ACT2FN[activation]
+        self.has_kernels = has_kernels(self.device, self.dtype) and activation in GATES
+        self._gate = GATES.get(activation, 0)
+        looks = windows(config)
+        kinds = getattr(config, "layer_types", None)
+        self.layers = [
+            _layer(block, family, looks[kinds[i] if kinds else ""])
+            for i, block in enumerate(model.model.layers)
+        ]
+        self.norm = Norm.of(model.model.norm, family)
+        self.head = Product.of(model.get_output_embeddings())
+        self._angles: tuple[Tensor, Tensor] | None = None
+
+    def angles(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every position, `[tokens, d]`, as the model's own module has them."""
+        if self._angles is None or len(self._angles[0]) < tokens:
+            positions = torch.arange(tokens, device=self.device)[None]
+            cos, sin = self.base.model.rotary_emb(self.embedding[:1, None], positions)
+            self._angles = cos[0].contiguous(), sin[0].contiguous()
+        return self._angles
+
+    @torch.inference_mode()
+    def hidden(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """What the last norm makes of tokens `[B, n]` at positions `[B, n]`, `[B, n, D]`; their keys and
+        values are written into the cache's first B rows."""
+        B, n = ids.shape
+        x = self.embedding[ids] * self.embedding_scale
+        cos, sin = (table[positions][:, None] for table in self.angles(cache.tokens))  # [B, 1, n, d]
+        masks = {window: _mask(positions, cache.tokens, window, self.dtype) for window in self._windows}
+        at = positions[:, None, :, None].expand(B, self.kv_heads, n, self.head_dim)
+        for layer, keys, values in zip(self.layers, cache.keys[:, :B], cache.values[:, :B], strict=True):
+            q, k, v = self._split(layer, layer.qkv(layer.norm(x)))
+            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+            keys.scatter_(2, at, k)
+            values.scatter_(2, at, v)
+            x = x + layer.out(self._attend(q, keys, values, masks[layer.window]))
+            gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
+            x = x + layer.down(self.activation(gate) * up)
+        return self.norm(x)
+
+    @torch.inference_mode()
+    def logits(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """Logits `[B, n, V]` after each of the tokens, whose positions follow each other in each row."""
+        if self.has_kernels and ids.numel() <= self._product.MOST_ROWS:
+            return self._by_kernels(ids, positions, cache)
+        return self.head(self.hidden(ids, positions, cache))
+
+    def _by_kernels(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        B, n = ids.shape
+        times, angles = self._product.few_rows, self.angles(cache.tokens)
+        x = (self.embedding[ids] * self.embedding_scale).view(B * n, -1)
+        for layer, keys, values in zip(self.layers, cache.keys[:, :B], cache.values[:, :B], strict=True):
+            qkv = times(x, layer.qkv.weight, layer.qkv.bias, norm=layer.norm.all).view(B, n, -1)
+            norms = None
+            if layer.q_norm is not None and layer.k_norm is not None:
+                norms = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps, layer.q_norm.shifted
+            attended = self._attention.few_queries(
+                qkv, positions, angles, keys, values, self._room,
+                heads=self.heads, scale=self.scale, window=layer.window, norms=norms,
+            )  # fmt: skip
+            x = times(attended.view(B * n, -1), layer.out.weight, layer.out.bias, residual=x)
+            inner = times(
+                x, layer.gate_up.weight, layer.gate_up.bias, norm=layer.mlp_norm.all, gate=self._gate
+            )
+            x = times(inner, layer.down.weight, layer.down.bias, residual=x)
+        logits: Tensor = times(x, self.head.weight, self.head.bias, norm=self.norm.all)
+        return logits.view(B, n, -1)
+
+    @cached_property
+    def _product(self) -> Any:
+        return importlib.import_module("outpace.models.kernels.product")
+
+    @cached_property
+    def _attention(self) -> Any:
+        return importlib.import_module("outpace.models.kernels.attention")
+
+    @cached_property
+    def _room(self) -> Any:
+        return self._attention.Room(self.device)
+
+    @property
+    def _windows(self) -> set[int | None]:
+        return {layer.window for layer in self.layers}
+
+    def _split(self, layer: Layer, qkv: Tensor) -> list[Tensor]:
+        """Queries, keys and values, `[B, heads, n, d]`."""
+        B, n, _ = qkv.shape
+        sizes = [self.heads, self.kv_heads, self.kv_heads]
+        q, k, v = torch.split(qkv.view(B, n, -1, self.head_dim), sizes, dim=2)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = layer.q_norm(q), layer.k_norm(k)
+        return [one.transpose(1, 2) for one in (q, k, v)]
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """`[B, n, heads·d]`. Heads that share keys are queries of one head."""
+        B, heads, n, d = q.shape
+        groups = heads // self.kv_heads
+        q = q.reshape(B, self.kv_heads, groups * n, d)
+        each = mask.expand(B, groups, n, -1).reshape(B, 1, groups * n, -1)
+        out = scaled_dot_product_attention(q, keys, values, each, scale=self.scale)
+        return out.reshape(B, heads, n, d).transpose(1, 2).reshape(B, n, heads * d)
+
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are kernels for such weights."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and importlib.util.find_spec("triton") is not None
+    )
+
+
+def why_not(model: Any) -> str | None:
+    """What keeps a model from being rearranged; None if nothing does."""
+    config = model.config
+    if config.model_type not in FAMILIES:
+        return f"is of another family than {', '.join(FAMILIES)}"
+    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rotary not in STATIC_ROTARY:
+        return f"has rotary angles that depend on the text ({rotary})"
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            if type(module) is not nn.Linear or type(module.weight.data) is not Tensor:
+                return f"has layers of another kind than plain products ({type(module).__name__})"
+            if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+                return "has hooks on its layers"
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        return "lies on several devices"
+    if len({parameter.dtype for parameter in model.parameters()}) > 1:
+        return "has weights of several types"
+    return None
+
+
+def _layer(block: Any, family: str, window: int | None) -> Layer:
+    attention, mlp = block.self_attn, block.mlp
+    q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    return Layer(
+        Norm.of(block.input_layernorm, family),
+        Product.of(attention.q_proj, attention.k_proj, attention.v_proj),
+        None if q_norm is None else Norm.of(q_norm, family),
+        None if k_norm is None else Norm.of(k_norm, family),
+        Product.of(attention.o_proj),
+        Norm.of(block.post_attention_layernorm, family),
+        Product.of(mlp.gate_proj, mlp.up_proj),
+        Product.of(mlp.down_proj),
+        window,
+    )
+
+
+def _detached(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach()
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _mask(positions: Tensor, tokens: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """What each query may look at, `[B, 1, n, tokens]`, to add to attention scores."""
+    keys = torch.arange(tokens, device=positions.device)
+    at = positions[:, None, :, None]
+    hidden = keys > at
+    if window is not None:
+        hidden |= keys <= at - window
+    zeros = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
+    return zeros.masked_fill_(hidden, torch.finfo(dtype).min)

@@ -1,0 +1,1 @@
+"""Triton kernels of a model's pass over few tokens."""

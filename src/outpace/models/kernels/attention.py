@@ -1,0 +1,225 @@
+"""Attention of a few new tokens over a ragged static cache, from the products' output to its own, as one
+kernel: norms and rotation of queries and keys, writing keys and values down, and the softmax.
+
+A block has a row's queries of all heads that share a key head, and a range of the row's earlier tokens; the
+block of the first range also has the new tokens, which it takes from the product and writes into the cache,
+so that no block waits for another. Where a row is cut into several ranges, the last block to finish puts
+their outputs together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+RANGE = 256  # earlier tokens of a block, at least
+BLOCK = 64  # looked at at once
+
+
+@triton.jit
+def normed(a, b, weight, eps, half, HALF: tl.constexpr, D: tl.constexpr, SHIFTED: tl.constexpr):
+    """The two halves of vectors, normalized together."""
+    if weight is not None:
+        h = tl.arange(0, HALF)
+        squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+        factor = tl.rsqrt(squares / D + eps)[:, None]
+        first = tl.load(weight + h, mask=h < half, other=0.0).to(tl.float32)
+        second = tl.load(weight + half + h, mask=h < half, other=0.0).to(tl.float32)
+        if SHIFTED:
+            first += 1.0
+            second += 1.0
+        a, b = a * factor * first[None, :], b * factor * second[None, :]
+    return a, b
+
+
+@triton.jit
+def vectors(
+    at, place, real, weight, cos, sin, cos_line, eps,
+    D: tl.constexpr, HALF: tl.constexpr, SHIFTED: tl.constexpr,
+):  # fmt: skip
+    """Queries or keys at pointers `[n]`, normalized and rotated by their places: two halves `[n, HALF]`."""
+    half = D // 2
+    h = tl.arange(0, HALF)[None, :]
+    mask = real[:, None] & (h < half)
+    first = tl.load(at[:, None] + h, mask=mask, other=0.0)
+    second = tl.load(at[:, None] + half + h, mask=mask, other=0.0)
+    kind = first.dtype
+    a, b = normed(first.to(tl.float32), second.to(tl.float32), weight, eps, half, HALF, D, SHIFTED)
+    a, b = a.to(kind).to(tl.float32), b.to(kind).to(tl.float32)
+    angle = place[:, None] * cos_line + h
+    c = tl.load(cos + angle, mask=mask, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=mask, other=0.0).to(tl.float32)
+    return (a * c - b * s).to(kind), (b * c + a * s).to(kind)
+
+
+@triton.jit
+def taken_in(qa, qb, ka, kb, v, seen, scale, most, total, mixed, PRECISION: tl.constexpr):
+    """The running maximum, total and mixture of a softmax, with more keys and values."""
+    score = tl.dot(qa, tl.trans(ka), input_precision=PRECISION)
+    score = tl.dot(qb, tl.trans(kb), score, input_precision=PRECISION) * scale
+    score = tl.where(seen, score, -float("inf"))
+    peak = tl.maximum(most, tl.max(score, axis=1))
+    safe = tl.where(peak == -float("inf"), 0.0, peak)
+    weight = tl.exp(score - safe[:, None])
+    fade = tl.exp(most - safe)
+    total = total * fade + tl.sum(weight, axis=1)
+    mixed = tl.dot(weight.to(v.dtype), v, mixed * fade[:, None], input_precision=PRECISION)
+    return peak, total, mixed
+
+
+@triton.jit
+def attend(
+    qkv, positions, cos, sin, q_norm, k_norm, keys, values, out, parts, counters, eps, scale, window,
+    B, n, heads, kv_heads, T, ranges, span, qkv_line, cache_row, cache_head, out_line, cos_line,
+    D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr,
+    BLOCK: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of (row, key head, range). HALF and WIDTH are the powers of two that hold D / 2 and D."""
+    pid = tl.program_id(0)
+    r = pid % ranges
+    head = pid // ranges % kv_heads
+    b = (pid // ranges // kv_heads).to(tl.int64)
+    groups = heads // kv_heads
+    start = tl.load(positions + b * n).to(tl.int32)  # earlier tokens of the row
+    half = D // 2
+    h, d = tl.arange(0, HALF), tl.arange(0, WIDTH)
+    in_half, in_d = (h < half)[None, :], (d < D)[None, :]
+    kind = out.dtype.element_ty
+    key_table = keys + b * cache_row + head * cache_head
+    value_table = values + b * cache_row + head * cache_head
+
+    # Queries of all heads of the group, `[groups·n, d]`
+    row = tl.arange(0, ROWS)
+    i = row % n
+    real = row < groups * n
+    place = tl.load(positions + b * n + i, mask=real, other=0).to(tl.int32)
+    at = qkv + (b * n + i) * qkv_line + (head * groups + row // n) * D
+    qa, qb = vectors(at, place, real, q_norm, cos, sin, cos_line, eps, D, HALF, SHIFTED)
+    most = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+
+    # Earlier tokens of this range
+    stop = tl.minimum(start, (r + 1) * span)
+    first = r * span
+    if window > 0:
+        first = tl.maximum(first, (start + 1 - window) // BLOCK * BLOCK)
+    for left in range(first, stop, BLOCK):
+        t = left + tl.arange(0, BLOCK)
+        old = (t < stop)[:, None]
+        line = key_table + t[:, None] * D + h[None, :]
+        ka = tl.load(line, mask=old & in_half, other=0.0)
+        kb = tl.load(line + half, mask=old & in_half, other=0.0)
+        v = tl.load(value_table + t[:, None] * D + d[None, :], mask=old & in_d, other=0.0)
+        seen = (t < stop)[None, :] & real[:, None]
+        if window > 0:
+            seen &= t[None, :] > place[:, None] - window
+        most, total, mixed = taken_in(qa, qb, ka, kb, v, seen, scale, most, total, mixed, PRECISION)
+
+    # New ones
+    if r == 0:
+        j = tl.arange(0, NEW)
+        new = j < n
+        new_place = tl.load(positions + b * n + j, mask=new, other=0).to(tl.int32)
+        source = qkv + (b * n + j) * qkv_line + (heads + head) * D
+        new_ka, new_kb = vectors(source, new_place, new, k_norm, cos, sin, cos_line, eps, D, HALF, SHIFTED)
+        in_table = key_table + new_place[:, None] * D + h[None, :]
+        tl.store(in_table, new_ka, mask=new[:, None] & in_half)
+        tl.store(in_table + half, new_kb, mask=new[:, None] & in_half)
+        new_v = tl.load(source[:, None] + kv_heads * D + d[None, :], mask=new[:, None] & in_d, other=0.0)
+        tl.store(value_table + new_place[:, None] * D + d[None, :], new_v, mask=new[:, None] & in_d)
+        visible = new[None, :] & real[:, None] & (j[None, :] <= i[:, None])
+        if window > 0:
+            visible &= new_place[None, :] > place[:, None] - window
+        most, total, mixed = taken_in(
+            qa, qb, new_ka, new_kb, new_v, visible, scale, most, total, mixed, PRECISION
+        )
+
+    to = out + (b * n + i)[:, None] * out_line + ((head * groups + row // n) * D)[:, None] + d[None, :]
+    wanted = real[:, None] & in_d
+    if ranges == 1:
+        tl.store(to, (mixed / total[:, None]).to(kind), mask=wanted)
+    else:
+        # Each range leaves maximum, total and mixture; the last one puts them together.
+        group = (pid // ranges).to(tl.int64)
+        cell = ROWS * (WIDTH + 2)
+        mine = parts + (group * ranges + r) * cell
+        tl.store(mine + row, most)
+        tl.store(mine + ROWS + row, total)
+        tl.store(mine + 2 * ROWS + row[:, None] * WIDTH + d[None, :], mixed)
+        tl.debug_barrier()
+        done = tl.atomic_add(counters + group, 1, sem="acq_rel")
+        if done == ranges - 1:
+            tl.store(counters + group, 0)  # for the next launch
+            top = tl.full([ROWS], -float("inf"), tl.float32)
+            for other in range(ranges):
+                part = parts + (group * ranges + other) * cell
+                top = tl.maximum(top, tl.load(part + row, cache_modifier=".cg"))
+            top = tl.where(top == -float("inf"), 0.0, top)
+            total = tl.zeros([ROWS], tl.float32)
+            mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+            for other in range(ranges):
+                part = parts + (group * ranges + other) * cell
+                factor = tl.exp(tl.load(part + row, cache_modifier=".cg") - top)
+                total += factor * tl.load(part + ROWS + row, cache_modifier=".cg")
+                mixture = tl.load(part + 2 * ROWS + row[:, None] * WIDTH + d[None, :], cache_modifier=".cg")
+                mixed += factor[:, None] * mixture
+            tl.store(to, (mixed / total[:, None]).to(kind), mask=wanted)
+
+
+class Room:
+    """What blocks of one call leave for each other; counters stay zero between calls."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.counters = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def counters_of(self, groups: int) -> Tensor:
+        if len(self.counters) < groups:
+            self.counters = torch.zeros(groups, dtype=torch.int32, device=self.counters.device)
+        return self.counters
+
+
+def few_queries(
+    qkv: Tensor,
+    positions: Tensor,
+    angles: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+    room: Room,
+    *,
+    heads: int,
+    scale: float,
+    window: int | None = None,
+    norms: tuple[Tensor, Tensor, float, bool] | None = None,
+) -> Tensor:
+    """Attention of qkv `[B, n, (heads + 2·kv_heads)·d]` at positions `[B, n]`, consecutive in each row, over
+    keys and values `[B, kv_heads, T, d]`, into which the new ones are written; `[B, n, heads·d]`.
+
+    norms  of queries and keys: weights, eps, and whether weights are relative to 1
+    """
+    B, n, _ = qkv.shape
+    kv_heads, T, D = keys.shape[1:]
+    groups = heads // kv_heads
+    ranges = max(1, min(16, T // RANGE))
+    span = triton.cdiv(triton.cdiv(T, ranges), BLOCK) * BLOCK
+    ROWS = max(16, triton.next_power_of_2(groups * n))
+    WIDTH = max(16, triton.next_power_of_2(D))
+    HALF = max(16, triton.next_power_of_2(D // 2))
+    out = torch.empty(B, n, heads * D, dtype=qkv.dtype, device=qkv.device)
+    size = B * kv_heads * ranges * ROWS * (WIDTH + 2) if ranges > 1 else 0
+    parts = torch.empty(size, dtype=torch.float32, device=qkv.device)
+    q_norm, k_norm, eps, shifted = norms or (None, None, 0.0, False)
+    grid: Any = (B * kv_heads * ranges,)
+    attend[grid](
+        qkv, positions, *angles, q_norm, k_norm, keys, values, out, parts, room.counters_of(B * kv_heads),
+        eps, scale, window or 0, B, n, heads, kv_heads, T, ranges, span, qkv.stride(1), keys.stride(0),
+        keys.stride(1), out.stride(1), angles[0].stride(0),
+        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), BLOCK, shifted,
+        "ieee" if qkv.dtype == torch.float32 else "tf32",
+        num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,120 @@
+"""The engine writes the texts that the decoder writes, and Transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from outpace import Decoder, Fixed, Sampling
+from outpace.models.compiled import Engine
+from outpace.models.fused import FAMILIES, FusedModel
+from tests.tiny import V, greedy, tiny
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 12, 40, 41, 42], [30]]
+SEEDS = [3, 4, 5]
+
+
+def texts(engine: Engine, g: int, sampling: Sampling, tokens: int, late: bool = False) -> list[list[int]]:
+    """So many new tokens of every prompt, the first of them drawn plainly as the decoder does."""
+    for row, (prompt, seed) in enumerate(zip(PROMPTS, SEEDS, strict=True)):
+        engine.begin(row, prompt, seed)
+    new: list[list[int]] = [[] for _ in PROMPTS]
+    pending = [engine.start(0, sampling)]
+    while pending:
+        if late and len(pending) < 2 and min(map(len, new)) < tokens:
+            pending.append(engine.start(g, sampling))
+        outcome = pending.pop(0).read()
+        assert not any(outcome.bad)
+        for row, text in enumerate(new):
+            if len(text) < tokens:
+                text.extend(outcome.won(row))
+                if len(text) >= tokens:
+                    engine.end(row)
+        if not pending and min(map(len, new)) < tokens:
+            pending.append(engine.start(g, sampling))
+    return [text[:tokens] for text in new]
+
+
+def engine_of(target: Any, draft: Any, **options: Any) -> Engine:
+    return Engine(
+        FusedModel(target), None if draft is None else FusedModel(draft), len(PROMPTS), 100, **options
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("g", [0, 1, 4])
+def test_greedy_texts_are_those_of_transformers(family: str, g: int) -> None:
+    target, draft = tiny(family), tiny(family, seed=1)
+    expected = [greedy(target, prompt, 30) for prompt in PROMPTS]
+    assert texts(engine_of(target, draft), g, Sampling(temperature=0), 30) == expected
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "match"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.8, top_k=20, top_p=0.9), Sampling(temperature=0)]
+)
+def test_texts_are_those_of_the_decoder(rule: str, sampling: Sampling) -> None:
+    """Same noise, same texts: drafts, verdicts and rollback are the same."""
+    target, draft = tiny(), tiny(seed=1)
+    outs = Decoder(target, draft, rule=rule, length=Fixed(3)).generate(
+        PROMPTS, sampling, seed=SEEDS, max_new_tokens=40
+    )
+    # At its end the decoder drafts less than it may.
+    expected = [out.tokens[:30] for out in outs]
+    assert texts(engine_of(tiny(), tiny(seed=1), rule=rule), 3, sampling, 30) == expected
+
+
+def test_reading_one_iteration_late_changes_nothing() -> None:
+    target, draft = tiny(), tiny(seed=1)
+    found = [texts(engine_of(target, draft), 3, Sampling(), 30, late=late) for late in (False, True)]
+    assert found[0] == found[1]
+
+
+def test_a_row_takes_up_one_text_after_another() -> None:
+    """What an earlier text left in the caches is not seen."""
+    target, draft = tiny(), tiny(seed=1)
+    engine = engine_of(target, draft)
+    first = texts(engine, 3, Sampling(), 30)
+    assert texts(engine, 3, Sampling(), 30) == first
+
+
+def test_rows_at_the_end_of_the_cache_stand_still() -> None:
+    engine = Engine(FusedModel(tiny()), FusedModel(tiny(seed=1)), 2, 16)
+    engine.begin(0, list(range(15)), 1)
+    engine.end(0)
+    engine.begin(1, [1, 2], 2)
+    before = int(engine.lengths[0])
+    alone = Engine(FusedModel(tiny()), FusedModel(tiny(seed=1)), 1, 16)
+    alone.begin(0, [1, 2], 2)
+    for _ in range(3):
+        assert engine.start(3, Sampling()).read().won(1) == alone.start(3, Sampling()).read().won(0)
+    assert int(engine.lengths[0]) == before
+
+
+@pytest.mark.parametrize("sizes", [(V, V - 3), (V - 3, V)])
+def test_vocabularies_may_differ_by_padding(sizes: tuple[int, int]) -> None:
+    target, draft = tiny(vocab_size=sizes[0]), tiny(seed=1, vocab_size=sizes[1])
+    expected = [greedy(target, prompt, 20) for prompt in PROMPTS]
+    assert texts(engine_of(target, draft), 3, Sampling(temperature=0), 20) == expected
+
+
+def test_what_does_not_fit_is_named() -> None:
+    engine = engine_of(tiny(), None)
+    with pytest.raises(ValueError, match="got 0 tokens"):
+        engine.begin(0, [], 1)
+    with pytest.raises(ValueError, match="got 100 tokens"):
+        engine.begin(0, [1] * 100, 1)
+    with pytest.raises(ValueError, match="penalties"):
+        engine.start(0, Sampling(repetition_penalty=1.2))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("g", [0, 3])
+def test_a_graph_writes_what_the_cpu_writes(g: int) -> None:
+    sampling = Sampling(temperature=0.8, top_k=20)
+    expected = texts(engine_of(tiny().double(), tiny(seed=1).double()), g, sampling, 30)
+    on_gpu = engine_of(tiny().double().cuda(), tiny(seed=1).double().cuda())
+    assert texts(on_gpu, g, sampling, 30, late=True) == expected

@@ -1,0 +1,189 @@
+"""Rearranged models score as Transformers' own do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from outpace.models.fused import FAMILIES, Cache, FusedModel, why_not
+from tests.tiny import GROUPED, V, tiny
+
+ROTARY: dict[str, Any] = {
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+def own_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ragged_rows_score_as_the_model_does_alone(family: str, dtype: torch.dtype) -> None:
+    model = tiny(family).to(dtype)
+    texts = [torch.randint(V, (n,)) for n in (31, 12, 20)]
+    expected = [own_logits(model, text) for text in texts]
+    fused = FusedModel(model)
+    cache = Cache.of(fused, 3, 40)
+    starts = torch.tensor([len(text) - 5 for text in texts])
+    for row, (text, start) in enumerate(zip(texts, starts.tolist(), strict=True)):
+        part = Cache.of(fused, 1, 40)
+        fused.logits(text[None, :start], torch.arange(start)[None], part)
+        cache.keys[:, row], cache.values[:, row] = part.keys[:, 0], part.values[:, 0]
+    last = torch.stack([text[-5:] for text in texts])
+    found = fused.logits(last, starts[:, None] + torch.arange(5), cache)
+    for row in range(3):
+        assert torch.allclose(found[row], expected[row][-5:], atol=1e-5 if dtype == torch.float32 else 1e-7)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_lost_draft_leaves_nothing_behind(family: str) -> None:
+    model = tiny(family)
+    text = torch.randint(V, (20,))
+    expected = own_logits(model, text)
+    fused = FusedModel(model)
+    cache = Cache.of(fused, 1, 32)
+    fused.logits(text[None, :10], torch.arange(10)[None], cache)
+    wrong = (text[None, 10:16] + 1) % V
+    fused.logits(wrong, torch.arange(10, 16)[None], cache)
+    found = fused.logits(text[None, 10:], torch.arange(10, 20)[None], cache)
+    assert torch.allclose(found[0], expected[10:], atol=1e-5)
+
+
+@pytest.mark.parametrize("rotary", ROTARY)
+def test_stretched_angles_are_the_models(rotary: str) -> None:
+    model = tiny(rope_parameters=ROTARY[rotary])
+    text = torch.randint(V, (60,))
+    expected = own_logits(model, text)
+    fused = FusedModel(model)
+    found = fused.logits(text[None], torch.arange(60)[None], Cache.of(fused, 1, 64))
+    assert torch.allclose(found[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_goes_on_working_and_nothing_is_held_twice(family: str) -> None:
+    model = tiny(family, attention_bias=True)
+    text = torch.randint(V, (20,))
+    expected = own_logits(model, text)
+    fused = FusedModel(model)
+    assert torch.equal(own_logits(model, text), expected)
+    attention = model.model.layers[0].self_attn
+    whole = fused.layers[0].qkv.weight.untyped_storage().data_ptr()
+    for one in (attention.q_proj, attention.k_proj, attention.v_proj):
+        assert one.weight.untyped_storage().data_ptr() == whole
+    found = fused.logits(text[None], torch.arange(20)[None], Cache.of(fused, 1, 32))
+    assert torch.allclose(found[0], expected, atol=1e-5)
+
+
+def test_what_cannot_be_rearranged_says_why() -> None:
+    assert "family" in (why_not(tiny("gpt2")) or "")
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    assert "depend on the text" in (why_not(tiny(rope_parameters=dynamic)) or "")
+    mixed = tiny()
+    mixed.lm_head.half()
+    assert "several types" in (why_not(mixed) or "")
+    hooked = tiny()
+    hooked.lm_head.register_forward_hook(lambda *args: None)
+    assert "hooks" in (why_not(hooked) or "")
+    with pytest.raises(ValueError, match="another family"):
+        FusedModel(tiny("opt"))
+    assert why_not(tiny(**GROUPED)) is None
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; without one, under Triton's interpreter, with ranges and blocks that suit it."""
+    attention = pytest.importorskip(
+        "outpace.models.kernels.attention", reason="needs triton", exc_type=ImportError
+    )
+    monkeypatch.setattr(attention, "RANGE", 16)
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    monkeypatch.setattr("outpace.models.fused.has_kernels", lambda device, dtype: True)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_kernels_score_as_pytorch_does(family: str) -> None:
+    model = tiny(family, attention_bias=True)
+    text = torch.randint(V, (2, 26))
+    fused = FusedModel(model)
+    caches = [Cache.of(fused, 2, 40) for _ in range(2)]
+    starts = torch.tensor([[20], [7]])
+    for cache in caches:
+        fused.hidden(text[:, :20], torch.arange(20).expand(2, 20), cache)
+    new, places = text[:, 20:26], starts + torch.arange(6)
+    found = fused.logits(new, places, caches[0])
+    expected = fused.head(fused.hidden(new, places, caches[1]))
+    assert torch.allclose(found, expected, atol=1e-4)
+    for one, other in zip(caches[0].keys, caches[1].keys, strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_sixteen_bits_are_as_near_as_pytorchs() -> None:
+    model = tiny("qwen3").half()  # the interpreter's products know no bfloat16
+    exact = tiny("qwen3").half().double()
+    text = torch.randint(V, (1, 20))
+    expected = own_logits(exact, text[0])[14:]
+    fused = FusedModel(model)
+    cache = Cache.of(fused, 1, 32)
+    fused.hidden(text[:, :14], torch.arange(14)[None], cache)
+    found = fused.logits(text[:, 14:], torch.arange(14, 20)[None], cache)[0]
+    theirs = own_logits(model, text[0])[14:]
+    assert (found - expected).abs().mean() < 1.5 * (theirs - expected).abs().mean()
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from outpace.models.kernels.attention import attend
+from outpace.models.kernels.product import product
+
+def build(kernel, pointers, missing, **constants):
+    types, fixed = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants or name in missing:
+            types[name] = "constexpr"
+            fixed[(i,)] = constants.get(name)
+        else:
+            types[name] = pointers.get(name) or ("fp32" if name in ("eps", "scale") else "i32")
+    source = ASTSource(fn=kernel, signature=types, constexprs=fixed)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print(kernel.__name__)
+
+names = ("x", "weight", "bias", "norm", "residual", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "keys",
+    "values")
+wide = {name: "*bf16" for name in names}
+for kind, missing in ((0, ("bias", "norm", "residual")), (1, ()), (2, ("bias",))):
+    build(product, wide, missing, BM=16, BN=16, BK=256, NORM=kind, GATE=kind, PRECISION="tf32")
+others = {"positions": "*i64", "parts": "*fp32", "counters": "*i32"}
+for missing in ((), ("q_norm", "k_norm")):
+    build(attend, wide | others, missing, D=128, HALF=64, WIDTH=128, ROWS=16, NEW=16, BLOCK=64,
+        SHIFTED=False, PRECISION="tf32")
+"""
+
+
+def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
+    pytest.importorskip("triton", reason="needs triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split().count("attend") == 2
