@@ -18,9 +18,11 @@ from outpace.arguments import kind, on_device
 from outpace.draft import claim, drafter_of, release
 from outpace.draft.base import Draft, Drafter, State, check_draft, one_for_all
 from outpace.draft.model import ModelDrafter
+from outpace.engines import Engines
 from outpace.length import Fixed, Heuristic, Length
 from outpace.logprobs import adjusted, keep, note
 from outpace.models.causal import CausalScorer
+from outpace.models.compiled import Engine, Outcome, Pending
 from outpace.request import Options, Prompt, Prompts, Reader
 from outpace.rows import Output, Row, Step
 from outpace.sampling import Prefix, Sampling
@@ -41,6 +43,8 @@ class Decoder:
     length          how far to guess: `Fixed(g)`, or `Heuristic(start)`, the default
     draft_sampling  how the drafter draws; by default as the target does
     pack            on a CPU, keep a second copy of the weights that makes passes over few tokens faster
+    engine          run iterations as one function of tensors, on CUDA as one graph, where models and rows
+                    allow it: `describe` says whether the models do
 
     One call at a time: a second one, from another thread or while a stream is unfinished, raises.
     """
@@ -56,6 +60,7 @@ class Decoder:
         length: Length | int | None = None,
         draft_sampling: Sampling | None = None,
         pack: bool = False,
+        engine: bool = False,
     ) -> None:
         self.scorer = target if isinstance(target, CausalScorer) else CausalScorer(target)
         self.drafter = drafter_of(drafter)
@@ -79,6 +84,7 @@ class Decoder:
             self.scorer.pack()
             if isinstance(self.drafter, ModelDrafter):
                 self.drafter.scorer.pack()
+        self._engines = Engines(self.scorer, self.drafter, self.rule, self.lenience) if engine else None
         self.tokenizer = tokenizer
         self._reader = Reader(self.scorer, tokenizer, draft_sampling)
         self._lock = threading.Lock()
@@ -185,6 +191,8 @@ class Decoder:
             f"rule     {self.rule}" + (f", lenience {self.lenience}" if self.lenience < 1 else ""),
             f"length   {self.length!r}",
         ]
+        if self._engines is not None:
+            lines.append(f"engine   {self._engines.describe()}")
         return "\n".join(lines)
 
     # The iteration
@@ -376,6 +384,9 @@ class Decoder:
         waiting, active = deque(rows), list[Row]()
         sound = False  # whether what the caches hold is what the rows say
         try:
+            if self._engines is not None and self._engines.take(rows):
+                yield from self._run_engine(self._engines, waiting, slots)
+                return
             longest = max(min(row.prompt_length + row.max_new_tokens, self.scorer.context) for row in rows)
             self.scorer.reserve(slots, longest + self.length.most + 1)
             if isinstance(self.drafter, ModelDrafter):
@@ -411,6 +422,56 @@ class Decoder:
             if self.drafter is not None:
                 release(self.drafter)
             self._lock.release()
+
+    def _run_engine(self, engines: Engines, waiting: deque[Row], slots: int) -> Generator[Step]:
+        """The same with an engine, which has started an iteration when the last one's outcome is read."""
+        sampling = waiting[0].sampling
+        longest = max(min(row.prompt_length + row.max_new_tokens, self.scorer.context) for row in waiting)
+        engine = engines.get(slots, longest + 2 * (self.length.most + 1))
+        active: dict[int, Row] = {}
+        started: deque[tuple[Pending, dict[int, Row]]] = deque()
+        try:
+            while waiting or active:
+                clock = Clock()
+                for slot in range(slots):
+                    if waiting and slot not in active:
+                        active[slot] = row = waiting.popleft()
+                        row.slot = slot
+                        engine.begin(slot, row.tokens, row.seed)
+                while len(started) < 2:
+                    g = max(self.length.choose(list(active)))
+                    started.append((engine.start(g, sampling), dict(active)))
+                pending, theirs = started.popleft()
+                outcome = pending.read()
+                # A row that ended meanwhile has no use for what came of its slot.
+                rows = [row for slot, row in theirs.items() if active.get(slot) is row]
+                clock.lap("target")
+                steps = self._gained(engine, rows, outcome, active)
+                clock.share([row.stats for row in rows])
+                yield from steps
+        finally:
+            for pending, _ in started:
+                pending.read()
+            for slot in active:
+                engine.end(slot)
+            self.length.reset(range(slots))
+
+    def _gained(
+        self, engine: Engine, rows: list[Row], outcome: Outcome, active: dict[int, Row]
+    ) -> list[Step]:
+        """What an iteration brought to rows; those that have come to their ends give up their slots."""
+        slots = [row.slot for row in rows]
+        each = [[of[slot] for slot in slots] for of in (outcome.accepted, outcome.next_token, outcome.bad)]
+        draft = Draft.chosen([outcome.drafts[slot] for slot in slots])
+        self.length.observe(slots, draft.lengths or [], each[0])
+        steps = self._advance(rows, draft, None, *each)
+        for i, row in enumerate(rows):
+            if row.finish_reason is not None:
+                engine.end(row.slot, wipe=row.error is not None)
+                del active[row.slot]
+                self.length.reset([row.slot])
+                steps[i] = dataclasses.replace(steps[i], finish_reason=row.finish_reason, output=row.output())
+        return steps
 
     def _release(self, row: Row, keep: bool) -> None:
         self.scorer.reset([row.slot], [row.tokens] if keep else None)

@@ -84,3 +84,39 @@ def test_what_cannot_be_measured_is_one_line(
     status, _, errors = run("bench", command, flag, value)
     assert status == 2
     assert errors.strip() == f"outpace: {line}"
+
+
+def test_figures_of_whole_texts_that_are_there_are_not_made_again(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "engine.json"
+    sides = (("transformers", 0), ("transformers static", 0), ("transformers assisted", 5))
+    known = [
+        {
+            "side": side,
+            "name": "qwen2-7b/0.5b",
+            "alpha": 0.8 if g else 0.0,
+            "g": g,
+            "B": 1,
+            "context": 128,
+            "tokens_per_second": 10.0 + i,
+        }
+        for i, (side, g) in enumerate((*sides, ("outpace plain", 0), ("outpace", 5)))
+    ]
+    out.write_text(json.dumps({"figures": known}))
+    status, table, errors = run(
+        "bench", "engine", "--pair", "qwen2-7b/0.5b", "--device", "cpu", "--out", str(out)
+    )
+    assert status == 0, errors
+    assert [one["tokens_per_second"] for one in json.loads(out.read_text())["figures"]] == [
+        10,
+        11,
+        12,
+        13,
+        14,
+    ]
+    assert "outpace plain" in table
+
+
+def test_a_pair_that_is_not_known_is_one_line(run: Run) -> None:
+    status, _, errors = run("bench", "engine", "--pair", "gpt5/gpt4", "--device", "cpu")
+    assert status == 2
+    assert errors.startswith("outpace: pair: got 'gpt5/gpt4'; there are llama2-7b/1.3b")

@@ -80,8 +80,11 @@ def test_the_model_goes_on_working_and_nothing_is_held_twice(family: str) -> Non
     model = tiny(family, attention_bias=True)
     text = torch.randint(V, (20,))
     expected = own_logits(model, text)
-    fused = FusedModel(model)
-    assert torch.equal(own_logits(model, text), expected)
+    with torch.inference_mode():
+        fused = FusedModel(model)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=text[None], use_cache=False).logits[0], expected)
+    assert model.model.layers[0].self_attn.q_proj.weight.requires_grad
     attention = model.model.layers[0].self_attn
     whole = fused.layers[0].qkv.weight.untyped_storage().data_ptr()
     for one in (attention.q_proj, attention.k_proj, attention.v_proj):

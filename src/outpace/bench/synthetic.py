@@ -148,7 +148,7 @@ def acceptance(target: Any, draft: Any) -> float:
     return overlap(p, q)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def bigram(
     shape: Mapping[str, Any],
     codes: Codes,

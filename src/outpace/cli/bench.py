@@ -154,6 +154,71 @@ def profile(
     write(out, place, figures=figures, bounds=worst, scaling=scales)
 
 
+@bench.command()
+def engine(
+    pair: Annotated[
+        list[str] | None, typer.Option(help="Pairs of shapes, such as llama2-7b/1.3b; repeat it.")
+    ] = None,
+    alpha: Annotated[
+        list[float] | None, typer.Option(min=0.0, max=1.0, help="Acceptances; repeat it.")
+    ] = None,
+    drafts: Drafts = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows, B; repeat it.")] = None,
+    context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens before; repeat it.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "bfloat16",
+    full: Annotated[bool, typer.Option("--full", help="The whole grid, which takes hours.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the figures to this JSON file; those in it are not made again.")
+    ] = None,
+) -> None:
+    """Time whole texts: Transformers' plain, static and assisted generation beside our plain and speculative
+    engine, on synthetic pairs of models with real shapes and a chosen acceptance.
+
+    By default a selection that has every pair and column; naming any size
+    takes all combinations of those that are named with the first of the others.
+
+    predicted is Theorem 3.8 of Leviathan et al. 2023 with our plain speed and
+    the measured time of a draft's step; floor what reading all weights and
+    caches of an iteration takes at a large copy's bandwidth.
+    """
+    place, kind = where(device, dtype)
+    from outpace.bench import engine as timing
+    from outpace.bench.synthetic import PAIRS
+
+    unknown = sorted(set(pair or ()) - set(PAIRS))
+    if unknown:
+        raise ValueError(f"pair: got {unknown[0]!r}; there are {', '.join(PAIRS)}")
+    cases = timing.chosen(full)
+    if pair or alpha or drafts or batch or context:
+        cases = [
+            timing.Case(name, one, g, B, T)
+            for name in pair or [next(iter(PAIRS))]
+            for one in alpha or [0.8]
+            for T in context or [timing.CONTEXTS[0]]
+            for B in batch or [1]
+            for g in drafts or [5]
+        ]
+    known = []
+    if out is not None and out.exists():
+        known = [timing.Figure(**one) for one in json.loads(out.read_text())["figures"]]
+    figures: dict[Any, timing.Figure] = {}
+
+    def kept() -> Iterable[timing.Figure]:
+        for one in timing.measure(place, kind, cases, known):
+            figures[one.key] = one
+            write(out, place, figures=[*figures.values()])
+            yield one
+
+    watched(kept(), len(cases) * len(timing.SIDES))
+    show(
+        f"whole texts, {dtype}",
+        ("side", "pair", "α", "g", "B", "context", "tokens/s", "a pass", "ms", "draft", "target", "floor",
+         "predicted"),
+        [dataclasses.astuple(one) for one in figures.values()],
+    )  # fmt: skip
+
+
 def where(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     """What the flags name; wrong ones are said before anything is measured."""
     if dtype not in ("bfloat16", "float16", "float32"):

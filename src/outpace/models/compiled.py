@@ -109,9 +109,13 @@ class Engine:
         self.seeds[row] = seed
         self.active[row] = 1
 
-    def end(self, row: int) -> None:
-        """A row stands still until it takes up another text."""
+    def end(self, row: int, wipe: bool = False) -> None:
+        """A row stands still until it takes up another text. NaN in a cache outlives it, unless wiped."""
         self.active[row] = 0
+        if wipe:
+            for cache in (self.target_cache, self.draft_cache):
+                if cache is not None:
+                    cache.row(row).wipe()
 
     def start(self, g: int, sampling: Sampling) -> Pending:
         """Start an iteration of g drafts; 0 decodes plainly. The host goes on at once."""

@@ -36,6 +36,7 @@ class Product:
     bias: Tensor | None
 
     @classmethod
+    @torch.inference_mode(False)  # or the model's own parameters would be good for nothing else
     def of(cls, *layers: nn.Linear) -> Product:
         """Of layers with the same input, which become views of it."""
         if len(layers) == 1:
@@ -115,6 +116,10 @@ class Cache:
         """One row of it, the same memory."""
         return Cache(self.keys[:, row : row + 1], self.values[:, row : row + 1])
 
+    def wipe(self) -> None:
+        self.keys.zero_()
+        self.values.zero_()
+
     @property
     def tokens(self) -> int:
         return self.keys.shape[3]
@@ -153,6 +158,14 @@ class FusedModel:
         self.norm = Norm.of(model.model.norm, family)
         self.head = Product.of(model.get_output_embeddings())
         self._angles: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights that a pass reads."""
+        products = [
+            product for layer in self.layers for product in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        ]
+        return sum(product.weight.nbytes for product in [*products, self.head])
 
     def angles(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of every position, `[tokens, d]`, as the model's own module has them."""

@@ -1,0 +1,253 @@
+"""How fast pairs of models write, side by side: Transformers' ways, our plain decoding, our speculative one.
+
+Pairs are synthetic (`synthetic`): real shapes, a chosen acceptance, every layer computed. Beside what was
+measured stand two figures that were not: the floor, what reading all weights and caches takes at the
+bandwidth of a large copy, and the prediction of Leviathan et al. 2023, Theorem 3.8, from our plain speed and
+the time of a draft's step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.bench.kernel import bandwidth, timed
+from outpace.bench.synthetic import PAIRS, Pair, pair
+from outpace.models.compiled import Engine
+from outpace.models.fused import FusedModel
+from outpace.sampling import Sampling
+
+ALPHAS = (0.6, 0.8, 0.9)
+DRAFTS = (1, 3, 5, 8)
+BATCHES = (1, 8, 32, 64)
+CONTEXTS = (128, 4096)
+ITERATIONS = 40  # of an engine that are timed
+TOKENS = 48  # of Transformers' texts
+ASSISTED_BATCH = 1  # more rows its assisted generation does not take
+PLAIN = Sampling()
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is written: g drafts an iteration, B rows after a context."""
+
+    name: str
+    alpha: float
+    g: int
+    B: int
+    context: int
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Milliseconds of an iteration and of its parts; what is left is verification and the update."""
+
+    iteration: float
+    draft: float  # all g steps
+    target: float
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One side of one case."""
+
+    side: str
+    name: str
+    alpha: float
+    g: int
+    B: int
+    context: int
+    tokens_per_second: float
+    tokens_per_iteration: float | None = None
+    milliseconds: float | None = None  # of an iteration
+    draft_milliseconds: float | None = None
+    target_milliseconds: float | None = None
+    floor_milliseconds: float | None = None
+    predicted: float | None = None  # tokens per second
+
+    @property
+    def key(self) -> tuple[str, str, float, int, int, int]:
+        return self.side, self.name, self.alpha, self.g, self.B, self.context
+
+
+def chosen(full: bool = False) -> list[Case]:
+    """Every pair and column, or all there is."""
+    if full:
+        return [
+            Case(name, alpha, g, B, context)
+            for name in PAIRS
+            for alpha in ALPHAS
+            for context in CONTEXTS
+            for B in BATCHES
+            for g in DRAFTS
+        ]
+    first, *others = PAIRS
+    cases = [Case(first, 0.8, g, 1, 128) for g in DRAFTS]
+    cases += [Case(first, 0.8, 3, B, 128) for B in BATCHES[1:]]
+    cases += [Case(first, 0.8, 5, 1, CONTEXTS[1])]
+    cases += [Case(first, alpha, 5, 1, 128) for alpha in (0.6, 0.9)]
+    return cases + [Case(name, 0.8, 5, 1, 128) for name in others]
+
+
+def expected_tokens(alpha: float, g: int) -> float:
+    """Of an iteration (Leviathan et al. 2023, eq. 1)."""
+    return float(g + 1) if alpha == 1 else (1 - alpha ** (g + 1)) / (1 - alpha)
+
+
+def predicted_speedup(alpha: float, g: int, c: float) -> float:
+    """Over plain decoding (Theorem 3.8); c is what a draft's step costs of the target's."""
+    return expected_tokens(alpha, g) / (g * c + 1)
+
+
+def measure(
+    device: torch.device,
+    dtype: torch.dtype,
+    cases: Sequence[Case],
+    known: Sequence[Figure] = (),
+    pairs: Callable[..., Pair] | None = None,
+) -> Iterator[Figure]:
+    """All sides of all cases. Sides that do not depend on g, or that are known already, are not measured
+    again."""
+    make = pairs or (lambda name, alpha, **options: pair(*PAIRS[name], alpha, **options))
+    done = {one.key: one for one in known}
+    rate = bandwidth(device)
+    made: tuple[tuple[str, float], Pair] | None = None
+    for case in cases:
+        for side, own in SIDES.items():
+            g = case.g if own.drafts else 0
+            alpha = case.alpha if own.drafts else 0.0
+            key = (side, case.name, alpha, g, case.B, case.context)
+            if key not in done and (case.B <= ASSISTED_BATCH or side != "transformers assisted"):
+                if made is None or made[0] != (case.name, case.alpha):
+                    made = None  # its memory first
+                    made = (case.name, case.alpha), make(case.name, case.alpha, device=device, dtype=dtype)
+                plain = done.get(("outpace plain", case.name, 0.0, 0, case.B, case.context))
+                done[key] = Figure(
+                    side, case.name, alpha, g, case.B, case.context, **own.measure(made[1], case, rate, plain)
+                )
+            if key in done:
+                yield done[key]
+
+
+@dataclass(frozen=True)
+class Side:
+    measure: Callable[[Pair, Case, float, Figure | None], dict[str, Any]]
+    drafts: bool
+
+
+def prompts(case: Case, vocab_size: int, device: torch.device) -> Tensor:
+    """Random texts `[B, context]`."""
+    noise = torch.Generator().manual_seed(7)
+    return torch.randint(vocab_size, (case.B, case.context), generator=noise).to(device)
+
+
+def by_transformers(made: Pair, case: Case, **options: Any) -> dict[str, Any]:
+    """Its own `generate`, sampling."""
+    ids = prompts(case, made.target.config.vocab_size, made.target.device)
+
+    def run() -> int:
+        out = made.target.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0,
+            max_new_tokens=TOKENS, min_new_tokens=TOKENS, **options,
+        )  # fmt: skip
+        return int(out.numel() - ids.numel())
+
+    run()  # what is compiled, and caches
+    begun = time.perf_counter()
+    tokens = run()
+    if ids.is_cuda:
+        torch.cuda.synchronize()
+    return {"tokens_per_second": round(tokens / (time.perf_counter() - begun), 1)}
+
+
+def transformers_assisted(made: Pair, case: Case) -> dict[str, Any]:
+    """With g drafts each time, whatever came of them."""
+    config = made.draft.generation_config
+    config.num_assistant_tokens, config.num_assistant_tokens_schedule = case.g, "constant"
+    config.assistant_confidence_threshold = 0.0
+    return by_transformers(made, case, assistant_model=made.draft)
+
+
+def ours(made: Pair, case: Case, rate: float, plain: Figure | None, g: int) -> dict[str, Any]:
+    """The engine, read one iteration late as a decoder does."""
+    target = FusedModel(made.target)
+    draft = FusedModel(made.draft) if g else None
+    room = case.context + (ITERATIONS + 8) * (g + 1) + 8
+    engine = Engine(target, draft, case.B, -(-room // 256) * 256)
+    for row, text in enumerate(prompts(case, target.vocab_size, target.device).tolist()):
+        engine.begin(row, text, row)
+    for _ in range(3):
+        engine.start(g, PLAIN).read()
+    won, last = 0, None
+    begun = time.perf_counter()
+    for _ in range(ITERATIONS):
+        pending = engine.start(g, PLAIN)
+        won += 0 if last is None else sum(last.read().accepted) + case.B
+        last = pending
+    assert last is not None
+    won += sum(last.read().accepted) + case.B
+    taken = time.perf_counter() - begun
+    parts = phases(engine, g)
+    length = case.context + won / case.B / 2
+    moved = sum(
+        one.nbytes + case.B * length * 2 * one.kv_heads * one.head_dim * len(one.layers) * one.dtype.itemsize
+        for one in [target, *[draft] * g]
+        if one is not None
+    )
+    speed = won / taken
+    predicted = None
+    if g and plain is not None and plain.milliseconds:
+        predicted = predicted_speedup(made.alpha, g, parts.draft / g / plain.milliseconds)
+        predicted = round(plain.tokens_per_second * predicted, 1)
+    return {
+        "tokens_per_second": round(speed, 1),
+        "tokens_per_iteration": round(won / case.B / ITERATIONS, 3),
+        "milliseconds": round(1e3 * taken / ITERATIONS, 3),
+        "draft_milliseconds": round(parts.draft, 3),
+        "target_milliseconds": round(parts.target, 3),
+        "floor_milliseconds": round(1e3 * moved / rate, 3),
+        "predicted": predicted,
+    }
+
+
+def phases(engine: Engine, g: int) -> Phases:
+    """The parts of an iteration, each by itself: in a graph where there are graphs."""
+    tokens = torch.zeros(engine.rows, g + 1, dtype=torch.int64, device=engine.target.device)
+    places = engine.lengths[:, None] - 1 + torch.arange(g + 1, device=tokens.device)
+    parts: list[Callable[[], Any]] = [
+        lambda: engine.iteration(g, PLAIN),
+        lambda: engine._propose(g, PLAIN),
+        lambda: engine.target.logits(tokens, places, engine.target_cache),
+    ]
+    return Phases(*(alone(part, tokens.device) / 1e3 for part in parts))
+
+
+def alone(part: Callable[[], Any], device: torch.device) -> float:
+    """Microseconds."""
+    if device.type != "cuda":
+        return timed(part, device, 3)
+    for _ in range(2):
+        part()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        kept = part()
+    taken = timed(graph.replay, device, 20)
+    del kept
+    return taken
+
+
+SIDES = {
+    "transformers": Side(lambda made, case, rate, plain: by_transformers(made, case), False),
+    "transformers static": Side(
+        lambda made, case, rate, plain: by_transformers(made, case, cache_implementation="static"), False
+    ),
+    "transformers assisted": Side(lambda made, case, rate, plain: transformers_assisted(made, case), True),
+    "outpace plain": Side(lambda made, case, rate, plain: ours(made, case, rate, plain, 0), False),
+    "outpace": Side(lambda made, case, rate, plain: ours(made, case, rate, plain, case.g), True),
+}

@@ -1,0 +1,88 @@
+"""Which engine a decoder has, if its models and rows are such that there can be one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outpace.draft.base import Drafter
+from outpace.draft.model import ModelDrafter
+from outpace.models.causal import CausalScorer
+from outpace.models.compiled import Engine
+from outpace.models.fused import FusedModel, why_not
+from outpace.rows import Row
+from outpace.verify import Rule
+
+STEP = 256  # tokens that a cache grows by
+
+
+class Engines:
+    """Makes an engine when one is asked for, and keeps it while it is large enough."""
+
+    def __init__(self, scorer: CausalScorer, drafter: Drafter | None, rule: Rule, lenience: float) -> None:
+        self.scorer, self.drafter = scorer, drafter
+        self.rule, self.lenience = rule, lenience
+        self._engine: Engine | None = None
+        self._weights: tuple[int, ...] = ()
+        self.why_not = self._why_not()
+
+    def take(self, rows: Sequence[Row]) -> bool:
+        """Whether these rows can be decoded by an engine: drawn alike, with nothing that needs the host
+        between two tokens."""
+        first = rows[0]
+        return self.why_not is None and all(
+            row.sampling == first.sampling
+            and (row.draft_sampling is None or row.draft_sampling == row.sampling)
+            and not (row.sampling.logit_bias or row.sampling.reads_prefix)
+            and row.top is None
+            and row.scores is None
+            and row.logits is None
+            for row in rows
+        )
+
+    def get(self, rows: int, tokens: int) -> Engine:
+        """One with room for so many texts of so many tokens."""
+        weights = tuple(parameter.data_ptr() for model in self._models() for parameter in model.parameters())
+        engine = self._engine
+        if engine is None or weights != self._weights or rows > engine.rows or tokens > engine.tokens:
+            if engine is not None and weights == self._weights:
+                rows, tokens = max(rows, engine.rows), max(tokens, engine.tokens)
+            self._engine = engine = None  # its memory first
+            tokens = -(-tokens // STEP) * STEP
+            models = [FusedModel(model) for model in self._models()]
+            self._engine = engine = Engine(
+                models[0],
+                models[1] if len(models) > 1 else None,
+                rows,
+                tokens,
+                rule=self.rule,
+                lenience=self.lenience,
+            )
+            self._weights = tuple(
+                parameter.data_ptr() for model in self._models() for parameter in model.parameters()
+            )
+        return engine
+
+    def describe(self) -> str:
+        """One line for a user."""
+        if self.why_not is not None:
+            return f"none: {self.why_not}"
+        kind = "one CUDA graph an iteration" if self.scorer.device.type == "cuda" else "without graphs"
+        return f"{kind}, for rows drawn alike, without penalties, processors or logprobs"
+
+    def _models(self) -> list[torch.nn.Module]:
+        drafts = [self.drafter.scorer.base] if isinstance(self.drafter, ModelDrafter) else []
+        return [self.scorer.base, *drafts]
+
+    def _why_not(self) -> str | None:
+        if self.drafter is not None and not isinstance(self.drafter, ModelDrafter):
+            return f"{type(self.drafter).__name__} guesses on the host"
+        if self.rule.name == "rejection":
+            return "rule rejection is for comparison only"
+        if self.scorer.model is not self.scorer.base:
+            return "the target has adapters"
+        for model in self._models():
+            if (why := why_not(model)) is not None:
+                return f"{type(model).__name__} {why}"
+        return None

@@ -1,0 +1,56 @@
+"""Whole texts are timed on every side, beside what theory has to say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from outpace.bench import engine, synthetic
+from tests.bench.test_synthetic import DRAFT, TARGET
+
+
+def small(name: str, alpha: float, **options: Any) -> synthetic.Pair:
+    return synthetic.pair(TARGET, DRAFT, alpha, **options)
+
+
+def test_every_side_is_timed_and_known_ones_are_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "TOKENS", 6)
+    monkeypatch.setattr(engine, "ITERATIONS", 30)
+    cases = [engine.Case("tiny", 0.8, 3, B, 8) for B in (1, 4)]
+    cpu = torch.device("cpu")
+    figures = list(engine.measure(cpu, torch.float32, cases, pairs=small))
+    assert [(one.side, one.B) for one in figures] == [
+        (side, B) for B in (1, 4) for side in engine.SIDES if B == 1 or side != "transformers assisted"
+    ]
+    assert all(one.tokens_per_second > 0 for one in figures)
+    speculative = figures[-1]
+    assert speculative.side == "outpace"
+    # 4 rows, 30 iterations, a standard error of 0.11
+    assert speculative.tokens_per_iteration == pytest.approx(engine.expected_tokens(0.8, 3), abs=0.6)
+    assert speculative.predicted is not None
+    assert speculative.floor_milliseconds is not None
+    assert list(engine.measure(cpu, torch.float32, cases, known=figures, pairs=fails)) == figures
+
+
+def fails(*args: Any, **options: Any) -> synthetic.Pair:
+    raise AssertionError("nothing is left to measure")
+
+
+def test_theory_is_the_papers() -> None:
+    # Leviathan et al. 2023, Table 1: alpha = 0.8, g = 5, c = 0 gives 3.69 tokens
+    assert engine.expected_tokens(0.8, 5) == pytest.approx(3.69, abs=0.01)
+    assert engine.expected_tokens(1.0, 5) == 6
+    assert engine.predicted_speedup(0.8, 5, 0.0) == engine.expected_tokens(0.8, 5)
+    assert engine.predicted_speedup(0.0, 5, 0.2) == 0.5
+
+
+def test_the_selection_has_every_pair_and_column() -> None:
+    cases = engine.chosen()
+    assert {case.name for case in cases} == set(synthetic.PAIRS)
+    assert {case.alpha for case in cases} == set(engine.ALPHAS)
+    assert {case.g for case in cases} == set(engine.DRAFTS)
+    assert {case.B for case in cases} == set(engine.BATCHES)
+    assert {case.context for case in cases} == set(engine.CONTEXTS)
+    assert set(cases) <= set(engine.chosen(full=True))

@@ -1,0 +1,128 @@
+"""A decoder with an engine writes what it writes without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from outpace import Decoder, Fixed, Heuristic, Sampling
+from outpace.models.fused import FAMILIES
+from tests.tiny import greedy, tiny
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 12, 40, 41, 42], [30], [1, 2]]
+
+
+def decoder(engine: bool = True, **options: Any) -> Decoder:
+    return Decoder(tiny(), tiny(seed=1), engine=engine, **{"length": Fixed(3), **options})
+
+
+def used(one: Decoder) -> bool:
+    return one._engines is not None and one._engines._engine is not None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch_size", [1, 2, None])
+def test_greedy_texts_are_those_of_transformers(family: str, batch_size: int | None) -> None:
+    target = tiny(family)
+    expected = [greedy(target, prompt, 25) for prompt in PROMPTS]
+    for drafter in (tiny(family, seed=1), None):
+        one = Decoder(target, drafter, engine=True)
+        outs = one.generate(PROMPTS, temperature=0, max_new_tokens=25, batch_size=batch_size)
+        assert [out.tokens for out in outs] == expected
+        assert used(one)
+
+
+@pytest.mark.parametrize("length", [Fixed(0), Fixed(4), Heuristic(3)])
+def test_match_writes_plain_decodings_texts(length: Any) -> None:
+    sampling = Sampling(temperature=0.9, top_p=0.9)
+    plain = Decoder(tiny(), rule="match").generate(PROMPTS, sampling, seed=[1, 2, 3, 4], max_new_tokens=25)
+    one = decoder(rule="match", length=length)
+    outs = one.generate(PROMPTS, sampling, seed=[1, 2, 3, 4], max_new_tokens=25, batch_size=3)
+    assert [out.tokens for out in outs] == [out.tokens for out in plain]
+    assert used(one)
+
+
+def test_rows_end_where_they_should() -> None:
+    """At the limit, and at a token that ends texts, in the midst of a block."""
+    expected = decoder(engine=False).generate(PROMPTS, temperature=0, max_new_tokens=30)
+    ends = [out.tokens[7] for out in expected]
+    both = [
+        decoder(engine).generate(PROMPTS, temperature=0, max_new_tokens=30, stop_tokens=ends)
+        for engine in (False, True)
+    ]
+    assert [out.tokens for out in both[0]] == [out.tokens for out in both[1]]
+    assert [out.finish_reason for out in both[0]] == [out.finish_reason for out in both[1]]
+    assert min(len(out.tokens) for out in both[1]) < 30
+
+
+def test_a_stream_can_be_left_and_the_decoder_used_again() -> None:
+    one = decoder()
+    whole = one.generate(PROMPTS[0], Sampling(), seed=3, max_new_tokens=20)
+    stream = one.stream(PROMPTS[0], Sampling(), seed=3, max_new_tokens=20)
+    first = next(stream)
+    stream.close()
+    assert first.tokens == whole.tokens[: len(first.tokens)]
+    steps = list(one.stream(PROMPTS[0], Sampling(), seed=3, max_new_tokens=20))
+    assert [token for step in steps for token in step.tokens] == whole.tokens
+    assert steps[-1].output is not None
+    assert steps[-1].output.tokens == whole.tokens
+    assert whole.stats.new_tokens == 20
+    assert whole.stats.drafted == 3 * whole.stats.target_calls
+    assert whole.stats.seconds > 0
+
+
+def test_rows_that_need_the_host_are_decoded_without_it() -> None:
+    one, other = decoder(), decoder(engine=False)
+    for options in ({"repetition_penalty": 1.3}, {"logprobs": True}, {"scores": True}):
+        found, expected = (
+            each.generate(PROMPTS, temperature=0.8, seed=2, max_new_tokens=10, **options)
+            for each in (one, other)
+        )
+        assert [out.tokens for out in found] == [out.tokens for out in expected]
+    assert not used(one)
+
+
+def test_weights_that_change_are_seen() -> None:
+    one = decoder(length=Fixed(2))
+    one.generate(PROMPTS, temperature=0, max_new_tokens=10)
+    fresh = tiny(seed=5)
+    with torch.no_grad():
+        for mine, theirs in zip(one.scorer.base.parameters(), fresh.parameters(), strict=True):
+            mine.copy_(theirs)
+    expected = [greedy(fresh, prompt, 10) for prompt in PROMPTS]
+    assert [out.tokens for out in one.generate(PROMPTS, temperature=0, max_new_tokens=10)] == expected
+    one.scorer.base.load_state_dict(tiny(seed=6).state_dict(), assign=True)
+    expected = [greedy(one.scorer.base, prompt, 10) for prompt in PROMPTS]
+    assert [out.tokens for out in one.generate(PROMPTS, temperature=0, max_new_tokens=10)] == expected
+
+
+def test_longer_texts_and_more_rows_get_room() -> None:
+    one = decoder()
+    for prompts, tokens in ((PROMPTS[:1], 5), (PROMPTS, 5), (PROMPTS, 60), (PROMPTS[:2], 10)):
+        expected = [greedy(one.scorer.base, prompt, tokens) for prompt in prompts]
+        outs = one.generate(prompts, temperature=0, max_new_tokens=tokens)
+        assert [out.tokens for out in outs] == expected
+
+
+def test_unusable_logits_end_their_row_alone() -> None:
+    one = decoder()
+    with torch.no_grad():
+        one.scorer.base.model.embed_tokens.weight[30] = float("nan")
+    with pytest.warns(UserWarning, match="unusable"):
+        outs = one.generate([[5, 6, 7], [30]], temperature=0, max_new_tokens=3)
+    assert outs[1].finish_reason == "error"
+    assert outs[0].finish_reason == "length" or 30 in outs[0].tokens
+    # What was NaN is not left behind in the slots.
+    clean = decoder().generate([[5, 6], [7, 8]], temperature=0, max_new_tokens=2)
+    again = one.generate([[5, 6], [7, 8]], temperature=0, max_new_tokens=2)
+    assert [out.tokens for out in again] == [out.tokens for out in clean]
+
+
+def test_the_choice_is_visible() -> None:
+    assert "without graphs" in decoder().describe()
+    assert "engine" not in decoder(engine=False).describe()
+    lookup = Decoder(tiny(), "lookup", engine=True)
+    assert "LookupDrafter guesses on the host" in lookup.describe()
+    assert "another family" in Decoder(tiny("gpt2"), engine=True).describe()
