@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from outpace import Decoder, Fixed, Heuristic, Sampling
-from outpace.models.fused import FAMILIES
-from tests.tiny import greedy, tiny
+from tests.tiny import FAMILIES, greedy, tiny
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 12, 40, 41, 42], [30], [1, 2]]
 
@@ -125,4 +124,4 @@ def test_the_choice_is_visible() -> None:
     assert "engine" not in decoder(engine=False).describe()
     lookup = Decoder(tiny(), "lookup", engine=True)
     assert "LookupDrafter guesses on the host" in lookup.describe()
-    assert "another family" in Decoder(tiny("gpt2"), engine=True).describe()
+    assert "as it is, since it is of another family" in Decoder(tiny("gpt2"), engine=True).describe()

@@ -11,6 +11,7 @@ from outpace.draft.model import ModelDrafter
 from outpace.models.causal import CausalScorer
 from outpace.models.compiled import Engine
 from outpace.models.fused import FusedModel, why_not
+from outpace.models.generic import GenericModel
 from outpace.rows import Row
 from outpace.verify import Rule
 
@@ -50,7 +51,10 @@ class Engines:
                 rows, tokens = max(rows, engine.rows), max(tokens, engine.tokens)
             self._engine = engine = None  # its memory first
             tokens = -(-tokens // STEP) * STEP
-            models = [FusedModel(model) for model in self._models()]
+            models = [
+                FusedModel(model) if why_not(model) is None else GenericModel(model)
+                for model in self._models()
+            ]
             self._engine = engine = Engine(
                 models[0],
                 models[1] if len(models) > 1 else None,
@@ -69,7 +73,12 @@ class Engines:
         if self.why_not is not None:
             return f"none: {self.why_not}"
         kind = "one CUDA graph an iteration" if self.scorer.device.type == "cuda" else "without graphs"
-        return f"{kind}, for rows drawn alike, without penalties, processors or logprobs"
+        reasons = [(type(model).__name__, why_not(model)) for model in self._models()]
+        passes = "; ".join(
+            f"{name} rearranged" if why is None else f"{name} as it is, since it {why}"
+            for name, why in reasons
+        )
+        return f"{kind}, for rows drawn alike, without penalties, processors or logprobs ({passes})"
 
     def _models(self) -> list[torch.nn.Module]:
         drafts = [self.drafter.scorer.base] if isinstance(self.drafter, ModelDrafter) else []
@@ -82,7 +91,4 @@ class Engines:
             return "rule rejection is for comparison only"
         if self.scorer.model is not self.scorer.base:
             return "the target has adapters"
-        for model in self._models():
-            if (why := why_not(model)) is not None:
-                return f"{type(model).__name__} {why}"
         return None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from outpace.models.fused import FAMILIES, Cache, FusedModel, why_not
+from outpace.models.fused import FAMILIES, FusedModel, why_not
 from tests.tiny import GROUPED, V, tiny
 
 ROTARY: dict[str, Any] = {
@@ -39,10 +39,10 @@ def test_ragged_rows_score_as_the_model_does_alone(family: str, dtype: torch.dty
     texts = [torch.randint(V, (n,)) for n in (31, 12, 20)]
     expected = [own_logits(model, text) for text in texts]
     fused = FusedModel(model)
-    cache = Cache.of(fused, 3, 40)
+    cache = fused.room(3, 40)
     starts = torch.tensor([len(text) - 5 for text in texts])
     for row, (text, start) in enumerate(zip(texts, starts.tolist(), strict=True)):
-        part = Cache.of(fused, 1, 40)
+        part = fused.room(1, 40)
         fused.logits(text[None, :start], torch.arange(start)[None], part)
         cache.keys[:, row], cache.values[:, row] = part.keys[:, 0], part.values[:, 0]
     last = torch.stack([text[-5:] for text in texts])
@@ -57,7 +57,7 @@ def test_a_lost_draft_leaves_nothing_behind(family: str) -> None:
     text = torch.randint(V, (20,))
     expected = own_logits(model, text)
     fused = FusedModel(model)
-    cache = Cache.of(fused, 1, 32)
+    cache = fused.room(1, 32)
     fused.logits(text[None, :10], torch.arange(10)[None], cache)
     wrong = (text[None, 10:16] + 1) % V
     fused.logits(wrong, torch.arange(10, 16)[None], cache)
@@ -71,7 +71,7 @@ def test_stretched_angles_are_the_models(rotary: str) -> None:
     text = torch.randint(V, (60,))
     expected = own_logits(model, text)
     fused = FusedModel(model)
-    found = fused.logits(text[None], torch.arange(60)[None], Cache.of(fused, 1, 64))
+    found = fused.logits(text[None], torch.arange(60)[None], fused.room(1, 64))
     assert torch.allclose(found[0], expected, atol=1e-5)
 
 
@@ -89,7 +89,7 @@ def test_the_model_goes_on_working_and_nothing_is_held_twice(family: str) -> Non
     whole = fused.layers[0].qkv.weight.untyped_storage().data_ptr()
     for one in (attention.q_proj, attention.k_proj, attention.v_proj):
         assert one.weight.untyped_storage().data_ptr() == whole
-    found = fused.logits(text[None], torch.arange(20)[None], Cache.of(fused, 1, 32))
+    found = fused.logits(text[None], torch.arange(20)[None], fused.room(1, 32))
     assert torch.allclose(found[0], expected, atol=1e-5)
 
 
@@ -125,7 +125,7 @@ def test_the_kernels_score_as_pytorch_does(family: str) -> None:
     model = tiny(family, attention_bias=True)
     text = torch.randint(V, (2, 26))
     fused = FusedModel(model)
-    caches = [Cache.of(fused, 2, 40) for _ in range(2)]
+    caches = [fused.room(2, 40) for _ in range(2)]
     starts = torch.tensor([[20], [7]])
     for cache in caches:
         fused.hidden(text[:, :20], torch.arange(20).expand(2, 20), cache)
@@ -144,7 +144,7 @@ def test_sixteen_bits_are_as_near_as_pytorchs() -> None:
     text = torch.randint(V, (1, 20))
     expected = own_logits(exact, text[0])[14:]
     fused = FusedModel(model)
-    cache = Cache.of(fused, 1, 32)
+    cache = fused.room(1, 32)
     fused.hidden(text[:, :14], torch.arange(14)[None], cache)
     found = fused.logits(text[:, 14:], torch.arange(14, 20)[None], cache)[0]
     theirs = own_logits(model, text[0])[14:]

@@ -9,18 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from outpace.draft.base import fit
-from outpace.models.fused import Cache, FusedModel
 from outpace.sampling import Sampling
 from outpace.verify import Drawn, Rule, Verdict, sample, verify
 from outpace.verify.rules import parse
 
 CHUNK = 512  # tokens of a prompt that go through a model at a time
+
+
+class Model(Protocol):
+    """What scores here: `fused.FusedModel`, or `generic.GenericModel` for any other."""
+
+    vocab_size: int
+    device: torch.device
+
+    def room(self, rows: int, tokens: int) -> Any:
+        """A cache, with `row(i)`, one row of it, and `wipe()`."""
+
+    def read(self, ids: Tensor, positions: Tensor, cache: Any) -> None:
+        """Take tokens `[B, n]` at positions `[B, n]` into the cache's first B rows."""
+
+    def logits(self, ids: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        """The same; logits `[B, n, V]` after each of them."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +82,14 @@ class Pending:
 class Engine:
     """Rows of texts that a target and a draft write together.
 
-    target, draft  rearranged models; without a draft decoding is plain
+    target, draft  models; without a draft decoding is plain
     rows, tokens   how many texts there may be at once, and how long each may become
     """
 
     def __init__(
         self,
-        target: FusedModel,
-        draft: FusedModel | None,
+        target: Model,
+        draft: Model | None,
         rows: int,
         tokens: int,
         *,
@@ -84,8 +99,8 @@ class Engine:
         self.target, self.draft = target, draft
         self.rows, self.tokens = rows, tokens
         self.rule, self.lenience = parse(rule), lenience
-        self.target_cache = Cache.of(target, rows, tokens)
-        self.draft_cache = None if draft is None else Cache.of(draft, rows, tokens)
+        self.target_cache = target.room(rows, tokens)
+        self.draft_cache: Any = None if draft is None else draft.room(rows, tokens)
         integers = torch.zeros(5, rows, dtype=torch.int64, device=target.device)
         self.lengths, self.seeds, self.active = integers[0], integers[1], integers[2]
         self.last = integers[3:].T  # [rows, 2], the last two tokens of each text
@@ -98,12 +113,12 @@ class Engine:
             raise ValueError(f"text: got {len(text)} tokens; there is room for 1 to {self.tokens - 1}")
         ids = torch.tensor(text, device=self.target.device)
         for model, cache in ((self.target, self.target_cache), (self.draft, self.draft_cache)):
-            if model is None or cache is None:
+            if model is None:
                 continue
             own = cache.row(row)
             for first in range(0, len(text) - 1, CHUNK):
                 part = torch.arange(first, min(first + CHUNK, len(text) - 1), device=model.device)
-                model.hidden(ids[None, part].clamp(max=model.vocab_size - 1), part[None], own)
+                model.read(ids[None, part].clamp(max=model.vocab_size - 1), part[None], own)
         self.lengths[row] = len(text)
         self.last[row] = ids[[-2, -1]] if len(text) > 1 else ids[[-1, -1]]
         self.seeds[row] = seed
@@ -152,11 +167,11 @@ class Engine:
     def _propose(self, g: int, sampling: Sampling) -> tuple[Tensor, list[Drawn], Tensor | None]:
         """Guesses `[rows, g]`, what is known of their distributions, and those; None where tokens were
         chosen. The draft's cache may lack the last token but one, which is fed again."""
-        if g == 0 or self.draft is None or self.draft_cache is None:
+        if g == 0 or self.draft is None:
             return self.last[:, :0], [], None
         most = self.draft.vocab_size - 1
         ids = self.last.clamp(max=most)
-        places = self._inside(self.lengths[:, None] + torch.tensor([-2, -1], device=ids.device))
+        places = self._inside(self.lengths[:, None] - 2 + torch.arange(2, device=ids.device))
         tokens, logits, drawn = [], [], list[Drawn]()
         for i in range(g):
             q = fit(self.draft.logits(ids, places, self.draft_cache)[:, -1], self.target.vocab_size)

@@ -105,13 +105,6 @@ class Cache:
     keys: Tensor
     values: Tensor
 
-    @classmethod
-    def of(cls, model: FusedModel, rows: int, tokens: int) -> Cache:
-        """Room for so many texts. Zeros, since a masked NaN is still NaN after the softmax."""
-        shape = len(model.layers), rows, model.kv_heads, tokens, model.head_dim
-        keys = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        return cls(keys, torch.zeros_like(keys))
-
     def row(self, row: int) -> Cache:
         """One row of it, the same memory."""
         return Cache(self.keys[:, row : row + 1], self.values[:, row : row + 1])
@@ -175,6 +168,16 @@ class FusedModel:
             self._angles = cos[0].contiguous(), sin[0].contiguous()
         return self._angles
 
+    def room(self, rows: int, tokens: int) -> Cache:
+        """A cache for so many texts of so many tokens. Zeros: a masked NaN is still NaN after the softmax."""
+        shape = len(self.layers), rows, self.kv_heads, tokens, self.head_dim
+        keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return Cache(keys, torch.zeros_like(keys))
+
+    def read(self, ids: Tensor, positions: Tensor, cache: Cache) -> None:
+        """Take tokens `[B, n]` at positions `[B, n]` into the cache."""
+        self.hidden(ids, positions, cache)
+
     @torch.inference_mode()
     def hidden(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """What the last norm makes of tokens `[B, n]` at positions `[B, n]`, `[B, n, D]`; their keys and
@@ -182,7 +185,7 @@ class FusedModel:
         B, n = ids.shape
         x = self.embedding[ids] * self.embedding_scale
         cos, sin = (table[positions][:, None] for table in self.angles(cache.tokens))  # [B, 1, n, d]
-        masks = {window: _mask(positions, cache.tokens, window, self.dtype) for window in self._windows}
+        masks = {window: mask_of(positions, cache.tokens, window, self.dtype) for window in self._windows}
         at = positions[:, None, :, None].expand(B, self.kv_heads, n, self.head_dim)
         for layer, keys, values in zip(self.layers, cache.keys[:, :B], cache.values[:, :B], strict=True):
             q, k, v = self._split(layer, layer.qkv(layer.norm(x)))
@@ -312,7 +315,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def _mask(positions: Tensor, tokens: int, window: int | None, dtype: torch.dtype) -> Tensor:
+def mask_of(positions: Tensor, tokens: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """What each query may look at, `[B, 1, n, tokens]`, to add to attention scores."""
     keys = torch.arange(tokens, device=positions.device)
     at = positions[:, None, :, None]
