@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from outpace import Decoder, Fixed, Heuristic, Sampling
+from outpace.models.compiled import Engine
+from outpace.models.fused import FusedModel
 from tests.tiny import FAMILIES, greedy, tiny
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 12, 40, 41, 42], [30], [1, 2]]
@@ -125,3 +127,34 @@ def test_the_choice_is_visible() -> None:
     lookup = Decoder(tiny(), "lookup", engine=True)
     assert "LookupDrafter guesses on the host" in lookup.describe()
     assert "as it is, since it is of another family" in Decoder(tiny("gpt2"), engine=True).describe()
+
+
+def test_what_cannot_be_captured_runs_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here nothing can: trying it fails as it may on a GPU, after it has run twice."""
+
+    def fails(self: Engine, run: Any) -> Any:
+        run()
+        run()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot\nand more")
+
+    expected = decoder().generate(PROMPTS, Sampling(), seed=1, max_new_tokens=12)
+    monkeypatch.setattr(Engine, "_capture", fails)
+    one = decoder()
+    assert one._engines is not None
+    engine = one._engines._get(len(PROMPTS), 100)
+    engine.captures = True
+    with pytest.warns(UserWarning, match=r"g = 3 could not be captured as a graph \(CUDA out of memory"):
+        outs = one.generate(PROMPTS, Sampling(), seed=1, max_new_tokens=12)
+    assert [out.tokens for out in outs] == [out.tokens for out in expected]
+    assert one._engines._engine is engine
+
+
+def test_a_cache_without_room_is_said_and_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    expected = decoder(engine=False).generate(PROMPTS, temperature=0, max_new_tokens=12)
+    monkeypatch.setattr(FusedModel, "room", full)
+    with pytest.warns(UserWarning, match="no engine: a cache of 4 rows of 33 tokens does not fit"):
+        outs = decoder().generate(PROMPTS, temperature=0, max_new_tokens=12)
+    assert [out.tokens for out in outs] == [out.tokens for out in expected]

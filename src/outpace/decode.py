@@ -384,10 +384,12 @@ class Decoder:
         waiting, active = deque(rows), list[Row]()
         sound = False  # whether what the caches hold is what the rows say
         try:
-            if self._engines is not None and self._engines.take(rows):
-                yield from self._run_engine(self._engines, waiting, slots)
-                return
             longest = max(min(row.prompt_length + row.max_new_tokens, self.scorer.context) for row in rows)
+            if self._engines is not None:
+                engine = self._engines.take(rows, slots, longest + 2 * (self.length.most + 1))
+                if engine is not None:
+                    yield from self._run_engine(engine, waiting, slots)
+                    return
             self.scorer.reserve(slots, longest + self.length.most + 1)
             if isinstance(self.drafter, ModelDrafter):
                 self.drafter.reserve(slots, longest + self.length.most + 1)
@@ -423,11 +425,9 @@ class Decoder:
                 release(self.drafter)
             self._lock.release()
 
-    def _run_engine(self, engines: Engines, waiting: deque[Row], slots: int) -> Generator[Step]:
+    def _run_engine(self, engine: Engine, waiting: deque[Row], slots: int) -> Generator[Step]:
         """The same with an engine, which has started an iteration when the last one's outcome is read."""
         sampling = waiting[0].sampling
-        longest = max(min(row.prompt_length + row.max_new_tokens, self.scorer.context) for row in waiting)
-        engine = engines.get(slots, longest + 2 * (self.length.most + 1))
         active: dict[int, Row] = {}
         started: deque[tuple[Pending, dict[int, Row]]] = deque()
         try:

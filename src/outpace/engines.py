@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -28,11 +29,25 @@ class Engines:
         self._weights: tuple[int, ...] = ()
         self.why_not = self._why_not()
 
-    def take(self, rows: Sequence[Row]) -> bool:
-        """Whether these rows can be decoded by an engine: drawn alike, with nothing that needs the host
-        between two tokens."""
+    def take(self, rows: Sequence[Row], slots: int, tokens: int) -> Engine | None:
+        """One with room for so many texts of so many tokens, if these rows can be decoded by it."""
+        if self.why_not is not None or not self._alike(rows):
+            return None
+        try:
+            return self._get(slots, tokens)
+        except torch.OutOfMemoryError:
+            self._engine = None
+            warnings.warn(
+                f"no engine: a cache of {slots} rows of {tokens} tokens does not fit beside the models",
+                stacklevel=5,
+            )
+            return None
+
+    @staticmethod
+    def _alike(rows: Sequence[Row]) -> bool:
+        """Whether rows are drawn alike, with nothing that needs the host between two tokens."""
         first = rows[0]
-        return self.why_not is None and all(
+        return all(
             row.sampling == first.sampling
             and (row.draft_sampling is None or row.draft_sampling == row.sampling)
             and not (row.sampling.logit_bias or row.sampling.reads_prefix)
@@ -42,8 +57,7 @@ class Engines:
             for row in rows
         )
 
-    def get(self, rows: int, tokens: int) -> Engine:
-        """One with room for so many texts of so many tokens."""
+    def _get(self, rows: int, tokens: int) -> Engine:
         weights = tuple(parameter.data_ptr() for model in self._models() for parameter in model.parameters())
         engine = self._engine
         if engine is None or weights != self._weights or rows > engine.rows or tokens > engine.tokens:

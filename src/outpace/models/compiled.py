@@ -7,6 +7,7 @@ rows go on together, with the same g, and a row whose end the host has seen stan
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +21,10 @@ from outpace.verify import Drawn, Rule, Verdict, sample, verify
 from outpace.verify.rules import parse
 
 CHUNK = 512  # tokens of a prompt that go through a model at a time
+
+
+Captured = tuple[torch.cuda.CUDAGraph, Tensor]
+"""A graph, and the tensor that holds what it returns."""
 
 
 class Model(Protocol):
@@ -104,7 +109,8 @@ class Engine:
         integers = torch.zeros(5, rows, dtype=torch.int64, device=target.device)
         self.lengths, self.seeds, self.active = integers[0], integers[1], integers[2]
         self.last = integers[3:].T  # [rows, 2], the last two tokens of each text
-        self._graphs: dict[tuple[int, Sampling], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.captures = target.device.type == "cuda"
+        self._graphs: dict[tuple[int, Sampling], Captured | None] = {}
         self._pool: Any = None  # of memory, shared by all graphs
 
     def begin(self, row: int, text: Sequence[int], seed: int) -> None:
@@ -138,11 +144,10 @@ class Engine:
             raise ValueError(
                 "sampling: has penalties, bias or processors, which need the host between drafts"
             )
-        if self.target.device.type != "cuda":
+        captured = self._graph(g, sampling) if self.captures else None
+        if captured is None:
             return Pending(self.iteration(g, sampling))
-        if (g, sampling) not in self._graphs:
-            self._graphs[g, sampling] = self._capture(lambda: self.iteration(g, sampling))
-        graph, result = self._graphs[g, sampling]
+        graph, result = captured
         graph.replay()
         return Pending(result)
 
@@ -215,9 +220,27 @@ class Engine:
         """Rows that stand still at the cache's end write there, for nothing."""
         return places.clamp(0, self.tokens - 1)
 
-    def _capture(self, run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """A graph of it, and the tensor that holds what it returns. What it changes is put back."""
-        state = self.lengths.clone(), self.last.clone()
+    def _graph(self, g: int, sampling: Sampling) -> Captured | None:
+        """The graph of such an iteration, made when it is first wanted; None if it could not be."""
+        key = g, sampling
+        if key not in self._graphs:
+            self._graphs[key] = None  # what is interrupted is not tried again
+            state = self.lengths.clone(), self.last.clone()
+            try:
+                self._graphs[key] = self._capture(lambda: self.iteration(g, sampling))
+            except RuntimeError as error:  # out of memory is one, too
+                why = str(error).strip().split("\n")[0]
+                warnings.warn(
+                    f"an iteration of g = {g} could not be captured as a graph ({why}): its kernels are "
+                    "launched one by one, which is slower",
+                    stacklevel=4,
+                )
+            finally:  # what trying it has changed is put back
+                self.lengths.copy_(state[0])
+                self.last.copy_(state[1])
+        return self._graphs[key]
+
+    def _capture(self, run: Callable[[], Tensor]) -> Captured:
         for _ in range(2):  # kernels are compiled, and tables made
             run()
         torch.cuda.synchronize()
@@ -225,6 +248,4 @@ class Engine:
         with torch.cuda.graph(graph, pool=self._pool):
             result = run()
         self._pool = self._pool or graph.pool()
-        self.lengths.copy_(state[0])
-        self.last.copy_(state[1])
         return graph, result
