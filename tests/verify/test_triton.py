@@ -175,6 +175,8 @@ def test_filters_are_those_of_each_row(rule: str, dtype: torch.dtype, splits: st
     if DEVICE == "cpu" and rule != "token" and splits == "one split":
         pytest.skip("slow under the interpreter; it runs on a GPU")
     rows = FILTERS if parse(rule).exact else FILTERS[:-1]
+    if DEVICE == "cpu" and rule != "token":
+        rows = FILTERS[3:10]
     B = len(rows)
     block = block_of(B, 2, 61, masked=0.2)
     assert block.draft_logits is not None
