@@ -219,6 +219,12 @@ def test_a_drafters_draw_is_the_eager_one(dtype: torch.dtype, splits: str) -> No
         assert torch.allclose(found.lse, expected.lse, atol=1e-5)
 
 
+def test_numbers_of_any_kind_are_floats_to_the_kernels() -> None:
+    """Triton compiles an int of 1 in, and takes it for every later one."""
+    for one in (Sampling(top_p=0), Sampling(top_k=50, min_p=1), Sampling(temperature=1, top_p=1)):
+        assert all(type(number) is float for number in kernels.turned(one, 100))
+
+
 def test_a_draw_without_a_distribution_is_flagged() -> None:
     logits = torch.randn(4, 61)
     logits[0, 7], logits[1, 9], logits[2] = math.nan, math.inf, -math.inf
@@ -559,12 +565,12 @@ for on in (0, 1, 2):
     build(decide.scan, SPLIT=2048, CHUNK=32, LENGTHS=on > 0, ADJUST=on, ADJUST_Q=on, GREEDY=on > 0,
         GREEDY_Q=on > 0, CHUNKED=on == 2)
     build(match.race, SPLIT=2048, LENGTHS=on > 0, ADJUST=on)
-    build(draw, SPLIT=2048, CHUNK=32, WIDE=4096, FEW=256, S=32, ADJUST=on, SHIFT=16)
+    build(draw, SPLIT=2048, CHUNK=32, WIDE=2048, FEW=256, S=32, ADJUST=on, SHIFT=16)
     for rule in RULES.values():
         build(decide.finish, SPLIT=2048, CHUNKS=64, FEW=256, G=8, S=32, RULE=rule, HAS_Q=True,
             HAS_LSE=on > 0, HAS_CUT=on == 2, LENGTHS=on > 0, GIVEN_UP=on > 0, ADJUST=on, ADJUST_Q=on,
             GREEDY=on > 0, GREEDY_Q=on > 0, LENIENT=on > 0)
-build(decide.narrow, SPLIT=2048, CHUNK=32, WIDE=4096, FEW=256, S=32, LENGTHS=True, ADJUST=2,
+build(decide.narrow, SPLIT=2048, CHUNK=32, WIDE=2048, FEW=256, S=32, LENGTHS=True, ADJUST=2,
     ADJUST_Q=2, SHIFT=16, SHIFT_Q=0)
 build(decide.widen, MANY=8192, LENGTHS=True, ADJUST=2, ADJUST_Q=2, SHIFT=16, SHIFT_Q=0)
 build(match.compare, G=8, S=32, LENGTHS=True, GIVEN_UP=True)
@@ -597,3 +603,41 @@ def test_large_blocks_decide_as_the_eager_rules(
     for soft in (True, False):
         block = block_of(B, g, V, soft=soft, ragged=soft, dtype=dtype)
         assert_same(kernels.verify(block, parse(rule)), eager.verify(block, parse(rule)), at_most=1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("V", [32000, 128256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", [2.0, 6.0])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.8, top_k=50, top_p=0.95),
+        Sampling(top_k=200),
+        Sampling(top_k=5000, top_p=0.9),
+        Sampling(top_p=0.9),
+        Sampling(min_p=0.02),
+        Sampling(top_p=0),
+    ],
+)
+def test_large_rows_are_cut_as_the_eager_rules_do(
+    V: int, dtype: torch.dtype, scale: float, sampling: Sampling
+) -> None:
+    """Lists of tokens from many chunks, and rows of which more stay than a list holds."""
+    block = block_of(8, 3, V, dtype=dtype, scale=scale)
+    assert block.draft_logits is not None
+    rows = [sampling]
+    found, expected = (
+        side.sample(block.draft_logits[:, 0], block.seed, block.start, 0, rows) for side in (kernels, eager)
+    )
+    assert torch.allclose(found.lse, expected.lse, atol=1e-4)
+    assert int((found.tokens != expected.tokens).sum()) <= 1
+    adjusted = dataclasses.replace(
+        block,
+        target_logits=warp(block.target_logits.float(), rows),
+        draft_logits=warp(block.draft_logits.float(), rows),
+    )
+    for rule in ("token", "match"):
+        assert_same(
+            kernels.verify(block, parse(rule), 1.0, rows, rows), eager.verify(adjusted, parse(rule)), 1
+        )

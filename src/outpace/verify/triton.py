@@ -76,7 +76,8 @@ def turned(one: Sampling, V: int) -> tuple[float, float, float, float]:
     """A Sampling as the kernels take it: top_p as what may be dropped, -1 where nothing may."""
     k = one.top_k if one.top_k < V else 0
     temperature = max(one.temperature, 1e-30) if one.temperature else 0.0  # float32 rounds less to 0
-    return (float(temperature), float(k), 1 - one.top_p if one.top_p < 1 else -1.0, float(one.min_p))
+    # Floats all: Triton would compile an int of 1 in.
+    return (float(temperature), float(k), float(1 - one.top_p) if one.top_p < 1 else -1.0, float(one.min_p))
 
 
 def verify(
@@ -229,7 +230,7 @@ def launch(
     constants: tuple[Any, ...],
 ) -> None:
     """Run a kernel; from the second time on without Triton's dispatch, which takes longer than the kernel."""
-    name = kernel.__name__, key  # a kernel's own hash takes longer than all of this
+    name = kernel.__name__, programs, key  # a kernel's own hash takes longer than all of this
     runner = _runners.get(name)
     if runner is not None:
         runner(*args, *constants)

@@ -255,6 +255,8 @@ def finish(
 
     unusable = outside
     if RULE == SIGMOID:
+        if ADJUST == CUT:  # a cut hides NaN and +inf
+            unusable |= ~(tl.abs(log) < float("inf"))
         most, log = tl.zeros([G], tl.float32), tl.zeros([G], tl.float32)
         px = squash(x, alpha, width)
         unusable |= px != px

@@ -1,11 +1,11 @@
 """Top-k, top-p and min-p without sorting: of each row, the least logit that stays.
 
 A pass over the row leaves the maximum of every chunk of a few tokens. The k largest of those are k tokens, so
-no token below the k-th of them is among the k likeliest; likewise, they say how much all tokens below a place
-can weigh at most, and where that is within what top-p drops, all of them go. So only a few chunks are looked
-at again, and only a few of their tokens are listed; each of those is compared with every other, as integers
-that compare as the logits do, and so knows how many are at least as likely, and how much they weigh. Where
-too many are left for that, passes over the whole row find the cut.
+no token below the k-th of them is among the k likeliest; for top-p alone, as many of the likeliest as can be
+listed are tried. So only a few chunks are looked at again, and only a few of their tokens are listed; each of
+those is compared with every other, as integers that compare as the logits do, and so knows how many are at
+least as likely, and how much they weigh. Where too many may stay for that, passes over the whole row find
+the cut.
 
 What stays is described by two numbers: logits above `cut`, and those just on it from the id `tie` on, by the
 tie rule of `outpace.sampling`.
@@ -81,12 +81,12 @@ def between(lower, upper, reached):
 
 
 @triton.jit
-def crowded(orders, k, low, high):
-    """A place between low and high at or above which lie k of the orders, but no more than twice as many if
-    there is such a place; low if there is none with k."""
+def crowded(orders, k, enough, low, high):
+    """A place between low and high at or above which lie k of the orders, but no more than enough if there is
+    such a place; low if there is none with k. There are fewer than 65536 orders."""
     lower, upper = low.to(tl.int64), high.to(tl.int64)
-    there = 2 * k + 1
-    while (lower < upper) & (there > 2 * k):
+    there = enough + 1
+    while (lower < upper) & (there > enough):
         a, b, c, d = bars_of(lower, upper)
         # Four counts in one sum
         packed = (orders >= a).to(tl.int64) + ((orders >= b).to(tl.int64) << 16)
@@ -225,12 +225,12 @@ def tally(row, V, a, b, c, d, weigh, most, coolness, MANY: tl.constexpr, SHIFT: 
 
 @triton.jit
 def weight_from(row, V, cut, most, coolness, MANY: tl.constexpr, SHIFT: tl.constexpr):
-    """What a row's tokens at or above the cut weigh, and how many lie just there."""
+    """What a row's tokens above the cut weigh, and how many lie just there."""
     weight, equals = tl.zeros([MANY], tl.float32), tl.zeros([MANY], tl.float32)
     for first in tl.range(0, V, MANY, num_stages=3):
         z = raw(row, first + tl.arange(0, MANY), V)
         order = order_of(z, SHIFT)
-        weight += tl.where(order >= cut, weight_of(z, most, coolness), 0.0)
+        weight += tl.where(order > cut, weight_of(z, most, coolness), 0.0)
         equals += (order == cut).to(tl.float32)
     return tl.sum(weight, axis=0), tl.sum(equals, axis=0)
 
@@ -267,13 +267,14 @@ def cut_of_many(
                 reached += ((from_d >= asked) & (d <= upper)).to(tl.int64)
                 lower, upper = between(lower, upper, reached)
             cut, tie = lower.to(tl.int32), tie * 0
-            kept, equals = weight_from(row, V, cut, most, coolness, MANY, SHIFT)
+            above, equals = weight_from(row, V, cut, most, coolness, MANY, SHIFT)
+            kept = above + equals * weight_of(number_of(cut, SHIFT), most, coolness)
             if phase == 0:
                 mass = kept
             if phase == 1:
                 gone, each = goners(cut, equals, kept, mass, limit, most, coolness, SHIFT)
                 if gone > 0:
-                    kept -= gone * each
+                    kept = above + (equals - gone) * each
                     tie = tie_of(row, V, cut, gone.to(tl.int32), MANY, SHIFT)
     return number_of(cut, SHIFT), tie, kept
 
@@ -315,18 +316,15 @@ def threshold(
     if min_p > 0:
         likely = likeliest(most, coolness, min_p, lowest, highest, SHIFT)
 
-    # A bound: nothing below it can stay
-    bound = lowest
+    # With top-k or min-p alone, nothing below this place can stay; with top-p it is worth a try.
+    least = tl.maximum(tl.min(tl.where(real, tops, highest), axis=0), lowest)
+    bound = likely
     if k > 0:
-        least = tl.where(k <= tl.cdiv(V, CHUNK), tl.min(tl.where(real, tops, highest), axis=0), lowest)
-        bound = crowded(tops, k, tl.maximum(least, lowest), highest)
-    else:
-        if limit >= 0:
-            weights = tl.where(real, weight_of(maxima, most, coolness), 0.0)
-            bound = least_that_may_stay(
-                tops, weights, limit * mass / CHUNK, most, coolness, lowest, highest, SHIFT
-            )
-        bound = tl.maximum(bound, likely)
+        enough = tl.maximum(k, tl.minimum(2 * k, 0.7 * FEW))
+        bound = crowded(tops, k, enough, tl.where(k <= tl.cdiv(V, CHUNK), least, lowest), highest)
+    elif limit >= 0:
+        few_of = tl.full([], FEW // 4, tl.float32)
+        bound = tl.maximum(likely, crowded(tops, few_of, 2 * few_of, least, highest))
 
     # The chunks that reach it, in order, and of those the tokens that do
     reach = (tops >= bound) & real
@@ -336,11 +334,21 @@ def threshold(
     tl.store(chunks + rank, there.to(tl.float32, bitcast=True), mask=reach)
     tl.debug_barrier()
     listed = listing(row, chunks, count, few, V, bound, CHUNK, WIDE, FEW, SHIFT)
+    if (k <= 0) & (limit >= 0) & (listed <= FEW) & (bound > likely):
+        z, ids = from_list(few, tl.arange(0, FEW), listed, V, FEW)
+        if tl.sum(weight_of(z, most, coolness), axis=0) < mass - limit * mass:  # some of the rest stay, too
+            listed = listed * 0 + FEW + 1
     cut, tie = bound, highest
     if listed <= FEW:
         cut, tie, mass = cut_of_few(few, listed, V, most, mass, coolness, k, limit, bound, likely, FEW, SHIFT)
     else:
         listed = tl.full([], -1, tl.int32)
+        if (k <= 0) & (limit >= 0):
+            weights = tl.where(real, weight_of(maxima, most, coolness), 0.0)
+            cut = least_that_may_stay(
+                tops, weights, limit * mass / CHUNK, most, coolness, lowest, highest, SHIFT
+            )
+            cut = tl.maximum(cut, likely)
     return number_of(cut, SHIFT), tie, mass, listed
 
 
