@@ -100,6 +100,34 @@ def test_weights_that_change_are_seen() -> None:
     assert [out.tokens for out in one.generate(PROMPTS, temperature=0, max_new_tokens=10)] == expected
 
 
+def test_adapters_and_hooks_are_not_overlooked() -> None:
+    one = decoder()
+    one.generate(PROMPTS, temperature=0, max_new_tokens=5)
+    layer = one.scorer.base.model.layers[1]
+    layer.register_forward_hook(lambda module, inputs, output: output * 1.5)
+    expected = [greedy(one.scorer.base, prompt, 10) for prompt in PROMPTS]
+    assert [out.tokens for out in one.generate(PROMPTS, temperature=0, max_new_tokens=10)] == expected
+    one.scorer.base._hf_peft_config_loaded = True
+    one.generate(PROMPTS, temperature=0, max_new_tokens=5)
+    assert "has adapters" in one.describe()
+
+
+def test_it_does_not_matter_in_which_mode_it_was_made() -> None:
+    one = decoder()
+    with torch.inference_mode():
+        first = one.generate(PROMPTS, temperature=0, max_new_tokens=5)
+    assert [out.tokens for out in one.generate(PROMPTS, temperature=0, max_new_tokens=5)] == [
+        out.tokens for out in first
+    ]
+
+
+def test_a_target_may_draft_for_itself() -> None:
+    model = tiny()
+    one = Decoder(model, model, engine=True, length=Fixed(3))
+    outs = one.generate(PROMPTS, temperature=0, max_new_tokens=10)
+    assert [out.tokens for out in outs] == [greedy(model, prompt, 10) for prompt in PROMPTS]
+
+
 def test_longer_texts_and_more_rows_get_room() -> None:
     one = decoder()
     for prompts, tokens in ((PROMPTS[:1], 5), (PROMPTS, 5), (PROMPTS, 60), (PROMPTS[:2], 10)):

@@ -450,11 +450,11 @@ class Decoder:
                 clock.share([row.stats for row in rows])
                 yield from steps
         finally:
-            for pending, _ in started:
-                pending.read()
             for slot in active:
                 engine.end(slot)
             self.length.reset(range(slots))
+            for pending, _ in started:
+                pending.read()
 
     def _gained(
         self, engine: Engine, rows: list[Row], outcome: Outcome, active: dict[int, Row]

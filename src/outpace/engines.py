@@ -26,11 +26,12 @@ class Engines:
         self.scorer, self.drafter = scorer, drafter
         self.rule, self.lenience = rule, lenience
         self._engine: Engine | None = None
-        self._weights: tuple[int, ...] = ()
+        self._weights: tuple[object, ...] = ()
         self.why_not = self._why_not()
 
     def take(self, rows: Sequence[Row], slots: int, tokens: int) -> Engine | None:
         """One with room for so many texts of so many tokens, if these rows can be decoded by it."""
+        self.why_not = self._why_not()  # adapters and hooks come and go
         if self.why_not is not None or not self._alike(rows):
             return None
         try:
@@ -57,18 +58,17 @@ class Engines:
             for row in rows
         )
 
+    @torch.inference_mode(False)  # what is made here is used in that mode and out of it
     def _get(self, rows: int, tokens: int) -> Engine:
-        weights = tuple(parameter.data_ptr() for model in self._models() for parameter in model.parameters())
+        weights = self._fingerprint()
         engine = self._engine
         if engine is None or weights != self._weights or rows > engine.rows or tokens > engine.tokens:
             if engine is not None and weights == self._weights:
                 rows, tokens = max(rows, engine.rows), max(tokens, engine.tokens)
             self._engine = engine = None  # its memory first
             tokens = -(-tokens // STEP) * STEP
-            models = [
-                FusedModel(model) if why_not(model) is None else GenericModel(model)
-                for model in self._models()
-            ]
+            each = {model: _rearranged(model) for model in self._models()}  # which may be the same
+            models = [each[model] for model in self._models()]
             self._engine = engine = Engine(
                 models[0],
                 models[1] if len(models) > 1 else None,
@@ -77,10 +77,16 @@ class Engines:
                 rule=self.rule,
                 lenience=self.lenience,
             )
-            self._weights = tuple(
-                parameter.data_ptr() for model in self._models() for parameter in model.parameters()
-            )
+            self._weights = self._fingerprint()
         return engine
+
+    def _fingerprint(self) -> tuple[object, ...]:
+        """Changes when weights lie elsewhere, or a model can no longer be rearranged."""
+        return tuple(
+            one
+            for model in self._models()
+            for one in (why_not(model), *(parameter.data_ptr() for parameter in model.parameters()))
+        )
 
     def describe(self) -> str:
         """One line for a user."""
@@ -103,6 +109,14 @@ class Engines:
             return f"{type(self.drafter).__name__} guesses on the host"
         if self.rule.name == "rejection":
             return "rule rejection is for comparison only"
-        if self.scorer.model is not self.scorer.base:
-            return "the target has adapters"
+        drafts = [self.drafter.scorer] if isinstance(self.drafter, ModelDrafter) else []
+        for scorer in (self.scorer, *drafts):
+            if scorer.model is not scorer.base or getattr(scorer.base, "_hf_peft_config_loaded", False):
+                return f"{type(scorer.base).__name__} has adapters, which can be switched unseen"
+            if scorer.device != self.scorer.device:
+                return "target and draft lie on different devices"
         return None
+
+
+def _rearranged(model: torch.nn.Module) -> FusedModel | GenericModel:
+    return FusedModel(model) if why_not(model) is None else GenericModel(model)

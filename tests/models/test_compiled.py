@@ -100,6 +100,36 @@ def test_vocabularies_may_differ_by_padding(sizes: tuple[int, int]) -> None:
     assert texts(engine_of(target, draft), 3, Sampling(temperature=0), 20) == expected
 
 
+def test_rows_go_through_the_kernels_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = pytest.importorskip(
+        "outpace.models.kernels.attention", reason="needs triton", exc_type=ImportError
+    )
+    monkeypatch.setattr(attention, "RANGE", 16)
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target, draft = tiny(), tiny(seed=1)
+    expected = [greedy(target, prompt, 6) for prompt in PROMPTS]
+    monkeypatch.setattr("outpace.models.fused.has_kernels", lambda device, dtype: True)
+    engine = engine_of(target.to(device), draft.to(device))
+    assert texts(engine, 2, Sampling(temperature=0), 6) == expected
+
+
+def test_a_draft_keeps_up_with_plain_iterations() -> None:
+    """One that is its target guesses right, however long it was not asked."""
+    engine = engine_of(tiny(), tiny())
+    for row, prompt in enumerate(PROMPTS):
+        engine.begin(row, prompt, 1)
+    for _ in range(4):
+        engine.start(0, Sampling()).read()
+    assert engine.start(3, Sampling()).read().accepted == [3] * len(PROMPTS)
+
+
+def test_models_of_two_precisions_write_together() -> None:
+    target, draft = tiny(), tiny(seed=1).double()
+    expected = [greedy(target, prompt, 20) for prompt in PROMPTS]
+    assert texts(engine_of(target, draft), 3, Sampling(temperature=0), 20) == expected
+
+
 def test_what_does_not_fit_is_named() -> None:
     engine = engine_of(tiny(), None)
     with pytest.raises(ValueError, match="got 0 tokens"):

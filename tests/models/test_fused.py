@@ -13,6 +13,7 @@ import torch
 from outpace.models.fused import FAMILIES, FusedModel, why_not
 from tests.tiny import GROUPED, V, tiny
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROTARY: dict[str, Any] = {
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
     "llama3": {
@@ -122,14 +123,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_kernels_score_as_pytorch_does(family: str) -> None:
-    model = tiny(family, attention_bias=True)
-    text = torch.randint(V, (2, 26))
+    model = tiny(family, attention_bias=True).to(DEVICE)
+    text = torch.randint(V, (2, 26), device=DEVICE)
     fused = FusedModel(model)
     caches = [fused.room(2, 40) for _ in range(2)]
-    starts = torch.tensor([[20], [7]])
+    starts = torch.tensor([[20], [7]], device=DEVICE)
     for cache in caches:
-        fused.hidden(text[:, :20], torch.arange(20).expand(2, 20), cache)
-    new, places = text[:, 20:26], starts + torch.arange(6)
+        fused.hidden(text[:, :20], torch.arange(20, device=DEVICE).expand(2, 20), cache)
+    new, places = text[:, 20:26], starts + torch.arange(6, device=DEVICE)
     found = fused.logits(new, places, caches[0])
     expected = fused.head(fused.hidden(new, places, caches[1]))
     assert torch.allclose(found, expected, atol=1e-4)
@@ -139,14 +140,14 @@ def test_the_kernels_score_as_pytorch_does(family: str) -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_sixteen_bits_are_as_near_as_pytorchs() -> None:
-    model = tiny("qwen3").half()  # the interpreter's products know no bfloat16
-    exact = tiny("qwen3").half().double()
-    text = torch.randint(V, (1, 20))
+    model = tiny("qwen3").half().to(DEVICE)  # the interpreter's products know no bfloat16
+    exact = tiny("qwen3").half().double().to(DEVICE)
+    text = torch.randint(V, (1, 20), device=DEVICE)
     expected = own_logits(exact, text[0])[14:]
     fused = FusedModel(model)
     cache = fused.room(1, 32)
-    fused.hidden(text[:, :14], torch.arange(14)[None], cache)
-    found = fused.logits(text[:, 14:], torch.arange(14, 20)[None], cache)[0]
+    fused.hidden(text[:, :14], torch.arange(14, device=DEVICE)[None], cache)
+    found = fused.logits(text[:, 14:], torch.arange(14, 20, device=DEVICE)[None], cache)[0]
     theirs = own_logits(model, text[0])[14:]
     assert (found - expected).abs().mean() < 1.5 * (theirs - expected).abs().mean()
 
@@ -174,7 +175,8 @@ names = ("x", "weight", "bias", "norm", "residual", "out", "qkv", "cos", "sin", 
     "values")
 wide = {name: "*bf16" for name in names}
 for kind, missing in ((0, ("bias", "norm", "residual")), (1, ()), (2, ("bias",))):
-    build(product, wide, missing, BM=16, BN=16, BK=256, NORM=kind, GATE=kind, PRECISION="tf32")
+    build(product, wide, missing, BM=16, BN=16, BK=256, NORM=kind, GATE=kind, ROOM=1.0,
+        PRECISION="tf32")
 others = {"positions": "*i64", "parts": "*fp32", "counters": "*i32"}
 for missing in ((), ("q_norm", "k_norm")):
     build(attend, wide | others, missing, D=128, HALF=64, WIDTH=128, ROWS=16, NEW=16, BLOCK=64,

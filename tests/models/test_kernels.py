@@ -44,6 +44,15 @@ def test_few_rows_are_multiplied(M: int, bias: bool, norm: bool | None, gate: in
     assert torch.allclose(found, expected, atol=1e-4)
 
 
+def test_large_activations_have_room() -> None:
+    x = torch.full((1, 64), 3000.0, device=DEVICE, dtype=torch.float16)
+    scale = torch.full((64,), 30.0, device=DEVICE, dtype=torch.float16)
+    weight = torch.randn(32, 64, device=DEVICE).half() / 8
+    found = product.few_rows(x, weight, norm=(scale, EPS, False))
+    expected = normed(x.float(), scale.float(), False) @ weight.float().T
+    assert torch.allclose(found.float(), expected, atol=0.2)
+
+
 def test_rows_may_lie_apart() -> None:
     x, weight = torch.randn(4, 300, device=DEVICE)[:, :100], torch.randn(20, 100, device=DEVICE)
     assert torch.allclose(product.few_rows(x, weight), x @ weight.T, atol=1e-4)

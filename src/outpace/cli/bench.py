@@ -202,7 +202,7 @@ def engine(
     known = []
     if out is not None and out.exists():
         known = [timing.Figure(**one) for one in json.loads(out.read_text())["figures"]]
-    figures: dict[Any, timing.Figure] = {}
+    figures = {one.key: one for one in known}
 
     def kept() -> Iterable[timing.Figure]:
         for one in timing.measure(place, kind, cases, known):

@@ -172,11 +172,14 @@ class Engine:
     def _propose(self, g: int, sampling: Sampling) -> tuple[Tensor, list[Drawn], Tensor | None]:
         """Guesses `[rows, g]`, what is known of their distributions, and those; None where tokens were
         chosen. The draft's cache may lack the last token but one, which is fed again."""
-        if g == 0 or self.draft is None:
+        if self.draft is None:
             return self.last[:, :0], [], None
         most = self.draft.vocab_size - 1
-        ids = self.last.clamp(max=most)
+        ids = self.last.clamp(max=most).contiguous()
         places = self._inside(self.lengths[:, None] - 2 + torch.arange(2, device=ids.device))
+        if g == 0:  # or its cache would lack more than it is fed later
+            self.draft.read(ids, places, self.draft_cache)
+            return self.last[:, :0], [], None
         tokens, logits, drawn = [], [], list[Drawn]()
         for i in range(g):
             q = fit(self.draft.logits(ids, places, self.draft_cache)[:, -1], self.target.vocab_size)
@@ -194,6 +197,9 @@ class Engine:
     def _verify(
         self, tokens: Tensor, q: Tensor | None, p: Tensor, drawn: list[Drawn], sampling: Sampling
     ) -> Verdict:
+        if q is not None and q.dtype != p.dtype:  # one precision, and never less than the target's
+            wide = torch.promote_types(p.dtype, q.dtype)
+            p, q = p.to(wide), q.to(wide)
         cuts = [one.cut for one in drawn if one.cut is not None]
         ties = [one.tie for one in drawn if one.tie is not None]
         return verify(

@@ -25,7 +25,8 @@ from outpace.models.causal import windows
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # whose angles do not depend on the text
-GATES = {"silu": 1, "gelu_pytorch_tanh": 2}  # activations that the kernels know, as they name them
+GATES = {1: "silu", 2: "gelu_pytorch_tanh"}  # activations that the kernels know, by their names for them
+WIDEST_HEAD, LARGEST_TILE = 512, 16384  # bytes of a head, and of all queries of a block, that they hold
 
 
 @dataclass(frozen=True)
@@ -138,10 +139,9 @@ class FusedModel:
         # Rounded as Gemma rounds it
         scale = torch.tensor(self.hidden_size**0.5).to(self.dtype).item() if family == "gemma" else 1.0
         self.embedding_scale = float(scale)
-        activation = getattr(config, "hidden_activation", None) or config.hidden_act
-        self.activation: Callable[[Tensor], Tensor] = ACT2FN[activation]
-        self.has_kernels = has_kernels(self.device, self.dtype) and activation in GATES
-        self._gate = GATES.get(activation, 0)
+        self.activation: Callable[[Tensor], Tensor] = model.model.layers[0].mlp.act_fn
+        self._gate = next((i for i, one in GATES.items() if type(self.activation) is type(ACT2FN[one])), 0)
+        self.has_kernels = has_kernels(self.device, self.dtype) and self._gate > 0
         looks = windows(config)
         kinds = getattr(config, "layer_types", None)
         self.layers = [
@@ -200,14 +200,21 @@ class FusedModel:
     @torch.inference_mode()
     def logits(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Logits `[B, n, V]` after each of the tokens, whose positions follow each other in each row."""
-        if self.has_kernels and ids.numel() <= self._product.MOST_ROWS:
+        if self.has_kernels and self._few(ids):
             return self._by_kernels(ids, positions, cache)
         return self.head(self.hidden(ids, positions, cache))
+
+    def _few(self, ids: Tensor) -> bool:
+        """Whether the kernels take so many tokens."""
+        head = self.head_dim * self.dtype.itemsize
+        tile = max(16, self.heads // self.kv_heads * ids.shape[1]) * head
+        few: bool = ids.numel() <= self._product.MOST_ROWS
+        return few and head <= WIDEST_HEAD and tile <= LARGEST_TILE
 
     def _by_kernels(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         B, n = ids.shape
         times, angles = self._product.few_rows, self.angles(cache.tokens)
-        x = (self.embedding[ids] * self.embedding_scale).view(B * n, -1)
+        x = (self.embedding[ids] * self.embedding_scale).reshape(B * n, -1)
         for layer, keys, values in zip(self.layers, cache.keys[:, :B], cache.values[:, :B], strict=True):
             qkv = times(x, layer.qkv.weight, layer.qkv.bias, norm=layer.norm.all).view(B, n, -1)
             norms = None
@@ -278,16 +285,24 @@ def why_not(model: Any) -> str | None:
     if rotary not in STATIC_ROTARY:
         return f"has rotary angles that depend on the text ({rotary})"
     for module in model.modules():
-        if isinstance(module, nn.Linear):
-            if type(module) is not nn.Linear or type(module.weight.data) is not Tensor:
-                return f"has layers of another kind than plain products ({type(module).__name__})"
-            if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
-                return "has hooks on its layers"
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+            return "has hooks on its layers"
+    for module in _products(model):
+        if type(module) is not nn.Linear or type(module.weight.data) is not Tensor:
+            return f"has layers of another kind than plain products ({type(module).__name__})"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "lies on several devices"
     if len({parameter.dtype for parameter in model.parameters()}) > 1:
         return "has weights of several types"
     return None
+
+
+def _products(model: Any) -> list[Any]:
+    """The modules whose weights are used here."""
+    attention = [f"self_attn.{one}_proj" for one in "qkvo"]
+    names = [*attention, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    inside = [block.get_submodule(name) for block in model.model.layers for name in names]
+    return [model.get_output_embeddings(), *inside]
 
 
 def _layer(block: Any, family: str, window: int | None) -> Layer:

@@ -17,6 +17,7 @@ from torch import Tensor
 MOST_ROWS = 64  # beyond this a product computes more than it reads
 NO_NORM, PLAIN, SHIFTED = 0, 1, 2  # SHIFTED: weights are relative to 1
 NO_GATE, SILU, GELU = 0, 1, 2  # as `fused.GATES` has them
+ROOM = {torch.float16: 2.0**-8}  # what is not normalized yet may be too large for it
 
 
 @triton.jit
@@ -32,7 +33,7 @@ def gated(x, KIND: tl.constexpr):
 def product(
     x, weight, bias, norm, residual, out, M, N, K, x_line, out_line, eps,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ROOM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`[M, N]` of x `[M, K]` and weight `[N, K]`, of which one block computes BN columns; `[2N, K]` with a
     gate, whose half comes first."""
@@ -52,14 +53,14 @@ def product(
             scale = tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)
             if NORM == 2:
                 scale += 1.0
-            a = (wide * scale[None, :]).to(a.dtype)
+            a = (wide * (scale * ROOM)[None, :]).to(a.dtype)
         mask = inside[:, None] & real[None, :]
         total = tl.dot(a, tl.load(rows + k[:, None], mask=mask, other=0.0), total, input_precision=PRECISION)
         if GATE:
             up = tl.load(rows + N.to(tl.int64) * K + k[:, None], mask=mask, other=0.0)
             other = tl.dot(a, up, other, input_precision=PRECISION)
     if NORM:
-        factor = tl.rsqrt(squares / K + eps)[:, None]
+        factor = tl.rsqrt(squares / K + eps)[:, None] / ROOM
         total *= factor
         other *= factor
     if bias is not None:
@@ -101,7 +102,7 @@ def few_rows(
     product[grid](
         x, weight, bias, None if norm is None else norm[0], residual, out, M, N, K, x.stride(0),
         out.stride(0), 0.0 if norm is None else norm[1],
-        BM, BN, BK, kind, gate, "ieee" if x.dtype == torch.float32 else "tf32",
+        BM, BN, BK, kind, gate, ROOM.get(x.dtype, 1.0), "ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
