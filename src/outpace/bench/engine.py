@@ -1,9 +1,9 @@
 """How fast pairs of models write, side by side: Transformers' ways, our plain decoding, our speculative one.
 
 Prompts are not counted. Pairs are synthetic (`synthetic`): real shapes, a chosen acceptance, every layer
-computed. Beside what was measured stand two figures that were not: the floor, what reading all weights and caches takes at the
-bandwidth of a large copy, and the prediction of Leviathan et al. 2023, Theorem 3.8, from our plain speed and
-the time of a draft's step.
+computed. Beside what was measured stand two figures that were not: the floor, what reading all weights and
+caches takes at the bandwidth of a large copy, and the prediction of Leviathan et al. 2023, Theorem 3.8, from
+our plain speed and the time of a draft's step.
 """
 
 from __future__ import annotations
