@@ -22,41 +22,32 @@ STEEPNESS = 6.0  # s: how far logits lie apart
 FAINT = 1e-4  # what the layers' own output is scaled by
 SAMPLE = 256  # contexts that α is averaged over
 
-LLAMA = {"model_type": "llama", "tie_word_embeddings": False, "rms_norm_eps": 1e-5}
-QWEN2 = {"model_type": "qwen2", "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama2-7b": {
-        **LLAMA, "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+def shape_of(family: str, V: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> Shape:
+    """Fields of a Transformers configuration."""
+    return {
+        "model_type": family,
+        "vocab_size": V,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "max_position_embeddings": 8192,
-    },
-    "llama2-1.3b": {
-        **LLAMA, "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5504,
-        "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16,
-        "max_position_embeddings": 8192,
-    },
-    "llama3-8b": {
-        **LLAMA, "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-    },
-    "llama3-1b": {
-        **LLAMA, "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
-        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-        "max_position_embeddings": 8192,
-    },
-    "qwen2-7b": {
-        **QWEN2, "vocab_size": 151936, "hidden_size": 3584, "intermediate_size": 18944,
-        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-        "max_position_embeddings": 8192,
-    },
-    "qwen2-0.5b": {
-        **QWEN2, "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
-        "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
-        "max_position_embeddings": 8192,
-    },
-}  # fmt: skip
+        "rms_norm_eps": 1e-5 if family == "llama" else 1e-6,
+        "tie_word_embeddings": False,
+    }
+
+
+Shape = dict[str, Any]
+SHAPES: dict[str, Shape] = {
+    "llama2-7b": shape_of("llama", 32000, 4096, 11008, 32, 32, 32),
+    "llama2-1.3b": shape_of("llama", 32000, 2048, 5504, 24, 16, 16),
+    "llama3-8b": shape_of("llama", 128256, 4096, 14336, 32, 32, 8),
+    "llama3-1b": shape_of("llama", 128256, 2048, 8192, 16, 32, 8),
+    "qwen2-7b": shape_of("qwen2", 151936, 3584, 18944, 28, 28, 4),
+    "qwen2-0.5b": shape_of("qwen2", 151936, 896, 4864, 24, 14, 2),
+}
 PAIRS = {
     "llama2-7b/1.3b": ("llama2-7b", "llama2-1.3b"),
     "llama3-8b/1b": ("llama3-8b", "llama3-1b"),

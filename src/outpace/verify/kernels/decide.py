@@ -88,6 +88,17 @@ def scan(
             tl.store(chunks + at * each + tl.arange(0, SPLIT // CHUNK), heights)
 
 
+@triton.jit
+def cut_row(lengths, B, g, P, skipped, LENGTHS: tl.constexpr):
+    """The row that a block cuts: its number, whose it is, and whether there is something in it."""
+    row = tl.program_id(0) + skipped
+    b, i, q_side = place_of(row, B, g, P)
+    length = g
+    if LENGTHS:
+        length = tl.load(lengths + b).to(tl.int32)
+    return row.to(tl.int64), b, i, q_side, i < length + (P - g) * (1 - q_side)
+
+
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL)
 def narrow(
     target, draft, lengths, knobs, q_knobs, work, B, g, V, splits,
@@ -102,15 +113,10 @@ def narrow(
     if ADJUST == CUT:
         P = g + 1
     maxima, sums, tops, parts, heads, counter, facts, chunks = rooms(work, B, g, P, splits)
-    row = tl.program_id(0) + skipped
-    b, i, q_side = place_of(row, B, g, P)
-    length = g
-    if LENGTHS:
-        length = tl.load(lengths + b).to(tl.int32)
-    at = row.to(tl.int64)
+    at, b, i, q_side, there = cut_row(lengths, B, g, P, skipped, LENGTHS)
     m, w, c = maxima + at * splits, sums + at * splits, chunks + at * splits * (SPLIT // CHUNK)
     few = list_of(chunks, at, B, g, P, splits, SPLIT // CHUNK, FEW)
-    if i < length + (P - g) * (1 - q_side):
+    if there:
         if q_side == 0:
             if ADJUST == CUT:
                 most, mass, cut, tie, listed = facts_of_row(
@@ -142,13 +148,8 @@ def widen(
     if ADJUST == CUT:
         P = g + 1
     maxima, sums, tops, parts, heads, counter, facts, chunks = rooms(work, B, g, P, splits)
-    row = tl.program_id(0) + skipped
-    b, i, q_side = place_of(row, B, g, P)
-    length = g
-    if LENGTHS:
-        length = tl.load(lengths + b).to(tl.int32)
-    at = row.to(tl.int64)
-    if i < length + (P - g) * (1 - q_side):
+    at, b, i, q_side, there = cut_row(lengths, B, g, P, skipped, LENGTHS)
+    if there:
         if listed_of(facts, at) < 0:
             most, mass, bound, highest = facts_of(facts, at, at >= 0)
             if q_side == 0:
