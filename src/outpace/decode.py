@@ -440,7 +440,7 @@ class Decoder:
                         engine.begin(slot, row.tokens, row.seed)
                 while len(started) < 2:
                     g = max(self.length.choose(list(active)))
-                    started.append((engine.start(g, sampling), dict(active)))
+                    started.append((engine.start(g, sampling, slots), dict(active)))
                 pending, theirs = started.popleft()
                 outcome = pending.read()
                 # A row that ended meanwhile has no use for what came of its slot.

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity
 
 from outpace import Decoder, Fixed, Sampling
 from outpace.models.compiled import Engine
-from outpace.models.fused import FAMILIES, FusedModel
+from outpace.models.fused import FAMILIES, Cache, FusedModel
 from tests.tiny import V, greedy, tiny
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 12, 40, 41, 42], [30]]
@@ -93,6 +95,18 @@ def test_rows_at_the_end_of_the_cache_stand_still() -> None:
     assert int(engine.lengths[0]) == before
 
 
+def test_some_rows_can_go_on_without_the_others() -> None:
+    engine, alone = engine_of(tiny(), tiny(seed=1)), engine_of(tiny(), tiny(seed=1))
+    for one in (engine, alone):
+        one.begin(0, [1, 2], 2)
+    engine.begin(1, [3, 4, 5], 3)
+    for _ in range(3):
+        outcome = engine.start(3, Sampling(), rows=1).read()
+        assert outcome.won(0) == alone.start(3, Sampling()).read().won(0)
+        assert len(outcome.accepted) == 1
+    assert int(engine.lengths[1]) == 3
+
+
 @pytest.mark.parametrize("sizes", [(V, V - 3), (V - 3, V)])
 def test_vocabularies_may_differ_by_padding(sizes: tuple[int, int]) -> None:
     target, draft = tiny(vocab_size=sizes[0]), tiny(seed=1, vocab_size=sizes[1])
@@ -148,3 +162,41 @@ def test_a_graph_writes_what_the_cpu_writes(g: int) -> None:
     expected = texts(engine_of(tiny().double(), tiny(seed=1).double()), g, sampling, 30)
     on_gpu = engine_of(tiny().double().cuda(), tiny(seed=1).double().cuda())
     assert texts(on_gpu, g, sampling, 30, late=True) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_what_cannot_be_captured_runs_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = tiny().cuda(), tiny(seed=1).cuda()
+    expected = texts(engine_of(target, draft), 3, Sampling(), 20)
+    logits = FusedModel.logits
+
+    def asks(self: FusedModel, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            ids.sum().item()  # the host cannot have it now
+        return logits(self, ids, positions, cache)
+
+    monkeypatch.setattr(FusedModel, "logits", asks)
+    engine = engine_of(target, draft)
+    with pytest.warns(UserWarning, match="could not be captured"):
+        assert texts(engine, 3, Sampling(), 20) == expected
+    monkeypatch.undo()
+    assert texts(engine_of(target, draft), 3, Sampling(), 20) == expected  # the device is as it was
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_iterations_do_not_wait_for_the_host() -> None:
+    """No copy that waits and no synchronization between the start of one iteration and that of another."""
+    engine = engine_of(tiny().cuda(), tiny(seed=1).cuda())
+    for row, prompt in enumerate(PROMPTS):
+        engine.begin(row, prompt, row)
+    for _ in range(3):
+        engine.start(3, Sampling()).read()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profile:
+        started = [engine.start(3, Sampling()) for _ in range(4)]
+    calls = {event.key for event in profile.key_averages()}
+    assert any("GraphLaunch" in call for call in calls), calls
+    assert not [call for call in calls if "Synchronize" in call or call in ("cudaMemcpy", "aten::item")]
+    for pending in started:
+        pending.read()

@@ -122,17 +122,22 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_kernels_score_as_pytorch_does(family: str) -> None:
+@pytest.mark.parametrize("rows", ["few", "many"])
+def test_the_kernels_score_as_pytorch_does(monkeypatch: pytest.MonkeyPatch, family: str, rows: str) -> None:
+    if rows == "many":
+        monkeypatch.setattr("outpace.models.kernels.product.MOST_ROWS", 4)
     model = tiny(family, attention_bias=True).to(DEVICE)
     text = torch.randint(V, (2, 26), device=DEVICE)
     fused = FusedModel(model)
     caches = [fused.room(2, 40) for _ in range(2)]
     starts = torch.tensor([[20], [7]], device=DEVICE)
+    fused.has_kernels = False
     for cache in caches:
-        fused.hidden(text[:, :20], torch.arange(20, device=DEVICE).expand(2, 20), cache)
+        fused.read(text[:, :20], torch.arange(20, device=DEVICE).expand(2, 20), cache)
     new, places = text[:, 20:26], starts + torch.arange(6, device=DEVICE)
+    expected = fused.logits(new, places, caches[1])
+    fused.has_kernels = True
     found = fused.logits(new, places, caches[0])
-    expected = fused.head(fused.hidden(new, places, caches[1]))
     assert torch.allclose(found, expected, atol=1e-4)
     for one, other in zip(caches[0].keys, caches[1].keys, strict=True):
         assert torch.allclose(one, other, atol=1e-4)
@@ -150,6 +155,32 @@ def test_sixteen_bits_are_as_near_as_pytorchs() -> None:
     found = fused.logits(text[:, 14:], torch.arange(14, 20, device=DEVICE)[None], cache)[0]
     theirs = own_logits(model, text[0])[14:]
     assert (found - expected).abs().mean() < 1.5 * (theirs - expected).abs().mean()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_disagrees_only_where_two_tokens_are_near(family: str) -> None:
+    """The likeliest token is another than Transformers' where both are within rounding of each other."""
+    model = tiny(family).bfloat16().cuda()
+    exact = tiny(family).bfloat16().double().cuda()
+    texts = torch.randint(V, (8, 64), device="cuda")
+    expected = torch.stack([own_logits(exact, text) for text in texts])
+    theirs = torch.stack([own_logits(model, text) for text in texts])
+    fused = FusedModel(model)
+    cache = fused.room(8, 64)
+    found = torch.cat(
+        [
+            fused.logits(texts[:, i : i + 4], torch.arange(i, i + 4, device="cuda").expand(8, 4), cache)
+            for i in range(0, 64, 4)
+        ],
+        dim=1,
+    )
+    rounding = (theirs - expected).abs().max()
+    top = expected.topk(2).values
+    other = found.argmax(-1) != theirs.argmax(-1)
+    print(f"{family}: {int(other.sum())} of {other.numel()} tokens differ")
+    assert ((top[..., 0] - top[..., 1])[other] <= 2 * rounding).all()
 
 
 COMPILE = """
@@ -171,16 +202,17 @@ def build(kernel, pointers, missing, **constants):
     triton.compile(source, target=GPUTarget("cuda", 90, 32))
     print(kernel.__name__)
 
-names = ("x", "weight", "bias", "norm", "residual", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "keys",
+names = ("x", "weight", "bias", "scaled", "residual", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "keys",
     "values")
 wide = {name: "*bf16" for name in names}
-for kind, missing in ((0, ("bias", "norm", "residual")), (1, ()), (2, ("bias",))):
-    build(product, wide, missing, BM=16, BN=16, BK=256, NORM=kind, GATE=kind, ROOM=1.0,
-        PRECISION="tf32")
+none = ("bias", "squares", "residual", "scale", "scaled")
+for kind, missing, ahead in ((0, none, -1), (1, (), 2048), (2, ("bias",), 0)):
+    build(product, wide | {"scale": "*bf16", "squares": "*fp32", "sums": "*fp32"}, missing, BM=8, BN=32,
+        BK=256, PARTS=64, GATE=kind, ROOM=1.0, SHIFTED=False, PRECISION="tf32", AHEAD=ahead)
 others = {"positions": "*i64", "parts": "*fp32", "counters": "*i32"}
 for missing in ((), ("q_norm", "k_norm")):
     build(attend, wide | others, missing, D=128, HALF=64, WIDTH=128, ROWS=16, NEW=16, BLOCK=64,
-        SHIFTED=False, PRECISION="tf32")
+        AT_ONCE=4, SHIFTED=False, PRECISION="tf32", OVERLAPS=not missing)
 """
 
 

@@ -12,6 +12,7 @@ attention = pytest.importorskip(
     "outpace.models.kernels.attention", reason="needs triton", exc_type=ImportError
 )
 product = pytest.importorskip("outpace.models.kernels.product", reason="needs triton", exc_type=ImportError)
+rows = pytest.importorskip("outpace.models.kernels.rows", reason="needs triton", exc_type=ImportError)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -20,6 +21,11 @@ EPS = 1e-5
 
 def normed(x: Tensor, weight: Tensor, shifted: bool) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * (weight + 1 if shifted else weight)
+
+
+def stream_of(x: Tensor, norm: tuple[Tensor, float, bool]) -> object:
+    """Rows as an embedding would bring them."""
+    return product.take(torch.arange(len(x), device=DEVICE)[:, None], x, 1.0, norm)
 
 
 @pytest.mark.parametrize("M", [1, 6, 17])
@@ -32,9 +38,8 @@ def test_few_rows_are_multiplied(M: int, bias: bool, norm: bool | None, gate: in
     shift = torch.randn(N, device=DEVICE) if bias else None
     scale = torch.randn(K, device=DEVICE)
     residual = None if gate else torch.randn(M, N, device=DEVICE)
-    found = product.few_rows(
-        x, weight, shift, norm=None if norm is None else (scale, EPS, norm), gate=gate, residual=residual
-    )
+    given = x if norm is None else stream_of(x, (scale, EPS, norm))
+    found = product.few_rows(given, weight, shift, gate=gate, residual=residual)
     expected = (x if norm is None else normed(x, scale, norm)) @ weight.T + (0 if shift is None else shift)
     if gate:
         half, up = expected.chunk(2, dim=-1)
@@ -48,7 +53,7 @@ def test_large_activations_have_room() -> None:
     x = torch.full((1, 64), 3000.0, device=DEVICE, dtype=torch.float16)
     scale = torch.full((64,), 30.0, device=DEVICE, dtype=torch.float16)
     weight = torch.randn(32, 64, device=DEVICE).half() / 8
-    found = product.few_rows(x, weight, norm=(scale, EPS, False))
+    found = product.few_rows(stream_of(x, (scale, EPS, False)), weight)
     expected = normed(x.float(), scale.float(), False) @ weight.float().T
     assert torch.allclose(found.float(), expected, atol=0.2)
 
@@ -56,6 +61,44 @@ def test_large_activations_have_room() -> None:
 def test_rows_may_lie_apart() -> None:
     x, weight = torch.randn(4, 300, device=DEVICE)[:, :100], torch.randn(20, 100, device=DEVICE)
     assert torch.allclose(product.few_rows(x, weight), x @ weight.T, atol=1e-4)
+
+
+@pytest.mark.parametrize("M", [1, 9])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_norm_stands_between_two_products(M: int, shifted: bool) -> None:
+    x, first, second = (torch.randn(size, device=DEVICE) / 4 for size in ((M, 60), (100, 60), (40, 100)))
+    residual, scale = torch.randn(M, 100, device=DEVICE), torch.randn(100, device=DEVICE)
+    stream = product.few_rows(x, first, residual=residual, norm=(scale, EPS, shifted))
+    expected = x @ first.T + residual
+    assert torch.allclose(stream.x, expected, atol=1e-4)
+    found = product.few_rows(stream, second)
+    assert torch.allclose(found, normed(expected, scale, shifted) @ second.T, atol=1e-4)
+
+
+def test_tokens_are_embedded() -> None:
+    table, scale = torch.randn(11, 100, device=DEVICE), torch.randn(100, device=DEVICE)
+    ids = torch.tensor([[3, 10, 0], [7, 7, 1]], device=DEVICE)
+    for some in (ids, ids[:, 1:]):  # rows that lie apart, too
+        stream = product.take(some, table, 1.5, (scale, EPS, False))
+        assert torch.equal(stream.x, (table[some] * 1.5).flatten(0, 1))
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_rows_are_summed_and_normalized(shifted: bool) -> None:
+    x, more = torch.randn(2, 5, 300, device=DEVICE)
+    scale = torch.randn(300, device=DEVICE)
+    for added in (None, more):
+        total, found = rows.normed(x, added, (scale, EPS, shifted))
+        expected = x if added is None else x + added
+        assert torch.allclose(total, expected)
+        assert torch.allclose(found, normed(expected, scale, shifted), atol=1e-5)
+
+
+def test_gates_of_many_rows() -> None:
+    x = torch.randn(5, 3000, device=DEVICE)
+    half, up = x.chunk(2, dim=-1)
+    assert torch.allclose(rows.gate(x, product.SILU), silu(half) * up, atol=1e-5)
+    assert torch.allclose(rows.gate(x, product.GELU), gelu(half, approximate="tanh") * up, atol=1e-5)
 
 
 @pytest.mark.parametrize("ranges", ["one range", "many ranges"])

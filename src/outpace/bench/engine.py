@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outpace.bench.kernel import bandwidth, timed
 from outpace.bench.synthetic import PAIRS, Pair, pair
-from outpace.models.compiled import Engine
+from outpace.models.compiled import Engine, State
 from outpace.models.fused import FusedModel
 from outpace.sampling import Sampling
 
@@ -219,11 +219,12 @@ def ours(made: Pair, case: Case, rate: float, plain: Figure | None, g: int) -> d
 def phases(engine: Engine, g: int) -> Phases:
     """The parts of an iteration, each by itself: in a graph where there are graphs."""
     tokens = torch.zeros(engine.rows, g + 1, dtype=torch.int64, device=engine.target.device)
-    places = engine.lengths[:, None] - 1 + torch.arange(g + 1, device=tokens.device)
+    places = engine.lengths[:, None] + torch.arange(-2, g, device=tokens.device)
+    state = State.of(engine, engine.rows)
     parts: list[Callable[[], Any]] = [
-        lambda: engine.iteration(g, PLAIN),
-        lambda: engine._propose(g, PLAIN),
-        lambda: engine.target.logits(tokens, places, engine.target_cache),
+        lambda: engine.iteration(g, PLAIN, engine.rows),
+        lambda: engine._propose(g, PLAIN, state, places),
+        lambda: engine.target.logits(tokens, places[:, 1:], engine.target_cache),
     ]
     return Phases(*(alone(part, tokens.device) / 1e3 for part in parts))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -84,6 +85,20 @@ class Pending:
         )
 
 
+@dataclass(frozen=True)
+class State:
+    """What is known of rows that take part in an iteration: views of the engine's."""
+
+    lengths: Tensor
+    seeds: Tensor
+    active: Tensor
+    last: Tensor  # [rows, 2]
+
+    @classmethod
+    def of(cls, engine: Engine, rows: int) -> State:
+        return cls(engine.lengths[:rows], engine.seeds[:rows], engine.active[:rows], engine.last[:rows])
+
+
 class Engine:
     """Rows of texts that a target and a draft write together.
 
@@ -106,11 +121,11 @@ class Engine:
         self.rule, self.lenience = parse(rule), lenience
         self.target_cache = target.room(rows, tokens)
         self.draft_cache: Any = None if draft is None else draft.room(rows, tokens)
-        integers = torch.zeros(5, rows, dtype=torch.int64, device=target.device)
+        integers = torch.zeros(3, rows, dtype=torch.int64, device=target.device)
         self.lengths, self.seeds, self.active = integers[0], integers[1], integers[2]
-        self.last = integers[3:].T  # [rows, 2], the last two tokens of each text
+        self.last = torch.zeros_like(integers[:2]).T.contiguous()  # [rows, 2], of each text
         self.captures = target.device.type == "cuda"
-        self._graphs: dict[tuple[int, Sampling], Captured | None] = {}
+        self._graphs: dict[tuple[int, int, Sampling], Captured | None] = {}
         self._pool: Any = None  # of memory, shared by all graphs
 
     def begin(self, row: int, text: Sequence[int], seed: int) -> None:
@@ -118,13 +133,14 @@ class Engine:
         if not 1 <= len(text) < self.tokens:
             raise ValueError(f"text: got {len(text)} tokens; there is room for 1 to {self.tokens - 1}")
         ids = torch.tensor(text, device=self.target.device)
-        for model, cache in ((self.target, self.target_cache), (self.draft, self.draft_cache)):
-            if model is None:
-                continue
-            own = cache.row(row)
-            for first in range(0, len(text) - 1, CHUNK):
-                part = torch.arange(first, min(first + CHUNK, len(text) - 1), device=model.device)
-                model.read(ids[None, part].clamp(max=model.vocab_size - 1), part[None], own)
+        with self._on_device():
+            for model, cache in ((self.target, self.target_cache), (self.draft, self.draft_cache)):
+                if model is None:
+                    continue
+                own = cache.row(row)
+                for first in range(0, len(text) - 1, CHUNK):
+                    part = torch.arange(first, min(first + CHUNK, len(text) - 1), device=model.device)
+                    model.read(self._known(ids[None, part], model), part[None], own)
         self.lengths[row] = len(text)
         self.last[row] = ids[[-2, -1]] if len(text) > 1 else ids[[-1, -1]]
         self.seeds[row] = seed
@@ -138,64 +154,77 @@ class Engine:
                 if cache is not None:
                     cache.row(row).wipe()
 
-    def start(self, g: int, sampling: Sampling) -> Pending:
-        """Start an iteration of g drafts; 0 decodes plainly. The host goes on at once."""
+    def start(self, g: int, sampling: Sampling, rows: int | None = None) -> Pending:
+        """Start an iteration of g drafts of the first rows, or of all; 0 decodes plainly. The host goes on
+        at once."""
         if sampling.logit_bias or sampling.reads_prefix:
             raise ValueError(
                 "sampling: has penalties, bias or processors, which need the host between drafts"
             )
-        captured = self._graph(g, sampling) if self.captures else None
-        if captured is None:
-            return Pending(self.iteration(g, sampling))
-        graph, result = captured
-        graph.replay()
-        return Pending(result)
+        rows = rows or self.rows
+        with self._on_device():
+            captured = self._graph(g, sampling, rows) if self.captures else None
+            if captured is None:
+                return Pending(self.iteration(g, sampling, rows))
+            graph, result = captured
+            graph.replay()
+            return Pending(result)
 
     @torch.inference_mode()
-    def iteration(self, g: int, sampling: Sampling) -> Tensor:
+    def iteration(self, g: int, sampling: Sampling, rows: int) -> Tensor:
         """One pass of the target over g guesses; what came of it, as `Pending` has it."""
-        tokens, drawn, q = self._propose(g, sampling)
-        scored = torch.cat((self.last[:, 1:], tokens), dim=1)  # [rows, g+1]
-        places = self.lengths[:, None] - 1 + torch.arange(g + 1, device=scored.device)
-        p = self.target.logits(scored, self._inside(places), self.target_cache)  # [rows, g+1, V]
-        verdict = self._verify(tokens, q, p, drawn, sampling)
-        kept = scored.gather(1, verdict.accepted[:, None])  # the last one of the text before the next token
-        moved = self.active.bool()
-        self.last.copy_(
-            torch.where(moved[:, None], torch.cat((kept, verdict.next_token[:, None]), 1), self.last)
+        state = State.of(self, rows)
+        # Where the last two tokens and the guesses lie; rows that stand still at the end write there.
+        places = (state.lengths[:, None] + torch.arange(-2, g, device=state.last.device)).clamp(
+            0, self.tokens - 1
         )
-        self.lengths.add_((verdict.accepted + 1) * self.active)
+        tokens, drawn, q = self._propose(g, sampling, state, places)
+        scored = torch.cat((state.last[:, 1:], tokens), dim=1)  # [rows, g+1]
+        p = self.target.logits(scored, places[:, 1:], self.target_cache)  # [rows, g+1, V]
+        verdict = self._verify(tokens, q, p, drawn, sampling, state)
+        kept = scored.gather(1, verdict.accepted[:, None])  # the last one of the text before the next token
+        moved = state.active[:, None].bool()
+        state.last.copy_(
+            torch.where(moved, torch.cat((kept, verdict.next_token[:, None]), dim=1), state.last)
+        )
+        state.lengths.add_((verdict.accepted + 1) * state.active)
         return torch.cat(
             (torch.stack((verdict.accepted, verdict.next_token, verdict.bad.long()), 1), tokens), dim=1
         )
 
-    def _propose(self, g: int, sampling: Sampling) -> tuple[Tensor, list[Drawn], Tensor | None]:
+    def _propose(
+        self, g: int, sampling: Sampling, state: State, places: Tensor
+    ) -> tuple[Tensor, list[Drawn], Tensor | None]:
         """Guesses `[rows, g]`, what is known of their distributions, and those; None where tokens were
         chosen. The draft's cache may lack the last token but one, which is fed again."""
         if self.draft is None:
-            return self.last[:, :0], [], None
-        most = self.draft.vocab_size - 1
-        ids = self.last.clamp(max=most).contiguous()
-        places = self._inside(self.lengths[:, None] - 2 + torch.arange(2, device=ids.device))
+            return state.last[:, :0], [], None
+        ids = self._known(state.last, self.draft)
         if g == 0:  # or its cache would lack more than it is fed later
             self.draft.read(ids, places, self.draft_cache)
-            return self.last[:, :0], [], None
+            return state.last[:, :0], [], None
         tokens, logits, drawn = [], [], list[Drawn]()
         for i in range(g):
-            q = fit(self.draft.logits(ids, places, self.draft_cache)[:, -1], self.target.vocab_size)
+            at = places[:, :2] if i == 0 else places[:, i + 1 : i + 2]
+            q = fit(self.draft.logits(ids, at, self.draft_cache)[:, -1], self.target.vocab_size)
             if self.rule.name == "match":
                 # The target's own noise: a draft that is right is then right for this draw.
-                tokens.append(self._plain(q, self.lengths + i, sampling).next_token)
+                tokens.append(self._plain(q, state.lengths + i, sampling, state).next_token)
             else:
-                drawn.append(sample(q, seed=self.seeds, position=self.lengths, step=i, sampling=sampling))
+                drawn.append(sample(q, seed=state.seeds, position=state.lengths, step=i, sampling=sampling))
                 tokens.append(drawn[-1].tokens)
                 logits.append(q)
-            ids = tokens[-1][:, None].clamp(max=most)
-            places = self._inside(self.lengths[:, None] + i)
+            ids = self._known(tokens[-1][:, None], self.draft)
         return torch.stack(tokens, dim=1), drawn, torch.stack(logits, dim=1) if logits else None
 
     def _verify(
-        self, tokens: Tensor, q: Tensor | None, p: Tensor, drawn: list[Drawn], sampling: Sampling
+        self,
+        tokens: Tensor,
+        q: Tensor | None,
+        p: Tensor,
+        drawn: list[Drawn],
+        sampling: Sampling,
+        state: State,
     ) -> Verdict:
         if q is not None and q.dtype != p.dtype:  # one precision, and never less than the target's
             wide = torch.promote_types(p.dtype, q.dtype)
@@ -208,33 +237,37 @@ class Engine:
             p,
             rule=self.rule,
             lenience=self.lenience,
-            seed=self.seeds,
-            position=self.lengths,
+            seed=state.seeds,
+            position=state.lengths,
             sampling=sampling,
             draft_sampling=None if q is None else sampling,
             draft_lse=torch.stack([one.lse for one in drawn], dim=1) if drawn else None,
             draft_cut=(torch.stack(cuts, dim=1), torch.stack(ties, dim=1)) if cuts else None,
         )
 
-    def _plain(self, logits: Tensor, position: Tensor, sampling: Sampling) -> Verdict:
+    def _plain(self, logits: Tensor, position: Tensor, sampling: Sampling, state: State) -> Verdict:
         return verify(
-            self.last[:, :0], None, logits[:, None], rule=self.rule, seed=self.seeds, position=position,
+            state.last[:, :0], None, logits[:, None], rule=self.rule, seed=state.seeds, position=position,
             sampling=sampling,
         )  # fmt: skip
 
-    def _inside(self, places: Tensor) -> Tensor:
-        """Rows that stand still at the cache's end write there, for nothing."""
-        return places.clamp(0, self.tokens - 1)
+    def _known(self, ids: Tensor, model: Model) -> Tensor:
+        """Tokens that a model with a smaller vocabulary does not know are its last one."""
+        return ids if model.vocab_size >= self.target.vocab_size else ids.clamp(max=model.vocab_size - 1)
 
-    def _graph(self, g: int, sampling: Sampling) -> Captured | None:
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Kernels are launched on the device that is the current one."""
+        return torch.cuda.device(self.target.device) if self.target.device.type == "cuda" else nullcontext()
+
+    def _graph(self, g: int, sampling: Sampling, rows: int) -> Captured | None:
         """The graph of such an iteration, made when it is first wanted; None if it could not be."""
-        key = g, sampling
+        key = g, rows, sampling
         if key not in self._graphs:
-            self._graphs[key] = None  # what is interrupted is not tried again
             state = self.lengths.clone(), self.last.clone()
             try:
-                self._graphs[key] = self._capture(lambda: self.iteration(g, sampling))
-            except RuntimeError as error:  # out of memory is one, too
+                self._graphs[key] = self._capture(lambda: self.iteration(g, sampling, rows))
+            except Exception as error:  # whatever it is, without a graph it is met again, or is not there
+                self._graphs[key] = None
                 why = str(error).strip().split("\n")[0]
                 warnings.warn(
                     f"an iteration of g = {g} could not be captured as a graph ({why}): its kernels are "

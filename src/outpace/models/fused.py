@@ -3,15 +3,15 @@
 A pass reads tokens and positions from tensors and depends on nothing else that could change, so that it can
 be captured in a CUDA graph. Products that read the same input are one product: queries, keys and values, and
 the two halves of the gated layer. The model's own parameters become views of these, so nothing is held twice
-and the model goes on working. A pass over few tokens on a GPU is five kernels a layer (`kernels`), any other
-is PyTorch's operations.
+and the model goes on working. A pass over few tokens on a GPU is five kernels a layer (`kernels`), one over
+more rows has the library's products between them, and any other is PyTorch's operations.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -174,20 +174,35 @@ class FusedModel:
         keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
         return Cache(keys, torch.zeros_like(keys))
 
+    @torch.inference_mode()
     def read(self, ids: Tensor, positions: Tensor, cache: Cache) -> None:
-        """Take tokens `[B, n]` at positions `[B, n]` into the cache."""
-        self.hidden(ids, positions, cache)
+        """Take tokens `[B, n]` at positions `[B, n]`, which follow each other, into the cache."""
+        if self._few(ids):
+            self._stream(ids, positions, cache)
+        else:
+            self.hidden(ids, positions, cache)
+
+    @torch.inference_mode()
+    def logits(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """The same; logits `[B, n, V]` after each of the tokens."""
+        if self._few(ids):
+            stream = self._stream(ids, positions, cache)
+            out: Tensor = self._product.few_rows(stream, self.head.weight, self.head.bias)
+            return out.view(*ids.shape, -1)
+        return self.head(self.hidden(ids, positions, cache))
 
     @torch.inference_mode()
     def hidden(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """What the last norm makes of tokens `[B, n]` at positions `[B, n]`, `[B, n, D]`; their keys and
         values are written into the cache's first B rows."""
+        if self._short(ids):
+            return self._between(ids, positions, cache)
         B, n = ids.shape
         x = self.embedding[ids] * self.embedding_scale
         cos, sin = (table[positions][:, None] for table in self.angles(cache.tokens))  # [B, 1, n, d]
         masks = {window: mask_of(positions, cache.tokens, window, self.dtype) for window in self._windows}
         at = positions[:, None, :, None].expand(B, self.kv_heads, n, self.head_dim)
-        for layer, keys, values in zip(self.layers, cache.keys[:, :B], cache.values[:, :B], strict=True):
+        for layer, keys, values in self._layers(cache, B):
             q, k, v = self._split(layer, layer.qkv(layer.norm(x)))
             q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
             keys.scatter_(2, at, k)
@@ -197,40 +212,59 @@ class FusedModel:
             x = x + layer.down(self.activation(gate) * up)
         return self.norm(x)
 
-    @torch.inference_mode()
-    def logits(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Logits `[B, n, V]` after each of the tokens, whose positions follow each other in each row."""
-        if self.has_kernels and self._few(ids):
-            return self._by_kernels(ids, positions, cache)
-        return self.head(self.hidden(ids, positions, cache))
-
     def _few(self, ids: Tensor) -> bool:
         """Whether the kernels take so many tokens."""
+        few: bool = self._short(ids) and ids.numel() <= self._product.MOST_ROWS
+        return few
+
+    def _short(self, ids: Tensor) -> bool:
+        """Whether there is a kernel for so many queries of a row."""
         head = self.head_dim * self.dtype.itemsize
         tile = max(16, self.heads // self.kv_heads * ids.shape[1]) * head
-        few: bool = ids.numel() <= self._product.MOST_ROWS
-        return few and head <= WIDEST_HEAD and tile <= LARGEST_TILE
+        return self.has_kernels and head <= WIDEST_HEAD and tile <= LARGEST_TILE
 
-    def _by_kernels(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        B, n = ids.shape
-        times, angles = self._product.few_rows, self.angles(cache.tokens)
-        x = (self.embedding[ids] * self.embedding_scale).reshape(B * n, -1)
-        for layer, keys, values in zip(self.layers, cache.keys[:, :B], cache.values[:, :B], strict=True):
-            qkv = times(x, layer.qkv.weight, layer.qkv.bias, norm=layer.norm.all).view(B, n, -1)
-            norms = None
-            if layer.q_norm is not None and layer.k_norm is not None:
-                norms = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps, layer.q_norm.shifted
-            attended = self._attention.few_queries(
-                qkv, positions, angles, keys, values, self._room,
-                heads=self.heads, scale=self.scale, window=layer.window, norms=norms,
-            )  # fmt: skip
-            x = times(attended.view(B * n, -1), layer.out.weight, layer.out.bias, residual=x)
-            inner = times(
-                x, layer.gate_up.weight, layer.gate_up.bias, norm=layer.mlp_norm.all, gate=self._gate
-            )
-            x = times(inner, layer.down.weight, layer.down.bias, residual=x)
-        logits: Tensor = times(x, self.head.weight, self.head.bias, norm=self.norm.all)
-        return logits.view(B, n, -1)
+    def _stream(self, ids: Tensor, positions: Tensor, cache: Cache) -> Any:
+        """What goes into the last product: few tokens, through five kernels a layer."""
+        times, norms = self._product.few_rows, [layer.norm for layer in self.layers[1:]] + [self.norm]
+        stream = self._product.take(ids, self.embedding, self.embedding_scale, self.layers[0].norm.all)
+        for (layer, keys, values), after in zip(self._layers(cache, len(ids)), norms, strict=True):
+            qkv = times(stream, layer.qkv.weight, layer.qkv.bias)
+            out = self._look(layer, qkv, positions, cache, keys, values)
+            stream = times(out, layer.out.weight, layer.out.bias, residual=stream.x, norm=layer.mlp_norm.all)
+            inner = times(stream, layer.gate_up.weight, layer.gate_up.bias, gate=self._gate)
+            stream = times(inner, layer.down.weight, layer.down.bias, residual=stream.x, norm=after.all)
+        return stream
+
+    def _between(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """`hidden` of more rows, a few tokens each: with kernels between the products."""
+        normed, gate = self._rows.normed, self._rows.gate
+        x = (self.embedding[ids] * self.embedding_scale).flatten(0, 1)
+        more = None
+        for layer, keys, values in self._layers(cache, len(ids)):
+            x, y = normed(x, more, layer.norm.all)
+            out = self._look(layer, layer.qkv(y), positions, cache, keys, values)
+            x, y = normed(x, layer.out(out), layer.mlp_norm.all)
+            more = layer.down(gate(layer.gate_up(y), self._gate))
+        last: Tensor = normed(x, more, self.norm.all)[1]
+        return last.view(*ids.shape, -1)
+
+    def _look(
+        self, layer: Layer, qkv: Tensor, positions: Tensor, cache: Cache, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """Attention by a kernel, `[B·n, heads·d]`."""
+        norms = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps, layer.q_norm.shifted
+        B, n = positions.shape
+        out: Tensor = self._attention.few_queries(
+            qkv.view(B, n, -1), positions, self.angles(cache.tokens), keys, values, self._room,
+            heads=self.heads, scale=self.scale, window=layer.window, norms=norms,
+        )  # fmt: skip
+        return out.view(B * n, -1)
+
+    def _layers(self, cache: Cache, B: int) -> Iterator[tuple[Layer, Tensor, Tensor]]:
+        """With the keys and values of the first B rows."""
+        return zip(self.layers, cache.keys[:, :B], cache.values[:, :B], strict=True)
 
     @cached_property
     def _product(self) -> Any:
@@ -239,6 +273,10 @@ class FusedModel:
     @cached_property
     def _attention(self) -> Any:
         return importlib.import_module("outpace.models.kernels.attention")
+
+    @cached_property
+    def _rows(self) -> Any:
+        return importlib.import_module("outpace.models.kernels.rows")
 
     @cached_property
     def _room(self) -> Any:

@@ -15,9 +15,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-RANGE = 256  # earlier tokens of a block, at least
+from outpace.models.kernels.launch import overlapping
+
+RANGE = 256  # earlier tokens of a block, and twice as many where there are more heads
+FEW_HEADS = 16
 BLOCK = 64  # looked at at once
+WARPS = 4
+TILE = 8192  # numbers of ranges that are put together at once
 
 
 @triton.jit
@@ -74,17 +80,24 @@ def taken_in(qa, qb, ka, kb, v, seen, scale, most, total, mixed, PRECISION: tl.c
 @triton.jit
 def attend(
     qkv, positions, cos, sin, q_norm, k_norm, keys, values, out, parts, counters, eps, scale, window,
-    B, n, heads, kv_heads, T, ranges, span, qkv_line, cache_row, cache_head, out_line, cos_line,
+    n, heads, kv_heads, ranges, span, positions_line, qkv_line, cache_row, cache_head, out_line, cos_line,
     D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr,
-    BLOCK: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One block of (row, key head, range). HALF and WIDTH are the powers of two that hold D / 2 and D."""
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
     pid = tl.program_id(0)
     r = pid % ranges
     head = pid // ranges % kv_heads
     b = (pid // ranges // kv_heads).to(tl.int64)
     groups = heads // kv_heads
-    start = tl.load(positions + b * n).to(tl.int32)  # earlier tokens of the row
+    start = tl.load(positions + b * positions_line).to(tl.int32)  # earlier tokens of the row
+    used = tl.maximum(1, (start + span - 1) // span)  # ranges that hold any of them
+    if r >= used:
+        return
     half = D // 2
     h, d = tl.arange(0, HALF), tl.arange(0, WIDTH)
     in_half, in_d = (h < half)[None, :], (d < D)[None, :]
@@ -96,12 +109,30 @@ def attend(
     row = tl.arange(0, ROWS)
     i = row % n
     real = row < groups * n
-    place = tl.load(positions + b * n + i, mask=real, other=0).to(tl.int32)
+    place = tl.load(positions + b * positions_line + i, mask=real, other=0).to(tl.int32)
     at = qkv + (b * n + i) * qkv_line + (head * groups + row // n) * D
     qa, qb = vectors(at, place, real, q_norm, cos, sin, cos_line, eps, D, HALF, SHIFTED)
     most = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+
+    # New ones, which belong to the first range: asked for together with the queries, before any loop
+    j = tl.arange(0, NEW)
+    new = j < tl.where(r == 0, n, 0)
+    new_place = tl.load(positions + b * positions_line + j, mask=new, other=0).to(tl.int32)
+    source = qkv + (b * n + j) * qkv_line + (heads + head) * D
+    new_v = tl.load(source[:, None] + kv_heads * D + d[None, :], mask=new[:, None] & in_d, other=0.0)
+    new_ka, new_kb = vectors(source, new_place, new, k_norm, cos, sin, cos_line, eps, D, HALF, SHIFTED)
+    in_table = key_table + new_place[:, None] * D + h[None, :]
+    tl.store(in_table, new_ka, mask=new[:, None] & in_half)
+    tl.store(in_table + half, new_kb, mask=new[:, None] & in_half)
+    tl.store(value_table + new_place[:, None] * D + d[None, :], new_v, mask=new[:, None] & in_d)
+    visible = new[None, :] & real[:, None] & (j[None, :] <= i[:, None])
+    if window > 0:
+        visible &= new_place[None, :] > place[:, None] - window
+    most, total, mixed = taken_in(
+        qa, qb, new_ka, new_kb, new_v, visible, scale, most, total, mixed, PRECISION
+    )
 
     # Earlier tokens of this range
     stop = tl.minimum(start, (r + 1) * span)
@@ -120,28 +151,9 @@ def attend(
             seen &= t[None, :] > place[:, None] - window
         most, total, mixed = taken_in(qa, qb, ka, kb, v, seen, scale, most, total, mixed, PRECISION)
 
-    # New ones
-    if r == 0:
-        j = tl.arange(0, NEW)
-        new = j < n
-        new_place = tl.load(positions + b * n + j, mask=new, other=0).to(tl.int32)
-        source = qkv + (b * n + j) * qkv_line + (heads + head) * D
-        new_ka, new_kb = vectors(source, new_place, new, k_norm, cos, sin, cos_line, eps, D, HALF, SHIFTED)
-        in_table = key_table + new_place[:, None] * D + h[None, :]
-        tl.store(in_table, new_ka, mask=new[:, None] & in_half)
-        tl.store(in_table + half, new_kb, mask=new[:, None] & in_half)
-        new_v = tl.load(source[:, None] + kv_heads * D + d[None, :], mask=new[:, None] & in_d, other=0.0)
-        tl.store(value_table + new_place[:, None] * D + d[None, :], new_v, mask=new[:, None] & in_d)
-        visible = new[None, :] & real[:, None] & (j[None, :] <= i[:, None])
-        if window > 0:
-            visible &= new_place[None, :] > place[:, None] - window
-        most, total, mixed = taken_in(
-            qa, qb, new_ka, new_kb, new_v, visible, scale, most, total, mixed, PRECISION
-        )
-
     to = out + (b * n + i)[:, None] * out_line + ((head * groups + row // n) * D)[:, None] + d[None, :]
     wanted = real[:, None] & in_d
-    if ranges == 1:
+    if used == 1:
         tl.store(to, (mixed / total[:, None]).to(kind), mask=wanted)
     else:
         # Each range leaves maximum, total and mixture; the last one puts them together.
@@ -153,21 +165,33 @@ def attend(
         tl.store(mine + 2 * ROWS + row[:, None] * WIDTH + d[None, :], mixed)
         tl.debug_barrier()
         done = tl.atomic_add(counters + group, 1, sem="acq_rel")
-        if done == ranges - 1:
+        if done == used - 1:
             tl.store(counters + group, 0)  # for the next launch
             top = tl.full([ROWS], -float("inf"), tl.float32)
-            for other in range(ranges):
-                part = parts + (group * ranges + other) * cell
-                top = tl.maximum(top, tl.load(part + row, cache_modifier=".cg"))
+            c = tl.arange(0, AT_ONCE)
+            group_parts = parts + group * ranges * cell
+            for other in range(0, used, AT_ONCE):
+                there = (other + c < used)[:, None]
+                part = group_parts + (other + c)[:, None] * cell + row[None, :]
+                peaks = tl.load(part, mask=there, other=-float("inf"), cache_modifier=".cg")
+                top = tl.maximum(top, tl.max(peaks, axis=0))
             top = tl.where(top == -float("inf"), 0.0, top)
             total = tl.zeros([ROWS], tl.float32)
             mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-            for other in range(ranges):
-                part = parts + (group * ranges + other) * cell
-                factor = tl.exp(tl.load(part + row, cache_modifier=".cg") - top)
-                total += factor * tl.load(part + ROWS + row, cache_modifier=".cg")
-                mixture = tl.load(part + 2 * ROWS + row[:, None] * WIDTH + d[None, :], cache_modifier=".cg")
-                mixed += factor[:, None] * mixture
+            for other in range(0, used, AT_ONCE):
+                there = (other + c < used)[:, None]
+                part = group_parts + (other + c)[:, None] * cell + row[None, :]
+                factor = tl.exp(tl.load(part, mask=there, other=-float("inf"), cache_modifier=".cg") - top)
+                sums = tl.load(part + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+                total += tl.sum(factor * sums, axis=0)
+                cells = group_parts + (other + c)[:, None, None] * cell + 2 * ROWS
+                mixture = tl.load(
+                    cells + row[None, :, None] * WIDTH + d[None, None, :],
+                    mask=there[:, :, None] & real[None, :, None],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                mixed += tl.sum(factor[:, :, None] * mixture, axis=0)
             tl.store(to, (mixed / total[:, None]).to(kind), mask=wanted)
 
 
@@ -204,8 +228,8 @@ def few_queries(
     B, n, _ = qkv.shape
     kv_heads, T, D = keys.shape[1:]
     groups = heads // kv_heads
-    ranges = max(1, min(16, T // RANGE))
-    span = triton.cdiv(triton.cdiv(T, ranges), BLOCK) * BLOCK
+    span = RANGE if kv_heads < FEW_HEADS else 2 * RANGE
+    ranges = triton.cdiv(T, span)
     ROWS = max(16, triton.next_power_of_2(groups * n))
     WIDTH = max(16, triton.next_power_of_2(D))
     HALF = max(16, triton.next_power_of_2(D // 2))
@@ -214,12 +238,13 @@ def few_queries(
     parts = torch.empty(size, dtype=torch.float32, device=qkv.device)
     q_norm, k_norm, eps, shifted = norms or (None, None, 0.0, False)
     grid: Any = (B * kv_heads * ranges,)
+    overlaps = overlapping(qkv.device)
     attend[grid](
         qkv, positions, *angles, q_norm, k_norm, keys, values, out, parts, room.counters_of(B * kv_heads),
-        eps, scale, window or 0, B, n, heads, kv_heads, T, ranges, span, qkv.stride(1), keys.stride(0),
-        keys.stride(1), out.stride(1), angles[0].stride(0),
-        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), BLOCK, shifted,
-        "ieee" if qkv.dtype == torch.float32 else "tf32",
-        num_warps=4,
+        eps, scale, window or 0, n, heads, kv_heads, ranges, span, positions.stride(0), qkv.stride(1),
+        keys.stride(0), keys.stride(1), out.stride(1), angles[0].stride(0),
+        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), BLOCK, max(1, TILE // (ROWS * WIDTH)),
+        shifted, "ieee" if qkv.dtype == torch.float32 else "tf32", bool(overlaps),
+        num_warps=WARPS, **overlaps,
     )  # fmt: skip
     return out

@@ -1,23 +1,40 @@
 """Products of few rows with a large weight, and what stands around them in a layer, as one kernel.
 
 Such a product costs what reading the weight costs, so whatever else is done to its few rows should cost
-nothing: the norm before it (its sum of squares is gathered on the way), bias and residual after it, and the
-gate of a feed-forward layer, whose two halves one block computes together.
+nothing: bias and residual after it, and the gate of a feed-forward layer, whose two halves one block
+computes together. A norm stands between two products: the one before it scales its own columns by the
+norm's weights and leaves their sum of squares, and the one after it divides by the root of all such sums.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from outpace.models.kernels.launch import overlapping
 
 MOST_ROWS = 64  # beyond this a product computes more than it reads
-NO_NORM, PLAIN, SHIFTED = 0, 1, 2  # SHIFTED: weights are relative to 1
 NO_GATE, SILU, GELU = 0, 1, 2  # as `fused.GATES` has them
 ROOM = {torch.float16: 2.0**-8}  # what is not normalized yet may be too large for it
+
+Norm = tuple[Tensor, float, bool]
+"""Weights, eps, and whether weights are relative to 1."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Rows `[M, K]` and what is known of them when the norm that follows is done."""
+
+    x: Tensor
+    scaled: Tensor  # times the norm's weights, and ROOM
+    squares: Tensor  # float32 `[M, parts]`, of which the sum is that of squares
+    eps: float
 
 
 @triton.jit
@@ -30,86 +47,181 @@ def gated(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def fetch(weight, first, N, K, BN: tl.constexpr, BYTES: tl.constexpr):
+    """Ask for the first BYTES of rows `first` to `first + BN` of a weight to be brought near."""
+    LINE: tl.constexpr = 256
+    SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    i = tl.arange(0, BN * (BYTES // LINE))
+    row = tl.minimum(first + i // (BYTES // LINE), N - 1).to(tl.int64)
+    at = i % (BYTES // LINE) * (LINE // SIZE)
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], 256; mov.u32 $0, 0; }",
+        "=r,l",
+        [(weight + row * K + at).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def leave(
+    value, scale, out, scaled, sums, at, n, real, there, ROOM: tl.constexpr, SHIFTED: tl.constexpr
+):  # fmt: skip
+    """Write values `[n, m]` down at `out + at`, and for the norm that follows, if any, scaled at
+    `scaled + at`, and the sums of their squares at `sums`, `[m]`."""
+    mask = real[:, None] & there[None, :]
+    kind = out.dtype.element_ty
+    rounded = value.to(kind)
+    tl.store(out + at, rounded, mask=mask)
+    if scale is not None:
+        wide = tl.where(mask, rounded.to(tl.float32), 0.0)
+        factor = tl.load(scale + n, mask=real, other=0.0).to(tl.float32)
+        if SHIFTED:
+            factor += 1.0
+        tl.store(scaled + at, (wide * (factor * ROOM)[:, None]).to(kind), mask=mask)
+        tl.store(sums, tl.sum(wide * wide, axis=0), mask=there)
+
+
+@triton.jit(do_not_specialize=["M", "parts"])
 def product(
-    x, weight, bias, norm, residual, out, M, N, K, x_line, out_line, eps,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    ROOM: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight, bias, squares, residual, scale, out, scaled, sums, M, N, K, parts, eps, x_line, out_line,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, GATE: tl.constexpr,
+    ROOM: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """`[M, N]` of x `[M, K]` and weight `[N, K]`, of which one block computes BN columns; `[2N, K]` with a
-    gate, whose half comes first."""
-    m, n = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
+    gate, whose half comes first.
+
+    squares  `[M, parts]`, where x is to be normalized; PARTS is the power of two that holds them
+    scale    of the norm that follows, if any
+    AHEAD    bytes of each row of the weight that are fetched before the kernel before has ended; negative
+             where kernels wait for each other's end
+    """
+    block = tl.program_id(0)
+    m, n = tl.arange(0, BM), block * BN + tl.arange(0, BN)
     there, real = m < M, n < N
-    total = tl.zeros([BM, BN], tl.float32)
-    other = tl.zeros([BM, BN], tl.float32)
-    squares = tl.zeros([BM], tl.float32)
-    rows = weight + n.to(tl.int64)[None, :] * K
+    rows = weight + n.to(tl.int64)[:, None] * K
+    if AHEAD >= 0:
+        if AHEAD > 0:
+            fetch(weight, block * BN, N, K, BN, AHEAD)
+            if GATE:
+                fetch(weight + N.to(tl.int64) * K, block * BN, N, K, BN, AHEAD)
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros([BN, BM], tl.float32)
+    other = tl.zeros([BN, BM], tl.float32)
     for first in range(0, K, BK):
         k = first + tl.arange(0, BK)
         inside = k < K
-        a = tl.load(x + m[:, None] * x_line + k[None, :], mask=there[:, None] & inside[None, :], other=0.0)
-        if NORM:
-            wide = a.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-            scale = tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)
-            if NORM == 2:
-                scale += 1.0
-            a = (wide * (scale * ROOM)[None, :]).to(a.dtype)
-        mask = inside[:, None] & real[None, :]
-        total = tl.dot(a, tl.load(rows + k[:, None], mask=mask, other=0.0), total, input_precision=PRECISION)
+        a = tl.load(x + m[None, :] * x_line + k[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+        mask = real[:, None] & inside[None, :]
+        total = tl.dot(tl.load(rows + k[None, :], mask=mask, other=0.0), a, total, input_precision=PRECISION)
         if GATE:
-            up = tl.load(rows + N.to(tl.int64) * K + k[:, None], mask=mask, other=0.0)
-            other = tl.dot(a, up, other, input_precision=PRECISION)
-    if NORM:
-        factor = tl.rsqrt(squares / K + eps)[:, None] / ROOM
+            up = tl.load(rows + N.to(tl.int64) * K + k[None, :], mask=mask, other=0.0)
+            other = tl.dot(up, a, other, input_precision=PRECISION)
+    if squares is not None:
+        part = tl.arange(0, PARTS)
+        known = tl.load(
+            squares + m[:, None] * parts + part[None, :],
+            mask=there[:, None] & (part < parts)[None, :],
+            other=0.0,
+        )
+        factor = (tl.rsqrt(tl.sum(known, axis=1) / K + eps) / ROOM)[None, :]
         total *= factor
         other *= factor
     if bias is not None:
-        total += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)[:, None]
         if GATE:
-            other += tl.load(bias + N + n, mask=real, other=0.0).to(tl.float32)[None, :]
+            other += tl.load(bias + N + n, mask=real, other=0.0).to(tl.float32)[:, None]
     kind = out.dtype.element_ty
     if GATE:
         total = gated(total.to(kind).to(tl.float32), GATE) * other.to(kind).to(tl.float32)
-    mask = there[:, None] & real[None, :]
+    at = m[None, :] * out_line + n[:, None]
+    mask = there[None, :] & real[:, None]
     if residual is not None:
-        before = tl.load(residual + m[:, None] * out_line + n[None, :], mask=mask, other=0.0)
-        total = total.to(kind).to(tl.float32) + before.to(tl.float32)
-    tl.store(out + m[:, None] * out_line + n[None, :], total.to(kind), mask=mask)
+        total = total.to(kind).to(tl.float32) + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    leave(total, scale, out, scaled, sums + m * tl.num_programs(0) + block, at, n, real, there, ROOM, SHIFTED)
+
+
+@triton.jit
+def embedded(
+    ids, table, scale, out, scaled, sums, factor, K, ids_line, per_line,
+    BK: tl.constexpr, ROOM: tl.constexpr, SHIFTED: tl.constexpr,
+):  # fmt: skip
+    """One token's row of a table, with what the norm that follows wants."""
+    row = tl.program_id(0)
+    k, one = tl.arange(0, BK), tl.arange(0, 1)
+    inside = k < K
+    token = tl.load(ids + row // per_line * ids_line + row % per_line).to(tl.int64)
+    value = tl.load(table + token * K + k, mask=inside, other=0.0).to(tl.float32) * factor
+    at = row * K + k[:, None] + one[None, :]
+    leave(value[:, None], scale, out, scaled, sums + row + one, at, k, inside, one < 1, ROOM, SHIFTED)
+
+
+def take(ids: Tensor, table: Tensor, factor: float, norm: Norm) -> Stream:
+    """Rows of a table `[V, K]` by tokens `[B, n]`, times a factor."""
+    B, n = ids.shape
+    K = table.shape[1]
+    stream = _stream(B * n, K, 1, table, norm)
+    embedded[(B * n,)](
+        ids, table, norm[0], stream.x, stream.scaled, stream.squares, factor, K, ids.stride(0), n,
+        triton.next_power_of_2(K), ROOM.get(table.dtype, 1.0), norm[2], num_warps=8,
+    )  # fmt: skip
+    return stream
 
 
 def few_rows(
-    x: Tensor,
+    x: Tensor | Stream,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    norm: tuple[Tensor, float, bool] | None = None,
     gate: int = NO_GATE,
     residual: Tensor | None = None,
-) -> Tensor:
-    """x `[M, K]` times weight `[N, K]` transposed, M up to MOST_ROWS.
+    norm: Norm | None = None,
+) -> Any:
+    """x `[M, K]`, normalized if it is a stream, times weight `[N, K]` transposed, M up to MOST_ROWS.
 
-    norm      weight, eps, and whether its weights are relative to 1: x is normalized first
     gate      NO_GATE, SILU or GELU: weight is `[2N, K]`, and its first half gates the second
     residual  `[M, N]`, added
+    norm      that follows: the result is a stream
     """
-    M, K = x.shape
+    rows = x.scaled if isinstance(x, Stream) else x
+    M, K = rows.shape
     N = weight.shape[0] // (2 if gate else 1)
-    out = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    kind = NO_NORM if norm is None else SHIFTED if norm[2] else PLAIN
-    BM = max(16, triton.next_power_of_2(M))
-    BN, BK, warps, stages = shape_of(N, x.dtype)
-    grid: Any = (triton.cdiv(N, BN),)
+    BM = max(LEAST_ROWS, triton.next_power_of_2(M))
+    BN, BK, warps, stages, ahead = shape_of(BM, N, K, rows.dtype, gate > 0)
+    blocks = triton.cdiv(N, BN)
+    overlaps = overlapping(rows.device)
+    line = K * weight.element_size()
+    if line % 16 or line < ahead:
+        ahead = 0
+    parts = x.squares.shape[1] if isinstance(x, Stream) else 1
+    stream = None if norm is None else _stream(M, N, blocks, rows, norm)
+    out = torch.empty(M, N, dtype=rows.dtype, device=rows.device) if stream is None else stream.x
+    grid: Any = (blocks,)
     product[grid](
-        x, weight, bias, None if norm is None else norm[0], residual, out, M, N, K, x.stride(0),
-        out.stride(0), 0.0 if norm is None else norm[1],
-        BM, BN, BK, kind, gate, ROOM.get(x.dtype, 1.0), "ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=warps, num_stages=stages,
+        rows, weight, bias, x.squares if isinstance(x, Stream) else None, residual,
+        None if norm is None else norm[0], out, None if stream is None else stream.scaled,
+        out if stream is None else stream.squares, M, N, K, parts,
+        x.eps if isinstance(x, Stream) else 0.0, rows.stride(0), out.stride(0),
+        BM, BN, BK, triton.next_power_of_2(parts), gate, ROOM.get(rows.dtype, 1.0),
+        norm is not None and norm[2], "ieee" if rows.dtype == torch.float32 else "tf32",
+        ahead if overlaps else -1, num_warps=warps, num_stages=stages, **overlaps,
     )  # fmt: skip
-    return out
+    return out if stream is None else stream
 
 
-def shape_of(N: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Columns of a block, entries read at once, warps and stages: enough blocks to use the whole device."""
+def _stream(M: int, K: int, parts: int, like: Tensor, norm: Norm) -> Stream:
+    x, scaled = torch.empty(2, M, K, dtype=like.dtype, device=like.device)
+    return Stream(x, scaled, torch.empty(M, parts, dtype=torch.float32, device=like.device), norm[1])
+
+
+LEAST_ROWS = 8  # that a block has room for
+
+
+def shape_of(BM: int, N: int, K: int, dtype: torch.dtype, gate: bool) -> tuple[int, int, int, int, int]:
+    """Columns of a block, entries read at once, warps, stages, and bytes of a row to fetch ahead: enough
+    blocks to use the whole device."""
     if dtype == torch.float32:
-        return 16, 64, 4, 3
-    return (16, 256, 4, 4) if N <= 8192 else (32, 128, 4, 5)
+        return 16, 64, 4, 3, 0
+    return (16, 256, 2, 4, 2048) if N <= 8192 else (32, 256, 2, 4, 1024)
