@@ -212,7 +212,7 @@ for kind, missing, ahead in ((0, none, -1), (1, (), 2048), (2, ("bias",), 0)):
 others = {"positions": "*i64", "parts": "*fp32", "counters": "*i32"}
 for missing in ((), ("q_norm", "k_norm")):
     build(attend, wide | others, missing, D=128, HALF=64, WIDTH=128, ROWS=16, NEW=16, BLOCK=64,
-        AT_ONCE=4, SHIFTED=False, PRECISION="tf32", OVERLAPS=not missing)
+        AT_ONCE=16, SHIFTED=False, PRECISION="tf32", OVERLAPS=not missing)
 """
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ ALPHAS = (0.6, 0.8, 0.9)
 DRAFTS = (1, 3, 5, 8)
 BATCHES = (1, 8, 32, 64)
 CONTEXTS = (128, 4096)
-ITERATIONS = 40  # of an engine that are timed
+ITERATIONS = 40  # of an engine that are timed, of each text
+TEXTS = 8  # that are written at least, in turn or together: what an iteration brings differs much
 TOKENS = 48  # of Transformers' texts
 ASSISTED_BATCH = 1  # more rows its assisted generation does not take
 PLAIN = Sampling()
@@ -41,6 +42,8 @@ class Case:
     g: int
     B: int
     context: int
+    # Whether Transformers' static cache is timed, too, which compiles for every size
+    static: bool = field(default=True, compare=False)
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,9 @@ class Figure:
     tokens_per_second: float
     tokens_per_iteration: float | None = None
     milliseconds: float | None = None  # of an iteration
-    draft_milliseconds: float | None = None
+    draft_milliseconds: float | None = None  # of all g steps
     target_milliseconds: float | None = None
+    idle: float | None = None  # share of the time in which the GPU waited for the host
     floor_milliseconds: float | None = None
     predicted: float | None = None  # tokens per second
 
@@ -88,8 +92,8 @@ def chosen(full: bool = False) -> list[Case]:
         ]
     first, *others = PAIRS
     cases = [Case(first, 0.8, g, 1, 128) for g in DRAFTS]
-    cases += [Case(first, 0.8, 3, B, 128) for B in BATCHES[1:]]
-    cases += [Case(first, 0.8, 5, 1, CONTEXTS[1])]
+    cases += [Case(first, 0.8, g, B, 128, static=False) for B in BATCHES[1:] for g in DRAFTS[:2]]
+    cases += [Case(first, 0.8, 5, 1, CONTEXTS[1], static=False)]
     cases += [Case(first, alpha, 5, 1, 128) for alpha in (0.6, 0.9)]
     return cases + [Case(name, 0.8, 5, 1, 128) for name in others]
 
@@ -122,7 +126,7 @@ def measure(
             g = case.g if own.drafts else 0
             alpha = case.alpha if own.drafts else 0.0
             key = (side, case.name, alpha, g, case.B, case.context)
-            if key not in done and (case.B <= ASSISTED_BATCH or side != "transformers assisted"):
+            if key not in done and own.fits(case):
                 if made is None or made[0] != (case.name, case.alpha):
                     made = None  # its memory first
                     made = (case.name, case.alpha), make(case.name, case.alpha, device=device, dtype=dtype)
@@ -138,6 +142,7 @@ def measure(
 class Side:
     measure: Callable[[Pair, Case, float, Figure | None], dict[str, Any]]
     drafts: bool
+    fits: Callable[[Case], bool] = lambda case: True
 
 
 def prompts(case: Case, vocab_size: int, device: torch.device) -> Tensor:
@@ -180,21 +185,12 @@ def ours(made: Pair, case: Case, rate: float, plain: Figure | None, g: int) -> d
     draft = FusedModel(made.draft) if g else None
     room = case.context + (ITERATIONS + 8) * (g + 1) + 8
     engine = Engine(target, draft, case.B, -(-room // 256) * 256)
-    for row, text in enumerate(prompts(case, target.vocab_size, target.device).tolist()):
-        engine.begin(row, text, row)
-    for _ in range(3):
-        engine.start(g, PLAIN).read()
-    won, last = 0, None
-    begun = time.perf_counter()
-    for _ in range(ITERATIONS):
-        pending = engine.start(g, PLAIN)
-        won += 0 if last is None else sum(last.read().accepted) + case.B
-        last = pending
-    assert last is not None
-    won += sum(last.read().accepted) + case.B
-    taken = time.perf_counter() - begun
+    texts = prompts(case, target.vocab_size, target.device).tolist()
+    runs = [written(engine, g, texts, seed) for seed in range(-(-TEXTS // case.B) if g else 1)]
+    won, iterations = sum(run.tokens for run in runs), len(runs) * ITERATIONS
+    taken, idle = sum(run.seconds for run in runs), [run.idle for run in runs if run.idle is not None]
     parts = phases(engine, g)
-    length = case.context + won / case.B / 2
+    length = case.context + won / case.B / len(runs) / 2
     moved = sum(
         one.nbytes + case.B * length * 2 * one.kv_heads * one.head_dim * len(one.layers) * one.dtype.itemsize
         for one in [target, *[draft] * g]
@@ -207,13 +203,56 @@ def ours(made: Pair, case: Case, rate: float, plain: Figure | None, g: int) -> d
         predicted = round(plain.tokens_per_second * predicted, 1)
     return {
         "tokens_per_second": round(speed, 1),
-        "tokens_per_iteration": round(won / case.B / ITERATIONS, 3),
-        "milliseconds": round(1e3 * taken / ITERATIONS, 3),
+        "tokens_per_iteration": round(won / case.B / iterations, 3),
+        "milliseconds": round(1e3 * taken / iterations, 3),
         "draft_milliseconds": round(parts.draft, 3),
         "target_milliseconds": round(parts.target, 3),
+        "idle": round(sum(idle) / len(idle), 4) if idle else None,
         "floor_milliseconds": round(1e3 * moved / rate, 3),
         "predicted": predicted,
     }
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of iterations of an engine."""
+
+    tokens: int
+    seconds: float
+    idle: float | None
+
+
+def written(engine: Engine, g: int, texts: Sequence[list[int]], seed: int) -> Run:
+    """Each of the texts goes on for so many iterations."""
+    for row, text in enumerate(texts):
+        engine.begin(row, text, seed * len(texts) + row)
+    for _ in range(3):
+        engine.start(g, PLAIN).read()
+    won, last, marks = 0, None, list[Any]()
+    begun = time.perf_counter()
+    for _ in range(ITERATIONS):
+        marks.append(mark(engine.target.device))
+        pending = engine.start(g, PLAIN)
+        marks.append(mark(engine.target.device))
+        won += 0 if last is None else sum(last.read().accepted) + len(texts)
+        last = pending
+    assert last is not None
+    won += sum(last.read().accepted) + len(texts)
+    taken, idle = time.perf_counter() - begun, None
+    if marks[0] is not None:
+        marks[-1].synchronize()
+        waits = sum(one.elapsed_time(two) for one, two in zip(marks[1::2], marks[2::2], strict=False))
+        idle = waits / marks[0].elapsed_time(marks[-1])
+    return Run(won, taken, idle)
+
+
+def mark(device: torch.device) -> torch.Event | None:
+    """The moment at which a GPU has come so far."""
+    if device.type != "cuda":
+        return None
+    event = torch.Event("cuda", enable_timing=True)
+    event.record()
+    return event
 
 
 def phases(engine: Engine, g: int) -> Phases:
@@ -223,10 +262,11 @@ def phases(engine: Engine, g: int) -> Phases:
     state = State.of(engine, engine.rows)
     parts: list[Callable[[], Any]] = [
         lambda: engine.iteration(g, PLAIN, engine.rows),
-        lambda: engine._propose(g, PLAIN, state, places),
         lambda: engine.target.logits(tokens, places[:, 1:], engine.target_cache),
+        lambda: engine._propose(g, PLAIN, state, places),
     ]
-    return Phases(*(alone(part, tokens.device) / 1e3 for part in parts))
+    times = [alone(part, tokens.device) / 1e3 for part in parts[: 3 if g else 2]]
+    return Phases(times[0], times[2] if g else 0.0, times[1])
 
 
 def alone(part: Callable[[], Any], device: torch.device) -> float:
@@ -245,11 +285,17 @@ def alone(part: Callable[[], Any], device: torch.device) -> float:
 
 
 SIDES = {
-    "transformers": Side(lambda made, case, rate, plain: by_transformers(made, case), False),
-    "transformers static": Side(
-        lambda made, case, rate, plain: by_transformers(made, case, cache_implementation="static"), False
-    ),
-    "transformers assisted": Side(lambda made, case, rate, plain: transformers_assisted(made, case), True),
     "outpace plain": Side(lambda made, case, rate, plain: ours(made, case, rate, plain, 0), False),
     "outpace": Side(lambda made, case, rate, plain: ours(made, case, rate, plain, case.g), True),
+    "transformers": Side(lambda made, case, rate, plain: by_transformers(made, case), False),
+    "transformers assisted": Side(
+        lambda made, case, rate, plain: transformers_assisted(made, case),
+        True,
+        lambda case: case.B <= ASSISTED_BATCH,
+    ),
+    "transformers static": Side(
+        lambda made, case, rate, plain: by_transformers(made, case, cache_implementation="static"),
+        False,
+        lambda case: case.static,
+    ),
 }

@@ -213,8 +213,8 @@ def engine(
     watched(kept(), len(cases) * len(timing.SIDES))
     show(
         f"whole texts, {dtype}",
-        ("side", "pair", "α", "g", "B", "context", "tokens/s", "a pass", "ms", "draft", "target", "floor",
-         "predicted"),
+        ("side", "pair", "α", "g", "B", "context", "tokens/s", "a pass", "ms", "draft", "target", "idle",
+         "floor", "predicted"),
         [dataclasses.astuple(one) for one in figures.values()],
     )  # fmt: skip
 

@@ -21,9 +21,9 @@ from outpace.models.kernels.launch import overlapping
 
 RANGE = 256  # earlier tokens of a block, and twice as many where there are more heads
 FEW_HEADS = 16
-BLOCK = 64  # looked at at once
-WARPS = 4
-TILE = 8192  # numbers of ranges that are put together at once
+BLOCK = 64  # looked at at once, and twice as many by several queries where there is one range
+FEW_BLOCKS = 160  # with fewer, each has twice the warps
+AT_ONCE = 16  # ranges whose maxima are looked at together
 
 
 @triton.jit
@@ -77,13 +77,13 @@ def taken_in(qa, qb, ka, kb, v, seen, scale, most, total, mixed, PRECISION: tl.c
     return peak, total, mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ranges", "span", "positions_line"])
 def attend(
     qkv, positions, cos, sin, q_norm, k_norm, keys, values, out, parts, counters, eps, scale, window,
     n, heads, kv_heads, ranges, span, positions_line, qkv_line, cache_row, cache_head, out_line, cos_line,
     D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr,
-    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, SHIFTED: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One block of (row, key head, range). HALF and WIDTH are the powers of two that hold D / 2 and D."""
     if OVERLAPS:
@@ -116,24 +116,6 @@ def attend(
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
 
-    # New ones, which belong to the first range: asked for together with the queries, before any loop
-    j = tl.arange(0, NEW)
-    new = j < tl.where(r == 0, n, 0)
-    new_place = tl.load(positions + b * positions_line + j, mask=new, other=0).to(tl.int32)
-    source = qkv + (b * n + j) * qkv_line + (heads + head) * D
-    new_v = tl.load(source[:, None] + kv_heads * D + d[None, :], mask=new[:, None] & in_d, other=0.0)
-    new_ka, new_kb = vectors(source, new_place, new, k_norm, cos, sin, cos_line, eps, D, HALF, SHIFTED)
-    in_table = key_table + new_place[:, None] * D + h[None, :]
-    tl.store(in_table, new_ka, mask=new[:, None] & in_half)
-    tl.store(in_table + half, new_kb, mask=new[:, None] & in_half)
-    tl.store(value_table + new_place[:, None] * D + d[None, :], new_v, mask=new[:, None] & in_d)
-    visible = new[None, :] & real[:, None] & (j[None, :] <= i[:, None])
-    if window > 0:
-        visible &= new_place[None, :] > place[:, None] - window
-    most, total, mixed = taken_in(
-        qa, qb, new_ka, new_kb, new_v, visible, scale, most, total, mixed, PRECISION
-    )
-
     # Earlier tokens of this range
     stop = tl.minimum(start, (r + 1) * span)
     first = r * span
@@ -150,6 +132,25 @@ def attend(
         if window > 0:
             seen &= t[None, :] > place[:, None] - window
         most, total, mixed = taken_in(qa, qb, ka, kb, v, seen, scale, most, total, mixed, PRECISION)
+
+    # New ones
+    if r == 0:
+        j = tl.arange(0, NEW)
+        new = j < n
+        new_place = tl.load(positions + b * positions_line + j, mask=new, other=0).to(tl.int32)
+        source = qkv + (b * n + j) * qkv_line + (heads + head) * D
+        new_ka, new_kb = vectors(source, new_place, new, k_norm, cos, sin, cos_line, eps, D, HALF, SHIFTED)
+        in_table = key_table + new_place[:, None] * D + h[None, :]
+        tl.store(in_table, new_ka, mask=new[:, None] & in_half)
+        tl.store(in_table + half, new_kb, mask=new[:, None] & in_half)
+        new_v = tl.load(source[:, None] + kv_heads * D + d[None, :], mask=new[:, None] & in_d, other=0.0)
+        tl.store(value_table + new_place[:, None] * D + d[None, :], new_v, mask=new[:, None] & in_d)
+        visible = new[None, :] & real[:, None] & (j[None, :] <= i[:, None])
+        if window > 0:
+            visible &= new_place[None, :] > place[:, None] - window
+        most, total, mixed = taken_in(
+            qa, qb, new_ka, new_kb, new_v, visible, scale, most, total, mixed, PRECISION
+        )
 
     to = out + (b * n + i)[:, None] * out_line + ((head * groups + row // n) * D)[:, None] + d[None, :]
     wanted = real[:, None] & in_d
@@ -168,30 +169,27 @@ def attend(
         if done == used - 1:
             tl.store(counters + group, 0)  # for the next launch
             top = tl.full([ROWS], -float("inf"), tl.float32)
+            all_parts = parts + group * ranges * cell
             c = tl.arange(0, AT_ONCE)
-            group_parts = parts + group * ranges * cell
             for other in range(0, used, AT_ONCE):
+                part = all_parts + (other + c)[:, None] * cell + row[None, :]
                 there = (other + c < used)[:, None]
-                part = group_parts + (other + c)[:, None] * cell + row[None, :]
                 peaks = tl.load(part, mask=there, other=-float("inf"), cache_modifier=".cg")
                 top = tl.maximum(top, tl.max(peaks, axis=0))
             top = tl.where(top == -float("inf"), 0.0, top)
             total = tl.zeros([ROWS], tl.float32)
             mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-            for other in range(0, used, AT_ONCE):
-                there = (other + c < used)[:, None]
-                part = group_parts + (other + c)[:, None] * cell + row[None, :]
-                factor = tl.exp(tl.load(part, mask=there, other=-float("inf"), cache_modifier=".cg") - top)
-                sums = tl.load(part + ROWS, mask=there, other=0.0, cache_modifier=".cg")
-                total += tl.sum(factor * sums, axis=0)
-                cells = group_parts + (other + c)[:, None, None] * cell + 2 * ROWS
+            for other in range(used):
+                part = all_parts + other * cell
+                factor = tl.exp(tl.load(part + row, cache_modifier=".cg") - top)
+                total += factor * tl.load(part + ROWS + row, cache_modifier=".cg")
                 mixture = tl.load(
-                    cells + row[None, :, None] * WIDTH + d[None, None, :],
-                    mask=there[:, :, None] & real[None, :, None],
+                    part + 2 * ROWS + row[:, None] * WIDTH + d[None, :],
+                    mask=real[:, None],
                     other=0.0,
                     cache_modifier=".cg",
                 )
-                mixed += tl.sum(factor[:, :, None] * mixture, axis=0)
+                mixed += factor[:, None] * mixture
             tl.store(to, (mixed / total[:, None]).to(kind), mask=wanted)
 
 
@@ -237,14 +235,17 @@ def few_queries(
     size = B * kv_heads * ranges * ROWS * (WIDTH + 2) if ranges > 1 else 0
     parts = torch.empty(size, dtype=torch.float32, device=qkv.device)
     q_norm, k_norm, eps, shifted = norms or (None, None, 0.0, False)
-    grid: Any = (B * kv_heads * ranges,)
+    blocks = B * kv_heads * ranges
+    grid: Any = (blocks,)
+    wide = BLOCK if ranges > 1 or n == 1 else 2 * BLOCK
+    warps = 8 if ranges > 1 and blocks < FEW_BLOCKS else 4
     overlaps = overlapping(qkv.device)
     attend[grid](
         qkv, positions, *angles, q_norm, k_norm, keys, values, out, parts, room.counters_of(B * kv_heads),
         eps, scale, window or 0, n, heads, kv_heads, ranges, span, positions.stride(0), qkv.stride(1),
         keys.stride(0), keys.stride(1), out.stride(1), angles[0].stride(0),
-        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), BLOCK, max(1, TILE // (ROWS * WIDTH)),
-        shifted, "ieee" if qkv.dtype == torch.float32 else "tf32", bool(overlaps),
-        num_warps=WARPS, **overlaps,
+        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), wide, AT_ONCE, shifted,
+        "ieee" if qkv.dtype == torch.float32 else "tf32", bool(overlaps),
+        num_warps=warps, **overlaps,
     )  # fmt: skip
     return out

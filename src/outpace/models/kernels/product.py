@@ -19,7 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outpace.models.kernels.launch import overlapping
 
-MOST_ROWS = 64  # beyond this a product computes more than it reads
+LEAST_ROWS, MOST_ROWS = 8, 32  # that a block has room for; more are better left to the library
+EARLY = 264  # blocks that are there before a kernel can begin: two for each of the device's processors
 NO_GATE, SILU, GELU = 0, 1, 2  # as `fused.GATES` has them
 ROOM = {torch.float16: 2.0**-8}  # what is not normalized yet may be too large for it
 
@@ -52,8 +53,8 @@ def fetch(weight, first, N, K, BN: tl.constexpr, BYTES: tl.constexpr):
     LINE: tl.constexpr = 256
     SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     i = tl.arange(0, BN * (BYTES // LINE))
-    row = tl.minimum(first + i // (BYTES // LINE), N - 1).to(tl.int64)
-    at = i % (BYTES // LINE) * (LINE // SIZE)
+    row = tl.minimum(first + i % BN, N - 1).to(tl.int64)
+    at = i // BN * (LINE // SIZE)
     tl.inline_asm_elementwise(
         "{ cp.async.bulk.prefetch.L2.global [$1], 256; mov.u32 $0, 0; }",
         "=r,l",
@@ -83,19 +84,20 @@ def leave(
         tl.store(sums, tl.sum(wide * wide, axis=0), mask=there)
 
 
-@triton.jit(do_not_specialize=["M", "parts"])
+@triton.jit(do_not_specialize=["M", "parts", "early"])
 def product(
-    x, weight, bias, squares, residual, scale, out, scaled, sums, M, N, K, parts, eps, x_line, out_line,
+    x, weight, bias, squares, residual, scale, out, scaled, sums, M, N, K, parts, early, eps,
+    x_line, out_line,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, GATE: tl.constexpr,
     ROOM: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """`[M, N]` of x `[M, K]` and weight `[N, K]`, of which one block computes BN columns; `[2N, K]` with a
     gate, whose half comes first.
 
-    squares  `[M, parts]`, where x is to be normalized; PARTS is the power of two that holds them
+    squares  `[M, parts]`, where x is to be normalized; PARTS of them are added at once
     scale    of the norm that follows, if any
-    AHEAD    bytes of each row of the weight that are fetched before the kernel before has ended; negative
-             where kernels wait for each other's end
+    AHEAD    bytes of each row of the weight that the blocks that come first, `early` of them, fetch before
+             the kernel before has ended; negative where kernels wait for each other's end
     """
     block = tl.program_id(0)
     m, n = tl.arange(0, BM), block * BN + tl.arange(0, BN)
@@ -103,9 +105,10 @@ def product(
     rows = weight + n.to(tl.int64)[:, None] * K
     if AHEAD >= 0:
         if AHEAD > 0:
-            fetch(weight, block * BN, N, K, BN, AHEAD)
-            if GATE:
-                fetch(weight + N.to(tl.int64) * K, block * BN, N, K, BN, AHEAD)
+            if block < early:
+                fetch(weight, block * BN, N, K, BN, AHEAD)
+                if GATE:
+                    fetch(weight + N.to(tl.int64) * K, block * BN, N, K, BN, AHEAD)
         gdc_wait()
         gdc_launch_dependents()
     total = tl.zeros([BN, BM], tl.float32)
@@ -120,13 +123,13 @@ def product(
             up = tl.load(rows + N.to(tl.int64) * K + k[None, :], mask=mask, other=0.0)
             other = tl.dot(up, a, other, input_precision=PRECISION)
     if squares is not None:
-        part = tl.arange(0, PARTS)
-        known = tl.load(
-            squares + m[:, None] * parts + part[None, :],
-            mask=there[:, None] & (part < parts)[None, :],
-            other=0.0,
-        )
-        factor = (tl.rsqrt(tl.sum(known, axis=1) / K + eps) / ROOM)[None, :]
+        all_squares = tl.zeros([BM], tl.float32)
+        for first in range(0, parts, PARTS):
+            part = first + tl.arange(0, PARTS)
+            mask = there[:, None] & (part < parts)[None, :]
+            each = tl.load(squares + m[:, None] * parts + part[None, :], mask=mask, other=0.0)
+            all_squares += tl.sum(each, axis=1)
+        factor = (tl.rsqrt(all_squares / K + eps) / ROOM)[None, :]
         total *= factor
         other *= factor
     if bias is not None:
@@ -189,7 +192,7 @@ def few_rows(
     M, K = rows.shape
     N = weight.shape[0] // (2 if gate else 1)
     BM = max(LEAST_ROWS, triton.next_power_of_2(M))
-    BN, BK, warps, stages, ahead = shape_of(BM, N, K, rows.dtype, gate > 0)
+    BN, BK, warps, stages, ahead = shape_of(BM, N, rows.dtype, gate > 0)
     blocks = triton.cdiv(N, BN)
     overlaps = overlapping(rows.device)
     line = K * weight.element_size()
@@ -202,9 +205,9 @@ def few_rows(
     product[grid](
         rows, weight, bias, x.squares if isinstance(x, Stream) else None, residual,
         None if norm is None else norm[0], out, None if stream is None else stream.scaled,
-        out if stream is None else stream.squares, M, N, K, parts,
+        out if stream is None else stream.squares, M, N, K, parts, EARLY,
         x.eps if isinstance(x, Stream) else 0.0, rows.stride(0), out.stride(0),
-        BM, BN, BK, triton.next_power_of_2(parts), gate, ROOM.get(rows.dtype, 1.0),
+        BM, BN, BK, max(16, 2048 // BM), gate, ROOM.get(rows.dtype, 1.0),
         norm is not None and norm[2], "ieee" if rows.dtype == torch.float32 else "tf32",
         ahead if overlaps else -1, num_warps=warps, num_stages=stages, **overlaps,
     )  # fmt: skip
@@ -216,12 +219,24 @@ def _stream(M: int, K: int, parts: int, like: Tensor, norm: Norm) -> Stream:
     return Stream(x, scaled, torch.empty(M, parts, dtype=torch.float32, device=like.device), norm[1])
 
 
-LEAST_ROWS = 8  # that a block has room for
+def shape_of(BM: int, N: int, dtype: torch.dtype, gate: bool) -> tuple[int, int, int, int, int]:
+    """Columns of a block, entries read at once, warps, stages, and bytes of a row to fetch ahead.
 
-
-def shape_of(BM: int, N: int, K: int, dtype: torch.dtype, gate: bool) -> tuple[int, int, int, int, int]:
-    """Columns of a block, entries read at once, warps, stages, and bytes of a row to fetch ahead: enough
-    blocks to use the whole device."""
+    Found by timing whole passes of 7B and 1.3B Llama shapes on an H200. What counts is that all blocks are
+    on the device at once, and about as many on each of its 132 processors.
+    """
     if dtype == torch.float32:
         return 16, 64, 4, 3, 0
-    return (16, 256, 2, 4, 2048) if N <= 8192 else (32, 256, 2, 4, 1024)
+    if BM <= 16:
+        if gate:
+            return 32, 256, 2, 3, 1024 if N <= 8192 else 512
+        if N <= 2112:
+            return 16, 512, 2, 4, 1024
+        if N <= 4224:
+            return 32, 512, 4, 4, 512
+        return (64, 128, 4, 6, 512) if 5760 <= N <= 8448 else (32, 256, 2, 4, 512 if N <= 16384 else 0)
+    if gate:
+        return (64, 128, 4, 4, 0) if N <= 8192 else (32, 128, 4, 4, 0)
+    if N <= 4224:
+        return 32, 256, 4, 5, 512
+    return (64, 128, 4, 4, 0) if N <= 8448 else (32, 256, 4, 3, 512) if N <= 16384 else (128, 128, 8, 4, 0)
