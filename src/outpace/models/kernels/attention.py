@@ -21,8 +21,9 @@ from outpace.models.kernels.launch import overlapping
 
 RANGE = 256  # earlier tokens of a block, and twice as many where there are more heads
 FEW_HEADS = 16
-BLOCK = 64  # looked at at once, and twice as many by several queries where there is one range
-FEW_BLOCKS = 160  # with fewer, each has twice the warps
+BLOCK = 64  # looked at at once; twice as many where few blocks with more queries have one range each
+FEW_BLOCKS = 160  # with fewer, each of several ranges has twice the warps
+FEW_QUERIES = 2
 AT_ONCE = 16  # ranges whose maxima are looked at together
 
 
@@ -237,8 +238,9 @@ def few_queries(
     q_norm, k_norm, eps, shifted = norms or (None, None, 0.0, False)
     blocks = B * kv_heads * ranges
     grid: Any = (blocks,)
-    wide = BLOCK if ranges > 1 or n == 1 else 2 * BLOCK
-    warps = 8 if ranges > 1 and blocks < FEW_BLOCKS else 4
+    few = blocks < FEW_BLOCKS
+    wide = 2 * BLOCK if few and ranges == 1 and n > FEW_QUERIES else BLOCK
+    warps = 8 if few and ranges > 1 else 4
     overlaps = overlapping(qkv.device)
     attend[grid](
         qkv, positions, *angles, q_norm, k_norm, keys, values, out, parts, room.counters_of(B * kv_heads),
