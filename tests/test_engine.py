@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import Decoder, Fixed, Heuristic, Sampling
+from outpace import Decoder, Fixed, Heuristic, RandomDrafter, Sampling
 from outpace.models.compiled import Engine
 from outpace.models.fused import FusedModel
-from tests.tiny import FAMILIES, greedy, tiny
+from tests.tiny import FAMILIES, V, greedy, tiny
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 12, 40, 41, 42], [30], [1, 2]]
 
@@ -44,6 +44,22 @@ def test_match_writes_plain_decodings_texts(length: Any) -> None:
     outs = one.generate(PROMPTS, sampling, seed=[1, 2, 3, 4], max_new_tokens=25, batch_size=3)
     assert [out.tokens for out in outs] == [out.tokens for out in plain]
     assert used(one)
+
+
+@pytest.mark.parametrize("rule", ["token", "match"])
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0.3, top_k=5)])
+def test_copies_are_those_of_the_lookup(rule: str, sampling: Sampling) -> None:
+    """A target that repeats itself, so that copies are there and are kept."""
+    prompts = [prompt * 4 for prompt in PROMPTS]
+    options: dict[str, Any] = {"rule": rule, "length": Fixed(4)}
+    expected = Decoder(tiny(), "lookup", **options).generate(prompts, sampling, seed=3, max_new_tokens=40)
+    one = Decoder(tiny(), "lookup", engine=True, **options)
+    outs = one.generate(prompts, sampling, seed=3, max_new_tokens=40, batch_size=3)
+    assert used(one)
+    if sampling.temperature == 0 or rule == "match":
+        assert [out.tokens for out in outs] == [out.tokens for out in expected]
+    assert sum(out.stats.accepted for out in outs) > 0
+    assert any(out.stats.drafted < 4 * out.stats.target_calls for out in outs)
 
 
 def test_rows_end_where_they_should() -> None:
@@ -153,8 +169,9 @@ def test_unusable_logits_end_their_row_alone() -> None:
 def test_the_choice_is_visible() -> None:
     assert "without graphs" in decoder().describe()
     assert "engine" not in decoder(engine=False).describe()
-    lookup = Decoder(tiny(), "lookup", engine=True)
-    assert "LookupDrafter guesses on the host" in lookup.describe()
+    assert "without graphs" in Decoder(tiny(), "lookup", engine=True).describe()
+    host = Decoder(tiny(), RandomDrafter(V), engine=True)
+    assert "RandomDrafter guesses on the host" in host.describe()
     assert "as it is, since it is of another family" in Decoder(tiny("gpt2"), engine=True).describe()
 
 

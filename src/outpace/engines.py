@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from outpace.draft.base import Drafter
+from outpace.draft.lookup import LookupDrafter
 from outpace.draft.model import ModelDrafter
 from outpace.models.causal import CausalScorer
 from outpace.models.compiled import Engine
@@ -76,6 +77,7 @@ class Engines:
                 tokens,
                 rule=self.rule,
                 lenience=self.lenience,
+                copies=self._copies(),
             )
             self._weights = self._fingerprint()
         return engine
@@ -104,8 +106,13 @@ class Engines:
         drafts = [self.drafter.scorer.base] if isinstance(self.drafter, ModelDrafter) else []
         return [self.scorer.base, *drafts]
 
+    def _copies(self) -> tuple[int, int] | None:
+        """What must be alike for a copy, where the drafter copies and nothing else."""
+        one = self.drafter
+        return (one.min_ngram, one.max_ngram) if type(one) is LookupDrafter else None
+
     def _why_not(self) -> str | None:
-        if self.drafter is not None and not isinstance(self.drafter, ModelDrafter):
+        if self.drafter is not None and not isinstance(self.drafter, ModelDrafter) and not self._copies():
             return f"{type(self.drafter).__name__} guesses on the host"
         if self.rule.name == "rejection":
             return "rule rejection is for comparison only"

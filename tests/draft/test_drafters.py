@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import outpace
 from outpace import LookupDrafter, ModelDrafter, NGramDrafter, RandomDrafter, Sampling
+from outpace.draft import lookup
 from outpace.draft.base import Draws, State
 from tests.tiny import V, byte_tokenizer, greedy, tiny
 
@@ -65,6 +66,23 @@ def test_lookup_copies_after_the_latest_longest_match(
         assert draft.logits is None
         assert draft.lengths == [len(expected)]
         assert draft.tokens[0].tolist() == expected
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.integers(1, 2),
+)
+def test_tensors_copy_what_the_lookup_copies(texts: list[list[int]], most: int, least: int) -> None:
+    least = min(least, most)
+    held = torch.randint(4, (len(texts), 42))  # what lies past a text is garbage
+    for row, text in enumerate(texts):
+        held[row, : len(text)] = torch.tensor(text)
+    lengths = torch.tensor([len(text) for text in texts])
+    tokens, counts = lookup.copied(held, lengths, 5, least, most)
+    found = [row[:count].tolist() for row, count in zip(tokens, counts, strict=True)]
+    assert found == [copied(text, 5, most, least) for text in texts]
 
 
 def test_lookup_keeps_rows_apart_and_forgets_on_reset() -> None:

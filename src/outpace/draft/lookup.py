@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from outpace.arguments import integer
@@ -67,3 +68,22 @@ class Index:
                 most = 1 if size == 1 < self.sizes.start else most
                 return [text[end + i % period] for i in range(most)]
         return []
+
+
+def copied(text: Tensor, lengths: Tensor, g: int, least: int, most: int) -> tuple[Tensor, Tensor]:
+    """What `Index.guess` finds, by tensors: g guesses `[rows, g]` for texts `[rows, T]` of so many tokens,
+    of which the last `least` to `most` must have stood earlier; and how many of the guesses count."""
+    T = text.shape[1]
+    end = torch.arange(T, device=text.device)  # where an earlier place ends
+    alike = torch.zeros_like(text)  # how many tokens before it are the last ones of the text
+    for back in range(most, 0, -1):
+        last = text.gather(1, (lengths[:, None] - back).clamp(min=0))
+        same = (text[:, : T - back] == last) & (lengths[:, None] >= back)
+        alike[:, :back] = 0
+        alike[:, back:] = torch.where(same, alike[:, back:] + 1, 0)
+    earlier = (end < lengths[:, None]) & (alike >= least)
+    best = torch.where(earlier, alike * T + end, 0).amax(dim=1, keepdim=True)  # the longest, then the latest
+    size, at = best // T, best % T
+    again = torch.arange(g, device=text.device) % (lengths[:, None] - at).clamp(min=1)
+    counts = torch.where((size == 1) & (most > 1), 1, g) * (size > 0)
+    return text.gather(1, at + again), counts.squeeze(1)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from outpace.draft.base import fit
+from outpace.draft.lookup import copied
 from outpace.sampling import Sampling
 from outpace.verify import Drawn, Rule, Verdict, sample, verify
 from outpace.verify.rules import parse
@@ -62,7 +63,7 @@ class Pending:
     """An iteration that was started."""
 
     def __init__(self, result: Tensor) -> None:
-        """result: `[rows, 3 + g]` of accepted, next token, bad and drafts."""
+        """result: `[rows, 4 + g]` of accepted, next token, bad, how many were drafted, and drafts."""
         self._result = result
         self._arrived: torch.Event | None = None
         if result.is_cuda:
@@ -78,7 +79,7 @@ class Pending:
             self._arrived.synchronize()
         rows = self._result.tolist()
         return Outcome(
-            [row[3:] for row in rows],
+            [row[4 : 4 + row[3]] for row in rows],
             [row[0] for row in rows],
             [row[1] for row in rows],
             [bool(row[2]) for row in rows],
@@ -92,11 +93,23 @@ class State:
     lengths: Tensor
     seeds: Tensor
     active: Tensor
-    last: Tensor  # [rows, 2]
+    last: Tensor  # [rows, 2], its last two tokens
+    text: Tensor  # [rows, tokens], all of it; [rows, 0] where nobody asks
 
     @classmethod
     def of(cls, engine: Engine, rows: int) -> State:
-        return cls(engine.lengths[:rows], engine.seeds[:rows], engine.active[:rows], engine.last[:rows])
+        all_rows = engine.lengths, engine.seeds, engine.active, engine.last, engine.text
+        return cls(*(one[:rows] for one in all_rows))
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What a draft has to say, or a copy."""
+
+    tokens: Tensor  # [rows, g]
+    logits: Tensor | None = None  # [rows, g, V]; None where tokens were chosen
+    drawn: Sequence[Drawn] = ()  # what else is known of those
+    lengths: Tensor | None = None  # how many of them count in each row; None: all
 
 
 class Engine:
@@ -104,6 +117,8 @@ class Engine:
 
     target, draft  models; without a draft decoding is plain
     rows, tokens   how many texts there may be at once, and how long each may become
+    copies         instead of a draft, guess what followed the last tokens earlier: the least and the most of
+                   them that must be the same
     """
 
     def __init__(
@@ -115,8 +130,9 @@ class Engine:
         *,
         rule: Rule | str = "token",
         lenience: float = 1.0,
+        copies: tuple[int, int] | None = None,
     ) -> None:
-        self.target, self.draft = target, draft
+        self.target, self.draft, self.copies = target, draft, copies
         self.rows, self.tokens = rows, tokens
         self.rule, self.lenience = parse(rule), lenience
         self.target_cache = target.room(rows, tokens)
@@ -124,6 +140,7 @@ class Engine:
         integers = torch.zeros(3, rows, dtype=torch.int64, device=target.device)
         self.lengths, self.seeds, self.active = integers[0], integers[1], integers[2]
         self.last = torch.zeros_like(integers[:2]).T.contiguous()  # [rows, 2], of each text
+        self.text = torch.zeros(rows, tokens if copies else 0, dtype=torch.int64, device=target.device)
         self.captures = target.device.type == "cuda"
         self._graphs: dict[tuple[int, int, Sampling], Captured | None] = {}
         self._pool: Any = None  # of memory, shared by all graphs
@@ -141,6 +158,8 @@ class Engine:
                 for first in range(0, len(text) - 1, CHUNK):
                     part = torch.arange(first, min(first + CHUNK, len(text) - 1), device=model.device)
                     model.read(self._known(ids[None, part], model), part[None], own)
+        if self.copies is not None:
+            self.text[row, : len(text)] = ids
         self.lengths[row] = len(text)
         self.last[row] = ids[[-2, -1]] if len(text) > 1 else ids[[-1, -1]]
         self.seeds[row] = seed
@@ -178,61 +197,58 @@ class Engine:
         places = (state.lengths[:, None] + torch.arange(-2, g, device=state.last.device)).clamp(
             0, self.tokens - 1
         )
-        tokens, drawn, q = self._propose(g, sampling, state, places)
-        scored = torch.cat((state.last[:, 1:], tokens), dim=1)  # [rows, g+1]
+        guesses = self._propose(g, sampling, state, places)
+        scored = torch.cat((state.last[:, 1:], guesses.tokens), dim=1)  # [rows, g+1]
         p = self.target.logits(scored, places[:, 1:], self.target_cache)  # [rows, g+1, V]
-        verdict = self._verify(tokens, q, p, drawn, sampling, state)
+        verdict = self._verify(guesses, p, sampling, state)
+        if self.copies is not None:
+            at = (state.lengths[:, None] + torch.arange(g + 1, device=p.device)).clamp(max=self.tokens - 1)
+            new = torch.cat((guesses.tokens, verdict.next_token[:, None]), dim=1)
+            state.text.scatter_(1, at, new.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None]))
         kept = scored.gather(1, verdict.accepted[:, None])  # the last one of the text before the next token
         moved = state.active[:, None].bool()
         state.last.copy_(
             torch.where(moved, torch.cat((kept, verdict.next_token[:, None]), dim=1), state.last)
         )
         state.lengths.add_((verdict.accepted + 1) * state.active)
-        return torch.cat(
-            (torch.stack((verdict.accepted, verdict.next_token, verdict.bad.long()), 1), tokens), dim=1
-        )
+        drafted = torch.full_like(verdict.accepted, g) if guesses.lengths is None else guesses.lengths
+        each = torch.stack((verdict.accepted, verdict.next_token, verdict.bad.long(), drafted), dim=1)
+        return torch.cat((each, guesses.tokens), dim=1)
 
-    def _propose(
-        self, g: int, sampling: Sampling, state: State, places: Tensor
-    ) -> tuple[Tensor, list[Drawn], Tensor | None]:
-        """Guesses `[rows, g]`, what is known of their distributions, and those; None where tokens were
-        chosen. The draft's cache may lack the last token but one, which is fed again."""
+    def _propose(self, g: int, sampling: Sampling, state: State, places: Tensor) -> Guesses:
+        """g of each row. The draft's cache may lack the last token but one, which is fed again."""
+        if self.copies is not None and g:
+            tokens, lengths = copied(state.text, state.lengths, g, *self.copies)
+            return Guesses(tokens, lengths=lengths)
         if self.draft is None:
-            return state.last[:, :0], [], None
+            return Guesses(state.last[:, :0])
         ids = self._known(state.last, self.draft)
         if g == 0:  # or its cache would lack more than it is fed later
             self.draft.read(ids, places, self.draft_cache)
-            return state.last[:, :0], [], None
-        tokens, logits, drawn = [], [], list[Drawn]()
+            return Guesses(state.last[:, :0])
+        drafts, logits, drawn = [], [], list[Drawn]()
         for i in range(g):
             at = places[:, :2] if i == 0 else places[:, i + 1 : i + 2]
             q = fit(self.draft.logits(ids, at, self.draft_cache)[:, -1], self.target.vocab_size)
             if self.rule.name == "match":
                 # The target's own noise: a draft that is right is then right for this draw.
-                tokens.append(self._plain(q, state.lengths + i, sampling, state).next_token)
+                drafts.append(self._plain(q, state.lengths + i, sampling, state).next_token)
             else:
                 drawn.append(sample(q, seed=state.seeds, position=state.lengths, step=i, sampling=sampling))
-                tokens.append(drawn[-1].tokens)
+                drafts.append(drawn[-1].tokens)
                 logits.append(q)
-            ids = self._known(tokens[-1][:, None], self.draft)
-        return torch.stack(tokens, dim=1), drawn, torch.stack(logits, dim=1) if logits else None
+            ids = self._known(drafts[-1][:, None], self.draft)
+        return Guesses(torch.stack(drafts, dim=1), torch.stack(logits, dim=1) if logits else None, drawn)
 
-    def _verify(
-        self,
-        tokens: Tensor,
-        q: Tensor | None,
-        p: Tensor,
-        drawn: list[Drawn],
-        sampling: Sampling,
-        state: State,
-    ) -> Verdict:
+    def _verify(self, guesses: Guesses, p: Tensor, sampling: Sampling, state: State) -> Verdict:
+        q, drawn = guesses.logits, guesses.drawn
         if q is not None and q.dtype != p.dtype:  # one precision, and never less than the target's
             wide = torch.promote_types(p.dtype, q.dtype)
             p, q = p.to(wide), q.to(wide)
         cuts = [one.cut for one in drawn if one.cut is not None]
         ties = [one.tie for one in drawn if one.tie is not None]
         return verify(
-            tokens,
+            guesses.tokens,
             q,
             p,
             rule=self.rule,
@@ -240,6 +256,7 @@ class Engine:
             seed=state.seeds,
             position=state.lengths,
             sampling=sampling,
+            lengths=guesses.lengths,
             draft_sampling=None if q is None else sampling,
             draft_lse=torch.stack([one.lse for one in drawn], dim=1) if drawn else None,
             draft_cut=(torch.stack(cuts, dim=1), torch.stack(ties, dim=1)) if cuts else None,
