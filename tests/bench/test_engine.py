@@ -12,7 +12,7 @@ from tests.bench.test_synthetic import DRAFT, TARGET
 
 
 def small(name: str, alpha: float, **options: Any) -> synthetic.Pair:
-    return synthetic.pair(TARGET, DRAFT, alpha, **options)
+    return synthetic.pair(TARGET, synthetic.LOOKUP if name == "lookup" else DRAFT, alpha, **options)
 
 
 def test_every_side_is_timed_and_known_ones_are_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +31,17 @@ def test_every_side_is_timed_and_known_ones_are_not_timed_again(monkeypatch: pyt
     assert speculative.predicted is not None
     assert speculative.floor_milliseconds is not None
     assert list(engine.measure(cpu, torch.float32, cases, known=figures, pairs=fails)) == figures
+
+
+def test_copies_are_timed_where_there_is_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "TOKENS", 6)
+    monkeypatch.setattr(engine, "ITERATIONS", 20)
+    cases = [engine.Case("lookup", 0.9, 3, 2, 64, static=False)]
+    figures = list(engine.measure(torch.device("cpu"), torch.float32, cases, pairs=small))
+    assert [one.side for one in figures] == ["outpace plain", "outpace", "transformers"]
+    assert figures[1].tokens_per_iteration is not None
+    assert figures[1].tokens_per_iteration > 1.5
+    assert figures[1].predicted is None
 
 
 def fails(*args: Any, **options: Any) -> synthetic.Pair:

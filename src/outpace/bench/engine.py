@@ -29,6 +29,7 @@ CONTEXTS = (128, 4096)
 ITERATIONS = 40  # of an engine that are timed, of each text
 TEXTS = 8  # that are written at least, in turn or together: what an iteration brings differs much
 TOKENS = 48  # of Transformers' texts
+COPIES = (2, 3)  # tokens that must be alike for a copy, as the lookup has it
 ASSISTED_BATCH = 1  # more rows its assisted generation does not take
 PLAIN = Sampling()
 
@@ -145,15 +146,15 @@ class Side:
     fits: Callable[[Case], bool] = lambda case: True
 
 
-def prompts(case: Case, vocab_size: int, device: torch.device) -> Tensor:
+def prompts(case: Case, made: Pair) -> Tensor:
     """Random texts `[B, context]`."""
     noise = torch.Generator().manual_seed(7)
-    return torch.randint(vocab_size, (case.B, case.context), generator=noise).to(device)
+    return torch.randint(made.words, (case.B, case.context), generator=noise).to(made.target.device)
 
 
 def by_transformers(made: Pair, case: Case, **options: Any) -> dict[str, Any]:
     """Its own `generate`, sampling."""
-    ids = prompts(case, made.target.config.vocab_size, made.target.device)
+    ids = prompts(case, made)
 
     def seconds(tokens: int) -> float:
         begun = time.perf_counter()
@@ -173,6 +174,8 @@ def by_transformers(made: Pair, case: Case, **options: Any) -> dict[str, Any]:
 
 def transformers_assisted(made: Pair, case: Case) -> dict[str, Any]:
     """With g drafts each time, whatever came of them."""
+    if made.draft is None:
+        return by_transformers(made, case, prompt_lookup_num_tokens=case.g)
     config = made.draft.generation_config
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = case.g, "constant"
     config.assistant_confidence_threshold = 0.0
@@ -182,10 +185,11 @@ def transformers_assisted(made: Pair, case: Case) -> dict[str, Any]:
 def ours(made: Pair, case: Case, rate: float, plain: Figure | None, g: int) -> dict[str, Any]:
     """The engine, read one iteration late as a decoder does."""
     target = FusedModel(made.target)
-    draft = FusedModel(made.draft) if g else None
+    draft = FusedModel(made.draft) if g and made.draft is not None else None
     room = case.context + (ITERATIONS + 8) * (g + 1) + 8
-    engine = Engine(target, draft, case.B, -(-room // 256) * 256)
-    texts = prompts(case, target.vocab_size, target.device).tolist()
+    copies = COPIES if g and draft is None else None
+    engine = Engine(target, draft, case.B, -(-room // 256) * 256, copies=copies)
+    texts = prompts(case, made).tolist()
     runs = [written(engine, g, texts, seed) for seed in range(-(-TEXTS // case.B) if g else 1)]
     won, iterations = sum(run.tokens for run in runs), len(runs) * ITERATIONS
     taken, idle = sum(run.seconds for run in runs), [run.idle for run in runs if run.idle is not None]
@@ -198,7 +202,7 @@ def ours(made: Pair, case: Case, rate: float, plain: Figure | None, g: int) -> d
     )
     speed = won / taken
     predicted = None
-    if g and plain is not None and plain.milliseconds:
+    if draft is not None and plain is not None and plain.milliseconds:
         predicted = predicted_speedup(made.alpha, g, parts.draft / g / plain.milliseconds)
         predicted = round(plain.tokens_per_second * predicted, 1)
     return {

@@ -4,12 +4,15 @@ Every layer is computed, but adds next to nothing, so that a model is a bigram m
 embedding of token x holds a code c(x) in its first entries, and the head's row of token y a code s·c'(y) of
 what it follows. The logit of y after x is then s·c(x)·c'(y), normal with deviation s. The draft's head has
 noise of deviation σ on its codes, and σ is sought for the acceptance α = E[Σ min(p, q)] that is asked for.
+
+A target without a draft, whose texts are to be copied from, has few words, so that its texts repeat, and
+the s at which the likeliest next word has probability α.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +24,8 @@ CODE = 64  # entries of a code
 STEEPNESS = 6.0  # s: how far logits lie apart
 FAINT = 1e-4  # what the layers' own output is scaled by
 SAMPLE = 256  # contexts that α is averaged over
+WORDS = 32  # tokens that a text without a draft consists of
+LOOKUP = "lookup"  # in the place of a draft's shape: texts are copied from
 
 
 def shape_of(family: str, V: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> Shape:
@@ -47,22 +52,25 @@ SHAPES: dict[str, Shape] = {
     "llama3-1b": shape_of("llama", 128256, 2048, 8192, 16, 32, 8),
     "qwen2-7b": shape_of("qwen2", 151936, 3584, 18944, 28, 28, 4),
     "qwen2-0.5b": shape_of("qwen2", 151936, 896, 4864, 24, 14, 2),
+    "smollm2-135m": shape_of("llama", 49152, 576, 1536, 30, 9, 3),
 }
 PAIRS = {
     "llama2-7b/1.3b": ("llama2-7b", "llama2-1.3b"),
     "llama3-8b/1b": ("llama3-8b", "llama3-1b"),
     "qwen2-7b/0.5b": ("qwen2-7b", "qwen2-0.5b"),
+    "smollm2-135m/lookup": ("smollm2-135m", LOOKUP),
 }
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two models that agree as often as was asked for."""
+    """Two models that agree as often as was asked for; or one whose texts repeat, and None."""
 
     target: Any
     draft: Any
     alpha: float  # as these models have it, by their own weights
     sigma: float
+    words: int  # tokens that texts consist of, the first ones of the vocabulary
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,10 @@ def pair(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Pair:
     """Models of two shapes, by name (SHAPES) or as fields of a Transformers configuration with its
-    model_type, whose drafts are kept with probability alpha at temperature 1."""
+    model_type, whose drafts are kept with probability alpha at temperature 1. With LOOKUP as a draft there is
+    one model, and alpha the probability of what is likeliest."""
+    if draft == LOOKUP:
+        return _repeating(SHAPES[target] if isinstance(target, str) else target, alpha, seed, device, dtype)
     shapes = [dict(SHAPES[one] if isinstance(one, str) else one) for one in (target, draft)]
     sizes = {shape["vocab_size"] for shape in shapes}
     if len(sizes) > 1:
@@ -103,7 +114,26 @@ def pair(
     sigma = noise_for(codes, alpha)
     large = bigram(shapes[0], codes, 0.0, seed=seed, device=device, dtype=dtype)
     small = bigram(shapes[1], codes, sigma, seed=seed + 1, device=device, dtype=dtype)
-    return Pair(large, small, acceptance(large, small), sigma)
+    return Pair(large, small, acceptance(large, small), sigma, large.config.vocab_size)
+
+
+def _repeating(
+    shape: Mapping[str, Any], alpha: float, seed: int, device: torch.device | str, dtype: torch.dtype
+) -> Pair:
+    codes = Codes.random(shape["vocab_size"], seed, device)
+    codes.after[WORDS:] = 0.0
+    logits = codes.before[:WORDS] @ codes.after.T / math.sqrt(CODE)
+    s = solved(lambda s: -likeliest(s * logits), -alpha, 200.0)
+    target = bigram(shape, codes, 0.0, seed=seed, device=device, dtype=dtype, steepness=s)
+    ids = torch.arange(WORDS, device=target.device)[:, None]
+    with torch.inference_mode():
+        found = likeliest(target(input_ids=ids, use_cache=False).logits[:, -1])
+    return Pair(target, None, found, 0.0, WORDS)
+
+
+def likeliest(logits: Tensor) -> float:
+    """The mean probability of the likeliest token."""
+    return float(logits.float().softmax(-1).amax(-1).mean())
 
 
 def noise_for(codes: Codes, alpha: float) -> float:
@@ -116,12 +146,17 @@ def noise_for(codes: Codes, alpha: float) -> float:
     def kept(sigma: float) -> float:
         return overlap(p, p + sigma * other)
 
-    low, high = 0.0, 4.0
-    if not kept(high) < alpha <= 1:
-        raise ValueError(f"alpha: got {alpha}; with {V} tokens it must lie in {kept(high):.2f}..1")
+    if not kept(4.0) < alpha <= 1:
+        raise ValueError(f"alpha: got {alpha}; with {V} tokens it must lie in {kept(4.0):.2f}..1")
+    return solved(kept, alpha, 4.0)
+
+
+def solved(falling: Callable[[float], float], value: float, high: float) -> float:
+    """Where a falling function has a value, between 0 and `high`, by bisection."""
+    low = 0.0
     for _ in range(16):
         middle = (low + high) / 2
-        low, high = (middle, high) if kept(middle) > alpha else (low, middle)
+        low, high = (middle, high) if falling(middle) > value else (low, middle)
     return (low + high) / 2
 
 
@@ -148,6 +183,7 @@ def bigram(
     seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
+    steepness: float = STEEPNESS,
 ) -> Any:
     """A Transformers model of a shape, whose layers are computed for nothing."""
     fields = dict(shape)
@@ -169,7 +205,7 @@ def bigram(
     embedding[:, :CODE] = codes.before.to(dtype)
     head.zero_()
     # The last norm makes of an embedding one of length √hidden_size.
-    head[:, :CODE] = (codes.head(sigma) * (STEEPNESS / math.sqrt(config.hidden_size))).to(dtype)
-    model.generation_config.eos_token_id = None
+    head[:, :CODE] = (codes.head(sigma) * (steepness / math.sqrt(config.hidden_size))).to(dtype)
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()
