@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from outpace.bench import engine, synthetic
+from outpace.bench import engine, plot, synthetic
 from tests.bench.test_synthetic import DRAFT, TARGET
 
 
@@ -64,3 +65,19 @@ def test_the_selection_has_every_pair_and_column() -> None:
     assert {case.B for case in cases} == set(engine.BATCHES)
     assert {case.context for case in cases} == set(engine.CONTEXTS)
     assert set(cases) <= set(engine.chosen(full=True))
+
+
+def test_figures_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    sides = [("transformers", 0.0, 0), ("outpace plain", 0.0, 0), ("outpace", 0.8, 3), ("outpace", 0.8, 5)]
+    figures = [
+        engine.Figure(side, "a/b", alpha, g, B, 128, 100.0 * B + g, predicted=90.0 if g else None)
+        for side, alpha, g in sides
+        for B in (1, 8)
+    ]
+    plot.draw(figures, tmp_path / "engine.svg")
+    text = (tmp_path / "engine.svg").read_text()
+    assert "<svg" in text
+    assert set(plot.COLOURS) == set(engine.SIDES)
+    for colour in (plot.COLOURS[side] for side, _, _ in sides):
+        assert colour in text

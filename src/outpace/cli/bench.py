@@ -171,6 +171,9 @@ def engine(
     out: Annotated[
         Path | None, typer.Option(help="Write the figures to this JSON file; those in it are not made again.")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw them to this file (.svg, .png, .pdf); needs matplotlib.")
+    ] = None,
 ) -> None:
     """Time whole texts: Transformers' plain, static and assisted generation beside our plain and speculative
     engine, on synthetic pairs of models with real shapes and a chosen acceptance.
@@ -186,6 +189,10 @@ def engine(
     from outpace.bench import engine as timing
     from outpace.bench.synthetic import PAIRS
 
+    if plot is not None:
+        from outpace.bench.plot import backend, draw
+
+        backend()  # what is missing is said before anything is measured
     unknown = sorted(set(pair or ()) - set(PAIRS))
     if unknown:
         raise ValueError(f"pair: got {unknown[0]!r}; there are {', '.join(PAIRS)}")
@@ -217,6 +224,8 @@ def engine(
          "floor", "predicted"),
         [dataclasses.astuple(one) for one in figures.values()],
     )  # fmt: skip
+    if plot is not None:
+        draw([*figures.values()], plot)
 
 
 def where(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
