@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from outpace.cli.bench import machine
 from tests.cli.conftest import Run
 
 PEER = "def verify(draft_tokens, draft_logits, target_logits):\n    return target_logits.argmax(-1)\n"
@@ -101,7 +102,8 @@ def test_figures_of_whole_texts_that_are_there_are_not_made_again(run: Run, tmp_
         }
         for i, (side, g) in enumerate((*sides, ("outpace plain", 0), ("outpace", 5)))
     ]
-    out.write_text(json.dumps({"figures": known}))
+    here = machine(torch.device("cpu"))
+    out.write_text(json.dumps({"machine": here, "dtype": "bfloat16", "figures": known}))
     status, table, errors = run(
         "bench", "engine", "--pair", "qwen2-7b/0.5b", "--device", "cpu", "--out", str(out)
     )
@@ -114,6 +116,9 @@ def test_figures_of_whole_texts_that_are_there_are_not_made_again(run: Run, tmp_
         14,
     ]
     assert "outpace plain" in table
+    status, _, errors = run("bench", "engine", "--device", "cpu", "--dtype", "float32", "--out", str(out))
+    assert status == 2
+    assert "another machine, version or dtype" in errors
 
 
 def test_a_pair_that_is_not_known_is_one_line(run: Run) -> None:

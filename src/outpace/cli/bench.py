@@ -8,7 +8,7 @@ import importlib
 import json
 import platform
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -208,13 +208,16 @@ def engine(
         ]
     known = []
     if out is not None and out.exists():
-        known = [timing.Figure(**one) for one in json.loads(out.read_text())["figures"]]
+        before = json.loads(out.read_text())
+        if (before.get("machine"), before.get("dtype")) != (machine(place), dtype):
+            raise ValueError(f"out: the figures in {out} are of another machine, version or dtype")
+        known = [timing.Figure(**one) for one in before["figures"]]
     figures = {one.key: one for one in known}
 
     def kept() -> Iterable[timing.Figure]:
         for one in timing.measure(place, kind, cases, known):
             figures[one.key] = one
-            write(out, place, figures=[*figures.values()])
+            write(out, place, {"dtype": dtype}, figures=[*figures.values()])
             yield one
 
     watched(kept(), len(cases) * len(timing.SIDES))
@@ -280,16 +283,26 @@ def kib(count: int | None) -> int | None:
     return None if count is None else round(count / 1024)
 
 
-def write(out: Path | None, place: torch.device, **figures: Sequence[Any]) -> None:
-    """The figures with command and machine, if a file is named."""
+def write(
+    out: Path | None, place: torch.device, settings: Mapping[str, Any] | None = None, **figures: Sequence[Any]
+) -> None:
+    """The figures with command, machine and settings, if a file is named."""
     if out is None:
         return
+    command = " ".join(["outpace", *(Path(one).name if "/" in one else one for one in sys.argv[1:])])
+    report: dict[str, Any] = {"command": command, "machine": machine(place), **(settings or {})}
+    report |= {name: [dataclasses.asdict(one) for one in some] for name, some in figures.items()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def machine(place: torch.device) -> dict[str, str | None]:
+    """Where and with what something is measured."""
     import torch
 
     import outpace
 
-    command = " ".join(["outpace", *(Path(one).name if "/" in one else one for one in sys.argv[1:])])
-    machine = {
+    return {
         "device": torch.cuda.get_device_name()
         if place.type == "cuda"
         else platform.processor() or platform.machine(),
@@ -297,10 +310,6 @@ def write(out: Path | None, place: torch.device, **figures: Sequence[Any]) -> No
         **{package: version(package) for package in ("torch", "transformers", "triton")},
         "outpace": outpace.__version__,
     }
-    report: dict[str, Any] = {"command": command, "machine": machine}
-    report |= {name: [dataclasses.asdict(one) for one in some] for name, some in figures.items()}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def version(package: str) -> str | None:
