@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from outpace import Decoder, Fixed, Heuristic, RandomDrafter, Sampling
+from outpace.audit import audit
 from outpace.models.compiled import Engine
 from outpace.models.fused import FusedModel
 from tests.tiny import FAMILIES, V, greedy, tiny
@@ -60,6 +61,14 @@ def test_copies_are_those_of_the_lookup(rule: str, sampling: Sampling) -> None:
         assert [out.tokens for out in outs] == [out.tokens for out in expected]
     assert sum(out.stats.accepted for out in outs) > 0
     assert any(out.stats.drafted < 4 * out.stats.target_calls for out in outs)
+
+
+@pytest.mark.parametrize("drafter", ["model", "lookup"])
+def test_texts_pass_the_audit(drafter: str) -> None:
+    one = Decoder(tiny(), tiny(seed=1) if drafter == "model" else drafter, engine=True, length=Fixed(3))
+    report = audit(one, PROMPTS, samples=400, progress=False)
+    assert report.passed, str(report)
+    assert used(one)
 
 
 def test_rows_end_where_they_should() -> None:

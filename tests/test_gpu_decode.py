@@ -12,6 +12,7 @@ import torch
 
 import outpace
 from outpace import Decoder, Fixed, Sampling
+from outpace.models.fused import FAMILIES as FUSED
 from tests.tiny import FAMILIES, V, tiny
 
 pytestmark = [
@@ -30,21 +31,35 @@ def greedy(model: Any, prompt: list[int], tokens: int) -> list[int]:
     return list(out[0, len(prompt) :].tolist())
 
 
+@pytest.mark.parametrize("engine", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_texts_are_those_of_transformers(family: str) -> None:
+def test_greedy_texts_are_those_of_transformers(family: str, engine: bool) -> None:
     model = tiny(family).double().cuda()  # in double precision no tie is near
     expected = [greedy(model, prompt, 40) for prompt in PROMPTS]
     for drafter in (tiny(family, seed=1).double().cuda(), "lookup", outpace.RandomDrafter(V), None):
-        outs = Decoder(model, drafter, length=Fixed(4)).generate(PROMPTS, temperature=0, max_new_tokens=40)
+        one = Decoder(model, drafter, length=Fixed(4), engine=engine)
+        outs = one.generate(PROMPTS, temperature=0, max_new_tokens=40)
         assert [out.tokens for out in outs] == expected
 
 
-def test_match_gives_plain_decodings_text() -> None:
+@pytest.mark.parametrize("family", FUSED)
+def test_the_kernels_write_transformers_greedy_texts(family: str) -> None:
+    model = tiny(family).cuda()
+    expected = [greedy(model, prompt, 40) for prompt in PROMPTS]
+    for drafter in (tiny(family, seed=1).cuda(), "lookup"):
+        one = Decoder(model, drafter, length=Fixed(4), engine=True)
+        for batch_size in (None, 1, 2):
+            outs = one.generate(PROMPTS, temperature=0, max_new_tokens=40, batch_size=batch_size)
+            assert [out.tokens for out in outs] == expected
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_match_gives_plain_decodings_text(engine: bool) -> None:
     model = tiny().cuda()
     plain = Decoder(model, rule="match").generate(PROMPTS, Sampling(), seed=3, max_new_tokens=40)
     drafters: list[Any] = [model, tiny(seed=1).cuda(), "lookup"]
     for drafter in drafters:
-        outs = Decoder(model, drafter, rule="match", length=Fixed(3)).generate(
+        outs = Decoder(model, drafter, rule="match", length=Fixed(3), engine=engine).generate(
             PROMPTS, Sampling(), seed=3, max_new_tokens=40
         )
         assert [out.tokens for out in outs] == [out.tokens for out in plain]
@@ -66,9 +81,10 @@ def test_a_draft_on_another_device_works() -> None:
     assert out.tokens == greedy(model, PROMPTS[1], 30)
 
 
+@pytest.mark.parametrize("engine", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_pass_the_audit(dtype: torch.dtype) -> None:
+def test_sixteen_bits_pass_the_audit(dtype: torch.dtype, engine: bool) -> None:
     model = tiny().to(dtype).cuda()
-    decoder = Decoder(model, tiny(seed=1).to(dtype).cuda(), length=Fixed(3))
+    decoder = Decoder(model, tiny(seed=1).to(dtype).cuda(), length=Fixed(3), engine=engine)
     report = outpace.audit.audit(decoder, PROMPTS, samples=1000, progress=False)
     assert report.passed, str(report)
