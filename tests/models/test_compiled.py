@@ -152,6 +152,9 @@ def test_what_does_not_fit_is_named() -> None:
         engine.begin(0, [1] * 100, 1)
     with pytest.raises(ValueError, match="penalties"):
         engine.start(0, Sampling(repetition_penalty=1.2))
+    for rows in (0, 4):
+        with pytest.raises(ValueError, match="there are 1 to 3"):
+            engine.start(0, Sampling(), rows=rows)
 
 
 @pytest.mark.gpu
@@ -178,8 +181,10 @@ def test_what_cannot_be_captured_runs_without_a_graph(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(FusedModel, "logits", asks)
     engine = engine_of(target, draft)
+    stream = torch.cuda.current_stream()
     with pytest.warns(UserWarning, match="could not be captured"):
         assert texts(engine, 3, Sampling(), 20) == expected
+    assert torch.cuda.current_stream() == stream
     monkeypatch.undo()
     assert texts(engine_of(target, draft), 3, Sampling(), 20) == expected  # the device is as it was
 

@@ -3,10 +3,14 @@ products of bfloat16; on a GPU, `pytest -m gpu` runs the same tests compiled."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+
+from outpace.models.fused import LARGEST_TILE, WIDEST_HEAD, Norm
 
 attention = pytest.importorskip(
     "outpace.models.kernels.attention", reason="needs triton", exc_type=ImportError
@@ -23,7 +27,7 @@ def normed(x: Tensor, weight: Tensor, shifted: bool) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * (weight + 1 if shifted else weight)
 
 
-def stream_of(x: Tensor, norm: tuple[Tensor, float, bool]) -> object:
+def stream_of(x: Tensor, norm: Any) -> Any:
     """Rows as an embedding would bring them."""
     return product.take(torch.arange(len(x), device=DEVICE)[:, None], x, 1.0, norm)
 
@@ -38,7 +42,7 @@ def test_few_rows_are_multiplied(M: int, bias: bool, norm: bool | None, gate: in
     shift = torch.randn(N, device=DEVICE) if bias else None
     scale = torch.randn(K, device=DEVICE)
     residual = None if gate else torch.randn(M, N, device=DEVICE)
-    given = x if norm is None else stream_of(x, (scale, EPS, norm))
+    given = x if norm is None else stream_of(x, product.Scale(scale, EPS, norm))
     found = product.few_rows(given, weight, shift, gate=gate, residual=residual)
     expected = (x if norm is None else normed(x, scale, norm)) @ weight.T + (0 if shift is None else shift)
     if gate:
@@ -53,9 +57,24 @@ def test_large_activations_have_room() -> None:
     x = torch.full((1, 64), 3000.0, device=DEVICE, dtype=torch.float16)
     scale = torch.full((64,), 30.0, device=DEVICE, dtype=torch.float16)
     weight = torch.randn(32, 64, device=DEVICE).half() / 8
-    found = product.few_rows(stream_of(x, (scale, EPS, False)), weight)
+    norm = Norm(scale, EPS, False).scale
+    assert norm.room == 1 / 32
+    found = product.few_rows(stream_of(x, norm), weight)
     expected = normed(x.float(), scale.float(), False) @ weight.float().T
     assert torch.allclose(found.float(), expected, atol=0.2)
+
+
+@pytest.mark.parametrize(("size", "weight"), [(1.0, 1.0), (0.02, 0.05), (0.002, 0.05), (1000.0, 20.0)])
+def test_float16_keeps_its_digits(size: float, weight: float) -> None:
+    """Small rows times small weights are not made smaller still."""
+    x = (size * torch.randn(2, 512, device=DEVICE)).half()
+    scale = torch.full((512,), weight, device=DEVICE).half()
+    matrix = torch.randn(32, 512, device=DEVICE).half() / 16
+    found = product.few_rows(stream_of(x, Norm(scale, 1e-12, False).scale), matrix).double()
+    wide = x.double()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-12) * scale.double()
+    expected = wide @ matrix.double().T
+    assert (found - expected).norm() < 1e-3 * expected.norm()
 
 
 def test_rows_may_lie_apart() -> None:
@@ -68,7 +87,7 @@ def test_rows_may_lie_apart() -> None:
 def test_a_norm_stands_between_two_products(M: int, shifted: bool) -> None:
     x, first, second = (torch.randn(size, device=DEVICE) / 4 for size in ((M, 60), (100, 60), (40, 100)))
     residual, scale = torch.randn(M, 100, device=DEVICE), torch.randn(100, device=DEVICE)
-    stream = product.few_rows(x, first, residual=residual, norm=(scale, EPS, shifted))
+    stream = product.few_rows(x, first, residual=residual, norm=product.Scale(scale, EPS, shifted))
     expected = x @ first.T + residual
     assert torch.allclose(stream.x, expected, atol=1e-4)
     found = product.few_rows(stream, second)
@@ -79,8 +98,11 @@ def test_tokens_are_embedded() -> None:
     table, scale = torch.randn(11, 100, device=DEVICE), torch.randn(100, device=DEVICE)
     ids = torch.tensor([[3, 10, 0], [7, 7, 1]], device=DEVICE)
     for some in (ids, ids[:, 1:]):  # rows that lie apart, too
-        stream = product.take(some, table, 1.5, (scale, EPS, False))
-        assert torch.equal(stream.x, (table[some] * 1.5).flatten(0, 1))
+        stream = product.take(some, table, 1.5, product.Scale(scale, EPS, False, 0.5))
+        expected = (table[some] * 1.5).flatten(0, 1)
+        assert torch.equal(stream.x, expected)
+        assert torch.allclose(stream.scaled, expected * scale / 2)
+        assert torch.allclose(stream.squares.sum(1), expected.square().sum(1))
 
 
 @pytest.mark.parametrize("shifted", [False, True])
@@ -88,7 +110,7 @@ def test_rows_are_summed_and_normalized(shifted: bool) -> None:
     x, more = torch.randn(2, 5, 300, device=DEVICE)
     scale = torch.randn(300, device=DEVICE)
     for added in (None, more):
-        total, found = rows.normed(x, added, (scale, EPS, shifted))
+        total, found = rows.added(x, added, product.Scale(scale, EPS, shifted))
         expected = x if added is None else x + added
         assert torch.allclose(total, expected)
         assert torch.allclose(found, normed(expected, scale, shifted), atol=1e-5)
@@ -154,7 +176,7 @@ def test_few_queries_attend(
         rotated(q), all_keys.repeat_interleave(shared, 1), all_values.repeat_interleave(shared, 1), seen
     )
 
-    room = attention.Room(torch.device(DEVICE))
+    counters = torch.zeros(B, kv_heads, dtype=torch.int32, device=DEVICE)
     for _ in range(2):  # nothing is left of the first call
         found = attention.few_queries(
             qkv,
@@ -162,7 +184,7 @@ def test_few_queries_attend(
             (cos, sin),
             keys,
             values,
-            room,
+            counters,
             heads=heads,
             scale=d**-0.5,
             window=window,
@@ -171,4 +193,95 @@ def test_few_queries_attend(
         assert torch.allclose(found, expected.transpose(1, 2).reshape(B, n, -1), atol=1e-5)
         assert torch.allclose(keys, all_keys, atol=1e-5)
         assert torch.equal(values, all_values)
-    assert not room.counters.any()
+    assert not counters.any()
+
+
+KIBIBYTE = 1024
+DEVICES = {"H200": 227, "A100": 163, "RTX 4090": 99}  # what a block of them may have
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_blocks_fit_every_device(name: str) -> None:
+    launch = pytest.importorskip("outpace.models.kernels.launch", reason="needs triton", exc_type=ImportError)
+    here = launch.Device(False, 100, DEVICES[name] * KIBIBYTE)
+    for dtype in (torch.bfloat16, torch.float32):
+        for BM in (8, 16, 32):
+            for gate in (False, True):
+                for N in (500, 2048, 4096, 6144, 11008, 14336, 32000, 128256):
+                    shape = product.fitting(product.shape_of(BM, N, dtype, gate), BM, dtype, gate, here)
+                    assert product.shared(BM, *shape[:2], shape[3], dtype, gate) <= here.shared
+        for line in (32, 128, 256, WIDEST_HEAD):
+            for rows in (16, LARGEST_TILE // line):
+                for block in (attention.BLOCK, 2 * attention.BLOCK):
+                    fit, stages = attention.fitting(block, rows, line, here)
+                    assert fit >= 16
+                    assert attention.shared(fit, rows, line, stages) <= here.shared
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("M", [1, 6, 17, 32])
+@pytest.mark.parametrize(
+    ("N", "K", "gate"),
+    [(2048, 5504, 0), (4096, 4096, 0), (6144, 2048, 0), (11008, 4096, 1), (32000, 2048, 0)],
+)
+def test_real_shapes_are_multiplied_alike_each_time(
+    M: int, N: int, K: int, gate: int, dtype: torch.dtype
+) -> None:
+    """A chain of two, each of which may begin before the one before has ended, in a graph and again."""
+    torch.manual_seed(M + N)
+    x, first = torch.randn(M, K, device="cuda", dtype=dtype), torch.randn(K, K, device="cuda", dtype=dtype)
+    second = torch.randn(2 * N if gate else N, K, device="cuda", dtype=dtype) / K**0.5
+    norm = Norm(torch.rand(K, device="cuda", dtype=dtype) + 0.5, EPS, False)
+    first /= K**0.5
+
+    def run() -> Tensor:
+        out: Tensor = product.few_rows(product.few_rows(x, first, norm=norm.scale), second, gate=gate)
+        return out
+
+    found = run()
+    middle = (x.double() @ first.double().T).to(dtype).double()
+    expected = normed(middle, norm.weight.double(), False) @ second.double().T
+    if gate:
+        half, up = expected.chunk(2, dim=-1)
+        expected = silu(half) * up
+    assert (found.double() - expected).norm() < 1e-2 * expected.norm()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [run() for _ in range(20)]
+    for _ in range(5):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(out, found) for out in outs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(32, 32, 128), (32, 8, 128), (14, 2, 64), (8, 1, 256)])
+@pytest.mark.parametrize(
+    ("B", "n", "T"), [(1, 1, 512), (1, 6, 512), (32, 4, 512), (1, 6, 4352), (3, 1, 4352)]
+)
+def test_real_heads_attend(
+    heads: int, kv_heads: int, d: int, B: int, n: int, T: int, dtype: torch.dtype
+) -> None:
+    if heads // kv_heads * n * d * dtype.itemsize > LARGEST_TILE or d * dtype.itemsize > WIDEST_HEAD:
+        pytest.skip("more than the kernel is asked for")
+    torch.manual_seed(T + n)
+    qkv = torch.randn(B, n, (heads + 2 * kv_heads) * d, device="cuda", dtype=dtype)
+    keys, values = torch.randn(2, B, kv_heads, T, d, device="cuda", dtype=dtype)
+    start = torch.randint(T // 2, T - n, (B,), device="cuda")
+    places = start[:, None] + torch.arange(n, device="cuda")
+    still = torch.ones(T, d, device="cuda", dtype=dtype), torch.zeros(T, d, device="cuda", dtype=dtype)
+    counters = torch.zeros(B, kv_heads, dtype=torch.int32, device="cuda")
+    found = attention.few_queries(
+        qkv, places, still, keys, values, counters, heads=heads, scale=d**-0.5
+    )  # which has written the new ones down
+    q = qkv.view(B, n, -1, d)[:, :, :heads].transpose(1, 2).double()
+    seen = torch.arange(T, device="cuda") <= places[:, None, :, None]
+    k, v = (one.double().repeat_interleave(heads // kv_heads, 1) for one in (keys, values))
+    expected = scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).reshape(B, n, -1)
+    assert (found.double() - expected).norm() < 1e-2 * expected.norm()
+    assert not counters.any()

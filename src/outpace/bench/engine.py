@@ -49,9 +49,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Phases:
-    """Milliseconds of an iteration and of its parts; what is left is verification and the update."""
+    """Milliseconds of an iteration's parts; what is left of it is verification and the update."""
 
-    iteration: float
     draft: float  # all g steps
     target: float
 
@@ -71,7 +70,7 @@ class Figure:
     milliseconds: float | None = None  # of an iteration
     draft_milliseconds: float | None = None  # of all g steps
     target_milliseconds: float | None = None
-    idle: float | None = None  # share of the time in which the GPU waited for the host
+    idle: float | None = None  # share of the time from the end of one iteration to the launch of the next
     floor_milliseconds: float | None = None
     predicted: float | None = None  # tokens per second
 
@@ -264,13 +263,9 @@ def phases(engine: Engine, g: int) -> Phases:
     tokens = torch.zeros(engine.rows, g + 1, dtype=torch.int64, device=engine.target.device)
     places = engine.lengths[:, None] + torch.arange(-2, g, device=tokens.device)
     state = State.of(engine, engine.rows)
-    parts: list[Callable[[], Any]] = [
-        lambda: engine.iteration(g, PLAIN, engine.rows),
-        lambda: engine.target.logits(tokens, places[:, 1:], engine.target_cache),
-        lambda: engine._propose(g, PLAIN, state, places),
-    ]
-    times = [alone(part, tokens.device) / 1e3 for part in parts[: 3 if g else 2]]
-    return Phases(times[0], times[2] if g else 0.0, times[1])
+    draft = alone(lambda: engine._propose(g, PLAIN, state, places), tokens.device) if g else 0.0
+    target = alone(lambda: engine.target.logits(tokens, places[:, 1:], engine.target_cache), tokens.device)
+    return Phases(draft / 1e3, target / 1e3)
 
 
 def alone(part: Callable[[], Any], device: torch.device) -> float:

@@ -112,6 +112,10 @@ class Guesses:
     lengths: Tensor | None = None  # how many of them count in each row; None: all
 
 
+class CaptureError(Exception):
+    """An iteration could not be captured."""
+
+
 class Engine:
     """Rows of texts that a target and a draft write together.
 
@@ -180,7 +184,9 @@ class Engine:
             raise ValueError(
                 "sampling: has penalties, bias or processors, which need the host between drafts"
             )
-        rows = rows or self.rows
+        rows = self.rows if rows is None else rows
+        if not 1 <= rows <= self.rows:
+            raise ValueError(f"rows: got {rows}; there are 1 to {self.rows}")
         with self._on_device():
             captured = self._graph(g, sampling, rows) if self.captures else None
             if captured is None:
@@ -280,28 +286,35 @@ class Engine:
         """The graph of such an iteration, made when it is first wanted; None if it could not be."""
         key = g, rows, sampling
         if key not in self._graphs:
-            state = self.lengths.clone(), self.last.clone()
+            before = self.lengths.clone(), self.last.clone()
             try:
                 self._graphs[key] = self._capture(lambda: self.iteration(g, sampling, rows))
-            except Exception as error:  # whatever it is, without a graph it is met again, or is not there
+            except CaptureError as failed:
                 self._graphs[key] = None
-                why = str(error).strip().split("\n")[0]
                 warnings.warn(
-                    f"an iteration of g = {g} could not be captured as a graph ({why}): its kernels are "
+                    f"an iteration of g = {g} could not be captured as a graph ({failed}): its kernels are "
                     "launched one by one, which is slower",
                     stacklevel=4,
                 )
             finally:  # what trying it has changed is put back
-                self.lengths.copy_(state[0])
-                self.last.copy_(state[1])
+                self.lengths.copy_(before[0])
+                self.last.copy_(before[1])
         return self._graphs[key]
 
     def _capture(self, run: Callable[[], Tensor]) -> Captured:
         for _ in range(2):  # kernels are compiled, and tables made
             run()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = run()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        other: Any = torch.cuda.Stream
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=other()):
+                result = run()
+        except Exception as error:  # out of memory, or what cannot be captured
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
+            raise CaptureError(str(error).strip().split("\n")[0]) from error
+        finally:  # which is not done for us if the capture cannot be ended
+            torch.cuda.set_stream(stream)
         self._pool = self._pool or graph.pool()
         return graph, result

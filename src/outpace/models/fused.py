@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,7 @@ from outpace.models.causal import windows
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # whose angles do not depend on the text
 GATES = {1: "silu", 2: "gelu_pytorch_tanh"}  # activations that the kernels know, by their names for them
+OLDEST = 8, 0  # compute capability of GPUs that they run on
 WIDEST_HEAD, LARGEST_TILE = 512, 16384  # bytes of a head, and of all queries of a block, that they hold
 
 
@@ -71,10 +73,15 @@ class Norm:
         eps = getattr(module, "variance_epsilon", None)
         return cls(module.weight.detach(), float(module.eps if eps is None else eps), family == "gemma")
 
-    @property
-    def all(self) -> tuple[Tensor, float, bool]:
+    @cached_property
+    def scale(self) -> Any:
         """As the kernels take it."""
-        return self.weight, self.eps, self.shifted
+        room = 1.0
+        if self.weight.dtype == torch.float16:  # rows times weights may be too large, if weights are
+            largest = float((self.weight.float() + (1.0 if self.shifted else 0.0)).abs().max())
+            room = 2.0 ** -max(0, math.ceil(math.log2(max(largest, 1.0))))
+        module = importlib.import_module("outpace.models.kernels.product")
+        return module.Scale(self.weight, self.eps, self.shifted, room)
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -105,10 +112,13 @@ class Cache:
 
     keys: Tensor
     values: Tensor
+    angles: tuple[Tensor, Tensor]  # cosines and sines of every position, `[T, d]` each
+    counters: Tensor  # int32 `[rows, heads]`, of the attention kernel; zeros when nothing runs
 
     def row(self, row: int) -> Cache:
         """One row of it, the same memory."""
-        return Cache(self.keys[:, row : row + 1], self.values[:, row : row + 1])
+        one = slice(row, row + 1)
+        return Cache(self.keys[:, one], self.values[:, one], self.angles, self.counters[one])
 
     def wipe(self) -> None:
         self.keys.zero_()
@@ -150,7 +160,6 @@ class FusedModel:
         ]
         self.norm = Norm.of(model.model.norm, family)
         self.head = Product.of(model.get_output_embeddings())
-        self._angles: tuple[Tensor, Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -160,19 +169,15 @@ class FusedModel:
         ]
         return sum(product.weight.nbytes for product in [*products, self.head])
 
-    def angles(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of every position, `[tokens, d]`, as the model's own module has them."""
-        if self._angles is None or len(self._angles[0]) < tokens:
-            positions = torch.arange(tokens, device=self.device)[None]
-            cos, sin = self.base.model.rotary_emb(self.embedding[:1, None], positions)
-            self._angles = cos[0].contiguous(), sin[0].contiguous()
-        return self._angles
-
     def room(self, rows: int, tokens: int) -> Cache:
         """A cache for so many texts of so many tokens. Zeros: a masked NaN is still NaN after the softmax."""
         shape = len(self.layers), rows, self.kv_heads, tokens, self.head_dim
         keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        return Cache(keys, torch.zeros_like(keys))
+        # The angles are the model's own.
+        positions = torch.arange(tokens, device=self.device)[None]
+        cos, sin = self.base.model.rotary_emb(self.embedding[:1, None], positions)
+        counters = torch.zeros(rows, self.kv_heads, dtype=torch.int32, device=self.device)
+        return Cache(keys, torch.zeros_like(keys), (cos[0].contiguous(), sin[0].contiguous()), counters)
 
     @torch.inference_mode()
     def read(self, ids: Tensor, positions: Tensor, cache: Cache) -> None:
@@ -199,7 +204,7 @@ class FusedModel:
             return self._between(ids, positions, cache)
         B, n = ids.shape
         x = self.embedding[ids] * self.embedding_scale
-        cos, sin = (table[positions][:, None] for table in self.angles(cache.tokens))  # [B, 1, n, d]
+        cos, sin = (table[positions][:, None] for table in cache.angles)  # [B, 1, n, d]
         masks = {window: mask_of(positions, cache.tokens, window, self.dtype) for window in self._windows}
         at = positions[:, None, :, None].expand(B, self.kv_heads, n, self.head_dim)
         for layer, keys, values in self._layers(cache, B):
@@ -226,26 +231,28 @@ class FusedModel:
     def _stream(self, ids: Tensor, positions: Tensor, cache: Cache) -> Any:
         """What goes into the last product: few tokens, through five kernels a layer."""
         times, norms = self._product.few_rows, [layer.norm for layer in self.layers[1:]] + [self.norm]
-        stream = self._product.take(ids, self.embedding, self.embedding_scale, self.layers[0].norm.all)
+        stream = self._product.take(ids, self.embedding, self.embedding_scale, self.layers[0].norm.scale)
         for (layer, keys, values), after in zip(self._layers(cache, len(ids)), norms, strict=True):
             qkv = times(stream, layer.qkv.weight, layer.qkv.bias)
             out = self._look(layer, qkv, positions, cache, keys, values)
-            stream = times(out, layer.out.weight, layer.out.bias, residual=stream.x, norm=layer.mlp_norm.all)
+            stream = times(
+                out, layer.out.weight, layer.out.bias, residual=stream.x, norm=layer.mlp_norm.scale
+            )
             inner = times(stream, layer.gate_up.weight, layer.gate_up.bias, gate=self._gate)
-            stream = times(inner, layer.down.weight, layer.down.bias, residual=stream.x, norm=after.all)
+            stream = times(inner, layer.down.weight, layer.down.bias, residual=stream.x, norm=after.scale)
         return stream
 
     def _between(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """`hidden` of more rows, a few tokens each: with kernels between the products."""
-        normed, gate = self._rows.normed, self._rows.gate
+        added, gate = self._rows.added, self._rows.gate
         x = (self.embedding[ids] * self.embedding_scale).flatten(0, 1)
         more = None
         for layer, keys, values in self._layers(cache, len(ids)):
-            x, y = normed(x, more, layer.norm.all)
+            x, y = added(x, more, layer.norm.scale)
             out = self._look(layer, layer.qkv(y), positions, cache, keys, values)
-            x, y = normed(x, layer.out(out), layer.mlp_norm.all)
+            x, y = added(x, layer.out(out), layer.mlp_norm.scale)
             more = layer.down(gate(layer.gate_up(y), self._gate))
-        last: Tensor = normed(x, more, self.norm.all)[1]
+        last: Tensor = added(x, more, self.norm.scale)[1]
         return last.view(*ids.shape, -1)
 
     def _look(
@@ -257,7 +264,7 @@ class FusedModel:
             norms = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps, layer.q_norm.shifted
         B, n = positions.shape
         out: Tensor = self._attention.few_queries(
-            qkv.view(B, n, -1), positions, self.angles(cache.tokens), keys, values, self._room,
+            qkv.view(B, n, -1), positions, cache.angles, keys, values, cache.counters,
             heads=self.heads, scale=self.scale, window=layer.window, norms=norms,
         )  # fmt: skip
         return out.view(B * n, -1)
@@ -277,10 +284,6 @@ class FusedModel:
     @cached_property
     def _rows(self) -> Any:
         return importlib.import_module("outpace.models.kernels.rows")
-
-    @cached_property
-    def _room(self) -> Any:
-        return self._attention.Room(self.device)
 
     @property
     def _windows(self) -> set[int | None]:
@@ -309,6 +312,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there are kernels for such weights."""
     return (
         device.type == "cuda"
+        and torch.cuda.get_device_capability(device) >= OLDEST
         and dtype in (torch.float16, torch.bfloat16, torch.float32)
         and importlib.util.find_spec("triton") is not None
     )
@@ -328,6 +332,8 @@ def why_not(model: Any) -> str | None:
     for module in _products(model):
         if type(module) is not nn.Linear or type(module.weight.data) is not Tensor:
             return f"has layers of another kind than plain products ({type(module).__name__})"
+        if not module.weight.is_contiguous():
+            return "has weights that do not lie in one piece"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "lies on several devices"
     if len({parameter.dtype for parameter in model.parameters()}) > 1:

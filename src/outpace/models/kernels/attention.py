@@ -17,13 +17,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from outpace.models.kernels.launch import overlapping
+from outpace.models.kernels.launch import Device, device
 
 RANGE = 256  # earlier tokens of a block, and twice as many where there are more heads
 FEW_HEADS = 16
 BLOCK = 64  # looked at at once; twice as many where few blocks with more queries have one range each
 FEW_BLOCKS = 160  # with fewer, each of several ranges has twice the warps
 FEW_QUERIES = 2
+STAGES = 3
 AT_ONCE = 16  # ranges whose maxima are looked at together
 
 
@@ -194,25 +195,13 @@ def attend(
             tl.store(to, (mixed / total[:, None]).to(kind), mask=wanted)
 
 
-class Room:
-    """What blocks of one call leave for each other; counters stay zero between calls."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.counters = torch.zeros(0, dtype=torch.int32, device=device)
-
-    def counters_of(self, groups: int) -> Tensor:
-        if len(self.counters) < groups:
-            self.counters = torch.zeros(groups, dtype=torch.int32, device=self.counters.device)
-        return self.counters
-
-
 def few_queries(
     qkv: Tensor,
     positions: Tensor,
     angles: tuple[Tensor, Tensor],
     keys: Tensor,
     values: Tensor,
-    room: Room,
+    counters: Tensor,
     *,
     heads: int,
     scale: float,
@@ -222,7 +211,8 @@ def few_queries(
     """Attention of qkv `[B, n, (heads + 2·kv_heads)·d]` at positions `[B, n]`, consecutive in each row, over
     keys and values `[B, kv_heads, T, d]`, into which the new ones are written; `[B, n, heads·d]`.
 
-    norms  of queries and keys: weights, eps, and whether weights are relative to 1
+    counters  int32, at least B·kv_heads zeros, which they are again when all is done
+    norms     of queries and keys: weights, eps, and whether weights are relative to 1
     """
     B, n, _ = qkv.shape
     kv_heads, T, D = keys.shape[1:]
@@ -238,16 +228,31 @@ def few_queries(
     q_norm, k_norm, eps, shifted = norms or (None, None, 0.0, False)
     blocks = B * kv_heads * ranges
     grid: Any = (blocks,)
+    here = device(qkv.device)
     few = blocks < FEW_BLOCKS
     wide = 2 * BLOCK if few and ranges == 1 and n > FEW_QUERIES else BLOCK
+    wide, stages = fitting(wide, ROWS, WIDTH * qkv.element_size(), here)
     warps = 8 if few and ranges > 1 else 4
-    overlaps = overlapping(qkv.device)
     attend[grid](
-        qkv, positions, *angles, q_norm, k_norm, keys, values, out, parts, room.counters_of(B * kv_heads),
+        qkv, positions, *angles, q_norm, k_norm, keys, values, out, parts, counters,
         eps, scale, window or 0, n, heads, kv_heads, ranges, span, positions.stride(0), qkv.stride(1),
         keys.stride(0), keys.stride(1), out.stride(1), angles[0].stride(0),
         D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), wide, AT_ONCE, shifted,
-        "ieee" if qkv.dtype == torch.float32 else "tf32", bool(overlaps),
-        num_warps=warps, **overlaps,
+        "ieee" if qkv.dtype == torch.float32 else "tf32", here.overlaps,
+        num_warps=warps, num_stages=stages, **here.options,
     )  # fmt: skip
     return out
+
+
+def fitting(block: int, rows: int, line: int, here: Device) -> tuple[int, int]:
+    """How many tokens of so many bytes are looked at at once, and stages, with a device's shared memory."""
+    stages = STAGES
+    while shared(block, rows, line, stages) > here.shared and block > 16:
+        block, stages = (block, stages - 1) if stages > 2 else (block // 2, stages)
+    return block, stages
+
+
+def shared(block: int, rows: int, line: int, stages: int) -> int:
+    """Bytes of shared memory that a block takes at most: keys and values of all stages but one, queries, and
+    scores on their way from one product to the other."""
+    return 2 * block * line * (stages - 1) + 2 * rows * line + 4 * rows * block

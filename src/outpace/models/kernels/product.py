@@ -9,7 +9,7 @@ norm's weights and leaves their sum of squares, and the one after it divides by 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 import triton
@@ -17,15 +17,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from outpace.models.kernels.launch import overlapping
+from outpace.models.kernels.launch import Device, device
 
 LEAST_ROWS, MOST_ROWS = 8, 32  # that a block has room for; more are better left to the library
-EARLY = 264  # blocks that are there before a kernel can begin: two for each of the device's processors
+RESIDENT = 2  # blocks on a processor, of those that are there before a kernel can begin
 NO_GATE, SILU, GELU = 0, 1, 2  # as `fused.GATES` has them
-ROOM = {torch.float16: 2.0**-8}  # what is not normalized yet may be too large for it
 
-Norm = tuple[Tensor, float, bool]
-"""Weights, eps, and whether weights are relative to 1."""
+
+@dataclass(frozen=True)
+class Scale:
+    """What a norm multiplies by."""
+
+    weight: Tensor
+    eps: float
+    shifted: bool  # whether weights are relative to 1
+    room: float = 1.0  # what scaled rows are multiplied by, so that float16 holds them: at most 1 / weight
 
 
 @dataclass(frozen=True)
@@ -33,9 +39,9 @@ class Stream:
     """Rows `[M, K]` and what is known of them when the norm that follows is done."""
 
     x: Tensor
-    scaled: Tensor  # times the norm's weights, and ROOM
+    scaled: Tensor  # times the norm's weights and its room
     squares: Tensor  # float32 `[M, parts]`, of which the sum is that of squares
-    eps: float
+    norm: Scale
 
 
 @triton.jit
@@ -67,7 +73,7 @@ def fetch(weight, first, N, K, BN: tl.constexpr, BYTES: tl.constexpr):
 
 @triton.jit
 def leave(
-    value, scale, out, scaled, sums, at, n, real, there, ROOM: tl.constexpr, SHIFTED: tl.constexpr
+    value, scale, room, out, scaled, sums, at, n, real, there, SHIFTED: tl.constexpr
 ):  # fmt: skip
     """Write values `[n, m]` down at `out + at`, and for the norm that follows, if any, scaled at
     `scaled + at`, and the sums of their squares at `sums`, `[m]`."""
@@ -80,16 +86,16 @@ def leave(
         factor = tl.load(scale + n, mask=real, other=0.0).to(tl.float32)
         if SHIFTED:
             factor += 1.0
-        tl.store(scaled + at, (wide * (factor * ROOM)[:, None]).to(kind), mask=mask)
+        tl.store(scaled + at, (wide * (factor * room)[:, None]).to(kind), mask=mask)
         tl.store(sums, tl.sum(wide * wide, axis=0), mask=there)
 
 
 @triton.jit(do_not_specialize=["M", "parts", "early"])
 def product(
-    x, weight, bias, squares, residual, scale, out, scaled, sums, M, N, K, parts, early, eps,
-    x_line, out_line,
+    x, weight, bias, squares, residual, scale, out, scaled, sums, M, N, K, parts, early, eps, room,
+    next_room, x_line, out_line,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, GATE: tl.constexpr,
-    ROOM: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    SHIFTED: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """`[M, N]` of x `[M, K]` and weight `[N, K]`, of which one block computes BN columns; `[2N, K]` with a
     gate, whose half comes first.
@@ -129,7 +135,7 @@ def product(
             mask = there[:, None] & (part < parts)[None, :]
             each = tl.load(squares + m[:, None] * parts + part[None, :], mask=mask, other=0.0)
             all_squares += tl.sum(each, axis=1)
-        factor = (tl.rsqrt(all_squares / K + eps) / ROOM)[None, :]
+        factor = (tl.rsqrt(all_squares / K + eps) / room)[None, :]
         total *= factor
         other *= factor
     if bias is not None:
@@ -143,13 +149,14 @@ def product(
     mask = there[None, :] & real[:, None]
     if residual is not None:
         total = total.to(kind).to(tl.float32) + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    leave(total, scale, out, scaled, sums + m * tl.num_programs(0) + block, at, n, real, there, ROOM, SHIFTED)
+    sums += m * tl.num_programs(0) + block
+    leave(total, scale, next_room, out, scaled, sums, at, n, real, there, SHIFTED)
 
 
 @triton.jit
 def embedded(
-    ids, table, scale, out, scaled, sums, factor, K, ids_line, per_line,
-    BK: tl.constexpr, ROOM: tl.constexpr, SHIFTED: tl.constexpr,
+    ids, table, scale, out, scaled, sums, factor, room, K, ids_line, per_line,
+    BK: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """One token's row of a table, with what the norm that follows wants."""
     row = tl.program_id(0)
@@ -158,19 +165,33 @@ def embedded(
     token = tl.load(ids + row // per_line * ids_line + row % per_line).to(tl.int64)
     value = tl.load(table + token * K + k, mask=inside, other=0.0).to(tl.float32) * factor
     at = row * K + k[:, None] + one[None, :]
-    leave(value[:, None], scale, out, scaled, sums + row + one, at, k, inside, one < 1, ROOM, SHIFTED)
+    leave(value[:, None], scale, room, out, scaled, sums + row + one, at, k, inside, one < 1, SHIFTED)
 
 
-def take(ids: Tensor, table: Tensor, factor: float, norm: Norm) -> Stream:
+def take(ids: Tensor, table: Tensor, factor: float, norm: Scale) -> Stream:
     """Rows of a table `[V, K]` by tokens `[B, n]`, times a factor."""
     B, n = ids.shape
     K = table.shape[1]
     stream = _stream(B * n, K, 1, table, norm)
     embedded[(B * n,)](
-        ids, table, norm[0], stream.x, stream.scaled, stream.squares, factor, K, ids.stride(0), n,
-        triton.next_power_of_2(K), ROOM.get(table.dtype, 1.0), norm[2], num_warps=8,
+        ids, table, norm.weight, stream.x, stream.scaled, stream.squares, factor, norm.room, K,
+        ids.stride(0), n, triton.next_power_of_2(K), norm.shifted, num_warps=8,
     )  # fmt: skip
     return stream
+
+
+@overload
+def few_rows(
+    x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, *, gate: int = NO_GATE,
+    residual: Tensor | None = None, norm: None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def few_rows(
+    x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, *, gate: int = NO_GATE,
+    residual: Tensor | None = None, norm: Scale,
+) -> Stream: ...  # fmt: skip
 
 
 def few_rows(
@@ -180,51 +201,68 @@ def few_rows(
     *,
     gate: int = NO_GATE,
     residual: Tensor | None = None,
-    norm: Norm | None = None,
-) -> Any:
+    norm: Scale | None = None,
+) -> Tensor | Stream:
     """x `[M, K]`, normalized if it is a stream, times weight `[N, K]` transposed, M up to MOST_ROWS.
 
     gate      NO_GATE, SILU or GELU: weight is `[2N, K]`, and its first half gates the second
     residual  `[M, N]`, added
     norm      that follows: the result is a stream
     """
+    before = x if isinstance(x, Stream) else None
     rows = x.scaled if isinstance(x, Stream) else x
     M, K = rows.shape
     N = weight.shape[0] // (2 if gate else 1)
     BM = max(LEAST_ROWS, triton.next_power_of_2(M))
-    BN, BK, warps, stages, ahead = shape_of(BM, N, rows.dtype, gate > 0)
+    here = device(rows.device)
+    shape = shape_of(BM, N, rows.dtype, gate > 0)
+    BN, BK, warps, stages, ahead = fitting(shape, BM, rows.dtype, gate > 0, here)
     blocks = triton.cdiv(N, BN)
-    overlaps = overlapping(rows.device)
     line = K * weight.element_size()
-    if line % 16 or line < ahead:
+    if line % ALIGNED or line < ahead or weight.data_ptr() % ALIGNED:
         ahead = 0
-    parts = x.squares.shape[1] if isinstance(x, Stream) else 1
-    stream = None if norm is None else _stream(M, N, blocks, rows, norm)
-    out = torch.empty(M, N, dtype=rows.dtype, device=rows.device) if stream is None else stream.x
+    after = None if norm is None else _stream(M, N, blocks, rows, norm)
+    out = torch.empty(M, N, dtype=rows.dtype, device=rows.device) if after is None else after.x
     grid: Any = (blocks,)
     product[grid](
-        rows, weight, bias, x.squares if isinstance(x, Stream) else None, residual,
-        None if norm is None else norm[0], out, None if stream is None else stream.scaled,
-        out if stream is None else stream.squares, M, N, K, parts, EARLY,
-        x.eps if isinstance(x, Stream) else 0.0, rows.stride(0), out.stride(0),
-        BM, BN, BK, max(16, 2048 // BM), gate, ROOM.get(rows.dtype, 1.0),
-        norm is not None and norm[2], "ieee" if rows.dtype == torch.float32 else "tf32",
-        ahead if overlaps else -1, num_warps=warps, num_stages=stages, **overlaps,
+        rows, weight, bias, before and before.squares, residual, norm and norm.weight, out,
+        after and after.scaled, out if after is None else after.squares, M, N, K,
+        before.squares.shape[1] if before else 1, RESIDENT * here.processors,
+        before.norm.eps if before else 0.0, before.norm.room if before else 1.0, norm.room if norm else 1.0,
+        rows.stride(0), out.stride(0),
+        BM, BN, BK, max(16, 2048 // BM), gate, norm is not None and norm.shifted,
+        "ieee" if rows.dtype == torch.float32 else "tf32", ahead if here.overlaps else -1,
+        num_warps=warps, num_stages=stages, **here.options,
     )  # fmt: skip
-    return out if stream is None else stream
+    return out if after is None else after
 
 
-def _stream(M: int, K: int, parts: int, like: Tensor, norm: Norm) -> Stream:
+def _stream(M: int, K: int, parts: int, like: Tensor, norm: Scale) -> Stream:
     x, scaled = torch.empty(2, M, K, dtype=like.dtype, device=like.device)
-    return Stream(x, scaled, torch.empty(M, parts, dtype=torch.float32, device=like.device), norm[1])
+    return Stream(x, scaled, torch.empty(M, parts, dtype=torch.float32, device=like.device), norm)
 
 
-def shape_of(BM: int, N: int, dtype: torch.dtype, gate: bool) -> tuple[int, int, int, int, int]:
-    """Columns of a block, entries read at once, warps, stages, and bytes of a row to fetch ahead.
+ALIGNED = 16  # bytes, of what is fetched ahead
+Shape = tuple[int, int, int, int, int]
+"""Columns of a block, entries read at once, warps, stages, and bytes of a row to fetch ahead."""
 
-    Found by timing whole passes of 7B and 1.3B Llama shapes on an H200. What counts is that all blocks are
-    on the device at once, and about as many on each of its 132 processors.
-    """
+
+def fitting(shape: Shape, BM: int, dtype: torch.dtype, gate: bool, here: Device) -> Shape:
+    """With fewer stages, and then fewer entries, where a device's blocks have less shared memory."""
+    BN, BK, warps, stages, ahead = shape
+    while shared(BM, BN, BK, stages, dtype, gate) > here.shared and BK > 16:
+        BK, stages = (BK, stages - 1) if stages > 2 else (BK // 2, stages)
+    return BN, BK, warps, stages, ahead
+
+
+def shared(BM: int, BN: int, BK: int, stages: int, dtype: torch.dtype, gate: bool) -> int:
+    """Bytes of shared memory that a block takes at most: all stages of its rows and columns."""
+    return (BM + (2 if gate else 1) * BN) * BK * stages * dtype.itemsize
+
+
+def shape_of(BM: int, N: int, dtype: torch.dtype, gate: bool) -> Shape:
+    """Found by timing whole passes of 7B and 1.3B Llama shapes on an H200. What counts inside a layer is that
+    all blocks are on the device at once, and about as many on each of its 132 processors."""
     if dtype == torch.float32:
         return 16, 64, 4, 3, 0
     if BM <= 16:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outpace.models.kernels.product import Norm, gated
+from outpace.models.kernels.product import Scale, gated
 
 BLOCK = 1024
 
@@ -48,15 +48,14 @@ def gates(x, out, N, KIND: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * N + n, (gated(half, KIND).to(kind).to(tl.float32) * up).to(kind), mask=inside)
 
 
-def normed(x: Tensor, more: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+def added(x: Tensor, more: Tensor | None, norm: Scale) -> tuple[Tensor, Tensor]:
     """x `[M, K]` plus more, and that normalized."""
     M, K = x.shape
-    weight, eps, shifted = norm
     out = torch.empty(M, K, dtype=x.dtype, device=x.device)
     total = x if more is None else torch.empty_like(out)
     summed[(M,)](
-        x, more, weight, total, out, K, eps, x.stride(0), 0 if more is None else more.stride(0),
-        triton.next_power_of_2(K), shifted, num_warps=8,
+        x, more, norm.weight, total, out, K, norm.eps, x.stride(0), 0 if more is None else more.stride(0),
+        triton.next_power_of_2(K), norm.shifted, num_warps=8,
     )  # fmt: skip
     return total, out
 
