@@ -71,6 +71,39 @@ def test_texts_pass_the_audit(drafter: str) -> None:
     assert used(one)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_beginnings_are_computed_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that several rows have, and a text that goes on with what was written."""
+    prompt = list(range(1, 41))
+    one = Decoder(tiny(family), tiny(family, seed=1), engine=True, length=Fixed(3))
+    alone = Decoder(tiny(family), tiny(family, seed=1), length=Fixed(0))
+    read, seen = type(one._engines._get(4, 200).target).read, []  # type: ignore[union-attr]
+
+    def counts(self: Any, ids: torch.Tensor, *rest: Any) -> None:
+        seen.append(ids.shape[1])
+        read(self, ids, *rest)
+
+    monkeypatch.setattr(type(one._engines._engine.target), "read", counts)  # type: ignore[union-attr]
+    outs = one.generate([prompt] * 4, temperature=0, max_new_tokens=20)
+    assert seen == [39, 39]  # target and draft, of one row
+    assert {tuple(out.tokens) for out in outs} == {
+        tuple(alone.generate(prompt, temperature=0, max_new_tokens=20).tokens)
+    }
+    longer = [*prompt, *outs[0].tokens, 7, 8, 9]
+    seen.clear()
+    again = one.generate(longer, temperature=0, max_new_tokens=20)
+    assert seen == [4, 4]
+    assert again.tokens == alone.generate(longer, temperature=0, max_new_tokens=20).tokens
+    with torch.no_grad():
+        for decoder in (one, alone):
+            decoder.scorer.base.get_output_embeddings().weight.mul_(-1.0)
+    seen.clear()
+    assert one.generate(longer, temperature=0, max_new_tokens=20).tokens == (
+        alone.generate(longer, temperature=0, max_new_tokens=20).tokens
+    )
+    assert seen == [62, 62]
+
+
 def test_rows_end_where_they_should() -> None:
     """At the limit, and at a token that ends texts, in the midst of a block."""
     expected = decoder(engine=False).generate(PROMPTS, temperature=0, max_new_tokens=30)

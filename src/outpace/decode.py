@@ -467,7 +467,7 @@ class Decoder:
         steps = self._advance(rows, draft, None, *each)
         for i, row in enumerate(rows):
             if row.finish_reason is not None:
-                engine.end(row.slot, wipe=row.error is not None)
+                engine.end(row.slot, row.tokens, wipe=row.error is not None)
                 del active[row.slot]
                 self.length.reset([row.slot])
                 steps[i] = dataclasses.replace(steps[i], finish_reason=row.finish_reason, output=row.output())

@@ -28,6 +28,7 @@ class Engines:
         self.rule, self.lenience = rule, lenience
         self._engine: Engine | None = None
         self._weights: tuple[object, ...] = ()
+        self._versions: tuple[int, ...] = ()
         self.why_not = self._why_not()
 
     def take(self, rows: Sequence[Row], slots: int, tokens: int) -> Engine | None:
@@ -80,7 +81,16 @@ class Engines:
                 copies=self._copies(),
             )
             self._weights = self._fingerprint()
+        versions = self._changes()
+        if versions != self._versions:
+            engine.forget()
+            self._versions = versions
         return engine
+
+    def _changes(self) -> tuple[int, ...]:
+        """Change when weights are changed where they lie: then what the caches hold is no longer theirs."""
+        parameters = (one for model in self._models() for one in model.parameters())
+        return tuple(one._version for one in parameters if not one.is_inference())
 
     def _fingerprint(self) -> tuple[object, ...]:
         """Changes when weights lie elsewhere, or a model can no longer be rearranged."""

@@ -52,6 +52,7 @@ def backend() -> Any:
     except ImportError as error:
         raise ValueError("a plot needs matplotlib: pip install 'outpace[plot]'") from error
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
     from matplotlib import pyplot
 
     return pyplot

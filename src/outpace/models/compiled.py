@@ -7,6 +7,8 @@ rows go on together, with the same g, and a row whose end the host has seen stan
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,12 +20,15 @@ from torch import Tensor
 
 from outpace.draft.base import fit
 from outpace.draft.lookup import copied
+from outpace.models.causal import WORTH_COPYING, common
 from outpace.sampling import Sampling
 from outpace.verify import Drawn, Rule, Verdict, sample, verify
 from outpace.verify.rules import parse
 
 CHUNK = 512  # tokens of a prompt that go through a model at a time
+MOST_GRAPHS = 64  # that are kept
 
+log = logging.getLogger("outpace")
 
 Captured = tuple[torch.cuda.CUDAGraph, Tensor]
 """A graph, and the tensor that holds what it returns."""
@@ -36,7 +41,7 @@ class Model(Protocol):
     device: torch.device
 
     def room(self, rows: int, tokens: int) -> Any:
-        """A cache, with `row(i)`, one row of it, and `wipe()`."""
+        """A cache, with `row(i)`, one row of it, `copy(i, j, n)` of first tokens, and `wipe()`."""
 
     def read(self, ids: Tensor, positions: Tensor, cache: Any) -> None:
         """Take tokens `[B, n]` at positions `[B, n]` into the cache's first B rows."""
@@ -148,6 +153,7 @@ class Engine:
         self.captures = target.device.type == "cuda"
         self._graphs: dict[tuple[int, int, Sampling], Captured | None] = {}
         self._pool: Any = None  # of memory, shared by all graphs
+        self._held: dict[int, Sequence[int]] = {}  # tokens that surely lie at a row's beginning in the caches
 
     def begin(self, row: int, text: Sequence[int], seed: int) -> None:
         """A row takes up a text. Its last token waits for the first iteration."""
@@ -155,13 +161,15 @@ class Engine:
             raise ValueError(f"text: got {len(text)} tokens; there is room for 1 to {self.tokens - 1}")
         ids = torch.tensor(text, device=self.target.device)
         with self._on_device():
+            done = self._taken_over(row, text)
             for model, cache in ((self.target, self.target_cache), (self.draft, self.draft_cache)):
                 if model is None:
                     continue
                 own = cache.row(row)
-                for first in range(0, len(text) - 1, CHUNK):
+                for first in range(done, len(text) - 1, CHUNK):
                     part = torch.arange(first, min(first + CHUNK, len(text) - 1), device=model.device)
                     model.read(self._known(ids[None, part], model), part[None], own)
+        self._held[row] = text[:-1]
         if self.copies is not None:
             self.text[row, : len(text)] = ids
         self.lengths[row] = len(text)
@@ -169,13 +177,34 @@ class Engine:
         self.seeds[row] = seed
         self.active[row] = 1
 
-    def end(self, row: int, wipe: bool = False) -> None:
-        """A row stands still until it takes up another text. NaN in a cache outlives it, unless wiped."""
+    def _taken_over(self, row: int, text: Sequence[int]) -> int:
+        """How many of a text's first tokens are in the caches, some of them copied from another row; the last
+        one is left."""
+        shared = {other: common(held, text, len(text) - 1) for other, held in self._held.items()}
+        own = shared.get(row, 0)
+        best = max(shared, key=lambda other: shared[other], default=row)
+        if best == row or shared[best] < own + WORTH_COPYING:
+            return own
+        for cache in (self.target_cache, self.draft_cache):
+            if cache is not None:
+                cache.copy(best, row, shared[best])
+        return shared[best]
+
+    def end(self, row: int, text: Sequence[int] = (), wipe: bool = False) -> None:
+        """A row stands still until it takes up another text, which may begin as the one that it has written.
+        NaN in a cache outlives it, unless wiped."""
         self.active[row] = 0
+        if text:  # the draft may lack the last token but one
+            self._held[row] = text[:-2]
         if wipe:
+            self._held.pop(row, None)
             for cache in (self.target_cache, self.draft_cache):
                 if cache is not None:
                     cache.row(row).wipe()
+
+    def forget(self) -> None:
+        """Nothing that the caches hold is used again."""
+        self._held.clear()
 
     def start(self, g: int, sampling: Sampling, rows: int | None = None) -> Pending:
         """Start an iteration of g drafts of the first rows, or of all; 0 decodes plainly. The host goes on
@@ -286,6 +315,9 @@ class Engine:
         """The graph of such an iteration, made when it is first wanted; None if it could not be."""
         key = g, rows, sampling
         if key not in self._graphs:
+            if len(self._graphs) >= MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            begun = time.perf_counter()
             before = self.lengths.clone(), self.last.clone()
             try:
                 self._graphs[key] = self._capture(lambda: self.iteration(g, sampling, rows))
@@ -299,6 +331,8 @@ class Engine:
             finally:  # what trying it has changed is put back
                 self.lengths.copy_(before[0])
                 self.last.copy_(before[1])
+            taken = time.perf_counter() - begun
+            log.info("an iteration of g = %d, %d rows, was made ready in %.1f s", g, rows, taken)
         return self._graphs[key]
 
     def _capture(self, run: Callable[[], Tensor]) -> Captured:

@@ -120,6 +120,11 @@ class Cache:
         one = slice(row, row + 1)
         return Cache(self.keys[:, one], self.values[:, one], self.angles, self.counters[one])
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        """The first tokens of one row become those of another."""
+        for table in (self.keys, self.values):
+            table[:, target, :, :length] = table[:, source, :, :length]
+
     def wipe(self) -> None:
         self.keys.zero_()
         self.values.zero_()

@@ -29,6 +29,10 @@ class GenericCache:
         """One row of it, the same memory."""
         return GenericCache(self.ragged, self.first + row)
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        """The first tokens of one row become those of another."""
+        self.ragged.copy(self.first + source, self.first + target, length)
+
     def wipe(self) -> None:
         """Zeros again, in its first row."""
         self.ragged.clear(self.first)
