@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,8 +106,8 @@ def main() -> None:
             f"{one['dtype']:9} {one['side']:20} {one['tokens']:3} {one['milliseconds']:8.2f} ms "
             f"{one['of_one']:5.2f} x one"
         )
-    report = {"command": " ".join(["python", *sys.argv]), "machine": machine(), "context": CONTEXT}
-    write({**report, "figures": figures}, given.out)
+    command = f"python benchmarks/pass_cpu.py --model {Path(given.model).name} --repeats {given.repeats}"
+    write({"command": command, "machine": machine(), "context": CONTEXT, "figures": figures}, given.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outpace import Decoder, Fixed
-from outpace.models.packed import Packed, layers, packed_bytes
+from outpace.models.packed import X86, Packed, layers, packed_bytes
 from tests.tiny import tiny
 
 
@@ -39,6 +39,21 @@ def test_a_bias_is_added() -> None:
     x = torch.randn(3, 8, dtype=torch.bfloat16)
     with torch.inference_mode(), Packed(model).use():
         torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 300])
+def test_large_layers_of_float32_compute_what_the_others_do(rows: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(600, 900), torch.nn.Linear(900, 100))
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        pytest.skip("this PyTorch has no oneDNN")
+    assert layers(model)[0] is model[0]
+    assert len(layers(model)) == (1 if X86 else 2)  # the second is small
+    x = torch.randn(rows, 600)
+    with torch.inference_mode():
+        expected = model(x)
+        with Packed(model).use():
+            assert "forward" in model[0].__dict__
+            torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_model_is_as_it_was_afterwards_even_after_an_error() -> None:

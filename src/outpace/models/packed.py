@@ -21,6 +21,8 @@ from torch.nn import Linear
 from torch.nn.functional import linear, pad
 
 MOST_ROWS = 256  # beyond this a product computes more than it reads, and packing does not matter
+X86 = platform.machine() in ("x86_64", "AMD64")
+LARGE = 2**19  # entries of a weight
 
 
 _locks: WeakKeyDictionary[torch.nn.Module, threading.RLock] = WeakKeyDictionary()
@@ -49,13 +51,9 @@ class Packed:
 
 
 def layers(model: torch.nn.Module) -> list[Linear]:
-    """Those that gain by it: plain ones, on the CPU, in bfloat16, or in float32 on other processors than x86,
-    where MKL is as fast without."""
+    """Those that gain by it: plain ones, on the CPU."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return []
-    kinds = set() if platform.machine() in ("x86_64", "AMD64") else {torch.float32}
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        kinds.add(torch.bfloat16)
     return [
         layer
         for layer in model.modules()
@@ -63,8 +61,17 @@ def layers(model: torch.nn.Module) -> list[Linear]:
         and "forward" not in layer.__dict__  # somebody else's hook
         and type(layer.weight.data) is Tensor
         and layer.weight.device.type == "cpu"
-        and layer.weight.dtype in kinds
+        and _gains(layer.weight)
     ]
+
+
+def _gains(weight: Tensor) -> bool:
+    """bfloat16 does. So does float32; but on x86, where MKL lays out fast, only what is large enough."""
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    out, inner = weight.shape
+    large = out * inner >= (LARGE if out >= inner else 8 * LARGE)
+    return weight.dtype == torch.float32 and (not X86 or large)
 
 
 def packed_bytes(model: torch.nn.Module) -> int:
@@ -75,11 +82,12 @@ def _forward(layer: Linear) -> Callable[[Tensor], Tensor]:
     weight, bias = layer.weight, layer.bias
     product: Any = torch.ops.mkldnn._linear_pointwise.default
     laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-    single = weight.dtype == torch.float32  # one row: a product with a vector, better left to BLAS
+    # Of float32 a row alone is a product with a vector, better left to BLAS, as MKL's are of up to three.
+    least = 1 if weight.dtype == torch.bfloat16 else 4 if X86 else 2
 
     def forward(x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
-        if rows > MOST_ROWS or (rows == 1 and single):
+        if rows > MOST_ROWS or rows < least:
             return linear(x, weight, bias)
         if rows == 1:  # bfloat16: two rows are faster than one
             out: Tensor = product(pad(x.reshape(1, -1), (0, 0, 0, 1)), laid_out, bias, "none", [], "")
