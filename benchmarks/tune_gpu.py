@@ -3,8 +3,8 @@
     python benchmarks/tune_gpu.py --model llama2-1.3b --tokens 1 --out tune.json
 
 Products are not timed alone: in a pass each begins while the one before it ends, and finds its weights in no
-cache. What `outpace.models.kernels.product.shape_of` says was found so on an H200, for llama2-7b with 6 tokens
-and llama2-1.3b with one. The first round starts from it, and shows what is gained.
+cache. What `outpace.models.kernels.product.shape_of` says was found so on an H200, for llama2-7b with 6
+tokens and llama2-1.3b with one. The first round starts from it, and shows what is gained.
 """
 
 from __future__ import annotations
