@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import warnings
 from collections import deque
@@ -433,11 +434,7 @@ class Decoder:
         try:
             while waiting or active:
                 clock = Clock()
-                for slot in range(slots):
-                    if waiting and slot not in active:
-                        active[slot] = row = waiting.popleft()
-                        row.slot = slot
-                        engine.begin(slot, row.tokens, row.seed)
+                self._take_up(engine, waiting, slots, active)
                 while len(started) < 2:
                     g = max(self.length.choose(list(active)))
                     started.append((engine.start(g, sampling, slots), dict(active)))
@@ -455,6 +452,17 @@ class Decoder:
             self.length.reset(range(slots))
             for pending, _ in started:
                 pending.read()
+
+    @staticmethod
+    def _take_up(engine: Engine, waiting: deque[Row], slots: int, active: dict[int, Row]) -> None:
+        """Slots that are free get rows that wait, those side by side together."""
+        free = [slot for slot in range(slots) if slot not in active][: len(waiting)]
+        for slot in free:
+            active[slot] = waiting.popleft()
+            active[slot].slot = slot
+        for _, run in itertools.groupby(enumerate(free), key=lambda one: one[1] - one[0]):
+            new = [active[slot] for _, slot in run]
+            engine.begin_all(new[0].slot, [row.tokens for row in new], [row.seed for row in new])
 
     def _gained(
         self, engine: Engine, rows: list[Row], outcome: Outcome, active: dict[int, Row]

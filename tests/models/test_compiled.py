@@ -74,6 +74,22 @@ def test_reading_one_iteration_late_changes_nothing() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("lengths", [(3, 5, 4), (2, 60, 3), (40, 40, 40), (1, 1, 2)])
+def test_rows_that_begin_together_begin_as_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr("outpace.models.compiled.TOGETHER", 24)  # several passes
+    noise = torch.Generator().manual_seed(sum(lengths))
+    prompts = [torch.randint(V, (n,), generator=noise).tolist() for n in lengths]
+    engines = [engine_of(tiny(), tiny(seed=1)) for _ in range(2)]
+    engines[0].begin_all(0, prompts, SEEDS)
+    for row, (prompt, seed) in enumerate(zip(prompts, SEEDS, strict=True)):
+        engines[1].begin(row, prompt, seed)
+    for _ in range(4):
+        one, other = (engine.start(3, Sampling(temperature=0)).read() for engine in engines)
+        assert [one.won(row) for row in range(3)] == [other.won(row) for row in range(3)]
+
+
 def test_a_row_takes_up_one_text_after_another() -> None:
     """What an earlier text left in the caches is not seen."""
     target, draft = tiny(), tiny(seed=1)

@@ -26,6 +26,8 @@ from outpace.verify import Drawn, Rule, Verdict, sample, verify
 from outpace.verify.rules import parse
 
 CHUNK = 512  # tokens of a prompt that go through a model at a time
+TOGETHER = 4096  # of several prompts
+PADDING = 2  # times their tokens that prompts may take together
 MOST_GRAPHS = 64  # that are kept
 
 log = logging.getLogger("outpace")
@@ -41,7 +43,7 @@ class Model(Protocol):
     device: torch.device
 
     def room(self, rows: int, tokens: int) -> Any:
-        """A cache, with `row(i)`, one row of it, `copy(i, j, n)` of first tokens, and `wipe()`."""
+        """A cache, with `part(i, n)`, n rows of it, `copy(i, j, n)` of first tokens, and `wipe()`."""
 
     def read(self, ids: Tensor, positions: Tensor, cache: Any) -> None:
         """Take tokens `[B, n]` at positions `[B, n]` into the cache's first B rows."""
@@ -157,30 +159,59 @@ class Engine:
 
     def begin(self, row: int, text: Sequence[int], seed: int) -> None:
         """A row takes up a text. Its last token waits for the first iteration."""
-        if not 1 <= len(text) < self.tokens:
-            raise ValueError(f"text: got {len(text)} tokens; there is room for 1 to {self.tokens - 1}")
-        ids = torch.tensor(text, device=self.target.device)
+        self.begin_all(row, [text], [seed])
+
+    def begin_all(self, row: int, texts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+        """Rows from this one on take up texts."""
+        for text in texts:
+            if not 1 <= len(text) < self.tokens:
+                raise ValueError(f"text: got {len(text)} tokens; there is room for 1 to {self.tokens - 1}")
         with self._on_device():
-            done = self._taken_over(row, text)
-            for model, cache in ((self.target, self.target_cache), (self.draft, self.draft_cache)):
-                if model is None:
-                    continue
-                own = cache.row(row)
-                for first in range(done, len(text) - 1, CHUNK):
-                    part = torch.arange(first, min(first + CHUNK, len(text) - 1), device=model.device)
-                    model.read(self._known(ids[None, part], model), part[None], own)
-        self._held[row] = text[:-1]
-        if self.copies is not None:
-            self.text[row, : len(text)] = ids
-        self.lengths[row] = len(text)
-        self.last[row] = ids[[-2, -1]] if len(text) > 1 else ids[[-1, -1]]
-        self.seeds[row] = seed
-        self.active[row] = 1
+            known = [max(self._shared(text).values(), default=0) for text in texts]
+            padded = len(texts) * max(map(len, texts))
+            if (
+                len(texts) > 1
+                and max(known) < WORTH_COPYING
+                and len(set(map(tuple, texts))) == len(texts)
+                and padded <= PADDING * sum(map(len, texts))
+            ):
+                self._read(row, texts, 0)
+            else:
+                for i, text in enumerate(texts, row):
+                    self._read(i, [text], self._taken_over(i, text))
+        for i, (text, seed) in enumerate(zip(texts, seeds, strict=True), row):
+            ids = torch.tensor(text, device=self.target.device)
+            if self.copies is not None:
+                self.text[i, : len(text)] = ids
+            self.lengths[i] = len(text)
+            self.last[i] = ids[[-2, -1]] if len(text) > 1 else ids[[-1, -1]]
+            self.seeds[i] = seed
+            self.active[i] = 1
+
+    def _read(self, row: int, texts: Sequence[Sequence[int]], done: int) -> None:
+        """Texts but their last tokens go through the models, from a token on. Where one has ended before
+        others its cache gets garbage, which lies past its length."""
+        longest = max(map(len, texts)) - 1
+        ids = torch.tensor([[*text, *[0] * (longest + 1 - len(text))] for text in texts])
+        ids = ids.to(self.target.device)
+        step = CHUNK if len(texts) == 1 else max(1, TOGETHER // len(texts))
+        for model, cache in ((self.target, self.target_cache), (self.draft, self.draft_cache)):
+            if model is None:
+                continue
+            own = cache.part(row, len(texts))
+            for first in range(done, longest, step):
+                places = torch.arange(first, min(first + step, longest), device=ids.device)
+                part = self._known(ids[:, first : places.shape[0] + first], model)
+                model.read(part, places.expand(len(texts), -1), own)
+        self._held |= {i: text[:-1] for i, text in enumerate(texts, row)}
+
+    def _shared(self, text: Sequence[int]) -> dict[int, int]:
+        """How many first tokens of a text lie in the caches of each row; the last one is left."""
+        return {row: common(held, text, len(text) - 1) for row, held in self._held.items()}
 
     def _taken_over(self, row: int, text: Sequence[int]) -> int:
-        """How many of a text's first tokens are in the caches, some of them copied from another row; the last
-        one is left."""
-        shared = {other: common(held, text, len(text) - 1) for other, held in self._held.items()}
+        """How many of a text's first tokens are in a row's caches, some of them copied from another's."""
+        shared = self._shared(text)
         own = shared.get(row, 0)
         best = max(shared, key=lambda other: shared[other], default=row)
         if best == row or shared[best] < own + WORTH_COPYING:
@@ -200,7 +231,7 @@ class Engine:
             self._held.pop(row, None)
             for cache in (self.target_cache, self.draft_cache):
                 if cache is not None:
-                    cache.row(row).wipe()
+                    cache.part(row, 1).wipe()
 
     def forget(self) -> None:
         """Nothing that the caches hold is used again."""

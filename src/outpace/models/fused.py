@@ -115,10 +115,10 @@ class Cache:
     angles: tuple[Tensor, Tensor]  # cosines and sines of every position, `[T, d]` each
     counters: Tensor  # int32 `[rows, heads]`, of the attention kernel; zeros when nothing runs
 
-    def row(self, row: int) -> Cache:
-        """One row of it, the same memory."""
-        one = slice(row, row + 1)
-        return Cache(self.keys[:, one], self.values[:, one], self.angles, self.counters[one])
+    def part(self, row: int, rows: int) -> Cache:
+        """Some rows of it, the same memory."""
+        some = slice(row, row + rows)
+        return Cache(self.keys[:, some], self.values[:, some], self.angles, self.counters[some])
 
     def copy(self, source: int, target: int, length: int) -> None:
         """The first tokens of one row become those of another."""

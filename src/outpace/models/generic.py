@@ -23,19 +23,21 @@ class GenericCache:
     """Rows of a ragged cache, from `first` on."""
 
     ragged: RaggedCache
-    first: int = 0
+    first: int
+    rows: int
 
-    def row(self, row: int) -> GenericCache:
-        """One row of it, the same memory."""
-        return GenericCache(self.ragged, self.first + row)
+    def part(self, row: int, rows: int) -> GenericCache:
+        """Some rows of it, the same memory."""
+        return GenericCache(self.ragged, self.first + row, rows)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """The first tokens of one row become those of another."""
         self.ragged.copy(self.first + source, self.first + target, length)
 
     def wipe(self) -> None:
-        """Zeros again, in its first row."""
-        self.ragged.clear(self.first)
+        """Zeros again."""
+        for row in range(self.first, self.first + self.rows):
+            self.ragged.clear(row)
 
 
 class GenericModel:
@@ -53,7 +55,7 @@ class GenericModel:
         """A cache for so many texts of so many tokens."""
         cache = RaggedCache(self.base.config.num_hidden_layers)
         cache.reserve(rows, tokens)
-        return GenericCache(cache)
+        return GenericCache(cache, 0, rows)
 
     def read(self, ids: Tensor, positions: Tensor, cache: GenericCache) -> None:
         """Take tokens `[B, n]` at positions `[B, n]` into the cache."""
