@@ -90,6 +90,30 @@ def test_rows_that_begin_together_begin_as_one_by_one(
         assert [one.won(row) for row in range(3)] == [other.won(row) for row in range(3)]
 
 
+def test_what_was_interrupted_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = list(range(1, 40)), list(range(1, 20)) + list(range(40, 60))
+    engine, fresh = engine_of(tiny(), tiny(seed=1)), engine_of(tiny(), tiny(seed=1))
+    engine.begin(0, first, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("outpace.models.compiled.CHUNK", 4)
+        read = FusedModel.read
+
+        def interrupted(self: FusedModel, ids: Tensor, positions: Tensor, cache: Cache) -> None:
+            read(self, ids, positions, cache)
+            raise KeyboardInterrupt
+
+        patch.setattr(FusedModel, "read", interrupted)
+        for row in (0, 1):
+            with pytest.raises(KeyboardInterrupt):
+                engine.begin(row, second, 1)
+    for one in (engine, fresh):
+        one.begin(0, first, 1)
+        one.begin(1, second, 1)
+    for _ in range(3):
+        found, expected = (one.start(3, Sampling(temperature=0), rows=2).read() for one in (engine, fresh))
+        assert [found.won(row) for row in (0, 1)] == [expected.won(row) for row in (0, 1)]
+
+
 def test_a_row_takes_up_one_text_after_another() -> None:
     """What an earlier text left in the caches is not seen."""
     target, draft = tiny(), tiny(seed=1)

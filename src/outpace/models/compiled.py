@@ -191,6 +191,8 @@ class Engine:
     def _read(self, row: int, texts: Sequence[Sequence[int]], done: int) -> None:
         """Texts but their last tokens go through the models, from a token on. Where one has ended before
         others its cache gets garbage, which lies past its length."""
+        for i in range(row, row + len(texts)):
+            self._held.pop(i, None)  # should this be interrupted
         longest = max(map(len, texts)) - 1
         ids = torch.tensor([[*text, *[0] * (longest + 1 - len(text))] for text in texts])
         ids = ids.to(self.target.device)
@@ -216,6 +218,7 @@ class Engine:
         best = max(shared, key=lambda other: shared[other], default=row)
         if best == row or shared[best] < own + WORTH_COPYING:
             return own
+        self._held.pop(row, None)  # should this be interrupted
         for cache in (self.target_cache, self.draft_cache):
             if cache is not None:
                 cache.copy(best, row, shared[best])
