@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation import utils as generation
 
 from outpace.integrations import assisted
+from outpace.integrations.assisted import generation
 from outpace.integrations.transformers import patch, patched, unpatch
 from tests.statistical import chisquare
 from tests.tiny import tiny

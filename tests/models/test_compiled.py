@@ -178,6 +178,11 @@ def test_a_draft_keeps_up_with_plain_iterations() -> None:
     assert engine.start(3, Sampling()).read().accepted == [3] * len(PROMPTS)
 
 
+def test_without_anyone_who_guesses_decoding_is_plain() -> None:
+    expected = [greedy(tiny(), prompt, 20) for prompt in PROMPTS]
+    assert texts(engine_of(tiny(), None), 3, Sampling(temperature=0), 20) == expected
+
+
 def test_models_of_two_precisions_write_together() -> None:
     target, draft = tiny(), tiny(seed=1).double()
     expected = [greedy(target, prompt, 20) for prompt in PROMPTS]

@@ -157,21 +157,27 @@ class Cell:
     batch_size: int = 500
     stops: bool = False
     draft_way: str | None = None
+    engine: bool = False
 
     def __str__(self) -> str:
         parts = [self.drafter, self.rule, self.way, self.length, f"B{self.batch_size}"]
         parts += ["stops"] * self.stops + [f"draft {self.draft_way}"] * (self.draft_way is not None)
+        parts += ["engine"] * self.engine
         return "-".join(parts)
 
     def decoder(self) -> Decoder:
         kind, g = self.length.split()
         policy = Fixed(int(g)) if kind == "f" else Heuristic(int(g), least=int(kind == "l"))
         draft = WAYS[self.draft_way].sampling() if self.draft_way else None
-        return Decoder(target(), drafter(self.drafter), rule=self.rule, length=policy, draft_sampling=draft)
+        return Decoder(
+            target(), drafter(self.drafter), rule=self.rule, length=policy, draft_sampling=draft,
+            engine=self.engine,
+        )  # fmt: skip
 
 
 def joint_distribution_is_exact(cell: Cell, samples: int = SAMPLES) -> None:
-    outs = cell.decoder().generate(
+    decoder = cell.decoder()
+    outs = decoder.generate(
         PROMPT,
         WAYS[cell.way].sampling(),
         n=samples,
@@ -180,6 +186,7 @@ def joint_distribution_is_exact(cell: Cell, samples: int = SAMPLES) -> None:
         seed=20230213,
         batch_size=cell.batch_size,
     )
+    assert not cell.engine or (decoder._engines and decoder._engines._engine), "it was done without"
     expected = exact(cell.way, cell.stops)
     counts = Counter(tuple(out.tokens) for out in outs)
     assert set(counts) <= set(expected), "an impossible text came out"
@@ -211,6 +218,14 @@ CELLS = [
     # batches: rows alone, in pairs, and refilled all the time
     Cell("lookup", "block", "plain", "f 3", batch_size=7, stops=True),
     Cell("model", "token", "penalty", "h 3", batch_size=64, stops=True),
+    # the engine, with what it takes
+    Cell("model", "token", "plain", "f 3", engine=True),
+    Cell("model", "token", "nucleus", "h 3", batch_size=64, stops=True, engine=True),
+    Cell("model", "block", "warm", "f 2", stops=True, engine=True),
+    Cell("model", "match", "nucleus", "f 4", engine=True),
+    Cell("lookup", "token", "plain", "l 3", engine=True),
+    Cell("lookup", "block", "warm", "f 3", batch_size=7, stops=True, engine=True),
+    Cell("none", "token", "nucleus", "f 1", stops=True, engine=True),
     # what `outpace.load` does
     Cell("lookup", "token", "nucleus", "l 3", stops=True),
 ]

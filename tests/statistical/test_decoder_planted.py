@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ import torch
 from outpace import Decoder, Fixed, Sampling, Step, decode, random
 from outpace.draft.base import Draft
 from outpace.draft.model import ModelDrafter
+from outpace.models import fused
 from outpace.models.cache import RaggedCache
 from outpace.models.causal import CausalScorer
+from outpace.models.compiled import Engine, Guesses
+from outpace.models.compiled import State as EngineState
 from outpace.rows import Row
 from outpace.sampling import Prefix
 from outpace.text import Text
@@ -122,9 +126,39 @@ def an_end_inside_a_block_is_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Row, "extend", extend)
 
 
+def the_engine_hides_its_drafts_temperature(patch: pytest.MonkeyPatch) -> None:
+    """What is said to have been drawn from is not."""
+    honest = Engine._propose
+
+    def propose(self: Engine, *arguments: Any) -> Guesses:
+        made = honest(self, *arguments)
+        return made if made.logits is None else Guesses(made.tokens, made.logits * 2)
+
+    patch.setattr(Engine, "_propose", propose)
+
+
+def the_engine_sees_lost_drafts(patch: pytest.MonkeyPatch) -> None:
+    """What lies past a text in its cache is not hidden."""
+    honest = fused.mask_of
+    patch.setattr(fused, "mask_of", lambda at, *rest: honest(at + 2, *rest))
+
+
+def the_engine_has_one_noise_for_all_rows(patch: pytest.MonkeyPatch) -> None:
+    honest = EngineState.of.__func__  # type: ignore[attr-defined]
+
+    def of(cls: type[EngineState], engine: Engine, rows: int) -> EngineState:
+        made: EngineState = honest(cls, engine, rows)
+        return replace(made, seeds=made.seeds[:1].expand(rows))
+
+    patch.setattr(EngineState, "of", classmethod(of))
+
+
 @pytest.mark.parametrize(
     ("plant", "cell"),
     [
+        (the_engine_hides_its_drafts_temperature, Cell("model", length="f 3", engine=True)),
+        (the_engine_sees_lost_drafts, Cell("model", length="f 3", engine=True)),
+        (the_engine_has_one_noise_for_all_rows, Cell("model", length="f 2", batch_size=50, engine=True)),
         (keeps_one_draft_too_many, Cell("model", length="f 3")),
         (lost_drafts_stay_visible, Cell("random", length="f 3")),
         (penalties_miss_the_last_token, Cell("model", way="counts", length="f 2")),

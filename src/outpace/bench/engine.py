@@ -227,8 +227,7 @@ class Run:
 
 def written(engine: Engine, g: int, texts: Sequence[list[int]], seed: int) -> Run:
     """Each of the texts goes on for so many iterations."""
-    for row, text in enumerate(texts):
-        engine.begin(row, text, seed * len(texts) + row)
+    engine.begin_all(0, texts, range(seed * len(texts), (seed + 1) * len(texts)))
     for _ in range(3):
         engine.start(g, PLAIN).read()
     won, last, marks = 0, None, list[Any]()

@@ -265,7 +265,7 @@ def show(title: str, names: Sequence[str], rows: Iterable[Sequence[str | float |
         table.add_column(name, justify="left" if isinstance(first, str) else "right")
     for row in made:
         table.add_row(*map(said, row))
-    Console(width=130 if not sys.stdout.isatty() else None).print(table)
+    Console(width=160 if not sys.stdout.isatty() else None).print(table)
 
 
 def said(value: str | float | None) -> str:

@@ -10,16 +10,18 @@ rejected draft is corrected where target and draft agree up to rounding too.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import utils as generation
+from transformers import GenerationMixin
 
 from outpace.verify import verify
 
+generation: Any = sys.modules[GenerationMixin.__module__]  # where its loop looks the function up
 _theirs = generation._speculative_sampling
 
 

@@ -241,8 +241,8 @@ class Engine:
         self._held.clear()
 
     def start(self, g: int, sampling: Sampling, rows: int | None = None) -> Pending:
-        """Start an iteration of g drafts of the first rows, or of all; 0 decodes plainly. The host goes on
-        at once."""
+        """Start an iteration of g drafts of the first rows, or of all; 0 decodes plainly, as does an engine
+        without anyone who guesses. The host goes on at once."""
         if sampling.logit_bias or sampling.reads_prefix:
             raise ValueError(
                 "sampling: has penalties, bias or processors, which need the host between drafts"
@@ -250,6 +250,8 @@ class Engine:
         rows = self.rows if rows is None else rows
         if not 1 <= rows <= self.rows:
             raise ValueError(f"rows: got {rows}; there are 1 to {self.rows}")
+        if self.draft is None and self.copies is None:
+            g = 0
         with self._on_device():
             captured = self._graph(g, sampling, rows) if self.captures else None
             if captured is None:
@@ -374,9 +376,9 @@ class Engine:
             run()
         torch.cuda.synchronize()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        other: Any = torch.cuda.Stream
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=other()):
+            with torch.cuda.graph(graph, pool=self._pool, stream=side):
                 result = run()
         except Exception as error:  # out of memory, or what cannot be captured
             if isinstance(error.__context__, KeyboardInterrupt):
