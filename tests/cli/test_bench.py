@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from outpace.bench import engine
 from outpace.cli.bench import machine
 from tests.cli.conftest import Run
 
@@ -119,6 +121,21 @@ def test_figures_of_whole_texts_that_are_there_are_not_made_again(run: Run, tmp_
     status, _, errors = run("bench", "engine", "--device", "cpu", "--dtype", "float32", "--out", str(out))
     assert status == 2
     assert "another machine, version or dtype" in errors
+
+
+def test_ctrl_c_is_one_line_and_keeps_what_there_is(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*arguments: object) -> Iterator[engine.Figure]:
+        yield engine.Figure("outpace", "llama2-7b/1.3b", 0.8, 5, 1, 128, 10.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "measure", measure)
+    out = tmp_path / "engine.json"
+    status, _, errors = run("bench", "engine", "--device", "cpu", "--out", str(out))
+    assert status == 130
+    assert errors.strip() == "outpace: interrupted"
+    assert [one["side"] for one in json.loads(out.read_text())["figures"]] == ["outpace"]
 
 
 def test_a_pair_that_is_not_known_is_one_line(run: Run) -> None:

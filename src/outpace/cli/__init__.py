@@ -67,6 +67,7 @@ def main() -> None:
     except WrongUse as error:
         fail(error.format_message())
     except (typer.Abort, KeyboardInterrupt):
+        print("outpace: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:
         # Whoever read our output is gone; Python would complain once more when it flushes at exit.
