@@ -45,7 +45,7 @@ class Decoder:
     draft_sampling  how the drafter draws; by default as the target does
     pack            on a CPU, keep a second copy of the weights that makes passes over few tokens faster
     engine          run iterations as one function of tensors, on CUDA as one graph, where models and rows
-                    allow it: `describe` says whether the models do
+                    allow it (`describe` says whether the models do); by default on CUDA
 
     One call at a time: a second one, from another thread or while a stream is unfinished, raises.
     """
@@ -61,7 +61,7 @@ class Decoder:
         length: Length | int | None = None,
         draft_sampling: Sampling | None = None,
         pack: bool = False,
-        engine: bool = False,
+        engine: bool | None = None,
     ) -> None:
         self.scorer = target if isinstance(target, CausalScorer) else CausalScorer(target)
         self.drafter = drafter_of(drafter)
@@ -85,6 +85,8 @@ class Decoder:
             self.scorer.pack()
             if isinstance(self.drafter, ModelDrafter):
                 self.drafter.scorer.pack()
+        if engine is None:
+            engine = self.scorer.device.type == "cuda"
         self._engines = Engines(self.scorer, self.drafter, self.rule, self.lenience) if engine else None
         self.tokenizer = tokenizer
         self._reader = Reader(self.scorer, tokenizer, draft_sampling)

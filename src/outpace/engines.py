@@ -130,8 +130,8 @@ class Engines:
         for scorer in (self.scorer, *drafts):
             if scorer.model is not scorer.base or getattr(scorer.base, "_hf_peft_config_loaded", False):
                 return f"{type(scorer.base).__name__} has adapters, which can be switched unseen"
-            if scorer.device != self.scorer.device:
-                return "target and draft lie on different devices"
+            if {parameter.device for parameter in scorer.base.parameters()} != {self.scorer.device}:
+                return "the models' weights lie on several devices"
         return None
 
 

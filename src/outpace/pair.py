@@ -29,6 +29,7 @@ def load(
     length: Length | int | None = None,
     draft_sampling: Sampling | None = None,
     pack: bool | None = None,
+    engine: bool | None = None,
     tell: Say = say,
 ) -> Decoder:
     """A Decoder from names.
@@ -62,6 +63,7 @@ def load(
         length=length,
         draft_sampling=draft_sampling,
         pack=pack,
+        engine=engine,
     )
 
 

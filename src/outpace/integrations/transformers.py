@@ -86,7 +86,9 @@ def generate(
             drafter: Drafter | None = lent.enter_context(_drafters.lend(draft))
         else:
             drafter = drafter_of(draft)
-        decoder = Decoder(scorer, drafter, rule=rule, lenience=lenience, length=length)
+        decoder = Decoder(
+            scorer, drafter, rule=rule, lenience=lenience, length=length, engine=False
+        )  # an engine is worth its graphs only if it stays
         stops = _Stops(stopping_criteria, input_ids, generation_config, scorer)
         wanted = bool(generation_config.return_dict_in_generate)
         steps = decoder.stream(
