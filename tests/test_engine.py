@@ -9,8 +9,8 @@ import torch
 
 from outpace import Decoder, Fixed, Heuristic, RandomDrafter, Sampling
 from outpace.audit import audit
-from outpace.models.compiled import CaptureError, Engine
 from outpace.models.fused import FusedModel
+from outpace.models.graphs import CaptureError, Graphs
 from tests.tiny import FAMILIES, V, greedy, tiny
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 12, 40, 41, 42], [30], [1, 2]]
@@ -220,18 +220,20 @@ def test_the_choice_is_visible() -> None:
 def test_what_cannot_be_captured_runs_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here nothing can: trying it fails as it may on a GPU, after it has run twice."""
 
-    def fails(self: Engine, run: Any) -> Any:
-        run()
-        run()
+    def fails(self: Graphs, work: Any) -> Any:
+        work()
+        work()
         raise CaptureError("CUDA out of memory. Tried to allocate a lot")
 
     expected = decoder().generate(PROMPTS, Sampling(), seed=1, max_new_tokens=12)
-    monkeypatch.setattr(Engine, "_capture", fails)
+    monkeypatch.setattr(Graphs, "capture", fails)
     one = decoder()
     assert one._engines is not None
     engine = one._engines._get(len(PROMPTS), 100)
-    engine.captures = True
-    with pytest.warns(UserWarning, match=r"g = 3 could not be captured as a graph \(CUDA out of memory"):
+    engine.graphs.on = True
+    with pytest.warns(
+        UserWarning, match=r"g = 3, 4 rows, could not be captured as a graph \(CUDA out of memory"
+    ):
         outs = one.generate(PROMPTS, Sampling(), seed=1, max_new_tokens=12)
     assert [out.tokens for out in outs] == [out.tokens for out in expected]
     assert one._engines._engine is engine

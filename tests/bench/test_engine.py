@@ -18,7 +18,7 @@ def small(name: str, alpha: float, **options: Any) -> synthetic.Pair:
 
 def test_every_side_is_timed_and_known_ones_are_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "TOKENS", 6)
-    monkeypatch.setattr(engine, "ITERATIONS", 30)
+    monkeypatch.setattr(engine, "NEW", 60)
     cases = [engine.Case("tiny", 0.8, 3, B, 8) for B in (1, 4)]
     cpu = torch.device("cpu")
     figures = list(engine.measure(cpu, torch.float32, cases, pairs=small))
@@ -36,7 +36,7 @@ def test_every_side_is_timed_and_known_ones_are_not_timed_again(monkeypatch: pyt
 
 def test_copies_are_timed_where_there_is_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "TOKENS", 6)
-    monkeypatch.setattr(engine, "ITERATIONS", 20)
+    monkeypatch.setattr(engine, "NEW", 20)
     cases = [engine.Case("lookup", 0.9, 3, 2, 64, static=False)]
     figures = list(engine.measure(torch.device("cpu"), torch.float32, cases, pairs=small))
     assert [one.side for one in figures] == ["outpace plain", "outpace", "transformers"]

@@ -12,6 +12,8 @@ from torch.profiler import ProfilerActivity
 from outpace import Decoder, Fixed, Sampling
 from outpace.models.compiled import Engine
 from outpace.models.fused import FAMILIES, Cache, FusedModel
+from outpace.models.generic import GenericModel
+from outpace.models.graphs import Graphs
 from tests.tiny import V, greedy, tiny
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 12, 40, 41, 42], [30]]
@@ -88,6 +90,43 @@ def test_rows_that_begin_together_begin_as_one_by_one(
     for _ in range(4):
         one, other = (engine.start(3, Sampling(temperature=0)).read() for engine in engines)
         assert [one.won(row) for row in range(3)] == [other.won(row) for row in range(3)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_prompts_of_all_rows_are_graphs_of_a_few_sizes(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Here a graph is a function that is called again, with whatever lies in the tensors that it was made
+    with."""
+
+    class Replayed:
+        def __init__(self, work: Any, result: Tensor) -> None:
+            self.work, self.result = work, result
+
+        def replay(self) -> None:
+            self.result.copy_(self.work())
+
+    def capture(self: Graphs, work: Any) -> Any:
+        work()
+        made.append(work)
+        result = work().clone()
+        return Replayed(work, result), result
+
+    made: list[Any] = []
+    monkeypatch.setattr(Graphs, "capture", capture)
+    monkeypatch.setattr("outpace.models.compiled.CHUNK", 16)
+    monkeypatch.setattr("outpace.models.compiled.SHORTEST", 4)
+    kind = FusedModel if family == "llama" else GenericModel
+    engines = [Engine(kind(tiny(family)), kind(tiny(family, seed=1)), 1, 80) for _ in range(2)]
+    engines[1].graphs.on = True
+    noise = torch.Generator().manual_seed(5)
+    for length in (1, 2, 5, 6, 17, 40, 78, 39, 79, 7):
+        prompt = torch.randint(V, (length,), generator=noise).tolist()
+        found = []
+        for engine in engines:
+            engine.begin(0, prompt, 3)
+            found.append([engine.start(0, Sampling()).read().won(0) for _ in range(2)])
+        assert found[0] == found[1]
+    sizes, reaches = 3, 3  # of 4, 8 and 16 tokens, over 16, 32, 64 and all: not each with each
+    assert sizes < len(made) - 1 <= sizes * (reaches + 1)
 
 
 def test_what_was_interrupted_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

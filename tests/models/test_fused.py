@@ -144,6 +144,20 @@ def test_the_kernels_score_as_pytorch_does(monkeypatch: pytest.MonkeyPatch, fami
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_are_read_with_kernels_as_without(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    monkeypatch.setattr("outpace.models.fused.LARGEST_TILE", 1024)  # more queries than the kernel takes
+    fused = FusedModel(tiny(family).to(DEVICE))
+    text, places = torch.randint(V, (2, 30), device=DEVICE), torch.arange(30, device=DEVICE).expand(2, 30)
+    assert not fused._short(text)
+    caches = [fused.room(2, 40) for _ in range(2)]
+    found = fused.logits(text, places, caches[0])
+    fused.has_kernels = False
+    assert torch.allclose(found, fused.logits(text, places, caches[1]), atol=1e-4)
+    assert torch.allclose(caches[0].keys, caches[1].keys, atol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels")
 def test_sixteen_bits_are_as_near_as_pytorchs() -> None:
     model = tiny("qwen3").half().to(DEVICE)  # the interpreter's products know no bfloat16
     exact = tiny("qwen3").half().double().to(DEVICE)
@@ -227,7 +241,7 @@ others = {"positions": "*i64", "parts": "*fp32", "counters": "*i32"}
 for D, ROWS, BLOCK, missing in ((128, 16, 64, ()), (128, 16, 128, ("q_norm", "k_norm")), (256, 32, 64, ())):
     build(attend, wide | others, missing, 4, 3, attention.shared(BLOCK, ROWS, 2 * D, 3), D=D, HALF=D // 2,
         WIDTH=D, ROWS=ROWS, NEW=16, BLOCK=BLOCK, AT_ONCE=16, SHIFTED=False, PRECISION="tf32",
-        OVERLAPS=not missing)
+        OVERLAPS=not missing, AHEAD=128)
 """
 
 

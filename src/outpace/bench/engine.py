@@ -26,8 +26,9 @@ ALPHAS = (0.6, 0.8, 0.9)
 DRAFTS = (1, 3, 5, 8)
 BATCHES = (1, 8, 32, 64)
 CONTEXTS = (128, 4096)
-ITERATIONS = 40  # of an engine that are timed, of each text
-TEXTS = 8  # that are written at least, in turn or together: what an iteration brings differs much
+NEW = 128  # tokens that an engine's texts grow by, about
+WARM = 3  # iterations before
+TEXTS = 12  # that are written at least, in turn or together: what an iteration brings differs much
 TOKENS = 32  # of Transformers' texts
 COPIES = (2, 3)  # tokens that must be alike for a copy, as the lookup has it
 ASSISTED_BATCH = 1  # more rows its assisted generation does not take
@@ -185,12 +186,14 @@ def ours(made: Pair, case: Case, rate: float, plain: Figure | None, g: int) -> d
     """The engine, read one iteration late as a decoder does."""
     target = FusedModel(made.target)
     draft = FusedModel(made.draft) if g and made.draft is not None else None
-    room = case.context + (ITERATIONS + 8) * (g + 1) + 8
+    # As many as bring all sides' texts to the same length: attention costs more after longer ones
+    iterations = round(NEW / expected_tokens(made.alpha if draft is not None else 0.0, g))
+    room = case.context + (WARM + iterations + 2) * (g + 1)
     copies = COPIES if g and draft is None else None
     engine = Engine(target, draft, case.B, -(-room // 256) * 256, copies=copies)
     texts = prompts(case, made).tolist()
-    runs = [written(engine, g, texts, seed) for seed in range(-(-TEXTS // case.B) if g else 1)]
-    won, iterations = sum(run.tokens for run in runs), len(runs) * ITERATIONS
+    runs = [written(engine, g, texts, seed, iterations) for seed in range(-(-TEXTS // case.B) if g else 1)]
+    won, iterations = sum(run.tokens for run in runs), len(runs) * iterations
     taken, idle = sum(run.seconds for run in runs), [run.idle for run in runs if run.idle is not None]
     parts = phases(engine, g)
     length = case.context + won / case.B / len(runs) / 2
@@ -225,14 +228,14 @@ class Run:
     idle: float | None
 
 
-def written(engine: Engine, g: int, texts: Sequence[list[int]], seed: int) -> Run:
+def written(engine: Engine, g: int, texts: Sequence[list[int]], seed: int, iterations: int) -> Run:
     """Each of the texts goes on for so many iterations."""
     engine.begin_all(0, texts, range(seed * len(texts), (seed + 1) * len(texts)))
-    for _ in range(3):
+    for _ in range(WARM):
         engine.start(g, PLAIN).read()
     won, last, marks = 0, None, list[Any]()
     begun = time.perf_counter()
-    for _ in range(ITERATIONS):
+    for _ in range(iterations):
         marks.append(mark(engine.target.device))
         pending = engine.start(g, PLAIN)
         marks.append(mark(engine.target.device))

@@ -7,10 +7,7 @@ rows go on together, with the same g, and a row whose end the host has seen stan
 
 from __future__ import annotations
 
-import logging
-import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,19 +18,15 @@ from torch import Tensor
 from outpace.draft.base import fit
 from outpace.draft.lookup import copied
 from outpace.models.causal import WORTH_COPYING, common
+from outpace.models.graphs import Graphs
 from outpace.sampling import Sampling
 from outpace.verify import Drawn, Rule, Verdict, sample, verify
 from outpace.verify.rules import parse
 
 CHUNK = 512  # tokens of a prompt that go through a model at a time
 TOGETHER = 4096  # of several prompts
+SHORTEST = 32  # tokens that there is a graph for
 PADDING = 2  # times their tokens that prompts may take together
-MOST_GRAPHS = 64  # that are kept
-
-log = logging.getLogger("outpace")
-
-Captured = tuple[torch.cuda.CUDAGraph, Tensor]
-"""A graph, and the tensor that holds what it returns."""
 
 
 class Model(Protocol):
@@ -43,7 +36,8 @@ class Model(Protocol):
     device: torch.device
 
     def room(self, rows: int, tokens: int) -> Any:
-        """A cache, with `part(i, n)`, n rows of it, `copy(i, j, n)` of first tokens, and `wipe()`."""
+        """A cache, with `part(i, n, T)`, n rows of at most T tokens of it, `copy(i, j, n)` of first tokens,
+        and `wipe()`."""
 
     def read(self, ids: Tensor, positions: Tensor, cache: Any) -> None:
         """Take tokens `[B, n]` at positions `[B, n]` into the cache's first B rows."""
@@ -119,10 +113,6 @@ class Guesses:
     lengths: Tensor | None = None  # how many of them count in each row; None: all
 
 
-class CaptureError(Exception):
-    """An iteration could not be captured."""
-
-
 class Engine:
     """Rows of texts that a target and a draft write together.
 
@@ -152,9 +142,8 @@ class Engine:
         self.lengths, self.seeds, self.active = integers[0], integers[1], integers[2]
         self.last = torch.zeros_like(integers[:2]).T.contiguous()  # [rows, 2], of each text
         self.text = torch.zeros(rows, tokens if copies else 0, dtype=torch.int64, device=target.device)
-        self.captures = target.device.type == "cuda"
-        self._graphs: dict[tuple[int, int, Sampling], Captured | None] = {}
-        self._pool: Any = None  # of memory, shared by all graphs
+        self.graphs = Graphs(target.device)
+        self._pages: dict[int, tuple[Tensor, Tensor]] = {}  # tokens and positions that graphs of prompts read
         self._held: dict[int, Sequence[int]] = {}  # tokens that surely lie at a row's beginning in the caches
 
     def begin(self, row: int, text: Sequence[int], seed: int) -> None:
@@ -194,18 +183,43 @@ class Engine:
         for i in range(row, row + len(texts)):
             self._held.pop(i, None)  # should this be interrupted
         longest = max(map(len, texts)) - 1
-        ids = torch.tensor([[*text, *[0] * (longest + 1 - len(text))] for text in texts])
+        ids = torch.tensor([[*text, *[text[-1]] * (longest + 1 - len(text))] for text in texts])
         ids = ids.to(self.target.device)
-        step = CHUNK if len(texts) == 1 else max(1, TOGETHER // len(texts))
-        for model, cache in ((self.target, self.target_cache), (self.draft, self.draft_cache)):
-            if model is None:
-                continue
-            own = cache.part(row, len(texts))
-            for first in range(done, longest, step):
-                places = torch.arange(first, min(first + step, longest), device=ids.device)
-                part = self._known(ids[:, first : places.shape[0] + first], model)
-                model.read(part, places.expand(len(texts), -1), own)
+        step = max(1, min(CHUNK, TOGETHER // len(texts)))
+        for first in range(done, longest, step):
+            self._read_some(row, ids[:, first : min(first + step, longest)], first, step)
         self._held |= {i: text[:-1] for i, text in enumerate(texts, row)}
+
+    def _read_some(self, row: int, ids: Tensor, first: int, most: int) -> None:
+        """Tokens `[B, n]` at positions from `first` on go through the models: by graphs for a few n, if they
+        are of all rows, or there would be too many of them."""
+        B, n = ids.shape
+        whole = self.graphs.on and self.rows == B
+        size = min(most, max(SHORTEST, _power(n))) if whole else n
+        seen = min(_power(max(first + size, CHUNK)), self.tokens)  # all that these tokens look at
+        places = torch.arange(first, first + size, device=ids.device).clamp(max=seen - 1).expand(B, -1)
+        if whole:
+            if size not in self._pages:
+                self._pages[size] = ids.new_zeros(B, size), ids.new_zeros(B, size)
+            page = self._pages[size]
+            page[0][:, :n], page[0][:, n:] = ids, ids[:, -1:]  # the second is garbage, past their texts
+            page[1].copy_(places)
+            ids, places = page
+
+        def read() -> Tensor:
+            for model, cache in self._scorers():
+                model.read(self._known(ids, model), places, cache.part(row, B, seen))
+            return ids
+
+        if whole:
+            self.graphs.run((size, seen), read, f"a prompt's piece of {size} tokens")
+        else:
+            read()
+
+    def _scorers(self) -> list[tuple[Model, Any]]:
+        """The models, each with its cache."""
+        draft = [] if self.draft is None else [(self.draft, self.draft_cache)]
+        return [(self.target, self.target_cache), *draft]
 
     def _shared(self, text: Sequence[int]) -> dict[int, int]:
         """How many first tokens of a text lie in the caches of each row; the last one is left."""
@@ -219,9 +233,8 @@ class Engine:
         if best == row or shared[best] < own + WORTH_COPYING:
             return own
         self._held.pop(row, None)  # should this be interrupted
-        for cache in (self.target_cache, self.draft_cache):
-            if cache is not None:
-                cache.copy(best, row, shared[best])
+        for _, cache in self._scorers():
+            cache.copy(best, row, shared[best])
         return shared[best]
 
     def end(self, row: int, text: Sequence[int] = (), wipe: bool = False) -> None:
@@ -232,9 +245,8 @@ class Engine:
             self._held[row] = text[:-2]
         if wipe:
             self._held.pop(row, None)
-            for cache in (self.target_cache, self.draft_cache):
-                if cache is not None:
-                    cache.part(row, 1).wipe()
+            for _, cache in self._scorers():
+                cache.part(row, 1, self.tokens).wipe()
 
     def forget(self) -> None:
         """Nothing that the caches hold is used again."""
@@ -253,11 +265,12 @@ class Engine:
         if self.draft is None and self.copies is None:
             g = 0
         with self._on_device():
-            captured = self._graph(g, sampling, rows) if self.captures else None
-            if captured is None:
-                return Pending(self.iteration(g, sampling, rows))
-            graph, result = captured
-            graph.replay()
+            result = self.graphs.run(
+                (g, rows, sampling),
+                lambda: self.iteration(g, sampling, rows),
+                f"an iteration of g = {g}, {rows} rows,",
+                (self.lengths, self.last),
+            )
             return Pending(result)
 
     @torch.inference_mode()
@@ -347,44 +360,7 @@ class Engine:
         """Kernels are launched on the device that is the current one."""
         return torch.cuda.device(self.target.device) if self.target.device.type == "cuda" else nullcontext()
 
-    def _graph(self, g: int, sampling: Sampling, rows: int) -> Captured | None:
-        """The graph of such an iteration, made when it is first wanted; None if it could not be."""
-        key = g, rows, sampling
-        if key not in self._graphs:
-            if len(self._graphs) >= MOST_GRAPHS:
-                del self._graphs[next(iter(self._graphs))]
-            begun = time.perf_counter()
-            before = self.lengths.clone(), self.last.clone()
-            try:
-                self._graphs[key] = self._capture(lambda: self.iteration(g, sampling, rows))
-            except CaptureError as failed:
-                self._graphs[key] = None
-                warnings.warn(
-                    f"an iteration of g = {g} could not be captured as a graph ({failed}): its kernels are "
-                    "launched one by one, which is slower",
-                    stacklevel=4,
-                )
-            finally:  # what trying it has changed is put back
-                self.lengths.copy_(before[0])
-                self.last.copy_(before[1])
-            taken = time.perf_counter() - begun
-            log.info("an iteration of g = %d, %d rows, was made ready in %.1f s", g, rows, taken)
-        return self._graphs[key]
 
-    def _capture(self, run: Callable[[], Tensor]) -> Captured:
-        for _ in range(2):  # kernels are compiled, and tables made
-            run()
-        torch.cuda.synchronize()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=side):
-                result = run()
-        except Exception as error:  # out of memory, or what cannot be captured
-            if isinstance(error.__context__, KeyboardInterrupt):
-                raise error.__context__ from None
-            raise CaptureError(str(error).strip().split("\n")[0]) from error
-        finally:  # which is not done for us if the capture cannot be ended
-            torch.cuda.set_stream(stream)
-        self._pool = self._pool or graph.pool()
-        return graph, result
+def _power(n: int) -> int:
+    """The next power of two."""
+    return 1 << (n - 1).bit_length()

@@ -115,10 +115,11 @@ class Cache:
     angles: tuple[Tensor, Tensor]  # cosines and sines of every position, `[T, d]` each
     counters: Tensor  # int32 `[rows, heads]`, of the attention kernel; zeros when nothing runs
 
-    def part(self, row: int, rows: int) -> Cache:
-        """Some rows of it, the same memory."""
+    def part(self, row: int, rows: int, tokens: int) -> Cache:
+        """Some rows of it, the first tokens, the same memory."""
         some = slice(row, row + rows)
-        return Cache(self.keys[:, some], self.values[:, some], self.angles, self.counters[some])
+        keys, values = (table[:, some, :, :tokens] for table in (self.keys, self.values))
+        return Cache(keys, values, self.angles, self.counters[some])
 
     def copy(self, source: int, target: int, length: int) -> None:
         """The first tokens of one row become those of another."""
@@ -205,19 +206,12 @@ class FusedModel:
     def hidden(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """What the last norm makes of tokens `[B, n]` at positions `[B, n]`, `[B, n, D]`; their keys and
         values are written into the cache's first B rows."""
-        if self._short(ids):
+        if self.has_kernels:
             return self._between(ids, positions, cache)
-        B, n = ids.shape
         x = self.embedding[ids] * self.embedding_scale
-        cos, sin = (table[positions][:, None] for table in cache.angles)  # [B, 1, n, d]
-        masks = {window: mask_of(positions, cache.tokens, window, self.dtype) for window in self._windows}
-        at = positions[:, None, :, None].expand(B, self.kv_heads, n, self.head_dim)
-        for layer, keys, values in self._layers(cache, B):
-            q, k, v = self._split(layer, layer.qkv(layer.norm(x)))
-            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-            keys.scatter_(2, at, k)
-            values.scatter_(2, at, v)
-            x = x + layer.out(self._attend(q, keys, values, masks[layer.window]))
+        scan = self._scan(positions, cache)
+        for layer, keys, values in self._layers(cache, len(ids)):
+            x = x + layer.out(scan(layer, layer.qkv(layer.norm(x)), keys, values))
             gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
             x = x + layer.down(self.activation(gate) * up)
         return self.norm(x)
@@ -248,13 +242,17 @@ class FusedModel:
         return stream
 
     def _between(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """`hidden` of more rows, a few tokens each: with kernels between the products."""
+        """`hidden` with kernels between the products."""
         added, gate = self._rows.added, self._rows.gate
+        scan = None if self._short(ids) else self._scan(positions, cache)
         x = (self.embedding[ids] * self.embedding_scale).flatten(0, 1)
         more = None
         for layer, keys, values in self._layers(cache, len(ids)):
             x, y = added(x, more, layer.norm.scale)
-            out = self._look(layer, layer.qkv(y), positions, cache, keys, values)
+            if scan is None:
+                out = self._look(layer, layer.qkv(y), positions, cache, keys, values)
+            else:
+                out = scan(layer, layer.qkv(y).view(*ids.shape, -1), keys, values).flatten(0, 1)
             x, y = added(x, layer.out(out), layer.mlp_norm.scale)
             more = layer.down(gate(layer.gate_up(y), self._gate))
         last: Tensor = added(x, more, self.norm.scale)[1]
@@ -273,6 +271,22 @@ class FusedModel:
             heads=self.heads, scale=self.scale, window=layer.window, norms=norms,
         )  # fmt: skip
         return out.view(B * n, -1)
+
+    def _scan(self, positions: Tensor, cache: Cache) -> Callable[[Layer, Tensor, Tensor, Tensor], Tensor]:
+        """Attention of any number of tokens at positions `[B, n]`, by PyTorch's operations: of a layer, its
+        queries, keys and values `[B, n, ...]`, and where the keys and values of all tokens lie."""
+        B, n = positions.shape
+        cos, sin = (table[positions][:, None] for table in cache.angles)  # [B, 1, n, d]
+        masks = {window: mask_of(positions, cache.tokens, window, self.dtype) for window in self._windows}
+        at = positions[:, None, :, None].expand(B, self.kv_heads, n, self.head_dim)
+
+        def scan(layer: Layer, qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            q, k, v = self._split(layer, qkv)
+            keys.scatter_(2, at, _rotated(k, cos, sin))
+            values.scatter_(2, at, v)
+            return self._attend(_rotated(q, cos, sin), keys, values, masks[layer.window])
+
+        return scan
 
     def _layers(self, cache: Cache, B: int) -> Iterator[tuple[Layer, Tensor, Tensor]]:
         """With the keys and values of the first B rows."""

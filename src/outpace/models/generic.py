@@ -20,15 +20,16 @@ from outpace.models.fused import mask_of
 
 @dataclass(frozen=True)
 class GenericCache:
-    """Rows of a ragged cache, from `first` on."""
+    """Rows of a ragged cache, from `first` on, and their first tokens."""
 
     ragged: RaggedCache
     first: int
     rows: int
+    tokens: int
 
-    def part(self, row: int, rows: int) -> GenericCache:
-        """Some rows of it, the same memory."""
-        return GenericCache(self.ragged, self.first + row, rows)
+    def part(self, row: int, rows: int, tokens: int) -> GenericCache:
+        """Some rows of it, the first tokens, the same memory."""
+        return GenericCache(self.ragged, self.first + row, rows, tokens)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """The first tokens of one row become those of another."""
@@ -55,7 +56,7 @@ class GenericModel:
         """A cache for so many texts of so many tokens."""
         cache = RaggedCache(self.base.config.num_hidden_layers)
         cache.reserve(rows, tokens)
-        return GenericCache(cache, 0, rows)
+        return GenericCache(cache, 0, rows, cache.capacity)
 
     def read(self, ids: Tensor, positions: Tensor, cache: GenericCache) -> None:
         """Take tokens `[B, n]` at positions `[B, n]` into the cache."""
@@ -64,7 +65,7 @@ class GenericModel:
     @torch.inference_mode()
     def logits(self, ids: Tensor, positions: Tensor, cache: GenericCache) -> Tensor:
         """Logits `[B, n, V]` after each of the tokens."""
-        T = cache.ragged.capacity
+        T = cache.tokens
         cache.ragged.span = Span(cache.first, positions, None, T)
         masks = {window: mask_of(positions, T, window, self.dtype) for window in set(self._windows.values())}
         by_kind = {kind: masks[window] for kind, window in self._windows.items()}

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from outpace.models.kernels.launch import Device, device
+from outpace.models.kernels.launch import ALIGNED, Device, device
 
 RANGE = 256  # earlier tokens of a block, and twice as many where there are more heads
 FEW_HEADS = 16
@@ -26,6 +26,7 @@ FEW_BLOCKS = 160  # with fewer, each of several ranges has twice the warps
 FEW_QUERIES = 2
 STAGES = 3
 AT_ONCE = 16  # ranges whose maxima are looked at together
+AHEAD = 128  # earlier tokens that a block fetches before the kernel before has ended
 
 
 @triton.jit
@@ -45,11 +46,19 @@ def normed(a, b, weight, eps, half, HALF: tl.constexpr, D: tl.constexpr, SHIFTED
 
 
 @triton.jit
+def angles_of(place, real, cos, sin, cos_line, D: tl.constexpr, HALF: tl.constexpr):
+    """Cosines and sines of places `[n]`, `[n, HALF]` each."""
+    h = tl.arange(0, HALF)[None, :]
+    mask = real[:, None] & (h < D // 2)
+    at = place[:, None] * cos_line + h
+    return tl.load(cos + at, mask=mask, other=0.0), tl.load(sin + at, mask=mask, other=0.0)
+
+
+@triton.jit
 def vectors(
-    at, place, real, weight, cos, sin, cos_line, eps,
-    D: tl.constexpr, HALF: tl.constexpr, SHIFTED: tl.constexpr,
+    at, real, weight, cosine, sine, eps, D: tl.constexpr, HALF: tl.constexpr, SHIFTED: tl.constexpr
 ):  # fmt: skip
-    """Queries or keys at pointers `[n]`, normalized and rotated by their places: two halves `[n, HALF]`."""
+    """Queries or keys at pointers `[n]`, normalized and rotated: two halves `[n, HALF]`."""
     half = D // 2
     h = tl.arange(0, HALF)[None, :]
     mask = real[:, None] & (h < half)
@@ -58,10 +67,24 @@ def vectors(
     kind = first.dtype
     a, b = normed(first.to(tl.float32), second.to(tl.float32), weight, eps, half, HALF, D, SHIFTED)
     a, b = a.to(kind).to(tl.float32), b.to(kind).to(tl.float32)
-    angle = place[:, None] * cos_line + h
-    c = tl.load(cos + angle, mask=mask, other=0.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=mask, other=0.0).to(tl.float32)
+    c, s = cosine.to(tl.float32), sine.to(tl.float32)
     return (a * c - b * s).to(kind), (b * c + a * s).to(kind)
+
+
+@triton.jit
+def fetch(table, first, stop, D: tl.constexpr, TOKENS: tl.constexpr):
+    """Ask for so many tokens of a table `[T, D]`, from `first` on and before `stop`, to be brought near."""
+    t = first + tl.arange(0, TOKENS)
+    size = tl.where(t < stop, D * (table.dtype.element_ty.primitive_bitwidth // 8), 0)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0; mov.u32 $0, 0;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $2; }",
+        "=r,l,r",
+        [(table + t * D).to(tl.int64), size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -85,12 +108,13 @@ def attend(
     n, heads, kv_heads, ranges, span, positions_line, qkv_line, cache_row, cache_head, out_line, cos_line,
     D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr,
     BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, SHIFTED: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One block of (row, key head, range). HALF and WIDTH are the powers of two that hold D / 2 and D."""
-    if OVERLAPS:
-        gdc_wait()
-        gdc_launch_dependents()
+    """One block of (row, key head, range). HALF and WIDTH are the powers of two that hold D / 2 and D.
+
+    Positions, angles and earlier tokens are older than the kernel before, so that a block has them, or has
+    asked for AHEAD of them, when that one ends.
+    """
     pid = tl.program_id(0)
     r = pid % ranges
     head = pid // ranges % kv_heads
@@ -107,22 +131,48 @@ def attend(
     key_table = keys + b * cache_row + head * cache_head
     value_table = values + b * cache_row + head * cache_head
 
-    # Queries of all heads of the group, `[groups·n, d]`
-    row = tl.arange(0, ROWS)
-    i = row % n
-    real = row < groups * n
-    place = tl.load(positions + b * positions_line + i, mask=real, other=0).to(tl.int32)
-    at = qkv + (b * n + i) * qkv_line + (head * groups + row // n) * D
-    qa, qb = vectors(at, place, real, q_norm, cos, sin, cos_line, eps, D, HALF, SHIFTED)
-    most = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-
     # Earlier tokens of this range
     stop = tl.minimum(start, (r + 1) * span)
     first = r * span
     if window > 0:
         first = tl.maximum(first, (start + 1 - window) // BLOCK * BLOCK)
+    row, j = tl.arange(0, ROWS), tl.arange(0, NEW)
+    i = row % n
+    real, new = row < groups * n, j < n
+    place = tl.load(positions + b * positions_line + i, mask=real, other=0).to(tl.int32)
+    new_place = tl.load(positions + b * positions_line + j, mask=new, other=0).to(tl.int32)
+    cosine, sine = angles_of(place, real, cos, sin, cos_line, D, HALF)
+    new_cosine, new_sine = angles_of(new_place, new, cos, sin, cos_line, D, HALF)
+    if OVERLAPS:
+        if AHEAD > 0:
+            fetch(key_table, first, stop, D, AHEAD)
+            fetch(value_table, first, stop, D, AHEAD)
+        gdc_wait()
+        gdc_launch_dependents()
+
+    # Queries of all heads of the group, `[groups·n, d]`
+    at = qkv + (b * n + i) * qkv_line + (head * groups + row // n) * D
+    qa, qb = vectors(at, real, q_norm, cosine, sine, eps, D, HALF, SHIFTED)
+    most = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+
+    # New tokens
+    if r == 0:
+        source = qkv + (b * n + j) * qkv_line + (heads + head) * D
+        new_v = tl.load(source[:, None] + kv_heads * D + d[None, :], mask=new[:, None] & in_d, other=0.0)
+        new_ka, new_kb = vectors(source, new, k_norm, new_cosine, new_sine, eps, D, HALF, SHIFTED)
+        in_table = key_table + new_place[:, None] * D + h[None, :]
+        tl.store(in_table, new_ka, mask=new[:, None] & in_half)
+        tl.store(in_table + half, new_kb, mask=new[:, None] & in_half)
+        tl.store(value_table + new_place[:, None] * D + d[None, :], new_v, mask=new[:, None] & in_d)
+        visible = new[None, :] & real[:, None] & (j[None, :] <= i[:, None])
+        if window > 0:
+            visible &= new_place[None, :] > place[:, None] - window
+        most, total, mixed = taken_in(
+            qa, qb, new_ka, new_kb, new_v, visible, scale, most, total, mixed, PRECISION
+        )
+
     for left in range(first, stop, BLOCK):
         t = left + tl.arange(0, BLOCK)
         old = (t < stop)[:, None]
@@ -134,25 +184,6 @@ def attend(
         if window > 0:
             seen &= t[None, :] > place[:, None] - window
         most, total, mixed = taken_in(qa, qb, ka, kb, v, seen, scale, most, total, mixed, PRECISION)
-
-    # New ones
-    if r == 0:
-        j = tl.arange(0, NEW)
-        new = j < n
-        new_place = tl.load(positions + b * positions_line + j, mask=new, other=0).to(tl.int32)
-        source = qkv + (b * n + j) * qkv_line + (heads + head) * D
-        new_ka, new_kb = vectors(source, new_place, new, k_norm, cos, sin, cos_line, eps, D, HALF, SHIFTED)
-        in_table = key_table + new_place[:, None] * D + h[None, :]
-        tl.store(in_table, new_ka, mask=new[:, None] & in_half)
-        tl.store(in_table + half, new_kb, mask=new[:, None] & in_half)
-        new_v = tl.load(source[:, None] + kv_heads * D + d[None, :], mask=new[:, None] & in_d, other=0.0)
-        tl.store(value_table + new_place[:, None] * D + d[None, :], new_v, mask=new[:, None] & in_d)
-        visible = new[None, :] & real[:, None] & (j[None, :] <= i[:, None])
-        if window > 0:
-            visible &= new_place[None, :] > place[:, None] - window
-        most, total, mixed = taken_in(
-            qa, qb, new_ka, new_kb, new_v, visible, scale, most, total, mixed, PRECISION
-        )
 
     to = out + (b * n + i)[:, None] * out_line + ((head * groups + row // n) * D)[:, None] + d[None, :]
     wanted = real[:, None] & in_d
@@ -239,6 +270,7 @@ def few_queries(
         keys.stride(0), keys.stride(1), out.stride(1), angles[0].stride(0),
         D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), wide, AT_ONCE, shifted,
         "ieee" if qkv.dtype == torch.float32 else "tf32", here.overlaps,
+        AHEAD if D * keys.element_size() % ALIGNED == 0 and keys.data_ptr() % ALIGNED == 0 else 0,
         num_warps=warps, num_stages=stages, **here.options,
     )  # fmt: skip
     return out

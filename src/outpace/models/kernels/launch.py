@@ -16,6 +16,7 @@ from triton.runtime import driver
 
 HOPPER = 9, 0
 KIBIBYTE = 1024
+ALIGNED = 16  # bytes, of what is fetched ahead
 
 
 @dataclass(frozen=True)

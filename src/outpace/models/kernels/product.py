@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from outpace.models.kernels.launch import Device, device
+from outpace.models.kernels.launch import ALIGNED, Device, device
 
 LEAST_ROWS, MOST_ROWS = 8, 32  # that a block has room for; more are better left to the library
 RESIDENT = 2  # blocks on a processor, of those that are there before a kernel can begin
@@ -242,7 +242,6 @@ def _stream(M: int, K: int, parts: int, like: Tensor, norm: Scale) -> Stream:
     return Stream(x, scaled, torch.empty(M, parts, dtype=torch.float32, device=like.device), norm)
 
 
-ALIGNED = 16  # bytes, of what is fetched ahead
 Shape = tuple[int, int, int, int, int]
 """Columns of a block, entries read at once, warps, stages, and bytes of a row to fetch ahead."""
 
@@ -274,7 +273,7 @@ def shape_of(BM: int, N: int, dtype: torch.dtype, gate: bool) -> Shape:
             return 32, 512, 4, 4, 512
         return (64, 128, 4, 6, 512) if 5760 <= N <= 8448 else (32, 256, 2, 4, 512 if N <= 16384 else 0)
     if gate:
-        return (64, 128, 4, 4, 0) if N <= 8192 else (32, 128, 4, 4, 0)
+        return (64, 128, 4, 4, 0) if N <= 8192 else (128, 128, 8, 3, 512)
     if N <= 4224:
         return 32, 256, 4, 5, 512
-    return (64, 128, 4, 4, 0) if N <= 8448 else (32, 256, 4, 3, 512) if N <= 16384 else (128, 128, 8, 4, 0)
+    return (64, 128, 4, 6, 0) if N <= 8448 else (64, 128, 4, 4, 512) if N <= 16384 else (64, 128, 4, 4, 0)

@@ -1,0 +1,89 @@
+"""Work on a GPU that is launched once and replayed from then on, without the host."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST = 64  # that are kept
+
+log = logging.getLogger("outpace")
+
+Captured = tuple[torch.cuda.CUDAGraph, Tensor]
+"""A graph, and the tensor that holds what it returns."""
+
+
+class CaptureError(Exception):
+    """Work could not be captured."""
+
+
+class Graphs:
+    """Graphs of what is done again and again with the same tensors, made when first wanted. They share
+    memory: what one returns is good until the next one runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on = device.type == "cuda"
+        self._made: dict[Hashable, Captured | None] = {}
+        self._pool: Any = None
+
+    def run(
+        self, key: Hashable, work: Callable[[], Tensor], name: str, changes: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """Do what `work` does, which is always the same for a key, by a graph where there can be one.
+
+        changes  tensors that it changes, and reads: what trying it makes of them is put back
+        """
+        captured = self._get(key, work, name, changes) if self.on else None
+        if captured is None:
+            return work()
+        graph, result = captured
+        graph.replay()
+        return result
+
+    def _get(
+        self, key: Hashable, work: Callable[[], Tensor], name: str, changes: Sequence[Tensor]
+    ) -> Captured | None:
+        if key in self._made:
+            return self._made[key]
+        if len(self._made) >= MOST:
+            del self._made[next(iter(self._made))]
+        begun = time.perf_counter()
+        before = [one.clone() for one in changes]
+        try:
+            self._made[key] = self.capture(work)
+        except CaptureError as failed:
+            self._made[key] = None
+            warnings.warn(
+                f"{name} could not be captured as a graph ({failed}): its kernels are launched one by one, "
+                "which is slower",
+                stacklevel=5,
+            )
+        finally:
+            for one, old in zip(changes, before, strict=True):
+                one.copy_(old)
+        log.info("%s was made ready in %.1f s", name, time.perf_counter() - begun)
+        return self._made[key]
+
+    def capture(self, work: Callable[[], Tensor]) -> Captured:
+        for _ in range(2):  # kernels are compiled, and tables made
+            work()
+        torch.cuda.synchronize()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=side):
+                result = work()
+        except Exception as error:  # out of memory, or what cannot be captured
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
+            raise CaptureError(str(error).strip().split("\n")[0]) from error
+        finally:  # which is not done for us if the capture cannot be ended
+            torch.cuda.set_stream(stream)
+        self._pool = self._pool or graph.pool()
+        return graph, result
