@@ -21,12 +21,13 @@ from outpace.models.kernels.launch import ALIGNED, Device, device
 
 RANGE = 256  # earlier tokens of a block, and twice as many where there are more heads
 FEW_HEADS = 16
-BLOCK = 64  # looked at at once; twice as many where few blocks with more queries have one range each
-FEW_BLOCKS = 160  # with fewer, each of several ranges has twice the warps
+BLOCK = 64  # looked at at once; with more queries, twice as many where few blocks have one range each, and
+# half as many, by fewer warps, where there are many
+FEW_BLOCKS = 160  # with fewer, each of several ranges has twice the warps, and tokens are fetched
 FEW_QUERIES = 2
 STAGES = 3
 AT_ONCE = 16  # ranges whose maxima are looked at together
-AHEAD = 128  # earlier tokens that a block fetches before the kernel before has ended
+AHEAD = 64  # earlier tokens that each of few blocks fetches before the kernel before has ended
 
 
 @triton.jit
@@ -261,16 +262,19 @@ def few_queries(
     grid: Any = (blocks,)
     here = device(qkv.device)
     few = blocks < FEW_BLOCKS
-    wide = 2 * BLOCK if few and ranges == 1 and n > FEW_QUERIES else BLOCK
+    wide, warps = BLOCK, 8 if few and ranges > 1 else 4
+    if n > FEW_QUERIES and not few:
+        wide, warps = max(16, BLOCK // 2), 2
+    elif n > FEW_QUERIES and ranges == 1:
+        wide = 2 * BLOCK
     wide, stages = fitting(wide, ROWS, WIDTH * qkv.element_size(), here)
-    warps = 8 if few and ranges > 1 else 4
     attend[grid](
         qkv, positions, *angles, q_norm, k_norm, keys, values, out, parts, counters,
         eps, scale, window or 0, n, heads, kv_heads, ranges, span, positions.stride(0), qkv.stride(1),
         keys.stride(0), keys.stride(1), out.stride(1), angles[0].stride(0),
         D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), wide, AT_ONCE, shifted,
         "ieee" if qkv.dtype == torch.float32 else "tf32", here.overlaps,
-        AHEAD if D * keys.element_size() % ALIGNED == 0 and keys.data_ptr() % ALIGNED == 0 else 0,
+        AHEAD if few and D * keys.element_size() % ALIGNED == 0 and keys.data_ptr() % ALIGNED == 0 else 0,
         num_warps=warps, num_stages=stages, **here.options,
     )  # fmt: skip
     return out
