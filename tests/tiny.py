@@ -7,6 +7,7 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
+from transformers import GenerationMixin
 
 V = 61
 COMMON: dict[str, Any] = {
@@ -58,6 +59,97 @@ def tiny(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
                 parameter.normal_(std=0.3)  # the usual 0.02 makes every text the same token again and again
     model.generation_config.pad_token_id = 0
     return model.float().eval()
+
+
+SHARED: dict[str, Any] = {
+    "vocab_size": V,
+    "d_model": 32,
+    "decoder_start_token_id": 1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+LAYERS: dict[str, Any] = {
+    **SHARED,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+}
+DISTANCES: dict[str, Any] = {
+    **SHARED,
+    "d_kv": 16,
+    "d_ff": 64,
+    "num_layers": 3,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+}
+SEQ2SEQ: dict[str, dict[str, Any]] = {
+    "t5": DISTANCES,
+    "mt5": {**DISTANCES, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "bart": {**LAYERS, "max_position_embeddings": 128, "forced_eos_token_id": None, "scale_embedding": True},
+    "marian": {
+        **LAYERS,
+        "max_position_embeddings": 128,
+        "forced_eos_token_id": None,
+        "scale_embedding": True,
+    },
+    "whisper": {
+        **LAYERS,
+        "num_mel_bins": 8,
+        "max_source_positions": 20,
+        "max_target_positions": 128,
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+    },
+}
+
+
+def tiny_seq2seq(family: str = "t5", seed: int = 0, **changes: Any) -> Any:
+    """An encoder-decoder model with random weights, in float32 and evaluation mode."""
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(family, **{**SEQ2SEQ[family], **changes})
+    auto = (
+        transformers.AutoModelForSeq2SeqLM if family != "whisper" else transformers.AutoModelForSpeechSeq2Seq
+    )
+    model = auto.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.3)
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias.normal_()
+    for name in ("bos_token_id", "eos_token_id", "forced_eos_token_id", "forced_bos_token_id"):
+        setattr(model.generation_config, name, None)
+    return model.float().eval()
+
+
+def sources(family: str, *lengths: int) -> list[Any]:
+    """What such a model's encoder reads: texts of so many tokens, or speech, which is always as long."""
+    noise = torch.Generator().manual_seed(sum(lengths))
+    if family == "whisper":
+        return [torch.randn(8, 40, generator=noise) for _ in lengths]
+    return [torch.randint(2, V, (n,), generator=noise).tolist() for n in lengths]
+
+
+def greedy_of(model: Any, source: Any, tokens: int) -> list[int]:
+    """What Transformers itself writes of a source."""
+    if isinstance(source, torch.Tensor):
+        given = {"input_features": source[None]}
+        start = torch.tensor([[model.config.decoder_start_token_id]])
+        out = GenerationMixin.generate(
+            model, **given, decoder_input_ids=start, max_new_tokens=tokens, do_sample=False
+        )
+    else:
+        ids = torch.tensor([source])
+        out = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
+        )
+    return list(out[0, 1:].tolist())
 
 
 def greedy(model: Any, prompt: list[int], tokens: int) -> list[int]:

@@ -24,6 +24,7 @@ from outpace.length import Fixed, Heuristic, Length
 from outpace.logprobs import adjusted, keep, note
 from outpace.models.causal import CausalScorer
 from outpace.models.compiled import Engine, Outcome, Pending
+from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
 from outpace.request import Options, Prompt, Prompts, Reader
 from outpace.rows import Output, Row, Step
 from outpace.sampling import Prefix, Sampling
@@ -36,7 +37,8 @@ from outpace.verify.rules import parse
 class Decoder:
     """Generates from a target model, helped by a drafter, with exactly the target's distribution.
 
-    target          a causal model of the Transformers library, or a CausalScorer of one
+    target          a causal model of the Transformers library, or an encoder-decoder one (T5, mT5, BART,
+                    Marian, Whisper), whose prompts are what its encoder reads; or a scorer of one
     drafter         a Drafter, a smaller model, or "lookup"; None decodes plainly
     tokenizer       the target's, for text prompts, text output and stop strings
     rule            "token", "block", "match", or `sigmoid(alpha, beta)`, which is not exact: docs/rules.md
@@ -63,8 +65,9 @@ class Decoder:
         pack: bool = False,
         engine: bool | None = None,
     ) -> None:
-        self.scorer = target if isinstance(target, CausalScorer) else CausalScorer(target)
+        self.scorer = scorer_of(target)
         self.drafter = drafter_of(drafter)
+        self._check_encoders()
         self.rule = parse(rule)
         check.lenience(lenience, self.rule)
         self.lenience = lenience
@@ -226,7 +229,11 @@ class Decoder:
     def _begin(self, rows: list[Row]) -> list[Step]:
         """The prompts go through the target, which draws each row's first token: an iteration of g = 0."""
         clock = Clock()
-        logits = self.scorer.prefill([row.slot for row in rows], [row.tokens for row in rows])
+        sources = [row.source for row in rows]
+        for scorer in self._encoders():
+            scorer.encode([source for source in sources if source is not None])
+        clock.lap("encode")
+        logits = self.scorer.prefill([row.slot for row in rows], [row.tokens for row in rows], sources)
         clock.lap("target")
         draft = Draft.chosen([[] for _ in rows], logits.device)
         verdict = self._verify(rows, draft, logits[:, None])
@@ -268,6 +275,7 @@ class Decoder:
             self.scorer.vocab_size,
             self.scorer.device,
             self.rule.name == "match",
+            [row.source for row in rows],
         )
 
     def _verify(self, rows: list[Row], draft: Draft, logits: Tensor) -> Verdict:
@@ -364,6 +372,21 @@ class Decoder:
                 )
             )
         return steps
+
+    def _scorers(self) -> list[CausalScorer]:
+        """The target's, and the draft's if it has one."""
+        return [self.scorer, *([self.drafter.scorer] if isinstance(self.drafter, ModelDrafter) else [])]
+
+    def _encoders(self) -> list[Seq2SeqScorer]:
+        return [scorer for scorer in self._scorers() if isinstance(scorer, Seq2SeqScorer)]
+
+    def _check_encoders(self) -> None:
+        """Two that are the same work once; a draft's alone would have nothing to read."""
+        encoders = self._encoders()
+        if len(encoders) == 2:
+            encoders[1].share_encoder(encoders[0])
+        elif encoders and encoders[0] is not self.scorer:
+            raise ValueError("drafter: an encoder-decoder model cannot draft for a target without an encoder")
 
     def _seeds(self, rows: list[Row]) -> Tensor:
         return on_device([row.seed for row in rows], torch.int64, self.scorer.device)

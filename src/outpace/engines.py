@@ -14,6 +14,7 @@ from outpace.models.causal import CausalScorer
 from outpace.models.compiled import Engine
 from outpace.models.fused import FusedModel, why_not
 from outpace.models.generic import GenericModel
+from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.rows import Row
 from outpace.verify import Rule
 
@@ -128,6 +129,8 @@ class Engines:
             return "rule rejection is for comparison only"
         drafts = [self.drafter.scorer] if isinstance(self.drafter, ModelDrafter) else []
         for scorer in (self.scorer, *drafts):
+            if isinstance(scorer, Seq2SeqScorer):
+                return f"{type(scorer.base).__name__} has an encoder"
             if scorer.model is not scorer.base or getattr(scorer.base, "_hf_peft_config_loaded", False):
                 return f"{type(scorer.base).__name__} has adapters, which can be switched unseen"
             if {parameter.device for parameter in scorer.base.parameters()} != {self.scorer.device}:

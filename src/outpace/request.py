@@ -12,13 +12,15 @@ from torch import Tensor
 
 from outpace.arguments import integer, kind, signed
 from outpace.models.causal import CausalScorer
+from outpace.models.seq2seq import Seq2SeqScorer
+from outpace.models.source import Source
 from outpace.rows import Row
 from outpace.sampling import Processor, Sampling, from_generation_config, per_row
 from outpace.text import Text
 
 MAX_NEW_TOKENS = 256  # where neither the caller nor the model says
-Prompt = str | Sequence[int] | Tensor
-Prompts = list[str] | list[list[int]] | list[Tensor] | list[Prompt]
+Prompt = str | Sequence[int] | Tensor | Source
+Prompts = list[str] | list[list[int]] | list[Tensor] | list[Source] | list[Prompt]
 
 
 class Options(TypedDict, total=False):
@@ -74,7 +76,8 @@ class Reader:
         """The rows that a call asks for, and whether it named a single prompt."""
         single = not _is_batch(prompt)
         each: Any = [prompt] if single else prompt
-        prompts = [self.encode(one) for one in each]
+        read = [self._read(one) for one in each]
+        prompts = [tokens for tokens, _ in read]
         unknown = set(fields) - {one.name for one in dataclasses.fields(Sampling)}
         if unknown:
             raise TypeError(f"{unknown.pop()}: no such argument")
@@ -128,18 +131,29 @@ class Reader:
                         stop_when,
                         [] if scores else None,
                         [] if logits else None,
+                        read[i][1],
                     )
                 )
         return rows, single
 
+    def _read(self, prompt: Prompt) -> tuple[list[int], Source | None]:
+        """What the decoder goes on from, and what it writes about."""
+        if not isinstance(self.scorer, Seq2SeqScorer):
+            return self.encode(prompt), None
+        source = self.scorer.source(self._ids(prompt) if isinstance(prompt, str) else prompt)
+        return self._fitting(source.start or []), source
+
+    def _ids(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(
+                "prompt: got a string, and the Decoder has no tokenizer; pass tokenizer=, or ids"
+            )
+        return list(self.tokenizer(text).input_ids)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt that this decoder can go on from."""
         if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    "prompt: got a string, and the Decoder has no tokenizer; pass tokenizer=, or ids"
-                )
-            tokens = list(self.tokenizer(prompt).input_ids)
+            tokens = self._ids(prompt)
         else:
             values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
             if not isinstance(values, list | tuple) or not all(isinstance(one, int) for one in values):
@@ -148,6 +162,9 @@ class Reader:
                     "a 1-D tensor, or a list of those"
                 )
             tokens = list(values)
+        return self._fitting(tokens)
+
+    def _fitting(self, tokens: list[int]) -> list[int]:
         if not tokens:
             raise ValueError("prompt: it is empty; a model needs at least one token to go on from")
         if len(tokens) >= self.scorer.context:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from outpace.models.source import Source
 from outpace.sampling import Sampling
 from outpace.stats import Stats
 from outpace.text import Text
@@ -95,6 +96,7 @@ class Row:
     stop_when: Callable[[Row], bool] | None = None
     scores: list[Tensor] | None = None  # `[V]` a token; None: not wanted
     logits: list[Tensor] | None = None
+    source: Source | None = None  # what it is written about, where there is an encoder
     slot: int = -1
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)

@@ -18,6 +18,7 @@ class Stats:
     drafted, accepted     tokens guessed, and kept by the rule
     drafted_by_position   how often a first, second, ... token was guessed
     accepted_by_position  how often it was kept
+    encode_seconds        of encoders, the draft's included, where there are any
     draft_seconds, target_seconds, verify_seconds, other_seconds
                           in a batch each row gets its even share, so that the sum is what the clock showed.
                           On CUDA the host measures: work that it did not wait for counts where it waits next
@@ -29,6 +30,7 @@ class Stats:
     accepted: int = 0
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
+    encode_seconds: float = 0.0
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -46,7 +48,8 @@ class Stats:
 
     @property
     def seconds(self) -> float:
-        return self.draft_seconds + self.target_seconds + self.verify_seconds + self.other_seconds
+        each = self.draft_seconds, self.target_seconds, self.verify_seconds, self.other_seconds
+        return self.encode_seconds + sum(each)
 
     @property
     def tokens_per_second(self) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from outpace import random
 from outpace.arguments import on_device
+from outpace.models.source import Source
 from outpace.random import Stream
 from outpace.sampling import Prefix, Sampling, adjust, process
 from outpace.verify import Drawn, sample
@@ -77,6 +78,7 @@ class State:
     vocab_size      V of the target, and of the logits in a Draft
     device          where the Draft is wanted
     own_noise       draw with the noise the target itself will draw with (rule "match")
+    sources         what each row is written about, if the target has an encoder
     after           filled by `Draws`: the samplings as they were after each token, where processors keep
                     state
     """
@@ -90,6 +92,7 @@ class State:
     vocab_size: int
     device: torch.device
     own_noise: bool = False
+    sources: Sequence[Source | None] = ()
     after: list[list[Sampling]] = field(default_factory=list)
 
 

@@ -20,7 +20,8 @@ class LookupDrafter:
 
     The longest match decides, from max_ngram tokens down to min_ngram; where only a single token matches,
     which is weak, it guesses a single one. Where the copy reaches the end of the text it goes on with itself,
-    so a text that repeats is guessed to go on repeating.
+    so a text that repeats is guessed to go on repeating. What an encoder reads counts as earlier text, if
+    both sides of the model have one vocabulary.
     """
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 2) -> None:
@@ -31,7 +32,10 @@ class LookupDrafter:
 
     def propose(self, state: State, g: int) -> Draft:
         guesses = []
-        for row, text, limit in zip(state.rows, state.tokens, state.limits, strict=True):
+        sources = state.sources or [None] * len(state.rows)
+        for row, text, limit, source in zip(state.rows, state.tokens, state.limits, sources, strict=True):
+            if source is not None and source.copyable:
+                text = [*source.copyable, *text]
             index = self._indices.setdefault(row, Index(self.min_ngram, self.max_ngram))
             index.extend(text)
             guesses.append(index.guess(text, min(g, limit)))

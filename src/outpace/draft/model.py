@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outpace.draft.base import Draft, Draws, State
-from outpace.models.causal import CausalScorer
+from outpace.models.seq2seq import scorer_of
 
 PADDING = 1024  # vocabularies of one tokenizer, padded for two models, differ by less
 
@@ -21,7 +21,7 @@ class ModelDrafter:
     """
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
-        self.scorer = CausalScorer(model)
+        self.scorer = scorer_of(model)
         self.tokenizer = tokenizer
         self.vocab_size = self.scorer.vocab_size
         self._texts: dict[int, Sequence[int]] = {}  # by slot
@@ -59,17 +59,19 @@ class ModelDrafter:
         self._proposed = [(row, len(text)) for row, text in zip(state.rows, state.tokens, strict=True)]
         missing: dict[int, list[int]] = {}
         begun: dict[int, list[int]] = {}
+        sources = dict(zip(state.rows, state.sources, strict=True)) if state.sources else {}
         for row, text in zip(state.rows, state.tokens, strict=True):
             known = row in self._texts
             self._texts[row] = text
             # A token that this model has no embedding for becomes 0: a poorer guess, not an error.
             new = text[self.scorer.length(row) :] if known else text
             (missing if known else begun)[row] = [t if t < self.vocab_size else 0 for t in new]
-        logits = [
-            feed(list(rows), list(rows.values()))
-            for rows, feed in ((missing, self.scorer.append), (begun, self.scorer.prefill))
-            if rows
-        ]
+        logits = []
+        if missing:
+            logits.append(self.scorer.append(list(missing), list(missing.values())))
+        if begun:
+            theirs = [sources.get(row) for row in begun]
+            logits.append(self.scorer.prefill(list(begun), list(begun.values()), theirs))
         if len(logits) == 1:
             return logits[0]
         place = {row: i for i, row in enumerate([*missing, *begun])}

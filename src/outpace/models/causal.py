@@ -24,6 +24,7 @@ from outpace.models.attention import NAME as GROUPED
 from outpace.models.attention import use_grouped
 from outpace.models.cache import RaggedCache, Span
 from outpace.models.packed import Packed, packed_bytes
+from outpace.models.source import Source
 
 log = logging.getLogger("outpace")
 
@@ -59,7 +60,14 @@ class CausalScorer:
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._grouped = bool(getattr(self.base, "_supports_attention_backend", False))
         self._one_token_needs_no_mask = set(self._windows.values()) == {None}
-        self.cache = RaggedCache(config.num_hidden_layers)
+        self._prepare(config.num_hidden_layers)
+        if config.model_type not in PROVEN:
+            self._check()
+
+    def _prepare(self, layers: int) -> None:
+        """Nothing is held yet."""
+        self.layers = layers
+        self.cache = self._new_cache()
         self._counting = torch.arange(0)[None]  # 0, 1, 2, ... to the cache's end
         self._ready: Masks | None = None  # of FEW tokens at the cache's end
         self._order: list[int] = []  # the slot that each row of the cache belongs to
@@ -67,8 +75,9 @@ class CausalScorer:
         self._held: dict[int, list[int]] = {}  # tokens known to lie at a slot's beginning
         self._weights = self._fingerprint()
         self._packed: Packed | None = None
-        if config.model_type not in PROVEN:
-            self._check()
+
+    def _new_cache(self) -> RaggedCache:
+        return RaggedCache(self.layers)
 
     def pack(self) -> None:
         """Lay out the weights once more for passes over few tokens, if they lie on a CPU."""
@@ -136,7 +145,7 @@ class CausalScorer:
         if size == (self.cache.rows, self.cache.capacity):
             return
         if not any(self._lengths.values()):  # nothing is in use: no more than is asked for
-            self.cache = RaggedCache(self.config.num_hidden_layers)
+            self.cache = self._new_cache()
             self._order, self._lengths, self._held = [], {}, {}
             size = self.cache.size(rows, tokens)
         nbytes = size[0] * size[1] * self.bytes_per_token
@@ -170,8 +179,8 @@ class CausalScorer:
 
     # Passes
 
-    @torch.inference_mode()
-    def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
+    def _look_at_weights(self) -> None:
+        """Before anything held of earlier texts is used."""
         weights = self._fingerprint()
         adapters = self.model is not self.base or getattr(self.base, "_hf_peft_config_loaded", False)
         if weights != self._weights or adapters:  # those can be switched unseen
@@ -180,8 +189,17 @@ class CausalScorer:
                 self.repack()
             self._weights = weights
         if self.base.training:
-            warnings.warn("the model was in training mode: switched to evaluation", stacklevel=6)
+            warnings.warn("the model was in training mode: switched to evaluation", stacklevel=7)
             self.model.eval()
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        rows: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        sources: Sequence[Source | None] = (),
+    ) -> Tensor:
+        self._look_at_weights()
         self._have(rows, max(map(len, prompts)))
         first: dict[tuple[int, ...], int] = {}  # which of the rows computes a prompt that several have
         owners = [first.setdefault(tuple(prompt), i) for i, prompt in enumerate(prompts)]
@@ -317,9 +335,13 @@ class CausalScorer:
             if self._order[i] != row:
                 j = self._order.index(row)
                 both = (row, self._order[i])
-                self.cache.swap(i, j, max(max(self._lengths[s], len(self._held[s])) for s in both))
+                self._swap(i, j, max(max(self._lengths[s], len(self._held[s])) for s in both))
                 self._order[i], self._order[j] = self._order[j], self._order[i]
         return first
+
+    def _swap(self, one: int, other: int, length: int) -> None:
+        """Exchange what two rows of the cache hold, their first tokens."""
+        self.cache.swap(one, other, length)
 
     def _check(self) -> None:
         """Refuse a model of an unknown family that does not score here as it does by itself."""
@@ -367,7 +389,7 @@ def accepted(given: Any) -> Any:
     config = base.config
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise refusal(base, "is an encoder-decoder model; only decoder-only models are supported yet")
+        raise refusal(base, "is an encoder-decoder model: see `outpace.models.seq2seq`")
     if config.get_text_config() is not config or hasattr(config, "vision_config"):
         raise refusal(base, "is a vision-language model; load its language model alone")
     if getattr(config, "attention_chunk_size", None):

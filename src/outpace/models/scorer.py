@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from outpace.models.source import Source
+
 
 class Scorer(Protocol):
     """Scores tokens after a committed text per row.
@@ -24,9 +26,14 @@ class Scorer(Protocol):
     def reserve(self, rows: int, tokens: int) -> None:
         """Make room for slots 0..rows-1 of that many tokens each, so that it need not be made in steps."""
 
-    def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
+    def prefill(
+        self,
+        rows: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        sources: Sequence[Source | None] = (),
+    ) -> Tensor:
         """Begin rows with these tokens, committed; logits `[R, V]` after the last. What a row or another
-        held of the same beginning is used again."""
+        held of the same beginning is used again. Sources are what encoder-decoder models write about."""
 
     def append(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Commit at least one more token a row, not the same number for each; logits `[R, V]` after the

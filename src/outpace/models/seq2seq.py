@@ -1,0 +1,289 @@
+"""An encoder-decoder model of the Transformers library as a `Scorer`.
+
+The encoder reads a row's source once, and its keys and values for the decoder are computed once; from then on
+a row is a text that grows, as a causal model's is, and all that is said there of rows holds here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.arguments import kind
+from outpace.models.cache import RaggedCache, Span
+from outpace.models.causal import CausalScorer, refusal
+from outpace.models.source import Source
+from outpace.models.stack import FAMILIES, Stack
+
+ENCODED_TOGETHER = 8192  # tokens or frames of sources that go through an encoder at a time
+
+
+class Seq2SeqScorer(CausalScorer):
+    """T5, mT5, BART, Marian or Whisper, with a ragged cache of the text and one of the source."""
+
+    def __init__(self, model: Any) -> None:
+        base = accepted(model)
+        self.model = self.base = base
+        self.config = base.config
+        self.encoder: torch.nn.Module = base.get_encoder()
+        self.stack = Stack(base)
+        self.vocab_size = base.get_output_embeddings().weight.shape[0]
+        self.context = self.stack.context
+        self.device = base.get_input_embeddings().weight.device
+        self.dtype = base.get_input_embeddings().weight.dtype
+        self._windows: dict[str, int | None] = {"": None}
+        self._last_only = {"last_only": True}
+        self._prepare(len(self.stack.layers))
+        self._sources: dict[int, int] = {}  # tokens of each slot's source
+        self._crossed: list[tuple[Tensor, Tensor]] = []  # of each layer, `[rows, heads, S, d]`
+
+    # Sources
+
+    @property
+    def hears(self) -> bool:
+        """Whether sources are speech."""
+        return bool(self.config.model_type == "whisper")
+
+    def source(self, prompt: Any) -> Source:
+        """Of token ids, features or a Source, what this model can be given."""
+        source = prompt if isinstance(prompt, Source) else self._read(prompt)
+        if self.hears != (source.features is not None):
+            what = "features of speech [bins, frames]" if self.hears else "token ids"
+            raise TypeError(f"prompt: {type(self.base).__name__} is given {what}")
+        if source.features is not None:
+            wanted = self.config.num_mel_bins, 2 * self.config.max_source_positions
+            if tuple(source.features.shape) != wanted:
+                got = list(source.features.shape)
+                raise ValueError(f"features: got {got}; this model hears {list(wanted)}")
+        if source.ids is not None:
+            self._check_ids(source.ids)
+            if getattr(self.config, "share_encoder_decoder_embeddings", True):
+                source.copyable = source.ids
+        if source.start is None:
+            source.start = self.start
+        return source
+
+    @staticmethod
+    def _read(prompt: Any) -> Source:
+        if isinstance(prompt, Tensor) and prompt.is_floating_point():
+            return Source(features=prompt)
+        values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if not isinstance(values, list | tuple) or not all(isinstance(one, int) for one in values):
+            raise TypeError(
+                f"prompt: got {kind(prompt)[:80]}; it must be a string, token ids, features of speech, a "
+                "Source, or a list of those"
+            )
+        return Source(values)
+
+    def _check_ids(self, ids: list[int]) -> None:
+        if not ids:
+            raise ValueError("prompt: it is empty; the encoder needs at least one token to read")
+        most = getattr(self.config, "max_position_embeddings", None) or len(ids)
+        if len(ids) > most:
+            raise ValueError(f"prompt: got {len(ids)} tokens; the model's encoder reads {most}")
+        V = self.base.get_input_embeddings().weight.shape[0]
+        if min(ids) < 0 or max(ids) >= V:
+            raise ValueError(f"prompt: got ids {min(ids)}..{max(ids)}; the model knows 0..{V - 1}")
+
+    @property
+    def start(self) -> list[int]:
+        """The decoder's first tokens, by the model's configuration."""
+        both = [
+            next(
+                (getattr(one, name) for one in (self.generation_config, self.config) if has(one, name)), None
+            )
+            for name in ("decoder_start_token_id", "forced_bos_token_id")
+        ]
+        if both[0] is None:
+            raise ValueError("source: the model's configuration names no decoder_start_token_id; give start=")
+        return [token for token in both if token is not None]
+
+    def share_encoder(self, other: Seq2SeqScorer) -> bool:
+        """Take the states of another model's encoder, if it is the same."""
+        if self.encoder is not other.encoder and same_weights(self.encoder, other.encoder):
+            self.encoder = other.encoder
+        return self.encoder is other.encoder
+
+    @torch.inference_mode()
+    def encode(self, sources: Sequence[Source]) -> None:
+        """Let the encoder read sources that it has not read yet."""
+        new = [one for one in dict.fromkeys(sources) if self.encoder not in one.states]
+        new.sort(key=len)  # little padding
+        while new:
+            count = max(1, min(len(new), ENCODED_TOGETHER // len(new[-1])))
+            some, new = new[:count], new[count:]
+            for source, states in zip(some, self._encoded(some), strict=True):
+                source.states[self.encoder] = states
+
+    def _encoded(self, sources: Sequence[Source]) -> list[Tensor]:
+        """States `[S, D]` of each."""
+        if self.hears:
+            features = torch.stack([one.features for one in sources if one.features is not None])
+            return list(self.encoder(features.to(self.device, self.dtype)).last_hidden_state)
+        texts = [one.ids for one in sources if one.ids is not None]
+        longest = max(map(len, texts))
+        ids = torch.tensor([[*text, *[text[-1]] * (longest - len(text))] for text in texts])
+        there = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
+        out = self.encoder(
+            input_ids=ids.to(self.device),
+            attention_mask=None if bool(there.all()) else there.to(self.device),
+        )
+        return [states[: len(text)] for states, text in zip(out.last_hidden_state, texts, strict=True)]
+
+    def _cross(self, rows: Sequence[int], sources: Sequence[Source]) -> None:
+        """Keys and values of these rows' sources."""
+        self.encode(sources)
+        states = [source.states[self.encoder] for source in sources]
+        longest = max(one.shape[0] for one in states)
+        places = [self._order.index(row) for row in rows]
+        self._have_crossed(longest)
+        padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True).to(self.device)
+        for layer, tables in zip(self.stack.layers, self._crossed, strict=True):
+            for table, new in zip(tables, layer.cross.keys_values(padded), strict=True):
+                table[places, :, :longest] = new
+        self._sources |= {row: one.shape[0] for row, one in zip(rows, states, strict=True)}
+
+    def _have_crossed(self, tokens: int) -> None:
+        rows, before = self.cache.rows, self._crossed
+        if before and rows <= before[0][0].shape[0] and tokens <= before[0][0].shape[2]:
+            return
+        if before:
+            tokens = max(tokens, before[0][0].shape[2])
+        self._crossed = []
+        for i, layer in enumerate(self.stack.layers):
+            heads = layer.cross.heads
+            d = self.config.d_kv if hasattr(self.config, "d_kv") else self.config.d_model // heads
+            tables = torch.zeros(2, rows, heads, tokens, d, dtype=self.dtype, device=self.device)
+            if before:
+                for new, old in zip(tables, before[i], strict=True):
+                    new[: old.shape[0], :, : old.shape[2]] = old
+            self._crossed.append((tables[0], tables[1]))
+
+    # Passes
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        rows: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        sources: Sequence[Source | None] = (),
+    ) -> Tensor:
+        self._look_at_weights()
+        given = [source for source in sources if source is not None]
+        if len(given) != len(rows):
+            raise ValueError(f"{type(self.base).__name__} needs a source for each row, and has {len(given)}")
+        self._have(rows, max(map(len, prompts)))
+        for row in rows:
+            self._lengths[row], self._held[row] = 0, []
+        self._arrange(rows)
+        self._cross(rows, given)
+        return self.append(rows, prompts)
+
+    def forget(self) -> None:
+        """Use nothing again."""
+        super().forget()
+        self.stack.forget()
+
+    def reset(self, rows: Sequence[int], texts: Sequence[Sequence[int]] | None = None) -> None:
+        """Rows are free. What a row held is of its source alone, and serves no other."""
+        super().reset(rows, texts)
+        for row in rows:
+            if row in self._held:
+                self._held[row] = []
+            self._sources.pop(row, None)
+
+    def _new_cache(self) -> RaggedCache:
+        self._crossed = []
+        return RaggedCache(len(self.stack.layers))
+
+    def _swap(self, one: int, other: int, length: int) -> None:
+        super()._swap(one, other, length)
+        for tables in self._crossed:
+            for table in tables:
+                table[[one, other]] = table[[other, one]]
+
+    def _forward(
+        self, first: int, ids: Tensor, positions: Tensor, start: int | None, **last_only: Any
+    ) -> Tensor:
+        reach = int(positions.max()) + 1 if start is None else start + positions.shape[1]
+        positions = positions.to(self.device, non_blocking=True)
+        self.cache.span = Span(first, positions, start, reach)
+        rows = slice(first, first + len(ids))
+        with nullcontext() if self._packed is None else self._packed.use():
+            x = self.stack.embedded(ids.to(self.device), positions.clamp(max=self.context - 1))
+            mask = self._mask(ids, positions, start, reach)
+            hidden, tokens = self._hidden(rows)
+            for i, layer in enumerate(self.stack.layers):
+                source = self._crossed[i][0][rows, :, :tokens], self._crossed[i][1][rows, :, :tokens]
+                x = layer(x, self.cache.layers[i].update, mask, source, hidden)
+            return self.stack.logits(x[:, -1:] if last_only else x)
+
+    def _mask(self, ids: Tensor, positions: Tensor, start: int | None, reach: int) -> Tensor | None:
+        """What is added to scores of the text, `[R or 1, heads or 1, n, reach]`."""
+        one = positions if start is None else positions[:1]  # rows at the same place see the same
+        bias = self.stack.bias(one, reach)
+        if ids.shape[1] == 1 and start is not None:
+            return bias  # a single token sees all that there is
+        mask = self._masks(one, start, reach)
+        assert isinstance(mask, Tensor)
+        return mask if bias is None else mask + bias
+
+    def _hidden(self, rows: slice) -> tuple[Tensor | None, int]:
+        """What is added to scores of the sources of rows that lie there, and how long the longest of them
+        is."""
+        lengths = [self._sources[slot] for slot in self._order[rows]]
+        longest = max(lengths)
+        if min(lengths) == longest:
+            return None, longest
+        past = torch.arange(longest) >= torch.tensor(lengths)[:, None]
+        mask = torch.zeros(past.shape, dtype=self.dtype).masked_fill_(past, torch.finfo(self.dtype).min)
+        return mask.to(self.device)[:, None, None], longest
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of one token of a text in all layers."""
+        heads = self.stack.layers[0].own.heads
+        d = self.config.d_kv if hasattr(self.config, "d_kv") else self.config.d_model // heads
+        return int(2 * len(self.stack.layers) * heads * d * self.dtype.itemsize)
+
+
+def accepted(model: Any) -> Any:
+    """The model, ready to score; or an error that says why it cannot."""
+    name = model.config.model_type
+    if name not in FAMILIES:
+        raise refusal(model, f"is an encoder-decoder model of a family not among {', '.join(FAMILIES)}")
+    if hasattr(model, "get_base_model"):
+        raise refusal(model, "is wrapped by PEFT; merge its adapters first")
+    if model.get_output_embeddings() is None:
+        raise refusal(model, "has no language-model head; load it with AutoModelForSeq2SeqLM")
+    if model.training:
+        warnings.warn("the model was in training mode: switched to evaluation", stacklevel=4)
+        model.eval()
+    return model
+
+
+def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Whether two modules compute the same."""
+    mine, theirs = one.state_dict(), other.state_dict()
+    return mine.keys() == theirs.keys() and all(
+        a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and bool((a == b).all())
+        for a, b in zip(mine.values(), theirs.values(), strict=True)
+    )
+
+
+def has(config: Any, name: str) -> bool:
+    return getattr(config, name, None) is not None
+
+
+def scorer_of(model: Any) -> CausalScorer:
+    """Whatever scores with a model."""
+    if isinstance(model, CausalScorer):
+        return model
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return Seq2SeqScorer(model)
+    return CausalScorer(model)

@@ -1,0 +1,173 @@
+"""The decoders of encoder-decoder models, one description for all families.
+
+Their modules are the model's own; only the way through them is written here, since in the library's rows
+must be of equal length: positions are counted for all rows at once, and so are T5's distances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+FAMILIES = ("t5", "mt5", "bart", "marian", "whisper")
+NORM_FIRST = ("t5", "mt5", "whisper")
+BART_OFFSET = 2  # positions that BART's table begins with and nothing uses
+ANY_LENGTH = 1 << 20  # tokens, where positions are relative
+
+Module = Callable[[Tensor], Tensor]
+Cache = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Takes in new keys and values `[B, heads, n, d]`; all there are."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Products around a softmax."""
+
+    q: Module
+    k: Module
+    v: Module
+    out: Module
+    heads: int
+    scale: float
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of states `[B, n, D]`, `[B, heads, n, d]` each."""
+        return self._split(self.k(x)), self._split(self.v(x))
+
+    def look(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """What states `[B, n, D]` make of keys and values; the mask is added to scores."""
+        q = self._split(self.q(x))
+        seen = scaled_dot_product_attention(q, keys, values, mask, scale=self.scale)
+        return self.out(seen.transpose(1, 2).flatten(2))
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A block: attention to the text, attention to the source, and a feed-forward layer."""
+
+    own: Attention
+    own_norm: Module
+    cross: Attention
+    cross_norm: Module
+    forward: Module
+    forward_norm: Module
+    norm_first: bool
+
+    def __call__(
+        self,
+        x: Tensor,
+        cache: Cache,
+        mask: Tensor | None,
+        source: tuple[Tensor, Tensor],
+        hidden: Tensor | None,
+    ) -> Tensor:
+        """mask is of the text, hidden of the source."""
+        x = self._around(x, self.own_norm, lambda y: self.own.look(y, *cache(*self.own.keys_values(y)), mask))
+        x = self._around(x, self.cross_norm, lambda y: self.cross.look(y, *source, hidden))
+        return self._around(x, self.forward_norm, self.forward)
+
+    def _around(self, x: Tensor, norm: Module, part: Module) -> Tensor:
+        return x + part(norm(x)) if self.norm_first else norm(x + part(x))
+
+
+class Stack:
+    """Embedding, layers and head of a model of one of FAMILIES."""
+
+    def __init__(self, model: Any) -> None:
+        config, self.family = model.config, model.config.model_type
+        decoder = model.get_decoder()
+        self._embed: Module = decoder.embed_tokens
+        self._norm: Module | None = None  # after all layers
+        self._embedding_norm: Module | None = getattr(decoder, "layernorm_embedding", None)
+        self._places: Tensor | None = None  # `[positions, D]`
+        self._bias: Tensor | None = None  # of each distance, `[T, heads]`
+        self._head: Module = model.get_output_embeddings()
+        self._head_bias: Tensor | None = getattr(model, "final_logits_bias", None)
+        self._scale = self._head_scale = 1.0
+        if self.family in ("t5", "mt5"):
+            self.layers = [_of_t5(block, config.num_heads) for block in decoder.block]
+            self._norm = decoder.final_layer_norm
+            self._distances = decoder.block[0].layer[0].SelfAttention
+            self.context = ANY_LENGTH
+            if getattr(config, "scale_decoder_outputs", False):
+                self._head_scale = config.d_model**-0.5
+        else:
+            heads, first = config.decoder_attention_heads, self.family in NORM_FIRST
+            self.layers = [_of_bart(layer, heads, first) for layer in decoder.layers]
+            self._norm = getattr(decoder, "layer_norm", None)
+            self._places = decoder.embed_positions.weight.detach()
+            if self.family == "bart":
+                self._places = self._places[BART_OFFSET:]
+            if self.family == "marian":
+                self._scale = float(decoder.embed_scale)
+            self.context = self._places.shape[0]
+
+    def embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Tokens `[B, n]` at positions `[B, n]`."""
+        x = self._embed(ids)
+        if self._scale != 1.0:
+            x = x * self._scale
+        if self._places is not None:
+            x = x + self._places[positions]
+        return x if self._embedding_norm is None else self._embedding_norm(x)
+
+    def bias(self, positions: Tensor, reach: int) -> Tensor | None:
+        """What is added to scores of tokens at positions `[B, n]` by distance, `[B, heads, n, reach]`."""
+        if self.family not in ("t5", "mt5"):
+            return None
+        if self._bias is None or self._bias.shape[0] < reach:
+            module = self._distances
+            buckets = module._relative_position_bucket(
+                -torch.arange(max(512, 2 * reach), device=positions.device),
+                bidirectional=False,
+                num_buckets=module.relative_attention_num_buckets,
+                max_distance=module.relative_attention_max_distance,
+            )
+            self._bias = module.relative_attention_bias(buckets)
+        assert self._bias is not None
+        distances = positions[:, :, None] - torch.arange(reach, device=positions.device)
+        return self._bias[distances.clamp(min=0)].permute(0, 3, 1, 2)
+
+    def forget(self) -> None:
+        """What was computed of weights."""
+        self._bias = None
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Of what the layers made."""
+        if self._norm is not None:
+            x = self._norm(x)
+        if self._head_scale != 1.0:
+            x = x * self._head_scale
+        logits = self._head(x)
+        return logits if self._head_bias is None else logits + self._head_bias
+
+
+def _of_t5(block: Any, heads: int) -> Layer:
+    own, cross, forward = block.layer
+
+    def attention(one: Any) -> Attention:
+        return Attention(one.q, one.k, one.v, one.o, heads, 1.0)
+
+    return Layer(
+        attention(own.SelfAttention), own.layer_norm, attention(cross.EncDecAttention), cross.layer_norm,
+        forward.DenseReluDense, forward.layer_norm, True,
+    )  # fmt: skip
+
+
+def _of_bart(layer: Any, heads: int, norm_first: bool) -> Layer:
+    def attention(one: Any) -> Attention:
+        return Attention(one.q_proj, one.k_proj, one.v_proj, one.out_proj, heads, one.head_dim**-0.5)
+
+    return Layer(
+        attention(layer.self_attn), layer.self_attn_layer_norm,
+        attention(layer.encoder_attn), layer.encoder_attn_layer_norm,
+        lambda x: layer.fc2(layer.activation_fn(layer.fc1(x))), layer.final_layer_norm, norm_first,
+    )  # fmt: skip

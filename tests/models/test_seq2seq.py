@@ -1,0 +1,171 @@
+"""Encoder-decoder models score here as they do by themselves, in ragged rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import outpace
+from outpace import Decoder, Fixed, Sampling
+from outpace.draft.base import State
+from outpace.models.seq2seq import Seq2SeqScorer
+from outpace.models.source import Source
+from tests.tiny import SEQ2SEQ, V, greedy_of, sources, tiny, tiny_seq2seq
+
+LENGTHS = 7, 3, 12
+
+
+def own_logits(model: Any, source: Any, tokens: list[int]) -> torch.Tensor:
+    """By one forward pass of the model."""
+    ids = torch.tensor([tokens])
+    given = (
+        {"input_features": source[None]}
+        if isinstance(source, torch.Tensor)
+        else {"input_ids": torch.tensor([source])}
+    )
+    with torch.inference_mode():
+        logits: torch.Tensor = model(**given, decoder_input_ids=ids, use_cache=False).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("family", SEQ2SEQ)
+def test_ragged_rows_score_as_the_model_does_alone(family: str) -> None:
+    model = tiny_seq2seq(family).double()
+    scorer = Seq2SeqScorer(model)
+    given = [one.double() if isinstance(one, torch.Tensor) else one for one in sources(family, *LENGTHS)]
+    read = [scorer.source(one) for one in given]
+    texts = [[1, *range(10, 10 + n)] for n in (0, 4, 9)]
+    scorer.reserve(3, 40)
+    first = scorer.prefill([0, 1, 2], texts, read)
+    new = torch.randint(V, (3, 5), generator=torch.Generator().manual_seed(1))
+    scorer.score([0, 1, 2], new.flip(0))  # is lost
+    found = scorer.score([0, 1, 2], new)
+    for row in range(3):
+        expected = own_logits(model, given[row], [*texts[row], *new[row].tolist()])
+        assert torch.allclose(first[row], expected[len(texts[row]) - 1], atol=1e-10)
+        assert torch.allclose(found[row], expected[len(texts[row]) :], atol=1e-10)
+    # One row goes, another takes its slot, and they are asked for in another order.
+    scorer.commit([0, 1, 2], [2, 0, 5])
+    scorer.reset([1])
+    other = sources(family, 20)[0]
+    other = other.double() if isinstance(other, torch.Tensor) else other
+    scorer.prefill([1], [[1, 5]], [scorer.source(other)])
+    found = scorer.score([2, 1, 0], new)
+    held = {0: [*texts[0], *new[0, :2].tolist()], 1: [1, 5], 2: [*texts[2], *new[2].tolist()]}
+    for i, row in enumerate((2, 1, 0)):
+        source = other if row == 1 else given[row]
+        expected = own_logits(model, source, [*held[row], *new[i].tolist()])
+        assert torch.allclose(found[i], expected[len(held[row]) :], atol=1e-10)
+
+
+@pytest.mark.parametrize("family", SEQ2SEQ)
+@pytest.mark.parametrize("drafter", ["model", "self", "lookup", "random", "causal", None])
+def test_greedy_texts_are_those_of_transformers(family: str, drafter: str | None) -> None:
+    model = tiny_seq2seq(family)
+    made: dict[str | None, Any] = {
+        "model": tiny_seq2seq(family, seed=1),
+        "self": model,
+        "random": outpace.RandomDrafter(V),
+        "causal": tiny(),
+        "lookup": "lookup",
+    }
+    prompts = sources(family, *LENGTHS)
+    expected = [greedy_of(model, prompt, 30) for prompt in prompts]
+    decoder = Decoder(model, made.get(drafter), length=Fixed(4))
+    for batch_size in (None, 2, 1):
+        outs = decoder.generate(prompts, temperature=0, max_new_tokens=30, batch_size=batch_size)
+        assert [out.tokens for out in outs] == expected
+    if drafter == "self":
+        assert sum(out.stats.accepted for out in outs) == sum(out.stats.drafted for out in outs)
+    assert all(out.stats.encode_seconds > 0 for out in outs)
+
+
+@pytest.mark.parametrize("family", SEQ2SEQ)
+def test_match_writes_plain_decodings_texts(family: str) -> None:
+    model, prompts = tiny_seq2seq(family), sources(family, *LENGTHS)
+    sampling = Sampling(temperature=0.9, top_p=0.9)
+    plain, drafted = (
+        Decoder(model, drafter, rule="match").generate(prompts, sampling, seed=[1, 2, 3], max_new_tokens=25)
+        for drafter in (None, tiny_seq2seq(family, seed=1))
+    )
+    assert [out.tokens for out in drafted] == [out.tokens for out in plain]
+
+
+def test_an_encoder_that_both_have_works_once() -> None:
+    target, draft = tiny_seq2seq("whisper"), tiny_seq2seq("whisper", seed=1, decoder_layers=1)
+    draft.get_encoder().load_state_dict(target.get_encoder().state_dict())
+    prompts = sources("whisper", *LENGTHS)
+    expected = [greedy_of(target, one, 12) for one in prompts]
+    calls: list[int] = []
+    for model in (target, draft):
+        model.get_encoder().register_forward_hook(lambda module, given, out: calls.append(len(given[0])))
+    decoder = Decoder(target, draft, length=Fixed(3))
+    outs = decoder.generate(prompts, temperature=0, max_new_tokens=12, n=2)
+    assert calls == [3]  # all three sources together, for two samples each, and for both models
+    assert [out.tokens for out in outs[::2]] == expected
+    calls.clear()
+    other = Decoder(target, tiny_seq2seq("whisper", seed=1), length=Fixed(3))
+    other.drafter.scorer.encoder.register_forward_hook(  # type: ignore[union-attr]
+        lambda module, given, out: calls.append(-len(given[0]))
+    )
+    other.generate(prompts[0], temperature=0, max_new_tokens=12)
+    assert sorted(calls) == [-1, 1]
+
+
+def test_copies_are_taken_from_what_the_encoder_reads() -> None:
+    model = tiny_seq2seq("t5")
+    source = Source([20, 21, 22, 50, 51, 52], start=[1, 21, 22])
+    Decoder(model, "lookup").generate(source, temperature=0, max_new_tokens=1)
+    state = State([0], [[1, 21, 22]], [3], [Sampling()], torch.tensor([0]), [3], V, torch.device("cpu"))
+    guess = outpace.LookupDrafter().propose(replace(state, sources=[source]), 3)
+    assert guess.tokens.tolist() == [[50, 51, 52]]
+    assert outpace.LookupDrafter().propose(state, 3).lengths == [0]
+    own = Source(source.ids)
+    marian = tiny_seq2seq("marian", share_encoder_decoder_embeddings=False, decoder_vocab_size=V)
+    Decoder(marian, "lookup").generate(own, temperature=0, max_new_tokens=1)
+    assert not own.copyable  # two vocabularies
+
+
+def test_what_cannot_be_read_is_said() -> None:
+    decoder = Decoder(tiny_seq2seq("bart"))
+    for prompt, error, words in (
+        ([], ValueError, "empty"),
+        ([V], ValueError, f"knows 0..{V - 1}"),
+        (list(range(2, 60)) * 3, ValueError, "encoder reads 128"),
+        (torch.randn(8, 40), TypeError, "is given token ids"),
+        ("text", ValueError, "no tokenizer"),
+        (3.5, TypeError, "must be a string"),
+    ):
+        with pytest.raises(error, match=words):
+            decoder.generate(prompt, max_new_tokens=2)  # type: ignore[arg-type]
+    hearing = Decoder(tiny_seq2seq("whisper"))
+    with pytest.raises(ValueError, match=r"this model hears \[8, 40\]"):
+        hearing.generate(torch.randn(8, 30), max_new_tokens=2)
+    with pytest.raises(TypeError, match="features of speech"):
+        hearing.generate([1, 2, 3], max_new_tokens=2)
+    with pytest.raises(ValueError, match="give ids= or features="):
+        Source()
+    with pytest.raises(ValueError, match="cannot draft for a target without an encoder"):
+        Decoder(tiny(), tiny_seq2seq("t5"))
+    with pytest.raises(ValueError, match="not among t5, mt5"):
+        Decoder(tiny_seq2seq_of_another_family())
+
+
+def tiny_seq2seq_of_another_family() -> Any:
+    import transformers
+
+    config = transformers.PegasusConfig(
+        vocab_size=V, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
+    )  # fmt: skip
+    return transformers.PegasusForConditionalGeneration(config).eval()
+
+
+def test_an_engine_is_not_for_them_yet() -> None:
+    decoder = Decoder(tiny_seq2seq("t5"), engine=True)
+    assert "has an encoder" in decoder.describe()
+    out = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=5)
+    assert out.tokens == greedy_of(decoder.scorer.base, [5, 6, 7], 5)
