@@ -12,6 +12,7 @@ import torch
 
 from outpace.draft.model import ModelDrafter
 from outpace.models.causal import CausalScorer, accepted
+from outpace.models.seq2seq import Seq2SeqScorer
 
 Made = TypeVar("Made", CausalScorer, ModelDrafter)
 
@@ -36,6 +37,8 @@ class Shelf(Generic[Made]):
             made = self._make(model)
         yield made  # after an error it does not come back
         scorer = _scorer(made)
+        if isinstance(scorer, Seq2SeqScorer):  # what it holds of the model is more than can be taken away
+            return
         scorer.model = scorer.base = None
         with self._lock:
             self._waiting[model] = made

@@ -17,7 +17,7 @@ from transformers import (
     MaxLengthCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from outpace.arguments import kind
 from outpace.decode import Decoder
@@ -27,8 +27,10 @@ from outpace.draft.model import ModelDrafter
 from outpace.integrations.assisted import patch, patched, unpatch
 from outpace.integrations.processors import samplings
 from outpace.integrations.shelf import Shelf
+from outpace.integrations.sources import encoded, listen
 from outpace.length import Length
 from outpace.models.causal import CausalScorer
+from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
 from outpace.request import seed_of
 from outpace.rows import Output, Row
 from outpace.stats import Stats
@@ -36,7 +38,7 @@ from outpace.verify import Rule
 
 __all__ = ["Generation", "forget", "generate", "patch", "patched", "unpatch"]
 
-_targets = Shelf(CausalScorer)
+_targets = Shelf(scorer_of)
 _drafters = Shelf(ModelDrafter)
 
 
@@ -61,8 +63,9 @@ def generate(
     seed: int | Sequence[int] | None = None,
     stats: Stats | None = None,
     streamer: Any = None,
+    inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
-) -> Tensor | Generation:
+) -> Tensor | Generation | GenerateEncoderDecoderOutput:
     """Speculative decoding for `model.generate(..., custom_generate=outpace.generate, draft=...)`.
 
     draft     who guesses: a smaller model of the same tokenizer, a Drafter, or "lookup"
@@ -72,13 +75,17 @@ def generate(
               `torch.manual_seed` makes a run repeatable
     stats     a `Stats` to which this call adds what happened
     streamer  give it to `model.generate`; here it is for `functools.partial`
+    inputs_tensor
+              is Transformers' own: what the encoder was given
 
     Everything else is as Transformers has it: docs/transformers.md.
     """
     swallowed = _swallowed(model)
     _check_draft(draft, swallowed.get("assistant_model"))
     _refuse_other_modes(generation_config, swallowed.get("synced_gpus"))
+    theirs = encoded(model, inputs_tensor, model_kwargs, len(input_ids))
     prompts = _prompts(input_ids, model_kwargs)
+    logits_processor = listen(model, logits_processor, input_ids, theirs)
     streamer = _streamer(streamer, swallowed.get("streamer"), input_ids)
     with contextlib.ExitStack() as lent:
         scorer = lent.enter_context(_targets.lend(model))
@@ -89,10 +96,13 @@ def generate(
         decoder = Decoder(
             scorer, drafter, rule=rule, lenience=lenience, length=length, engine=False
         )  # an engine is worth its graphs only if it stays
+        given: Any = prompts
+        if isinstance(scorer, Seq2SeqScorer):
+            given = [one.source(prompt, scorer) for one, prompt in zip(theirs, prompts, strict=True)]
         stops = _Stops(stopping_criteria, input_ids, generation_config, scorer)
         wanted = bool(generation_config.return_dict_in_generate)
         steps = decoder.stream(
-            prompts,
+            given,
             samplings(logits_processor, bool(generation_config.do_sample), input_ids, prompts, scorer.device),
             max_new_tokens=stops.max_new_tokens,
             stop_tokens=stops.tokens,
@@ -124,6 +134,8 @@ def generate(
         _by_position(kept, input_ids.device)
         for kept in ([row.scores for row in rows], [row.logits for row in rows])
     )
+    if theirs:
+        return GenerateEncoderDecoderOutput(sequences=sequences, scores=scores, logits=logits)
     return Generation(sequences=sequences, scores=scores, logits=logits, stats=total)
 
 
@@ -197,6 +209,10 @@ def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]
     """The tokens of each row without padding."""
     given = {name: value for name, value in model_kwargs.items() if value is not None}
     mask, positions = given.pop("attention_mask", None), given.pop("position_ids", None)
+    if "encoder_outputs" in given:  # then those were of what the encoder read
+        mask = given.pop("decoder_attention_mask", None)
+        positions = given.pop("decoder_position_ids", None)
+        del given["encoder_outputs"]
     past = given.pop("past_key_values", None)
     strange = sorted(given.keys() - _UNUSED)
     if strange:
