@@ -234,7 +234,7 @@ def test_statistics_are_complete_and_add_up() -> None:
     assert total.tokens_per_second == 60 / total.seconds
     parts = (total.draft_seconds, total.target_seconds, total.verify_seconds, total.other_seconds)
     assert all(part > 0 for part in parts)
-    assert total.seconds == pytest.approx(sum(parts))
+    assert total.seconds == pytest.approx(sum(parts) + total.encode_seconds)
     for out in outs:
         assert out.stats.target_calls + out.stats.accepted >= out.stats.new_tokens
 

@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import (
+    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -28,7 +29,7 @@ import outpace
 from outpace import Fixed, Stats
 from outpace.integrations.processors import Given, samplings
 from tests.statistical import chisquare
-from tests.tiny import V, byte_tokenizer, tiny
+from tests.tiny import SEQ2SEQ, V, byte_tokenizer, sources, tiny, tiny_seq2seq
 
 ours = outpace.generate
 forget = outpace.integrations.transformers.forget
@@ -662,13 +663,44 @@ def test_caches_and_embeddings_are_refused() -> None:
         model.generate(inputs_embeds=embedded, custom_generate=ours, draft="lookup", max_new_tokens=3)
 
 
-def test_encoder_decoder_models_are_refused() -> None:
-    size = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": V}
-    model = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(**size, decoder_start_token_id=0, pad_token_id=0)
-    ).eval()
-    with pytest.raises(ValueError, match="encoder"):
-        model.generate(input_ids=IDS[1:2], custom_generate=ours, draft="lookup", max_new_tokens=3)
+@pytest.mark.parametrize("family", SEQ2SEQ)
+@pytest.mark.parametrize("draft", ["model", "lookup"])
+def test_encoder_decoder_models_write_transformers_greedy_texts(family: str, draft: str) -> None:
+    """Of texts of different lengths, whose padding the encoder does not see."""
+    model = tiny_seq2seq(family)
+    own: Any = tiny_seq2seq(family, seed=1) if draft == "model" else draft
+    read = sources(family, 3, 9, 5)
+    if family == "whisper":
+        start = torch.full((3, 1), model.config.decoder_start_token_id)
+        given = {"input_features": torch.stack(read), "decoder_input_ids": start}
+    else:
+        longest = max(map(len, read))
+        ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in read])
+        given = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    expected = GenerationMixin.generate(model, **given, **options)
+    found = GenerationMixin.generate(model, **given, **options, custom_generate=ours, draft=own)
+    assert torch.equal(found, expected)
+    options |= {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": 2}
+    options |= {"do_sample": True, "top_k": 1}
+    whole = GenerationMixin.generate(model, **given, **options, custom_generate=ours, draft=own)
+    assert torch.equal(whole.sequences[::2], expected)
+    assert len(whole.scores) == 20
+
+
+def test_a_decoder_can_be_used_again_and_again() -> None:
+    model = tiny()
+    decoder = outpace.Decoder(model, "lookup", length=3)
+    expected = model.generate(input_ids=IDS[:1], max_new_tokens=12, do_sample=False)
+    for _ in range(2):
+        found = model.generate(
+            input_ids=IDS[:1], max_new_tokens=12, do_sample=False, custom_generate=ours, decoder=decoder
+        )
+        assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match="one or the other"):
+        model.generate(input_ids=IDS[:1], custom_generate=ours, decoder=decoder, draft="lookup")
+    with pytest.raises(ValueError, match="whose target is the model"):
+        tiny().generate(input_ids=IDS[:1], custom_generate=ours, decoder=decoder)
 
 
 def test_unusable_logits_name_the_row() -> None:

@@ -134,8 +134,8 @@ def _share(batch: Any, row: int, rows: int) -> Any:
 
 
 class Suppressed:
-    """Some tokens are impossible: everywhere, or where the text has a length. Transformers' own looks for each
-    token of the vocabulary among them at every call, which takes longer than a small model's pass."""
+    """Some tokens are impossible: everywhere, or where the text has a length. Transformers' own looks for
+    each token of the vocabulary among them at every call, which takes longer than a small model's pass."""
 
     def __init__(self, tokens: Tensor, length: int | None = None) -> None:
         self.tokens, self.length = tokens, length

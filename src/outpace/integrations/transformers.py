@@ -62,6 +62,7 @@ def generate(
     length: Length | int | None = None,
     seed: int | Sequence[int] | None = None,
     stats: Stats | None = None,
+    decoder: Decoder | None = None,
     streamer: Any = None,
     inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
@@ -74,6 +75,8 @@ def generate(
     seed      an int, or one per prompt; None draws seeds from PyTorch's generator, so that
               `torch.manual_seed` makes a run repeatable
     stats     a `Stats` to which this call adds what happened
+    decoder   a `Decoder` of this model, used instead of draft, rule, lenience and length: it keeps what it
+              has set up from call to call
     streamer  give it to `model.generate`; here it is for `functools.partial`
     inputs_tensor
               is Transformers' own: what the encoder was given
@@ -81,21 +84,28 @@ def generate(
     Everything else is as Transformers has it: docs/transformers.md.
     """
     swallowed = _swallowed(model)
-    _check_draft(draft, swallowed.get("assistant_model"))
+    if decoder is None:
+        _check_draft(draft, swallowed.get("assistant_model"))
+    else:
+        _check_decoder(decoder, model, draft)
     _refuse_other_modes(generation_config, swallowed.get("synced_gpus"))
     theirs = encoded(model, inputs_tensor, model_kwargs, len(input_ids))
     prompts = _prompts(input_ids, model_kwargs)
     logits_processor = listen(model, logits_processor, input_ids, theirs)
     streamer = _streamer(streamer, swallowed.get("streamer"), input_ids)
     with contextlib.ExitStack() as lent:
-        scorer = lent.enter_context(_targets.lend(model))
-        if isinstance(draft, torch.nn.Module):
-            drafter: Drafter | None = lent.enter_context(_drafters.lend(draft))
-        else:
-            drafter = drafter_of(draft)
-        decoder = Decoder(
-            scorer, drafter, rule=rule, lenience=lenience, length=length, engine=False
-        )  # an engine is worth its graphs only if it stays
+        if decoder is None:
+            decoder = Decoder(
+                lent.enter_context(_targets.lend(model)),
+                lent.enter_context(_drafters.lend(draft))
+                if isinstance(draft, torch.nn.Module)
+                else drafter_of(draft),
+                rule=rule,
+                lenience=lenience,
+                length=length,
+                engine=False,  # which is worth its graphs only if it stays
+            )
+        scorer = decoder.scorer
         given: Any = prompts
         if isinstance(scorer, Seq2SeqScorer):
             given = [one.source(prompt, scorer) for one, prompt in zip(theirs, prompts, strict=True)]
@@ -161,6 +171,13 @@ def _swallowed(model: Any) -> dict[str, Any]:
             return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
         frame = frame.f_back  # type: ignore[assignment]
     return {}
+
+
+def _check_decoder(decoder: Any, model: Any, draft: Any) -> None:
+    if not isinstance(decoder, Decoder) or decoder.scorer.model is not model:
+        raise ValueError("decoder: it must be a Decoder whose target is the model that generates")
+    if draft is not None:
+        raise ValueError("draft: given together with decoder, which has its own; give one or the other")
 
 
 def _check_draft(draft: Any, assistant_model: Any) -> None:

@@ -50,7 +50,7 @@ def cache_folder() -> Path:
 def load_model(
     name: str | os.PathLike[str] | None, *, device: str | None = None, dtype: Any = None, tell: Say = say
 ) -> tuple[Any, Any]:
-    """A causal model and its tokenizer.
+    """A causal or encoder-decoder model and its tokenizer.
 
     name    None for the default; a folder, a GGUF file, or an id of the Hugging Face hub
     device  by default CUDA where there is one, else the CPU
@@ -58,7 +58,7 @@ def load_model(
             older cards, float32 on other CPUs
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     place = place_of(device)
     precision = precision_of(dtype, place)
@@ -68,7 +68,7 @@ def load_model(
     with _quiet() if silent else nullcontext(), ThreadPoolExecutor(1) as meanwhile:
         reading = meanwhile.submit(AutoTokenizer.from_pretrained, where, **named)
         try:
-            model = AutoModelForCausalLM.from_pretrained(where, dtype=precision, **extra)
+            model = _kind(where, extra).from_pretrained(where, dtype=precision, **extra)
             model = model.to(place)
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"{name or DEFAULT} in {precision} does not fit on {place}") from error
@@ -80,6 +80,32 @@ def load_model(
             raise OSError(f"{name or DEFAULT}: has no tokenizer ({_first_line(error)})") from error
     tell(f"{name or DEFAULT}: {str(precision).removeprefix('torch.')} on {place}")
     return model.eval(), tokenizer
+
+
+def load_processor(name: str | os.PathLike[str]) -> Any:
+    """The feature extractor and tokenizer of a model that hears."""
+    from transformers import AutoProcessor
+
+    where, _ = _source(name, say)
+    try:
+        return AutoProcessor.from_pretrained(where)
+    except Exception as error:
+        raise OSError(f"{name}: has no processor ({_first_line(error)})") from error
+
+
+def _kind(where: str, extra: dict[str, Any]) -> Any:
+    """Transformers' class for what lies there."""
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
+    )
+
+    config = None if extra else AutoConfig.from_pretrained(where)
+    if config is None or not config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    return AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else AutoModelForSeq2SeqLM
 
 
 def _first_line(error: Exception) -> str:

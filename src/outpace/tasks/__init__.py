@@ -1,0 +1,1 @@
+"""Whole tasks: speech and texts in, transcripts and scores out."""

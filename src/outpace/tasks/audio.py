@@ -1,0 +1,30 @@
+"""Sound from files, as models hear it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outpace.tasks.extra import needed
+
+
+def read(path: str | os.PathLike[str], rate: int) -> Tensor:
+    """Samples `[n]` of a file in any format that soundfile reads, all channels mixed, at so many a second."""
+    soundfile, soxr = needed("soundfile", "tasks"), needed("soxr", "tasks")
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        sound, own = soundfile.read(path, dtype="float32", always_2d=True)
+    except (RuntimeError, OSError) as error:  # soundfile's own are of the first kind
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path}: cannot be read as sound ({said})") from error
+    if not len(sound):
+        raise ValueError(f"{path}: holds no sound")
+    mixed = sound.mean(axis=1)
+    found = torch.from_numpy(mixed if own == rate else soxr.resample(mixed, own, rate)).float()
+    if not bool(found.isfinite().all()):
+        raise ValueError(f"{path}: holds samples that are not numbers")
+    return found
