@@ -18,7 +18,7 @@ class Stats:
     drafted, accepted     tokens guessed, and kept by the rule
     drafted_by_position   how often a first, second, ... token was guessed
     accepted_by_position  how often it was kept
-    encode_seconds        of encoders, the draft's included, where there are any
+    encode_seconds        of taking in what encoders read, the draft's included, where there are any
     draft_seconds, target_seconds, verify_seconds, other_seconds
                           in a batch each row gets its even share, so that the sum is what the clock showed.
                           On CUDA the host measures: work that it did not wait for counts where it waits next

@@ -1,5 +1,5 @@
-"""The command: `outpace generate`, `chat`, `audit`, `doctor`, `bench`. Nothing heavy is imported before its
-use."""
+"""The command: `outpace generate`, `chat`, `transcribe`, `audit`, `doctor`, `bench`. Nothing heavy is
+imported before its use."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from outpace.cli.bench import bench
 from outpace.cli.chat import chat
 from outpace.cli.doctor import doctor
 from outpace.cli.generate import generate
+from outpace.cli.transcribe import transcribe
 
 # What a flag that does not fit raises: of click, or of the copy of it that newer versions of typer bring.
 WrongUse: Any = next(one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException")
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(transcribe)
 app.command()(audit)
 app.command()(doctor)
 app.add_typer(bench, name="bench")

@@ -164,7 +164,7 @@ def open_decoder(
         dtype=dtype,
         rule=rule,
         lenience=lenience,
-        length=_length_of(length),
+        length=length_of(length),
         tell=note,
     )
     # What was made so far stays until the end: `main` had it not looked through for garbage, nor is it now.
@@ -173,7 +173,8 @@ def open_decoder(
     return decoder
 
 
-def _length_of(text: str | None) -> Length | None:
+def length_of(text: str | None) -> Length | None:
+    """The policy that a flag names."""
     if text is None:
         return None
     from outpace.length import Fixed, Heuristic

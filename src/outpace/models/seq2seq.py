@@ -135,8 +135,15 @@ class Seq2SeqScorer(CausalScorer):
         )
         return [states[: len(text)] for states, text in zip(out.last_hidden_state, texts, strict=True)]
 
-    def _cross(self, rows: Sequence[int], sources: Sequence[Source]) -> None:
-        """Keys and values of these rows' sources."""
+    @torch.inference_mode()
+    def take_in(self, rows: Sequence[int], sources: Sequence[Source]) -> None:
+        """These rows are about to be begun, with these sources: encode them, and compute their keys and
+        values."""
+        self._look_at_weights()
+        self._have(rows, 1)
+        for row in rows:
+            self._lengths[row], self._held[row] = 0, []
+        self._arrange(rows)
         self.encode(sources)
         states = [source.states[self.encoder] for source in sources]
         longest = max(one.shape[0] for one in states)
@@ -173,15 +180,12 @@ class Seq2SeqScorer(CausalScorer):
         prompts: Sequence[Sequence[int]],
         sources: Sequence[Source | None] = (),
     ) -> Tensor:
-        self._look_at_weights()
-        given = [source for source in sources if source is not None]
+        given = {row: one for row, one in zip(rows, sources, strict=False) if one is not None}
         if len(given) != len(rows):
             raise ValueError(f"{type(self.base).__name__} needs a source for each row, and has {len(given)}")
-        self._have(rows, max(map(len, prompts)))
-        for row in rows:
-            self._lengths[row], self._held[row] = 0, []
-        self._arrange(rows)
-        self._cross(rows, given)
+        new = [row for row in rows if row not in self._sources]
+        if new:
+            self.take_in(new, [given[row] for row in new])
         return self.append(rows, prompts)
 
     def forget(self) -> None:

@@ -22,7 +22,6 @@ from outpace.stats import Stats
 from outpace.tasks.audio import read
 from outpace.tasks.subtitles import Segment
 
-WINDOW = 30.0  # seconds that Whisper hears at once
 FALLBACK = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # temperatures, in turn while a text looks wrong
 # When it does: what repeats itself, what the model finds unlikely. The usual values of Whisper.
 WRONG = {"compression_ratio_threshold": 1.35, "logprob_threshold": -1.0, "no_speech_threshold": 0.6}
@@ -82,12 +81,14 @@ class Transcriber:
         *,
         device: str | None = None,
         dtype: Any = None,
+        draft_dtype: Any = None,
         tell: Say = say,
         **options: Any,
     ) -> Transcriber:
-        """By names, as `outpace.load` takes them; options are those of `Decoder`."""
+        """By names, as `outpace.load` takes them; options are those of `Decoder`. A draft may be less
+        precise than its target: texts stay the target's."""
         model, _ = load_model(target, device=device, dtype=dtype, tell=tell)
-        drafter = load_drafter(draft, device=device, dtype=dtype, tell=tell)
+        drafter = load_drafter(draft, device=device, dtype=draft_dtype or dtype, tell=tell)
         options.setdefault("pack", model.device.type == "cpu")
         return cls(Decoder(model, drafter, **options), load_processor(target))
 
@@ -117,7 +118,9 @@ class Transcriber:
         multilingual = getattr(self.model.generation_config, "is_multilingual", True)
         if not multilingual and (language not in (None, "en", "english") or task == "translate"):
             raise ValueError("language: this model knows English alone, and does not translate")
-        rate = self.processor.feature_extractor.sampling_rate
+        rate, window = (
+            getattr(self.processor.feature_extractor, name) for name in ("sampling_rate", "chunk_length")
+        )
         for first in range(0, len(files), batch_size):
             found: dict[int, Transcript] = {}
             sounds: list[Sound] = []
@@ -128,7 +131,7 @@ class Transcriber:
                 except ValueError as error:
                     found[place] = Transcript(str(path), error=str(error).removeprefix(f"{path}: "))
             for long in (False, True):  # what fits into a window needs no timestamps
-                some = [one for one in sounds if (one.duration > WINDOW) is long]
+                some = [one for one in sounds if (one.duration > window) is long]
                 if some:
                     texts = self._transcribed(
                         some, language, task, timestamps, long, fallback, multilingual, seed

@@ -1,0 +1,205 @@
+"""`outpace transcribe`: speech in files to text."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outpace.cli.options import MODELS, SHOW, Device, Dtype, LengthName, RuleName, length_of
+from outpace.cli.show import note
+
+if TYPE_CHECKING:
+    from outpace.tasks.transcribe import Transcriber, Transcript
+
+SPEECH = "Speech"
+
+
+Format = StrEnum("Format", ["txt", "srt", "vtt", "json"])
+Task = StrEnum("Task", {"TRANSCRIBE": "transcribe", "TRANSLATE": "translate"})
+
+
+def transcribe(
+    files: Annotated[list[Path], typer.Argument(help="Sound: wav, flac, mp3, ogg, ... of any length.")],
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target",
+            "-t",
+            metavar="MODEL",
+            help="A Whisper model: hub id or folder.",
+            rich_help_panel=MODELS,
+        ),
+    ] = "openai/whisper-base",
+    draft: Annotated[
+        str,
+        typer.Option(
+            "--draft",
+            "-d",
+            metavar="MODEL|lookup|none",
+            help="Who guesses: a smaller Whisper model, copies of the text, nobody.",
+            rich_help_panel=MODELS,
+        ),
+    ] = "none",
+    rule: RuleName = "token",
+    length: LengthName = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    draft_dtype: Annotated[
+        str | None,
+        typer.Option(help="Of the draft, if not the target's.", metavar="DTYPE", rich_help_panel=MODELS),
+    ] = None,
+    language: Annotated[
+        str | None,
+        typer.Option(
+            "--language", "-l", help="Such as en or german. Default: detected.", rich_help_panel=SPEECH
+        ),
+    ] = None,
+    task: Annotated[
+        Task, typer.Option(help="translate is into English.", rich_help_panel=SPEECH)
+    ] = Task.TRANSCRIBE,
+    timestamps: Annotated[
+        bool, typer.Option("--timestamps", help="Say when it was said.", rich_help_panel=SPEECH)
+    ] = False,
+    fallback: Annotated[
+        bool,
+        typer.Option(
+            help="Try higher temperatures where a text repeats itself or is unlikely.", rich_help_panel=SPEECH
+        ),
+    ] = True,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the draws at higher temperatures.", rich_help_panel=SPEECH)
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Files at once.", rich_help_panel=SPEECH)] = 8,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write a file for each into this folder.", rich_help_panel=SHOW),
+    ] = None,
+    format: Annotated[
+        Format, typer.Option("--format", help="Of what is written.", rich_help_panel=SHOW)
+    ] = Format.txt,
+) -> None:
+    """Transcribe speech. Texts go to stdout, or into files; progress and statistics to stderr.
+
+    Windows, timestamps, silence and fallback are Whisper's usual ones, as Transformers has them.
+    """
+    from outpace.tasks.transcribe import Transcriber
+
+    if output is not None and output.exists() and not output.is_dir():
+        raise ValueError(f"--output: {output} is not a folder")
+    wanted = length_of(length)
+    options = {} if wanted is None else {"length": wanted}
+    one = Transcriber.load(
+        target,
+        draft,
+        device=device,
+        dtype=dtype,
+        draft_dtype=draft_dtype,
+        tell=note,
+        rule=rule,
+        **options,
+    )
+    failed, sound = 0, 0.0
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+    with Progress(len(files)) as progress:
+        for transcript in one(
+            files,
+            language=language,
+            task=str(task),
+            timestamps=timestamps or format in (Format.srt, Format.vtt),
+            fallback=fallback,
+            batch_size=batch_size,
+            seed=seed,
+        ):
+            sound += transcript.duration
+            progress.step(transcript.duration, one.seconds)
+            if transcript.error is not None:
+                failed += 1
+                note(f"{transcript.name}: {transcript.error}")
+            else:
+                written(transcript, format, output, timestamps, alone=len(files) == 1)
+    if one.stats.new_tokens:
+        note(figures(one, sound))
+    if failed:
+        note(f"{failed} of {len(files)} files failed")
+        raise typer.Exit(1)
+
+
+def written(
+    transcript: Transcript, format: Format, output: Path | None, timestamps: bool, alone: bool
+) -> None:
+    """To a file named as the sound, or to stdout."""
+    text = shown(transcript, format, timestamps)
+    if output is not None:
+        path = output / f"{Path(transcript.name).stem}.{format}"
+        path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+        note(f"{transcript.name}: {path}")
+        return
+    if not alone:
+        print(f"# {transcript.name}")
+    print(text.rstrip("\n"), flush=True)
+
+
+def shown(transcript: Transcript, format: Format, timestamps: bool) -> str:
+    from outpace.tasks import subtitles
+
+    if format is Format.srt:
+        return subtitles.srt(transcript.segments)
+    if format is Format.vtt:
+        return subtitles.vtt(transcript.segments)
+    if format is Format.json:
+        return subtitles.as_json(
+            transcript.text, transcript.language, transcript.duration, transcript.segments
+        )
+    if timestamps:
+        return "\n".join(
+            f"[{one.start:7.2f} - {one.end:7.2f}] {one.text.strip()}" for one in transcript.segments
+        )
+    return transcript.text
+
+
+def figures(one: Transcriber, sound: float) -> str:
+    stats = one.stats
+    said = f"{sound:.1f} s of sound in {one.seconds:.1f} s, {sound / one.seconds:.1f} times real time; "
+    said += f"{stats.new_tokens} tokens in {stats.target_calls} passes"
+    if stats.drafted:
+        said += f", {stats.tokens_per_call:.2f} each, {stats.acceptance:.0%} of guesses kept"
+    return said
+
+
+class Progress:
+    """A bar on a terminal's stderr, with the speed against real time; nothing elsewhere."""
+
+    def __init__(self, files: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+
+        self._bar = Bar(
+            TextColumn("transcribing"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[speed]}"),
+            console=Console(stderr=True),
+            transient=True,
+            disable=not sys.stderr.isatty() or files == 1,
+        )
+        self._task = self._bar.add_task("", total=files, speed="")
+        self._sound = 0.0
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def step(self, sound: float, seconds: float) -> None:
+        self._sound += sound
+        speed = f"{self._sound / seconds:.1f} times real time" if seconds else ""
+        self._bar.update(self._task, advance=1, speed=speed)

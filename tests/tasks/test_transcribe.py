@@ -1,0 +1,196 @@
+"""Transcripts are those of Transformers' own Whisper with the same settings."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from outpace import Decoder, Fixed
+from outpace.cli import app
+from outpace.models.hub import cache_folder
+from outpace.tasks import subtitles
+from outpace.tasks.audio import read
+from outpace.tasks.subtitles import Segment
+from outpace.tasks.transcribe import Transcriber
+from tests.tiny import tiny_seq2seq
+
+RATE = 16000
+LASTING = 0.8, 2.3, 0.5, 3.1  # seconds
+END, START, ENGLISH, GERMAN, TRANSLATE, TRANSCRIBE, PREVIOUS, SILENCE, UNTIMED = range(60, 69)
+V = UNTIMED + 1 + 51  # and a token for each fiftieth of a second
+WHISPER = Path(os.environ.get("OUTPACE_WHISPER", cache_folder() / "whisper"))
+SPEECH = Path(__file__).parents[3] / "shared" / "data" / "speech"
+
+
+def hearing(seed: int = 0, **changes: Any) -> Any:
+    """A tiny Whisper that hears a second at a time."""
+    model = tiny_seq2seq(
+        "whisper", seed, vocab_size=V, max_source_positions=50, decoder_start_token_id=START,
+        pad_token_id=END, eos_token_id=END, max_target_positions=40, **changes,
+    )  # fmt: skip
+    known = {
+        "is_multilingual": True,
+        "lang_to_id": {"<|en|>": ENGLISH, "<|de|>": GERMAN},
+        "task_to_id": {"transcribe": TRANSCRIBE, "translate": TRANSLATE},
+        "no_timestamps_token_id": UNTIMED,
+        "prev_sot_token_id": PREVIOUS,
+        "suppress_tokens": [3, 4, START, ENGLISH, GERMAN, TRANSLATE, TRANSCRIBE, PREVIOUS, SILENCE],
+        "begin_suppress_tokens": [7, END],
+        "max_initial_timestamp_index": 25,
+        "eos_token_id": END,
+        "pad_token_id": END,
+        "decoder_start_token_id": START,
+        "max_length": 40,
+        "return_timestamps": False,
+    }
+    for name, value in known.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+class Words:
+    """A tokenizer whose words are numbers."""
+
+    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
+        return "".join(f" {int(one)}" for one in ids if int(one) < END)
+
+    def batch_decode(self, rows: Any, skip_special_tokens: bool = True) -> list[str]:
+        return [self.decode(row) for row in rows]
+
+
+PROCESSOR = SimpleNamespace(
+    feature_extractor=transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1), tokenizer=Words()
+)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Noise of different lengths: within a second, and beyond."""
+    noise = np.random.default_rng(3)
+    paths = []
+    for i, seconds in enumerate(LASTING):
+        sound = noise.normal(size=int(seconds * RATE)) * np.linspace(0.01, 0.3, int(seconds * RATE))
+        paths.append(tmp_path / f"{i}.wav")
+        soundfile.write(paths[-1], sound, RATE)
+    return paths
+
+
+def transformers_own(model: Any, path: Path, **options: Any) -> str:
+    """By its own decoding."""
+    sound = read(path, RATE)
+    long = len(sound) > RATE
+    inputs = PROCESSOR.feature_extractor(
+        sound.numpy(), sampling_rate=RATE, return_tensors="pt", return_attention_mask=True,
+        **({"truncation": False, "padding": "longest"} if long else {}),
+    )  # fmt: skip
+    options.setdefault("return_timestamps", long)
+    ids = model.generate(inputs.input_features, attention_mask=inputs.attention_mask, **options)
+    return Words().decode(ids[0]).strip()
+
+
+@pytest.mark.parametrize("drafter", ["model", "lookup", None])
+@pytest.mark.parametrize("timestamps", [False, True])
+def test_texts_are_transformers_own(files: list[Path], drafter: str | None, timestamps: bool) -> None:
+    model = hearing()
+    asked: dict[str, Any] = {"language": "de", "task": "translate"}
+    timed = {"return_timestamps": True} if timestamps else {}
+    expected = [transformers_own(model, path, **asked, **timed) for path in files]
+    draft: Any = hearing(1) if drafter == "model" else drafter
+    one = Transcriber(Decoder(model, draft, length=Fixed(3) if draft else None), PROCESSOR)
+    asked |= {"timestamps": timestamps, "fallback": False}
+    for batch_size in (1, 4):
+        found = list(one(files, **asked, batch_size=batch_size))
+        assert [transcript.text for transcript in found] == expected
+        assert [bool(transcript.segments) for transcript in found] == [timestamps or d > 1 for d in LASTING]
+    assert one.stats.new_tokens > 0
+    assert [round(transcript.duration, 1) for transcript in found] == list(LASTING)
+
+
+def test_languages_are_heard_file_by_file(files: list[Path]) -> None:
+    one = Transcriber(Decoder(hearing()), PROCESSOR)
+    found = list(one(files, fallback=False))
+    assert {transcript.language for transcript in found} <= {"en", "de"}
+    for transcript, path in zip(found, files, strict=True):
+        assert transcript.text == transformers_own(hearing(), path, language=transcript.language)
+
+
+def test_fallback_draws_again_and_is_repeatable(files: list[Path]) -> None:
+    """Random models look wrong at any temperature: all six are tried, in the end drawn."""
+    one = Transcriber(Decoder(hearing(), hearing(1), length=Fixed(3)), PROCESSOR)
+    texts = [[found.text for found in one(files[:1], language="en", seed=seed)] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
+def test_what_cannot_be_heard_is_said_and_the_others_go_on(files: list[Path], tmp_path: Path) -> None:
+    broken, empty, missing = (tmp_path / name for name in ("broken.wav", "empty.wav", "missing.wav"))
+    broken.write_bytes(b"RIFF nothing of the kind")
+    soundfile.write(empty, np.zeros(0), RATE)
+    one = Transcriber(Decoder(hearing()), PROCESSOR)
+    found = list(one([broken, files[0], empty, missing], language="en", fallback=False))
+    assert [transcript.error is None for transcript in found] == [False, True, False, False]
+    assert "cannot be read as sound" in str(found[0].error)
+    assert found[2].error == "holds no sound"
+    assert found[3].error == "no such file"
+    with pytest.raises(ValueError, match="task: got 'sing'"):
+        list(one(files, task="sing"))
+
+
+def test_sound_is_mixed_and_resampled(tmp_path: Path) -> None:
+    time = np.arange(22050) / 22050
+    both = np.stack((np.sin(2 * np.pi * 440 * time), np.zeros_like(time)), axis=1)
+    soundfile.write(tmp_path / "a.flac", both, 22050)
+    sound = read(tmp_path / "a.flac", RATE)
+    expected = 0.5 * np.sin(2 * np.pi * 440 * np.arange(RATE) / RATE)
+    assert len(sound) == RATE
+    assert np.abs(sound.numpy() - expected)[200:-200].max() < 1e-3
+
+
+def test_subtitles_are_written_as_players_read_them() -> None:
+    some = [Segment(0.0, 2.5, " Hello"), Segment(3661.04, 3662.0, " <b> & so on ")]
+    assert subtitles.srt(some) == (
+        "1\n00:00:00,000 --> 00:00:02,500\nHello\n\n2\n01:01:01,040 --> 01:01:02,000\n<b> & so on\n\n"
+    )
+    assert subtitles.vtt(some) == (
+        "WEBVTT\n\n00:00:00.000 --> 00:00:02.500\nHello\n\n"
+        "01:01:01.040 --> 01:01:02.000\n&lt;b&gt; &amp; so on\n\n"
+    )
+    assert json.loads(subtitles.as_json("é", "fr", 2.0, some))["segments"][0] == {
+        "start": 0.0, "end": 2.5, "text": " Hello",
+    }  # fmt: skip
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["transcribe", "x.wav", "-t", str(tmp_path)])
+    assert done.exit_code != 0
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.skipif(
+    not (WHISPER / "base").is_dir() or not SPEECH.is_dir(),
+    reason=f"no Whisper in {WHISPER} (or $OUTPACE_WHISPER), or no speech in {SPEECH}",
+)
+def test_base_with_tiny_transcribes_as_base_alone(tmp_path: Path) -> None:
+    """Real weights, real speech: the same texts one by one, in a batch, with a draft; and beyond 30 s."""
+    files = sorted(SPEECH.glob("*.flac"))[:4]
+    plain = Transcriber.load(WHISPER / "base", dtype="float32")
+    drafted = Transcriber.load(WHISPER / "base", WHISPER / "tiny", dtype="float32", length=Fixed(4))
+    expected = [found.text for found in plain(files, language="en", batch_size=1)]
+    assert [found.text for found in drafted(files, language="en", batch_size=4)] == expected
+    assert plain.stats.target_calls > 2.5 * drafted.stats.target_calls
+    long = tmp_path / "long.wav"
+    soundfile.write(long, torch.cat([read(path, RATE) for path in files]).numpy(), RATE)
+    (one,), (other,) = (list(side([long], language="en")) for side in (plain, drafted))
+    assert one == other
+    assert one.duration > 30
+    assert len(one.segments) > 2
