@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from outpace.draft.random import RandomDrafter
     from outpace.integrations.transformers import generate
     from outpace.length import Fixed, Heuristic
+    from outpace.models.source import Source
     from outpace.pair import load
     from outpace.rows import Output, Step
     from outpace.sampling import Prefix, Sampling
@@ -39,6 +40,7 @@ _HOMES = {
     "RandomDrafter": "outpace.draft.random",
     "Rule": "outpace.verify.rules",
     "Sampling": "outpace.sampling",
+    "Source": "outpace.models.source",
     "Stats": "outpace.stats",
     "Step": "outpace.rows",
     "Verdict": "outpace.verify.block",
@@ -61,6 +63,7 @@ __all__ = [
     "RandomDrafter",
     "Rule",
     "Sampling",
+    "Source",
     "Stats",
     "Step",
     "Verdict",

@@ -136,9 +136,12 @@ def test_what_cannot_be_heard_is_said_and_the_others_go_on(files: list[Path], tm
     broken, empty, missing = (tmp_path / name for name in ("broken.wav", "empty.wav", "missing.wav"))
     broken.write_bytes(b"RIFF nothing of the kind")
     soundfile.write(empty, np.zeros(0), RATE)
+    silent = tmp_path / "silent.flac"
+    soundfile.write(silent, np.zeros(RATE), RATE)
     one = Transcriber(Decoder(hearing()), PROCESSOR)
-    found = list(one([broken, files[0], empty, missing], language="en", fallback=False))
-    assert [transcript.error is None for transcript in found] == [False, True, False, False]
+    found = list(one([broken, files[0], empty, missing, silent], language="en", fallback=False))
+    assert [transcript.error is None for transcript in found] == [False, True, False, False, False]
+    assert found[4].error == "holds nothing but silence"
     assert "cannot be read as sound" in str(found[0].error)
     assert found[2].error == "holds no sound"
     assert found[3].error == "no such file"

@@ -90,6 +90,10 @@ def transcribe(
 
     if output is not None and output.exists() and not output.is_dir():
         raise ValueError(f"--output: {output} is not a folder")
+    names = [path.stem for path in files]
+    if output is not None and len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"--output: several files are named {twice}, and would be written over each other")
     wanted = length_of(length)
     options = {} if wanted is None else {"length": wanted}
     one = Transcriber.load(

@@ -145,15 +145,17 @@ class Seq2SeqScorer(CausalScorer):
             self._lengths[row], self._held[row] = 0, []
         self._arrange(rows)
         self.encode(sources)
-        states = [source.states[self.encoder] for source in sources]
+        own = list(dict.fromkeys(sources))  # several rows may have the same
+        states = [source.states[self.encoder] for source in own]
         longest = max(one.shape[0] for one in states)
         places = [self._order.index(row) for row in rows]
+        which = [own.index(source) for source in sources]
         self._have_crossed(longest)
         padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True).to(self.device)
         for layer, tables in zip(self.stack.layers, self._crossed, strict=True):
             for table, new in zip(tables, layer.cross.keys_values(padded), strict=True):
-                table[places, :, :longest] = new
-        self._sources |= {row: one.shape[0] for row, one in zip(rows, states, strict=True)}
+                table[places, :, :longest] = new if len(own) == len(rows) else new[which]
+        self._sources |= {row: states[i].shape[0] for row, i in zip(rows, which, strict=True)}
 
     def _have_crossed(self, tokens: int) -> None:
         rows, before = self.cache.rows, self._crossed

@@ -27,4 +27,6 @@ def read(path: str | os.PathLike[str], rate: int) -> Tensor:
     found = torch.from_numpy(mixed if own == rate else soxr.resample(mixed, own, rate)).float()
     if not bool(found.isfinite().all()):
         raise ValueError(f"{path}: holds samples that are not numbers")
+    if not bool(found.any()):
+        raise ValueError(f"{path}: holds nothing but silence")
     return found
