@@ -21,6 +21,7 @@ from torch import Tensor
 
 from outpace.arguments import integer, number
 from outpace.decode import Decoder
+from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.request import Prompt
 from outpace.rows import Output
 from outpace.sampling import Sampling
@@ -133,6 +134,10 @@ def audit(
     samples        draws per prompt; 0 leaves sampling out
     alarm          p-values below this fail: the probability of a false alarm per prompt
     """
+    if isinstance(decoder.scorer, Seq2SeqScorer):
+        raise ValueError(
+            "decoder: models with an encoder cannot be audited yet; tests/statistical has theirs"
+        )
     integer("greedy_tokens", greedy_tokens, "an int >= 0", lambda n: n >= 0)
     integer("tokens", tokens, "an int >= 1", lambda n: n >= 1)
     integer("top", top, "an int >= 2", lambda n: n >= 2)

@@ -231,7 +231,8 @@ class Decoder:
         clock = Clock()
         sources = [row.source for row in rows]
         for scorer in self._encoders():
-            scorer.take_in([row.slot for row in rows], [one for one in sources if one is not None])
+            longest = max(len(row.tokens) for row in rows)
+            scorer.take_in([row.slot for row in rows], [one for one in sources if one is not None], longest)
         clock.lap("encode")
         logits = self.scorer.prefill([row.slot for row in rows], [row.tokens for row in rows], sources)
         clock.lap("target")

@@ -11,7 +11,7 @@ import torch
 import outpace
 from outpace import Decoder, Fixed, Sampling
 from outpace.draft.base import State
-from outpace.models.seq2seq import Seq2SeqScorer
+from outpace.models.seq2seq import Seq2SeqScorer, fingerprint
 from outpace.models.source import Source
 from tests.tiny import SEQ2SEQ, V, greedy_of, sources, tiny, tiny_seq2seq
 
@@ -117,16 +117,13 @@ def test_an_encoder_that_both_have_works_once() -> None:
 
 def test_copies_are_taken_from_what_the_encoder_reads() -> None:
     model = tiny_seq2seq("t5")
-    source = Source([20, 21, 22, 50, 51, 52], start=[1, 21, 22])
-    Decoder(model, "lookup").generate(source, temperature=0, max_new_tokens=1)
+    source = Seq2SeqScorer(model).source(Source([20, 21, 22, 50, 51, 52], start=[1, 21, 22]))
     state = State([0], [[1, 21, 22]], [3], [Sampling()], torch.tensor([0]), [3], V, torch.device("cpu"))
     guess = outpace.LookupDrafter().propose(replace(state, sources=[source]), 3)
     assert guess.tokens.tolist() == [[50, 51, 52]]
     assert outpace.LookupDrafter().propose(state, 3).lengths == [0]
-    own = Source(source.ids)
     marian = tiny_seq2seq("marian", share_encoder_decoder_embeddings=False, decoder_vocab_size=V)
-    Decoder(marian, "lookup").generate(own, temperature=0, max_new_tokens=1)
-    assert not own.copyable  # two vocabularies
+    assert not Seq2SeqScorer(marian).source(source.ids).copyable  # two vocabularies
 
 
 def test_what_cannot_be_read_is_said() -> None:
@@ -162,6 +159,62 @@ def tiny_seq2seq_of_another_family() -> Any:
         decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
     )  # fmt: skip
     return transformers.PegasusForConditionalGeneration(config).eval()
+
+
+def test_a_source_whose_states_are_nan_leaves_nothing_behind() -> None:
+    model = tiny_seq2seq("t5")
+    encoder, given = model.get_encoder(), sources("t5", 40, 40, 3, 2)
+    first = Source(given[0])
+    first.states[encoder] = fingerprint(encoder), torch.full((40, 32), torch.nan)
+    with pytest.warns(UserWarning, match="row 0"):
+        outs = Decoder(model, "lookup").generate(
+            [first, *given[1:]], temperature=0, max_new_tokens=4, batch_size=2
+        )
+    assert outs[0].finish_reason == "error"
+    assert [out.tokens for out in outs[1:]] == [greedy_of(model, one, 4) for one in given[1:]]
+
+
+@pytest.mark.parametrize("what", ["encoder", "module"])
+def test_weights_that_change_are_noticed(what: str) -> None:
+    model = tiny_seq2seq("bart")
+    decoder, source = Decoder(model, "lookup"), Source(sources("bart", 9)[0])
+    decoder.generate(source, temperature=0, max_new_tokens=5)
+    with torch.no_grad():
+        if what == "encoder":
+            for parameter in model.get_encoder().layers.parameters():
+                parameter.mul_(1.5)
+        else:
+            old = model.get_decoder().layers[0].fc1
+            model.get_decoder().layers[0].fc1 = torch.nn.Linear(old.in_features, old.out_features)
+    found = decoder.generate(source, temperature=0, max_new_tokens=20)
+    assert found.tokens == greedy_of(model, source.ids, 20)
+    assert source.start is None  # the caller's own is left alone
+
+
+def test_drafts_that_cannot_hear_or_read_the_same_are_refused_or_guess_poorly() -> None:
+    with pytest.raises(ValueError, match="cannot be given what"):
+        Decoder(tiny_seq2seq("whisper"), tiny_seq2seq("t5"))
+    with pytest.raises(ValueError, match="4 bins of 40 frames against 8 bins"):
+        Decoder(tiny_seq2seq("whisper"), tiny_seq2seq("whisper", num_mel_bins=4))
+    target = tiny_seq2seq("bart")
+    draft = tiny_seq2seq("bart", seed=1, max_position_embeddings=16, vocab_size=V - 20)
+    prompt = sources("bart", 40)[0]
+    out = Decoder(target, draft, length=Fixed(3)).generate(prompt, temperature=0, max_new_tokens=25)
+    assert out.tokens == greedy_of(target, prompt, 25)
+
+
+def test_room_need_not_be_made_before() -> None:
+    model = tiny_seq2seq("t5").double()
+    scorer = Seq2SeqScorer(model)
+    given = sources("t5", 5, 30, 8)
+    texts = {0: [1, 2, 3], 2: [1, *range(2, 50), *range(2, 50)], 5: [1, 7]}
+    for (row, text), source in zip(texts.items(), given, strict=True):
+        logits = scorer.prefill([row], [text], [scorer.source(source)])
+        assert torch.allclose(logits[0], own_logits(model, source, text)[-1], atol=1e-10)
+    new = torch.tensor([[4], [4], [4]])
+    found = scorer.score(list(texts), new)
+    for i, text in enumerate(texts.values()):
+        assert torch.allclose(found[i, 0], own_logits(model, given[i], [*text, 4])[-1], atol=1e-10)
 
 
 def test_an_engine_is_not_for_them_yet() -> None:

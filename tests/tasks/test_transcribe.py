@@ -145,8 +145,16 @@ def test_what_cannot_be_heard_is_said_and_the_others_go_on(files: list[Path], tm
     assert "cannot be read as sound" in str(found[0].error)
     assert found[2].error == "holds no sound"
     assert found[3].error == "no such file"
+    raw = tmp_path / "a.raw"
+    raw.write_bytes(bytes(100))
+    assert "cannot be read as sound" in str(next(one(raw)).error)
     with pytest.raises(ValueError, match="task: got 'sing'"):
-        list(one(files, task="sing"))
+        one(files, task="sing")
+    with torch.no_grad():  # a model gone wrong says so for each file
+        one.model.model.decoder.embed_tokens.weight[ENGLISH] = torch.nan
+    found = list(one(files[:2], language="en", fallback=False))
+    assert all("unusable" in str(transcript.error) for transcript in found)
+    assert next(iter(one(files[:1], language="german", fallback=False))).language == "de"
 
 
 def test_sound_is_mixed_and_resampled(tmp_path: Path) -> None:
@@ -168,7 +176,7 @@ def test_subtitles_are_written_as_players_read_them() -> None:
         "WEBVTT\n\n00:00:00.000 --> 00:00:02.500\nHello\n\n"
         "01:01:01.040 --> 01:01:02.000\n&lt;b&gt; &amp; so on\n\n"
     )
-    assert json.loads(subtitles.as_json("é", "fr", 2.0, some))["segments"][0] == {
+    assert json.loads(subtitles.as_json("a.wav", "é", "fr", 2.0, some))["segments"][0] == {
         "start": 0.0, "end": 2.5, "text": " Hello",
     }  # fmt: skip
 

@@ -36,8 +36,11 @@ def compare(
 
     Sides take turns, each as often early as late; nothing of a prompt is kept from run to run.
     """
+    from outpace.models.seq2seq import Seq2SeqScorer
     from outpace.sampling import from_generation_config
 
+    if isinstance(decoder.scorer, Seq2SeqScorer):
+        raise ValueError("--compare: models with an encoder cannot be compared yet")
     sampling = sampling or from_generation_config(decoder.scorer.generation_config)
     sides = _sides(decoder, ids, sampling, options)
     times = {name: Side(name) for name in sides}

@@ -94,6 +94,8 @@ def transcribe(
     if output is not None and len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"--output: several files are named {twice}, and would be written over each other")
+    if output is None and len(files) > 1 and format in (Format.srt, Format.vtt):
+        raise ValueError(f"--format: {format} of several files needs a folder for them; give --output")
     wanted = length_of(length)
     options = {} if wanted is None else {"length": wanted}
     one = Transcriber.load(
@@ -114,7 +116,7 @@ def transcribe(
             files,
             language=language,
             task=str(task),
-            timestamps=timestamps or format in (Format.srt, Format.vtt),
+            timestamps=timestamps or format is not Format.txt,
             fallback=fallback,
             batch_size=batch_size,
             seed=seed,
@@ -143,7 +145,7 @@ def written(
         path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
         note(f"{transcript.name}: {path}")
         return
-    if not alone:
+    if not alone and format is Format.txt:
         print(f"# {transcript.name}")
     print(text.rstrip("\n"), flush=True)
 
@@ -157,7 +159,7 @@ def shown(transcript: Transcript, format: Format, timestamps: bool) -> str:
         return subtitles.vtt(transcript.segments)
     if format is Format.json:
         return subtitles.as_json(
-            transcript.text, transcript.language, transcript.duration, transcript.segments
+            transcript.name, transcript.text, transcript.language, transcript.duration, transcript.segments
         )
     if timestamps:
         return "\n".join(

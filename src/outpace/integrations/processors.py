@@ -144,7 +144,8 @@ class Suppressed:
         if self.length is not None and input_ids.shape[1] != self.length:
             return scores
         tokens = self.tokens.to(scores.device)
-        return scores.index_fill(-1, tokens[tokens < scores.shape[-1]], -torch.inf)
+        known = tokens[(tokens >= 0) & (tokens < scores.shape[-1])]
+        return scores.index_fill(-1, known, -torch.inf)
 
 
 class Given:

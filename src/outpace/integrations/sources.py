@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import WhisperNoSpeechDetection
 
-from outpace.models.seq2seq import Seq2SeqScorer
+from outpace.models.seq2seq import Seq2SeqScorer, fingerprint
 from outpace.models.source import Source
 
 
@@ -26,7 +26,7 @@ class Encoded:
             source = Source(features=self.given, start=start)
         else:
             source = Source(self.given.tolist(), start=start)
-        source.states[scorer.encoder] = self.states
+        source.states[scorer.encoder] = fingerprint(scorer.encoder), self.states
         return source
 
 
@@ -35,8 +35,10 @@ def encoded(model: Any, inputs: Tensor | None, model_kwargs: dict[str, Any], row
     if not model.config.is_encoder_decoder:
         return []
     outputs, mask = model_kwargs.get("encoder_outputs"), model_kwargs.get("attention_mask")
-    if outputs is None or inputs is None:
-        raise ValueError("inputs: an encoder-decoder model needs what its encoder reads")
+    if outputs is None or inputs is None or (not inputs.is_floating_point() and int(inputs.min()) < 0):
+        raise ValueError(
+            "encoder_outputs: outpace needs what the encoder read, not only what came of it; pass the inputs"
+        )
     states = outputs[0]
     each = rows // inputs.shape[0]  # texts of one input
     found = []
@@ -57,19 +59,19 @@ def listen(
     processors. It would run the encoder again, and is shown what came of that."""
     if not rows:
         return processors
-    states = torch.stack([one.states for one in rows]) if _even(rows) else None
     for one in processors:
-        if isinstance(one, WhisperNoSpeechDetection) and states is not None:
+        if isinstance(one, WhisperNoSpeechDetection):
+            states = torch.stack([row.states for row in rows])
             inputs = {"encoder_outputs": (states,), "decoder_input_ids": input_ids}
+            prepared = one.inputs or {}
+            for name in ("decoder_attention_mask", "decoder_position_ids"):
+                if prepared.get(name) is not None and len(prepared[name]) == len(input_ids):
+                    inputs[name] = prepared[name]
             with torch.inference_mode():
                 if one.start_of_trans_offset > 1:
-                    kept, one.inputs = one.inputs, inputs
+                    one.inputs = inputs
                     one(input_ids, None)
-                    one.inputs = kept
+                    one.inputs = prepared
                 else:
                     one(input_ids, model(**inputs).logits[:, -1])
     return [one for one in processors if not isinstance(one, WhisperNoSpeechDetection)]
-
-
-def _even(rows: Sequence[Encoded]) -> bool:
-    return len({one.states.shape for one in rows}) == 1

@@ -6,6 +6,7 @@ a row is a text that grows, as a causal model's is, and all that is said there o
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -30,7 +31,8 @@ class Seq2SeqScorer(CausalScorer):
         base = accepted(model)
         self.model = self.base = base
         self.config = base.config
-        self.encoder: torch.nn.Module = base.get_encoder()
+        self.own_encoder: torch.nn.Module = base.get_encoder()
+        self.encoder = self.own_encoder  # or another's that is the same
         self.stack = Stack(base)
         self.vocab_size = base.get_output_embeddings().weight.shape[0]
         self.context = self.stack.context
@@ -38,9 +40,9 @@ class Seq2SeqScorer(CausalScorer):
         self.dtype = base.get_input_embeddings().weight.dtype
         self._windows: dict[str, int | None] = {"": None}
         self._last_only = {"last_only": True}
-        self._prepare(len(self.stack.layers))
         self._sources: dict[int, int] = {}  # tokens of each slot's source
         self._crossed: list[tuple[Tensor, Tensor]] = []  # of each layer, `[rows, heads, S, d]`
+        self._prepare(len(self.stack.layers))
 
     # Sources
 
@@ -51,7 +53,7 @@ class Seq2SeqScorer(CausalScorer):
 
     def source(self, prompt: Any) -> Source:
         """Of token ids, features or a Source, what this model can be given."""
-        source = prompt if isinstance(prompt, Source) else self._read(prompt)
+        source = copy.copy(prompt) if isinstance(prompt, Source) else self._read(prompt)
         if self.hears != (source.features is not None):
             what = "features of speech [bins, frames]" if self.hears else "token ids"
             raise TypeError(f"prompt: {type(self.base).__name__} is given {what}")
@@ -105,27 +107,46 @@ class Seq2SeqScorer(CausalScorer):
 
     def share_encoder(self, other: Seq2SeqScorer) -> bool:
         """Take the states of another model's encoder, if it is the same."""
-        if self.encoder is not other.encoder and same_weights(self.encoder, other.encoder):
-            self.encoder = other.encoder
+        if self.hears != other.hears or self._bins != other._bins:
+            raise ValueError(
+                f"drafter: {type(self.base).__name__} cannot be given what {type(other.base).__name__} is: "
+                f"{self._bins or 'token ids'} against {other._bins or 'token ids'}"
+            )
+        self.encoder = other.encoder if same_encoder(self.own_encoder, other.encoder) else self.own_encoder
         return self.encoder is other.encoder
+
+    @property
+    def _bins(self) -> str:
+        """Of what it hears."""
+        if not self.hears:
+            return ""
+        return f"{self.config.num_mel_bins} bins of {2 * self.config.max_source_positions} frames"
 
     @torch.inference_mode()
     def encode(self, sources: Sequence[Source]) -> None:
         """Let the encoder read sources that it has not read yet."""
-        new = [one for one in dict.fromkeys(sources) if self.encoder not in one.states]
+        weights = fingerprint(self.encoder)
+        new = [
+            one
+            for one in dict.fromkeys(sources)
+            if self.encoder not in one.states or one.states[self.encoder][0] != weights
+        ]
         new.sort(key=len)  # little padding
         while new:
             count = max(1, min(len(new), ENCODED_TOGETHER // len(new[-1])))
             some, new = new[:count], new[count:]
             for source, states in zip(some, self._encoded(some), strict=True):
-                source.states[self.encoder] = states
+                source.states[self.encoder] = weights, states
 
     def _encoded(self, sources: Sequence[Source]) -> list[Tensor]:
         """States `[S, D]` of each."""
         if self.hears:
             features = torch.stack([one.features for one in sources if one.features is not None])
             return list(self.encoder(features.to(self.device, self.dtype)).last_hidden_state)
-        texts = [one.ids for one in sources if one.ids is not None]
+        # What a target reads may be more than its draft knows: a poorer guess, not an error.
+        most = getattr(self.config, "max_position_embeddings", None)
+        last = self.base.get_input_embeddings().weight.shape[0] - 1
+        texts = [[min(token, last) for token in one.ids[:most]] for one in sources if one.ids is not None]
         longest = max(map(len, texts))
         ids = torch.tensor([[*text, *[text[-1]] * (longest - len(text))] for text in texts])
         there = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
@@ -136,25 +157,26 @@ class Seq2SeqScorer(CausalScorer):
         return [states[: len(text)] for states, text in zip(out.last_hidden_state, texts, strict=True)]
 
     @torch.inference_mode()
-    def take_in(self, rows: Sequence[int], sources: Sequence[Source]) -> None:
-        """These rows are about to be begun, with these sources: encode them, and compute their keys and
-        values."""
+    def take_in(self, rows: Sequence[int], sources: Sequence[Source], tokens: int = 1) -> None:
+        """These rows are about to be begun with so many tokens and these sources: encode them, and compute
+        their keys and values."""
         self._look_at_weights()
-        self._have(rows, 1)
+        self.encode(sources)
+        own = list(dict.fromkeys(sources))  # several rows may have the same
+        states = [source.states[self.encoder][1] for source in own]
+        longest = max(one.shape[0] for one in states)
+        self._have(rows, tokens)
+        self._have_crossed(longest)
         for row in rows:
             self._lengths[row], self._held[row] = 0, []
         self._arrange(rows)
-        self.encode(sources)
-        own = list(dict.fromkeys(sources))  # several rows may have the same
-        states = [source.states[self.encoder] for source in own]
-        longest = max(one.shape[0] for one in states)
         places = [self._order.index(row) for row in rows]
         which = [own.index(source) for source in sources]
-        self._have_crossed(longest)
         padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True).to(self.device)
         for layer, tables in zip(self.stack.layers, self._crossed, strict=True):
             for table, new in zip(tables, layer.cross.keys_values(padded), strict=True):
                 table[places, :, :longest] = new if len(own) == len(rows) else new[which]
+                table[places, :, longest:] = 0  # a masked NaN is still NaN after the softmax
         self._sources |= {row: states[i].shape[0] for row, i in zip(rows, which, strict=True)}
 
     def _have_crossed(self, tokens: int) -> None:
@@ -185,15 +207,18 @@ class Seq2SeqScorer(CausalScorer):
         given = {row: one for row, one in zip(rows, sources, strict=False) if one is not None}
         if len(given) != len(rows):
             raise ValueError(f"{type(self.base).__name__} needs a source for each row, and has {len(given)}")
+        longest = max(map(len, prompts))
+        if longest > self.cache.capacity:  # a larger cache knows of no sources
+            self._have(rows, longest)
         new = [row for row in rows if row not in self._sources]
         if new:
-            self.take_in(new, [given[row] for row in new])
+            self.take_in(new, [given[row] for row in new], longest)
         return self.append(rows, prompts)
 
     def forget(self) -> None:
         """Use nothing again."""
         super().forget()
-        self.stack.forget()
+        self.stack = Stack(self.base)  # modules come and go with adapters
 
     def reset(self, rows: Sequence[int], texts: Sequence[Sequence[int]] | None = None) -> None:
         """Rows are free. What a row held is of its source alone, and serves no other."""
@@ -204,7 +229,7 @@ class Seq2SeqScorer(CausalScorer):
             self._sources.pop(row, None)
 
     def _new_cache(self) -> RaggedCache:
-        self._crossed = []
+        self._crossed, self._sources = [], {}
         return RaggedCache(len(self.stack.layers))
 
     def _swap(self, one: int, other: int, length: int) -> None:
@@ -273,8 +298,21 @@ def accepted(model: Any) -> Any:
     return model
 
 
-def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    """Whether two modules compute the same."""
+def fingerprint(module: torch.nn.Module) -> int:
+    """Changes when weights do."""
+    return hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters()))
+
+
+SHAPING = (  # an encoder beside its weights
+    *("model_type", "encoder_attention_heads", "num_heads", "scale_embedding", "activation_function"),
+    *("feed_forward_proj", "relative_attention_num_buckets", "relative_attention_max_distance"),
+)
+
+
+def same_encoder(one: Any, other: Any) -> bool:
+    """Whether two encoders compute the same."""
+    if any(getattr(one.config, name, None) != getattr(other.config, name, None) for name in SHAPING):
+        return False
     mine, theirs = one.state_dict(), other.state_dict()
     return mine.keys() == theirs.keys() and all(
         a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and bool((a == b).all())

@@ -32,7 +32,8 @@ class Source:
         self.ids = None if ids is None else list(ids)
         self.features = features
         self.start = None if start is None else list(start)
-        self.states: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()  # `[S, D]`, by encoder
+        # By encoder: what its weights were then, and states `[S, D]`
+        self.states: WeakKeyDictionary[nn.Module, tuple[int, Tensor]] = WeakKeyDictionary()
         self.copyable: list[int] = []  # ids that are the decoder's, too: what a lookup may copy
 
     def __len__(self) -> int:

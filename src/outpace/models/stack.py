@@ -136,10 +136,6 @@ class Stack:
         distances = positions[:, :, None] - torch.arange(reach, device=positions.device)
         return self._bias[distances.clamp(min=0)].permute(0, 3, 1, 2)
 
-    def forget(self) -> None:
-        """What was computed of weights."""
-        self._bias = None
-
     def logits(self, x: Tensor) -> Tensor:
         """Of what the layers made."""
         if self._norm is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +12,19 @@ from torch import Tensor
 from outpace.tasks.extra import needed
 
 
+def packages() -> tuple[Any, Any]:
+    """soundfile and soxr."""
+    return needed("soundfile", "tasks"), needed("soxr", "tasks")
+
+
 def read(path: str | os.PathLike[str], rate: int) -> Tensor:
     """Samples `[n]` of a file in any format that soundfile reads, all channels mixed, at so many a second."""
-    soundfile, soxr = needed("soundfile", "tasks"), needed("soxr", "tasks")
+    soundfile, soxr = packages()
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file")
     try:
         sound, own = soundfile.read(path, dtype="float32", always_2d=True)
-    except (RuntimeError, OSError) as error:  # soundfile's own are of the first kind
+    except (RuntimeError, OSError, TypeError) as error:  # soundfile's own are of the first kind
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path}: cannot be read as sound ({said})") from error
     if not len(sound):

@@ -31,9 +31,10 @@ def vtt(segments: Sequence[Segment]) -> str:
     return "WEBVTT\n\n" + "".join(cues)
 
 
-def as_json(text: str, language: str | None, duration: float, segments: Sequence[Segment]) -> str:
-    whole = {"text": text, "language": language, "duration": round(duration, 3)}
-    return json.dumps({**whole, "segments": [asdict(one) for one in segments]}, ensure_ascii=False, indent=1)
+def as_json(name: str, text: str, language: str | None, duration: float, segments: Sequence[Segment]) -> str:
+    """One line, so that those of several files are lines."""
+    whole = {"file": name, "text": text, "language": language, "duration": round(duration, 3)}
+    return json.dumps({**whole, "segments": [asdict(one) for one in segments]}, ensure_ascii=False)
 
 
 def _time(seconds: float, point: str) -> str:

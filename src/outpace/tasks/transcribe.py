@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
+from outpace.arguments import integer
 from outpace.decode import Decoder
+from outpace.draft.model import ModelDrafter
 from outpace.integrations.transformers import generate
 from outpace.models.hub import Say, load_model, load_processor, say
 from outpace.pair import Name, load_drafter
 from outpace.stats import Stats
-from outpace.tasks.audio import read
+from outpace.tasks.audio import packages, read
 from outpace.tasks.subtitles import Segment
 
 FALLBACK = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # temperatures, in turn while a text looks wrong
@@ -87,14 +90,17 @@ class Transcriber:
     ) -> Transcriber:
         """By names, as `outpace.load` takes them; options are those of `Decoder`. A draft may be less
         precise than its target: texts stay the target's."""
-        model, _ = load_model(target, device=device, dtype=dtype, tell=tell)
+        packages()  # before anything big is loaded
+        model, tokenizer = load_model(target, device=device, dtype=dtype, tell=tell)
         drafter = load_drafter(draft, device=device, dtype=draft_dtype or dtype, tell=tell)
+        if isinstance(drafter, ModelDrafter):
+            drafter.check(model.get_output_embeddings().weight.shape[0], tokenizer)
         options.setdefault("pack", model.device.type == "cpu")
         return cls(Decoder(model, drafter, **options), load_processor(target))
 
     def __call__(
         self,
-        files: Sequence[str | os.PathLike[str]],
+        files: Name | Sequence[Name],
         *,
         language: str | None = None,
         task: str = "transcribe",
@@ -102,7 +108,6 @@ class Transcriber:
         fallback: bool = True,
         batch_size: int = 8,
         seed: int | None = None,
-        done: Callable[[float], None] = lambda seconds: None,
     ) -> Iterator[Transcript]:
         """Transcripts of files in their order; one that fails says why, and the others go on.
 
@@ -111,46 +116,53 @@ class Transcriber:
         timestamps  give segments for short files, too
         fallback    try higher temperatures where a text repeats itself or is unlikely
         batch_size  so many files at once
-        done        called with seconds of sound when they are transcribed
         """
         if task not in ("transcribe", "translate"):
             raise ValueError(f'task: got {task!r}; it must be "transcribe" or "translate"')
+        integer("batch_size", batch_size, "an int >= 1", lambda n: n >= 1)
         multilingual = getattr(self.model.generation_config, "is_multilingual", True)
-        if not multilingual and (language not in (None, "en", "english") or task == "translate"):
+        if language is not None:
+            language = TO_LANGUAGE_CODE.get(language.lower(), language.lower())
+        if not multilingual and (language not in (None, "en") or task == "translate"):
             raise ValueError("language: this model knows English alone, and does not translate")
-        rate, window = (
-            getattr(self.processor.feature_extractor, name) for name in ("sampling_rate", "chunk_length")
-        )
+        options: dict[str, Any] = {"temperature": FALLBACK, **WRONG} if fallback else {}
+        if multilingual:
+            options |= {"language": language, "task": task}
+        if isinstance(files, str | os.PathLike):
+            files = [files]
+        return self._all(files, {**options, "seed": seed}, timestamps, batch_size)
+
+    def _all(
+        self, files: Sequence[Name], options: dict[str, Any], timestamps: bool, batch_size: int
+    ) -> Iterator[Transcript]:
+        hearing = self.processor.feature_extractor
         for first in range(0, len(files), batch_size):
             found: dict[int, Transcript] = {}
             sounds: list[Sound] = []
             for place, path in enumerate(files[first : first + batch_size]):
                 try:
-                    samples = read(path, rate)
-                    sounds.append(Sound(place, str(path), samples, len(samples) / rate))
+                    samples = read(path, hearing.sampling_rate)
+                    sounds.append(Sound(place, str(path), samples, len(samples) / hearing.sampling_rate))
                 except ValueError as error:
                     found[place] = Transcript(str(path), error=str(error).removeprefix(f"{path}: "))
             for long in (False, True):  # what fits into a window needs no timestamps
-                some = [one for one in sounds if (one.duration > window) is long]
+                some = [one for one in sounds if (one.duration > hearing.chunk_length) is long]
                 if some:
-                    texts = self._transcribed(
-                        some, language, task, timestamps, long, fallback, multilingual, seed
-                    )
+                    texts = self._tried(some, {**options, "return_timestamps": timestamps or long}, long)
                     found |= dict(zip((one.place for one in some), texts, strict=True))
-                    done(sum(one.duration for one in some))
             yield from (found[place] for place in sorted(found))
 
-    def _transcribed(
-        self,
-        sounds: Sequence[Sound],
-        language: str | None,
-        task: str,
-        timestamps: bool,
-        long: bool,
-        fallback: bool,
-        multilingual: bool,
-        seed: int | None,
-    ) -> list[Transcript]:
+    def _tried(self, sounds: Sequence[Sound], options: dict[str, Any], long: bool) -> list[Transcript]:
+        """One file that fails does not take the others of its batch along."""
+        try:
+            return self._transcribed(sounds, options, long)
+        except (ValueError, RuntimeError) as error:  # unusable logits, or no memory
+            if len(sounds) > 1:
+                return [self._tried([one], options, long)[0] for one in sounds]
+            said = str(error).strip().split("\n")[0]
+            return [Transcript(sounds[0].name, duration=sounds[0].duration, error=said)]
+
+    def _transcribed(self, sounds: Sequence[Sound], options: dict[str, Any], long: bool) -> list[Transcript]:
         begun = time.perf_counter()
         inputs = self.processor.feature_extractor(
             [one.samples.numpy() for one in sounds],
@@ -160,26 +172,24 @@ class Transcriber:
             **({"truncation": False, "padding": "longest"} if long else {}),
         )
         features = inputs.input_features.to(self.model.device, self.model.dtype)
-        options: dict[str, Any] = {"temperature": FALLBACK, **WRONG} if fallback else {}
-        languages: list[str | None] = [language] * len(sounds)
-        if multilingual:
-            languages = [language] * len(sounds) if language else self._detected(features)
-            options |= {"language": languages, "task": task}
+        languages: list[str | None] = [options.get("language", "en")] * len(sounds)
+        if "language" in options:
+            if options["language"] is None:
+                languages = self._detected(features)
+            options = {**options, "language": languages}
         found = self.model.generate(
             features,
             attention_mask=inputs.attention_mask.to(self.model.device),
-            return_timestamps=timestamps or long,
             return_segments=True,
             custom_generate=generate,
             decoder=self.decoder,
             stats=self.stats,
-            seed=seed,
             **options,
         )
         texts = self.processor.tokenizer.batch_decode(found["sequences"], skip_special_tokens=True)
         self.seconds += time.perf_counter() - begun
         return [
-            Transcript(one.name, text.strip(), self._segments(parts, timestamps or long), said, one.duration)
+            Transcript(one.name, text.strip(), self._segments(parts, options), said, one.duration)
             for one, text, parts, said in zip(sounds, texts, found["segments"], languages, strict=True)
         ]
 
@@ -190,8 +200,8 @@ class Transcriber:
         names = {token: name for name, token in self.model.generation_config.lang_to_id.items()}
         return [names[int(one)].strip("<|>") for one in ids]
 
-    def _segments(self, parts: Sequence[dict[str, Any]], wanted: bool) -> list[Segment]:
-        if not wanted:
+    def _segments(self, parts: Sequence[dict[str, Any]], options: dict[str, Any]) -> list[Segment]:
+        if not options["return_timestamps"]:
             return []
         decode = self.processor.tokenizer.decode
         return [
