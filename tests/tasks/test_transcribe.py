@@ -187,6 +187,32 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "Traceback" not in done.output
 
 
+def test_the_command_writes_all_formats_and_its_status_tells_of_failures(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a tiny model in place of the one that is named."""
+    monkeypatch.setattr(
+        Transcriber, "load", lambda *names, **options: Transcriber(Decoder(hearing()), PROCESSOR)
+    )
+    texts = [
+        one.text for one in Transcriber(Decoder(hearing()), PROCESSOR)(files, language="en", fallback=False)
+    ]
+    command = ["transcribe", *map(str, files), "-l", "en", "--no-fallback"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0
+    assert [line for line in done.stdout.splitlines() if not line.startswith("#")] == texts
+    done = CliRunner().invoke(app, [*command, "--format", "json"])
+    assert [json.loads(line)["file"] for line in done.stdout.splitlines()] == [str(path) for path in files]
+    done = CliRunner().invoke(app, [*command, "nothere.wav", "--format", "srt", "-o", str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert "nothere.wav: no such file" in done.stderr
+    assert "1 of 5 files failed" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"{i}.srt" for i in range(4)]
+    assert "-->" in (tmp_path / "out" / "3.srt").read_text()
+    for wrong in (["--format", "vtt"], [str(files[0]), "-o", str(tmp_path)]):
+        assert isinstance(CliRunner().invoke(app, [*command, *wrong]).exception, ValueError)
+
+
 @pytest.mark.skipif(
     not (WHISPER / "base").is_dir() or not SPEECH.is_dir(),
     reason=f"no Whisper in {WHISPER} (or $OUTPACE_WHISPER), or no speech in {SPEECH}",
