@@ -230,7 +230,7 @@ class Decoder:
         """The prompts go through the target, which draws each row's first token: an iteration of g = 0."""
         clock = Clock()
         sources = [row.source for row in rows]
-        for scorer in self._encoders():
+        for scorer in self.encoders():
             longest = max(len(row.tokens) for row in rows)
             scorer.take_in([row.slot for row in rows], [one for one in sources if one is not None], longest)
         clock.lap("encode")
@@ -378,12 +378,13 @@ class Decoder:
         """The target's, and the draft's if it has one."""
         return [self.scorer, *([self.drafter.scorer] if isinstance(self.drafter, ModelDrafter) else [])]
 
-    def _encoders(self) -> list[Seq2SeqScorer]:
+    def encoders(self) -> list[Seq2SeqScorer]:
+        """Those of target and draft that have one."""
         return [scorer for scorer in self._scorers() if isinstance(scorer, Seq2SeqScorer)]
 
     def _check_encoders(self) -> None:
         """Two that are the same work once; a draft's alone would have nothing to read."""
-        encoders = self._encoders()
+        encoders = self.encoders()
         if len(encoders) == 2:
             encoders[1].share_encoder(encoders[0])
         elif encoders and encoders[0] is not self.scorer:

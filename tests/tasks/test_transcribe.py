@@ -132,6 +132,22 @@ def test_fallback_draws_again_and_is_repeatable(files: list[Path]) -> None:
     assert texts[0] != texts[2]
 
 
+def test_a_window_is_heard_once_by_each_model(files: list[Path]) -> None:
+    """Though its language is detected, and six temperatures are tried."""
+    target, draft = hearing(), hearing(1)
+    heard: list[list[bytes]] = [[], []]
+    for model, own in zip((target, draft), heard, strict=True):
+        model.get_encoder().conv1.register_forward_hook(
+            lambda module, given, out, own=own: own.extend(row.numpy().tobytes() for row in given[0])
+        )
+    one = Transcriber(Decoder(target, draft, length=Fixed(3)), PROCESSOR)
+    assert all(found.error is None for found in one([files[0], files[2]], seed=1))
+    for own in heard:
+        assert len(own) == len(set(own)) >= 2
+    assert set(heard[0]) == set(heard[1])
+    assert "forward" not in target.get_encoder().__dict__
+
+
 def test_what_cannot_be_heard_is_said_and_the_others_go_on(files: list[Path], tmp_path: Path) -> None:
     broken, empty, missing = (tmp_path / name for name in ("broken.wav", "empty.wav", "missing.wav"))
     broken.write_bytes(b"RIFF nothing of the kind")

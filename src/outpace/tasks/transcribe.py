@@ -23,6 +23,7 @@ from outpace.models.hub import Say, load_model, load_processor, say
 from outpace.pair import Name, load_drafter
 from outpace.stats import Stats
 from outpace.tasks.audio import packages, read
+from outpace.tasks.memory import Memory
 from outpace.tasks.subtitles import Segment
 
 FALLBACK = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # temperatures, in turn while a text looks wrong
@@ -136,6 +137,8 @@ class Transcriber:
         self, files: Sequence[Name], options: dict[str, Any], timestamps: bool, batch_size: int
     ) -> Iterator[Transcript]:
         hearing = self.processor.feature_extractor
+        encoders = list(dict.fromkeys(one.encoder for one in self.decoder.encoders()))
+        memory = Memory(encoders, 2 * batch_size)
         for first in range(0, len(files), batch_size):
             found: dict[int, Transcript] = {}
             sounds: list[Sound] = []
@@ -148,7 +151,8 @@ class Transcriber:
             for long in (False, True):  # what fits into a window needs no timestamps
                 some = [one for one in sounds if (one.duration > hearing.chunk_length) is long]
                 if some:
-                    texts = self._tried(some, {**options, "return_timestamps": timestamps or long}, long)
+                    with memory.use():
+                        texts = self._tried(some, {**options, "return_timestamps": timestamps or long}, long)
                     found |= dict(zip((one.place for one in some), texts, strict=True))
             yield from (found[place] for place in sorted(found))
 
