@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import threading
 import warnings
 from collections import deque
@@ -15,6 +14,8 @@ from typing import Any, Unpack, overload
 import torch
 from torch import Tensor
 
+from outpace import engined
+from outpace.advance import advance
 from outpace.arguments import kind, on_device
 from outpace.draft import claim, drafter_of, release
 from outpace.draft.base import Draft, Drafter, State, check_draft, one_for_all
@@ -23,7 +24,6 @@ from outpace.engines import Engines
 from outpace.length import Fixed, Heuristic, Length
 from outpace.logprobs import adjusted, keep, note
 from outpace.models.causal import CausalScorer
-from outpace.models.compiled import Engine, Outcome, Pending
 from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
 from outpace.request import Options, Prompt, Prompts, Reader
 from outpace.rows import Output, Row, Step
@@ -221,7 +221,7 @@ class Decoder:
         if state is not None and self.drafter is not None:
             self.drafter.commit(outcome[0], outcome[1])
         self.length.observe(slots, draft.lengths or [], accepted)
-        steps = self._advance(rows, draft, state, accepted, next_token, bad)
+        steps = advance(rows, draft, state, (accepted, next_token, bad), self.scorer.context)
         clock.share([row.stats for row in rows])
         return steps
 
@@ -240,7 +240,7 @@ class Decoder:
         verdict = self._verify(rows, draft, logits[:, None])
         clock.lap("verify")
         _, next_token, bad = torch.stack((verdict.accepted, verdict.next_token, verdict.bad)).tolist()
-        steps = self._advance(rows, draft, None, [0] * len(rows), next_token, bad)
+        steps = advance(rows, draft, None, ([0] * len(rows), next_token, bad), self.scorer.context)
         clock.share([row.stats for row in rows])
         return steps
 
@@ -333,47 +333,6 @@ class Decoder:
             in_turn=True,
         )
 
-    def _advance(
-        self,
-        rows: list[Row],
-        draft: Draft,
-        state: State | None,
-        accepted: list[int],
-        next_token: list[int],
-        bad: list[int],
-    ) -> list[Step]:
-        """Each row takes in what it won, as far as it goes."""
-        drafts = draft.tokens.tolist()
-        drafted = list(draft.lengths or [])
-        steps = []
-        for i, row in enumerate(rows):
-            row.stats.target_calls += 1
-            row.stats.count(drafted[i], accepted[i])
-            won = [*drafts[i][: accepted[i]], next_token[i]]
-            if bad[i]:
-                won, row.finish_reason = [], "error"
-                row.error = ValueError(
-                    f"the logits at position {len(row.tokens)} are unusable: the target, the draft or a "
-                    "processor left NaN, +inf or nothing but -inf"
-                )
-            elif row.draft_sampling is not None and state is not None and state.after:
-                row.draft_sampling = state.after[min(accepted[i], len(state.after) - 1)][i]
-            kept = row.extend(won, self.scorer.context)
-            if row.finish_reason is not None and row.text is not None:
-                row.text.finish()
-            steps.append(
-                Step(
-                    row.index,
-                    None if row.text is None else row.text.take(final=row.finish_reason is not None),
-                    won[:kept],
-                    drafted[i],
-                    accepted[i],
-                    next_token[i],
-                    drafts[i][: drafted[i]],
-                )
-            )
-        return steps
-
     def _scorers(self) -> list[CausalScorer]:
         """The target's, and the draft's if it has one."""
         return [self.scorer, *([self.drafter.scorer] if isinstance(self.drafter, ModelDrafter) else [])]
@@ -416,7 +375,7 @@ class Decoder:
             if self._engines is not None:
                 engine = self._engines.take(rows, slots, longest + 2 * (self.length.most + 1))
                 if engine is not None:
-                    yield from self._run_engine(engine, waiting, slots)
+                    yield from engined.run(engine, waiting, slots, self.length, self.scorer.context)
                     return
             self.scorer.reserve(slots, longest + self.length.most + 1)
             if isinstance(self.drafter, ModelDrafter):
@@ -452,61 +411,6 @@ class Decoder:
             if self.drafter is not None:
                 release(self.drafter)
             self._lock.release()
-
-    def _run_engine(self, engine: Engine, waiting: deque[Row], slots: int) -> Generator[Step]:
-        """The same with an engine, which has started an iteration when the last one's outcome is read."""
-        sampling = waiting[0].sampling
-        active: dict[int, Row] = {}
-        started: deque[tuple[Pending, dict[int, Row]]] = deque()
-        try:
-            while waiting or active:
-                clock = Clock()
-                self._take_up(engine, waiting, slots, active)
-                while len(started) < 2:
-                    g = max(self.length.choose(list(active)))
-                    started.append((engine.start(g, sampling, slots), dict(active)))
-                pending, theirs = started.popleft()
-                outcome = pending.read()
-                # A row that ended meanwhile has no use for what came of its slot.
-                rows = [row for slot, row in theirs.items() if active.get(slot) is row]
-                clock.lap("target")
-                steps = self._gained(engine, rows, outcome, active)
-                clock.share([row.stats for row in rows])
-                yield from steps
-        finally:
-            for slot in active:
-                engine.end(slot)
-            self.length.reset(range(slots))
-            for pending, _ in started:
-                pending.read()
-
-    @staticmethod
-    def _take_up(engine: Engine, waiting: deque[Row], slots: int, active: dict[int, Row]) -> None:
-        """Slots that are free get rows that wait, those side by side together."""
-        free = [slot for slot in range(slots) if slot not in active][: len(waiting)]
-        for slot in free:
-            active[slot] = waiting.popleft()
-            active[slot].slot = slot
-        for _, run in itertools.groupby(enumerate(free), key=lambda one: one[1] - one[0]):
-            new = [active[slot] for _, slot in run]
-            engine.begin_all(new[0].slot, [row.tokens for row in new], [row.seed for row in new])
-
-    def _gained(
-        self, engine: Engine, rows: list[Row], outcome: Outcome, active: dict[int, Row]
-    ) -> list[Step]:
-        """What an iteration brought to rows; those that have come to their ends give up their slots."""
-        slots = [row.slot for row in rows]
-        each = [[of[slot] for slot in slots] for of in (outcome.accepted, outcome.next_token, outcome.bad)]
-        draft = Draft.chosen([outcome.drafts[slot] for slot in slots])
-        self.length.observe(slots, draft.lengths or [], each[0])
-        steps = self._advance(rows, draft, None, *each)
-        for i, row in enumerate(rows):
-            if row.finish_reason is not None:
-                engine.end(row.slot, row.tokens, wipe=row.error is not None)
-                del active[row.slot]
-                self.length.reset([row.slot])
-                steps[i] = dataclasses.replace(steps[i], finish_reason=row.finish_reason, output=row.output())
-        return steps
 
     def _release(self, row: Row, keep: bool) -> None:
         self.scorer.reset([row.slot], [row.tokens] if keep else None)

@@ -11,7 +11,8 @@ import torch
 import outpace
 from outpace import Decoder, Fixed, Sampling
 from outpace.draft.base import State
-from outpace.models.seq2seq import Seq2SeqScorer, fingerprint
+from outpace.models.causal import fingerprint
+from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.models.source import Source
 from tests.tiny import SEQ2SEQ, V, greedy_of, sources, tiny, tiny_seq2seq
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import WhisperNoSpeechDetection
 
-from outpace.models.seq2seq import Seq2SeqScorer, fingerprint
+from outpace.models.causal import fingerprint
+from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.models.source import Source
 
 

@@ -95,8 +95,7 @@ class CausalScorer:
 
     def _fingerprint(self) -> int:
         """Changes when weights do: then what the cache holds is no longer theirs."""
-        each = ((p.data_ptr(), p._version) for p in self.base.parameters() if not p.is_inference())
-        return hash(tuple(each))
+        return fingerprint(self.base)
 
     @property
     def generation_config(self) -> Any:
@@ -266,9 +265,7 @@ class CausalScorer:
         self, first: int, ids: Tensor, positions: Tensor, start: int | None, **last_only: Any
     ) -> Tensor:
         """Logits `[R, n or 1, V]` of tokens `[R, n]` at positions `[R, n]`, which lie on the CPU."""
-        reach = int(positions.max()) + 1 if start is None else start + positions.shape[1]
-        positions = positions.to(self.device, non_blocking=True)
-        self.cache.span = Span(first, positions, start, reach)
+        positions, reach = self._place(first, positions, start)
         alone = ids.shape == (1, 1) and self._one_token_needs_no_mask
         grouped = use_grouped(self.config) if self._grouped and not alone else nullcontext()
         packed = nullcontext() if self._packed is None else self._packed.use()
@@ -284,6 +281,13 @@ class CausalScorer:
             )
         logits: Tensor = out.logits
         return logits if logits.device == self.device else logits.to(self.device)
+
+    def _place(self, first: int, positions: Tensor, start: int | None) -> tuple[Tensor, int]:
+        """Say where a pass writes: the positions on the device, and one past the last of them."""
+        reach = int(positions.max()) + 1 if start is None else start + positions.shape[1]
+        positions = positions.to(self.device, non_blocking=True)
+        self.cache.span = Span(first, positions, start, reach)
+        return positions, reach
 
     def _masks(self, positions: Tensor, start: int | None, reach: int) -> Tensor | dict[str, Tensor]:
         """What each new token may look at, `[R, 1, n, reach]`, added to attention scores, per kind of
@@ -431,6 +435,11 @@ def positions(config: Any) -> int:
 
 def refusal(base: Any, why: str) -> ValueError:
     return ValueError(f"model: {type(base).__name__} {why}")
+
+
+def fingerprint(module: torch.nn.Module) -> int:
+    """Changes when weights do."""
+    return hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters()))
 
 
 def windows(config: Any) -> dict[str, int | None]:

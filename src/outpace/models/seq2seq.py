@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from outpace.arguments import kind
-from outpace.models.cache import RaggedCache, Span
-from outpace.models.causal import CausalScorer, refusal
+from outpace.models.cache import RaggedCache
+from outpace.models.causal import CausalScorer, fingerprint, refusal
 from outpace.models.source import Source
 from outpace.models.stack import FAMILIES, Stack
 
@@ -187,9 +187,8 @@ class Seq2SeqScorer(CausalScorer):
             tokens = max(tokens, before[0][0].shape[2])
         self._crossed = []
         for i, layer in enumerate(self.stack.layers):
-            heads = layer.cross.heads
-            d = self.config.d_kv if hasattr(self.config, "d_kv") else self.config.d_model // heads
-            tables = torch.zeros(2, rows, heads, tokens, d, dtype=self.dtype, device=self.device)
+            shape = 2, rows, layer.cross.heads, tokens, layer.cross.d
+            tables = torch.zeros(shape, dtype=self.dtype, device=self.device)
             if before:
                 for new, old in zip(tables, before[i], strict=True):
                     new[: old.shape[0], :, : old.shape[2]] = old
@@ -241,9 +240,7 @@ class Seq2SeqScorer(CausalScorer):
     def _forward(
         self, first: int, ids: Tensor, positions: Tensor, start: int | None, **last_only: Any
     ) -> Tensor:
-        reach = int(positions.max()) + 1 if start is None else start + positions.shape[1]
-        positions = positions.to(self.device, non_blocking=True)
-        self.cache.span = Span(first, positions, start, reach)
+        positions, reach = self._place(first, positions, start)
         rows = slice(first, first + len(ids))
         with nullcontext() if self._packed is None else self._packed.use():
             x = self.stack.embedded(ids.to(self.device), positions.clamp(max=self.context - 1))
@@ -278,9 +275,8 @@ class Seq2SeqScorer(CausalScorer):
     @property
     def bytes_per_token(self) -> int:
         """Keys and values of one token of a text in all layers."""
-        heads = self.stack.layers[0].own.heads
-        d = self.config.d_kv if hasattr(self.config, "d_kv") else self.config.d_model // heads
-        return int(2 * len(self.stack.layers) * heads * d * self.dtype.itemsize)
+        own = self.stack.layers[0].own
+        return int(2 * len(self.stack.layers) * own.heads * own.d * self.dtype.itemsize)
 
 
 def accepted(model: Any) -> Any:
@@ -296,11 +292,6 @@ def accepted(model: Any) -> Any:
         warnings.warn("the model was in training mode: switched to evaluation", stacklevel=4)
         model.eval()
     return model
-
-
-def fingerprint(module: torch.nn.Module) -> int:
-    """Changes when weights do."""
-    return hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters()))
 
 
 SHAPING = (  # an encoder beside its weights

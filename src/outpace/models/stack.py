@@ -33,6 +33,7 @@ class Attention:
     v: Module
     out: Module
     heads: int
+    d: int
     scale: float
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,7 +151,7 @@ def _of_t5(block: Any, heads: int) -> Layer:
     own, cross, forward = block.layer
 
     def attention(one: Any) -> Attention:
-        return Attention(one.q, one.k, one.v, one.o, heads, 1.0)
+        return Attention(one.q, one.k, one.v, one.o, heads, one.key_value_proj_dim, 1.0)
 
     return Layer(
         attention(own.SelfAttention), own.layer_norm, attention(cross.EncDecAttention), cross.layer_norm,
@@ -160,7 +161,9 @@ def _of_t5(block: Any, heads: int) -> Layer:
 
 def _of_bart(layer: Any, heads: int, norm_first: bool) -> Layer:
     def attention(one: Any) -> Attention:
-        return Attention(one.q_proj, one.k_proj, one.v_proj, one.out_proj, heads, one.head_dim**-0.5)
+        return Attention(
+            one.q_proj, one.k_proj, one.v_proj, one.out_proj, heads, one.head_dim, one.head_dim**-0.5
+        )
 
     return Layer(
         attention(layer.self_attn), layer.self_attn_layer_norm,
