@@ -688,6 +688,22 @@ def test_encoder_decoder_models_write_transformers_greedy_texts(family: str, dra
     assert len(whole.scores) == 20
 
 
+@pytest.mark.parametrize("length", [4, 5])
+def test_suppressed_tokens_are_those_that_transformers_suppresses(length: int) -> None:
+    """Everywhere, and where the first token is drawn; ids that no token has are ignored."""
+    theirs: list[Any] = [
+        transformers.SuppressTokensLogitsProcessor([3, 7, V + 5, -1]),
+        transformers.SuppressTokensAtBeginLogitsProcessor([9, 11], 4),
+    ]
+    ids, scores = torch.randint(V, (1, length)), torch.randn(1, V)
+    (own,) = samplings(theirs, True, ids, [ids[0].tolist()], torch.device("cpu"))
+    expected, found = scores, scores
+    for one, other in zip(theirs, own.processors, strict=True):
+        expected, found = one(ids, expected), other(ids, found)
+    assert torch.equal(found, expected)
+    assert int(found.isinf().sum()) == (4 if length == 4 else 2)
+
+
 def test_a_decoder_can_be_used_again_and_again() -> None:
     model = tiny()
     decoder = outpace.Decoder(model, "lookup", length=3)
