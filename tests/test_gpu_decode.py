@@ -13,7 +13,7 @@ import torch
 import outpace
 from outpace import Decoder, Fixed, Sampling
 from outpace.models.fused import FAMILIES as FUSED
-from tests.tiny import FAMILIES, V, tiny
+from tests.tiny import FAMILIES, SEQ2SEQ, V, greedy_of, sources, tiny, tiny_seq2seq
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,6 +40,24 @@ def test_greedy_texts_are_those_of_transformers(family: str, engine: bool) -> No
         one = Decoder(model, drafter, length=Fixed(4), engine=engine)
         outs = one.generate(PROMPTS, temperature=0, max_new_tokens=40)
         assert [out.tokens for out in outs] == expected
+
+
+@pytest.mark.parametrize("family", SEQ2SEQ)
+def test_encoder_decoders_write_transformers_greedy_texts(family: str) -> None:
+    model = tiny_seq2seq(family).double()
+    prompts = sources(family, 7, 3, 12)
+    prompts = [one.double() if isinstance(one, torch.Tensor) else one for one in prompts]
+    expected = [greedy_of(model, prompt, 30) for prompt in prompts]  # on the CPU
+    model.cuda()
+    drafters: list[Any] = [
+        tiny_seq2seq(family, seed=1).double().cuda(), model, "lookup", outpace.RandomDrafter(V),
+        tiny().double().cuda(), None,
+    ]  # fmt: skip
+    for drafter in drafters:
+        one = Decoder(model, drafter, length=Fixed(4))
+        for batch_size in (None, 2):
+            outs = one.generate(prompts, temperature=0, max_new_tokens=30, batch_size=batch_size)
+            assert [out.tokens for out in outs] == expected
 
 
 @pytest.mark.parametrize("family", FUSED)

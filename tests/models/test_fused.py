@@ -240,7 +240,7 @@ for gate, N, missing, overlaps in kinds:
 others = {"positions": "*i64", "parts": "*fp32", "counters": "*i32"}
 for D, ROWS, BLOCK, missing in ((128, 16, 64, ()), (128, 16, 128, ("q_norm", "k_norm")), (256, 32, 64, ())):
     build(attend, wide | others, missing, 4, 3, attention.shared(BLOCK, ROWS, 2 * D, 3), D=D, HALF=D // 2,
-        WIDTH=D, ROWS=ROWS, NEW=16, BLOCK=BLOCK, AT_ONCE=16, SHIFTED=False, PRECISION="tf32",
+        WIDTH=D, ROWS=ROWS, NEW=16, BLOCK=BLOCK, TOGETHER=4, SHIFTED=False, PRECISION="tf32",
         OVERLAPS=not missing, AHEAD=128)
 """
 

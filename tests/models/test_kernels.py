@@ -123,7 +123,7 @@ def test_gates_of_many_rows() -> None:
     assert torch.allclose(rows.gate(x, product.GELU), gelu(half, approximate="tanh") * up, atol=1e-5)
 
 
-@pytest.mark.parametrize("ranges", ["one range", "many ranges"])
+@pytest.mark.parametrize("ranges", ["one range", "many ranges", "stretched ranges"])
 @pytest.mark.parametrize(
     ("B", "n", "heads", "kv_heads", "T", "d", "window", "norms"),
     [
@@ -146,7 +146,10 @@ def test_few_queries_attend(
     norms: bool,
 ) -> None:
     monkeypatch.setattr(attention, "BLOCK", 16)
-    monkeypatch.setattr(attention, "RANGE", 16 if ranges == "many ranges" else 256)
+    monkeypatch.setattr(attention, "RANGE", 256 if ranges == "one range" else 16)
+    if ranges == "stretched ranges":
+        monkeypatch.setattr(attention, "BLOCKS", 0)
+        monkeypatch.setattr(attention, "LONG", 40)
     qkv = torch.randn(B, n, (heads + 2 * kv_heads) * d, device=DEVICE)
     keys, values = torch.randn(2, B, kv_heads, T, d, device=DEVICE)
     start = torch.randint(0, T - n, (B,), device=DEVICE)
@@ -262,7 +265,7 @@ def test_real_shapes_are_multiplied_alike_each_time(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(32, 32, 128), (32, 8, 128), (14, 2, 64), (8, 1, 256)])
 @pytest.mark.parametrize(
-    ("B", "n", "T"), [(1, 1, 512), (1, 6, 512), (32, 4, 512), (1, 6, 4352), (3, 1, 4352)]
+    ("B", "n", "T"), [(1, 1, 512), (1, 6, 512), (32, 4, 512), (1, 6, 4352), (3, 1, 4352), (8, 6, 4352)]
 )
 def test_real_heads_attend(
     heads: int, kv_heads: int, d: int, B: int, n: int, T: int, dtype: torch.dtype

@@ -3,8 +3,8 @@ kernel: norms and rotation of queries and keys, writing keys and values down, an
 
 A block has a row's queries of all heads that share a key head, and a range of the row's earlier tokens; the
 block of the first range also has the new tokens, which it takes from the product and writes into the cache,
-so that no block waits for another. Where a row is cut into several ranges, the last block to finish puts
-their outputs together.
+so that no block waits for another. A row that is long enough is cut into as many ranges of equal length as
+keep the GPU busy, and the last block to finish puts their outputs together.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outpace.models.kernels.launch import ALIGNED, Device, device
 
-RANGE = 256  # earlier tokens of a block, and twice as many where there are more heads
+RANGE = 256  # least earlier tokens of a block, and twice as many where there are more heads
 FEW_HEADS = 16
-BLOCK = 64  # looked at at once; with more queries, twice as many where few blocks have one range each, and
-# half as many, by fewer warps, where there are many
+LONG = 2048  # most earlier tokens of a block that nothing but a lack of processors makes so long
+BLOCKS = 1  # per processor, that ranges are made for
+BLOCK = 64  # looked at at once; with more queries, twice as many, or half as many, by fewer warps, where
+# there are many blocks
 FEW_BLOCKS = 160  # with fewer, each of several ranges has twice the warps, and tokens are fetched
 FEW_QUERIES = 2
 STAGES = 3
-AT_ONCE = 16  # ranges whose maxima are looked at together
+TOGETHER = 4  # ranges that are fetched at once when they are put together
 AHEAD = 64  # earlier tokens that each of few blocks fetches before the kernel before has ended
 
 
@@ -103,12 +105,12 @@ def taken_in(qa, qb, ka, kb, v, seen, scale, most, total, mixed, PRECISION: tl.c
     return peak, total, mixed
 
 
-@triton.jit(do_not_specialize=["ranges", "span", "positions_line"])
+@triton.jit(do_not_specialize=["ranges", "least", "positions_line"])
 def attend(
     qkv, positions, cos, sin, q_norm, k_norm, keys, values, out, parts, counters, eps, scale, window,
-    n, heads, kv_heads, ranges, span, positions_line, qkv_line, cache_row, cache_head, out_line, cos_line,
+    n, heads, kv_heads, ranges, least, positions_line, qkv_line, cache_row, cache_head, out_line, cos_line,
     D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr,
-    BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, SHIFTED: tl.constexpr,
+    BLOCK: tl.constexpr, TOGETHER: tl.constexpr, SHIFTED: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One block of (row, key head, range). HALF and WIDTH are the powers of two that hold D / 2 and D.
@@ -122,7 +124,9 @@ def attend(
     b = (pid // ranges // kv_heads).to(tl.int64)
     groups = heads // kv_heads
     start = tl.load(positions + b * positions_line).to(tl.int32)  # earlier tokens of the row
-    used = tl.maximum(1, (start + span - 1) // span)  # ranges that hold any of them
+    begin = tl.where(window > 0, tl.maximum(0, (start + 1 - window) // BLOCK * BLOCK), 0)
+    span = tl.maximum(least, tl.cdiv(tl.cdiv(start - begin, ranges), BLOCK) * BLOCK)
+    used = tl.maximum(1, tl.cdiv(start - begin, span))  # ranges that hold any of them
     if r >= used:
         return
     half = D // 2
@@ -133,10 +137,8 @@ def attend(
     value_table = values + b * cache_row + head * cache_head
 
     # Earlier tokens of this range
-    stop = tl.minimum(start, (r + 1) * span)
-    first = r * span
-    if window > 0:
-        first = tl.maximum(first, (start + 1 - window) // BLOCK * BLOCK)
+    first = begin + r * span
+    stop = tl.minimum(start, first + span)
     row, j = tl.arange(0, ROWS), tl.arange(0, NEW)
     i = row % n
     real, new = row < groups * n, j < n
@@ -197,33 +199,30 @@ def attend(
         mine = parts + (group * ranges + r) * cell
         tl.store(mine + row, most)
         tl.store(mine + ROWS + row, total)
-        tl.store(mine + 2 * ROWS + row[:, None] * WIDTH + d[None, :], mixed)
+        tl.store(mine + 2 * ROWS + row[:, None] * WIDTH + d[None, :], mixed, mask=wanted)
         tl.debug_barrier()
         done = tl.atomic_add(counters + group, 1, sem="acq_rel")
         if done == used - 1:
             tl.store(counters + group, 0)  # for the next launch
-            top = tl.full([ROWS], -float("inf"), tl.float32)
-            all_parts = parts + group * ranges * cell
-            c = tl.arange(0, AT_ONCE)
-            for other in range(0, used, AT_ONCE):
-                part = all_parts + (other + c)[:, None] * cell + row[None, :]
-                there = (other + c < used)[:, None]
-                peaks = tl.load(part, mask=there, other=-float("inf"), cache_modifier=".cg")
-                top = tl.maximum(top, tl.max(peaks, axis=0))
-            top = tl.where(top == -float("inf"), 0.0, top)
+            most = tl.full([ROWS], -float("inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-            for other in range(used):
-                part = all_parts + other * cell
-                factor = tl.exp(tl.load(part + row, cache_modifier=".cg") - top)
-                total += factor * tl.load(part + ROWS + row, cache_modifier=".cg")
-                mixture = tl.load(
+            for other in tl.range(0, used, loop_unroll_factor=TOGETHER):
+                part = parts + (group * ranges + other) * cell
+                its_most = tl.load(part + row, cache_modifier=".cg")
+                its_total = tl.load(part + ROWS + row, cache_modifier=".cg")
+                its_mixed = tl.load(
                     part + 2 * ROWS + row[:, None] * WIDTH + d[None, :],
-                    mask=real[:, None],
+                    mask=wanted,
                     other=0.0,
                     cache_modifier=".cg",
                 )
-                mixed += factor[:, None] * mixture
+                peak = tl.maximum(most, its_most)
+                safe = tl.where(peak == -float("inf"), 0.0, peak)
+                fade, factor = tl.exp(most - safe), tl.exp(its_most - safe)
+                most = peak
+                total = total * fade + its_total * factor
+                mixed = mixed * fade[:, None] + its_mixed * factor[:, None]
             tl.store(to, (mixed / total[:, None]).to(kind), mask=wanted)
 
 
@@ -249,8 +248,10 @@ def few_queries(
     B, n, _ = qkv.shape
     kv_heads, T, D = keys.shape[1:]
     groups = heads // kv_heads
-    span = RANGE if kv_heads < FEW_HEADS else 2 * RANGE
-    ranges = triton.cdiv(T, span)
+    here = device(qkv.device)
+    least = RANGE if kv_heads < FEW_HEADS else 2 * RANGE
+    busy = max(BLOCKS * here.processors // (B * kv_heads), triton.cdiv(T, LONG))
+    ranges = min(triton.cdiv(T if window is None else min(T, window + BLOCK), least), busy)
     ROWS = max(16, triton.next_power_of_2(groups * n))
     WIDTH = max(16, triton.next_power_of_2(D))
     HALF = max(16, triton.next_power_of_2(D // 2))
@@ -260,24 +261,26 @@ def few_queries(
     q_norm, k_norm, eps, shifted = norms or (None, None, 0.0, False)
     blocks = B * kv_heads * ranges
     grid: Any = (blocks,)
-    here = device(qkv.device)
     few = blocks < FEW_BLOCKS
-    wide, warps = BLOCK, 8 if few and ranges > 1 else 4
-    if n > FEW_QUERIES and not few:
-        wide, warps = max(16, BLOCK // 2), 2
-    elif n > FEW_QUERIES and ranges == 1:
-        wide = 2 * BLOCK
+    wide, warps = shape_of(n, few, ranges)
     wide, stages = fitting(wide, ROWS, WIDTH * qkv.element_size(), here)
     attend[grid](
         qkv, positions, *angles, q_norm, k_norm, keys, values, out, parts, counters,
-        eps, scale, window or 0, n, heads, kv_heads, ranges, span, positions.stride(0), qkv.stride(1),
+        eps, scale, window or 0, n, heads, kv_heads, ranges, least, positions.stride(0), qkv.stride(1),
         keys.stride(0), keys.stride(1), out.stride(1), angles[0].stride(0),
-        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), wide, AT_ONCE, shifted,
+        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), wide, TOGETHER, shifted,
         "ieee" if qkv.dtype == torch.float32 else "tf32", here.overlaps,
         AHEAD if few and D * keys.element_size() % ALIGNED == 0 and keys.data_ptr() % ALIGNED == 0 else 0,
         num_warps=warps, num_stages=stages, **here.options,
     )  # fmt: skip
     return out
+
+
+def shape_of(n: int, few: bool, ranges: int) -> tuple[int, int]:
+    """How many tokens are looked at at once, and by how many warps, as was fastest on an H200."""
+    if n > FEW_QUERIES and not few:
+        return max(16, BLOCK // 2), 2
+    return 2 * BLOCK if n > FEW_QUERIES else BLOCK, 8 if few and ranges > 1 else 4
 
 
 def fitting(block: int, rows: int, line: int, here: Device) -> tuple[int, int]:
