@@ -105,7 +105,8 @@ def test_figures_of_whole_texts_that_are_there_are_not_made_again(run: Run, tmp_
         for i, (side, g) in enumerate((*sides, ("outpace plain", 0), ("outpace", 5)))
     ]
     here = machine(torch.device("cpu"))
-    out.write_text(json.dumps({"machine": here, "dtype": "bfloat16", "figures": known}))
+    before = {"command": "before", "machine": here, "dtype": "bfloat16", "figures": known}
+    out.write_text(json.dumps(before))
     status, table, errors = run(
         "bench", "engine", "--pair", "qwen2-7b/0.5b", "--device", "cpu", "--out", str(out)
     )
@@ -121,6 +122,22 @@ def test_figures_of_whole_texts_that_are_there_are_not_made_again(run: Run, tmp_
     status, _, errors = run("bench", "engine", "--device", "cpu", "--dtype", "float32", "--out", str(out))
     assert status == 2
     assert "another machine, version or dtype" in errors
+
+
+def test_a_file_names_all_commands_that_made_its_figures(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "engine.json"
+    commands = []
+    for g in ("3", "5", "5"):
+        figure = engine.Figure("outpace", "llama2-7b/1.3b", 0.8, int(g), 1, 128, 10.0)
+        monkeypatch.setattr(engine, "measure", lambda *arguments, one=figure: [one])
+        words = "bench", "engine", "--pair", "llama2-7b/1.3b", "--drafts", g, "--device", "cpu", "--out"
+        assert run(*words, str(out))[0] == 0
+        commands.append(" ".join(("outpace", *words, "engine.json")))
+    report = json.loads(out.read_text())
+    assert report["command"] == "; ".join(commands[:2])
+    assert len(report["figures"]) == 2
 
 
 def test_ctrl_c_is_one_line_and_keeps_what_there_is(

@@ -206,18 +206,18 @@ def engine(
             for B in batch or [1]
             for g in drafts or [5]
         ]
-    known = []
+    known, earlier = [], ""
     if out is not None and out.exists():
         before = json.loads(out.read_text())
         if (before.get("machine"), before.get("dtype")) != (machine(place), dtype):
             raise ValueError(f"out: the figures in {out} are of another machine, version or dtype")
-        known = [timing.Figure(**one) for one in before["figures"]]
+        known, earlier = [timing.Figure(**one) for one in before["figures"]], before["command"]
     figures = {one.key: one for one in known}
 
     def kept() -> Iterable[timing.Figure]:
         for one in timing.measure(place, kind, cases, known):
             figures[one.key] = one
-            write(out, place, {"dtype": dtype}, figures=[*figures.values()])
+            write(out, place, {"dtype": dtype}, earlier, figures=[*figures.values()])
             yield one
 
     watched(kept(), len(cases) * len(timing.SIDES))
@@ -284,13 +284,18 @@ def kib(count: int | None) -> int | None:
 
 
 def write(
-    out: Path | None, place: torch.device, settings: Mapping[str, Any] | None = None, **figures: Sequence[Any]
+    out: Path | None,
+    place: torch.device,
+    settings: Mapping[str, Any] | None = None,
+    earlier: str = "",
+    **figures: Sequence[Any],
 ) -> None:
-    """The figures with command, machine and settings, if a file is named."""
+    """The figures with command, after earlier ones, machine and settings, if a file is named."""
     if out is None:
         return
-    command = " ".join(["outpace", *(Path(one).name if "/" in one else one for one in sys.argv[1:])])
-    report: dict[str, Any] = {"command": command, "machine": machine(place), **(settings or {})}
+    words = (Path(one).name if Path(one).is_absolute() else one for one in sys.argv[1:])
+    commands = dict.fromkeys([*filter(None, earlier.split("; ")), " ".join(["outpace", *words])])
+    report: dict[str, Any] = {"command": "; ".join(commands), "machine": machine(place), **(settings or {})}
     report |= {name: [dataclasses.asdict(one) for one in some] for name, some in figures.items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
