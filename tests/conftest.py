@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ if not torch.cuda.is_available():
     )
 
 from tests.statistical import chisquare
+
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if WORKERS > 1:
+    torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +32,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist has ended."""
+    chisquare.count(**getattr(node, "workeroutput", {}).get("statistical", {}))
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if hasattr(session.config, "workeroutput"):
+        tally = {"assertions": chisquare.assertions(), "rate": chisquare.false_alarm_rate()}
+        session.config.workeroutput["statistical"] = tally
     if chisquare.false_alarm_rate() > chisquare.MOST and exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

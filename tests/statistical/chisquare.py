@@ -41,9 +41,14 @@ def false_alarm_rate() -> float:
     return _tally.rate
 
 
+def count(assertions: int = 0, rate: float = 0.0) -> None:
+    """Add assertions, of this process or of another that runs a part of the suite."""
+    _tally.assertions += assertions
+    _tally.rate += rate
+
+
 def agrees(counts: npt.ArrayLike, probabilities: npt.ArrayLike, what: str, expected: int = MANY) -> None:
     """Assert that the counts are draws from the probabilities."""
-    _tally.assertions += 1
-    _tally.rate += ALARM * MARGIN[expected]
+    count(1, ALARM * MARGIN[expected])
     p = p_value(counts, probabilities, expected)
     assert p >= ALARM, f"{what}: χ² p-value {p:.3g} is below {ALARM:g}"
