@@ -171,3 +171,60 @@ def byte_tokenizer() -> Any:
     inner.decoder = tokenizers.decoders.ByteLevel()
     inner.add_special_tokens(["<end>"])
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+
+
+def trained_tokenizer(kind: str, text: str, size: int = 300) -> Any:
+    """A tokenizer of its own kind, "bytes" as GPT-2's or "pieces" as Llama 2's, with words of a text."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=kind == "pieces"))
+    if kind == "bytes":
+        inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = tokenizers.decoders.ByteLevel()
+        special = ["<|end|>", "<|turn|>"]
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    else:
+        inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+        decoders = tokenizers.decoders
+        inner.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        special = ["</s>", "<s>", "<|turn|>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        alphabet = ["a"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator([text], trainer)
+    named = {"eos_token": special[0], "additional_special_tokens": ["<|turn|>"]}
+    if kind == "bytes":
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **named)
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", inner.token_to_id("<s>"))]
+    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", **named)
+
+
+def letter_tokenizer(*tokens: str) -> Any:
+    """These tokens, in the order of their ids; those of two letters are merged from their halves."""
+    merges = [(token[0], token[1]) for token in tokens if len(token) == 2]
+    model = tokenizers.models.BPE({token: id for id, token in enumerate(tokens)}, merges)
+    inner = tokenizers.Tokenizer(model)
+    inner.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def trained(ids: list[int], vocab_size: int, seed: int = 0, steps: int = 150, **changes: Any) -> Any:
+    """A tiny model that knows a text by heart."""
+    model = tiny(seed=seed, vocab_size=vocab_size, num_hidden_layers=2, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(0.2)  # learns sooner
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    text = torch.tensor(ids)
+    span = min(64, len(ids) - 1)
+    starts = torch.randint(len(ids) - span, (steps, 4), generator=torch.Generator().manual_seed(seed))
+    for start in starts.tolist():
+        batch = torch.stack([text[at : at + span] for at in start])
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model

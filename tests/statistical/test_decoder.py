@@ -31,7 +31,7 @@ import outpace
 from outpace import Decoder, Fixed, Heuristic, Sampling
 from outpace.verify import eager
 from tests.statistical import chisquare
-from tests.tiny import SEQ2SEQ, tiny, tiny_seq2seq
+from tests.tiny import SEQ2SEQ, letter_tokenizer, tiny, tiny_seq2seq
 
 pytestmark = pytest.mark.statistical
 
@@ -165,6 +165,9 @@ def drafter(name: str, family: str = "llama") -> Any:
         return outpace.NGramDrafter.fit([0, 1, 2, 2, 1, 0, 3, 1, 1, 2, 0, 2, 1, 3, 0], 3, V)
     if name == "lookup":
         return outpace.LookupDrafter(min_ngram=1)
+    if name == "text":  # tokens of both cross each other's borders, and the target's texts have many forms
+        theirs = letter_tokenizer("a", "c", "ba", "b")
+        return outpace.TextDrafter(small(family), theirs, letter_tokenizer("a", "b", "ab", "c"))
     return outpace.RandomDrafter(V) if name == "random" else None
 
 
@@ -221,7 +224,7 @@ CELLS = [
     *(
         Cell(name, rule, way, length, stops=stops)
         for (name, rule), way, length, stops in zip(
-            itertools.product(("model", "ngram", "lookup", "random"), ("token", "block", "match")),
+            itertools.product(("model", "ngram", "lookup", "random", "text"), ("token", "block", "match")),
             itertools.cycle(WAYS),
             itertools.cycle(("f 2", "h 2", "f 4", "f 1", "f 3", "h 1", "f 2")),
             itertools.cycle((False, True, False)),

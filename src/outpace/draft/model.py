@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from outpace.draft.base import Draft, Draws, State
+from outpace.models.causal import CausalScorer
 from outpace.models.seq2seq import scorer_of
+from outpace.models.source import Source
 
 PADDING = 1024  # vocabularies of one tokenizer, padded for two models, differ by less
+INSTEAD = "outpace.TextDrafter(model, tokenizer, target_tokenizer) drafts through text"
 
 
 class ModelDrafter:
@@ -57,25 +60,14 @@ class ModelDrafter:
     def _catch_up(self, state: State) -> Tensor:
         """Logits after each row's text, of which the cache may lack any number of tokens."""
         self._proposed = [(row, len(text)) for row, text in zip(state.rows, state.tokens, strict=True)]
-        missing: dict[int, list[int]] = {}
-        begun: dict[int, list[int]] = {}
-        sources = dict(zip(state.rows, state.sources, strict=True)) if state.sources else {}
+        begun = set(self._texts)
+        new = []
         for row, text in zip(state.rows, state.tokens, strict=True):
-            known = row in self._texts
             self._texts[row] = text
             # A token that this model has no embedding for becomes 0: a poorer guess, not an error.
-            new = text[self.scorer.length(row) :] if known else text
-            (missing if known else begun)[row] = [t if t < self.vocab_size else 0 for t in new]
-        logits = []
-        if missing:
-            logits.append(self.scorer.append(list(missing), list(missing.values())))
-        if begun:
-            theirs = [sources.get(row) for row in begun]
-            logits.append(self.scorer.prefill(list(begun), list(begun.values()), theirs))
-        if len(logits) == 1:
-            return logits[0]
-        place = {row: i for i, row in enumerate([*missing, *begun])}
-        return torch.cat(logits)[[place[row] for row in state.rows]]
+            rest = text[self.scorer.length(row) :] if row in begun else text
+            new.append([t if t < self.vocab_size else 0 for t in rest])
+        return feed(self.scorer, state.rows, new, begun, state.sources)
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
         """Lost drafts leave the cache; after a full acceptance it lacks the last one, which was never fed."""
@@ -95,17 +87,16 @@ class ModelDrafter:
     def check(self, vocab_size: int, tokenizer: Any) -> None:
         """Refuse a target that speaks another language."""
         if tokenizer is not None and self.tokenizer is not None:
-            ours_by_id, theirs_by_id = tokenizer.get_vocab(), self.tokenizer.get_vocab()
-            same = sum(theirs_by_id.get(token) == id for token, id in ours_by_id.items())
-            if same < 0.99 * min(len(ours_by_id), len(theirs_by_id)):
+            if not alike(tokenizer, self.tokenizer):
+                same, size = shared(tokenizer, self.tokenizer), len(tokenizer.get_vocab())
                 raise ValueError(
-                    f"drafter: its tokenizer is another one: {same} of the target's {len(ours_by_id)} tokens "
-                    "have the same id there; a draft must share the target's"
+                    f"drafter: its tokenizer is another one: {same} of the target's {size} tokens have "
+                    f"the same id there; {INSTEAD}"
                 )
         elif abs(self.vocab_size - vocab_size) > PADDING:
             raise ValueError(
                 f"drafter: it knows {self.vocab_size} tokens and the target {vocab_size}: more than padding "
-                "apart, so their tokenizers differ; a draft must share the target's"
+                f"apart, so their tokenizers differ; {INSTEAD}"
             )
 
     def forget(self) -> None:
@@ -115,3 +106,38 @@ class ModelDrafter:
 
     def describe(self) -> str:
         return f"{type(self).__name__}: {self.scorer.describe()}"
+
+
+def feed(
+    scorer: CausalScorer,
+    rows: Sequence[int],
+    tokens: Sequence[Sequence[int]],
+    begun: Container[int],
+    sources: Sequence[Source | None] = (),
+) -> Tensor:
+    """Logits `[R, V]` after each row's new tokens; rows that have begun go on, others begin with them."""
+    on = [i for i, row in enumerate(rows) if row in begun]
+    fresh = [i for i, row in enumerate(rows) if row not in begun]
+    logits = []
+    if on:
+        logits.append(scorer.append([rows[i] for i in on], [tokens[i] for i in on]))
+    if fresh:
+        theirs = [sources[i] if sources else None for i in fresh]
+        logits.append(scorer.prefill([rows[i] for i in fresh], [tokens[i] for i in fresh], theirs))
+    if len(logits) == 1:
+        return logits[0]
+    order = [*on, *fresh]
+    return torch.cat(logits)[[order.index(i) for i in range(len(rows))]]
+
+
+def shared(tokenizer: Any, other: Any) -> int:
+    """Tokens that have the same id in both."""
+    theirs = other.get_vocab()
+    return sum(theirs.get(token) == id for token, id in tokenizer.get_vocab().items())
+
+
+def alike(tokenizer: Any, other: Any) -> bool:
+    """Whether two tokenizers are one, but for a few added tokens."""
+    if tokenizer is other:
+        return True
+    return shared(tokenizer, other) >= 0.99 * min(len(tokenizer.get_vocab()), len(other.get_vocab()))

@@ -1,0 +1,170 @@
+"""A smaller model of another tokenizer drafts: its guess is read as text and encoded again for the target.
+
+Its likeliest tokens follow from the text alone, so a guess is chosen, not drawn, and every exact rule stays
+exact. What goes wrong between two tokenizers costs a guess, never a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.draft.base import Draft, State
+from outpace.draft.language import Language, Reading
+from outpace.draft.model import alike, feed
+from outpace.models.causal import CausalScorer, common
+from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
+from outpace.text import BROKEN
+
+WINDOW = 16  # tokens of a text that decide how it goes on
+
+
+class TextDrafter:
+    """Drafts with a causal model whose tokenizer is not the target's.
+
+    model             the draft, or its scorer
+    tokenizer         the draft's
+    target_tokenizer  the target's
+
+    The draft always guesses what it finds likeliest: how the target draws means nothing to its tokens. A
+    special token is read as the draft's of the same name, end-of-text as the draft's own; others are left
+    out.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, target_tokenizer: Any) -> None:
+        self.draft = Language("tokenizer", tokenizer)
+        self.target = Language("target_tokenizer", target_tokenizer)
+        self.scorer = scorer_of(model)
+        if isinstance(self.scorer, Seq2SeqScorer):
+            raise ValueError(
+                "model: an encoder-decoder model cannot draft through text: it writes of a source"
+            )
+        self._marks = self.target.marks_in(self.draft)
+        ends = {end: self.target.end for end in self.scorer.end_of_text if self.target.end is not None}
+        self._ends = ends | self.draft.marks_in(self.target)
+        self._stops = self.draft.special | self.scorer.end_of_text
+        self._readings: dict[int, Reading] = {}  # by slot
+        self._held: dict[int, list[int]] = {}  # by slot, what the cache holds
+
+    @torch.inference_mode()
+    def propose(self, state: State, g: int) -> Draft:
+        readings = {row: self._read(row, text) for row, text in zip(state.rows, state.tokens, strict=True)}
+        waiting = {
+            row: len(text) - readings[row].read
+            for row, text, limit in zip(state.rows, state.tokens, state.limits, strict=True)
+            if limit > 0 and len(text) - readings[row].read <= WINDOW  # more is no text
+        }
+        steps = self._steps(list(readings.values()), g + max(waiting.values(), default=0))
+        active = [row for row in waiting if 0 < len(readings[row].ids) <= self.scorer.context - steps]
+        drafted = dict(zip(active, self._guess(active, steps), strict=True)) if active else {}
+        guesses = [
+            self._translated(readings[row], text, drafted[row], state.vocab_size)[:g]
+            if row in drafted
+            else []
+            for row, text in zip(state.rows, state.tokens, strict=True)
+        ]
+        return Draft.chosen(guesses, state.device)
+
+    def _read(self, row: int, text: Sequence[int]) -> Reading:
+        reading = self._readings.get(row)
+        if reading is None:
+            reading = self._readings[row] = Reading(self.target, self.draft, self._marks)
+        reading.take_in(text)
+        return reading
+
+    @staticmethod
+    def _steps(readings: Sequence[Reading], g: int) -> int:
+        """Draft tokens that make about g + 1 of the target's, of which the last may be cut short."""
+        read = sum(reading.read for reading in readings)
+        return ceil((g + 1) * sum(len(reading.ids) for reading in readings) / read) if read else g + 1
+
+    def _guess(self, rows: Sequence[int], steps: int) -> list[list[int]]:
+        """The draft's likeliest tokens after each row's text, as far as its logits are numbers."""
+        logits = self._catch_up(rows)
+        tokens: list[Tensor] = []
+        sound: list[Tensor] = []
+        for i in range(steps):
+            tokens.append(logits.argmax(-1))
+            sound.append(logits.amax(-1).isfinite())
+            if i < steps - 1:
+                logits = self.scorer.score(rows, tokens[-1][:, None])[:, 0]
+                self.scorer.commit(rows, [1] * len(rows))
+        guesses: list[list[int]] = torch.stack(tokens, dim=1).tolist()
+        counts = torch.stack(sound, dim=1).cumprod(dim=1).sum(dim=1).tolist()
+        for row, guess, count in zip(rows, guesses, counts, strict=True):
+            self._held[row] += guess[:-1]
+            if count < steps:  # NaN in a cache outlives rollback
+                self.scorer.reset([row])
+                del self._held[row]
+        return [guess[:count] for guess, count in zip(guesses, counts, strict=True)]
+
+    def _catch_up(self, rows: Sequence[int]) -> Tensor:
+        """Logits after each row's text. What the cache holds of it stays there: lost guesses go here."""
+        new = []
+        for row in rows:
+            ids = self._readings[row].ids
+            kept = 0
+            if row in self._held:
+                kept = common(self._held[row], ids, len(ids) - 1)
+                self.scorer.truncate([row], [kept])
+            # A token that the model has no embedding for becomes 0: a poorer guess, not an error.
+            new.append([t if t < self.scorer.vocab_size else 0 for t in ids[kept:]])
+        logits = feed(self.scorer, rows, new, begun=set(self._held))
+        self._held |= {row: list(self._readings[row].ids) for row in rows}
+        return logits
+
+    def _translated(
+        self, reading: Reading, text: Sequence[int], guess: Sequence[int], vocab_size: int
+    ) -> list[int]:
+        """The target's tokens for a guess, as far as they are certain."""
+        plain = list(takewhile(lambda token: token not in self._stops and token < self.draft.size, guess))
+        end = self._ends.get(guess[len(plain)]) if len(plain) < len(guess) else None
+        new = self.draft.grown(reading.ids[max(reading.origin, len(reading.ids) - WINDOW) :], plain)
+        if BROKEN in new:
+            new, end = new[: new.index(BROKEN)], None
+        before = self.target.decode(text[max(0, reading.read - WINDOW) : reading.read])
+        tokens = self.target.continued(before, new)
+        tokens = tokens[:-1] if end is None else [*tokens, end]
+        waiting = list(text[reading.read :])  # tokens of a character that is not complete yet
+        if tokens[: len(waiting)] != waiting:
+            return []
+        return list(takewhile(lambda token: token < vocab_size, tokens[len(waiting) :]))
+
+    def commit(self, accepted: Tensor, next_token: Tensor) -> None:
+        """Nothing to do: the next text tells what was kept."""
+
+    def reset(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._readings.pop(row, None)
+            if row in self._held:
+                self.scorer.reset([row], [self._held.pop(row)])
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Make room in the cache at once rather than in steps."""
+        self.scorer.reserve(rows, tokens)
+
+    def check(self, target: CausalScorer, tokenizer: Any) -> None:
+        """Refuse a target whose text this drafter cannot read."""
+        if isinstance(target, Seq2SeqScorer):
+            raise ValueError(
+                "drafter: TextDrafter goes by the target's text, and an encoder-decoder model's does not say "
+                "what it is about; a draft for one must share its tokenizer"
+            )
+        if tokenizer is not None and not alike(tokenizer, self.target.tokenizer):
+            raise ValueError(
+                "drafter: TextDrafter's target_tokenizer is not the Decoder's tokenizer; "
+                "TextDrafter(model, tokenizer, target_tokenizer) takes the draft's first"
+            )
+
+    def forget(self) -> None:
+        """Keep nothing of earlier texts, nor of weights."""
+        self.scorer.forget()
+        self.scorer.repack()
+
+    def describe(self) -> str:
+        return f"{type(self).__name__}, through text, as the tokenizers differ: {self.scorer.describe()}"
