@@ -34,10 +34,11 @@ SPEECH = Path(__file__).parents[3] / "shared" / "data" / "speech"
 
 def hearing(seed: int = 0, **changes: Any) -> Any:
     """A tiny Whisper that hears a second at a time."""
-    model = tiny_seq2seq(
-        "whisper", seed, vocab_size=V, max_source_positions=50, decoder_start_token_id=START,
-        pad_token_id=END, eos_token_id=END, max_target_positions=40, **changes,
-    )  # fmt: skip
+    own = {
+        "vocab_size": V, "max_source_positions": 50, "decoder_start_token_id": START,
+        "pad_token_id": END, "eos_token_id": END, "max_target_positions": 40,
+    }  # fmt: skip
+    model = tiny_seq2seq("whisper", seed, **own | changes)
     known = {
         "is_multilingual": True,
         "lang_to_id": {"<|en|>": ENGLISH, "<|de|>": GERMAN},

@@ -63,8 +63,13 @@ def quality(made: Inputs, rule: Rule) -> Quality:
     x comes out if it was drafted and kept, q(x)·min(1, w(x)/v(x)), or if a draft was lost and x drawn from
     (w − v)+. For rule token w and v are p and q; a sigmoid has its own numbers in their place.
     """
-    g = made.tokens.shape[1]
-    z, y = made.target[:, :g].double(), made.draft.double()  # [B, g, V]
+    found = effects(made.target[:, : made.tokens.shape[1]], made.draft, rule)
+    return Quality(*(round(float(one.mean()), 6) for one in found))
+
+
+def effects(target: Tensor, draft: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    """The numbers of a Quality at each position `[...]` of logits `[..., V]`."""
+    z, y = target.double(), draft.double()
     p, q = z.softmax(-1), y.softmax(-1)
     w, v = (p, q) if rule.exact else (squash(z, rule), squash(y, rule))
     kept = q * torch.where(w > 0, (w / v).clamp(max=1), 0)
@@ -73,8 +78,7 @@ def quality(made: Inputs, rule: Rule) -> Quality:
     # As the rules do where nothing is left over.
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, w)
     out = kept + (1 - acceptance) * normalized(rest)
-    found = (acceptance, total_variation(out, p), total_variation(normalized(w), p))
-    return Quality(*(round(float(one.mean()), 6) for one in found))
+    return acceptance.squeeze(-1), total_variation(out, p), total_variation(normalized(w), p)
 
 
 def squash(logits: Tensor, rule: Rule) -> Tensor:

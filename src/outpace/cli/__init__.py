@@ -1,4 +1,4 @@
-"""The command: `outpace generate`, `chat`, `transcribe`, `audit`, `doctor`, `bench`. Nothing heavy is
+"""The command: `outpace generate`, `chat`, `transcribe`, `eval`, `audit`, `doctor`, `bench`. Nothing heavy is
 imported before its use."""
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from outpace.cli.audit import audit
 from outpace.cli.bench import bench
 from outpace.cli.chat import chat
 from outpace.cli.doctor import doctor
+from outpace.cli.eval import eval
 from outpace.cli.generate import generate
 from outpace.cli.transcribe import transcribe
 
@@ -33,6 +34,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(transcribe)
+app.command()(eval)
 app.command()(audit)
 app.command()(doctor)
 app.add_typer(bench, name="bench")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,16 @@ def packages() -> tuple[Any, Any]:
     return needed("soundfile", "tasks"), needed("soxr", "tasks")
 
 
-def read(path: str | os.PathLike[str], rate: int) -> Tensor:
-    """Samples `[n]` of a file in any format that soundfile reads, all channels mixed, at so many a second."""
+def read(file: str | os.PathLike[str] | bytes, rate: int) -> Tensor:
+    """Samples `[n]` of a file, or of its bytes, in any format that soundfile reads, all channels mixed, at so
+    many a second."""
     soundfile, soxr = packages()
-    if not Path(path).is_file():
+    path = "sound" if isinstance(file, bytes) else file
+    if not isinstance(file, bytes) and not Path(file).is_file():
         raise ValueError(f"{path}: no such file")
     try:
-        sound, own = soundfile.read(path, dtype="float32", always_2d=True)
+        opened = io.BytesIO(file) if isinstance(file, bytes) else file
+        sound, own = soundfile.read(opened, dtype="float32", always_2d=True)
     except (RuntimeError, OSError, TypeError) as error:  # soundfile's own are of the first kind
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path}: cannot be read as sound ({said})") from error

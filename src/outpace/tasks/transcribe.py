@@ -101,21 +101,24 @@ class Transcriber:
 
     def __call__(
         self,
-        files: Name | Sequence[Name],
+        files: Name | bytes | Sequence[Name | bytes],
         *,
         language: str | None = None,
         task: str = "transcribe",
         timestamps: bool = False,
         fallback: bool = True,
+        temperature: float = 0.0,
         batch_size: int = 8,
         seed: int | None = None,
     ) -> Iterator[Transcript]:
-        """Transcripts of files in their order; one that fails says why, and the others go on.
+        """Transcripts of files, or of their bytes, in their order; one that fails says why, and the others
+        go on.
 
         language    such as "en" or "german"; by default it is detected, in each file's first window
         task        "transcribe", or "translate", into English
         timestamps  give segments for short files, too
         fallback    try higher temperatures where a text repeats itself or is unlikely
+        temperature of a single try, without fallback
         batch_size  so many files at once
         """
         if task not in ("transcribe", "translate"):
@@ -126,15 +129,21 @@ class Transcriber:
             language = TO_LANGUAGE_CODE.get(language.lower(), language.lower())
         if not multilingual and (language not in (None, "en") or task == "translate"):
             raise ValueError("language: this model knows English alone, and does not translate")
+        if fallback and temperature:
+            raise ValueError(
+                "temperature: with fallback it begins at 0; give fallback=False, or leave it out"
+            )
         options: dict[str, Any] = {"temperature": FALLBACK, **WRONG} if fallback else {}
+        if temperature:
+            options = {"temperature": temperature, "do_sample": True}
         if multilingual:
             options |= {"language": language, "task": task}
-        if isinstance(files, str | os.PathLike):
+        if isinstance(files, str | os.PathLike | bytes):
             files = [files]
         return self._all(files, {**options, "seed": seed}, timestamps, batch_size)
 
     def _all(
-        self, files: Sequence[Name], options: dict[str, Any], timestamps: bool, batch_size: int
+        self, files: Sequence[Name | bytes], options: dict[str, Any], timestamps: bool, batch_size: int
     ) -> Iterator[Transcript]:
         hearing = self.processor.feature_extractor
         encoders = list(dict.fromkeys(one.encoder for one in self.decoder.encoders()))
@@ -142,12 +151,13 @@ class Transcriber:
         for first in range(0, len(files), batch_size):
             found: dict[int, Transcript] = {}
             sounds: list[Sound] = []
-            for place, path in enumerate(files[first : first + batch_size]):
+            for place, file in enumerate(files[first : first + batch_size]):
+                name = "sound" if isinstance(file, bytes) else str(file)
                 try:
-                    samples = read(path, hearing.sampling_rate)
-                    sounds.append(Sound(place, str(path), samples, len(samples) / hearing.sampling_rate))
+                    samples = read(file, hearing.sampling_rate)
+                    sounds.append(Sound(place, name, samples, len(samples) / hearing.sampling_rate))
                 except ValueError as error:
-                    found[place] = Transcript(str(path), error=str(error).removeprefix(f"{path}: "))
+                    found[place] = Transcript(name, error=str(error).removeprefix(f"{name}: "))
             for long in (False, True):  # what fits into a window needs no timestamps
                 some = [one for one in sounds if (one.duration > hearing.chunk_length) is long]
                 if some:

@@ -1,0 +1,216 @@
+"""A task, row by row, by every side of a comparison: `outpace eval`.
+
+Sides take turns at every row, so that what slows a machine down slows all of them. A row's texts depend on
+its seed alone, so that a run that was stopped and goes on ends as one that was not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from outpace.bench.distance import effects
+from outpace.decode import Decoder
+from outpace.draft.base import Draft
+from outpace.draft.model import ModelDrafter
+from outpace.logprobs import adjusted
+from outpace.rows import Row
+from outpace.sampling import Prefix, warp
+from outpace.tasks.items import Item
+from outpace.tasks.journal import Journal
+from outpace.tasks.kinds import no_measure
+from outpace.tasks.sides import Ours, Side, Theirs, Wanted, Written
+from outpace.tasks.speech import OursHearing, TheirsHearing
+from outpace.verify import Verdict
+from outpace.verify.rules import sigmoid
+
+SIDES = ("plain", "baseline", "exact", "sigmoid")
+PROBED = 4  # first rows that are decoded once more, to see how far the rule's tokens are from the target's
+WARM = 4  # tokens before anything is timed
+
+
+class Probe(Decoder):
+    """A Decoder that also sums up how far the tokens that its rule lets out are from the target's."""
+
+    positions: int
+    distance: float
+
+    def begin(self) -> None:
+        self.positions, self.distance = 0, 0.0
+
+    def _verify(self, rows: list[Row], draft: Draft, logits: Tensor) -> Verdict:
+        verdict = super()._verify(rows, draft, logits)
+        g = draft.tokens.shape[1]
+        if g and draft.logits is not None:
+            samplings = [row.sampling for row in rows]
+            prefix = None
+            if any(sampling.reads_prefix for sampling in samplings):
+                prompts = [row.prompt_length for row in rows]
+                prefix = Prefix.padded([row.tokens for row in rows], prompts, logits.device)
+            target = adjusted(logits, samplings, prefix, draft)
+            own = draft.logits
+            if draft.told is not None and draft.told.sampling is not None:
+                own = warp(own.float(), draft.told.sampling)
+            for row, length in enumerate(draft.lengths or [g] * len(rows)):
+                seen = min(int(verdict.accepted[row]) + 1, length)
+                _, distances, _ = effects(target[row, :seen], own[row, :seen], self.rule)
+                self.positions += seen
+                self.distance += float(distances.sum())
+        return verdict
+
+
+@dataclass
+class Evaluation:
+    """Sides that write about items.
+
+    decoder  the one of the column "exact"; the others share its models
+    names    which sides there are; those that cannot be have a reason in `missing`
+    """
+
+    decoder: Decoder
+    processor: Any
+    wanted: Wanted
+    names: Sequence[str]
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.sides: dict[str, Side] = {}
+        self.probes: dict[str, tuple[Probe, Side]] = {}
+        self.missing: dict[str, str] = {}
+        makers = {"plain": self._plain, "baseline": self._theirs, "exact": self._exact}
+        for name in self.names:
+            try:
+                self.sides[name] = makers.get(name, self._sigmoid)()
+            except ValueError as error:
+                self.missing[name] = str(error)
+        for name in ("exact", "sigmoid"):
+            side = self.sides.get(name)
+            if (
+                side is not None
+                and not self.wanted.sampling.greedy
+                and isinstance(self.drafter, ModelDrafter)
+            ):
+                probe = self._like(Probe, self._decoder(side).rule)
+                self.probes[name] = probe, self._ours(probe, self.wanted)
+
+    @property
+    def drafter(self) -> Any:
+        return self.decoder.drafter
+
+    def _ours(self, decoder: Decoder, wanted: Wanted) -> Side:
+        return (
+            Ours(decoder, wanted) if self.processor is None else OursHearing(decoder, self.processor, wanted)
+        )
+
+    @staticmethod
+    def _decoder(side: Any) -> Decoder:
+        found: Decoder = side.decoder if isinstance(side, Ours) else side.transcriber.decoder
+        return found
+
+    def _like(self, kind: type[Any], rule: Any) -> Any:
+        """A decoder as ours is, with another rule. A graph says nothing of its parts, so a probe has none."""
+        return kind(
+            self.decoder.scorer,
+            self.decoder.drafter,
+            self.decoder.tokenizer,
+            rule=rule,
+            length=copy.deepcopy(self.decoder.length),
+            engine=False if kind is Probe else None,
+        )
+
+    def _plain(self) -> Side:
+        return self._ours(Decoder(self.decoder.scorer, None, self.decoder.tokenizer), self.wanted)
+
+    def _exact(self) -> Side:
+        if self.drafter is None:
+            raise ValueError("nobody drafts")
+        return self._ours(self.decoder, self.wanted)
+
+    def _theirs(self) -> Side:
+        if self.drafter is None:
+            raise ValueError("nobody drafts")
+        if self.processor is None:
+            return Theirs(self.decoder, self.wanted)
+        return TheirsHearing(self.decoder, self.processor, self.wanted)
+
+    def _sigmoid(self) -> Side:
+        if self.drafter is None:
+            raise ValueError("nobody drafts")
+        if self.wanted.sampling.greedy:
+            raise ValueError("where the likeliest token is taken it is exact; give a temperature")
+        scale = self.wanted.task.scale
+        return self._ours(self._like(Decoder, sigmoid(-scale, scale)), self.wanted)
+
+    def run(
+        self,
+        items: Sequence[Item],
+        journal: Journal,
+        step: Callable[[str, int], None] = lambda side, row: None,
+    ) -> None:
+        """Whatever the journal does not have yet; `step` is called before each."""
+        left = [
+            (row, name)
+            for row in range(len(items))
+            for name in self.sides
+            if (name, row) not in journal.records
+        ]
+        first = next((one for one in items if one.problem is None), None)
+        if left and first is not None:
+            self._warm(first)
+        for row, name in left:
+            step(name, row)
+            journal.add(
+                {"side": name, "row": row, "id": items[row].name, **self._record(name, items[row], row)}
+            )
+
+    def _warm(self, item: Item) -> None:
+        few = replace(self.wanted, max_new_tokens=WARM, samples=1, likely=False)
+        for side in self.sides.values():
+            used: Any = side
+            before, used.wanted = used.wanted, few
+            with contextlib.suppress(Exception):  # the row itself will say so
+                side.write(item, self.seed)
+            used.wanted = before
+
+    def _record(self, name: str, item: Item, row: int) -> dict[str, Any]:
+        seed = self.seed + (row << 8)
+        try:
+            if item.problem is not None:
+                raise ValueError(item.problem)
+            written = self.sides[name].write(item, seed)
+            record = self._written(written)
+            record["judged"] = [
+                self.wanted.task.judge(item, text, self.decoder.tokenizer) for text in written.texts
+            ]
+            if name in self.probes and row < PROBED:
+                probe, side = self.probes[name]
+                probe.begin()
+                side.write(item, seed)
+                record |= {"distance": probe.distance, "positions": probe.positions}
+            return record
+        except Exception as error:  # one row, of one side
+            said = next((line for line in str(error).splitlines() if line.strip()), "")
+            kind = "" if isinstance(error, ValueError) and said else f"{type(error).__name__}: "
+            return {"error": kind + said.strip().removeprefix("prompt: ").removeprefix(f"{item.audio!s}: ")}
+
+    def _written(self, written: Written) -> dict[str, Any]:
+        record: dict[str, Any] = {
+            "texts": written.texts,
+            "tokens": written.tokens,
+            "seconds": written.seconds,
+            "stats": asdict(written.stats),
+        }
+        if self.wanted.likely:
+            record["log_probability"] = written.log_probability
+            record["likely_tokens"] = len(written.tokens[0])
+        return record
+
+
+def likely(task: Any) -> bool:
+    """Whether answers are judged by how likely they are: where there is nothing to compare them with."""
+    return bool(task.overall is no_measure)

@@ -1,0 +1,202 @@
+"""The tasks: what is asked of a model, and what its answers are worth."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outpace.tasks import score
+from outpace.tasks.items import Item
+
+Judged = dict[str, Any]
+LANGUAGES = {
+    "cs": "Czech", "de": "German", "en": "English", "es": "Spanish", "fi": "Finnish", "fr": "French",
+    "hi": "Hindi", "it": "Italian", "ja": "Japanese", "nl": "Dutch", "pl": "Polish", "pt": "Portuguese",
+    "ro": "Romanian", "ru": "Russian", "tr": "Turkish", "uk": "Ukrainian", "zh": "Chinese",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked, and how answers are judged.
+
+    chat            what a model with a chat template is told; {source} is the row's text
+    bare            what one without goes on from
+    encoder         what an encoder reads, by the model's family; "" is for all others
+    max_new_tokens  of an answer
+    scale           of the sigmoid column, ±, as Wagner has it for such a task
+    stop            strings that end the answer of a model without a chat template
+    judge           of an answer to a row: numbers, and a "reason" where it failed
+    overall         measures of all answers: what is printed
+    """
+
+    name: str
+    chat: str
+    bare: str
+    encoder: dict[str, str]
+    max_new_tokens: int
+    scale: float
+    stop: tuple[str, ...]
+    judge: Callable[[Item, str, Any], Judged]
+    overall: Callable[[Sequence[Item], Sequence[Sequence[str]], Sequence[Sequence[Judged]]], dict[str, float]]
+
+
+def task_of(name: str, languages: tuple[str, str] = ("en", "de")) -> Task:
+    """A task by its name; for a translation, from which language into which."""
+    if name not in TASKS:
+        raise ValueError(f"task: got {name!r}; there are {', '.join(TASKS)}")
+    one = TASKS[name]
+    if name != "translate":
+        return one
+    source, target = (LANGUAGES.get(code, code) for code in languages)
+
+    def told(text: str) -> str:
+        return text.replace("{from}", source).replace("{to}", target)
+
+    asked = {family: told(text) for family, text in one.encoder.items()}
+    return Task(**{**vars(one), "chat": told(one.chat), "bare": told(one.bare), "encoder": asked})
+
+
+# Judges
+
+
+def nothing(item: Item, text: str, tokenizer: Any) -> Judged:
+    """Where rows have no reference."""
+    return {}
+
+
+def heard(item: Item, text: str, tokenizer: Any) -> Judged:
+    from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
+
+    normal = EnglishTextNormalizer(getattr(tokenizer, "english_spelling_normalizer", None) or {})
+    return score.word_errors(item.reference or "", text, normal)
+
+
+def summed_up(item: Item, text: str, tokenizer: Any) -> Judged:
+    if item.reference is None:
+        raise ValueError("there is no summary to compare with")
+    return score.rouge(item.reference, text)
+
+
+def translated(item: Item, text: str, tokenizer: Any) -> Judged:
+    if item.reference is None:
+        raise ValueError("there is no translation to compare with")
+    return {}
+
+
+def programmed(item: Item, text: str, tokenizer: Any) -> Judged:
+    missing = [key for key in ("test", "entry_point") if not isinstance(item.extra.get(key), str)]
+    if missing:
+        raise ValueError(f"there is no {missing[0]} to run the program with")
+    from outpace.tasks import sandbox
+
+    verdict = sandbox.run(program(item, text))
+    return {"passed": verdict.passed, "reason": verdict.reason, "stopped": verdict.stopped}
+
+
+def program(item: Item, answer: str) -> str:
+    """An answer as a program that fails unless the row's tests pass: the function as a whole in a block of
+    code, or what comes after its beginning."""
+    beginning, entry = item.turns[0], item.extra["entry_point"]
+    blocks = re.findall(r"```(?:[Pp]ython|py)?[ \t]*\n(.*?)(?:```|\Z)", answer, re.DOTALL)
+    code = next((one for one in blocks if f"def {entry}" in one), blocks[0] if blocks else answer)
+    if re.search(rf"^def {re.escape(entry)}\b", code, re.MULTILINE):
+        # Imports and helpers stand before the function in the row's text.
+        head = beginning[: beginning.rfind(f"def {entry}")]
+        whole = f"{head}\n{code}"
+    else:
+        whole = beginning + code
+    return f"{whole}\n\n{item.extra['test']}\n\ncheck({entry})\n"
+
+
+# Measures of all answers
+
+
+def no_measure(
+    items: Sequence[Item], texts: Sequence[Sequence[str]], judged: Sequence[Sequence[Judged]]
+) -> dict[str, float]:
+    return {}
+
+
+def word_error_rate(
+    items: Sequence[Item], texts: Sequence[Sequence[str]], judged: Sequence[Sequence[Judged]]
+) -> dict[str, float]:
+    every = [one for row in judged for one in row]
+    return {"WER %": 100 * sum(one["errors"] for one in every) / sum(one["words"] for one in every)}
+
+
+def mean_rouge(
+    items: Sequence[Item], texts: Sequence[Sequence[str]], judged: Sequence[Sequence[Judged]]
+) -> dict[str, float]:
+    every = [one for row in judged for one in row]
+    return {name: statistics.fmean(one[name] for one in every) for name in score.ROUGE}
+
+
+def corpus_bleu(
+    items: Sequence[Item], texts: Sequence[Sequence[str]], judged: Sequence[Sequence[Judged]]
+) -> dict[str, float]:
+    pairs = [(item.reference or "", text) for item, row in zip(items, texts, strict=True) for text in row]
+    return {"BLEU": score.bleu(*zip(*pairs, strict=True))}
+
+
+def pass_rates(
+    items: Sequence[Item], texts: Sequence[Sequence[str]], judged: Sequence[Sequence[Judged]]
+) -> dict[str, float]:
+    samples = min(map(len, judged))
+    found = {}
+    for k in (1, 10, 100):
+        if k <= samples:
+            each = [score.pass_at(k, len(row), sum(one["passed"] for one in row)) for row in judged]
+            found[f"pass@{k} %"] = 100 * statistics.fmean(each)
+    return found
+
+
+TASKS = {
+    one.name: one
+    for one in (
+        Task("asr", "", "", {}, 444, 1e3, (), heard, word_error_rate),
+        Task(
+            "summarize",
+            "Summarize the following text in a few sentences.\n\n{source}",
+            "{source}\nSummary:",
+            {"t5": "summarize: {source}", "": "{source}"},
+            100,
+            1e4,
+            ("\n\n",),
+            summed_up,
+            mean_rouge,
+        ),
+        Task(
+            "translate",
+            "Translate this text from {from} to {to}. Answer with the translation alone.\n\n{source}",
+            "{from}: {source}\n{to}:",
+            {
+                "t5": "translate {from} to {to}: {source}",
+                "mt5": "translate {from} to {to}: {source}",
+                "": "{source}",
+            },
+            128,
+            1e4,
+            ("\n",),
+            translated,
+            corpus_bleu,
+        ),
+        Task(
+            "code",
+            "Complete this Python function. Answer with the whole function in one block of code.\n\n"
+            "```python\n{source}\n```",
+            "{source}",
+            {"": "{source}"},
+            384,
+            1e4,
+            ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\nassert ", "\n@"),
+            programmed,
+            pass_rates,
+        ),
+        Task("specbench", "{source}", "{source}", {"": "{source}"}, 256, 1e4, (), nothing, no_measure),
+        Task("dialog", "{source}", "{source}", {"": "{source}"}, 128, 1e4, (), nothing, no_measure),
+    )
+}

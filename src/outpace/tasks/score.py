@@ -1,0 +1,56 @@
+"""How good texts are, by the measures that papers report."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from outpace.tasks.extra import needed
+
+Normal = Callable[[str], str]
+
+
+def word_errors(reference: str, text: str, normal: Normal) -> dict[str, float]:
+    """Words that were changed, lost or added, and how many there were, both texts brought to one form."""
+    jiwer = needed("jiwer", "tasks")
+    expected, found = normal(reference), normal(text)
+    if not expected:
+        raise ValueError("the transcript holds no words")
+    counts = jiwer.process_words(expected, found)
+    errors = counts.substitutions + counts.deletions + counts.insertions
+    return {"errors": errors, "words": len(expected.split())}
+
+
+def rouge(reference: str, text: str) -> dict[str, float]:
+    """F-measures of ROUGE-1, ROUGE-2 and ROUGE-L with stemming, in percent."""
+    scores = _rouge().score(reference, text)
+    return {name: 100 * scores[key].fmeasure for name, key in zip(ROUGE, ROUGE_KEYS, strict=True)}
+
+
+ROUGE = ("ROUGE-1", "ROUGE-2", "ROUGE-L")
+ROUGE_KEYS = ("rouge1", "rouge2", "rougeL")
+
+
+@functools.cache
+def _rouge() -> Any:
+    needed("rouge_score", "tasks")
+    scorer = needed("rouge_score.rouge_scorer", "tasks")
+    return scorer.RougeScorer(list(ROUGE_KEYS), use_stemmer=True)
+
+
+def bleu(references: Sequence[str], texts: Sequence[str]) -> float:
+    """sacreBLEU of all texts together."""
+    return float(needed("sacrebleu", "tasks").corpus_bleu(list(texts), [list(references)]).score)
+
+
+def pass_at(k: int, samples: int, passed: int) -> float:
+    """The probability that one of k programs passes, by n of which c did: 1 − C(n − c, k)/C(n, k)."""
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

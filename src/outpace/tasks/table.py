@@ -1,0 +1,169 @@
+"""What a run found, as a table: measures down, sides across."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from outpace.stats import Stats
+from outpace.tasks.items import Item
+from outpace.tasks.journal import Key
+from outpace.tasks.kinds import Task
+from outpace.tasks.score import percentile
+
+Record = dict[str, Any]
+Table = list[tuple[str, list[str]]]
+NONE = "–"
+
+
+class Column:
+    """What a side did in all rows that worked."""
+
+    def __init__(self, task: Task, items: Sequence[Item], records: dict[Key, Record], side: str) -> None:
+        self.task, self.side = task, side
+        every = {row: record for (name, row), record in records.items() if name == side}
+        self.failed = {row: one["error"] for row, one in every.items() if "error" in one}
+        self.rows = sorted(row for row in every if row not in self.failed)
+        self.items = [items[row] for row in self.rows]
+        self.records = [every[row] for row in self.rows]
+        self.stats = sum((Stats(**one["stats"]) for one in self.records), Stats())
+        self.seconds = sum(one["seconds"] for one in self.records)
+
+    def only(self, rows: set[int]) -> Column:
+        """Of some rows."""
+        kept = {
+            (self.side, row): one for row, one in zip(self.rows, self.records, strict=True) if row in rows
+        }
+        items = dict(zip(self.rows, self.items, strict=True))
+        most = max(items, default=-1) + 1
+        return Column(self.task, [items.get(row, Item("")) for row in range(most)], kept, self.side)
+
+    @property
+    def quality(self) -> dict[str, float]:
+        if not self.records:
+            return {}
+        found = self.task.overall(
+            self.items, [one["texts"] for one in self.records], [one["judged"] for one in self.records]
+        )
+        likely = sum(one.get("likely_tokens", 0) for one in self.records)
+        if likely:
+            found["log-probability"] = sum(one["log_probability"] for one in self.records) / likely
+        return found
+
+    @property
+    def distance(self) -> float | None:
+        positions = sum(one.get("positions", 0) for one in self.records)
+        return sum(one.get("distance", 0.0) for one in self.records) / positions if positions else None
+
+    @property
+    def limited(self) -> list[tuple[str, str]]:
+        """Programs that had to be stopped, by row, and why."""
+        return [
+            (item.name, judged["reason"])
+            for item, one in zip(self.items, self.records, strict=True)
+            for judged in one["judged"]
+            if judged.get("stopped")
+        ]
+
+    def seconds_at(self, share: float) -> float | None:
+        return percentile([one["seconds"] for one in self.records], share) if self.records else None
+
+
+def columns(
+    task: Task, items: Sequence[Item], records: dict[Key, Record], sides: Sequence[str]
+) -> list[Column]:
+    return [Column(task, items, records, side) for side in sides]
+
+
+def table(found: Sequence[Column]) -> Table:
+    """Quality first, then what it took. Rows that failed on any side are left out on all."""
+    failed = {row for one in found for row in one.failed}
+    common = [one.only(set(one.rows) - failed) for one in found]
+    plain = next((one for one in common if one.side == "plain"), None)
+    each = [cells(one, plain) for one in common]
+    names = dict.fromkeys(name for some in sorted(each, key=len, reverse=True) for name in some)
+    lines = [(name, [some.get(name, NONE) for some in each]) for name in names]
+    lines = [(name, line) for name, line in lines if any(cell != NONE for cell in line)]
+    lines.append(("rows", [str(len(one.records)) for one in common]))
+    lines.append(("failed", [str(len(one.failed) + len(one.limited)) for one in found]))
+    return lines
+
+
+def cells(one: Column, plain: Column | None) -> dict[str, str]:
+    """What is known of a side."""
+    if not one.records:
+        return {}
+    stats = one.stats
+    values: dict[str, tuple[float | None, str]] = {
+        **{name: (value, ".2f") for name, value in one.quality.items()},
+        "acceptance": (stats.acceptance if stats.drafted else None, ".3f"),
+        "distance from the target": (one.distance, ".4f"),
+        "tokens per pass": (stats.tokens_per_call or None, ".2f"),
+        "sampling step, ms a pass": (1e3 * stats.verify_seconds / max(1, stats.target_calls) or None, ".3f"),
+        "sampling step, s": (stats.verify_seconds or None, ".2f"),
+        "wall clock, s": (one.seconds, ".1f"),
+        "tokens/s": (speed(one), ".1f"),
+        "over plain": (None if plain is None else ratio(one, plain), ".2f"),
+        **{f"P{at} of a row, s": (one.seconds_at(at / 100), ".2f") for at in (50, 90, 99)},
+    }
+    return {name: NONE if value is None else f"{value:{form}}" for name, (value, form) in values.items()}
+
+
+def by_category(found: Sequence[Column]) -> Table:
+    """As Spec-Bench reports: mean accepted tokens, and the speed over plain decoding, for each category."""
+    failed = {row for one in found for row in one.failed}
+    kinds: dict[str, set[int]] = {}
+    for row, item in zip(found[0].rows, found[0].items, strict=True):
+        if row not in failed:
+            kinds.setdefault(category(item), set()).add(row)
+    lines = []
+    for kind, rows in kinds.items():
+        some = [one.only(rows) for one in found]
+        plain = next((one for one in some if one.side == "plain"), None)
+        cells = []
+        for one in some:
+            over = f", {ratio(one, plain):.2f}x" if plain is not None else ""
+            cells.append(f"{one.stats.tokens_per_call:.2f}{over}")
+        lines.append((f"{kind} ({len(rows)})", cells))
+    return lines
+
+
+CONVERSATIONS = (
+    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
+)  # fmt: skip
+
+
+def category(item: Item) -> str:
+    """One of Spec-Bench's six: the eight kinds of MT-bench are one of them."""
+    own = str(item.extra.get("category") or item.extra.get("task") or "other")
+    return "multi-turn conversation" if own in CONVERSATIONS else own.replace("_", " ")
+
+
+def speed(one: Column) -> float | None:
+    return one.stats.new_tokens / one.seconds if one.seconds else None
+
+
+def ratio(one: Column, plain: Column) -> float:
+    """Tokens a second over plain decoding's."""
+    own, other = speed(one), speed(plain)
+    return own / other if own and other else float("nan")
+
+
+def failures(found: Sequence[Column], items: Sequence[Item]) -> list[str]:
+    """Which rows failed, where, and why; a reason that all sides have is said once."""
+    lines = []
+    for row in sorted({row for one in found for row in one.failed}):
+        reasons: dict[str, list[str]] = {}
+        for one in found:
+            if row in one.failed:
+                reasons.setdefault(one.failed[row], []).append(one.side)
+        for reason, sides in reasons.items():
+            where = "" if len(sides) == len(found) else f" ({', '.join(sides)})"
+            lines.append(f"{items[row].name}{where}: {reason}")
+    lines += [f"{name} ({one.side}): the program {reason}" for one in found for name, reason in one.limited]
+    return lines
+
+
+def markdown(title: str, sides: Sequence[str], lines: Table) -> str:
+    rows = [(title, list(sides)), ("---", ["---:"] * len(sides)), *lines]
+    return "".join(f"| {name} | {' | '.join(cells)} |\n" for name, cells in rows)

@@ -1,0 +1,357 @@
+"""Tasks: rows in, quality and speed of every side out; stopped anywhere, a run goes on to the same table."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from typer.testing import CliRunner, Result
+
+from outpace.cli import app
+from outpace.tasks import items, kinds, score, table
+from outpace.tasks.items import Item
+from outpace.tasks.journal import Journal
+from tests.tasks.test_transcribe import PROCESSOR, RATE, hearing
+from tests.tiny import byte_tokenizer, tiny
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and a draft in folders."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, seed in (("target", 0), ("draft", 1)):
+        tiny(vocab_size=272, seed=seed, max_position_embeddings=256).save_pretrained(folder / name)
+        byte_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Rows of a few kinds."""
+    rows: list[dict[str, Any]] = [
+        {"id": f"r{i}", "category": ("writing", "qa")[i % 2], "turns": ["abc", "de"][: 1 + i % 2],
+         "source": "abc", "prompt": f"count {i}", "reference": f"one two {i}"}
+        for i in range(6)
+    ]  # fmt: skip
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(models: Path, task: str, *words: str) -> Result:
+    command = ["eval", task, "-t", str(models / "target"), "--dtype", "float32", *words]
+    return CliRunner().invoke(app, command)
+
+
+def records(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {(one["side"], one["row"]): one for one in lines[1:]}
+
+
+def untimed(path: Path) -> list[str]:
+    """The lines of a saved table that no clock has a part in."""
+    timed = ("sampling step", "wall clock", "tokens/s", "over plain", "P50", "P90", "P99")
+    lines = [line for line in path.read_text().splitlines() if not line[2:].startswith(timed)]
+    return [line for line in lines if "x |" not in line]
+
+
+@pytest.mark.parametrize("draft", ["draft", "lookup"])
+@pytest.mark.parametrize("task", ["specbench", "dialog", "summarize", "translate"])
+def test_greedy_sides_write_the_same(
+    models: Path, prompts: Path, tmp_path: Path, task: str, draft: str
+) -> None:
+    out = tmp_path / "out.jsonl"
+    drafter = str(models / "draft") if draft == "draft" else draft
+    done = run(models, task, "-d", drafter, "--data", str(prompts), "-m", "12", "-o", str(out))
+    assert done.exit_code == 0, done.output
+    found = records(out)
+    assert len(found) == 3 * 6
+    for row in range(6):
+        texts = {side: found[side, row]["texts"] for side in ("plain", "baseline", "exact")}
+        assert texts["plain"] == texts["exact"] == texts["baseline"]
+        assert found["exact", row]["stats"]["new_tokens"] == found["plain", row]["stats"]["new_tokens"]
+    for side in ("baseline", "exact"):
+        kept = sum(found[side, row]["stats"]["accepted"] for row in range(6))
+        calls = sum(found[side, row]["stats"]["target_calls"] for row in range(6))
+        tokens = sum(found[side, row]["stats"]["new_tokens"] for row in range(6))
+        turns = 9 if task in ("specbench", "dialog") else 6  # what a stop cuts off was kept all the same
+        assert tokens <= kept + calls <= tokens + 12 * turns
+    saved = out.with_suffix(".md").read_text()
+    for name in {
+        "specbench": ("log-probability", "multi-turn conversation (3)", "qa (3)"),
+        "dialog": ("log-probability",),
+        "summarize": ("ROUGE-1", "ROUGE-2", "ROUGE-L"),
+        "translate": ("BLEU",),
+    }[task]:
+        assert name in saved
+    assert "acceptance" in saved
+    assert "no column sigmoid" in done.stderr
+
+
+def test_turns_go_on_from_the_answers_before(models: Path, prompts: Path, tmp_path: Path) -> None:
+    """Without a chat template a conversation is its texts, one after the other."""
+    from outpace import load
+
+    out = tmp_path / "out.jsonl"
+    run(models, "dialog", "-d", "none", "--data", str(prompts), "-m", "5", "-o", str(out), "--sides", "plain")
+    decoder = load(models / "target", None, dtype="float32", tell=lambda line: None)
+    first = decoder.generate("abc", temperature=0, max_new_tokens=5)
+    second = decoder.generate(f"abc\n\n{first.text}\n\nde", temperature=0, max_new_tokens=5)
+    assert records(out)["plain", 1]["texts"] == [f"{first.text}\n\n{second.text}"]
+
+
+def test_a_sigmoid_is_told_apart_from_exact_sampling(models: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    words = "-d", str(models / "draft"), "--data", str(prompts), "-m", "12", "--temperature", "1"
+    done = run(models, "specbench", *words, "--top-k", "20", "-o", str(out), "--length", "3")
+    assert done.exit_code == 0, done.output
+    found = records(out)
+    assert len(found) == 4 * 6
+    columns = {
+        side: table.Column(kinds.TASKS["specbench"], [Item("")] * 6, found, side)
+        for side in ("plain", "baseline", "exact", "sigmoid")
+    }
+    assert columns["exact"].distance == pytest.approx(0, abs=1e-9)
+    sigmoid = columns["sigmoid"].distance
+    assert sigmoid is not None
+    assert sigmoid > 0.2
+    assert columns["sigmoid"].quality["log-probability"] < columns["plain"].quality["log-probability"] - 0.2
+    assert columns["baseline"].stats.verify_seconds > 0
+    assert columns["baseline"].distance is None
+    assert found["exact", 5].get("positions") is None  # only the first rows are probed
+
+
+def test_a_run_killed_anywhere_goes_on_to_the_same_table(models: Path, prompts: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "outpace", "eval", "specbench", "-t", str(models / "target"),
+        "--dtype", "float32", "-d", str(models / "draft"), "--data", str(prompts), "-m", "24",
+        "--temperature", "1", "-o",
+    ]  # fmt: skip
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    subprocess.run([*command, str(whole)], check=True, capture_output=True)
+    for lines in (2, 9):  # a header and one record, and in the midst of things
+        one = subprocess.Popen([*command, str(parts)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 120
+        while not parts.exists() or parts.read_bytes().count(b"\n") < lines:
+            assert time.monotonic() < until
+            assert one.poll() is None
+            time.sleep(0.005)
+        os.kill(one.pid, signal.SIGKILL)
+        one.wait()
+        with parts.open("ab") as file:
+            file.write(b'{"side": "exact", "row": 5, "te')  # a line that was not finished
+    subprocess.run([*command, str(parts)], check=True, capture_output=True)
+    assert untimed(parts.with_suffix(".md")) == untimed(whole.with_suffix(".md"))
+    expected, found = records(whole), records(parts)
+    assert found.keys() == expected.keys()
+    for key, record in expected.items():
+        assert found[key]["texts"] == record["texts"]
+
+
+def test_bad_rows_are_named_and_the_others_go_on(models: Path, tmp_path: Path) -> None:
+    rows = ['{"id": "good", "source": "abc", "reference": "x"}', "{oops", '{"id": "none"}', "[1]",
+            json.dumps({"id": "long", "source": "abc" * 200, "reference": "x"}),
+            '{"id": "unknown", "source": "abc"}']  # fmt: skip
+    data, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    data.write_text("\n".join(rows) + "\n")
+    done = run(models, "summarize", "-d", "lookup", "--data", str(data), "-m", "5", "-o", str(out))
+    assert done.exit_code == 1
+    said = [line for line in done.stderr.splitlines() if line.startswith("failed: ")]
+    assert [line.split(": ")[1] for line in said] == [
+        "rows.jsonl:2",
+        "none",
+        "rows.jsonl:4",
+        "long",
+        "unknown",
+    ]
+    assert "not JSON" in said[0]
+    assert "there is no text" in said[1]
+    assert "context of 256" in said[3]
+    assert "there is no summary" in said[4]
+    saved = out.with_suffix(".md").read_text()
+    assert "| rows | 1 | 1 | 1 |" in saved
+    assert "| failed | 5 | 5 | 5 |" in saved
+    assert "- long: the prompt has" in saved
+
+
+def test_what_does_not_fit_is_one_error(models: Path, prompts: Path, tmp_path: Path) -> None:
+    data = "--data", str(prompts)
+    for task, words, said in (
+        ("dialog", (*data, "--sides", "fast"), "--sides: got 'fast'"),
+        ("dialog", (*data, "--samples", "3"), "--samples"),
+        ("dialog", (*data, "--prompt", "hello"), "{source}"),
+        ("translate", (*data, "--languages", "de"), "like en-de"),
+        ("dialog", ("--data", str(tmp_path / "no.jsonl")), "no such file"),
+        ("dialog", ("--data", str(tmp_path)), "manifest.jsonl"),
+    ):
+        error = run(models, task, *words).exception
+        assert isinstance(error, ValueError)
+        assert said in str(error)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    assert "has no rows" in str(run(models, "dialog", "--data", str(empty)).exception)
+
+
+def test_programs_are_run(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model writes is replaced by programs that pass, fail, and do not end."""
+    answers = {
+        "passes": "    return x + 1\n",
+        "fails": "    return x\n",
+        "hangs": "    while True: pass\n",
+        "writes": "    open('f', 'w').write('x')\n    return x + 1\n",
+    }
+    row = {"prompt": "def f(x):\n", "test": "def check(f):\n    assert f(1) == 2\n", "entry_point": "f"}
+    data, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    data.write_text("".join(json.dumps({"id": name, **row}) + "\n" for name in answers))
+    own = kinds.program
+    monkeypatch.setattr(kinds, "program", lambda item, text: own(item, answers[item.name]))
+    words = "-d", "lookup", "--data", str(data), "-m", "2", "--samples", "2", "--sides", "plain"
+    done = run(models, "code", *words, "-o", str(out))
+    assert done.exit_code == 1
+    assert "| pass@1 % | 25.00 |" in out.with_suffix(".md").read_text()
+    said = [line for line in done.stderr.splitlines() if line.startswith("failed: ")]
+    assert {line.split(" ")[1] for line in said} == {"hangs", "writes"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "    return g(x)\n",
+        "Here it is:\n```python\ndef f(x):\n    return g(x)\n```\nDone.",
+        "```\nimport math\ndef f(x):\n    return g(x)\n```",
+        "```python\n    return g(x)\n```",
+        "def f(x):\n    return g(x)",
+    ],
+)
+def test_programs_are_found_in_answers(answer: str) -> None:
+    before = "def g(x):\n    return x + 1\n\n\ndef f(x):\n    '''One more.'''\n"
+    row = Item("a", [before], extra={"test": "def check(f):\n    assert f(1) == 2", "entry_point": "f"})
+    space: dict[str, Any] = {}
+    exec(kinds.program(row, answer), space)
+    assert space["f"](4) == 5
+
+
+def test_speech_is_judged_by_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outpace import Decoder, Fixed
+    from outpace.tasks.transcribe import Transcriber
+
+    noise = np.random.default_rng(3)
+    for name, seconds in (("a", 0.8), ("b", 1.7), ("c", 0.4)):
+        soundfile.write(tmp_path / f"{name}.wav", noise.normal(size=int(seconds * RATE)) * 0.1, RATE)
+    rows = [{"audio": "a.wav", "text": "red cats"}, {"audio": "b.wav", "text": "dogs"},
+            {"audio": "c.wav", "text": ""}, {"audio": "gone.wav", "text": "x"}, {"text": "x"}]  # fmt: skip
+    (tmp_path / "manifest.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def load(*arguments: Any, **options: Any) -> Transcriber:
+        target, draft = (hearing(seed, max_target_positions=128) for seed in (0, 1))
+        return Transcriber(Decoder(target, draft, length=Fixed(3)), PROCESSOR)
+
+    monkeypatch.setattr(Transcriber, "load", load)
+    out = tmp_path / "out.jsonl"
+    words = ["eval", "asr", "--data", str(tmp_path), "-o", str(out), "--language", "en", "-d", "x"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit), done.exception
+    found = records(out)
+    for row in range(2):
+        texts = [found[side, row]["texts"] for side in ("plain", "baseline", "exact")]
+        assert texts[0] == texts[2] != [""]
+        if row == 0:  # with timestamps, Transformers' assisted generation is not its plain one
+            assert texts[0] == texts[1]
+        assert found["exact", row]["judged"][0]["words"] == (2, 1)[row]
+    assert "no transcript" in found["plain", 2]["error"]
+    assert found["plain", 3]["error"] == "no such file"
+    assert found["plain", 4]["error"] == "there is no audio"
+    assert "WER %" in out.with_suffix(".md").read_text()
+    done = CliRunner().invoke(app, [*words, "--temperature", "1", "--fresh"])
+    found = records(out)
+    assert found["exact", 0]["distance"] < 1e-6
+    assert found["sigmoid", 0]["distance"] > 0.2
+
+
+def test_measures_are_those_of_their_papers() -> None:
+    normal = str.lower
+    assert score.word_errors("a b c d", "A x c", normal) == {"errors": 2, "words": 4}
+    with pytest.raises(ValueError, match="no words"):
+        score.word_errors("", "a", normal)
+    found = score.rouge("the cat sat on the mat", "the cat lay on a mat")
+    assert found["ROUGE-1"] == pytest.approx(100 * 4 / 6)
+    assert found["ROUGE-2"] == pytest.approx(100 * 1 / 5)
+    assert found["ROUGE-L"] == pytest.approx(100 * 4 / 6)
+    assert score.bleu(["the cat sat on the mat"], ["the cat sat on the mat"]) == pytest.approx(100)
+    assert score.percentile([3, 1, 2, 4], 0.5) == 2
+    assert score.percentile([3, 1, 2, 4], 0.99) == 4
+    assert score.percentile([7], 0.9) == 7
+    for n, c, k in ((5, 2, 1), (5, 2, 3), (4, 0, 2), (4, 4, 1), (6, 5, 3)):
+        drawn = list(itertools.combinations([True] * c + [False] * (n - c), k))
+        assert score.pass_at(k, n, c) == pytest.approx(sum(map(any, drawn)) / math.comb(n, k))
+
+
+def test_rows_are_found_by_the_names_that_data_use(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"translation": {"en": "yes", "de": "ja"}}) + "\n")
+    one = items.read(str(path), languages=("en", "de")).items[0]
+    assert (list(one.turns), one.reference) == (["yes"], "ja")
+    one = items.read(str(path), languages=("de", "en")).items[0]
+    assert (list(one.turns), one.reference) == (["ja"], "yes")
+    path.write_text(json.dumps({"article": "long", "highlights": "short", "id": 3}) + "\n")
+    one = items.read(str(path)).items[0]
+    assert (one.name, list(one.turns), one.reference) == ("3", ["long"], "short")
+
+
+def test_data_sets_of_the_hub_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rows(list[Any]):
+        def take(self, n: int) -> Rows:
+            return Rows(self[:n])
+
+        def cast_column(self, name: str, kind: Any) -> Rows:
+            assert (name, kind) == ("audio", "undecoded")
+            return self
+
+    asked = []
+
+    def load_dataset(*words: Any, **named: Any) -> Rows:
+        asked.append((words, named))
+        return Rows([{"text": "hello", "audio": {"bytes": b"RIFF", "path": None}}] * 3)
+
+    library = SimpleNamespace(load_dataset=load_dataset, Audio=lambda decode: "undecoded")
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    found = items.read("owner/name:clean:validation", speech=True, limit=2).items
+    assert asked == [(("owner/name", "clean"), {"split": "validation", "streaming": True})]
+    assert [one.audio for one in found] == [b"RIFF", b"RIFF"]
+    assert found[0].reference == "hello"
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"outpace\[data\]"):
+        items.read("owner/name")
+
+
+def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    header = {"task": "code", "settings": {"seed": 1}}
+    with Journal(path, header, {}) as journal:
+        journal.add({"side": "plain", "row": 0})
+        with pytest.raises(ValueError, match="another run is writing"):
+            Journal(path, header, {})
+    assert not Path(f"{path}.lock").exists()
+    with Journal(path, header, {}) as journal:
+        assert list(journal.records) == [("plain", 0)]
+    with pytest.raises(ValueError, match="seed: 1 there, 2 here"):
+        Journal(path, {"task": "code", "settings": {"seed": 2}}, {})
+    with Journal(path, {"task": "code", "settings": {"seed": 2}}, {}, fresh=True) as journal:
+        assert not journal.records
+    path.write_text("dear diary\n")
+    with pytest.raises(ValueError, match="not of this kind"):
+        Journal(path, header, {})
+    assert path.read_text() == "dear diary\n"

@@ -1,0 +1,51 @@
+"""A comparison on a CUDA device.
+
+pytest -m gpu
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from outpace import Decoder, Fixed, Sampling
+from outpace.tasks.evaluate import SIDES, Evaluation
+from outpace.tasks.items import Item
+from outpace.tasks.journal import Journal
+from outpace.tasks.kinds import TASKS
+from outpace.tasks.sides import Wanted
+from outpace.tasks.table import columns, failures, table
+from tests.tiny import byte_tokenizer, tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sides_write_and_are_measured(tmp_path: Path, temperature: float) -> None:
+    target, draft = (tiny(vocab_size=272, seed=seed).cuda() for seed in (0, 1))
+    decoder = Decoder(target, draft, byte_tokenizer(), length=Fixed(3))
+    task = TASKS["dialog"]
+    wanted = Wanted(task, Sampling(temperature=temperature), 24, likely=True)
+    one = Evaluation(decoder, None, wanted, SIDES, seed=1)
+    rows = [Item(str(i), ["abc", "de"][: 1 + i % 2]) for i in range(4)]
+    with Journal(tmp_path / "a.jsonl", {"task": "dialog"}, {}) as journal:
+        one.run(rows, journal)
+    found = columns(task, rows, journal.records, list(one.sides))
+    assert not failures(found, rows)
+    names = [name for name, _ in table(found)]
+    assert "log-probability" in names
+    assert "acceptance" in names
+    if temperature:
+        assert list(one.sides) == list(SIDES)
+        exact, sigmoid = found[2].distance, found[3].distance
+        assert exact == pytest.approx(0, abs=1e-5)
+        assert sigmoid is not None
+        assert sigmoid > 0.2
+    else:
+        texts = [[record["texts"] for record in column.records] for column in found]
+        assert texts[0] == texts[1] == texts[2]

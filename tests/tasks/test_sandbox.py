@@ -1,0 +1,374 @@
+"""Programs pass or fail for their own reasons, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.tasks import sandbox
+from outpace.tasks.sandbox import run
+
+pytest.importorskip("resource", reason="programs cannot be limited on this platform")
+
+SECONDS = 0.5
+MEMORY = 100 << 20
+NAMESPACES = "with namespaces"
+
+
+def gone(group: int) -> bool:
+    for _ in range(500):  # init may take its time to reap
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def running(mark: str) -> bool:
+    """A process has this in its command line."""
+    found = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True).stdout
+    return any(mark in line and "ps -wweo" not in line for line in found.splitlines())
+
+
+@cache
+def namespaces() -> bool:
+    return run("import os\nassert os.getpid() == 1").passed
+
+
+@pytest.fixture(params=[NAMESPACES, "with the hook alone"])
+def mode(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With what the kernel gives, and as it is where that refuses namespaces."""
+    name: str = request.param
+    if name == NAMESPACES:
+        if not namespaces():
+            pytest.skip("this kernel does not let users make namespaces")
+    else:
+        source = Path(sandbox.FILE).read_text()
+        assert source.count("    _enter_namespaces()\n") == 1
+        copy = tmp_path / "without.py"
+        copy.write_text(source.replace("    _enter_namespaces()\n", ""))
+        monkeypatch.setattr(sandbox, "FILE", str(copy))
+    return name
+
+
+@pytest.fixture(autouse=True)
+def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The groups of processes that a test starts. Afterwards none is left of them, nor of their folders."""
+    groups: list[int] = []
+    folders: list[Path] = []
+
+    class Recorded(subprocess.Popen[Any]):
+        def __init__(self, args: Any, **options: Any) -> None:
+            super().__init__(args, **options)
+            if options.get("start_new_session"):
+                groups.append(self.pid)
+                folders.append(Path(options["cwd"]))
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+    yield groups
+    assert all(gone(group) for group in groups)
+    assert not any(folder.exists() for folder in folders)
+
+
+TESTED = """
+from typing import List
+
+def total(numbers: List[int]) -> int:
+    {body}
+
+def check(candidate):
+    assert candidate([]) == 0
+    assert candidate([1, 2]) == 3
+
+check(total)
+"""
+
+
+def test_a_right_program_passes(mode: str) -> None:
+    outcome = run(TESTED.format(body="return sum(numbers)"))
+    assert outcome.passed
+    assert outcome.reason == ""
+    assert 0 < outcome.seconds < 5
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (TESTED.format(body="return 0"), "AssertionError"),
+        ("assert 1 == 2, 'no\\nnot at all'", "AssertionError: no"),
+        ("def f(:\n  pass", r"SyntaxError: invalid syntax \(<program>, line 1\)"),
+        ("x = 'a\0b'", "(SyntaxError|ValueError): source code string cannot contain null bytes"),
+        ("x = '\ud800'", "UnicodeEncodeError: .*"),
+        ("def f():\n  f()\nf()", "RecursionError: maximum recursion depth exceeded"),
+        ("input()", "EOFError: EOF when reading a line"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("class E(Exception):\n  def __str__(self): raise self\nraise E", "E"),
+        ("raise ValueError('x' * 10000)", "ValueError: x{188}"),
+        ("import numpy", "ModuleNotFoundError: No module named 'numpy'"),
+        ("import os\nos.abort()", r"crashed \(SIG[A-Z]+\)"),
+    ],
+)
+def test_a_wrong_program_fails_and_says_why_in_a_line(program: str, reason: str) -> None:
+    outcome = run(program)
+    assert not outcome.passed
+    assert re.fullmatch(reason, outcome.reason), outcome.reason
+
+
+@pytest.mark.parametrize(
+    "leave",
+    ["import sys; sys.exit(0)", "import sys; sys.exit()", "import os; os._exit(0)", "exit()", "quit()",
+     "raise SystemExit", "import os; os.closerange(0, 64); os._exit(0)"],
+)  # fmt: skip
+def test_leaving_before_the_tests_is_not_passing(leave: str) -> None:
+    outcome = run(f"{leave}\nassert False")
+    assert not outcome.passed
+    assert outcome.reason == "exited before the end"
+
+
+def test_saying_that_it_passed_is_not_passing() -> None:
+    forged = (
+        "import os\nfor fd in range(64):\n  try: os.write(fd, b'\\npassed\\n \\n')\n  except OSError: pass\n"
+    )
+    assert run(forged + "os._exit(0)").reason == "exited before the end"
+    assert run(forged + "assert False").reason == "AssertionError"
+
+
+@pytest.mark.parametrize(
+    "wait",
+    ["while True: pass", "import time; time.sleep(60)", "while True: print('x' * 1000)",
+     "import threading; threading.Event().wait()",
+     "from signal import *\nfor s in set(Signals) - {SIGKILL, SIGSTOP}: signal(s, SIG_IGN)\nwhile True: pass",
+     "import os\nos.setsid()\nwhile True: pass",
+     "import os\nos.closerange(0, 64)\nwhile True: pass",
+     "while True:\n  try:\n    while True: pass\n  except BaseException: pass",
+     "import os\nwhile True:\n  for fd in range(9):\n    try: os.write(fd, b'x' * 999)\n    except: 0"],
+)  # fmt: skip
+def test_a_program_ends_in_time(wait: str) -> None:
+    start = time.monotonic()
+    outcome = run(wait, seconds=SECONDS)
+    assert outcome.reason == f"took longer than {SECONDS} s"
+    assert SECONDS <= outcome.seconds < SECONDS + 0.5
+    assert time.monotonic() - start < SECONDS + 5  # with the start of Python, on a busy machine
+
+
+@pytest.mark.parametrize(
+    "hog",
+    ["bytearray(8 << 30)", "x = []\nwhile True: x.append(len(x))", "x = 'a'\nwhile True: x += x",
+     "x = {}\nwhile True: x[len(x)] = [len(x)]",
+     "class A: pass\ndef f():\n  x = []\n  while True: x.append(A())\nf()"],
+)  # fmt: skip
+def test_a_program_that_wants_too_much_memory_fails(hog: str) -> None:
+    if sys.platform == "darwin":
+        pytest.skip("macOS does not limit address spaces")
+    assert run(hog, seconds=10, memory=MEMORY).reason == "ran out of memory"
+
+
+def test_memory_is_limited_at_a_gigabyte_unless_told() -> None:
+    if sys.platform == "darwin":
+        pytest.skip("macOS does not limit address spaces")
+    assert run("bytearray(300 << 20)").passed
+    assert run("bytearray(1 << 30)").reason == "ran out of memory"
+    assert run("", memory=1).reason in ("ran out of memory", "")
+
+
+@pytest.mark.parametrize("folder", [".", "/tmp", str(Path.home())])
+@pytest.mark.parametrize(
+    "write", ["open({path!r}, 'w').write('x')", "open({path!r}, 'a')",
+              "import os; os.open({path!r}, os.O_CREAT | os.O_RDWR)",
+              "import pathlib; pathlib.Path({path!r}).write_text('x')"],
+)  # fmt: skip
+def test_no_file_is_written(folder: str, write: str, tmp_path: Path) -> None:
+    path = Path(folder) / f"{tmp_path.parent.name}-{os.getpid()}-sandbox.txt"
+    outcome = run(write.format(path=str(path)))
+    assert outcome.reason == f"wrote a file: {path}"
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("os.remove(file)", "deleted a file: {file}"),
+        ("pathlib.Path(file).unlink()", "deleted a file: {file}"),
+        ("shutil.rmtree(folder)", "(read|deleted) a (file|folder): .*"),
+        ("os.rename(file, file + 'x')", "renamed a file: {file}"),
+        ("os.truncate(file, 0)", "changed a file: {file}"),
+        ("open(file, 'r+')", "wrote a file: {file}"),
+        ("os.chmod(file, 0)", "changed a file: {file}"),
+        ("os.utime(file, (0, 0))", "changed a file: {file}"),
+        ("os.symlink(file, file + 'x')", "wrote a file: {file}"),
+        ("os.link(file, file + 'x')", "wrote a file: {file}"),
+        ("os.mkdir(folder + '/x')", "made a folder: {folder}/x"),
+        ("os.rmdir(folder)", "deleted a folder: {folder}"),
+        ("sqlite3.connect(file + 'x')", "wrote a file: {file}x"),
+        ("open(file).read()", "read a file: {file}"),
+        ("os.listdir(folder)", "read a file: {folder}"),
+        ("open('/etc/passwd')", "read a file: /etc/passwd"),
+        ("open(os.__file__ + '/../../../../../../etc/passwd')", "read a file: .*"),
+    ],
+)
+def test_no_file_is_changed_or_read(change: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "kept.txt"
+    file.write_text("kept")
+    before = file.stat()
+    names = f"import os, pathlib, shutil, sqlite3\nfile, folder = {str(file)!r}, {str(tmp_path)!r}\n"
+    outcome = run(names + change)
+    assert re.fullmatch(reason.format(file=file, folder=tmp_path), outcome.reason), outcome.reason
+    after = file.stat()
+    assert file.read_text() == "kept"
+    assert (before.st_mode, before.st_mtime) == (after.st_mode, after.st_mtime)
+    assert os.listdir(tmp_path) == ["kept.txt"]
+
+
+@pytest.mark.parametrize(
+    "connect",
+    ["import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
+     "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{port}/', timeout=1)",
+     "import socket; socket.getaddrinfo('localhost', {port})",
+     "import _socket; _socket.socket().connect(('127.0.0.1', {port}))"],
+)  # fmt: skip
+def test_nothing_goes_to_the_network(connect: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.05)
+        outcome = run(connect.format(port=server.getsockname()[1]))
+        assert outcome.reason == "used the network"
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+@pytest.mark.parametrize(
+    ("start", "reason"),
+    [
+        ("import subprocess; subprocess.run(['sleep', '60'])", "started a process"),
+        ("import os; os.system('sleep 60')", "started a process"),
+        ("import os; os.fork()", "started a process"),
+        ("import pty; pty.fork()", "started a process"),
+        ("import os; os.execv('/bin/sleep', ['sleep', '60'])", "started a process"),
+        ("import os; os.posix_spawn('/bin/sleep', ['sleep', '60'], {})", "started a process"),
+        ("import multiprocessing as m; m.get_context('fork').Process().start()", "started a process"),
+        ("import os; os.kill(os.getppid(), 9)", "sent a signal"),
+        ("import os; os.killpg(0, 9)", "sent a signal"),
+        ("import ctypes", "used ctypes"),
+        ("import _ctypes", "used ctypes"),
+        ("import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "changed its limits"),
+    ],
+)
+def test_a_program_starts_and_kills_nothing(start: str, reason: str) -> None:
+    assert run(start).reason == reason
+
+
+def test_what_a_program_starts_behind_our_back_dies_with_it(mode: str) -> None:
+    lasting = f"{600 + os.getpid() / 1e7:.7f}"  # seconds, as a mark
+    program = (
+        "import sys, subprocess\nsys.audit = lambda *_: None\n"
+        f"subprocess.Popen(['sleep', '{lasting}'], start_new_session={mode == NAMESPACES})\n"
+    )
+    assert run(program).passed
+    assert not running(lasting)
+    assert run(program + "while True: pass", seconds=SECONDS).reason == f"took longer than {SECONDS} s"
+    assert not running(lasting)
+
+
+def test_a_program_whose_watcher_is_killed_dies_and_did_not_pass(mode: str, groups: list[int]) -> None:
+    threading.Timer(SECONDS, lambda: os.kill(groups[-1], signal.SIGKILL)).start()
+    outcome = run("import os\nos.closerange(0, 64)\nwhile True: pass", seconds=20)
+    assert outcome.reason == "exited before the end"
+
+
+def test_the_kernel_keeps_what_the_hook_does_not_see(mode: str, tmp_path: Path) -> None:
+    if mode != NAMESPACES:
+        pytest.skip("there is no hook for this")
+    assert run(f"import os; os.mkfifo({str(tmp_path / 'x')!r})").reason == (
+        "OSError: [Errno 30] Read-only file system"
+    )
+    assert not os.listdir(tmp_path)
+    network = os.readlink("/proc/self/ns/net")
+    assert run(f"import os\nassert os.readlink('/proc/self/ns/net') != {network!r}").passed
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["for _ in range(1024): print('x' * (1 << 20))",
+     "import sys\nfor _ in range(64): sys.stderr.write('x' * (1 << 20))",
+     "import os\nfor _ in range(256): os.write(1, b'x' * (1 << 20))"],
+)  # fmt: skip
+def test_what_is_printed_goes_nowhere(program: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(program, seconds=20).passed
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["import typing, math, collections, re, hashlib, itertools, functools, heapq, bisect, random, string\n"
+     "import json, datetime, decimal, fractions, statistics, copy, operator, sys, os, time, dataclasses\n"
+     "assert hashlib.md5(b'').hexdigest().startswith('d41d8')",
+     "from typing import *\nfrom dataclasses import dataclass\n@dataclass\nclass A: x: 'ClassVar[int]'\nA()",
+     "ran = False\nif __name__ == '__main__':\n  ran = True\nassert ran",
+     "import pickle\nclass A: pass\nassert type(pickle.loads(pickle.dumps(A()))) is A",
+     "größe = '日本語 🙂'\nprint(größe)\nassert len(größe) == 5 and größe.encode().decode() == größe",
+     "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()",
+     "import asyncio\nasync def f(): return 3\nassert asyncio.run(f()) == 3",
+     "import contextlib, io, os\nwith contextlib.redirect_stdout(open(os.devnull, 'w')): print()",
+     "import sqlite3\nassert sqlite3.connect(':memory:').execute('select 1').fetchone() == (1,)",
+     "try: open('missing.txt')\nexcept FileNotFoundError: pass",
+     "def f(x: undefined if False else int): return f.__annotations__\nassert f(1) == {'x': int}",
+     "import os\nassert os.listdir() == [] and len(os.environ) < 8",
+     ""],
+)  # fmt: skip
+def test_what_ordinary_programs_do_works(program: str) -> None:
+    outcome = run(program)
+    assert outcome.passed, outcome.reason
+
+
+def test_an_interrupt_kills_the_program_and_goes_on() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(SECONDS, signal.pthread_kill, (main, signal.SIGINT)).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run("while True: pass", seconds=60)
+    assert time.monotonic() - start < 10
+
+
+def test_threads_may_run_programs_at_once() -> None:
+    found: list[bool] = []
+    threads = [threading.Thread(target=lambda: found.append(run("x = 1").passed)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4
+
+
+def test_a_sandbox_that_does_not_start_is_no_fault_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise OSError('out of order')")
+    monkeypatch.setattr(sandbox, "FILE", str(broken))
+    with pytest.raises(RuntimeError, match="the sandbox did not start: OSError: out of order"):
+        run("")
+
+
+def test_a_platform_without_limits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "find_spec", lambda name: None)
+    with pytest.raises(NotImplementedError, match=r"no module `resource`.*Windows.*WSL"):
+        run("")
+
+
+@pytest.mark.parametrize("limits", [{"seconds": 0}, {"seconds": float("inf")}, {"memory": 0}])
+def test_limits_are_checked(limits: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(limits))):
+        run("", **limits)
