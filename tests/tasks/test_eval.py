@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 
 from outpace.cli import app
 from outpace.tasks import items, kinds, score, table
+from outpace.tasks.evaluate import SIDES
 from outpace.tasks.items import Item
 from outpace.tasks.journal import Journal
 from tests.tasks.test_transcribe import PROCESSOR, RATE, hearing
@@ -119,10 +120,8 @@ def test_a_sigmoid_is_told_apart_from_exact_sampling(models: Path, prompts: Path
     assert done.exit_code == 0, done.output
     found = records(out)
     assert len(found) == 4 * 6
-    columns = {
-        side: table.Column(kinds.TASKS["specbench"], [Item("")] * 6, found, side)
-        for side in ("plain", "baseline", "exact", "sigmoid")
-    }
+    sides = table.columns(kinds.TASKS["specbench"], [Item("")] * 6, found, SIDES)
+    columns = {one.side: one for one in sides}
     assert columns["exact"].distance == pytest.approx(0, abs=1e-9)
     sigmoid = columns["sigmoid"].distance
     assert sigmoid is not None

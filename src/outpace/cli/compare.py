@@ -76,8 +76,10 @@ def _sides(
     import torch
 
     from outpace.decode import Decoder as Plain
+    from outpace.decode import WithModel
     from outpace.draft.lookup import LookupDrafter
     from outpace.draft.model import ModelDrafter
+    from outpace.draft.text import TextDrafter
 
     model, drafter = decoder.scorer.model, decoder.drafter
     plain = Plain(decoder.scorer, None, decoder.tokenizer)
@@ -87,7 +89,7 @@ def _sides(
     def ours(which: Decoder) -> Callable[[int], list[int]]:
         def run(tokens: int) -> list[int]:
             which.scorer.forget()
-            if isinstance(which.drafter, ModelDrafter):
+            if isinstance(which.drafter, WithModel):
                 which.drafter.scorer.forget()
             out = which.generate(ids, sampling, **options | {"max_new_tokens": tokens})
             return list(out.tokens)
@@ -100,8 +102,7 @@ def _sides(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 max_new_tokens=tokens,
-                **settings,
-                **extra,
+                **settings | extra,
             )
             return list(out[0, len(ids) :].tolist())
 
@@ -114,6 +115,9 @@ def _sides(
         sides["Transformers prompt lookup"] = theirs(prompt_lookup_num_tokens=10)
     if isinstance(drafter, ModelDrafter):
         sides["Transformers assisted"] = theirs(assistant_model=drafter.scorer.model)
+    if isinstance(drafter, TextDrafter):
+        both = {"tokenizer": decoder.tokenizer, "assistant_tokenizer": drafter.draft.tokenizer}
+        sides["Transformers assisted"] = theirs(assistant_model=drafter.scorer.model, **both)
     return sides
 
 

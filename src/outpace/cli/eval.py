@@ -104,6 +104,7 @@ def eval(
 
     Rows that cannot be used, or whose program had to be stopped, are named; the exit status is then 1.
     """
+    from outpace.cli.bench import machine
     from outpace.tasks.evaluate import SIDES
     from outpace.tasks.items import read
     from outpace.tasks.kinds import task_of
@@ -147,9 +148,12 @@ def eval(
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "samples": samples, "seed": seed,
             "prompt": prompt, "language": language, "languages": languages, "scale": chosen.scale,
         },
-        "data": {"name": Path(data).name, "sha256": rows.digest, "rows": len(rows.items)},
+        "data": {
+            "name": Path(data).name if rows.digest else data, "sha256": rows.digest, "rows": len(rows.items)
+        },
+        "machine": machine(decoder.scorer.device),
     }  # fmt: skip
-    finish(evaluation, rows, path, header, decoder, fresh)
+    finish(evaluation, rows, path, header, fresh)
 
 
 def packages(task: str) -> None:
@@ -183,7 +187,6 @@ def models(
     one = Transcriber.load(
         target or "openai/whisper-base", draft, device=device, dtype=dtype, tell=note, rule=rule, **options
     )
-    one.decoder.tokenizer = one.processor.tokenizer
     return one.decoder, one.processor
 
 
@@ -224,15 +227,12 @@ def evaluation_of(
     return found
 
 
-def finish(
-    evaluation: Evaluation, rows: Data, path: Path, header: dict[str, Any], decoder: Decoder, fresh: bool
-) -> None:
+def finish(evaluation: Evaluation, rows: Data, path: Path, header: dict[str, Any], fresh: bool) -> None:
     """Run what is left, and print and save the table."""
-    from outpace.cli.bench import machine
     from outpace.tasks import table as tables
     from outpace.tasks.journal import Journal
 
-    told = {"command": shlex.join(["outpace", *sys.argv[1:]]), "machine": machine(decoder.scorer.device)}
+    told = {"command": shlex.join(["outpace", *sys.argv[1:]])}
     with Journal(path, header, told, fresh) as journal:
         there = len(journal.records)
         if there:

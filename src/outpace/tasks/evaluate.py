@@ -24,6 +24,7 @@ from outpace.sampling import Prefix, warp
 from outpace.tasks.items import Item
 from outpace.tasks.journal import Journal
 from outpace.tasks.kinds import no_measure
+from outpace.tasks.score import normal_form
 from outpace.tasks.sides import Ours, Side, Theirs, Wanted, Written
 from outpace.tasks.speech import OursHearing, TheirsHearing
 from outpace.verify import Verdict
@@ -82,6 +83,8 @@ class Evaluation:
         self.sides: dict[str, Side] = {}
         self.probes: dict[str, tuple[Probe, Side]] = {}
         self.missing: dict[str, str] = {}
+        tokenizer = self.decoder.tokenizer if self.processor is None else self.processor.tokenizer
+        self.normal = normal_form(tokenizer, self.wanted.language)
         makers = {"plain": self._plain, "baseline": self._theirs, "exact": self._exact}
         for name in self.names:
             try:
@@ -184,9 +187,7 @@ class Evaluation:
                 raise ValueError(item.problem)
             written = self.sides[name].write(item, seed)
             record = self._written(written)
-            record["judged"] = [
-                self.wanted.task.judge(item, text, self.decoder.tokenizer) for text in written.texts
-            ]
+            record["judged"] = [self.wanted.task.judge(item, text, self.normal) for text in written.texts]
             if name in self.probes and row < PROBED:
                 probe, side = self.probes[name]
                 probe.begin()

@@ -29,7 +29,8 @@ class Task:
     max_new_tokens  of an answer
     scale           of the sigmoid column, ±, as Wagner has it for such a task
     stop            strings that end the answer of a model without a chat template
-    judge           of an answer to a row: numbers, and a "reason" where it failed
+    judge           of an answer to a row: numbers, and a "reason" where it failed; speech is compared in
+                    normal form
     overall         measures of all answers: what is printed
     """
 
@@ -40,7 +41,7 @@ class Task:
     max_new_tokens: int
     scale: float
     stop: tuple[str, ...]
-    judge: Callable[[Item, str, Any], Judged]
+    judge: Callable[[Item, str, score.Normal], Judged]
     overall: Callable[[Sequence[Item], Sequence[Sequence[str]], Sequence[Sequence[Judged]]], dict[str, float]]
 
 
@@ -63,31 +64,28 @@ def task_of(name: str, languages: tuple[str, str] = ("en", "de")) -> Task:
 # Judges
 
 
-def nothing(item: Item, text: str, tokenizer: Any) -> Judged:
+def nothing(item: Item, text: str, normal: score.Normal) -> Judged:
     """Where rows have no reference."""
     return {}
 
 
-def heard(item: Item, text: str, tokenizer: Any) -> Judged:
-    from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
-
-    normal = EnglishTextNormalizer(getattr(tokenizer, "english_spelling_normalizer", None) or {})
+def heard(item: Item, text: str, normal: score.Normal) -> Judged:
     return score.word_errors(item.reference or "", text, normal)
 
 
-def summed_up(item: Item, text: str, tokenizer: Any) -> Judged:
+def summed_up(item: Item, text: str, normal: score.Normal) -> Judged:
     if item.reference is None:
         raise ValueError("there is no summary to compare with")
     return score.rouge(item.reference, text)
 
 
-def translated(item: Item, text: str, tokenizer: Any) -> Judged:
+def translated(item: Item, text: str, normal: score.Normal) -> Judged:
     if item.reference is None:
         raise ValueError("there is no translation to compare with")
     return {}
 
 
-def programmed(item: Item, text: str, tokenizer: Any) -> Judged:
+def programmed(item: Item, text: str, normal: score.Normal) -> Judged:
     missing = [key for key in ("test", "entry_point") if not isinstance(item.extra.get(key), str)]
     if missing:
         raise ValueError(f"there is no {missing[0]} to run the program with")

@@ -12,6 +12,18 @@ from outpace.tasks.extra import needed
 Normal = Callable[[str], str]
 
 
+def normal_form(tokenizer: Any, language: str | None) -> Normal:
+    """Whisper's own: English has its spellings and numbers, other languages lose case and punctuation."""
+    from transformers.models.whisper import english_normalizer as normalizers
+
+    if language is not None and language.lower() not in ("en", "english"):
+        other: Normal = normalizers.BasicTextNormalizer()
+        return other
+    spellings = getattr(tokenizer, "english_spelling_normalizer", None) or {}
+    english: Normal = normalizers.EnglishTextNormalizer(spellings)
+    return english
+
+
 def word_errors(reference: str, text: str, normal: Normal) -> dict[str, float]:
     """Words that were changed, lost or added, and how many there were, both texts brought to one form."""
     jiwer = needed("jiwer", "tasks")

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
-from outpace.decode import Decoder
+from outpace.decode import Decoder, WithModel
 from outpace.draft.lookup import LookupDrafter
 from outpace.draft.model import ModelDrafter
+from outpace.draft.text import TextDrafter
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.sampling import Sampling
 from outpace.stats import Stats
@@ -84,6 +85,19 @@ class Theirs:
         self.assistant = assistant(decoder)
         self.stops = stops(decoder, wanted)
 
+    @property
+    def config(self) -> Any:
+        """The model's tokens, and nothing else of its own settings: beams, penalties, least lengths."""
+        from transformers import GenerationConfig
+
+        own: Any = self.decoder.scorer.base.generation_config
+        names = "bos_token_id", "eos_token_id", "decoder_start_token_id"
+        tokens = {name: getattr(own, name, None) for name in names}
+        more = {"max_new_tokens": self.wanted.max_new_tokens, "pad_token_id": 0}
+        if "prompt_lookup_num_tokens" in self.assistant:
+            more |= self.assistant
+        return GenerationConfig(**tokens, **more, **drawing(self.wanted.sampling))
+
     def write(self, item: Item, seed: int) -> Written:
         return conversation(self.decoder, self.wanted, item, self._answer, seed)
 
@@ -91,7 +105,7 @@ class Theirs:
         tokenizer, wanted = self.decoder.tokenizer, self.wanted
         model: Any = self.decoder.scorer.base
         ids = torch.tensor([prompt], device=model.device)
-        settings = {**self.assistant, **drawing(wanted.sampling), "max_new_tokens": wanted.max_new_tokens}
+        settings = {**self.assistant, "generation_config": self.config}
         written, stats = [], Stats()
         skipped = 1 if isinstance(self.decoder.scorer, Seq2SeqScorer) else len(prompt)
 
@@ -104,7 +118,7 @@ class Theirs:
         torch.manual_seed(seed)
         for _ in range(wanted.samples):
             with watched(stats):
-                out = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **settings)
+                out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
             tokens = out[0, skipped:].tolist()
             stats.new_tokens += len(tokens)
             text = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -116,8 +130,8 @@ class Theirs:
 def forget(decoder: Decoder) -> None:
     """What an earlier row, or another side, left in caches: a prompt is computed anew each time."""
     decoder.scorer.forget()
-    if isinstance(decoder.drafter, ModelDrafter):
-        decoder.drafter.forget()
+    if isinstance(decoder.drafter, WithModel):
+        decoder.drafter.scorer.forget()
 
 
 def conversation(
@@ -206,6 +220,9 @@ def assistant(decoder: Decoder) -> dict[str, Any]:
         return {"prompt_lookup_num_tokens": GUESSES}
     if isinstance(drafter, ModelDrafter):
         return {"assistant_model": drafter.scorer.base}
+    if isinstance(drafter, TextDrafter):
+        both = {"tokenizer": drafter.target.tokenizer, "assistant_tokenizer": drafter.draft.tokenizer}
+        return {"assistant_model": drafter.scorer.base, **both}
     raise ValueError(f"Transformers has nothing like {type(drafter).__name__}")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from outpace.stats import Stats
@@ -16,27 +18,39 @@ Table = list[tuple[str, list[str]]]
 NONE = "–"
 
 
+@dataclass(frozen=True)
 class Column:
-    """What a side did in all rows that worked."""
+    """What a side did.
 
-    def __init__(self, task: Task, items: Sequence[Item], records: dict[Key, Record], side: str) -> None:
-        self.task, self.side = task, side
-        every = {row: record for (name, row), record in records.items() if name == side}
-        self.failed = {row: one["error"] for row, one in every.items() if "error" in one}
-        self.rows = sorted(row for row in every if row not in self.failed)
-        self.items = [items[row] for row in self.rows]
-        self.records = [every[row] for row in self.rows]
-        self.stats = sum((Stats(**one["stats"]) for one in self.records), Stats())
-        self.seconds = sum(one["seconds"] for one in self.records)
+    done    by row, the item and the record of what worked
+    failed  by row, why not
+    """
 
-    def only(self, rows: set[int]) -> Column:
+    task: Task
+    side: str
+    done: dict[int, tuple[Item, Record]]
+    failed: dict[int, str]
+
+    @cached_property
+    def items(self) -> list[Item]:
+        return [item for item, _ in self.done.values()]
+
+    @cached_property
+    def records(self) -> list[Record]:
+        return [record for _, record in self.done.values()]
+
+    @cached_property
+    def stats(self) -> Stats:
+        return sum((Stats(**one["stats"]) for one in self.records), Stats())
+
+    @property
+    def seconds(self) -> float:
+        return float(sum(one["seconds"] for one in self.records))
+
+    def only(self, rows: Iterable[int]) -> Column:
         """Of some rows."""
-        kept = {
-            (self.side, row): one for row, one in zip(self.rows, self.records, strict=True) if row in rows
-        }
-        items = dict(zip(self.rows, self.items, strict=True))
-        most = max(items, default=-1) + 1
-        return Column(self.task, [items.get(row, Item("")) for row in range(most)], kept, self.side)
+        wanted = set(rows)
+        return replace(self, done={row: one for row, one in self.done.items() if row in wanted})
 
     @property
     def quality(self) -> dict[str, float]:
@@ -72,13 +86,19 @@ class Column:
 def columns(
     task: Task, items: Sequence[Item], records: dict[Key, Record], sides: Sequence[str]
 ) -> list[Column]:
-    return [Column(task, items, records, side) for side in sides]
+    found = []
+    for side in sides:
+        own = {row: record for (name, row), record in sorted(records.items()) if name == side}
+        failed = {row: record["error"] for row, record in own.items() if "error" in record}
+        done = {row: (items[row], record) for row, record in own.items() if row not in failed}
+        found.append(Column(task, side, done, failed))
+    return found
 
 
 def table(found: Sequence[Column]) -> Table:
     """Quality first, then what it took. Rows that failed on any side are left out on all."""
     failed = {row for one in found for row in one.failed}
-    common = [one.only(set(one.rows) - failed) for one in found]
+    common = [one.only(one.done.keys() - failed) for one in found]
     plain = next((one for one in common if one.side == "plain"), None)
     each = [cells(one, plain) for one in common]
     names = dict.fromkeys(name for some in sorted(each, key=len, reverse=True) for name in some)
@@ -113,7 +133,7 @@ def by_category(found: Sequence[Column]) -> Table:
     """As Spec-Bench reports: mean accepted tokens, and the speed over plain decoding, for each category."""
     failed = {row for one in found for row in one.failed}
     kinds: dict[str, set[int]] = {}
-    for row, item in zip(found[0].rows, found[0].items, strict=True):
+    for row, (item, _) in found[0].done.items():
         if row not in failed:
             kinds.setdefault(category(item), set()).add(row)
     lines = []
