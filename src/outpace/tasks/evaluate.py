@@ -27,7 +27,7 @@ from outpace.tasks.kinds import no_measure
 from outpace.tasks.score import normal_form
 from outpace.tasks.sides import Ours, Side, Theirs, Wanted, Written
 from outpace.tasks.speech import OursHearing, TheirsHearing
-from outpace.verify import Verdict
+from outpace.verify import Rule, Verdict
 from outpace.verify.rules import sigmoid
 
 SIDES = ("plain", "baseline", "exact", "sigmoid")
@@ -85,37 +85,42 @@ class Evaluation:
         self.missing: dict[str, str] = {}
         tokenizer = self.decoder.tokenizer if self.processor is None else self.processor.tokenizer
         self.normal = normal_form(tokenizer, self.wanted.language)
-        makers = {"plain": self._plain, "baseline": self._theirs, "exact": self._exact}
         for name in self.names:
             try:
-                self.sides[name] = makers.get(name, self._sigmoid)()
+                self.sides[name] = self._side(name)
             except ValueError as error:
                 self.missing[name] = str(error)
-        for name in ("exact", "sigmoid"):
-            side = self.sides.get(name)
-            if (
-                side is not None
-                and not self.wanted.sampling.greedy
-                and isinstance(self.drafter, ModelDrafter)
-            ):
-                probe = self._like(Probe, self._decoder(side).rule)
-                self.probes[name] = probe, self._ours(probe, self.wanted)
+        drawn = not self.wanted.sampling.greedy and isinstance(self.decoder.drafter, ModelDrafter)
+        for name, rule in (("exact", self.decoder.rule), ("sigmoid", self.sigmoid)):
+            if name in self.sides and drawn:
+                probe = self._like(Probe, rule)
+                self.probes[name] = probe, self._ours(probe)
 
     @property
-    def drafter(self) -> Any:
-        return self.decoder.drafter
+    def sigmoid(self) -> Rule:
+        return sigmoid(-self.wanted.task.scale, self.wanted.task.scale)
 
-    def _ours(self, decoder: Decoder, wanted: Wanted) -> Side:
-        return (
-            Ours(decoder, wanted) if self.processor is None else OursHearing(decoder, self.processor, wanted)
-        )
+    def _side(self, name: str) -> Side:
+        if name == "plain":
+            return self._ours(Decoder(self.decoder.scorer, None, self.decoder.tokenizer))
+        if self.decoder.drafter is None:
+            raise ValueError("nobody drafts")
+        if name == "exact":
+            return self._ours(self.decoder)
+        if name == "baseline":
+            if self.processor is None:
+                return Theirs(self.decoder, self.wanted)
+            return TheirsHearing(self.decoder, self.processor, self.wanted)
+        if self.wanted.sampling.greedy:
+            raise ValueError("where the likeliest token is taken it is exact; give a temperature")
+        return self._ours(self._like(Decoder, self.sigmoid))
 
-    @staticmethod
-    def _decoder(side: Any) -> Decoder:
-        found: Decoder = side.decoder if isinstance(side, Ours) else side.transcriber.decoder
-        return found
+    def _ours(self, decoder: Decoder) -> Side:
+        if self.processor is None:
+            return Ours(decoder, self.wanted)
+        return OursHearing(decoder, self.processor, self.wanted)
 
-    def _like(self, kind: type[Any], rule: Any) -> Any:
+    def _like(self, kind: type[Decoder], rule: Rule) -> Any:
         """A decoder as ours is, with another rule. A graph says nothing of its parts, so a probe has none."""
         return kind(
             self.decoder.scorer,
@@ -125,29 +130,6 @@ class Evaluation:
             length=copy.deepcopy(self.decoder.length),
             engine=False if kind is Probe else None,
         )
-
-    def _plain(self) -> Side:
-        return self._ours(Decoder(self.decoder.scorer, None, self.decoder.tokenizer), self.wanted)
-
-    def _exact(self) -> Side:
-        if self.drafter is None:
-            raise ValueError("nobody drafts")
-        return self._ours(self.decoder, self.wanted)
-
-    def _theirs(self) -> Side:
-        if self.drafter is None:
-            raise ValueError("nobody drafts")
-        if self.processor is None:
-            return Theirs(self.decoder, self.wanted)
-        return TheirsHearing(self.decoder, self.processor, self.wanted)
-
-    def _sigmoid(self) -> Side:
-        if self.drafter is None:
-            raise ValueError("nobody drafts")
-        if self.wanted.sampling.greedy:
-            raise ValueError("where the likeliest token is taken it is exact; give a temperature")
-        scale = self.wanted.task.scale
-        return self._ours(self._like(Decoder, sigmoid(-scale, scale)), self.wanted)
 
     def run(
         self,
