@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outpace import theory
 from outpace.bench.kernel import bandwidth, timed
 from outpace.bench.synthetic import PAIRS, Pair, pair
 from outpace.models.compiled import Engine, State
@@ -99,16 +100,6 @@ def chosen(full: bool = False) -> list[Case]:
     return cases + [Case(name, 0.8, 5, 1, 128) for name in others]
 
 
-def expected_tokens(alpha: float, g: int) -> float:
-    """Of an iteration (Leviathan et al. 2023, eq. 1)."""
-    return float(g + 1) if alpha == 1 else (1 - alpha ** (g + 1)) / (1 - alpha)
-
-
-def predicted_speedup(alpha: float, g: int, c: float) -> float:
-    """Over plain decoding (Theorem 3.8); c is what a draft's step costs of the target's."""
-    return expected_tokens(alpha, g) / (g * c + 1)
-
-
 def measure(
     device: torch.device,
     dtype: torch.dtype,
@@ -188,7 +179,7 @@ def ours(made: Pair, case: Case, rate: float, plain: Figure | None, g: int) -> d
     target = FusedModel(made.target)
     draft = FusedModel(made.draft) if g and made.draft is not None else None
     # As many as bring all sides' texts to the same length: attention costs more after longer ones
-    iterations = round(NEW / expected_tokens(made.alpha if draft is not None else 0.0, g))
+    iterations = round(NEW / theory.expected_tokens(made.alpha if draft is not None else 0.0, g))
     room = case.context + (WARM + iterations + 2) * (g + 1)
     copies = COPIES if g and draft is None else None
     engine = Engine(target, draft, case.B, -(-room // 256) * 256, copies=copies)
@@ -206,7 +197,7 @@ def ours(made: Pair, case: Case, rate: float, plain: Figure | None, g: int) -> d
     speed = won / taken
     predicted = None
     if draft is not None and plain is not None and plain.milliseconds:
-        predicted = predicted_speedup(made.alpha, g, parts.draft / g / plain.milliseconds)
+        predicted = theory.speedup(made.alpha, g, parts.draft / g / plain.milliseconds)
         predicted = round(plain.tokens_per_second * predicted, 1)
     return {
         "tokens_per_second": round(speed, 1),
