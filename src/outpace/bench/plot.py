@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.bench.engine import CONTEXTS, Figure
+from outpace.bench.pictures import backend
 
 ALPHA = 0.8
 
@@ -43,19 +44,6 @@ def draw(figures: Sequence[Figure], path: Path) -> None:
         axis.legend(fontsize=7)
     found.savefig(path)
     pyplot.close(found)
-
-
-def backend() -> Any:
-    """matplotlib, without a screen."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("a plot needs matplotlib: pip install 'outpace[plot]'") from error
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def _pairs(axis: Any, figures: Sequence[Figure]) -> None:

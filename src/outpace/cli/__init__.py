@@ -1,5 +1,5 @@
-"""The command: `outpace generate`, `chat`, `transcribe`, `eval`, `audit`, `doctor`, `bench`. Nothing heavy is
-imported before its use."""
+"""The command: `outpace generate`, `chat`, `transcribe`, `eval`, `plan`, `audit`, `doctor`, `bench`. Nothing
+heavy is imported before its use."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from outpace.cli.chat import chat
 from outpace.cli.doctor import doctor
 from outpace.cli.eval import eval
 from outpace.cli.generate import generate
+from outpace.cli.plan import plan
 from outpace.cli.transcribe import transcribe
 
 # What a flag that does not fit raises: of click, or of the copy of it that newer versions of typer bring.
@@ -35,6 +36,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(transcribe)
 app.command()(eval)
+app.command()(plan)
 app.command()(audit)
 app.command()(doctor)
 app.add_typer(bench, name="bench")

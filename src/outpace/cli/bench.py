@@ -190,7 +190,8 @@ def engine(
     from outpace.bench.synthetic import PAIRS
 
     if plot is not None:
-        from outpace.bench.plot import backend, draw
+        from outpace.bench.pictures import backend
+        from outpace.bench.plot import draw
 
         backend()  # what is missing is said before anything is measured
     unknown = sorted(set(pair or ()) - set(PAIRS))

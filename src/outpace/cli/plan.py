@@ -1,0 +1,128 @@
+"""`outpace plan`: what speculation would bring, by the papers' formulas, before anything is run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+# Leviathan et al. 2023, Table 5: the share of lost drafts that is still lost, for T5-small and T5-base.
+LENIENT = {0.5: (0.29 / 0.38, 0.20 / 0.32), 0.3: (0.24 / 0.38, 0.17 / 0.32), 0.1: (0.16 / 0.38, 0.10 / 0.32)}
+SPEEDS = (1.5, 2.0, 3.0)
+
+
+def plan(
+    alpha: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of drafts that are kept.")],
+    c: Annotated[float, typer.Option(min=0.0, help="Time of a draft's step, of a target's pass.")] = 0.0,
+    ops: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Operations of a draft's step, of the target's for a token. Default: c."),
+    ] = None,
+    drafts: Annotated[list[int] | None, typer.Option(min=0, help="Show these g, too; repeat it.")] = None,
+    most: Annotated[int, typer.Option(min=1, help="Longest draft to think of.")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw expected tokens, best g, speed and operations to this file (.svg, .png, .pdf)."
+        ),
+    ] = None,
+) -> None:
+    """Say how far to guess, and how much faster that is: Leviathan et al. 2023, section 3.
+
+    α and c of real models: `outpace generate` shows the acceptance, `outpace bench engine` times.
+    A pass over g + 1 tokens is taken to cost as much as one over a single token, which holds on a GPU
+    with few rows, and does not on a CPU.
+
+    Lenience: if it keeps as many more drafts as Leviathan et al. measured for T5 (Table 5).
+    """
+    if plot is not None:
+        from outpace.bench.pictures import backend
+
+        backend()  # what is missing is said before anything is printed
+    found = planned(alpha, c, c if ops is None else ops, drafts or [], most)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        show(found)
+    if plot is not None:
+        from outpace.bench.curves import draw
+
+        draw(plot, alpha, c)
+
+
+def planned(alpha: float, c: float, ops: float, drafts: list[int], most: int) -> dict[str, Any]:
+    """All that is printed, as numbers."""
+    from outpace import theory
+
+    def at(share: float, g: int) -> dict[str, Any]:
+        return {
+            "g": g,
+            "tokens": round(theory.expected_tokens(share, g), 3),
+            "speedup": round(theory.speedup(share, g, c), 3),
+            "operations": round(theory.operations(share, g, ops), 3),
+        }
+
+    best = theory.best_length(alpha, c, most)
+    others = sorted({1, 2, 3, 5, 8, best, *drafts} - {0} | set(drafts))
+    lenient = []
+    for lenience, lost in LENIENT.items():
+        shares = [1 - (1 - alpha) * one for one in lost]
+        ends = [at(share, theory.best_length(share, c, most)) for share in shares]
+        lenient.append({"lenience": lenience, "alpha": [round(one, 3) for one in shares], "best": ends})
+    needed = []
+    for speed in SPEEDS:
+        each = [(float(theory.needed_alpha(c, speed, g)), g) for g in range(1, most + 1)]
+        enough = [one for one in each if one[0] == one[0]]
+        needed.append({"speedup": speed, "alpha": round(min(enough)[0], 3) if enough else None})
+    return {
+        "alpha": alpha,
+        "c": c,
+        "ops": ops,
+        "best": at(alpha, best),
+        "oracle": theory.oracle_speedup(alpha, c),
+        "pays_above": c,
+        "lengths": [at(alpha, g) for g in others],
+        "lenience": lenient,
+        "needed": needed,
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from outpace.cli.show import screen
+
+    console = screen(sys.stdout)
+    best, c = found["best"], found["c"]
+    if best["g"]:
+        console.print(
+            f"Guess g = {best['g']}: {best['tokens']:.2f} tokens a pass, {best['speedup']:.2f} times as "
+            f"fast, {best['operations']:.2f} times the operations. Knowing what will be kept, one could be "
+            f"{found['oracle']:.2f} times as fast."
+        )
+    else:
+        console.print(f"Do not speculate: a draft pays only if its α is above c = {c:g}.")
+    table = Table("g", "tokens a pass", "speed", "operations")
+    for one in found["lengths"]:
+        table.add_row(str(one["g"]), *(f"{one[name]:.2f}" for name in ("tokens", "speedup", "operations")))
+    console.print(table)
+    table = Table("lenience", "α about", "best g", "speed about")
+    for one in found["lenience"]:
+        low, high = one["best"]
+        table.add_row(
+            f"{one['lenience']:g}",
+            "{:.2f} to {:.2f}".format(*one["alpha"]),
+            f"{low['g']} to {high['g']}",
+            f"{low['speedup']:.2f} to {high['speedup']:.2f}",
+        )
+    console.print(table)
+    table = Table("for a speed of", "an α of at least")
+    table.add_row("more than 1", f"{c:.2f}" if c < 1 else "none is enough")
+    for one in found["needed"]:
+        enough = "none is enough" if one["alpha"] is None else f"{one['alpha']:.2f}"
+        table.add_row(f"{one['speedup']:g}", enough)
+    console.print(table)
