@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +21,13 @@ import soundfile
 from typer.testing import CliRunner, Result
 
 from outpace.cli import app
-from outpace.tasks import items, kinds, score, table
+from outpace.tasks import items, kinds, sandbox, score, table
 from outpace.tasks.evaluate import SIDES
 from outpace.tasks.items import Item
 from outpace.tasks.journal import Journal
+from outpace.tasks.sides import Ours, until
 from tests.tasks.test_transcribe import PROCESSOR, RATE, hearing
-from tests.tiny import byte_tokenizer, tiny
+from tests.tiny import byte_tokenizer, tiny, tiny_seq2seq
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ def test_greedy_sides_write_the_same(
         tokens = sum(found[side, row]["stats"]["new_tokens"] for row in range(6))
         turns = 9 if task in ("specbench", "dialog") else 6  # what a stop cuts off was kept all the same
         assert tokens <= kept + calls <= tokens + 12 * turns
-    saved = out.with_suffix(".md").read_text()
+    saved = Path(f"{out}.md").read_text()
     for name in {
         "specbench": ("log-probability", "multi-turn conversation (3)", "qa (3)"),
         "dialog": ("log-probability",),
@@ -99,6 +101,98 @@ def test_greedy_sides_write_the_same(
         assert name in saved
     assert "acceptance" in saved
     assert "no column sigmoid" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 1},
+        {"num_beams": 3},
+        {"min_new_tokens": 9},
+        {"forced_eos_token_id": 7},
+        {"num_assistant_tokens_schedule": "heuristic", "num_assistant_tokens": 5},
+    ],
+)
+def test_sides_have_nothing_of_a_models_own_settings(
+    models: Path, prompts: Path, tmp_path: Path, own: dict[str, Any]
+) -> None:
+    for name in ("target", "draft"):
+        shutil.copytree(models / name, tmp_path / name)
+        config = tmp_path / name / "generation_config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **own}))
+    found = []
+    learning = "num_assistant_tokens" in own
+    for out in [tmp_path / "a.jsonl", tmp_path / "b.jsonl"][: 2 if learning else 1]:
+        words = "--data", str(prompts), "-m", "12", "-o", str(out), "--limit", "2"
+        done = run(tmp_path, "dialog", "-d", str(tmp_path / "draft"), *words)
+        assert done.exit_code == 0, done.output
+        found.append(records(out))
+    for row in range(2):
+        assert found[0]["baseline", row]["texts"] == found[0]["plain", row]["texts"]
+        assert len({some["baseline", row]["stats"]["drafted"] for some in found}) == 1
+
+
+def test_a_stop_ends_an_answer_and_its_count() -> None:
+    tokens = byte_tokenizer()("abc\nde\nf").input_ids
+    text, kept = until(("\n",), byte_tokenizer(), tokens)
+    assert (text, byte_tokenizer().decode(kept)) == ("abc", "abc\n")
+    assert until((), byte_tokenizer(), tokens) == ("abc\nde\nf", tokens)
+    assert until(("x",), byte_tokenizer(), tokens) == ("abc\nde\nf", tokens)
+
+
+def test_a_side_that_cannot_be_is_left_out(prompts: Path, tmp_path: Path) -> None:
+    tiny_seq2seq("t5", vocab_size=272).save_pretrained(tmp_path / "target")
+    tiny(vocab_size=272).save_pretrained(tmp_path / "draft")
+    for name in ("target", "draft"):
+        byte_tokenizer().save_pretrained(tmp_path / name)
+    out = tmp_path / "out.jsonl"
+    words = "-d", str(tmp_path / "draft"), "--data", str(prompts), "-m", "8", "-o", str(out)
+    done = run(tmp_path, "summarize", *words)
+    assert done.exit_code == 0, done.output
+    assert "no column baseline" in done.stderr
+    found = records(out)
+    assert [found["plain", row]["texts"] for row in range(6)] == [
+        found["exact", row]["texts"] for row in range(6)
+    ]
+
+
+def test_a_side_on_which_all_failed_does_not_empty_the_others() -> None:
+    good = {"texts": ["x"], "judged": [{}], "seconds": 1.0, "stats": {"new_tokens": 3, "target_calls": 1}}
+    every: dict[tuple[str, int], dict[str, Any]] = {
+        ("plain", 0): good, ("baseline", 0): {"error": "x"}, ("exact", 0): good,
+        ("plain", 1): {"error": "no"}, ("baseline", 1): {"error": "x"}, ("exact", 1): good,
+    }  # fmt: skip
+    found = table.columns(kinds.TASKS["dialog"], [Item("a"), Item("b")], every, SIDES[:3])
+    lines = dict(table.table(found))
+    assert lines["rows"] == ["1", "0", "1"]
+    assert lines["failed"] == ["1", "2", "0"]
+    assert lines["tokens/s"] == ["3.0", "–", "3.0"]
+    assert table.failures(found, [Item("a"), Item("b")]) == [
+        "a (baseline): x", "b (plain): no", "b (baseline): x"
+    ]  # fmt: skip
+    assert len(table.by_category(found)) == 1
+
+
+def test_a_failure_of_the_machine_is_tried_again(
+    models: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.jsonl"
+    words = "-d", "lookup", "--data", str(prompts), "-m", "4", "-o", str(out), "--sides", "plain,exact"
+    own = Ours.write
+
+    def write(self: Ours, item: Item, seed: int) -> Any:
+        if item.name == "r2":
+            raise MemoryError("not enough")
+        return own(self, item, seed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ours, "write", write)
+        done = run(models, "dialog", *words)
+    assert done.exit_code == 1
+    assert "failed: r2: MemoryError: not enough" in done.stderr
+    done = run(models, "dialog", *words)
+    assert done.exit_code == 0, done.output
 
 
 def test_turns_go_on_from_the_answers_before(models: Path, prompts: Path, tmp_path: Path) -> None:
@@ -152,7 +246,7 @@ def test_a_run_killed_anywhere_goes_on_to_the_same_table(models: Path, prompts: 
         with parts.open("ab") as file:
             file.write(b'{"side": "exact", "row": 5, "te')  # a line that was not finished
     subprocess.run([*command, str(parts)], check=True, capture_output=True)
-    assert untimed(parts.with_suffix(".md")) == untimed(whole.with_suffix(".md"))
+    assert untimed(Path(f"{parts}.md")) == untimed(Path(f"{whole}.md"))
     expected, found = records(whole), records(parts)
     assert found.keys() == expected.keys()
     for key, record in expected.items():
@@ -179,7 +273,7 @@ def test_bad_rows_are_named_and_the_others_go_on(models: Path, tmp_path: Path) -
     assert "there is no text" in said[1]
     assert "context of 256" in said[3]
     assert "there is no summary" in said[4]
-    saved = out.with_suffix(".md").read_text()
+    saved = Path(f"{out}.md").read_text()
     assert "| rows | 1 | 1 | 1 |" in saved
     assert "| failed | 5 | 5 | 5 |" in saved
     assert "- long: the prompt has" in saved
@@ -219,7 +313,7 @@ def test_programs_are_run(models: Path, tmp_path: Path, monkeypatch: pytest.Monk
     words = "-d", "lookup", "--data", str(data), "-m", "2", "--samples", "2", "--sides", "plain"
     done = run(models, "code", *words, "-o", str(out))
     assert done.exit_code == 1
-    assert "| pass@1 % | 25.00 |" in out.with_suffix(".md").read_text()
+    assert "| pass@1 % | 25.00 |" in Path(f"{out}.md").read_text()
     said = [line for line in done.stderr.splitlines() if line.startswith("failed: ")]
     assert {line.split(" ")[1] for line in said} == {"hangs", "writes"}
 
@@ -232,6 +326,10 @@ def test_programs_are_run(models: Path, tmp_path: Path, monkeypatch: pytest.Monk
         "```\nimport math\ndef f(x):\n    return g(x)\n```",
         "```python\n    return g(x)\n```",
         "def f(x):\n    return g(x)",
+        "    return g(x)\n```\nThis adds one.",
+        "```python3\ndef f(x):\n    return g(x)\n```\n",
+        "```bash\npip install x\n```\nThen:\n``` python\r\ndef f(x):\r\n    return g(x)\r\n```",
+        "```\ndef f(x):\n    return g(x)\nif __name__ == '__main__':\n    raise SystemExit\n",
     ],
 )
 def test_programs_are_found_in_answers(answer: str) -> None:
@@ -239,6 +337,7 @@ def test_programs_are_found_in_answers(answer: str) -> None:
     row = Item("a", [before], extra={"test": "def check(f):\n    assert f(1) == 2", "entry_point": "f"})
     space: dict[str, Any] = {}
     exec(kinds.program(row, answer), space)
+    assert sandbox.run(kinds.program(row, answer)).passed
     assert space["f"](4) == 5
 
 
@@ -273,7 +372,7 @@ def test_speech_is_judged_by_its_words(tmp_path: Path, monkeypatch: pytest.Monke
     assert "no transcript" in found["plain", 2]["error"]
     assert found["plain", 3]["error"] == "no such file"
     assert found["plain", 4]["error"] == "there is no audio"
-    assert "WER %" in out.with_suffix(".md").read_text()
+    assert "WER %" in Path(f"{out}.md").read_text()
     done = CliRunner().invoke(app, [*words, "--temperature", "1", "--fresh"])
     found = records(out)
     assert found["exact", 0]["distance"] < 1e-6
@@ -305,6 +404,8 @@ def test_rows_are_found_by_the_names_that_data_use(tmp_path: Path) -> None:
     assert (list(one.turns), one.reference) == (["yes"], "ja")
     one = items.read(str(path), languages=("de", "en")).items[0]
     assert (list(one.turns), one.reference) == (["ja"], "yes")
+    path.write_text(json.dumps({"text": "an article"}) + "\n")
+    assert items.read(str(path)).items[0].reference is None
     path.write_text(json.dumps({"article": "long", "highlights": "short", "id": 3}) + "\n")
     one = items.read(str(path)).items[0]
     assert (one.name, list(one.turns), one.reference) == ("3", ["long"], "short")
@@ -331,6 +432,8 @@ def test_data_sets_of_the_hub_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == [(("owner/name", "clean"), {"split": "validation", "streaming": True})]
     assert [one.audio for one in found] == [b"RIFF", b"RIFF"]
     assert found[0].reference == "hello"
+    items.read("owner/name:3.0.0", limit=1)
+    assert asked[-1][0] == ("owner/name", "3.0.0")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"outpace\[data\]"):
         items.read("owner/name")

@@ -315,7 +315,7 @@ def test_what_is_printed_goes_nowhere(program: str, capfd: pytest.CaptureFixture
      "import json, datetime, decimal, fractions, statistics, copy, operator, sys, os, time, dataclasses\n"
      "assert hashlib.md5(b'').hexdigest().startswith('d41d8')",
      "from typing import *\nfrom dataclasses import dataclass\n@dataclass\nclass A: x: 'ClassVar[int]'\nA()",
-     "ran = False\nif __name__ == '__main__':\n  ran = True\nassert ran",
+     "ran = False\nif __name__ == '__main__':\n  ran = True\nassert not ran",
      "import pickle\nclass A: pass\nassert type(pickle.loads(pickle.dumps(A()))) is A",
      "größe = '日本語 🙂'\nprint(größe)\nassert len(größe) == 5 and größe.encode().decode() == größe",
      "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()",

@@ -117,8 +117,9 @@ def eval(
         raise ValueError("--samples: several samples of a row are for code")
     if prompt is not None and "{source}" not in prompt:
         raise ValueError("--prompt: it must say {source} where the row's text goes")
-    if prompt is not None and task is Kind.asr:
-        raise ValueError("--prompt: speech has none")
+    if task is Kind.asr and (prompt is not None or max_new_tokens is not None):
+        name = "--prompt" if prompt is not None else "--max-new-tokens"
+        raise ValueError(f"{name}: not for asr, where Whisper's own settings hold")
     codes = tuple(languages.split("-"))
     if len(codes) != 2:
         raise ValueError(f"--languages: got {languages!r}; it must be like en-de")
@@ -149,7 +150,7 @@ def eval(
             "prompt": prompt, "language": language, "languages": languages, "scale": chosen.scale,
         },
         "data": {
-            "name": Path(data).name if rows.digest else data, "sha256": rows.digest, "rows": len(rows.items)
+            "name": Path(data).name if rows.local else data, "sha256": rows.digest, "rows": len(rows.items)
         },
         "machine": machine(decoder.scorer.device),
     }  # fmt: skip
@@ -252,12 +253,13 @@ def finish(evaluation: Evaluation, rows: Data, path: Path, header: dict[str, Any
     saved = "\n".join(tables.markdown(title, names, some) for title, some in parts)
     if failed:
         saved += "\nFailed:\n\n" + "".join(f"- {one}\n" for one in failed)
-    path.with_suffix(".md").write_text(saved, encoding="utf-8")
+    beside = Path(f"{path}.md")
+    beside.write_text(saved, encoding="utf-8")
     for title, some in parts:
         show(title, names, some)
     for one in failed:
         note(f"failed: {one}")
-    note(f"rows in {path}, table in {path.with_suffix('.md')}")
+    note(f"rows in {path}, table in {beside}")
     if failed:
         raise typer.Exit(1)
 

@@ -47,7 +47,9 @@ class Probe(Decoder):
     def _verify(self, rows: list[Row], draft: Draft, logits: Tensor) -> Verdict:
         verdict = super()._verify(rows, draft, logits)
         g = draft.tokens.shape[1]
-        if g and draft.logits is not None:
+        if not g:
+            self.positions += len(rows)  # without a draft, tokens are the target's own
+        elif draft.logits is not None:
             samplings = [row.sampling for row in rows]
             prefix = None
             if any(sampling.reads_prefix for sampling in samplings):
@@ -62,6 +64,10 @@ class Probe(Decoder):
                 _, distances, _ = effects(target[row, :seen], own[row, :seen], self.rule)
                 self.positions += seen
                 self.distance += float(distances.sum())
+                if int(verdict.accepted[row]) == length:  # and the token after all drafts
+                    last = target[row, length : length + 1]
+                    self.positions += 1
+                    self.distance += float(effects(last, last, self.rule)[2])
         return verdict
 
 
@@ -142,7 +148,7 @@ class Evaluation:
             (row, name)
             for row in range(len(items))
             for name in self.sides
-            if (name, row) not in journal.records
+            if journal.records.get((name, row), {"again": True}).get("again")
         ]
         first = next((one for one in items if one.problem is None), None)
         if left and first is not None:
@@ -176,12 +182,14 @@ class Evaluation:
                 side.write(item, seed)
                 record |= {"distance": probe.distance, "positions": probe.positions}
             return record
-        except Exception as error:  # one row, of one side
-            said = next((line for line in str(error).splitlines() if line.strip()), "")
-            kind = "" if isinstance(error, ValueError) and said else f"{type(error).__name__}: "
-            return {"error": kind + said.strip().removeprefix("prompt: ").removeprefix(f"{item.audio!s}: ")}
+        except ValueError as error:
+            return {"error": first_line(error).removeprefix("prompt: ").removeprefix(f"{item.audio!s}: ")}
+        except Exception as error:  # one row, of one side; a run that goes on tries it again
+            return {"error": f"{type(error).__name__}: {first_line(error)}", "again": True}
 
     def _written(self, written: Written) -> dict[str, Any]:
+        if self.decoder.scorer.device.type != "cpu":
+            written.stats.verify_seconds = 0.0  # the host's clock does not tell what it was spent on
         record: dict[str, Any] = {
             "texts": written.texts,
             "tokens": written.tokens,
@@ -192,6 +200,10 @@ class Evaluation:
             record["log_probability"] = written.log_probability
             record["likely_tokens"] = len(written.tokens[0])
         return record
+
+
+def first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def likely(task: Any) -> bool:

@@ -7,6 +7,7 @@ where the kernel lets it. Both write to standard output, with the token that cam
 from __future__ import annotations
 
 import builtins
+import errno
 import os
 import signal
 import struct
@@ -70,8 +71,9 @@ def _run(program: str, seconds: int, memory: int, say: Callable[[str], None]) ->
     null = os.open(os.devnull, os.O_RDWR)
     for name in [name for name in sys.modules if name.partition(".")[0] in ("ctypes", "_ctypes")]:
         del sys.modules[name]  # so that importing it is seen
-    main = ModuleType("__main__")
-    sys.modules["__main__"] = main  # where pickle and dataclasses look
+    main = ModuleType("program")  # what is for scripts alone does not run
+    sys.modules["program"] = main  # where pickle and dataclasses look
+    sys.modules["__main__"] = ModuleType("__main__")
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # -S leaves them out
     sys.argv = ["program.py"]
     hook = _hook((*sys.path, os.getcwd()))
@@ -110,6 +112,8 @@ def _reason(error: BaseException) -> str:
         if isinstance(cause, RefusedError):
             return f"{STOPPED}{cause}"[:200]
         cause = cause and (cause.__cause__ or cause.__context__)
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return f"{STOPPED}wrote a file"
     try:
         said = str(error).strip().splitlines()
     except Exception:  # the program's own class

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from outpace.tasks.extra import needed
 
-SOURCES = ("source", "prompt", "article", "document", "question", "text", "en")
-REFERENCES = ("reference", "highlights", "summary", "target", "answer", "canonical_solution", "text")
+SOURCES = ("source", "prompt", "article", "document", "dialogue", "question", "text")
+REFERENCES = ("reference", "highlights", "summary", "target", "answer", "canonical_solution")
+FILES = (".csv", ".json", ".jsonl", ".parquet", ".txt")  # endings that no data set's name has
 SPEECH_REFERENCES = ("text", "transcript", "transcription", "sentence", "reference")
 
 
@@ -44,6 +45,7 @@ class Data:
     name: str
     items: list[Item]
     digest: str
+    local: bool
 
 
 def read(
@@ -59,15 +61,15 @@ def read(
     if path.is_dir() and (path / "manifest.jsonl").is_file():
         path = path / "manifest.jsonl"
     if path.is_file():
-        rows: Iterable[Any] = lines(path, limit)
+        rows: Sequence[Any] = lines(path, limit)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     elif path.exists():
         raise ValueError(f"data: {path} is a folder without a manifest.jsonl; name a file of JSON lines")
-    elif path.suffix or name.count("/") > 1:
+    elif path.suffix in FILES or name.partition(":")[0].count("/") > 1:
         raise ValueError(f"data: {name}: no such file")
     else:
         rows = hub(name, speech, limit)
-        digest = ""
+        digest = hashlib.sha256(repr(rows).encode("utf-8", "surrogatepass")).hexdigest()
     items = [
         Item(f"{path.name}:{i + 1}", problem=row)
         if isinstance(row, str)
@@ -76,7 +78,7 @@ def read(
     ]
     if not items:
         raise ValueError(f"data: {name} has no rows")
-    return Data(name, items, digest)
+    return Data(name, items, digest, path.is_file())
 
 
 def lines(path: Path, limit: int | None) -> list[dict[str, Any] | str]:
@@ -96,7 +98,7 @@ def lines(path: Path, limit: int | None) -> list[dict[str, Any] | str]:
     return found
 
 
-def hub(name: str, speech: bool, limit: int | None) -> Iterable[dict[str, Any]]:
+def hub(name: str, speech: bool, limit: int | None) -> list[dict[str, Any]]:
     """A data set of the hub, or one that the datasets library finds on disk."""
     datasets = needed("datasets", "data")
     parts = name.split(":")
@@ -106,13 +108,12 @@ def hub(name: str, speech: bool, limit: int | None) -> Iterable[dict[str, Any]]:
     split = parts[2] if len(parts) > 2 else "test"
     try:
         found = datasets.load_dataset(parts[0], config, split=split, streaming=True)
+        if speech:
+            found = found.cast_column("audio", datasets.Audio(decode=False))
+        return list(found if limit is None else found.take(limit))
     except Exception as error:  # whatever the network, the hub or the library say
         said = str(error).strip().split("\n")[0] or type(error).__name__
         raise ValueError(f"data: {name} is no file, and no data set that can be had ({said})") from error
-    if speech:
-        found = found.cast_column("audio", datasets.Audio(decode=False))
-    rows: Iterable[dict[str, Any]] = found if limit is None else found.take(limit)
-    return rows
 
 
 def item(

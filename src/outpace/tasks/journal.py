@@ -65,7 +65,7 @@ class Journal:
         self.records[record["side"], record["row"]] = record
 
     def _append(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self._file.write(json.dumps(record).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 

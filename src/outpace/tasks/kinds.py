@@ -96,18 +96,37 @@ def programmed(item: Item, text: str, normal: score.Normal) -> Judged:
 
 
 def program(item: Item, answer: str) -> str:
-    """An answer as a program that fails unless the row's tests pass: the function as a whole in a block of
-    code, or what comes after its beginning."""
+    """An answer as a program that fails unless the row's tests pass: the function as a whole, or what comes
+    after its beginning; in a block of code, or by itself."""
     beginning, entry = item.turns[0], item.extra["entry_point"]
-    blocks = re.findall(r"```(?:[Pp]ython|py)?[ \t]*\n(.*?)(?:```|\Z)", answer, re.DOTALL)
-    code = next((one for one in blocks if f"def {entry}" in one), blocks[0] if blocks else answer)
+    before, blocks = code_in(answer)
+    code = next((one for one in blocks if f"def {entry}" in one), blocks[0] if blocks else before)
+    if before.strip() and before.lstrip("\n")[:1].isspace():
+        code = before  # it goes on with the function, and says something about it afterwards
     if re.search(rf"^def {re.escape(entry)}\b", code, re.MULTILINE):
         # Imports and helpers stand before the function in the row's text.
-        head = beginning[: beginning.rfind(f"def {entry}")]
-        whole = f"{head}\n{code}"
+        place = beginning.rfind(f"def {entry}")
+        whole = f"{beginning[: max(place, 0)]}\n{code}"
     else:
         whole = beginning + code
     return f"{whole}\n\n{item.extra['test']}\n\ncheck({entry})\n"
+
+
+def code_in(answer: str) -> tuple[str, list[str]]:
+    """What stands before the first fence, and the blocks between fences; the last may have no end."""
+    before: list[str] = []
+    blocks: list[list[str]] = []
+    inside = False
+    for line in answer.splitlines():
+        if line.lstrip().startswith("```"):
+            inside = not inside
+            if inside:
+                blocks.append([])
+        elif inside:
+            blocks[-1].append(line)
+        elif not blocks:
+            before.append(line)
+    return "\n".join(before), ["\n".join(block) for block in blocks]
 
 
 # Measures of all answers

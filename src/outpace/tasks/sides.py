@@ -85,19 +85,6 @@ class Theirs:
         self.assistant = assistant(decoder)
         self.stops = stops(decoder, wanted)
 
-    @property
-    def config(self) -> Any:
-        """The model's tokens, and nothing else of its own settings: beams, penalties, least lengths."""
-        from transformers import GenerationConfig
-
-        own: Any = self.decoder.scorer.base.generation_config
-        names = "bos_token_id", "eos_token_id", "decoder_start_token_id"
-        tokens = {name: getattr(own, name, None) for name in names}
-        more = {"max_new_tokens": self.wanted.max_new_tokens, "pad_token_id": 0}
-        if "prompt_lookup_num_tokens" in self.assistant:
-            more |= self.assistant
-        return GenerationConfig(**tokens, **more, **drawing(self.wanted.sampling))
-
     def write(self, item: Item, seed: int) -> Written:
         return conversation(self.decoder, self.wanted, item, self._answer, seed)
 
@@ -105,7 +92,7 @@ class Theirs:
         tokenizer, wanted = self.decoder.tokenizer, self.wanted
         model: Any = self.decoder.scorer.base
         ids = torch.tensor([prompt], device=model.device)
-        settings = {**self.assistant, "generation_config": self.config}
+        settings = {**self.assistant, **drawing(wanted.sampling), "max_new_tokens": wanted.max_new_tokens}
         written, stats = [], Stats()
         skipped = 1 if isinstance(self.decoder.scorer, Seq2SeqScorer) else len(prompt)
 
@@ -117,14 +104,44 @@ class Theirs:
             settings["stopping_criteria"] = [ended]
         torch.manual_seed(seed)
         for _ in range(wanted.samples):
-            with watched(stats):
+            with bare(model, self.assistant.get("assistant_model")), watched(stats):
                 out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-            tokens = out[0, skipped:].tolist()
+            text, tokens = until(self.stops, tokenizer, out[0, skipped:].tolist())
             stats.new_tokens += len(tokens)
-            text = tokenizer.decode(tokens, skip_special_tokens=True)
-            ends = [place for place in (text.find(stop) for stop in self.stops) if place >= 0]
-            written.append((text[: min(ends, default=None)], tokens))
+            written.append((text, tokens))
         return written, stats
+
+
+def until(stops: Sequence[str], tokenizer: Any, tokens: list[int]) -> tuple[str, list[int]]:
+    """The text before the first of these strings, and the tokens that it takes to write it."""
+    for n in range(1, len(tokens) + 1) if stops else ():
+        text = tokenizer.decode(tokens[:n], skip_special_tokens=True)
+        ends = [place for place in (text.find(stop) for stop in stops) if place >= 0]
+        if ends:
+            return text[: min(ends)], tokens[:n]
+    return tokenizer.decode(tokens, skip_special_tokens=True), tokens
+
+
+@contextmanager
+def bare(*models: Any) -> Iterator[None]:
+    """Models with nothing of their own settings but their tokens and how far they guess as assistants:
+    penalties, beams and least lengths would come into `generate` from there. What assistants learn of
+    their guesses is forgotten, too."""
+    from transformers import GenerationConfig
+
+    kept = (
+        "bos_token_id", "eos_token_id", "decoder_start_token_id", "num_assistant_tokens",
+        "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    )  # fmt: skip
+    before = [(model, model.generation_config) for model in models if model is not None]
+    for model, own in before:
+        named = {name: getattr(own, name) for name in kept if getattr(own, name, None) is not None}
+        model.generation_config = GenerationConfig(pad_token_id=0, **named)
+    try:
+        yield
+    finally:
+        for model, own in before:
+            model.generation_config = own
 
 
 def forget(decoder: Decoder) -> None:
@@ -218,6 +235,12 @@ def assistant(decoder: Decoder) -> dict[str, Any]:
     drafter = decoder.drafter
     if isinstance(drafter, LookupDrafter):
         return {"prompt_lookup_num_tokens": GUESSES}
+    if (
+        isinstance(decoder.scorer, Seq2SeqScorer)
+        and isinstance(drafter, ModelDrafter)
+        and not isinstance(drafter.scorer, Seq2SeqScorer)
+    ):
+        raise ValueError("Transformers takes no drafts of a model without an encoder for one with")
     if isinstance(drafter, ModelDrafter):
         return {"assistant_model": drafter.scorer.base}
     if isinstance(drafter, TextDrafter):
@@ -240,50 +263,56 @@ def drawing(sampling: Sampling) -> dict[str, Any]:
 
 @contextmanager
 def watched(stats: Stats) -> Iterator[None]:
-    """Count what Transformers' assisted generation guesses and keeps, and time its verification, which it has
-    for sampled texts alone."""
+    """Count what Transformers' assisted generation guesses and keeps. On a CPU, time its verification, which
+    it has for sampled texts alone; on CUDA that would need waits that it does not have."""
     from transformers.generation import candidate_generator
 
     from outpace.integrations.assisted import generation
 
-    kinds: list[Any] = [
-        candidate_generator.AssistedCandidateGenerator,
-        candidate_generator.PromptLookupCandidateGenerator,
-    ]
-    before = [(kind.get_candidates, kind.update_candidate_strategy) for kind in kinds]
-    verification = generation._speculative_sampling
-    guessed = [0]
+    guessed = depth = 0
 
-    def guess(own: Any) -> Any:
-        def get_candidates(self: Any, input_ids: Any, *rest: Any, **more: Any) -> Any:
-            found = own(self, input_ids, *rest, **more)
-            guessed[0] = found[0].shape[1] - input_ids.shape[1]
+    def outermost(own: Any, after: Callable[..., None]) -> Any:
+        """A method that says what came of it, unless another of these called it."""
+
+        def method(self: Any, input_ids: Any, *rest: Any, **more: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            try:
+                found = own(self, input_ids, *rest, **more)
+            finally:
+                depth -= 1
+            if not depth:
+                after(found, input_ids, *rest, **more)
             return found
 
-        return get_candidates
+        return method
 
-    def learn(own: Any) -> Any:
-        def update(self: Any, input_ids: Any, scores: Any, num_matches: Any) -> Any:
-            stats.target_calls += 1
-            stats.count(guessed[0], min(int(num_matches), guessed[0]))
-            return own(self, input_ids, scores, num_matches)
+    def guess(found: Any, input_ids: Any, *rest: Any, **more: Any) -> None:
+        nonlocal guessed
+        guessed = found[0].shape[1] - input_ids.shape[1]
 
-        return update
+    def learn(found: Any, input_ids: Any, scores: Any, num_matches: Any) -> None:
+        stats.target_calls += 1
+        stats.count(guessed, min(int(num_matches), guessed))
 
     def verify(*given: Any, **named: Any) -> Any:
         begun = time.perf_counter()
         found = verification(*given, **named)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        stats.verify_seconds += time.perf_counter() - begun
+        if found[0].device.type == "cpu":
+            stats.verify_seconds += time.perf_counter() - begun
         return found
 
-    for kind, (get, update) in zip(kinds, before, strict=True):
-        kind.get_candidates, kind.update_candidate_strategy = guess(get), learn(update)
+    verification = generation._speculative_sampling
+    before: list[tuple[Any, str, Any]] = []
+    for kind in vars(candidate_generator).values():
+        for name, after in (("get_candidates", guess), ("update_candidate_strategy", learn)):
+            if isinstance(kind, type) and name in vars(kind):
+                before.append((kind, name, vars(kind)[name]))
+                setattr(kind, name, outermost(vars(kind)[name], after))
     generation._speculative_sampling = verify
     try:
         yield
     finally:
-        for kind, (get, update) in zip(kinds, before, strict=True):
-            kind.get_candidates, kind.update_candidate_strategy = get, update
+        for kind, name, own in before:
+            setattr(kind, name, own)
         generation._speculative_sampling = verification

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -31,6 +32,8 @@ class OursHearing:
             language=self.wanted.language,
             fallback=False,
             temperature=self.wanted.sampling.temperature,
+            top_k=self.wanted.sampling.top_k,
+            top_p=self.wanted.sampling.top_p,
             seed=seed,
         )
         if found.error is not None:
@@ -65,6 +68,8 @@ class TheirsHearing:
         if getattr(self.model.generation_config, "is_multilingual", True):
             language = {"language": self.wanted.language, "task": "transcribe"}
         torch.manual_seed(seed)
+        helper = self.assistant["assistant_model"]
+        before = copy.deepcopy(helper.generation_config)  # where it learns how far to guess
         with watched(stats):
             found = self.model.generate(
                 inputs.input_features.to(self.model.device, self.model.dtype),
@@ -74,6 +79,7 @@ class TheirsHearing:
                 **self.assistant,
                 **drawing(self.wanted.sampling),
             )
+        helper.generation_config = before
         text = self.processor.tokenizer.decode(found[0], skip_special_tokens=True)
         stats.new_tokens = stats.accepted + stats.target_calls
         return Written([text.strip()], [[]], stats, time.perf_counter() - begun)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 from outpace.stats import Stats
@@ -96,8 +97,9 @@ def columns(
 
 
 def table(found: Sequence[Column]) -> Table:
-    """Quality first, then what it took. Rows that failed on any side are left out on all."""
-    failed = {row for one in found for row in one.failed}
+    """Quality first, then what it took. Rows that failed on any side are left out on all; a side on which all
+    failed has nothing to be compared."""
+    failed = lost(found)
     common = [one.only(one.done.keys() - failed) for one in found]
     plain = next((one for one in common if one.side == "plain"), None)
     each = [cells(one, plain) for one in common]
@@ -107,6 +109,11 @@ def table(found: Sequence[Column]) -> Table:
     lines.append(("rows", [str(len(one.records)) for one in common]))
     lines.append(("failed", [str(len(one.failed) + len(one.limited)) for one in found]))
     return lines
+
+
+def lost(found: Sequence[Column]) -> set[int]:
+    """Rows that failed on some side that did others."""
+    return {row for one in found if one.done for row in one.failed}
 
 
 def cells(one: Column, plain: Column | None) -> dict[str, str]:
@@ -131,7 +138,8 @@ def cells(one: Column, plain: Column | None) -> dict[str, str]:
 
 def by_category(found: Sequence[Column]) -> Table:
     """As Spec-Bench reports: mean accepted tokens, and the speed over plain decoding, for each category."""
-    failed = {row for one in found for row in one.failed}
+    failed = lost(found)
+    found = [one for one in found if one.done]
     kinds: dict[str, set[int]] = {}
     for row, (item, _) in found[0].done.items():
         if row not in failed:
@@ -142,7 +150,7 @@ def by_category(found: Sequence[Column]) -> Table:
         plain = next((one for one in some if one.side == "plain"), None)
         cells = []
         for one in some:
-            over = f", {ratio(one, plain):.2f}x" if plain is not None else ""
+            over = f", {mean_speed(one) / mean_speed(plain):.2f}x" if plain is not None else ""
             cells.append(f"{one.stats.tokens_per_call:.2f}{over}")
         lines.append((f"{kind} ({len(rows)})", cells))
     return lines
@@ -167,6 +175,11 @@ def ratio(one: Column, plain: Column) -> float:
     """Tokens a second over plain decoding's."""
     own, other = speed(one), speed(plain)
     return own / other if own and other else float("nan")
+
+
+def mean_speed(one: Column) -> float:
+    """Tokens a second of a row, on average, as Spec-Bench has it."""
+    return fmean(record["stats"]["new_tokens"] / record["seconds"] for record in one.records)
 
 
 def failures(found: Sequence[Column], items: Sequence[Item]) -> list[str]:

@@ -108,6 +108,8 @@ class Transcriber:
         timestamps: bool = False,
         fallback: bool = True,
         temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
         batch_size: int = 8,
         seed: int | None = None,
     ) -> Iterator[Transcript]:
@@ -118,7 +120,7 @@ class Transcriber:
         task        "transcribe", or "translate", into English
         timestamps  give segments for short files, too
         fallback    try higher temperatures where a text repeats itself or is unlikely
-        temperature of a single try, without fallback
+        temperature of a single try, without fallback; top_k and top_p, too
         batch_size  so many files at once
         """
         if task not in ("transcribe", "translate"):
@@ -135,7 +137,7 @@ class Transcriber:
             )
         options: dict[str, Any] = {"temperature": FALLBACK, **WRONG} if fallback else {}
         if temperature:
-            options = {"temperature": temperature, "do_sample": True}
+            options = {"temperature": temperature, "do_sample": True, "top_k": top_k, "top_p": top_p}
         if multilingual:
             options |= {"language": language, "task": task}
         if isinstance(files, str | os.PathLike | bytes):

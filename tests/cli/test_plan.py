@@ -1,0 +1,61 @@
+"""What the formulas say, on a screen."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from outpace import theory
+from tests.cli.conftest import Run
+
+
+def test_the_plan_is_the_papers(run: Run) -> None:
+    status, out, errors = run("plan", "--alpha", "0.8", "--c", "0.05")
+    assert status == 0, errors
+    assert "Guess g = 8: 4.33 tokens a pass, 3.09 times as fast" in " ".join(out.split())
+    status, out, _ = run("plan", "--alpha", "0.8", "--c", "0.05", "--drafts", "4", "--json")
+    found = json.loads(out)
+    assert found["best"]["speedup"] == round(theory.speedup(0.8, 8, 0.05), 3)
+    assert [one["g"] for one in found["lengths"]] == [1, 2, 3, 4, 5, 8]
+    for one in found["needed"]:
+        best = theory.speedup(one["alpha"], theory.best_length(one["alpha"], 0.05, 32), 0.05)
+        assert abs(best - one["speedup"]) < 0.01
+    # Leviathan et al. 2023, Table 5
+    status, out, _ = run("plan", "--alpha", "0.62", "--json")
+    assert [one["alpha"][0] for one in json.loads(out)["lenience"]] == [0.71, 0.76, 0.84]
+
+
+def test_a_draft_that_does_not_pay_is_not_recommended(run: Run) -> None:
+    status, out, _ = run("plan", "--alpha", "0.1", "--c", "0.2")
+    assert status == 0
+    assert "Do not speculate: a draft pays only if its α is above c = 0.2." in out
+    status, out, _ = run("plan", "--alpha", "0.9", "--c", "2")
+    assert "none is enough" in out
+
+
+def test_wrong_numbers_are_a_line(run: Run) -> None:
+    for words in (("--alpha", "1.2"), ("--alpha", "0.5", "--c", "-1"), ("--alpha", "x"), ()):
+        status, _, errors = run("plan", *words)
+        assert status == 2
+        assert len(errors.strip().splitlines()) == 1
+
+
+def test_curves_are_drawn(run: Run, tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    assert run("plan", "--alpha", "0.8", "--c", "0.05", "--plot", str(picture))[0] == 0
+    text = picture.read_text()
+    for said in ("expected tokens a pass", "best g", "oracle", "α = 0.8, c = 0.05, g = 8"):
+        assert said in text
+
+
+def test_it_needs_no_pytorch() -> None:
+    code = (
+        "import sys; sys.argv = ['outpace', 'plan', '--alpha', '0.8']\n"
+        "from outpace.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
