@@ -60,6 +60,9 @@ def eval(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first rows.", rich_help_panel=TASK)
     ] = None,
+    every: Annotated[
+        int, typer.Option(min=1, help="Only each so many-th row, before --limit.", rich_help_panel=TASK)
+    ] = 1,
     prompt: Annotated[
         str | None,
         typer.Option(help="Instead of the task's own; {source} is the row's text.", rich_help_panel=TASK),
@@ -131,6 +134,7 @@ def eval(
         speech=task is Kind.asr,
         languages=codes if task is Kind.translate else None,
         limit=limit,
+        every=every,
     )
     packages(str(task))
     decoder, processor = models(task, target, draft, device, dtype, rule, length)
@@ -149,6 +153,7 @@ def eval(
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "samples": samples, "seed": seed,
             "prompt": prompt, "language": language, "languages": languages, "scale": chosen.scale,
         },
+        "every": every,
         "data": {
             "name": Path(data).name if rows.local else data, "sha256": rows.digest, "rows": len(rows.items)
         },

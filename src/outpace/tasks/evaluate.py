@@ -17,7 +17,6 @@ from torch import Tensor
 from outpace.bench.distance import effects
 from outpace.decode import Decoder
 from outpace.draft.base import Draft
-from outpace.draft.model import ModelDrafter
 from outpace.logprobs import adjusted
 from outpace.rows import Row
 from outpace.sampling import Prefix, warp
@@ -40,16 +39,19 @@ class Probe(Decoder):
 
     positions: int
     distance: float
+    known: bool  # all guesses said what they were drawn from
 
     def begin(self) -> None:
-        self.positions, self.distance = 0, 0.0
+        self.positions, self.distance, self.known = 0, 0.0, True
 
     def _verify(self, rows: list[Row], draft: Draft, logits: Tensor) -> Verdict:
         verdict = super()._verify(rows, draft, logits)
         g = draft.tokens.shape[1]
         if not g:
             self.positions += len(rows)  # without a draft, tokens are the target's own
-        elif draft.logits is not None:
+        elif draft.logits is None:
+            self.known = False
+        else:
             samplings = [row.sampling for row in rows]
             prefix = None
             if any(sampling.reads_prefix for sampling in samplings):
@@ -96,7 +98,7 @@ class Evaluation:
                 self.sides[name] = self._side(name)
             except ValueError as error:
                 self.missing[name] = str(error)
-        drawn = not self.wanted.sampling.greedy and isinstance(self.decoder.drafter, ModelDrafter)
+        drawn = not self.wanted.sampling.greedy
         for name, rule in (("exact", self.decoder.rule), ("sigmoid", self.sigmoid)):
             if name in self.sides and drawn:
                 probe = self._like(Probe, rule)
@@ -180,7 +182,8 @@ class Evaluation:
                 probe, side = self.probes[name]
                 probe.begin()
                 side.write(item, seed)
-                record |= {"distance": probe.distance, "positions": probe.positions}
+                if probe.known:
+                    record |= {"distance": probe.distance, "positions": probe.positions}
             return record
         except ValueError as error:
             return {"error": first_line(error).removeprefix("prompt: ").removeprefix(f"{item.audio!s}: ")}

@@ -49,26 +49,33 @@ class Data:
 
 
 def read(
-    name: str, *, speech: bool = False, languages: tuple[str, str] | None = None, limit: int | None = None
+    name: str,
+    *,
+    speech: bool = False,
+    languages: tuple[str, str] | None = None,
+    limit: int | None = None,
+    every: int = 1,
 ) -> Data:
     """The rows of a file, or of a data set by name: `NAME[:CONFIG[:SPLIT]]`, by default the split "test".
 
     speech     they have audio, named relative to the file, and a transcript
     languages  from which into which they are translated
     limit      of the first so many
+    every      of each so many, the first: data sets often stand ordered by kind
     """
+    stop = None if limit is None else limit * every
     path = Path(name).expanduser()
     if path.is_dir() and (path / "manifest.jsonl").is_file():
         path = path / "manifest.jsonl"
     if path.is_file():
-        rows: Sequence[Any] = lines(path, limit)
+        rows: Sequence[Any] = lines(path, stop)[::every]
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     elif path.exists():
         raise ValueError(f"data: {path} is a folder without a manifest.jsonl; name a file of JSON lines")
     elif path.suffix in FILES or name.partition(":")[0].count("/") > 1:
         raise ValueError(f"data: {name}: no such file")
     else:
-        rows = hub(name, speech, limit)
+        rows = hub(name, speech, stop)[::every]
         digest = hashlib.sha256(repr(rows).encode("utf-8", "surrogatepass")).hexdigest()
     items = [
         Item(f"{path.name}:{i + 1}", problem=row)
