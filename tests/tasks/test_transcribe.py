@@ -19,7 +19,7 @@ from outpace import Decoder, Fixed
 from outpace.cli import app
 from outpace.models.hub import cache_folder
 from outpace.tasks import subtitles
-from outpace.tasks.audio import read
+from outpace.tasks.audio import duration, read
 from outpace.tasks.subtitles import Segment
 from outpace.tasks.transcribe import Transcriber
 from tests.tiny import tiny_seq2seq
@@ -115,6 +115,17 @@ def test_texts_are_transformers_own(files: list[Path], drafter: str | None, time
         assert [bool(transcript.segments) for transcript in found] == [timestamps or d > 1 for d in LASTING]
     assert one.stats.new_tokens > 0
     assert [round(transcript.duration, 1) for transcript in found] == list(LASTING)
+
+
+def test_what_is_done_of_long_files_is_told(files: list[Path]) -> None:
+    one = Transcriber(Decoder(hearing()), PROCESSOR)
+    told: list[float] = []
+    list(one(files, language="en", fallback=False, batch_size=2, heard=told.append))
+    assert told == sorted(told)
+    assert len(told) > len(files)  # windows, too
+    assert told[-1] == pytest.approx(sum(LASTING), abs=0.01)
+    assert sum(map(duration, files)) == pytest.approx(sum(LASTING), abs=0.01)
+    assert duration("nothing.wav") == 0.0
 
 
 def test_languages_are_heard_file_by_file(files: list[Path]) -> None:

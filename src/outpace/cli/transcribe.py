@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -111,7 +112,7 @@ def transcribe(
     failed, sound = 0, 0.0
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-    with Progress(len(files)) as progress:
+    with Progress(files) as progress:
         for transcript in one(
             files,
             language=language,
@@ -120,9 +121,9 @@ def transcribe(
             fallback=fallback,
             batch_size=batch_size,
             seed=seed,
+            heard=progress.step,
         ):
             sound += transcript.duration
-            progress.step(transcript.duration, one.seconds)
             if transcript.error is not None:
                 failed += 1
                 note(f"{transcript.name}: {transcript.error}")
@@ -180,32 +181,33 @@ def figures(one: Transcriber, sound: float) -> str:
 class Progress:
     """A bar on a terminal's stderr, with the speed against real time; nothing elsewhere."""
 
-    def __init__(self, files: int) -> None:
+    def __init__(self, files: list[Path]) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
+
+        from outpace.tasks.audio import duration
 
         self._bar = Bar(
             TextColumn("transcribing"),
             BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
+            TextColumn("{task.completed:.0f} of {task.total:.0f} s"),
+            TimeRemainingColumn(),
             TextColumn("{task.fields[speed]}"),
             console=Console(stderr=True),
             transient=True,
-            disable=not sys.stderr.isatty() or files == 1,
+            disable=not sys.stderr.isatty(),
         )
-        self._task = self._bar.add_task("", total=files, speed="")
-        self._sound = 0.0
+        self._task = self._bar.add_task("", total=sum(map(duration, files)), speed="")
 
     def __enter__(self) -> Progress:
+        self._begun = time.perf_counter()
         self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
-    def step(self, sound: float, seconds: float) -> None:
-        self._sound += sound
-        speed = f"{self._sound / seconds:.1f} times real time" if seconds else ""
-        self._bar.update(self._task, advance=1, speed=speed)
+    def step(self, sound: float) -> None:
+        speed = f"{sound / (time.perf_counter() - self._begun):.1f} times real time"
+        self._bar.update(self._task, completed=sound, speed=speed)

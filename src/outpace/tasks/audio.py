@@ -18,6 +18,15 @@ def packages() -> tuple[Any, Any]:
     return needed("soundfile", "tasks"), needed("soxr", "tasks")
 
 
+def duration(path: str | os.PathLike[str]) -> float:
+    """Seconds of sound in a file, by what it says of itself; 0 if it cannot be read."""
+    soundfile, _ = packages()
+    try:
+        return float(soundfile.info(path).duration)
+    except (RuntimeError, OSError, TypeError):
+        return 0.0
+
+
 def read(file: str | os.PathLike[str] | bytes, rate: int) -> Tensor:
     """Samples `[n]` of a file, or of its bytes, in any format that soundfile reads, all channels mixed, at so
     many a second."""

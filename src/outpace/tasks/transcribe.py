@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +112,7 @@ class Transcriber:
         top_p: float = 1.0,
         batch_size: int = 8,
         seed: int | None = None,
+        heard: Callable[[float], None] | None = None,
     ) -> Iterator[Transcript]:
         """Transcripts of files, or of their bytes, in their order; one that fails says why, and the others
         go on.
@@ -122,6 +123,7 @@ class Transcriber:
         fallback    try higher temperatures where a text repeats itself or is unlikely
         temperature of a single try, without fallback; top_k and top_p, too
         batch_size  so many files at once
+        heard       called now and then with the seconds of sound that are done, of all files together
         """
         if task not in ("transcribe", "translate"):
             raise ValueError(f'task: got {task!r}; it must be "transcribe" or "translate"')
@@ -142,12 +144,18 @@ class Transcriber:
             options |= {"language": language, "task": task}
         if isinstance(files, str | os.PathLike | bytes):
             files = [files]
-        return self._all(files, {**options, "seed": seed}, timestamps, batch_size)
+        return self._all(files, {**options, "seed": seed}, timestamps, batch_size, heard or (lambda _: None))
 
     def _all(
-        self, files: Sequence[Name | bytes], options: dict[str, Any], timestamps: bool, batch_size: int
+        self,
+        files: Sequence[Name | bytes],
+        options: dict[str, Any],
+        timestamps: bool,
+        batch_size: int,
+        heard: Callable[[float], None],
     ) -> Iterator[Transcript]:
         hearing = self.processor.feature_extractor
+        done = 0.0
         encoders = list(dict.fromkeys(one.encoder for one in self.decoder.encoders()))
         memory = Memory(encoders, 2 * batch_size)
         for first in range(0, len(files), batch_size):
@@ -163,10 +171,24 @@ class Transcriber:
             for long in (False, True):  # what fits into a window needs no timestamps
                 some = [one for one in sounds if (one.duration > hearing.chunk_length) is long]
                 if some:
+                    own = {**options, "return_timestamps": timestamps or long}
+                    if long:
+                        own["monitor_progress"] = self._monitor(heard, done)
                     with memory.use():
-                        texts = self._tried(some, {**options, "return_timestamps": timestamps or long}, long)
+                        texts = self._tried(some, own, long)
+                    done += sum(one.duration for one in some)
+                    heard(done)
                     found |= dict(zip((one.place for one in some), texts, strict=True))
             yield from (found[place] for place in sorted(found))
+
+    def _monitor(self, heard: Callable[[float], None], done: float) -> Callable[[Tensor], None]:
+        """What Transformers calls with the frames that it came to, `[files, 2]`, and how many there are."""
+        hearing = self.processor.feature_extractor
+
+        def monitor(frames: Tensor) -> None:
+            heard(done + int(frames[:, 0].sum()) * hearing.hop_length / hearing.sampling_rate)
+
+        return monitor
 
     def _tried(self, sounds: Sequence[Sound], options: dict[str, Any], long: bool) -> list[Transcript]:
         """One file that fails does not take the others of its batch along."""
