@@ -43,6 +43,14 @@ def running(mark: str) -> bool:
     return any(mark in line and "ps -wweo" not in line for line in found.splitlines())
 
 
+def ended(mark: str) -> bool:
+    """No process has it; a killed one may take a moment on a busy machine."""
+    until = time.monotonic() + 10
+    while running(mark) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not running(mark)
+
+
 @cache
 def namespaces() -> bool:
     return run("import os\nassert os.getpid() == 1").passed
@@ -276,9 +284,9 @@ def test_what_a_program_starts_behind_our_back_dies_with_it(mode: str) -> None:
         f"subprocess.Popen(['sleep', '{lasting}'], start_new_session={mode == NAMESPACES})\n"
     )
     assert run(program).passed
-    assert not running(lasting)
+    assert ended(lasting)
     assert run(program + "while True: pass", seconds=SECONDS).reason == f"took longer than {SECONDS} s"
-    assert not running(lasting)
+    assert ended(lasting)
 
 
 def test_a_program_whose_watcher_is_killed_dies_and_did_not_pass(mode: str, groups: list[int]) -> None:
@@ -290,9 +298,8 @@ def test_a_program_whose_watcher_is_killed_dies_and_did_not_pass(mode: str, grou
 def test_the_kernel_keeps_what_the_hook_does_not_see(mode: str, tmp_path: Path) -> None:
     if mode != NAMESPACES:
         pytest.skip("there is no hook for this")
-    assert run(f"import os; os.mkfifo({str(tmp_path / 'x')!r})").reason == (
-        "OSError: [Errno 30] Read-only file system"
-    )
+    outcome = run(f"import os; os.mkfifo({str(tmp_path / 'x')!r})")
+    assert (outcome.reason, outcome.stopped) == ("wrote a file", True)
     assert not os.listdir(tmp_path)
     network = os.readlink("/proc/self/ns/net")
     assert run(f"import os\nassert os.readlink('/proc/self/ns/net') != {network!r}").passed

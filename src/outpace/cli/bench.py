@@ -7,6 +7,7 @@ import gc
 import importlib
 import json
 import platform
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -294,12 +295,24 @@ def write(
     """The figures with command, after earlier ones, machine and settings, if a file is named."""
     if out is None:
         return
-    words = (Path(one).name if Path(one).is_absolute() else one for one in sys.argv[1:])
-    commands = dict.fromkeys([*filter(None, earlier.split("; ")), " ".join(["outpace", *words])])
+    commands = dict.fromkeys([*filter(None, earlier.split("; ")), command()])
     report: dict[str, Any] = {"command": "; ".join(commands), "machine": machine(place), **(settings or {})}
     report |= {name: [dataclasses.asdict(one) for one in some] for name, some in figures.items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def command() -> str:
+    """As it was given, but for where files lie on this machine."""
+    return shlex.join(["outpace", *map(bare, sys.argv[1:])])
+
+
+def bare(name: str) -> str:
+    """Of a path that says where it is, the last part."""
+    kind, colon, path = name.partition(":")  # ngram:FILE
+    if colon and Path(path).is_absolute():
+        return f"{kind}:{Path(path).name}"
+    return Path(name).name if Path(name).is_absolute() else name
 
 
 def machine(place: torch.device) -> dict[str, str | None]:

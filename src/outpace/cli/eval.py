@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -107,7 +106,7 @@ def eval(
 
     Rows that cannot be used, or whose program had to be stopped, are named; the exit status is then 1.
     """
-    from outpace.cli.bench import machine
+    from outpace.cli.bench import bare, machine
     from outpace.tasks.evaluate import SIDES
     from outpace.tasks.items import read
     from outpace.tasks.kinds import task_of
@@ -145,8 +144,8 @@ def eval(
     path = out or Path(f"eval-{task}.jsonl")
     header = {
         "task": str(task),
-        "target": target,
-        "draft": draft,
+        "target": target and bare(target),
+        "draft": bare(draft),
         "settings": {
             "models": decoder.describe().splitlines(),
             "max_new_tokens": evaluation.wanted.max_new_tokens,
@@ -235,11 +234,11 @@ def evaluation_of(
 
 def finish(evaluation: Evaluation, rows: Data, path: Path, header: dict[str, Any], fresh: bool) -> None:
     """Run what is left, and print and save the table."""
+    from outpace.cli.bench import command
     from outpace.tasks import table as tables
     from outpace.tasks.journal import Journal
 
-    told = {"command": shlex.join(["outpace", *sys.argv[1:]])}
-    with Journal(path, header, told, fresh) as journal:
+    with Journal(path, header, {"command": command()}, fresh) as journal:
         there = len(journal.records)
         if there:
             note(f"{path} has {there} of {len(rows.items) * len(evaluation.sides)}; going on")
