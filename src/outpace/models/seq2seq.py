@@ -134,6 +134,8 @@ class Seq2SeqScorer(CausalScorer):
         new.sort(key=len)  # little padding
         while new:
             count = max(1, min(len(new), ENCODED_TOGETHER // len(new[-1])))
+            if self.hears and self.device.type == "cpu":
+                count = 1  # a window keeps all cores busy, and more of them leave the caches
             some, new = new[:count], new[count:]
             for source, states in zip(some, self._encoded(some), strict=True):
                 source.states[self.encoder] = weights, states

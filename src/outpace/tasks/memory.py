@@ -38,9 +38,12 @@ class Memory:
                 return forward(input_features, **options)
             keys = [(which, _digest(row)) for row in input_features]
             new = {key: row for key, row in zip(keys, input_features, strict=True) if key not in self._states}
-            if new:
-                states = forward(torch.stack(list(new.values())), **options).last_hidden_state
-                self._states |= dict(zip(new, states, strict=True))
+            # On a CPU one window keeps all cores busy, and more of them leave its caches.
+            together = 1 if input_features.device.type == "cpu" else len(keys)
+            while new:
+                some = [new.popitem() for _ in range(min(together, len(new)))]
+                states = forward(torch.stack([row for _, row in some]), **options).last_hidden_state
+                self._states |= zip((key for key, _ in some), states, strict=True)
             found = torch.stack([self._states[key] for key in keys])
             while len(self._states) > self.windows * len(self.encoders):
                 del self._states[next(iter(self._states))]
