@@ -21,7 +21,9 @@ def main() -> None:
     parser = arguments(__doc__)
     options = parser.parse_args()
     begun = time.perf_counter()
-    run = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "auto"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     seconds = time.perf_counter() - begun
     print(run.stdout)
     counted = re.search(r"statistical assertions: (\d+), false alarms below (\S+) per run", run.stdout)

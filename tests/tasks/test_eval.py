@@ -20,12 +20,14 @@ import pytest
 import soundfile
 from typer.testing import CliRunner, Result
 
+from outpace import Decoder, Fixed, Sampling
 from outpace.cli import app
 from outpace.tasks import items, kinds, sandbox, score, table
-from outpace.tasks.evaluate import SIDES
+from outpace.tasks.evaluate import SIDES, Evaluation
 from outpace.tasks.items import Item
 from outpace.tasks.journal import Journal
-from outpace.tasks.sides import Ours, until
+from outpace.tasks.sides import Ours, Wanted
+from outpace.tasks.theirs import until
 from tests.tasks.test_transcribe import PROCESSOR, RATE, hearing
 from tests.tiny import byte_tokenizer, tiny, tiny_seq2seq
 
@@ -195,6 +197,30 @@ def test_a_failure_of_the_machine_is_tried_again(
     assert done.exit_code == 0, done.output
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sampling_steps_are_timed_in_rows_of_their_own(tmp_path: Path, temperature: float) -> None:
+    """As on a GPU."""
+    target, draft = (tiny(vocab_size=272, seed=seed) for seed in (0, 1))
+    decoder = Decoder(target, draft, byte_tokenizer(), length=Fixed(3))
+    wanted = Wanted(kinds.TASKS["dialog"], Sampling(temperature=temperature), 12)
+    one = Evaluation(decoder, None, wanted, SIDES, seed=1, profile=True)
+    rows = [Item(str(i), ["abc"]) for i in range(5)]
+    with Journal(tmp_path / "a.jsonl", {"task": "dialog"}, {}) as journal:
+        one.run(rows, journal)
+    found = table.columns(wanted.task, rows, journal.records, list(one.sides))
+    assert not table.failures(found, rows)
+    for column in found:
+        assert column.stats.verify_seconds == 0
+        if column.side == "baseline" and not temperature:
+            assert column.sampling_step is None  # it has none
+        else:
+            step = column.sampling_step
+            assert step is not None
+            assert 0 < step < 1000
+        looked = ["sampling_passes" in record for record in column.records]
+        assert looked == [column.sampling_step is not None] * 4 + [False]
+
+
 def test_turns_go_on_from_the_answers_before(models: Path, prompts: Path, tmp_path: Path) -> None:
     """Without a chat template a conversation is its texts, one after the other."""
     from outpace import load
@@ -342,7 +368,6 @@ def test_programs_are_found_in_answers(answer: str) -> None:
 
 
 def test_speech_is_judged_by_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outpace import Decoder, Fixed
     from outpace.tasks.transcribe import Transcriber
 
     noise = np.random.default_rng(3)

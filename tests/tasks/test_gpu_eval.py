@@ -40,6 +40,8 @@ def test_sides_write_and_are_measured(tmp_path: Path, temperature: float) -> Non
     names = [name for name, _ in table(found)]
     assert "log-probability" in names
     assert "acceptance" in names
+    assert "sampling step, ms a pass" in names
+
     if temperature:
         assert list(one.sides) == list(SIDES)
         exact, sigmoid = found[2].distance, found[3].distance

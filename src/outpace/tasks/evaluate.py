@@ -12,65 +12,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
-from outpace.bench.distance import effects
 from outpace.decode import Decoder
-from outpace.draft.base import Draft
-from outpace.logprobs import adjusted
-from outpace.rows import Row
-from outpace.sampling import Prefix, warp
 from outpace.tasks.items import Item
 from outpace.tasks.journal import Journal
 from outpace.tasks.kinds import no_measure
+from outpace.tasks.probe import Probe
 from outpace.tasks.score import normal_form
-from outpace.tasks.sides import Ours, Side, Theirs, Wanted, Written
+from outpace.tasks.sides import Ours, Side, Wanted, Written
 from outpace.tasks.speech import OursHearing, TheirsHearing
-from outpace.verify import Rule, Verdict
+from outpace.tasks.theirs import Theirs
+from outpace.verify import Rule
 from outpace.verify.rules import sigmoid
 
 SIDES = ("plain", "baseline", "exact", "sigmoid")
-PROBED = 4  # first rows that are decoded once more, to see how far the rule's tokens are from the target's
+PROBED = 4  # first rows that are decoded once more, to be looked into
 WARM = 4  # tokens before anything is timed
-
-
-class Probe(Decoder):
-    """A Decoder that also sums up how far the tokens that its rule lets out are from the target's."""
-
-    positions: int
-    distance: float
-    known: bool  # all guesses said what they were drawn from
-
-    def begin(self) -> None:
-        self.positions, self.distance, self.known = 0, 0.0, True
-
-    def _verify(self, rows: list[Row], draft: Draft, logits: Tensor) -> Verdict:
-        verdict = super()._verify(rows, draft, logits)
-        g = draft.tokens.shape[1]
-        if not g:
-            self.positions += len(rows)  # without a draft, tokens are the target's own
-        elif draft.logits is None:
-            self.known = False
-        else:
-            samplings = [row.sampling for row in rows]
-            prefix = None
-            if any(sampling.reads_prefix for sampling in samplings):
-                prompts = [row.prompt_length for row in rows]
-                prefix = Prefix.padded([row.tokens for row in rows], prompts, logits.device)
-            target = adjusted(logits, samplings, prefix, draft)
-            own = draft.logits
-            if draft.told is not None and draft.told.sampling is not None:
-                own = warp(own.float(), draft.told.sampling)
-            for row, length in enumerate(draft.lengths or [g] * len(rows)):
-                seen = min(int(verdict.accepted[row]) + 1, length)
-                _, distances, _ = effects(target[row, :seen], own[row, :seen], self.rule)
-                self.positions += seen
-                self.distance += float(distances.sum())
-                if int(verdict.accepted[row]) == length:  # and the token after all drafts
-                    last = target[row, length : length + 1]
-                    self.positions += 1
-                    self.distance += float(effects(last, last, self.rule)[2])
-        return verdict
 
 
 @dataclass
@@ -86,6 +42,7 @@ class Evaluation:
     wanted: Wanted
     names: Sequence[str]
     seed: int
+    profile: bool | None = None  # time sampling steps in rows of their own, as is needed on a GPU
 
     def __post_init__(self) -> None:
         self.sides: dict[str, Side] = {}
@@ -98,11 +55,15 @@ class Evaluation:
                 self.sides[name] = self._side(name)
             except ValueError as error:
                 self.missing[name] = str(error)
-        drawn = not self.wanted.sampling.greedy
+        if self.profile is None:
+            self.profile = self.decoder.scorer.device.type != "cpu"
         for name, rule in (("exact", self.decoder.rule), ("sigmoid", self.sigmoid)):
-            if name in self.sides and drawn:
+            if name in self.sides and (self.profile or not self.wanted.sampling.greedy):
                 probe = self._like(Probe, rule)
                 self.probes[name] = probe, self._ours(probe)
+        if "plain" in self.sides and self.profile:
+            probe = Probe(self.decoder.scorer, None, self.decoder.tokenizer, engine=False)
+            self.probes["plain"] = probe, self._ours(probe)
 
     @property
     def sigmoid(self) -> Rule:
@@ -178,20 +139,35 @@ class Evaluation:
             written = self.sides[name].write(item, seed)
             record = self._written(written)
             record["judged"] = [self.wanted.task.judge(item, text, self.normal) for text in written.texts]
-            if name in self.probes and row < PROBED:
-                probe, side = self.probes[name]
-                probe.begin()
-                side.write(item, seed)
-                if probe.known:
-                    record |= {"distance": probe.distance, "positions": probe.positions}
+            if row < PROBED:
+                record |= self._looked_into(name, item, seed)
             return record
         except ValueError as error:
             return {"error": first_line(error).removeprefix("prompt: ").removeprefix(f"{item.audio!s}: ")}
         except Exception as error:  # one row, of one side; a run that goes on tries it again
             return {"error": f"{type(error).__name__}: {first_line(error)}", "again": True}
 
+    def _looked_into(self, name: str, item: Item, seed: int) -> dict[str, Any]:
+        """What one can only see by going slower: the row is written once more."""
+        found: dict[str, Any] = {}
+        if name in self.probes:
+            probe, side = self.probes[name]
+            probe.begin()
+            side.write(item, seed)
+            if probe.known and name != "plain" and not self.wanted.sampling.greedy:
+                found |= {"distance": probe.distance, "positions": probe.positions}
+            if self.profile:
+                found |= {"sampling_seconds": probe.seconds, "sampling_passes": probe.passes}
+        elif name == "baseline" and self.profile and not self.wanted.sampling.greedy:
+            theirs: Any = self.sides[name]
+            theirs.waits = True
+            stats = theirs.write(item, seed).stats
+            theirs.waits = False
+            found |= {"sampling_seconds": stats.verify_seconds, "sampling_passes": stats.target_calls}
+        return found
+
     def _written(self, written: Written) -> dict[str, Any]:
-        if self.decoder.scorer.device.type != "cpu":
+        if self.profile:
             written.stats.verify_seconds = 0.0  # the host's clock does not tell what it was spent on
         record: dict[str, Any] = {
             "texts": written.texts,

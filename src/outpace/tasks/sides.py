@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from outpace.decode import Decoder, WithModel
-from outpace.draft.lookup import LookupDrafter
-from outpace.draft.model import ModelDrafter
-from outpace.draft.text import TextDrafter
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.sampling import Sampling
 from outpace.stats import Stats
 from outpace.tasks.items import Item
 from outpace.tasks.kinds import Task
-
-GUESSES = 10  # of Transformers' prompt lookup
 
 
 @dataclass
@@ -75,73 +69,6 @@ class Ours:
             if out.error is not None:
                 raise out.error
         return [(out.text or "", out.tokens) for out in outs], sum((out.stats for out in outs), Stats())
-
-
-class Theirs:
-    """Transformers' assisted generation, with its own verification."""
-
-    def __init__(self, decoder: Decoder, wanted: Wanted) -> None:
-        self.decoder, self.wanted = decoder, wanted
-        self.assistant = assistant(decoder)
-        self.stops = stops(decoder, wanted)
-
-    def write(self, item: Item, seed: int) -> Written:
-        return conversation(self.decoder, self.wanted, item, self._answer, seed)
-
-    def _answer(self, prompt: Any, seed: int) -> tuple[list[tuple[str, list[int]]], Stats]:
-        tokenizer, wanted = self.decoder.tokenizer, self.wanted
-        model: Any = self.decoder.scorer.base
-        ids = torch.tensor([prompt], device=model.device)
-        settings = {**self.assistant, **drawing(wanted.sampling), "max_new_tokens": wanted.max_new_tokens}
-        written, stats = [], Stats()
-        skipped = 1 if isinstance(self.decoder.scorer, Seq2SeqScorer) else len(prompt)
-
-        def ended(rows: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
-            said = (tokenizer.decode(row[skipped:]) for row in rows)
-            return torch.tensor([any(stop in one for stop in self.stops) for one in said], device=rows.device)
-
-        if self.stops:  # with stop_strings, assisted generation does not find the tokenizer
-            settings["stopping_criteria"] = [ended]
-        torch.manual_seed(seed)
-        for _ in range(wanted.samples):
-            with bare(model, self.assistant.get("assistant_model")), watched(stats):
-                out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-            text, tokens = until(self.stops, tokenizer, out[0, skipped:].tolist())
-            stats.new_tokens += len(tokens)
-            written.append((text, tokens))
-        return written, stats
-
-
-def until(stops: Sequence[str], tokenizer: Any, tokens: list[int]) -> tuple[str, list[int]]:
-    """The text before the first of these strings, and the tokens that it takes to write it."""
-    for n in range(1, len(tokens) + 1) if stops else ():
-        text = tokenizer.decode(tokens[:n], skip_special_tokens=True)
-        ends = [place for place in (text.find(stop) for stop in stops) if place >= 0]
-        if ends:
-            return text[: min(ends)], tokens[:n]
-    return tokenizer.decode(tokens, skip_special_tokens=True), tokens
-
-
-@contextmanager
-def bare(*models: Any) -> Iterator[None]:
-    """Models with nothing of their own settings but their tokens and how far they guess as assistants:
-    penalties, beams and least lengths would come into `generate` from there. What assistants learn of
-    their guesses is forgotten, too."""
-    from transformers import GenerationConfig
-
-    kept = (
-        "bos_token_id", "eos_token_id", "decoder_start_token_id", "num_assistant_tokens",
-        "num_assistant_tokens_schedule", "assistant_confidence_threshold",
-    )  # fmt: skip
-    before = [(model, model.generation_config) for model in models if model is not None]
-    for model, own in before:
-        named = {name: getattr(own, name) for name in kept if getattr(own, name, None) is not None}
-        model.generation_config = GenerationConfig(pad_token_id=0, **named)
-    try:
-        yield
-    finally:
-        for model, own in before:
-            model.generation_config = own
 
 
 def forget(decoder: Decoder) -> None:
@@ -228,91 +155,3 @@ def stops(decoder: Decoder, wanted: Wanted) -> tuple[str, ...]:
     """Strings that end an answer: one who goes on writing has to be stopped, one who answers stops."""
     answering = isinstance(decoder.scorer, Seq2SeqScorer) or getattr(decoder.tokenizer, "chat_template", None)
     return () if answering else wanted.task.stop
-
-
-def assistant(decoder: Decoder) -> dict[str, Any]:
-    """The drafter as arguments of Transformers' `generate`."""
-    drafter = decoder.drafter
-    if isinstance(drafter, LookupDrafter):
-        return {"prompt_lookup_num_tokens": GUESSES}
-    if (
-        isinstance(decoder.scorer, Seq2SeqScorer)
-        and isinstance(drafter, ModelDrafter)
-        and not isinstance(drafter.scorer, Seq2SeqScorer)
-    ):
-        raise ValueError("Transformers takes no drafts of a model without an encoder for one with")
-    if isinstance(drafter, ModelDrafter):
-        return {"assistant_model": drafter.scorer.base}
-    if isinstance(drafter, TextDrafter):
-        both = {"tokenizer": drafter.target.tokenizer, "assistant_tokenizer": drafter.draft.tokenizer}
-        return {"assistant_model": drafter.scorer.base, **both}
-    raise ValueError(f"Transformers has nothing like {type(drafter).__name__}")
-
-
-def drawing(sampling: Sampling) -> dict[str, Any]:
-    """A sampling as arguments of Transformers' `generate`, whatever the model's own settings are."""
-    if sampling.greedy:
-        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-    return {
-        "do_sample": True,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-    }
-
-
-@contextmanager
-def watched(stats: Stats) -> Iterator[None]:
-    """Count what Transformers' assisted generation guesses and keeps. On a CPU, time its verification, which
-    it has for sampled texts alone; on CUDA that would need waits that it does not have."""
-    from transformers.generation import candidate_generator
-
-    from outpace.integrations.assisted import generation
-
-    guessed = depth = 0
-
-    def outermost(own: Any, after: Callable[..., None]) -> Any:
-        """A method that says what came of it, unless another of these called it."""
-
-        def method(self: Any, input_ids: Any, *rest: Any, **more: Any) -> Any:
-            nonlocal depth
-            depth += 1
-            try:
-                found = own(self, input_ids, *rest, **more)
-            finally:
-                depth -= 1
-            if not depth:
-                after(found, input_ids, *rest, **more)
-            return found
-
-        return method
-
-    def guess(found: Any, input_ids: Any, *rest: Any, **more: Any) -> None:
-        nonlocal guessed
-        guessed = found[0].shape[1] - input_ids.shape[1]
-
-    def learn(found: Any, input_ids: Any, scores: Any, num_matches: Any) -> None:
-        stats.target_calls += 1
-        stats.count(guessed, min(int(num_matches), guessed))
-
-    def verify(*given: Any, **named: Any) -> Any:
-        begun = time.perf_counter()
-        found = verification(*given, **named)
-        if found[0].device.type == "cpu":
-            stats.verify_seconds += time.perf_counter() - begun
-        return found
-
-    verification = generation._speculative_sampling
-    before: list[tuple[Any, str, Any]] = []
-    for kind in vars(candidate_generator).values():
-        for name, after in (("get_candidates", guess), ("update_candidate_strategy", learn)):
-            if isinstance(kind, type) and name in vars(kind):
-                before.append((kind, name, vars(kind)[name]))
-                setattr(kind, name, outermost(vars(kind)[name], after))
-    generation._speculative_sampling = verify
-    try:
-        yield
-    finally:
-        for kind, name, own in before:
-            setattr(kind, name, own)
-        generation._speculative_sampling = verification

@@ -12,7 +12,8 @@ from outpace.decode import Decoder
 from outpace.stats import Stats
 from outpace.tasks.audio import read
 from outpace.tasks.items import Item
-from outpace.tasks.sides import Wanted, Written, assistant, drawing, forget, watched
+from outpace.tasks.sides import Wanted, Written, forget
+from outpace.tasks.theirs import assistant, drawing, watched
 from outpace.tasks.transcribe import Transcriber
 
 
@@ -44,6 +45,8 @@ class OursHearing:
 class TheirsHearing:
     """Transformers' Whisper with an assistant."""
 
+    waits = False  # as in `Theirs`
+
     def __init__(self, decoder: Decoder, processor: Any, wanted: Wanted) -> None:
         self.model: Any = decoder.scorer.base
         self.processor, self.wanted = processor, wanted
@@ -70,7 +73,7 @@ class TheirsHearing:
         torch.manual_seed(seed)
         helper = self.assistant["assistant_model"]
         before = copy.deepcopy(helper.generation_config)  # where it learns how far to guess
-        with watched(stats):
+        with watched(stats, self.waits):
             found = self.model.generate(
                 inputs.input_features.to(self.model.device, self.model.dtype),
                 attention_mask=inputs.attention_mask.to(self.model.device),

@@ -66,6 +66,16 @@ class Column:
         return found
 
     @property
+    def sampling_step(self) -> float | None:
+        """Milliseconds a pass: of rows that were looked into for it, or of all."""
+        passes = sum(one.get("sampling_passes", 0) for one in self.records)
+        if passes:
+            spent = sum(one.get("sampling_seconds", 0.0) for one in self.records)
+            return float(1e3 * spent / passes)
+        calls = self.stats.target_calls
+        return 1e3 * self.stats.verify_seconds / calls if calls and self.stats.verify_seconds else None
+
+    @property
     def distance(self) -> float | None:
         positions = sum(one.get("positions", 0) for one in self.records)
         return sum(one.get("distance", 0.0) for one in self.records) / positions if positions else None
@@ -126,7 +136,7 @@ def cells(one: Column, plain: Column | None) -> dict[str, str]:
         "acceptance": (stats.acceptance if stats.drafted else None, ".3f"),
         "distance from the target": (one.distance, ".4f"),
         "tokens per pass": (stats.tokens_per_call or None, ".2f"),
-        "sampling step, ms a pass": (1e3 * stats.verify_seconds / max(1, stats.target_calls) or None, ".3f"),
+        "sampling step, ms a pass": (one.sampling_step, ".3f"),
         "sampling step, s": (stats.verify_seconds or None, ".2f"),
         "wall clock, s": (one.seconds, ".1f"),
         "tokens/s": (speed(one), ".1f"),

@@ -1,0 +1,72 @@
+"""A decoder that is looked into: how far its tokens are from the target's, what its sampling step takes."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from outpace.bench.distance import effects
+from outpace.decode import Decoder
+from outpace.draft.base import Draft
+from outpace.logprobs import adjusted
+from outpace.rows import Row
+from outpace.sampling import Prefix, warp
+from outpace.verify import Verdict
+
+
+class Probe(Decoder):
+    """Of all tokens since `begin`, sums: `distance` is the total variation between the law of the token that
+    the rule lets out and the target's, over `positions`, `known` if all guesses said what they were drawn
+    from; `seconds` are those of the sampling step, by a clock that waits for the device, in `passes`."""
+
+    positions: int
+    distance: float
+    known: bool
+    seconds: float
+    passes: int
+
+    def begin(self) -> None:
+        self.positions, self.distance, self.known = 0, 0.0, True
+        self.seconds, self.passes = 0.0, 0
+
+    def _verify(self, rows: list[Row], draft: Draft, logits: Tensor) -> Verdict:
+        wait(logits.device)
+        begun = time.perf_counter()
+        verdict = super()._verify(rows, draft, logits)
+        wait(logits.device)
+        self.seconds += time.perf_counter() - begun
+        self.passes += 1
+        g = draft.tokens.shape[1]
+        if not g:
+            self.positions += len(rows)  # without a draft, tokens are the target's own
+        elif draft.logits is None:
+            self.known = False
+        elif not all(row.sampling.greedy for row in rows):
+            self._look(rows, draft, draft.logits, logits, verdict)
+        return verdict
+
+    def _look(self, rows: list[Row], draft: Draft, own: Tensor, logits: Tensor, verdict: Verdict) -> None:
+        samplings = [row.sampling for row in rows]
+        prefix = None
+        if any(sampling.reads_prefix for sampling in samplings):
+            prompts = [row.prompt_length for row in rows]
+            prefix = Prefix.padded([row.tokens for row in rows], prompts, logits.device)
+        target = adjusted(logits, samplings, prefix, draft)
+        if draft.told is not None and draft.told.sampling is not None:
+            own = warp(own.float(), draft.told.sampling)
+        for row, length in enumerate(draft.lengths or [own.shape[1]] * len(rows)):
+            seen = min(int(verdict.accepted[row]) + 1, length)
+            _, distances, _ = effects(target[row, :seen], own[row, :seen], self.rule)
+            self.positions += seen
+            self.distance += float(distances.sum())
+            if int(verdict.accepted[row]) == length:  # and the token after all drafts
+                last = target[row, length : length + 1]
+                self.positions += 1
+                self.distance += float(effects(last, last, self.rule)[2])
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
