@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for bytes that are no character yet
+
+
+def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of a conversation that the model is to answer, by its chat template."""
+    try:
+        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # templates raise what they like
+        raise ValueError(f"prompt: the model's chat template refuses it ({error})") from error
+    return list(ids)
 
 
 class Text:

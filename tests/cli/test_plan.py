@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from outpace import theory
@@ -48,14 +46,3 @@ def test_curves_are_drawn(run: Run, tmp_path: Path) -> None:
     text = picture.read_text()
     for said in ("expected tokens a pass", "best g", "oracle", "α = 0.8, c = 0.05, g = 8"):
         assert said in text
-
-
-def test_it_needs_no_pytorch() -> None:
-    code = (
-        "import sys; sys.argv = ['outpace', 'plan', '--alpha', '0.8']\n"
-        "from outpace.cli import main\n"
-        "try: main()\n"
-        "except SystemExit: print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False"

@@ -111,7 +111,7 @@ def test_greedy_sides_write_the_same(
         {"repetition_penalty": 1.5},
         {"no_repeat_ngram_size": 1},
         {"num_beams": 3},
-        {"min_new_tokens": 9},
+        {"bad_words_ids": [[one] for one in range(100)]},
         {"forced_eos_token_id": 7},
         {"num_assistant_tokens_schedule": "heuristic", "num_assistant_tokens": 5},
     ],
@@ -124,8 +124,11 @@ def test_sides_have_nothing_of_a_models_own_settings(
         config = tmp_path / name / "generation_config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), **own}))
     found = []
+    whole, parts = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     learning = "num_assistant_tokens" in own
-    for out in [tmp_path / "a.jsonl", tmp_path / "b.jsonl"][: 2 if learning else 1]:
+    for out in [whole, parts][: 2 if learning else 1]:
+        if out == parts:  # as if it was stopped after the first row
+            parts.write_text("".join(whole.read_text().splitlines(keepends=True)[:4]))
         words = "--data", str(prompts), "-m", "12", "-o", str(out), "--limit", "2"
         done = run(tmp_path, "dialog", "-d", str(tmp_path / "draft"), *words)
         assert done.exit_code == 0, done.output

@@ -371,7 +371,7 @@ def test_a_sandbox_that_does_not_start_is_no_fault_of_the_program(
 
 def test_a_platform_without_limits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "find_spec", lambda name: None)
-    with pytest.raises(NotImplementedError, match=r"no module `resource`.*Windows.*WSL"):
+    with pytest.raises(OSError, match=r"no module `resource`.*Windows.*WSL"):
         run("")
 
 

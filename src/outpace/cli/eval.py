@@ -148,7 +148,7 @@ def eval(
         "draft": bare(draft),
         "settings": {
             "models": decoder.describe().splitlines(),
-            "max_new_tokens": evaluation.wanted.max_new_tokens,
+            "max_new_tokens": None if task is Kind.asr else evaluation.wanted.max_new_tokens,
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "samples": samples, "seed": seed,
             "prompt": prompt, "language": language, "languages": languages, "scale": chosen.scale,
         },
@@ -163,8 +163,11 @@ def eval(
 
 def packages(task: str) -> None:
     """What the task is judged by, before anything big is loaded."""
+    from outpace.tasks import sandbox
     from outpace.tasks.extra import needed
 
+    if task == "code":
+        sandbox.check()
     for package in {
         "asr": ("jiwer", "soundfile", "soxr"), "summarize": ("rouge_score",), "translate": ("sacrebleu",)
     }.get(task, ()):  # fmt: skip

@@ -179,11 +179,9 @@ def encode(decoder: Decoder, messages: list[dict[str, str]], raw: str | None) ->
         if raw is None and len(messages) > 1:
             raise ValueError("--system: this model has no chat template")
         return decoder.encode(messages[-1]["content"] if raw is None else raw)
-    try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    except Exception as error:  # templates raise what they like
-        raise ValueError(f"prompt: the model's chat template refuses it ({error})") from error
-    return decoder.encode(ids)
+    from outpace.text import chat_ids
+
+    return decoder.encode(chat_ids(tokenizer, messages))
 
 
 def show(steps: Iterable[Step], painter: Painter, n: int = 1) -> tuple[Stats, bool]:

@@ -140,7 +140,10 @@ class Evaluation:
             record = self._written(written)
             record["judged"] = [self.wanted.task.judge(item, text, self.normal) for text in written.texts]
             if row < PROBED:
-                record |= self._looked_into(name, item, seed)
+                try:
+                    record |= self._looked_into(name, item, seed)
+                except Exception as error:  # what was written stays
+                    record["not_looked_into"] = first_line(error)
             return record
         except ValueError as error:
             return {"error": first_line(error).removeprefix("prompt: ").removeprefix(f"{item.audio!s}: ")}
@@ -161,8 +164,10 @@ class Evaluation:
         elif name == "baseline" and self.profile and not self.wanted.sampling.greedy:
             theirs: Any = self.sides[name]
             theirs.waits = True
-            stats = theirs.write(item, seed).stats
-            theirs.waits = False
+            try:
+                stats = theirs.write(item, seed).stats
+            finally:
+                theirs.waits = False
             found |= {"sampling_seconds": stats.verify_seconds, "sampling_passes": stats.target_calls}
         return found
 

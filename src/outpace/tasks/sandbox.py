@@ -68,11 +68,7 @@ def run(program: str, *, seconds: float = 5.0, memory: int = 1 << 30) -> Outcome
     """
     number("seconds", seconds, "a number of seconds > 0", lambda n: 0 < n < inf)
     integer("memory", memory, "a number of bytes >= 1", lambda n: n >= 1)
-    if find_spec("resource") is None:
-        raise NotImplementedError(
-            "programs cannot be run safely here: this Python has no module `resource`, as on Windows, which "
-            "limits their time and memory; use Linux, macOS, WSL or a container"
-        )
+    check()
     token = os.urandom(16).hex()
     with (
         tempfile.TemporaryDirectory(prefix="outpace-", ignore_cleanup_errors=True) as folder,
@@ -96,6 +92,15 @@ def run(program: str, *, seconds: float = 5.0, memory: int = 1 << 30) -> Outcome
                 return _outcome(report, seconds)
             finally:
                 _end(watcher, report)
+
+
+def check() -> None:
+    """Refuse a platform that has no limits."""
+    if find_spec("resource") is None:
+        raise OSError(
+            "programs cannot be run safely here: this Python has no module `resource`, as on Windows, which "
+            "limits their time and memory; use Linux, macOS, WSL or a container"
+        )
 
 
 def _environment(folder: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from outpace.sampling import Sampling
 from outpace.stats import Stats
 from outpace.tasks.items import Item
 from outpace.tasks.kinds import Task
+from outpace.text import chat_ids
 
 
 @dataclass
@@ -133,12 +134,7 @@ def prompt_of(decoder: Decoder, wanted: Wanted, messages: Sequence[dict[str, str
     if getattr(tokenizer, "chat_template", None):
         form = wanted.prompt or task.chat
         first = {"role": "user", "content": form.replace("{source}", messages[0]["content"])}
-        try:
-            ids = tokenizer.apply_chat_template(
-                [first, *messages[1:]], add_generation_prompt=True, return_dict=False
-            )
-        except Exception as error:  # templates raise what they like
-            raise ValueError(f"the model's chat template refuses it ({error})") from error
+        ids = chat_ids(tokenizer, [first, *messages[1:]])
     else:
         said = "\n\n".join(one["content"] for one in messages)
         ids = list(tokenizer((wanted.prompt or task.bare).replace("{source}", said)).input_ids)
@@ -148,7 +144,7 @@ def prompt_of(decoder: Decoder, wanted: Wanted, messages: Sequence[dict[str, str
             f"the prompt has {len(ids)} tokens; with {wanted.max_new_tokens} new ones that is more than the "
             f"context of {decoder.scorer.context}"
         )
-    return list(ids)
+    return ids
 
 
 def stops(decoder: Decoder, wanted: Wanted) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from outpace.tasks.audio import read
 from outpace.tasks.items import Item
 from outpace.tasks.sides import Wanted, Written, forget
 from outpace.tasks.theirs import assistant, drawing, watched
-from outpace.tasks.transcribe import Transcriber
+from outpace.tasks.transcribe import Transcriber, features_of
 
 
 class OursHearing:
@@ -60,29 +60,25 @@ class TheirsHearing:
         begun = time.perf_counter()
         samples = read(item.audio, hearing.sampling_rate)
         long = len(samples) / hearing.sampling_rate > hearing.chunk_length
-        inputs = hearing(
-            samples.numpy(),
-            sampling_rate=hearing.sampling_rate,
-            return_tensors="pt",
-            return_attention_mask=True,
-            **({"truncation": False, "padding": "longest"} if long else {}),
-        )
+        inputs = features_of(self.processor, [samples], long)
         language = {}
         if getattr(self.model.generation_config, "is_multilingual", True):
             language = {"language": self.wanted.language, "task": "transcribe"}
         torch.manual_seed(seed)
         helper = self.assistant["assistant_model"]
         before = copy.deepcopy(helper.generation_config)  # where it learns how far to guess
-        with watched(stats, self.waits):
-            found = self.model.generate(
-                inputs.input_features.to(self.model.device, self.model.dtype),
-                attention_mask=inputs.attention_mask.to(self.model.device),
-                return_timestamps=long,
-                **language,
-                **self.assistant,
-                **drawing(self.wanted.sampling),
-            )
-        helper.generation_config = before
+        try:
+            with watched(stats, self.waits):
+                found = self.model.generate(
+                    inputs.input_features.to(self.model.device, self.model.dtype),
+                    attention_mask=inputs.attention_mask.to(self.model.device),
+                    return_timestamps=long,
+                    **language,
+                    **self.assistant,
+                    **drawing(self.wanted.sampling),
+                )
+        finally:
+            helper.generation_config = before
         text = self.processor.tokenizer.decode(found[0], skip_special_tokens=True)
         stats.new_tokens = stats.accepted + stats.target_calls
         return Written([text.strip()], [[]], stats, time.perf_counter() - begun)

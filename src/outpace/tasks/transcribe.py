@@ -61,6 +61,17 @@ class Sound:
     duration: float
 
 
+def features_of(processor: Any, sounds: Sequence[Tensor], long: bool) -> Any:
+    """What Whisper hears: `input_features` and `attention_mask`, of one window or of all there are."""
+    return processor.feature_extractor(
+        [samples.numpy() for samples in sounds],
+        sampling_rate=processor.feature_extractor.sampling_rate,
+        return_tensors="pt",
+        return_attention_mask=True,
+        **({"truncation": False, "padding": "longest"} if long else {}),
+    )
+
+
 class Transcriber:
     """Whisper models that transcribe files.
 
@@ -202,13 +213,7 @@ class Transcriber:
 
     def _transcribed(self, sounds: Sequence[Sound], options: dict[str, Any], long: bool) -> list[Transcript]:
         begun = time.perf_counter()
-        inputs = self.processor.feature_extractor(
-            [one.samples.numpy() for one in sounds],
-            sampling_rate=self.processor.feature_extractor.sampling_rate,
-            return_tensors="pt",
-            return_attention_mask=True,
-            **({"truncation": False, "padding": "longest"} if long else {}),
-        )
+        inputs = features_of(self.processor, [one.samples for one in sounds], long)
         features = inputs.input_features.to(self.model.device, self.model.dtype)
         languages: list[str | None] = [options.get("language", "en")] * len(sounds)
         if "language" in options:
