@@ -227,8 +227,8 @@ class Decoder:
             self.drafter.commit(outcome[0], outcome[1])
         self.length.observe(slots, draft.lengths or [], accepted)
         steps = advance(rows, draft, state, (accepted, next_token, bad), self.scorer.context)
-        clock.share([row.stats for row in rows])
-        return steps
+        phases = clock.share([row.stats for row in rows])
+        return [replace(step, phases=phases) for step in steps]
 
     @torch.inference_mode()
     def _begin(self, rows: list[Row]) -> list[Step]:
@@ -246,8 +246,8 @@ class Decoder:
         clock.lap("verify")
         _, next_token, bad = torch.stack((verdict.accepted, verdict.next_token, verdict.bad)).tolist()
         steps = advance(rows, draft, None, ([0] * len(rows), next_token, bad), self.scorer.context)
-        clock.share([row.stats for row in rows])
-        return steps
+        phases = clock.share([row.stats for row in rows])
+        return [replace(step, phases=phases) for step in steps]
 
     def _propose(self, rows: list[Row]) -> tuple[Draft, State | None]:
         """Guesses of each row, as far as policy, context and the tokens still wanted allow."""

@@ -33,8 +33,8 @@ def run(engine: Engine, waiting: deque[Row], slots: int, length: Length, context
             rows = [row for slot, row in theirs.items() if active.get(slot) is row]
             clock.lap("target")
             steps = _gained(engine, rows, outcome, active, length, context)
-            clock.share([row.stats for row in rows])
-            yield from steps
+            phases = clock.share([row.stats for row in rows])
+            yield from (dataclasses.replace(step, phases=phases) for step in steps)
     finally:
         for slot in active:
             engine.end(slot)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -55,6 +55,8 @@ class Step:
     draft_tokens   the guesses
     finish_reason  of the row, if this is its last step
     output         the row's Output, if this is its last step
+    phases         seconds of the iteration, all rows together, by what they were spent on: draft, target,
+                   verify, other
     """
 
     row: int
@@ -66,6 +68,7 @@ class Step:
     draft_tokens: list[int]
     finish_reason: str | None = None
     output: Output | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def text(self) -> str | None:

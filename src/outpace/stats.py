@@ -87,10 +87,11 @@ class Clock:
         self._spent[what] = now - self._last
         self._last = now
 
-    def share(self, rows: Sequence[Stats]) -> None:
-        """The rest is "other"; each row gets its share."""
+    def share(self, rows: Sequence[Stats]) -> dict[str, float]:
+        """The rest is "other"; each row gets its share of what all is."""
         self.lap("other")
         for stats in rows:
             for what, seconds in self._spent.items():
                 name = f"{what}_seconds"
                 setattr(stats, name, getattr(stats, name) + seconds / len(rows))
+        return self._spent

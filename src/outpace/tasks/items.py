@@ -15,6 +15,9 @@ from outpace.tasks.extra import needed
 SOURCES = ("source", "prompt", "article", "document", "dialogue", "question", "text")
 REFERENCES = ("reference", "highlights", "summary", "target", "answer", "canonical_solution")
 FILES = (".csv", ".json", ".jsonl", ".parquet", ".txt")  # endings that no data set's name has
+CONVERSATIONS = (
+    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
+)  # fmt: skip
 SPEECH_REFERENCES = ("text", "transcript", "transcription", "sentence", "reference")
 
 
@@ -161,3 +164,9 @@ def first(row: Any, names: Sequence[str]) -> str | None:
     """The first of these fields that holds text."""
     found = (row.get(name) for name in names)
     return next((one for one in found if isinstance(one, str) and one.strip()), None)
+
+
+def category(item: Item) -> str:
+    """One of Spec-Bench's six: the eight kinds of MT-bench are one of them."""
+    own = str(item.extra.get("category") or item.extra.get("task") or "other")
+    return "multi-turn conversation" if own in CONVERSATIONS else own.replace("_", " ")

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from outpace.stats import Stats
-from outpace.tasks.items import Item
+from outpace.tasks.items import Item, category
 from outpace.tasks.journal import Key
 from outpace.tasks.kinds import Task
 from outpace.tasks.score import percentile
@@ -164,17 +164,6 @@ def by_category(found: Sequence[Column]) -> Table:
             cells.append(f"{one.stats.tokens_per_call:.2f}{over}")
         lines.append((f"{kind} ({len(rows)})", cells))
     return lines
-
-
-CONVERSATIONS = (
-    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
-)  # fmt: skip
-
-
-def category(item: Item) -> str:
-    """One of Spec-Bench's six: the eight kinds of MT-bench are one of them."""
-    own = str(item.extra.get("category") or item.extra.get("task") or "other")
-    return "multi-turn conversation" if own in CONVERSATIONS else own.replace("_", " ")
 
 
 def speed(one: Column) -> float | None:

@@ -1,0 +1,78 @@
+"""What is written about while something is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outpace.text import chat_ids
+
+# Where nobody names others: a few of every kind, some of which ask for their own words back.
+OWN = (
+    ("story", "Write a short story about a keeper of a lighthouse who finds a message in a bottle."),
+    ("story", "Describe a market in a small town on a rainy morning."),
+    ("question", "Why is the sky blue at noon and red at sunset?"),
+    ("question", "How do vaccines teach the body to fight an illness?"),
+    ("code", "Write a Python function that returns the n-th Fibonacci number, with a docstring and a test."),
+    ("code", "Write a Python class Stack with push, pop, peek and is_empty, and show how to use it."),
+    (
+        "edit",
+        "Repeat this list with every item in capitals: apples, pears, plums, cherries, figs, nuts.",
+    ),
+    (
+        "edit",
+        "Correct the spelling and repeat the whole text: The contry lane was quite, and the old huose stood "
+        "at its end. Nobody had lived their for years. The windows of the old huose were broken, and grass "
+        "grew on the contry lane.",
+    ),
+    (
+        "summary",
+        "Summarize in two sentences: The town council met on Tuesday to discuss the new bridge. The old "
+        "bridge, built in 1931, has been closed since a flood in March damaged two of its piers. Engineers "
+        "told the council that a repair would cost nearly as much as a new bridge and last half as long. "
+        "The council voted to ask for offers for a new bridge, which is to have a lane for bicycles.",
+    ),
+    ("summary", "List the main events of a day at school, then summarize the list in one sentence."),
+    (
+        "maths",
+        "A train covers 180 kilometres in 2 hours and a quarter. How fast is it? Show each step.",
+    ),
+    ("maths", "Anna has 3 boxes of 24 pencils and gives away 17 pencils. How many are left? Show each step."),
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, and what kind of text it asks for."""
+
+    ids: list[int]
+    domain: str
+
+
+def asked(
+    tokenizer: Any,
+    texts: Sequence[str] = (),
+    data: str | None = None,
+    limit: int | None = None,
+    every: int = 1,
+) -> list[Asked]:
+    """Prompts from texts, from a file or data set (as `outpace eval` reads them), or our own. With a chat
+    template they are what a user says."""
+    if data is not None:
+        from outpace.tasks.items import category, read
+
+        items = [one for one in read(data, limit=limit, every=every).items if one.problem is None]
+        rows = [(category(one), one.turns[0]) for one in items]
+        if not rows:
+            raise ValueError(f"data: {data} has no row that can be used")
+    else:
+        rows = [("prompt", text) for text in texts] or list(OWN)
+        rows = rows[::every][:limit]
+    return [Asked(_ids(tokenizer, text), domain) for domain, text in rows]
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    if getattr(tokenizer, "chat_template", None):
+        return chat_ids(tokenizer, [{"role": "user", "content": text}])
+    return list(tokenizer(text).input_ids)

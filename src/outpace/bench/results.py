@@ -1,0 +1,56 @@
+"""A file of measurements: what was run, where, and what came of it so far."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Results:
+    """One JSON object that is written anew, as a whole, whenever it has grown: what was measured before an
+    interruption is kept, and says that it is not all ("complete").
+
+    kind      "measure", "sweep", "tune"
+    about     what it is of: command, machine, target, settings
+    """
+
+    def __init__(self, path: Path | None, kind: str, about: Mapping[str, Any]) -> None:
+        self.path = path
+        self.content: dict[str, Any] = {"kind": kind, **about, "complete": False}
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+    def put(self, **found: Any) -> None:
+        """Measurements, by the name of their part; a part that is there is replaced."""
+        self.content.update(found)
+        self._write()
+
+    def done(self) -> None:
+        """There is nothing more to come."""
+        self.content["complete"] = True
+        self._write()
+
+    def _write(self) -> None:
+        if self.path is None:
+            return
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        beside.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+        beside.replace(self.path)
+
+
+def load(path: Path, kinds: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What a file holds, of one of these kinds, or of any."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        raise ValueError(f"{path}: not a JSON file") from None
+    kind = content.get("kind") if isinstance(content, dict) else None
+    if kind is None or (kinds and kind not in kinds):
+        wanted = " or ".join(f"`outpace {one}`" for one in kinds) or "a measuring command"
+        raise ValueError(f"{path}: it was not written by {wanted}")
+    return dict(content)
