@@ -14,6 +14,7 @@ from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 import outpace
 from outpace import Decoder, Draft, Fixed, Heuristic, Output, Sampling, Stats
+from outpace.length import Done, Length
 from tests.tiny import V, byte_tokenizer, greedy, tiny
 
 PROMPT = [9, 8, 7, 6, 5, 4]
@@ -44,8 +45,9 @@ def test_a_list_in_a_list_out_each_row_as_alone() -> None:
         assert out.text is None
 
 
-def test_equal_seeds_give_equal_texts_and_fresh_ones_do_not() -> None:
-    decoder = Decoder(tiny(), tiny(seed=1))
+@pytest.mark.parametrize(("rule", "length"), [("token", Heuristic(3)), ("block", Fixed(2)), ("match", None)])
+def test_equal_seeds_give_equal_texts_and_fresh_ones_do_not(rule: str, length: Length | None) -> None:
+    decoder = Decoder(tiny(), tiny(seed=1), rule=rule, length=length)
     once, again = (decoder.generate(PROMPT, temperature=1.0, seed=5, max_new_tokens=20) for _ in range(2))
     assert once.tokens == again.tokens
     fresh = {tuple(decoder.generate(PROMPT, temperature=1.0, max_new_tokens=20).tokens) for _ in range(3)}
@@ -245,13 +247,13 @@ def test_the_heuristic_grows_shrinks_rests_and_tries_again() -> None:
     for kept in (2, 4, 5, 0, 0, 0, 0, 0):
         (g,) = policy.choose([7])
         chosen.append(g)
-        policy.observe([7], [g], [kept])
+        policy.observe(Done([7], [g], [kept], g, 1, None))
     assert chosen == [2, 4, 5, 5, 4, 3, 2, 1]
     resting = []
     for _ in range(10):
         (g,) = policy.choose([7])
         resting.append(g)
-        policy.observe([7], [g], [g])
+        policy.observe(Done([7], [g], [g], g, 1, None))
     assert resting == [0] * 4 + [1, 2, 4, 5, 5, 5]
 
 
@@ -260,7 +262,7 @@ def test_a_heuristic_with_a_least_never_rests() -> None:
     chosen = []
     for _ in range(4):
         chosen += policy.choose([0])
-        policy.observe([0], chosen[-1:], [0])
+        policy.observe(Done([0], chosen[-1:], [0], chosen[-1], 1, None))
     assert chosen == [2, 1, 1, 1]
     assert repr(policy) == "Heuristic(2, least=1)"
     with pytest.raises(ValueError, match=r"least: got 3; it must be an int in 0\.\.2"):
@@ -519,7 +521,7 @@ def test_an_error_in_a_processor_or_drafter_leaves_nothing_half_done() -> None:
 
 def test_a_decoder_describes_itself() -> None:
     said = Decoder(tiny(), tiny("gpt2"), rule="token", lenience=0.5).describe()
-    for part in ("LlamaForCausalLM", "GPT2LMHeadModel", "KiB a token", "lenience 0.5", "Heuristic(5)"):
+    for part in ("LlamaForCausalLM", "GPT2LMHeadModel", "KiB a token", "lenience 0.5", "Goodput(16)"):
         assert part in said
     assert "none, plain decoding" in Decoder(tiny()).describe()
 

@@ -120,3 +120,21 @@ def test_what_makes_no_sense_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=f"^{said}: "):
             wrong()
+
+
+def test_with_times_as_they_are_a_flat_pass_is_theorem_3_8_and_a_steep_one_is_not() -> None:
+    g = np.arange(8)
+    flat = theory.measured_speedup(theory.expected_tokens(0.8, g), g, 0.5, 10.0, 10.0)
+    np.testing.assert_allclose(flat, theory.speedup(0.8, g, 0.05))
+    # 2 tokens in 4·1 + 16 units, where plain decoding takes 10 for one
+    assert theory.measured_speedup(2.0, 4, 1.0, 16.0, 10.0) == 1.0
+    with pytest.raises(ValueError, match="step: got -1"):
+        theory.measured_speedup(2.0, 4, -1.0, 16.0, 10.0)
+
+
+def test_shares_of_kept_drafts_are_those_of_expected_tokens() -> None:
+    np.testing.assert_allclose(theory.kept_shares(0.5, 3), [0.5, 0.25, 0.125, 0.125])
+    for alpha, g in itertools.product((0.0, 0.3, 1.0), (0, 4)):
+        shares = theory.kept_shares(alpha, g)
+        assert shares.sum() == pytest.approx(1)
+        assert (shares * np.arange(1, g + 2)).sum() == pytest.approx(theory.expected_tokens(alpha, g))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outpace.draft.random import RandomDrafter
     from outpace.draft.text import TextDrafter
     from outpace.integrations.transformers import generate
-    from outpace.length import Fixed, Heuristic
+    from outpace.length import Fixed, Goodput, Heuristic
     from outpace.models.source import Source
     from outpace.pair import load
     from outpace.rows import Output, Step
@@ -32,6 +32,7 @@ _HOMES = {
     "Draft": "outpace.draft.base",
     "Drafter": "outpace.draft.base",
     "Fixed": "outpace.length",
+    "Goodput": "outpace.length",
     "Heuristic": "outpace.length",
     "LookupDrafter": "outpace.draft.lookup",
     "ModelDrafter": "outpace.draft.model",
@@ -56,6 +57,7 @@ __all__ = [
     "Draft",
     "Drafter",
     "Fixed",
+    "Goodput",
     "Heuristic",
     "LookupDrafter",
     "ModelDrafter",

@@ -18,11 +18,12 @@ from outpace import engined
 from outpace.advance import advance
 from outpace.arguments import kind, on_device
 from outpace.draft import claim, drafter_of, release
-from outpace.draft.base import Draft, Drafter, State, check_draft, one_for_all
+from outpace.draft.base import Draft, Drafter, one_for_all
 from outpace.draft.model import ModelDrafter
 from outpace.draft.text import TextDrafter
 from outpace.engines import Engines
-from outpace.length import Fixed, Heuristic, Length
+from outpace.guess import Guesser, seeds
+from outpace.length import Fixed, Goodput, Length
 from outpace.logprobs import adjusted, keep, note
 from outpace.models.causal import CausalScorer
 from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
@@ -35,6 +36,7 @@ from outpace.verify.block import Block
 from outpace.verify.rules import parse
 
 WithModel = ModelDrafter | TextDrafter
+MOST = 16  # guesses an iteration, where the caller does not say
 
 
 class Decoder:
@@ -46,7 +48,8 @@ class Decoder:
     tokenizer       the target's, for text prompts, text output and stop strings
     rule            "token", "block", "match", or `sigmoid(alpha, beta)`, which is not exact: docs/rules.md
     lenience        for rule "token": below 1 it keeps more drafts and is not exact
-    length          how far to guess: `Fixed(g)`, or `Heuristic(start)`, the default
+    length          how far to guess: `Fixed(g)`, `Heuristic(start)`, or `Goodput()`, the default, which goes
+                    by the clock, so as never to be slower than plain decoding: docs/length.md
     draft_sampling  how the drafter draws; by default as the target does
     pack            on a CPU, keep a second copy of the weights that makes passes over few tokens faster
     engine          run iterations as one function of tensors, on CUDA as one graph, where models and rows
@@ -75,10 +78,10 @@ class Decoder:
         check.lenience(lenience, self.rule)
         self.lenience = lenience
         if length is None:
-            length = Fixed(0) if drafter is None else Heuristic(most=min(20, self.scorer.context - 1))
+            length = Fixed(0) if drafter is None else Goodput(min(MOST, self.scorer.context - 1))
         self.length: Length = Fixed(length) if isinstance(length, int) else length
         if not hasattr(self.length, "choose"):
-            raise TypeError(f"length: got {kind(length)}; it must be Fixed(g), Heuristic(start) or an int")
+            raise TypeError(f"length: got {kind(length)}; it must be a length policy or an int")
         if self.length.most >= self.scorer.context:
             raise ValueError(
                 f"length: {self.length!r} does not fit a context of {self.scorer.context} tokens"
@@ -137,7 +140,8 @@ class Decoder:
         stop            a string, or several, that end a text; they are not part of it
         stop_tokens     token ids that do, beside the model's end-of-text
         ignore_eos      go on after end-of-text
-        seed            an int, or one per prompt. Equal seeds and prompts give equal texts; None is fresh
+        seed            an int, or one per prompt; None is fresh. Equal seeds and prompts give equal texts, if
+                        greedy, with rule "match", or with a length that does not go by the clock
         n               samples per prompt; they come one after the other, and the prompt is computed once
         logprobs        True, or k for the k likeliest tokens too
         scores, logits  True keeps the adjusted logits, and the target's own, of every new token
@@ -213,7 +217,8 @@ class Decoder:
         """One pass of the target and g guesses bring each row from 1 to g+1 new tokens."""
         clock = Clock()
         slots = [row.slot for row in rows]
-        draft, state = self._propose(rows)  # tokens [R, g] from q
+        proposal = self._guesser.propose(rows)
+        draft, state = proposal.draft, proposal.state  # tokens [R, g] from q
         clock.lap("draft")
         last = on_device([row.tokens[-1] for row in rows], torch.int64, self.scorer.device)
         logits = self.scorer.score(slots, torch.cat((last[:, None], draft.tokens), dim=1))  # [R, g+1, V] of p
@@ -225,9 +230,9 @@ class Decoder:
         self.scorer.commit(slots, [1 + kept for kept in accepted])
         if state is not None and self.drafter is not None:
             self.drafter.commit(outcome[0], outcome[1])
-        self.length.observe(slots, draft.lengths or [], accepted)
         steps = advance(rows, draft, state, (accepted, next_token, bad), self.scorer.context)
         phases = clock.share([row.stats for row in rows])
+        self.length.observe(proposal.done(rows, accepted, next_token, phases))
         return [replace(step, phases=phases) for step in steps]
 
     @torch.inference_mode()
@@ -248,41 +253,6 @@ class Decoder:
         steps = advance(rows, draft, None, ([0] * len(rows), next_token, bad), self.scorer.context)
         phases = clock.share([row.stats for row in rows])
         return [replace(step, phases=phases) for step in steps]
-
-    def _propose(self, rows: list[Row]) -> tuple[Draft, State | None]:
-        """Guesses of each row, as far as policy, context and the tokens still wanted allow."""
-        limits = [
-            min(g, row.max_new_tokens - row.stats.new_tokens - 1, self.scorer.context - len(row.tokens) - 1)
-            for g, row in zip(self.length.choose([row.slot for row in rows]), rows, strict=True)
-        ]
-        g = max(limits)
-        if g < 1 or self.drafter is None:
-            return Draft.chosen([[] for _ in rows], self.scorer.device), None
-        state = self._state(rows, limits)
-        draft = self.drafter.propose(state, g)
-        check_draft(draft, len(rows), self.scorer.vocab_size, self.scorer.device)
-        given = [draft.tokens.shape[1]] * len(rows) if draft.lengths is None else map(int, draft.lengths)
-        lengths = [min(limit, length) for limit, length in zip(limits, given, strict=True)]
-        g = max(lengths)
-        logits = None if draft.logits is None else draft.logits[:, :g]
-        told = None if draft.told is None else draft.told.first(g)
-        return Draft(draft.tokens[:, :g], logits, lengths, told), state
-
-    def _state(self, rows: list[Row], limits: list[int]) -> State:
-        own = [row.sampling if row.draft_sampling is None else row.draft_sampling for row in rows]
-        return State(
-            [row.slot for row in rows],
-            [row.tokens for row in rows],
-            [row.prompt_length for row in rows],
-            # What a processor learns from a draft counts only if the draft is kept: it works on a copy.
-            [one.fork() if one.processors else one for one in own],
-            self._seeds(rows),
-            limits,
-            self.scorer.vocab_size,
-            self.scorer.device,
-            self.rule.name == "match",
-            [row.source for row in rows],
-        )
 
     def _verify(self, rows: list[Row], draft: Draft, logits: Tensor) -> Verdict:
         samplings = [row.sampling for row in rows]
@@ -327,7 +297,7 @@ class Decoder:
             draft.logits,
             logits,
             None if told is None else told.lse,
-            rows[0].seed if alone else self._seeds(rows),
+            rows[0].seed if alone else seeds(rows, device),
             len(rows[0].tokens)
             if alone
             else on_device([len(row.tokens) for row in rows], torch.int64, device),
@@ -354,9 +324,6 @@ class Decoder:
         elif encoders and encoders[0] is not self.scorer:
             raise ValueError("drafter: an encoder-decoder model cannot draft for a target without an encoder")
 
-    def _seeds(self, rows: list[Row]) -> Tensor:
-        return on_device([row.seed for row in rows], torch.int64, self.scorer.device)
-
     # Rows come and go
 
     def _run(self, rows: list[Row], batch_size: int | None) -> Generator[Step]:
@@ -372,6 +339,7 @@ class Decoder:
             except RuntimeError:
                 self._lock.release()
                 raise
+        self._guesser = Guesser(self.scorer, self.drafter, self.length, self.rule)
         slots = min(batch_size or len(rows), len(rows))
         waiting, active = deque(rows), list[Row]()
         sound = False  # whether what the caches hold is what the rows say
@@ -380,7 +348,9 @@ class Decoder:
             if self._engines is not None:
                 engine = self._engines.take(rows, slots, longest + 2 * (self.length.most + 1))
                 if engine is not None:
-                    yield from engined.run(engine, waiting, slots, self.length, self.scorer.context)
+                    if isinstance(self.drafter, TextDrafter):
+                        self.drafter.reserve(slots, longest + self.length.most + 1)
+                    yield from engined.Run(engine, self._guesser, slots, self._engines.inside).steps(waiting)
                     return
             self.scorer.reserve(slots, longest + self.length.most + 1)
             if isinstance(self.drafter, WithModel):

@@ -4,71 +4,199 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections import deque
 from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
 
 from outpace.advance import advance
 from outpace.draft.base import Draft
-from outpace.length import Length
-from outpace.models.compiled import Engine, Outcome, Pending
+from outpace.guess import Guesser, Proposal, right
+from outpace.length import Done
+from outpace.models.compiled import Engine, Given, Outcome, Pending
 from outpace.rows import Row, Step
+from outpace.sampling import Sampling
 from outpace.stats import Clock
 
-
-def run(engine: Engine, waiting: deque[Row], slots: int, length: Length, context: int) -> Generator[Step]:
-    """All rows, so many at a time. An iteration has been started when the outcome of the last one is read."""
-    sampling = waiting[0].sampling
-    active: dict[int, Row] = {}
-    started: deque[tuple[Pending, dict[int, Row]]] = deque()
-    try:
-        while waiting or active:
-            clock = Clock()
-            _take_up(engine, waiting, slots, active)
-            while len(started) < 2:
-                g = max(length.choose(list(active)))
-                started.append((engine.start(g, sampling, slots), dict(active)))
-            pending, theirs = started.popleft()
-            outcome = pending.read()
-            # A row that ended meanwhile has no use for what came of its slot.
-            rows = [row for slot, row in theirs.items() if active.get(slot) is row]
-            clock.lap("target")
-            steps = _gained(engine, rows, outcome, active, length, context)
-            phases = clock.share([row.stats for row in rows])
-            yield from (dataclasses.replace(step, phases=phases) for step in steps)
-    finally:
-        for slot in active:
-            engine.end(slot)
-        length.reset(range(slots))
-        for pending, _ in started:
-            pending.read()
+AHEAD = 2  # iterations that are under way at a time: the outcome of one is read while the next one runs
 
 
-def _take_up(engine: Engine, waiting: deque[Row], slots: int, active: dict[int, Row]) -> None:
-    """Slots that are free get rows that wait, those side by side together."""
-    free = [slot for slot in range(slots) if slot not in active][: len(waiting)]
-    for slot in free:
-        active[slot] = waiting.popleft()
-        active[slot].slot = slot
-    for _, side_by_side in itertools.groupby(enumerate(free), key=lambda one: one[1] - one[0]):
-        new = [active[slot] for _, slot in side_by_side]
-        engine.begin_all(new[0].slot, [row.tokens for row in new], [row.seed for row in new])
+@dataclass(frozen=True)
+class Begun:
+    """An iteration that was started."""
+
+    pending: Pending
+    g: int
+    rows: dict[int, Row]  # that took part, by slot
+    proposal: Proposal | None  # what the host's drafter guessed
 
 
-def _gained(
-    engine: Engine, rows: list[Row], outcome: Outcome, active: dict[int, Row], length: Length, context: int
-) -> list[Step]:
-    """What an iteration brought to rows; those that have come to their ends give up their slots."""
-    slots = [row.slot for row in rows]
-    accepted, next_token, bad = (
-        [of[slot] for slot in slots] for of in (outcome.accepted, outcome.next_token, outcome.bad)
-    )
-    draft = Draft.chosen([outcome.drafts[slot] for slot in slots])
-    length.observe(slots, draft.lengths or [], accepted)
-    steps = advance(rows, draft, None, (accepted, next_token, bad), context)
-    for i, row in enumerate(rows):
-        if row.finish_reason is not None:
-            engine.end(row.slot, row.tokens, wipe=row.error is not None)
-            del active[row.slot]
-            length.reset([row.slot])
-            steps[i] = dataclasses.replace(steps[i], finish_reason=row.finish_reason, output=row.output())
-    return steps
+class Run:
+    """All rows of a call, so many at a time.
+
+    inside  guessing is part of the engine's iterations; otherwise it needs to see what came of the last one
+    """
+
+    def __init__(self, engine: Engine, guesser: Guesser, slots: int, inside: bool) -> None:
+        self.engine, self.guesser, self.slots, self.inside = engine, guesser, slots, inside
+        self.length, self.drafter = guesser.length, guesser.drafter
+        self._active: dict[int, Row] = {}
+        self._begun: deque[Begun] = deque()
+        self._read_by_draft: dict[int, int] = {}  # tokens of each row's text
+        self._smooth = True  # nothing else was done beside the last iteration
+        self._drafted = 0.0  # seconds that the host's drafter took
+
+    def steps(self, waiting: deque[Row]) -> Generator[Step]:
+        sampling = waiting[0].sampling
+        try:
+            while waiting or self._active:
+                clock = Clock()
+                self._smooth = True
+                self._take_up(waiting)
+                while len(self._begun) < AHEAD:
+                    begun = self._start(sampling)
+                    if begun is None:
+                        break
+                    self._begun.append(begun)
+                begun = self._begun.popleft()
+                outcome = begun.pending.read()
+                # A row that ended meanwhile has no use for what came of its slot.
+                rows = [row for slot, row in begun.rows.items() if self._active.get(slot) is row]
+                clock.lap("target")
+                spare = self._spare(rows, begun.g)
+                steps = self._gained(rows, outcome, begun)
+                phases = clock.share([row.stats for row in rows])
+                self._observe(rows, outcome, begun, spare, sum(phases.values()))
+                self._end(rows)
+                yield from (dataclasses.replace(step, phases=phases) for step in steps)
+        finally:
+            for slot in self._active:
+                self.engine.end(slot)
+            self.length.reset(range(self.slots))
+            if self.drafter is not None:
+                self.drafter.reset(range(self.slots))
+            for begun in self._begun:
+                begun.pending.read()
+
+    def _take_up(self, waiting: deque[Row]) -> None:
+        """Slots that are free get rows that wait, those side by side together."""
+        free = [slot for slot in range(self.slots) if slot not in self._active][: len(waiting)]
+        self._smooth = not free
+        for slot in free:
+            self._active[slot] = waiting.popleft()
+            self._active[slot].slot = slot
+            self._read_by_draft[slot] = len(self._active[slot].tokens)
+        for _, side_by_side in itertools.groupby(enumerate(free), key=lambda one: one[1] - one[0]):
+            new = [self._active[slot] for _, slot in side_by_side]
+            self.engine.begin_all(new[0].slot, [row.tokens for row in new], [row.seed for row in new])
+
+    def _start(self, sampling: Sampling) -> Begun | None:
+        """The next iteration; None if it has to wait for the outcome of the last one."""
+        rows = dict(self._active)
+        if self.inside:
+            g = max(self.length.choose(list(rows), batch=self.slots)) if self.drafter is not None else 0
+            if g and self._behind() and not self._caught_up():
+                return None
+            return self._begin(g, rows, sampling)
+        if self._begun:  # the drafter would have to see what comes of it
+            plain = not self._begun[-1].g and not self.guesser.free
+            if not plain or max(self.length.choose(list(rows), batch=self.slots)):
+                return None
+            return self._begin(0, rows, sampling)
+        began = time.perf_counter()
+        proposal = self.guesser.propose(list(rows.values()), self.slots)
+        self._drafted = time.perf_counter() - began
+        return self._begin(proposal.draft.tokens.shape[1], rows, sampling, proposal)
+
+    def _begin(
+        self, g: int, rows: dict[int, Row], sampling: Sampling, proposal: Proposal | None = None
+    ) -> Begun:
+        given = Given(list(rows), proposal.draft) if proposal is not None and g else None
+        pending = self.engine.start(g, sampling, self.slots, given)
+        return Begun(pending, g, rows, proposal)
+
+    def _behind(self) -> int:
+        """Tokens of a row that the engine's draft has not read, at most."""
+        if self.engine.draft is None:
+            return 0
+        coming = sum(not begun.g for begun in self._begun)
+        known = (len(row.tokens) - self._read_by_draft[slot] for slot, row in self._active.items())
+        return coming + max(known)
+
+    def _caught_up(self) -> bool:
+        if self._begun:
+            return False
+        self._smooth = False
+        self.engine.catch_up({slot: row.tokens for slot, row in self._active.items()}, self._behind())
+        return True
+
+    def _spare(self, rows: list[Row], g: int) -> list[int | None]:
+        """What a drafter that costs nothing would have guessed, if it was not asked."""
+        if self.inside and self.guesser.free and g == 0 and rows and self.length.most:
+            return self.guesser.aside(rows)
+        return [None] * len(rows)
+
+    def _gained(self, rows: list[Row], outcome: Outcome, begun: Begun) -> list[Step]:
+        """What an iteration brought to rows."""
+        slots = [row.slot for row in rows]
+        accepted, next_token, bad = (
+            [of[slot] for slot in slots] for of in (outcome.accepted, outcome.next_token, outcome.bad)
+        )
+        if begun.proposal is not None and begun.proposal.state is not None and self.drafter is not None:
+            kept, followed = (
+                [of[slot] for slot in begun.rows] for of in (outcome.accepted, outcome.next_token)
+            )
+            self.drafter.commit(torch.tensor(kept), torch.tensor(followed))
+        draft = Draft.chosen([outcome.drafts[slot] for slot in slots])
+        steps = advance(rows, draft, None, (accepted, next_token, bad), self.guesser.scorer.context)
+        for i, row in enumerate(rows):
+            if begun.g:
+                self._read_by_draft[row.slot] = len(row.tokens)
+            if row.finish_reason is not None:
+                steps[i] = dataclasses.replace(steps[i], finish_reason=row.finish_reason, output=row.output())
+        return steps
+
+    def _observe(
+        self, rows: list[Row], outcome: Outcome, begun: Begun, spare: list[int | None], wall: float
+    ) -> None:
+        """Tell the policy: the device's time, or the host's if that was longer."""
+        if not rows:
+            return
+        slots = [row.slot for row in rows]
+        proposal, seconds, drafted = begun.proposal, begun.pending.seconds, 0.0
+        asked, steps = [begun.g] * len(slots), 0  # they are scored whether there are any or not
+        if proposal is not None and proposal.steps:
+            place = {slot: i for i, slot in enumerate(begun.rows)}
+            asked = [proposal.asked[place[slot]] for slot in slots]
+            steps, drafted = proposal.steps, self._drafted
+        if seconds is not None:
+            seconds = max(seconds + drafted, wall) if self._smooth else seconds + drafted
+        self.length.observe(
+            Done(
+                slots,
+                [len(outcome.drafts[slot]) for slot in slots],
+                [outcome.accepted[slot] for slot in slots],
+                begun.g,
+                self.slots,
+                seconds,
+                drafted,
+                steps,
+                asked,
+                right(spare, [outcome.next_token[slot] for slot in slots]),
+            )
+        )
+
+    def _end(self, rows: list[Row]) -> None:
+        """Rows that have come to their ends give up their slots."""
+        for row in rows:
+            if row.finish_reason is None:
+                continue
+            whole = self.engine.draft is None or self._read_by_draft[row.slot] == len(row.tokens)
+            known = row.tokens if whole else row.tokens[: self._read_by_draft[row.slot]]
+            self.engine.end(row.slot, known, wipe=row.error is not None)
+            del self._active[row.slot]
+            self.length.reset([row.slot])
+            if self.drafter is not None:
+                self.drafter.reset([row.slot])

@@ -111,7 +111,14 @@ class Engines:
             f"{name} rearranged" if why is None else f"{name} as it is, since it {why}"
             for name, why in reasons
         )
+        if not self.inside:
+            passes += f"; {type(self.drafter).__name__} guesses on the host"
         return f"{kind}, for rows drawn alike, without penalties, processors or logprobs ({passes})"
+
+    @property
+    def inside(self) -> bool:
+        """Whether guessing is part of an iteration; otherwise guesses come from the host."""
+        return self.drafter is None or isinstance(self.drafter, ModelDrafter) or self._copies() is not None
 
     def _models(self) -> list[torch.nn.Module]:
         drafts = [self.drafter.scorer.base] if isinstance(self.drafter, ModelDrafter) else []
@@ -123,8 +130,6 @@ class Engines:
         return (one.min_ngram, one.max_ngram) if type(one) is LookupDrafter else None
 
     def _why_not(self) -> str | None:
-        if self.drafter is not None and not isinstance(self.drafter, ModelDrafter) and not self._copies():
-            return f"{type(self.drafter).__name__} guesses on the host"
         if self.rule.name == "rejection":
             return "rule rejection is for comparison only"
         drafts = [self.drafter.scorer] if isinstance(self.drafter, ModelDrafter) else []

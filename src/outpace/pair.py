@@ -8,8 +8,8 @@ from typing import Any
 
 from outpace.decode import Decoder
 from outpace.draft.base import Drafter
-from outpace.length import Heuristic, Length
-from outpace.models.causal import memory_free, positions
+from outpace.length import Length
+from outpace.models.causal import memory_free
 from outpace.models.hub import Say, check_name, load_model, say
 from outpace.models.packed import packed_bytes
 from outpace.sampling import Sampling
@@ -50,12 +50,9 @@ def load(
     model, tokenizer = load_model(target, device=device, dtype=dtype, tell=tell)
     drafter = load_drafter(draft, device=device, dtype=dtype, tell=tell)
     if isinstance(draft, str | os.PathLike):
-        drafter = _through_text(drafter, tokenizer, f"{draft}", tell)
-    if length is None and draft == "lookup":
-        # It guesses only where something matches, so it need not be silenced by a loss.
-        length = Heuristic(most=min(20, positions(model.config) - 1), least=1)
+        drafter = through_text(drafter, tokenizer, f"{draft}", tell)
     if pack is None:
-        pack = 0 < packed_bytes(model) < memory_free(model.device) // 4
+        pack = worth_packing(model)
     return Decoder(
         model,
         drafter,
@@ -67,6 +64,11 @@ def load(
         pack=pack,
         engine=engine,
     )
+
+
+def worth_packing(model: Any) -> bool:
+    """Whether a second copy of the weights is of use, and a quarter of the free memory holds it."""
+    return bool(0 < packed_bytes(model) < memory_free(model.device) // 4)
 
 
 def check_draft_name(draft: Name | Drafter | None) -> None:
@@ -99,7 +101,7 @@ def load_drafter(
     return draft
 
 
-def _through_text(drafter: Drafter | None, tokenizer: Any, name: str, tell: Say) -> Drafter | None:
+def through_text(drafter: Drafter | None, tokenizer: Any, name: str, tell: Say) -> Drafter | None:
     """The same draft, so that it is of use where its tokenizer is not the target's."""
     from outpace.draft.model import ModelDrafter, alike
     from outpace.draft.text import TextDrafter

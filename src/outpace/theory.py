@@ -34,6 +34,23 @@ def speedup(alpha: Numbers, g: Numbers, c: Numbers = 0.0) -> Found:
     return _plain(expected_tokens(alpha, g) / (1 + _drafts(g) * _cost("c", c)))
 
 
+def measured_speedup(tokens: Numbers, g: Numbers, step: Numbers, target: Numbers, plain: Numbers) -> Found:
+    """Over plain decoding, where a pass over more tokens takes longer: theorem 3.8 with times as they are.
+
+    tokens  that an iteration brings
+    step    time of a draft's step, of which there are g
+    target  time of the target's pass over all g + 1 tokens, with verification; plain, over a single one
+    """
+    taken = _drafts(g) * _cost("step", step) + _cost("target", target)
+    return _plain(_cost("tokens", tokens) * _cost("plain", plain) / taken)
+
+
+def kept_shares(alpha: float, g: int) -> Found:
+    """Probabilities `[g + 1]` that 0, 1, ... g drafts of a pass are kept: a geometric distribution, cut."""
+    alpha, g = float(_share("alpha", alpha)), int(_drafts(g))
+    return np.append(alpha ** np.arange(g) * (1 - alpha), alpha**g)
+
+
 def operations(alpha: Numbers, g: Numbers, ops: Numbers = 0.0) -> Found:
     """Times as many as plain decoding's: theorem 3.11."""
     g = _drafts(g)

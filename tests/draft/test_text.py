@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import outpace
-from outpace import Decoder, Sampling, TextDrafter
+from outpace import Decoder, Fixed, Sampling, TextDrafter
 from outpace.draft.language import TAIL, Language, Reading
 from tests.statistical import test_decoder as matrix
 from tests.tiny import byte_tokenizer, letter_tokenizer, tiny, tiny_seq2seq, trained, trained_tokenizer
@@ -235,10 +235,12 @@ def test_transformers_generate_takes_it() -> None:
     assert model.generate(ids, custom_generate=outpace.generate, draft=drafter, **settings).equal(expected)
 
 
-def test_an_engine_is_not_for_it() -> None:
-    assert (
-        "engine   none: TextDrafter guesses on the host" in decoder("words", "pieces", engine=True).describe()
-    )
+def test_an_engine_takes_its_guesses() -> None:
+    one, other = (decoder("words", "pieces", engine=engine, length=Fixed(3)) for engine in (True, False))
+    assert "TextDrafter guesses on the host" in one.describe()
+    texts = [each.generate("The", temperature=0, max_new_tokens=16) for each in (one, other)]
+    assert texts[0].tokens == texts[1].tokens
+    assert texts[0].stats.accepted == texts[1].stats.accepted > 0
 
 
 class Mute:

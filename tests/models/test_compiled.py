@@ -207,14 +207,33 @@ def test_rows_go_through_the_kernels_together(monkeypatch: pytest.MonkeyPatch) -
     assert texts(engine, 2, Sampling(temperature=0), 6) == expected
 
 
-def test_a_draft_keeps_up_with_plain_iterations() -> None:
-    """One that is its target guesses right, however long it was not asked."""
+def test_a_draft_that_was_not_asked_does_not_know_the_text() -> None:
+    """So that plain iterations cost no more than without one."""
     engine = engine_of(tiny(), tiny())
     for row, prompt in enumerate(PROMPTS):
         engine.begin(row, prompt, 1)
+    written = {row: list(prompt) for row, prompt in enumerate(PROMPTS)}
     for _ in range(4):
-        engine.start(0, Sampling()).read()
-    assert engine.start(3, Sampling()).read().accepted == [3] * len(PROMPTS)
+        outcome = engine.start(0, Sampling()).read()
+        for row, text in written.items():
+            text += outcome.won(row)
+    assert engine.start(3, Sampling()).read().accepted != [3] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("plain", [1, 4, 40])
+def test_a_draft_that_has_caught_up_guesses_on(plain: int) -> None:
+    engine = engine_of(tiny(), tiny())
+    written = {row: list(prompt) for row, prompt in enumerate(PROMPTS)}
+    for row, prompt in enumerate(PROMPTS):
+        engine.begin(row, prompt, 1)
+    for i in range(3 * plain):
+        g = 3 if i % plain == 0 else 0
+        if g:
+            engine.catch_up(written, plain)
+        outcome = engine.start(g, Sampling()).read()
+        assert outcome.accepted == [g] * len(PROMPTS)
+        for row, text in written.items():
+            text += outcome.won(row)
 
 
 def test_without_anyone_who_guesses_decoding_is_plain() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import Decoder, Fixed, Sampling, Step, decode, random
-from outpace.draft.base import Draft
+from outpace import Decoder, Fixed, Sampling, Step, decode, guess, random
+from outpace.draft.base import Draft, Draws
 from outpace.draft.model import ModelDrafter
 from outpace.models import fused
 from outpace.models.cache import RaggedCache
@@ -76,8 +76,13 @@ def processors_are_not_set_back(patch: pytest.MonkeyPatch) -> None:
 
 def noise_depends_on_the_batch(patch: pytest.MonkeyPatch) -> None:
     """Every row in a batch is drawn with the first one's noise."""
-    honest = Decoder._seeds
-    patch.setattr(Decoder, "_seeds", lambda self, rows: honest(self, rows)[:1].expand(len(rows)))
+    honest = guess.seeds
+
+    def seeds(rows: Any, device: Any) -> Any:
+        return honest(rows, device)[:1].expand(len(rows))
+
+    patch.setattr(guess, "seeds", seeds)
+    patch.setattr(decode, "seeds", seeds)
 
 
 def drafts_hide_their_temperature(patch: pytest.MonkeyPatch) -> None:
@@ -88,7 +93,21 @@ def drafts_hide_their_temperature(patch: pytest.MonkeyPatch) -> None:
         return honest(tokens, None if logits is None else logits * 2, lengths, told)
 
     draft.chosen = honest.chosen  # type: ignore[attr-defined]
-    patch.setattr(decode, "Draft", draft)
+    patch.setattr(guess, "Draft", draft)
+
+
+def guesses_that_look_unlikely_are_dropped(patch: pytest.MonkeyPatch) -> None:
+    """How far a row is guessed depends on the token that was drawn."""
+    honest = Draws.draft
+
+    def draft(self: Draws, lengths: Any = None) -> Draft:
+        made = honest(self, lengths)
+        assert made.logits is not None
+        chance = made.logits.softmax(-1).gather(2, made.tokens[..., None])[..., 0]
+        sure = (chance > 0.25).long().cumprod(1).sum(1).tolist()
+        return replace(made, lengths=[min(pair) for pair in zip(sure, made.lengths or sure, strict=True)])
+
+    patch.setattr(Draws, "draft", draft)
 
 
 def a_lost_draft_is_corrected_from_p(patch: pytest.MonkeyPatch) -> None:
@@ -165,6 +184,7 @@ def the_engine_has_one_noise_for_all_rows(patch: pytest.MonkeyPatch) -> None:
         (processors_are_not_set_back, Cell("random", way="processors", length="f 2")),
         (noise_depends_on_the_batch, Cell("model", length="f 2", batch_size=50)),
         (drafts_hide_their_temperature, Cell("model", length="f 3")),
+        (guesses_that_look_unlikely_are_dropped, Cell("model", length="f 3")),
         (an_end_inside_a_block_is_ignored, Cell("model", length="f 3", stops=True)),
         (a_lost_draft_is_corrected_from_p, Cell("model", length="f 3")),
         (corrections_are_drawn_with_the_noise_of_the_test, Cell("lookup", length="f 3")),

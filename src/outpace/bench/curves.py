@@ -1,8 +1,11 @@
-"""The papers' curves, with a point for what was asked: needs `pip install 'outpace[plot]'`."""
+"""The papers' curves, with a point for what was asked or measured: needs `pip install 'outpace[plot]'`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,37 +14,76 @@ from outpace.bench.pictures import backend
 
 LENGTHS = (1, 3, 5, 7, 10)
 COSTS = (0.01, 0.02, 0.05, 0.1)
+LONGEST = 32  # of a point
+MARKERS = "osD^vPX*"
+ALPHAS = np.linspace(0, 0.99, 199)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A draft, at the g that suits it best."""
+
+    alpha: float
+    c: float
+    name: str = ""
+
+    @property
+    def g(self) -> int:
+        return theory.best_length(self.alpha, self.c, LONGEST)
+
+    @property
+    def label(self) -> str:
+        return self.name or f"α = {self.alpha:g}, c = {self.c:g}, g = {self.g}"
 
 
 def draw(path: Path, alpha: float, c: float) -> None:
     """Leviathan et al. 2023, figures 2 to 4: expected tokens, best lengths, speed and operations over α."""
     pyplot = backend()
     found, axes = pyplot.subplots(2, 2, figsize=(10, 7.5), layout="constrained")
-    tokens, lengths, speed, operations = axes.flat
-    share = np.linspace(0, 0.99, 199)
-    best = theory.best_length(alpha, c)
-    for g in LENGTHS:
-        tokens.plot(share, theory.expected_tokens(share, g), label=f"g = {g}")
-        speed.plot(share, theory.speedup(share, g, c), label=f"g = {g}")
-        operations.plot(share, theory.operations(share, g, c), label=f"g = {g}")
-    for cost in COSTS:
-        lengths.plot(share, [theory.best_length(float(one), cost) for one in share], label=f"c = {cost:g}")
-    tokens.plot(share, 1 / (1 - share), "k:", lw=1, label="no limit")
-    speed.plot(share, theory.oracle_speedup(share, c), "k:", lw=1, label="oracle")
-    tokens.set(title="expected tokens a pass", ylim=(1, 11))
-    lengths.set(title="best g", ylim=(0, 40))
-    speed.set(title=f"speed over plain decoding, c = {c:g}", ylim=(0, 10))
-    operations.set(title=f"operations over plain decoding, ĉ = {c:g}", ylim=(1, 8))
-    here = (
-        (tokens, theory.expected_tokens(alpha, best)),
-        (lengths, best),
-        (speed, theory.speedup(alpha, best, c)),
-        (operations, theory.operations(alpha, best, c)),
-    )
-    for axis, value in here:
-        axis.plot([alpha], [value], "ko", ms=6, label=f"α = {alpha:g}, c = {c:g}, g = {best}")
-        axis.set_xlabel("α")
-        axis.grid(alpha=0.3)
+    for panel, axis in zip((tokens, lengths, speed, operations), axes.flat, strict=True):
+        panel(axis, [Point(alpha, c)], c)
         axis.legend(fontsize=7)
     found.savefig(path)
     pyplot.close(found)
+
+
+def tokens(axis: Any, points: Sequence[Point], c: float) -> None:
+    for g in LENGTHS:
+        axis.plot(ALPHAS, theory.expected_tokens(ALPHAS, g), label=f"g = {g}")
+    axis.plot(ALPHAS, 1 / (1 - ALPHAS), "k:", lw=1, label="no limit")
+    axis.set(title="expected tokens a pass", ylim=(1, 11))
+    _dots(axis, points, [theory.expected_tokens(one.alpha, one.g) for one in points])
+
+
+def lengths(axis: Any, points: Sequence[Point], c: float) -> None:
+    for cost in COSTS:
+        best = [theory.best_length(float(alpha), cost) for alpha in ALPHAS]
+        axis.plot(ALPHAS, best, label=f"c = {cost:g}")
+    axis.set(title="best g", ylim=(0, 40))
+    _dots(axis, points, [one.g for one in points])
+
+
+def speed(axis: Any, points: Sequence[Point], c: float) -> None:
+    for g in LENGTHS:
+        axis.plot(ALPHAS, theory.speedup(ALPHAS, g, c), label=f"g = {g}")
+    axis.plot(ALPHAS, theory.oracle_speedup(ALPHAS, c), "k:", lw=1, label="oracle")
+    axis.set(title=f"speed over plain decoding, c = {c:.3g}", ylim=(0, 10))
+    _dots(axis, points, [theory.speedup(one.alpha, one.g, one.c) for one in points])
+
+
+def operations(axis: Any, points: Sequence[Point], c: float) -> None:
+    for g in LENGTHS:
+        axis.plot(ALPHAS, theory.operations(ALPHAS, g, c), label=f"g = {g}")
+    axis.set(title=f"operations over plain decoding, ĉ = {c:.3g}", ylim=(1, 8))
+    _dots(axis, points, [theory.operations(one.alpha, one.g, one.c) for one in points])
+
+
+def _dots(axis: Any, points: Sequence[Point], values: Sequence[float]) -> None:
+    """All of them in sight."""
+    low, high = axis.get_ylim()
+    axis.set_ylim(low, max(high, *(1.05 * value for value in values)) if values else high)
+    for i, (one, value) in enumerate(zip(points, values, strict=True)):
+        mark = "k" + MARKERS[i % len(MARKERS)]
+        axis.plot([one.alpha], [value], mark, ms=6, label=one.label, clip_on=False, ls="")
+    axis.set_xlabel("α")
+    axis.grid(alpha=0.3)

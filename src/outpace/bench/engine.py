@@ -252,11 +252,13 @@ def mark(device: torch.device) -> torch.Event | None:
     return event
 
 
-def phases(engine: Engine, g: int) -> Phases:
-    """The parts of an iteration, each by itself: in a graph where there are graphs."""
-    tokens = torch.zeros(engine.rows, g + 1, dtype=torch.int64, device=engine.target.device)
-    places = engine.lengths[:, None] + torch.arange(-2, g, device=tokens.device)
-    state = State.of(engine, engine.rows)
+def phases(engine: Engine, g: int, rows: int | None = None) -> Phases:
+    """The parts of an iteration of the first rows, or of all, each by itself: in a graph where there are
+    graphs."""
+    rows = engine.rows if rows is None else rows
+    tokens = torch.zeros(rows, g + 1, dtype=torch.int64, device=engine.target.device)
+    places = engine.lengths[:rows, None] + torch.arange(-2, g, device=tokens.device)
+    state = State.of(engine, rows)
     draft = alone(lambda: engine._propose(g, PLAIN, state, places), tokens.device) if g else 0.0
     target = alone(lambda: engine.target.logits(tokens, places[:, 1:], engine.target_cache), tokens.device)
     return Phases(draft / 1e3, target / 1e3)

@@ -37,8 +37,11 @@ class Results:
         if self.path is None:
             return
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        beside.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
-        beside.replace(self.path)
+        try:
+            beside.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+            beside.replace(self.path)
+        finally:
+            beside.unlink(missing_ok=True)  # of an interruption
 
 
 def load(path: Path, kinds: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""The command: `outpace generate`, `chat`, `transcribe`, `eval`, `plan`, `audit`, `doctor`, `bench`. Nothing
-heavy is imported before its use."""
+"""The command: `outpace generate`, `chat`, `transcribe`, `eval`, `plan`, `measure`, `sweep`, `report`,
+`audit`, `doctor`, `bench`. Nothing heavy is imported before its use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from outpace.cli.chat import chat
 from outpace.cli.doctor import doctor
 from outpace.cli.eval import eval
 from outpace.cli.generate import generate
+from outpace.cli.measure import measure
 from outpace.cli.plan import plan
+from outpace.cli.report import report
+from outpace.cli.sweep import sweep
 from outpace.cli.transcribe import transcribe
 
 # What a flag that does not fit raises: of click, or of the copy of it that newer versions of typer bring.
@@ -37,6 +40,9 @@ app.command()(chat)
 app.command()(transcribe)
 app.command()(eval)
 app.command()(plan)
+app.command()(report)
+app.command()(measure)
+app.command()(sweep)
 app.command()(audit)
 app.command()(doctor)
 app.add_typer(bench, name="bench")

@@ -33,7 +33,7 @@ def plan(
 ) -> None:
     """Say how far to guess, and how much faster that is: Leviathan et al. 2023, section 3.
 
-    α and c of real models: `outpace generate` shows the acceptance, `outpace bench engine` times.
+    α and c of real models: `outpace measure`.
     A pass over g + 1 tokens is taken to cost as much as one over a single token, which holds on a GPU
     with few rows, and does not on a CPU.
 

@@ -8,7 +8,7 @@ a token because it was unlikely biases the output.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
@@ -49,20 +49,29 @@ class Draft:
              still does to them; None: tokens were chosen
     lengths  how many of its g tokens each row guessed; None: all
     told     what is known of these logits already, and what they are still to be adjusted by; None: nothing
+    steps    that were made, one more than tokens if the state said that it is enough; None: as many as asked
+    confidence  of each row, in [0, 1], how good its guess is taken to be, where that is known for nothing
     """
 
     tokens: Tensor
     logits: Tensor | None = None
     lengths: Sequence[int] | None = None
     told: Told | None = None
+    steps: int | None = None
+    confidence: Sequence[float] | None = None
 
     @classmethod
-    def chosen(cls, guesses: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Draft:
+    def chosen(
+        cls,
+        guesses: Sequence[Sequence[int]],
+        device: torch.device | str = "cpu",
+        confidence: Sequence[float] | None = None,
+    ) -> Draft:
         """From plain lists of chosen tokens, of any lengths."""
         g = max(map(len, guesses), default=0)
         padded = [[*guess, *[0] * (g - len(guess))] for guess in guesses]
         tokens = torch.tensor(padded, dtype=torch.int64, device=device).view(len(guesses), g)
-        return cls(tokens, None, [len(guess) for guess in guesses])
+        return cls(tokens, None, [len(guess) for guess in guesses], confidence=confidence)
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,8 @@ class State:
     device          where the Draft is wanted
     own_noise       draw with the noise the target itself will draw with (rule "match")
     sources         what each row is written about, if the target has an encoder
+    enough          a drafter may ask, before it draws a token, whether to leave it at those it has; with the
+                    largest probability of each row's distribution. `Draws.enough` does
     after           filled by `Draws`: the samplings as they were after each token, where processors keep
                     state
     """
@@ -93,11 +104,16 @@ class State:
     device: torch.device
     own_noise: bool = False
     sources: Sequence[Source | None] = ()
+    enough: Callable[[Sequence[float]], bool] | None = None
     after: list[list[Sampling]] = field(default_factory=list)
 
 
 class Drafter(Protocol):
-    """Anything that guesses. A drafter without memory can leave `commit` and `reset` empty."""
+    """Anything that guesses. A drafter without memory can leave `commit` and `reset` empty.
+
+    One that costs next to nothing and chooses its tokens can say so by an attribute `free = True`: it is then
+    asked at every iteration, and what is worth scoring of its guesses decided after.
+    """
 
     def propose(self, state: State, g: int) -> Draft:
         """Up to g >= 1 tokens after each row's text."""
@@ -114,7 +130,9 @@ class Draws:
 
     draws = Draws(state, g)
     for i in range(g):
-        tokens = draws.take(logits)     # [R, V] in, [R] out
+        if draws.enough(logits):        # [R, V]
+            break
+        tokens = draws.take(logits)     # [R]
     return draws.draft()
     """
 
@@ -132,22 +150,27 @@ class Draws:
         self._drawn: list[Drawn] = []  # of each draw on a GPU
         # There the part of adjusting that depends on the position alone is the kernel's.
         self._shapes = None if self._neutral else [one.shape for one in one_for_all(state.sampling)]
+        self._by_kernel = has_kernel(state.device) and not self.chosen
+        self._adjusted: Tensor | None = None  # what the next token is drawn from, if someone has looked
+        self._stopped = False
         if not self.chosen and state.device.type == "cpu":
             noise = random.halves(state.seed.tolist(), self._starts, g, Stream.DRAFT)
             self._u = [[row[i][0] for row in noise] for i in range(g)]
 
+    def enough(self, logits: Tensor) -> bool:
+        """Whether the policy would rather leave it at what was drawn than draw from these."""
+        if self.state.enough is None:
+            return False
+        self._adjusted = self._look(logits)
+        sure = (self._adjusted.amax(-1) - self._adjusted.logsumexp(-1)).exp()
+        self._stopped = self.state.enough(sure.tolist())
+        return self._stopped
+
     def take(self, logits: Tensor) -> Tensor:
         """The next token of each row from the draft's raw logits `[R, V or fewer or more]`."""
         state, i = self.state, len(self.tokens)
-        logits = fit(logits, state.vocab_size)
-        prefix = None
-        if self._prefix is not None:
-            if self.tokens:
-                last = (self._start + i - 1)[:, None]
-                self._prefix.tokens.scatter_(1, last, self.tokens[-1][:, None])
-            prefix = Prefix(self._prefix.tokens, self._start + i, self._prefix.prompt_lengths)
-        by_kernel = has_kernel(state.device) and not self.chosen
-        adjusted = logits if self._neutral else self._adjust(logits, prefix, shaped=not by_kernel)
+        adjusted = self._look(logits) if self._adjusted is None else self._adjusted
+        self._adjusted = None
         if any(one.processors for one in state.sampling):
             state.after.append([one.fork() for one in state.sampling])
         if self._greedy:
@@ -157,7 +180,7 @@ class Draws:
             noise = random.gumbel(state.seed, self._start + i, state.vocab_size)
             token = random.race(adjusted.float(), noise)
             sound = adjusted.amax(-1).isfinite()
-        elif by_kernel:
+        elif self._by_kernel:
             shapes = self._shapes if self._shapes is None or len(self._shapes) > 1 else self._shapes[0]
             drawn = sample(adjusted, seed=state.seed, position=self._start, step=i, sampling=shapes)
             token, sound = drawn.tokens, drawn.lse.isfinite()
@@ -170,6 +193,18 @@ class Draws:
         self.tokens.append(token)
         self._sound.append(sound)
         return token
+
+    def _look(self, logits: Tensor) -> Tensor:
+        """What the next token is drawn from."""
+        state, i = self.state, len(self.tokens)
+        logits = fit(logits, state.vocab_size)
+        prefix = None
+        if self._prefix is not None:
+            if self.tokens:
+                last = (self._start + i - 1)[:, None]
+                self._prefix.tokens.scatter_(1, last, self.tokens[-1][:, None])
+            prefix = Prefix(self._prefix.tokens, self._start + i, self._prefix.prompt_lengths)
+        return logits if self._neutral else self._adjust(logits, prefix, shaped=not self._by_kernel)
 
     @cached_property
     def _start(self) -> Tensor:
@@ -186,6 +221,9 @@ class Draws:
     def draft(self, lengths: Sequence[int] | None = None) -> Draft:
         """What was drawn. Where nothing was possible, or NaN, a row's draft ends before: that depends on q
         alone, never on the token."""
+        if not self.tokens:
+            self.usable = [0] * len(self.state.rows)
+            return replace(Draft.chosen([[] for _ in self.state.rows], self.state.device), steps=1)
         logits = None if self.chosen else torch.stack(self._logits, dim=1)
         sound = self._sound
         if isinstance(sound[0], Tensor):
@@ -193,7 +231,8 @@ class Draws:
         self.usable = [sum(1 for _ in takewhile(bool, row)) for row in zip(*sound, strict=True)]
         if lengths is not None:
             self.usable = [min(pair) for pair in zip(lengths, self.usable, strict=True)]
-        return Draft(torch.stack(self.tokens, dim=1), logits, self.usable, self._told())
+        steps = None if self.state.enough is None else len(self.tokens) + self._stopped
+        return Draft(torch.stack(self.tokens, dim=1), logits, self.usable, self._told(), steps)
 
     def _told(self) -> Told | None:
         if not self._drawn:

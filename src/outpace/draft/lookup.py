@@ -24,6 +24,8 @@ class LookupDrafter:
     both sides of the model have one vocabulary.
     """
 
+    free = True
+
     def __init__(self, max_ngram: int = 3, min_ngram: int = 2) -> None:
         integer("min_ngram", min_ngram, "an int >= 1", lambda n: n >= 1)
         integer("max_ngram", max_ngram, f"an int >= min_ngram = {min_ngram}", lambda n: n >= min_ngram)
@@ -31,15 +33,17 @@ class LookupDrafter:
         self._indices: dict[int, Index] = {}  # by slot
 
     def propose(self, state: State, g: int) -> Draft:
-        guesses = []
+        guesses, sure = [], []
         sources = state.sources or [None] * len(state.rows)
         for row, text, limit, source in zip(state.rows, state.tokens, state.limits, sources, strict=True):
             if source is not None and source.copyable:
                 text = [*source.copyable, *text]
             index = self._indices.setdefault(row, Index(self.min_ngram, self.max_ngram))
             index.extend(text)
-            guesses.append(index.guess(text, min(g, limit)))
-        return Draft.chosen(guesses, state.device)
+            guess, size = index.guess(text, min(g, limit))
+            guesses.append(guess)
+            sure.append(size / self.max_ngram)
+        return Draft.chosen(guesses, state.device, sure)
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None: ...
 
@@ -64,14 +68,15 @@ class Index:
                     self.ends[tuple(text[end - size : end])] = end
         self.covered = max(self.covered, len(text))
 
-    def guess(self, text: Sequence[int], most: int) -> list[int]:
+    def guess(self, text: Sequence[int], most: int) -> tuple[list[int], int]:
+        """What may follow the text, and how many tokens before it stood there."""
         for size in self.sizes:
             end = self.ends.get(tuple(text[-size:])) if size <= len(text) else None
             if end is not None:
                 period = len(text) - end
                 most = 1 if size == 1 < self.sizes.start else most
-                return [text[end + i % period] for i in range(most)]
-        return []
+                return [text[end + i % period] for i in range(most)], size
+        return [], 0
 
 
 def copied(text: Tensor, lengths: Tensor, g: int, least: int, most: int) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,10 @@ class ModelDrafter:
         logits = self._catch_up(state)
         draws = Draws(state, g)
         for i in range(g):
-            tokens = draws.take(logits.to(state.device))
+            logits = logits.to(state.device)
+            if draws.enough(logits):
+                break
+            tokens = draws.take(logits)
             if i < g - 1:
                 fed = tokens.to(self.scorer.device)
                 if self.vocab_size < state.vocab_size:
@@ -50,7 +53,10 @@ class ModelDrafter:
                 logits = self.scorer.score(state.rows, fed[:, None])[:, 0]
                 self.scorer.commit(state.rows, [1] * len(state.rows))
         draft = draws.draft(lengths)
-        self._unusable = [usable < length for usable, length in zip(draws.usable, lengths, strict=True)]
+        drawn = len(draws.tokens)
+        self._unusable = [
+            usable < min(length, drawn) for usable, length in zip(draws.usable, lengths, strict=True)
+        ]
         return draft
 
     def reserve(self, rows: int, tokens: int) -> None:

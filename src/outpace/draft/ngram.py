@@ -114,7 +114,10 @@ class NGramDrafter:
             for row, context in zip(logits, contexts, strict=True):
                 tokens, counts = self.counts(context)
                 row[torch.from_numpy(tokens)] = torch.from_numpy(counts).float().log()
-            for context, token in zip(contexts, draws.take(logits.to(state.device)).tolist(), strict=True):
+            logits = logits.to(state.device)
+            if draws.enough(logits):
+                break
+            for context, token in zip(contexts, draws.take(logits).tolist(), strict=True):
                 context.append(token)
                 del context[: len(context) - (self.n - 1)]
         return draws.draft()

@@ -7,15 +7,16 @@ rows go on together, with the same g, and a row whose end the host has seen stan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from outpace.draft.base import fit
+from outpace.draft.base import Draft, fit
 from outpace.draft.lookup import copied
 from outpace.models.causal import WORTH_COPYING, common
 from outpace.models.graphs import Graphs
@@ -60,24 +61,46 @@ class Outcome:
         return [*self.drafts[row][: self.accepted[row]], self.next_token[row]]
 
 
+class Moment:
+    """When the device comes to a point in what it was given to do."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.Event("cuda", enable_timing=True) if device.type == "cuda" else None
+        self._time = time.perf_counter()
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: Moment) -> float:
+        """Seconds, once both are over."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
 class Pending:
     """An iteration that was started."""
 
-    def __init__(self, result: Tensor) -> None:
+    def __init__(self, result: Tensor, begun: Moment | None) -> None:
         """result: `[rows, 4 + g]` of accepted, next token, bad, how many were drafted, and drafts."""
-        self._result = result
-        self._arrived: torch.Event | None = None
+        self._result, self._begun = result, begun
         if result.is_cuda:
             # Into memory of its own: the next iteration writes over the result.
             self._result = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
             self._result.copy_(result, non_blocking=True)
-            self._arrived = torch.Event("cuda")
-            self._arrived.record()
+        self._arrived = Moment(result.device)
+
+    @property
+    def seconds(self) -> float | None:
+        """What it took the device, after `read`; None if something was made ready meanwhile."""
+        return None if self._begun is None else self._arrived.since(self._begun)
 
     def read(self) -> Outcome:
         """Wait for it."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        self._arrived.wait()
         rows = self._result.tolist()
         return Outcome(
             [row[4 : 4 + row[3]] for row in rows],
@@ -111,10 +134,26 @@ class Guesses:
     logits: Tensor | None = None  # [rows, g, V]; None where tokens were chosen
     drawn: Sequence[Drawn] = ()  # what else is known of those
     lengths: Tensor | None = None  # how many of them count in each row; None: all
+    sampling: Sampling | None = None  # what the logits are still to be adjusted by
+
+
+@dataclass(frozen=True)
+class Given:
+    """Guesses from outside, of rows in these slots."""
+
+    slots: Sequence[int]
+    draft: Draft
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """What the logits are still to be adjusted by, which is the same for all rows."""
+        told = self.draft.told
+        return None if told is None or told.sampling is None else told.sampling[0]
 
 
 class Engine:
-    """Rows of texts that a target and a draft write together.
+    """Rows of texts that a target and a draft write together. After plain iterations the draft has to
+    `catch_up` before it guesses again.
 
     target, draft  models; without a draft decoding is plain
     rows, tokens   how many texts there may be at once, and how long each may become
@@ -145,6 +184,7 @@ class Engine:
         self.graphs = Graphs(target.device)
         self._pages: dict[int, tuple[Tensor, Tensor]] = {}  # tokens and positions that graphs of prompts read
         self._held: dict[int, Sequence[int]] = {}  # tokens that surely lie at a row's beginning in the caches
+        self._given: dict[tuple[int, Sampling | None, torch.dtype | None], Guesses] = {}  # what graphs read
 
     def begin(self, row: int, text: Sequence[int], seed: int) -> None:
         """A row takes up a text. Its last token waits for the first iteration."""
@@ -252,9 +292,45 @@ class Engine:
         """Nothing that the caches hold is used again."""
         self._held.clear()
 
-    def start(self, g: int, sampling: Sampling, rows: int | None = None) -> Pending:
+    def catch_up(self, texts: Mapping[int, Sequence[int]], missing: int) -> None:
+        """The draft reads what was written in these rows while nobody asked it: at most so many of the last
+        tokens, but the very last two, which every iteration feeds. Nothing may be under way."""
+        if self.draft is None:
+            return
+        draft, cache = self.draft, self.draft_cache
+        size = max(SHORTEST, _power(missing))
+        seen = min(_power(max(*map(len, texts.values()), CHUNK)), self.tokens)
+        for row in range(self.rows):
+            if row not in texts:
+                self._held.pop(row, None)  # what it holds is written over
+        # Rows that lack fewer tokens read some again, which changes nothing.
+        places = [
+            [max(0, len(texts.get(row, ())) - 2 + i) for i in range(-size, 0)] for row in range(self.rows)
+        ]
+        ids = [
+            [texts[row][place] if row in texts else 0 for place in some] for row, some in enumerate(places)
+        ]
+        if size not in self._pages:
+            self._pages[size] = self.last.new_zeros(self.rows, size), self.last.new_zeros(self.rows, size)
+        page = self._pages[size]
+        page[0].copy_(torch.tensor(ids))
+        page[1].copy_(torch.tensor(places))
+
+        def read() -> Tensor:
+            draft.read(self._known(page[0], draft), page[1], cache.part(0, self.rows, seen))
+            return page[0]
+
+        with self._on_device():
+            self.graphs.run(("catch up", size, seen), read, f"catching up with {size} tokens")
+
+    def start(
+        self, g: int, sampling: Sampling, rows: int | None = None, given: Given | None = None
+    ) -> Pending:
         """Start an iteration of g drafts of the first rows, or of all; 0 decodes plainly, as does an engine
-        without anyone who guesses. The host goes on at once."""
+        without anyone who guesses. The host goes on at once.
+
+        given  guesses from outside, g of them, instead of the engine's own
+        """
         if sampling.logit_bias or sampling.reads_prefix:
             raise ValueError(
                 "sampling: has penalties, bias or processors, which need the host between drafts"
@@ -262,26 +338,50 @@ class Engine:
         rows = self.rows if rows is None else rows
         if not 1 <= rows <= self.rows:
             raise ValueError(f"rows: got {rows}; there are 1 to {self.rows}")
-        if self.draft is None and self.copies is None:
+        if self.draft is None and self.copies is None and given is None:
             g = 0
         with self._on_device():
+            guesses = None if given is None else self._put(g, given)
+            key = (g, rows, sampling, None if guesses is None else id(guesses))
+            ready = self.graphs.ready(key)
+            begun = Moment(self.target.device)
             result = self.graphs.run(
-                (g, rows, sampling),
-                lambda: self.iteration(g, sampling, rows),
+                key,
+                lambda: self.iteration(g, sampling, rows, guesses),
                 f"an iteration of g = {g}, {rows} rows,",
                 (self.lengths, self.last),
             )
-            return Pending(result)
+            return Pending(result, begun if ready else None)
+
+    def _put(self, g: int, given: Given) -> Guesses:
+        """Guesses from outside lie where graphs look for them; rows that have none guess nothing."""
+        draft = given.draft
+        key = g, given.sampling, None if draft.logits is None else draft.logits.dtype
+        if key not in self._given:
+            logits = None
+            if draft.logits is not None:
+                logits = draft.logits.new_zeros(self.rows, g, self.target.vocab_size)
+            tokens = self.last.new_zeros(self.rows, g)
+            self._given[key] = Guesses(tokens, logits, (), tokens.new_zeros(self.rows), given.sampling)
+        room = self._given[key]
+        assert room.lengths is not None
+        lengths = torch.zeros(self.rows, dtype=torch.int64)
+        lengths[list(given.slots)] = torch.tensor(draft.lengths or [g] * len(given.slots))
+        room.lengths.copy_(lengths)
+        room.tokens[list(given.slots)] = draft.tokens.to(room.tokens.device)
+        if room.logits is not None and draft.logits is not None:
+            room.logits[list(given.slots)] = draft.logits
+        return room
 
     @torch.inference_mode()
-    def iteration(self, g: int, sampling: Sampling, rows: int) -> Tensor:
+    def iteration(self, g: int, sampling: Sampling, rows: int, given: Guesses | None = None) -> Tensor:
         """One pass of the target over g guesses; what came of it, as `Pending` has it."""
         state = State.of(self, rows)
         # Where the last two tokens and the guesses lie; rows that stand still at the end write there.
         places = (state.lengths[:, None] + torch.arange(-2, g, device=state.last.device)).clamp(
             0, self.tokens - 1
         )
-        guesses = self._propose(g, sampling, state, places)
+        guesses = self._propose(g, sampling, state, places) if given is None else first_rows(given, rows)
         scored = torch.cat((state.last[:, 1:], guesses.tokens), dim=1)  # [rows, g+1]
         p = self.target.logits(scored, places[:, 1:], self.target_cache)  # [rows, g+1, V]
         verdict = self._verify(guesses, p, sampling, state)
@@ -304,12 +404,9 @@ class Engine:
         if self.copies is not None and g:
             tokens, lengths = copied(state.text, state.lengths, g, *self.copies)
             return Guesses(tokens, lengths=lengths)
-        if self.draft is None:
+        if self.draft is None or g == 0:
             return Guesses(state.last[:, :0])
         ids = self._known(state.last, self.draft)
-        if g == 0:  # or its cache would lack more than it is fed later
-            self.draft.read(ids, places, self.draft_cache)
-            return Guesses(state.last[:, :0])
         drafts, logits, drawn = [], [], list[Drawn]()
         for i in range(g):
             at = places[:, :2] if i == 0 else places[:, i + 1 : i + 2]
@@ -322,7 +419,8 @@ class Engine:
                 drafts.append(drawn[-1].tokens)
                 logits.append(q)
             ids = self._known(drafts[-1][:, None], self.draft)
-        return Guesses(torch.stack(drafts, dim=1), torch.stack(logits, dim=1) if logits else None, drawn)
+        all_q = torch.stack(logits, dim=1) if logits else None
+        return Guesses(torch.stack(drafts, dim=1), all_q, drawn, sampling=sampling)
 
     def _verify(self, guesses: Guesses, p: Tensor, sampling: Sampling, state: State) -> Verdict:
         q, drawn = guesses.logits, guesses.drawn
@@ -341,7 +439,7 @@ class Engine:
             position=state.lengths,
             sampling=sampling,
             lengths=guesses.lengths,
-            draft_sampling=None if q is None else sampling,
+            draft_sampling=None if q is None else guesses.sampling,
             draft_lse=torch.stack([one.lse for one in drawn], dim=1) if drawn else None,
             draft_cut=(torch.stack(cuts, dim=1), torch.stack(ties, dim=1)) if cuts else None,
         )
@@ -359,6 +457,13 @@ class Engine:
     def _on_device(self) -> AbstractContextManager[Any]:
         """Kernels are launched on the device that is the current one."""
         return torch.cuda.device(self.target.device) if self.target.device.type == "cuda" else nullcontext()
+
+
+def first_rows(guesses: Guesses, rows: int) -> Guesses:
+    """Of so many rows."""
+    logits = None if guesses.logits is None else guesses.logits[:rows]
+    lengths = None if guesses.lengths is None else guesses.lengths[:rows]
+    return replace(guesses, tokens=guesses.tokens[:rows], logits=logits, lengths=lengths)
 
 
 def _power(n: int) -> int:

@@ -46,6 +46,10 @@ class Graphs:
         graph.replay()
         return result
 
+    def ready(self, key: Hashable) -> bool:
+        """Whether nothing has to be made first."""
+        return not self.on or key in self._made
+
     def _get(
         self, key: Hashable, work: Callable[[], Tensor], name: str, changes: Sequence[Tensor]
     ) -> Captured | None:

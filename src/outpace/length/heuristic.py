@@ -1,48 +1,14 @@
-"""How far to guess: policies that choose g for each row and iteration.
-
-A policy is told what came of its choices and may hold any memory per slot. g = 0 is plain decoding.
-"""
+"""Longer after a success, shorter after a loss."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from outpace.arguments import integer
+from outpace.length.base import Done, Hint, Length
 
 
-class Length(Protocol):
-    most: int  # never more than this
-
-    def choose(self, rows: Sequence[int]) -> list[int]:
-        """Tokens to draft for each of these slots."""
-
-    def observe(self, rows: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """What was drafted and kept in the iteration just done."""
-
-    def reset(self, rows: Sequence[int]) -> None:
-        """These slots are free; what was learnt in them is forgotten."""
-
-
-class Fixed:
-    """Always g."""
-
-    def __init__(self, g: int) -> None:
-        integer("g", g, "an int >= 0", lambda g: g >= 0)
-        self.most = g
-
-    def choose(self, rows: Sequence[int]) -> list[int]:
-        return [self.most] * len(rows)
-
-    def observe(self, rows: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]) -> None: ...
-
-    def reset(self, rows: Sequence[int]) -> None: ...
-
-    def __repr__(self) -> str:
-        return f"Fixed({self.most})"
-
-
-class Heuristic:
+class Heuristic(Length):
     """Two more after all were kept, one fewer after a loss, as in Transformers, each row for itself.
 
     Unlike there it may fall to 0, plain decoding; every 4 tokens of it, one draft shows whether the text has
@@ -59,15 +25,15 @@ class Heuristic:
         self._g: dict[int, int] = {}
         self._rested: dict[int, int] = {}  # iterations since a row fell to 0
 
-    def choose(self, rows: Sequence[int]) -> list[int]:
+    def choose(self, rows: Sequence[int], *, batch: int | None = None, hint: Hint | None = None) -> list[int]:
         chosen = [self._g.setdefault(row, self.start) for row in rows]
         return [
             1 if g == 0 and self._rested[row] >= self.RETRY else g
             for row, g in zip(rows, chosen, strict=True)
         ]
 
-    def observe(self, rows: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        for row, guessed, kept in zip(rows, drafted, accepted, strict=True):
+    def observe(self, done: Done) -> None:
+        for row, guessed, kept in zip(done.rows, done.drafted, done.accepted, strict=True):
             g = self._g[row]
             if guessed == 0:
                 if g == 0:

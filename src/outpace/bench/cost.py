@@ -1,0 +1,226 @@
+"""What an iteration's parts cost with the models of a decoder: the target's pass over n tokens of B rows, a
+draft's step, verification.
+
+Medians, in milliseconds, of rounds in which every size has its turn, so that a machine that slows down slows
+them all. Where a decoder has an engine, its parts are timed, on CUDA as graphs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from outpace.arguments import on_device
+from outpace.bench.engine import phases
+from outpace.bench.kernel import Inputs, in_graph
+from outpace.decode import Decoder
+from outpace.draft.base import State
+from outpace.draft.model import ModelDrafter
+from outpace.draft.text import TextDrafter
+from outpace.models.causal import CausalScorer
+from outpace.models.compiled import Engine
+from outpace.models.seq2seq import Seq2SeqScorer
+from outpace.models.source import Source
+from outpace.sampling import Sampling
+from outpace.verify import settle
+from outpace.verify.block import Block
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17)
+BATCHES = (1, 4, 8)
+CONTEXT = 128
+ROUNDS = 5
+STEPS = 4  # drafts that a step is timed in
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Of the target over n tokens of each of B rows."""
+
+    B: int
+    n: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Of g drafts of each of B rows, drawn from a distribution or chosen; 0: the draw of a plain token."""
+
+    B: int
+    g: int
+    ms: float
+    drawn: bool
+
+
+@torch.inference_mode()
+def curve(
+    decoder: Decoder,
+    lengths: Sequence[int] = LENGTHS,
+    batches: Sequence[int] = BATCHES,
+    context: int = CONTEXT,
+) -> list[Pass]:
+    """Passes of the target after so many tokens; of an encoder-decoder model, tokens that its encoder
+    read."""
+    scorer, found = decoder.scorer, list[Pass]()
+    for B in sorted(set(batches), reverse=True):  # an engine grows by being made anew
+        with _engine(decoder, B, context, max(lengths)) as engine:
+            if engine is not None:
+                found += [Pass(B, n, round(phases(engine, n - 1, B).target, 4)) for n in lengths]
+                continue
+        with _begun(scorer, B, context, max(lengths)) as rows:
+            ids = torch.zeros(B, max(lengths), dtype=torch.int64, device=scorer.device)
+            runs = {n: partial(scorer.score, rows, ids[:, :n]) for n in lengths}
+            found += [Pass(B, n, ms) for n, ms in medians(runs, scorer.device).items()]
+    return [one for B in batches for one in found if one.B == B]
+
+
+@torch.inference_mode()
+def draft_step(decoder: Decoder, B: int = 1, context: int = CONTEXT) -> float:
+    """Milliseconds of one of a few drafts of each row."""
+    drafter = decoder.drafter
+    if drafter is None:
+        raise ValueError("decoder: it has no drafter, whose step could be timed")
+    with _engine(decoder, B, context, STEPS + 1) as engine:
+        if engine is not None and engine.draft is not None:
+            return round(phases(engine, STEPS, B).draft / STEPS, 4)
+    rows, device = list(range(B)), decoder.scorer.device
+    texts, sources = _texts(decoder.scorer, B, context, STEPS + ROUNDS + 2)
+    if isinstance(drafter, ModelDrafter | TextDrafter):
+        check_room(drafter.scorer, len(texts[0]), STEPS + ROUNDS + 2, "the draft's ")
+        if isinstance(drafter.scorer, Seq2SeqScorer):
+            drafter.scorer.take_in(rows, [one for one in sources if one is not None], len(texts[0]))
+    nothing, seeds = torch.zeros(B, dtype=torch.int64), on_device(rows, torch.int64, device)
+    state = State(
+        rows, texts, [len(text) for text in texts], [Sampling()] * B, seeds, [STEPS] * B,
+        decoder.scorer.vocab_size, device, sources=sources,
+    )  # fmt: skip
+
+    def propose() -> None:
+        for text in texts:  # an iteration brings a token at least
+            text.append(text[0])
+        drafter.propose(state, STEPS)
+        drafter.commit(nothing, nothing)
+
+    try:
+        return round(medians({0: propose}, device)[0] / STEPS, 4)
+    finally:
+        drafter.reset(rows)
+
+
+@torch.inference_mode()
+def verification(
+    decoder: Decoder,
+    drafts: Sequence[int],
+    batches: Sequence[int] = BATCHES,
+    sampling: Sampling | None = None,
+    drawn: bool = True,
+) -> list[Verification]:
+    """By the decoder's rule, of random logits such as its target's; penalties and bias are not in it."""
+    scorer = decoder.scorer
+    shape = (sampling or Sampling()).shape
+
+    def verified(made: Inputs) -> Any:
+        alone = len(made.tokens) == 1 and not made.tokens.is_cuda  # as a decoder has it
+        seed, position = (0, 0) if alone else (made.seed, made.position)
+        draft = made.draft if drawn and made.tokens.shape[1] else None
+        block = Block(made.tokens, draft, made.target, None, seed, position, in_turn=True)
+        return settle(block, decoder.rule, decoder.lenience, [shape])
+
+    found = []
+    for B in batches:
+        made = {g: Inputs.random(B, g, scorer.vocab_size, scorer.device, scorer.dtype) for g in drafts}
+        taken = medians({g: partial(verified, one) for g, one in made.items()}, scorer.device)
+        if scorer.device.type == "cuda":
+            graphs = {g: in_graph(verified, [one] * 20) for g, one in made.items()}
+            taken |= {g: microseconds / 1e3 for g, microseconds in graphs.items() if microseconds is not None}
+        found += [Verification(B, g, round(ms, 4), drawn) for g, ms in taken.items()]
+    return found
+
+
+def let_go(decoder: Decoder) -> None:
+    """Of the engine: another decoder's of the same target would lay out the weights once more beside it."""
+    if decoder._engines is not None:
+        decoder._engines._engine = None
+
+
+def medians(
+    runs: Mapping[Key, Callable[[], Any]], device: torch.device, rounds: int = ROUNDS
+) -> dict[Key, float]:
+    """Milliseconds of each run, in turn; a first round is not counted."""
+    taken: dict[Key, list[float]] = {key: [] for key in runs}
+    for _ in range(rounds + 1):
+        for key, run in runs.items():
+            begun = _now(device)
+            run()
+            taken[key].append(1e3 * (_now(device) - begun))
+    return {key: round(statistics.median(each[1:]), 4) for key, each in taken.items()}
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _texts(
+    scorer: CausalScorer, B: int, context: int, more: int
+) -> tuple[list[list[int]], list[Source | None]]:
+    """Random ones, with room for some tokens more, and what they are about, where there is an encoder."""
+    V = min(scorer.vocab_size, scorer.base.get_input_embeddings().weight.shape[0])
+    texts = torch.randint(V, (B, context), generator=torch.Generator().manual_seed(0)).tolist()
+    if isinstance(scorer, Seq2SeqScorer):
+        sources = [scorer.source(text) for text in texts]
+        texts = [list(one.start or []) for one in sources]
+        check_room(scorer, len(texts[0]), more)
+        return texts, list(sources)
+    check_room(scorer, context, more)
+    return texts, [None] * B
+
+
+def check_room(scorer: CausalScorer, context: int, more: int, whose: str = "the model's ") -> None:
+    if context < 1 or context + more > scorer.context:
+        raise ValueError(
+            f"context: got {context}; with {more} tokens more it must fit {whose}context of {scorer.context}"
+        )
+
+
+@contextmanager
+def _begun(scorer: CausalScorer, B: int, context: int, most: int) -> Iterator[list[int]]:
+    """Rows of a scorer that hold texts."""
+    texts, sources = _texts(scorer, B, context, most)
+    rows = list(range(B))
+    scorer.reserve(B, len(texts[0]) + most + 1)
+    if isinstance(scorer, Seq2SeqScorer):
+        scorer.take_in(rows, [one for one in sources if one is not None], len(texts[0]))
+    scorer.prefill(rows, texts, sources)
+    try:
+        yield rows
+    finally:
+        scorer.reset(rows)
+
+
+@contextmanager
+def _engine(decoder: Decoder, B: int, context: int, most: int) -> Iterator[Engine | None]:
+    """The decoder's, if it has one for such rows, with texts begun."""
+    engines, engine = decoder._engines, None
+    if engines is not None:
+        texts, _ = _texts(decoder.scorer, B, context, most)
+        rows, _ = decoder._reader.rows(texts, Sampling(), None, max_new_tokens=1, seed=0)
+        engine = engines.take(rows, B, context + 2 * (most + 1))
+    if engine is None:
+        yield None
+        return
+    engine.begin_all(0, texts, [0] * B)
+    try:
+        yield engine
+    finally:
+        for row in range(B):
+            engine.end(row)

@@ -1,0 +1,158 @@
+"""Lines of a sweep: what was measured, beside what theory says.
+
+Both forecasts take one α for all lengths of a draft and a sampling. The simple one is theorem 3.8 of
+Leviathan et al. 2023, as in their Table 4: it knows c, the time of a draft's step, and no cost of longer
+passes, and a guess that a drafter did not make is one that was lost. The other one takes guesses as they were
+made, and divides by what iterations took.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from outpace import theory
+from outpace.bench.runs import PLAIN, Cell, Run
+from outpace.bench.spread import Rate, Spread, faster
+
+SPAN = 128  # tokens that times are told for, as in Chen et al. 2023
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One cell. Milliseconds of SPAN tokens are over texts, as each of them waited.
+
+    acceptance        guesses kept, of those made
+    alpha             of those that were judged, as none before them was lost
+    tokens_per_call   of a row, an iteration
+    loop_ms           of an iteration
+    c                 a draft's step, of a plain iteration, for all lengths of this draft and sampling
+    speedup           tokens a second over those of plain decoding, and an interval that holds it in 95 of 100
+    predicted         the same by α and what iterations took, where the length is fixed
+    predicted_simple  by α and c
+    """
+
+    draft: str
+    temperature: float
+    top_k: int
+    top_p: float
+    length: str
+    texts: int
+    tokens: int
+    mean_ms: float
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    deviation_ms: float
+    tokens_per_second: float
+    acceptance: float | None
+    alpha: float | None
+    tokens_per_call: float
+    loop_ms: float
+    c: float | None
+    speedup: float
+    interval: tuple[float, float] | None
+    predicted: float | None
+    predicted_simple: float | None
+
+
+def figures(runs: Iterable[Run]) -> list[Figure]:
+    """A line for each cell that has texts to speak of, in the order in which they come first."""
+    by_cell: dict[Cell, list[Run]] = {}
+    for run in runs:
+        if run.texts:
+            by_cell.setdefault(run.cell, []).append(run)
+    found = []
+    for cell, mine in by_cell.items():
+        plain = by_cell.get(Cell(cell.draft, cell.sampling, PLAIN))
+        if plain is not None:
+            alike = [
+                one
+                for other, theirs in by_cell.items()
+                if (other.draft, other.sampling) == (cell.draft, cell.sampling) and other.g
+                for one in theirs
+            ]
+            found.append(_figure(cell, mine, plain, alike))
+    return found
+
+
+def _figure(cell: Cell, mine: Sequence[Run], plain: Sequence[Run], alike: Sequence[Run]) -> Figure:
+    """`alike`: of the same draft and sampling, with a fixed number of guesses."""
+    times = Spread.of([1e3 * SPAN * waited / tokens for run in mine for tokens, waited in run.texts])
+    tokens, seconds = sum(run.tokens for run in mine), sum(run.seconds for run in mine)
+    drafted = guesses(mine)
+    speedup, interval = faster(*_paired(mine, plain))
+    alpha, c = judged(alike), step_cost(alike, plain)
+    predicted = simple = None
+    if cell.g and alpha is not None and c is not None:
+        tokens_each = sum(n * theory.expected_tokens(alpha, g) for g, n in drafted.items()) / drafted.total()
+        predicted = tokens_each * loop(plain) / loop(mine)
+        simple = theory.speedup(judged(alike, missing=True) or 0.0, cell.g, c)
+    own, made = judged(mine), sum(g * n for g, n in drafted.items())
+    sampling = cell.sampling
+    return Figure(
+        cell.draft,
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        cell.length,
+        sum(len(run.texts) for run in mine),
+        tokens,
+        round(times.mean, 3),
+        round(times.p50, 3),
+        round(times.p90, 3),
+        round(times.p99, 3),
+        round(times.deviation, 3),
+        round(tokens / seconds, 2),
+        round(sum(run.kept for run in mine) / made, 4) if made else None,
+        None if own is None else round(own, 4),
+        round(tokens / drafted.total(), 4),
+        round(1e3 * loop(mine), 4),
+        None if c is None else round(c, 4),
+        round(speedup, 4),
+        None if interval is None else (round(interval[0], 4), round(interval[1], 4)),
+        None if predicted is None else round(predicted, 4),
+        None if simple is None else round(simple, 4),
+    )
+
+
+def _paired(mine: Sequence[Run], plain: Sequence[Run]) -> tuple[list[Rate], list[Rate]]:
+    """Both by group, as far as both have written about it."""
+    ours, theirs = ({one.group: _rate(some, one.group) for one in some} for some in (mine, plain))
+    both = [group for group in ours if group in theirs]
+    return [ours[group] for group in both], [theirs[group] for group in both]
+
+
+def _rate(runs: Sequence[Run], group: int) -> Rate:
+    some = [run for run in runs if run.group == group]
+    return sum(run.tokens for run in some), sum(run.seconds for run in some)
+
+
+def loop(runs: Sequence[Run]) -> float:
+    """Seconds of an iteration."""
+    return sum(run.seconds for run in runs) / sum(run.iterations for run in runs)
+
+
+def guesses(runs: Sequence[Run]) -> Counter[int]:
+    """How many there were in an iteration of a row, and how often."""
+    return sum((run.drafted for run in runs), Counter[int]())
+
+
+def judged(runs: Sequence[Run], missing: bool = False) -> float | None:
+    """α: kept, of the guesses that were judged; or also of those that were not made."""
+    kept, lost = sum(run.kept for run in runs), sum(run.lost for run in runs)
+    lost += sum(run.missing for run in runs) if missing else 0
+    return kept / (kept + lost) if kept + lost else None
+
+
+def step_cost(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
+    """c. Where drafting cannot be told apart, it is what each of the fewest guesses adds to an iteration."""
+    if not runs:
+        return None
+    drafting = sum(run.draft_seconds for run in runs)
+    if drafting:
+        steps = sum((run.cell.g or 0) * run.iterations for run in runs)
+        return drafting / steps / loop(plain)
+    g = min(run.cell.g or 0 for run in runs)
+    return max(0.0, loop([run for run in runs if run.cell.g == g]) / loop(plain) - 1) / g

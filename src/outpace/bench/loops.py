@@ -1,0 +1,56 @@
+"""A sweep as a picture: needs `pip install 'outpace[plot]'`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from outpace.bench.forecast import SPAN, Figure
+from outpace.bench.pictures import backend
+from outpace.bench.runs import described
+
+Kind = tuple[str, float, int, float]
+
+
+def draw(figures: Sequence[Figure], path: Path) -> None:
+    """Chen et al. 2023, Figure 1: time with its P90, share of a pass that became text, and time of an
+    iteration, over g; policies are level lines."""
+    pyplot = backend()
+    found, (time, share, loops) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    kinds = list(dict.fromkeys(map(kind_of, figures)))
+    for i, kind in enumerate(kinds):
+        mine, colour, name = [one for one in figures if kind_of(one) == kind], f"C{i}", name_of(kind)
+        fixed = sorted((one for one in mine if one.length.isdecimal()), key=lambda one: int(one.length))
+        g = [int(one.length) for one in fixed]
+        time.plot(g, [one.mean_ms for one in fixed], "o-", ms=4, color=colour, label=name)
+        low, high = [one.mean_ms for one in fixed], [one.p90_ms for one in fixed]
+        time.fill_between(g, low, high, color=colour, alpha=0.15, label="to P90")
+        for one, dashes in zip(
+            (one for one in mine if not one.length.isdecimal()), ("--", ":"), strict=False
+        ):
+            time.axhline(one.mean_ms, color=colour, ls=dashes, lw=1, label=f"{name}, {one.length}")
+        of_pass = [one.tokens_per_call / (int(one.length) + 1) for one in fixed]
+        share.plot(g, of_pass, "o-", ms=4, color=colour, label=f"{name}: tokens, of g + 1")
+        known = [(int(one.length), one.alpha) for one in fixed if one.alpha is not None]
+        share.plot(*zip(*known, strict=True) if known else ([], []), ":", color=colour, label=f"{name}: α")
+        loops.plot(g, [one.loop_ms for one in fixed], "o-", ms=4, color=colour, label=name)
+    time.set(title=f"time of {SPAN} tokens", ylabel="ms")
+    share.set(title="acceptance", ylim=(0, 1.05))
+    loops.set(title="time of an iteration", ylabel="ms")
+    for axis in (time, share, loops):
+        axis.set_xlabel("guesses an iteration, g")
+        axis.set_xticks(sorted({int(one.length) for one in figures if one.length.isdecimal()}))
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    for axis in (time, loops):
+        axis.set_ylim(0, None)
+    found.savefig(path)
+    pyplot.close(found)
+
+
+def kind_of(one: Figure) -> Kind:
+    return one.draft, one.temperature, one.top_k, one.top_p
+
+
+def name_of(kind: Kind) -> str:
+    return f"{kind[0]}, {described(*kind[1:])}"

@@ -1,0 +1,221 @@
+"""All that is measured of a target and its drafts, part by part, so that what there is at any moment is of
+use: α on the target's own texts, counts of real runs, costs, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from outpace.bench import alpha, blocks, cost
+from outpace.bench.estimate import Estimate, autocorrelation, estimate
+from outpace.bench.prediction import best
+from outpace.bench.prompts import Asked
+from outpace.bench.results import Results
+from outpace.decode import Decoder
+from outpace.draft.lookup import LookupDrafter
+from outpace.draft.text import TextDrafter
+from outpace.length import Fixed
+from outpace.sampling import Sampling
+
+CHECKED = (1, 4, 8, 16)  # g that verification is timed at, beside 0
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How it is measured.
+
+    tokens      of each text
+    lenience    values of l, one of which counts are taken at: the strictest
+    g           drafts a pass of counted runs
+    lengths     tokens of a pass that are timed; batches, rows; context, tokens before
+    confidence  of intervals
+    """
+
+    sampling: Sampling
+    tokens: int = 64
+    lenience: Sequence[float] = (1.0, 0.5, 0.3, 0.1)
+    g: int = 5
+    lengths: Sequence[int] = cost.LENGTHS
+    batches: Sequence[int] = cost.BATCHES
+    context: int = cost.CONTEXT
+    confidence: float = 0.95
+    seed: int = 0
+
+    @property
+    def strictest(self) -> float:
+        return max(self.lenience)
+
+
+class Measurement:
+    """Of a target, which decodes plainly, and of decoders with the same one and a draft each, by name."""
+
+    def __init__(
+        self,
+        target: Decoder,
+        drafts: Mapping[str, Decoder],
+        prompts: Sequence[Asked],
+        plan: Plan,
+        results: Results,
+        tell: Tell = lambda line: None,
+    ) -> None:
+        if not prompts:
+            raise ValueError("prompts: there are none to measure with")
+        self.target, self.drafts, self.prompts, self.plan = target, drafts, prompts, plan
+        self.results, self.tell = results, tell
+        self.walked: list[alpha.Walked] = []
+        self.estimates: dict[tuple[str, float], Estimate | None] = {}
+        self.entries: dict[tuple[str, float], dict[str, Any]] = {}
+
+    def run(self) -> None:
+        """Everything, each part written down when it is done."""
+        self.measure_alpha()
+        for name in self.drafts:
+            self.count(name)
+        self.time()
+        self.trace()
+        self.results.done()
+
+    def measure_alpha(self) -> None:
+        plan = self.plan
+        self.tell(f"α: 0 of {len(self.prompts)} prompts")
+        walk = alpha.measure(
+            self.target, self.drafts, self.prompts, plan.sampling,
+            tokens=plan.tokens, lenience=plan.lenience, seed=plan.seed,
+        )  # fmt: skip
+        for one in walk:
+            self.walked.append(one)
+            self.tell(f"α: {len(self.walked)} of {len(self.prompts)} prompts")
+            if len(self.walked) % alpha.ROWS == 0:
+                self._estimate()
+        if not self.walked:
+            raise ValueError("prompts: not one of them could be written about")
+        self._estimate()
+
+    def _estimate(self) -> None:
+        for name in self.drafts:
+            for lenience in self.plan.lenience:
+                self.entries[name, lenience] = self._entry(name, lenience)
+        tokens = sum(one.tokens for one in self.walked)
+        self._put(prompts=len(self.walked), tokens=tokens)
+
+    def _entry(self, name: str, lenience: float) -> dict[str, Any]:
+        """α of one draft, as far as texts go."""
+        beta = [one.beta[name][lenience] for one in self.walked]
+        confidence = self.plan.confidence
+        found = self.estimates[name, lenience] = estimate(beta, confidence)
+        exact = estimate([one.beta[name][1.0] for one in self.walked], confidence)
+        tokens = sum(one.tokens for one in self.walked)
+        domains = {}
+        for domain in dict.fromkeys(one.domain for one in self.walked):
+            some = [each for each, one in zip(beta, self.walked, strict=True) if one.domain == domain]
+            domains[domain] = _said(estimate(some, confidence))
+        return {
+            "draft": name,
+            "lenience": lenience,
+            **_said(found),
+            "coverage": found.count / tokens if found is not None else 0.0,
+            "divergence": None if exact is None else 1 - exact.mean,
+            "by_domain": domains,
+            "autocorrelation": autocorrelation(beta),
+            "counted": None, "by_position": [], "blocks": None, "tokens_per_pass": None,
+            "step_ms": None, "best_g": None, "predicted": None, "by_batch": [],
+        }  # fmt: skip
+
+    def count(self, name: str) -> None:
+        """Real runs, at the strictest lenience."""
+        plan, decoder = self.plan, self.drafts[name]
+        self.tell(f"{name}: runs with g = {plan.g}")
+        found = blocks.counted(decoder, self.prompts, plan.sampling, tokens=plan.tokens, seed=plan.seed)
+        share = self.entries[name, plan.strictest]["alpha"]
+        if found.passes and share is not None:
+            observed, predicted = found.observed, found.predicted(share)
+            self.entries[name, plan.strictest] |= {
+                "counted": found.acceptance,
+                "by_position": found.by_position,
+                "blocks": {"observed": observed, "predicted": predicted},
+                "tokens_per_pass": [1 + sum(k * one for k, one in enumerate(each))
+                                    for each in (observed, predicted)],
+            }  # fmt: skip
+        cost.let_go(decoder)
+        self._put()
+
+    def time(self) -> None:
+        """Passes, verification, steps; and what is fastest by them."""
+        plan = self.plan
+        self.tell("passes of the target")
+        passes = cost.curve(self.target, plan.lengths, plan.batches, plan.context)
+        cost.let_go(self.target)
+        self._put(passes=[asdict(one) for one in passes])
+        self.tell("verification")
+        sizes = sorted({0, *(g for g in CHECKED if g < max(plan.lengths)), max(plan.lengths) - 1})
+        kinds = sorted({self._draws(decoder) for decoder in self.drafts.values()})
+        verify = [
+            one
+            for drawn in kinds
+            for one in cost.verification(self.target, sizes, plan.batches, plan.sampling, drawn)
+        ]
+        self._put(verify=[asdict(one) for one in verify])
+        for name, decoder in self.drafts.items():
+            self.tell(f"{name}: steps")
+            steps = {B: cost.draft_step(decoder, B, plan.context) for B in reversed(plan.batches)}
+            cost.let_go(decoder)
+            own = [one for one in verify if one.drawn == self._draws(decoder)]
+            for lenience in plan.lenience:
+                entry = self.entries[name, lenience]
+                share, coverage = entry["alpha"] or 0.0, entry["coverage"]
+                fastest = [best(share, coverage, steps[B], B, passes, own) for B in plan.batches]
+                entry |= {
+                    "step_ms": fastest[0].step_ms,
+                    "best_g": fastest[0].g,
+                    "predicted": fastest[0].speedup,
+                    "by_batch": [
+                        {"B": one.B, "step_ms": one.step_ms, "best_g": one.g, "predicted": one.speedup}
+                        for one in fastest
+                    ],
+                }
+            self._put()
+
+    def _draws(self, decoder: Decoder) -> bool:
+        """Whether guesses come from a distribution that verification has to look at."""
+        chosen = isinstance(decoder.drafter, LookupDrafter | TextDrafter)
+        return not (chosen or self.plan.sampling.greedy)
+
+    def trace(self) -> None:
+        """The first prompt with the first draft, at the g that is best for it, or at that of the counts."""
+        plan, (name, decoder) = self.plan, next(iter(self.drafts.items()))
+        g = self.entries[name, plan.strictest]["best_g"] or plan.g
+        self.tell(f"{name}: a trace with g = {g}")
+        own = Decoder(
+            decoder.scorer, decoder.drafter, decoder.tokenizer, rule=decoder.rule,
+            lenience=decoder.lenience, length=Fixed(g), engine=decoder._engines is not None,
+        )  # fmt: skip
+        tokens = min(plan.tokens, blocks.TRACED)
+        found = blocks.trace(own, self.prompts[0], plan.sampling, tokens=tokens, seed=plan.seed)
+        self._put(trace={"draft": name, "g": g, **found})
+
+    def wide(self, within: float) -> list[str]:
+        """What is known less well than asked for, and what would help."""
+        lines = []
+        for (name, lenience), found in self.estimates.items():
+            whose = name if lenience == 1 else f"{name} at lenience {lenience:g}"
+            if found is None:
+                lines.append(f"{whose}: it guessed nothing, so nothing is known of its α")
+            elif found.half is None:
+                lines.append(f"{whose}: α of a single prompt has no interval; give at least 2")
+            elif found.half > within:
+                lines.append(
+                    f"{whose}: α is known to ±{found.half:.3f}, not to ±{within:g}: {found.clusters} prompts "
+                    f"are too few, about {found.needed(within)} would do"
+                )
+        return lines
+
+    def _put(self, **parts: Any) -> None:
+        self.results.put(**parts, drafts=list(self.entries.values()))
+
+
+def _said(found: Estimate | None) -> dict[str, Any]:
+    if found is None:
+        return {"alpha": None, "interval": None, "tokens": 0}
+    return {"alpha": found.mean, "interval": found.interval, "tokens": found.count}

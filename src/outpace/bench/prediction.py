@@ -1,0 +1,52 @@
+"""How far to guess, and how much faster that is, by what was measured: α, how often there is a guess at all,
+and what each part of an iteration takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from outpace import theory
+from outpace.bench.cost import Pass, Verification
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest g and its speed over plain decoding; 0, and 1, where no draft pays."""
+
+    B: int
+    step_ms: float
+    g: int
+    speedup: float
+
+
+def best(
+    alpha: float, coverage: float, step: float, B: int, passes: Sequence[Pass], verify: Sequence[Verification]
+) -> Best:
+    """The best of all lengths that passes of B rows were timed for."""
+    speeds = speedups(alpha, coverage, step, B, passes, verify)
+    g = int(np.argmax(np.round(speeds, 4)))
+    return Best(B, step, g, round(float(speeds[g]), 4))
+
+
+def speedups(
+    alpha: float, coverage: float, step: float, B: int, passes: Sequence[Pass], verify: Sequence[Verification]
+) -> theory.Found:
+    """Over plain decoding, for g = 0, 1, ... as far as passes were timed; between sizes they are
+    interpolated.
+
+    coverage is how often the drafter has a guess. Where it has none, an iteration is a plain one.
+    """
+    timed = dict(sorted((one.n, one.ms) for one in passes if one.B == B))
+    checks = dict(sorted((one.g, one.ms) for one in verify if one.B == B))
+    if 1 not in timed:
+        raise ValueError(f"passes: there must be one over a single token of B = {B} rows to compare with")
+    g = np.arange(max(timed))
+    taken = np.interp(g + 1, list(timed), list(timed.values()))
+    if checks:
+        taken = taken + np.interp(g, list(checks), list(checks.values()))
+    tokens = coverage * theory.expected_tokens(alpha, g) + 1 - coverage
+    mean = coverage * taken + (1 - coverage) * taken[0]
+    return theory.measured_speedup(tokens, g, step, mean, taken[0])

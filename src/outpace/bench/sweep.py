@@ -1,0 +1,171 @@
+"""How long texts take, for every draft, sampling and length, measured in turn.
+
+Each prompt, or group of them, is a round in which all cells write about it, one after the other and another
+one first each time: what slows a machine down slows all alike. Of a text neither its first iteration is
+counted, which is the prompt's, nor the second, in which a draft reads the prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+
+from outpace.bench.runs import AUTO, BEGINNING, HEURISTIC, PLAIN, Cell, Run, counted
+from outpace.decode import Decoder
+from outpace.length import Fixed, Heuristic, Length
+from outpace.rows import Step
+from outpace.sampling import Sampling
+
+LENGTHS = (PLAIN, "1", "2", "3", "5", "8", "12", AUTO)
+WARM = 4  # iterations of a fixed length before anything is counted; a policy writes a whole text
+
+
+class Sweep:
+    """All cells over all prompts.
+
+    decoders    by the name of the draft; their own length policy is "auto"
+    samplings   how texts are drawn
+    lengths     numbers of guesses, "auto", "heuristic"; plain decoding is always among them
+    prompts     token ids
+    tokens      new tokens of a text at most
+    batch       prompts that are written about at a time; the last ones are filled up with the first
+    repeats     how often all prompts come
+    ignore_eos  go on after end-of-text
+    """
+
+    def __init__(
+        self,
+        decoders: Mapping[str, Decoder],
+        samplings: Sequence[Sampling],
+        lengths: Sequence[str],
+        prompts: Sequence[Sequence[int]],
+        *,
+        tokens: int = 128,
+        batch: int = 1,
+        repeats: int = 1,
+        seed: int = 0,
+        ignore_eos: bool = False,
+    ) -> None:
+        if not prompts:
+            raise ValueError("prompts: there are none")
+        if not decoders or any(decoder.drafter is None for decoder in decoders.values()):
+            raise ValueError(
+                "draft: got none, which is plain decoding, and part of every sweep; name a draft"
+            )
+        self.decoders = decoders
+        lengths = list(dict.fromkeys((PLAIN, *lengths)))
+        self.cells = [
+            Cell(draft, sampling, length)
+            for draft in decoders
+            for sampling in dict.fromkeys(samplings)
+            for length in lengths
+        ]
+        for length in lengths:
+            check_length(length, tokens)
+        # Policies learn: each cell has its own.
+        self.writers = {cell: _writer(cell, decoders[cell.draft]) for cell in self.cells}
+        self.prompts, self.tokens, self.ignore_eos = prompts, tokens, ignore_eos
+        self.groups = grouped(len(prompts), batch)
+        self.repeats, self.seed = repeats, seed
+
+    @property
+    def blocks(self) -> list[list[Cell]]:
+        """Cells that take turns: all; but an engine has the target's weights for itself, so that then drafts
+        come one after the other."""
+        if all(decoder._engines is None for decoder in self.decoders.values()):
+            return [self.cells]
+        return [[cell for cell in self.cells if cell.draft == draft] for draft in self.decoders]
+
+    @property
+    def total(self) -> int:
+        """Rounds that there are."""
+        return len(self.blocks) * self.repeats * len(self.groups)
+
+    def rounds(self, tell: Callable[[str], None] = lambda line: None) -> Iterator[list[Run]]:
+        """What all cells of a block came to with one group of prompts, group after group."""
+        for block in self.blocks:
+            # What needs the most room first, or an engine would be made several times.
+            for cell in sorted(block, key=lambda one: -self.writers[one].length.most):
+                tell(f"warming up: {cell}")
+                self.warm(cell)
+            for turn in range(self.repeats * len(self.groups)):
+                repeat, group = divmod(turn, len(self.groups))
+                runs = []
+                for cell in rotated(block, turn):
+                    tell(str(cell))
+                    runs.append(self.run(cell, group, repeat))
+                yield runs
+
+    def warm(self, cell: Cell) -> None:
+        """Nothing that is made once is made while something is timed. The longest text is the one that most
+        room is made for."""
+        longest = max(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
+        group = next(i for i, members in enumerate(self.groups) if longest in members)
+        few = None if cell.g is None else WARM * len(self.groups[group])
+        with contextlib.closing(self._steps(cell, group, 0)) as steps:
+            for _ in itertools.islice(steps, few):
+                pass
+
+    def run(self, cell: Cell, group: int, repeat: int = 0) -> Run:
+        """Write about a group of prompts."""
+        steps = self._steps(cell, group, repeat)
+        context = self.decoders[cell.draft].scorer.context
+        room = [min(self.tokens, context - len(self.prompts[i])) for i in self.groups[group]]
+        return counted(Run(cell, group), steps, room)
+
+    def _steps(self, cell: Cell, group: int, repeat: int) -> Generator[Step]:
+        members = self.groups[group]
+        first = self.seed + (repeat * len(self.groups) + group) * len(members)
+        return self.writers[cell].stream(
+            [list(self.prompts[i]) for i in members],
+            cell.sampling,
+            seed=list(range(first, first + len(members))),
+            max_new_tokens=self.tokens,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+def grouped(prompts: int, batch: int) -> list[list[int]]:
+    """Prompts, so many at a time; the last ones are filled up with the first."""
+    return [[i % prompts for i in range(first, first + batch)] for first in range(0, prompts, batch)]
+
+
+def rotated(cells: Sequence[Cell], turn: int) -> list[Cell]:
+    """Another one comes first each time."""
+    first = turn % len(cells)
+    return [*cells[first:], *cells[:first]]
+
+
+def _writer(cell: Cell, own: Decoder) -> Decoder:
+    """A decoder of this cell, with the models and caches of the one for its draft."""
+    length: Length = copy.deepcopy(own.length)
+    if cell.g is not None:
+        length = Fixed(cell.g)
+    elif cell.length == HEURISTIC:
+        length = Heuristic()
+    drafter = None if cell.length == PLAIN else own.drafter
+    made = Decoder(
+        own.scorer,
+        drafter,
+        own.tokenizer,
+        rule=own.rule,
+        lenience=own.lenience,
+        length=length,
+        engine=False,
+    )
+    made._engines = own._engines  # an engine is the same for all lengths, and too large to have several
+    return made
+
+
+def check_length(length: str, tokens: int) -> None:
+    """Whether something of texts of so many tokens is left to be counted."""
+    if not length.isdecimal() and length not in (AUTO, HEURISTIC):
+        raise ValueError(f"length: got {length!r}; it must be a number, {AUTO} or {HEURISTIC}")
+    beginning = BEGINNING * ((int(length) if length.isdecimal() else 0) + 1)
+    if tokens <= beginning:
+        raise ValueError(
+            f"length: {length} does not fit texts of {tokens} tokens: the first {beginning} may be their "
+            "beginning, which is not counted"
+        )

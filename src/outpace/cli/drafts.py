@@ -1,0 +1,56 @@
+"""Several drafts of one target, as flags name them, and prompts that fit."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from outpace.bench.prompts import Asked
+from outpace.cli.bench import bare
+from outpace.cli.show import note
+from outpace.decode import Decoder
+from outpace.draft.model import ModelDrafter
+from outpace.draft.random import RandomDrafter
+from outpace.draft.text import TextDrafter
+from outpace.length import Fixed
+from outpace.models.hub import load_model
+from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
+from outpace.pair import load_drafter, through_text, worth_packing
+
+
+def models(
+    target: str | None, names: list[str], device: str | None, dtype: str | None, lenience: float, g: int
+) -> tuple[Decoder, dict[str, Decoder]]:
+    """A decoder without a draft, and one with each, all with the same target."""
+    model, tokenizer = load_model(target, device=device, dtype=dtype, tell=note)
+    scorer, pack = scorer_of(model), worth_packing(model)
+    if pack:
+        scorer.pack()
+    decoders = {}
+    for name in names:
+        if name == "random":
+            drafter: Any = RandomDrafter(scorer.vocab_size)
+        else:
+            drafter = load_drafter(name, device=device, dtype=dtype, tell=note)
+            drafter = through_text(drafter, tokenizer, name, note)
+        if pack and isinstance(drafter, ModelDrafter | TextDrafter):
+            drafter.scorer.pack()
+        shown = name if bare(name) in decoders else bare(name)
+        decoders[shown] = Decoder(scorer, drafter, tokenizer, lenience=lenience, length=Fixed(g))
+    # What was made so far stays until the end: `main` had it not looked through for garbage, nor is it now.
+    gc.freeze()
+    gc.enable()
+    return Decoder(scorer, None, tokenizer), decoders
+
+
+def fitting(decoder: Decoder, prompts: list[Asked]) -> list[Asked]:
+    """Prompts that leave room for an answer."""
+    if isinstance(decoder.scorer, Seq2SeqScorer):
+        return prompts
+    room = decoder.scorer.context
+    fit = [one for one in prompts if 0 < len(one.ids) < room]
+    if len(fit) < len(prompts):
+        note(f"{len(prompts) - len(fit)} of {len(prompts)} prompts do not fit a context of {room}: left out")
+    if not fit:
+        raise ValueError(f"prompts: not one of them fits a context of {room} tokens")
+    return fit

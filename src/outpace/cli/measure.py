@@ -1,0 +1,219 @@
+"""`outpace measure`: how good drafts are, what each part of an iteration costs, and whether it pays."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outpace.cli.options import (
+    MODELS,
+    SAMPLING,
+    SHOW,
+    Bias,
+    Device,
+    Dtype,
+    FrequencyPenalty,
+    MinP,
+    PresencePenalty,
+    RepetitionPenalty,
+    Target,
+    Temperature,
+    TopK,
+    TopP,
+    sampling_of,
+)
+from outpace.cli.show import note, progress
+
+if TYPE_CHECKING:
+    from outpace.bench.measure import Measurement
+
+TEXTS, COSTS = "Texts", "Costs"
+LENIENCE = (1.0, 0.5, 0.3, 0.1)
+
+
+def measure(
+    target: Target = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft",
+            "-d",
+            metavar="lookup|ngram:FILE|MODEL|random",
+            help="Who guesses; repeat it. Default: lookup.",
+            rich_help_panel=MODELS,
+        ),
+    ] = None,
+    lenience: Annotated[
+        list[float] | None,
+        typer.Option(help="Values of l; repeat it. Default: 1, 0.5, 0.3, 0.1.", rich_help_panel=MODELS),
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Write about this; repeat it. Default: twelve of our own.", rich_help_panel=TEXTS),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompts as `outpace eval` reads them: a file of JSON lines, or a hub data set.",
+            rich_help_panel=TEXTS,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first prompts.", rich_help_panel=TEXTS)
+    ] = None,
+    every: Annotated[
+        int, typer.Option(min=1, help="Only each so many-th, before --limit.", rich_help_panel=TEXTS)
+    ] = 1,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-m", min=1, help="Of each text.", rich_help_panel=TEXTS)
+    ] = 64,
+    within: Annotated[
+        float | None,
+        typer.Option(
+            help="Half the width that α's intervals may have; if one is wider, the exit status is 1.",
+            rich_help_panel=TEXTS,
+        ),
+    ] = None,
+    confidence: Annotated[float, typer.Option(help="Of the intervals.", rich_help_panel=TEXTS)] = 0.95,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    logit_bias: Bias = None,
+    seed: Annotated[int, typer.Option(help="Of all draws.", rich_help_panel=SAMPLING)] = 0,
+    drafts: Annotated[
+        int, typer.Option(min=1, help="g of the runs that are counted.", rich_help_panel=COSTS)
+    ] = 5,
+    passes: Annotated[
+        list[int] | None,
+        typer.Option("--pass", min=1, help="Tokens of a pass; repeat it.", rich_help_panel=COSTS),
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows, B; repeat it.", rich_help_panel=COSTS)
+    ] = None,
+    context: Annotated[
+        int, typer.Option(min=1, help="Tokens before a pass that is timed.", rich_help_panel=COSTS)
+    ] = 128,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Write everything to this JSON file, part by part.",
+            rich_help_panel=SHOW,
+        ),
+    ] = None,
+) -> None:
+    """Measure α and what it is worth, with your models and your prompts.
+
+    The target writes texts by itself, and every draft is asked for its guess at every token: α is the mean
+    of Σ min(p, q). Real runs are counted beside it. Then passes, steps and verification are timed, and the
+    length that is fastest by all that is named.
+
+    Ctrl-C ends it with what there is. Exit status: 1 if α is known less well than --within asks.
+    """
+    names = list(dict.fromkeys(draft or ["lookup"]))
+    values = list(dict.fromkeys(lenience or LENIENCE))
+    check(names, values, within, confidence, prompt, data)
+    sampling = sampling_of(
+        logit_bias, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+    )  # fmt: skip
+    from outpace.bench import cost
+    from outpace.bench.measure import Measurement, Plan
+    from outpace.bench.prompts import asked
+    from outpace.bench.results import Results
+    from outpace.cli.bench import bare, command, machine
+    from outpace.cli.drafts import fitting, models
+    from outpace.models.hub import DEFAULT
+    from outpace.sampling import from_generation_config
+
+    plain, decoders = models(target, names, device, dtype, max(values), drafts)
+    texts = fitting(plain, asked(plain.tokenizer, prompt or (), data, limit, every))
+    if sampling is None:
+        sampling = from_generation_config(plain.scorer.generation_config)
+    # A pass over a single token is what every other is compared with.
+    lengths = sorted({1, *(passes or cost.LENGTHS)})
+    plan = Plan(
+        sampling, max_new_tokens, values, drafts, lengths,
+        sorted(set(batch or cost.BATCHES)), context, confidence, seed,
+    )  # fmt: skip
+    cost.check_room(plain.scorer, context, max(lengths))
+    about = {
+        "command": command(),
+        "machine": machine(plain.scorer.device),
+        "target": bare(target or DEFAULT),
+        "models": plain.describe().splitlines()[:1],
+        "sampling": {k: v for k, v in dataclasses.asdict(sampling).items() if k != "processors"},
+        **{k: getattr(plan, k) for k in ("confidence", "g", "context", "seed")},
+    }
+    measurement = Measurement(plain, decoders, texts, plan, Results(out, "measure", about), tell=progress)
+    finish(measurement, within, out)
+
+
+def check(
+    names: list[str],
+    lenience: list[float],
+    within: float | None,
+    confidence: float,
+    prompt: list[str] | None,
+    data: str | None,
+) -> None:
+    """Flags that do not fit, before anything big is loaded."""
+    from outpace.pair import check_draft_name
+
+    for name in names:
+        if name == "none":
+            raise ValueError("--draft: nothing is guessed with none, so there is nothing to measure")
+        if name != "random":
+            check_draft_name(name)
+    for one in lenience:
+        if not 0 < one <= 1:
+            raise ValueError(f"--lenience: got {one:g}; it must be in (0, 1]")
+    if within is not None and not 0 < within < 1:
+        raise ValueError(f"--within: got {within:g}; it must lie between 0 and 1, as α does")
+    if not 0 < confidence < 1:
+        raise ValueError(f"--confidence: got {confidence:g}; it must lie between 0 and 1")
+    if prompt and data is not None:
+        raise ValueError("--prompt: given together with --data; give one or the other")
+    if prompt and not all(one.strip() for one in prompt):
+        raise ValueError("--prompt: it is empty; a model needs something to go on from")
+
+
+def finish(measurement: Measurement, within: float | None, out: Path | None) -> None:
+    """Measure, and print what there is, even if it was cut short."""
+    from outpace.cli.measured import show
+
+    content = measurement.results.content
+    try:
+        measurement.run()
+    except KeyboardInterrupt:
+        progress("")
+        if measurement.entries:
+            show(content)
+        note(
+            "cut short: "
+            + ("nothing was measured yet" if not measurement.entries else "the tables have what there is")
+            + (f", and so has {out}" if out is not None and measurement.entries else "")
+        )
+        raise
+    progress("")
+    show(content)
+    if out is not None:
+        note(f"all of it in {out}")
+    if len(measurement.walked) < 2:
+        note("α of a single prompt has no interval: give at least 2")
+    wide = [] if within is None else measurement.wide(within)
+    for line in wide:
+        note(line)
+    if wide:
+        raise typer.Exit(1)

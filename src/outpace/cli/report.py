@@ -1,0 +1,49 @@
+"""`outpace report`: what was measured, as a page."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+KINDS = ("measure", "sweep", "tune")
+
+
+def report(
+    results: Annotated[
+        list[Path], typer.Argument(help="Files that `outpace measure`, `sweep` and `tune` wrote.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Write the page to this file.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Make one page of figures and tables that needs nothing beside it, for a screen, a phone or paper.
+
+    It has what the files have: the answer in a sentence, speed by g, the papers' curves with a dot for each
+    draft, acceptance by position, where the time of a run went, its text token by token, the commands and
+    the machine. Needs `pip install 'outpace[plot]'`.
+    """
+    from outpace.bench.pictures import backend
+    from outpace.bench.results import load
+    from outpace.cli.show import note
+
+    if out.is_dir():
+        raise ValueError(f"out: {out} is a folder")
+    if not out.parent.is_dir():
+        raise ValueError(f"out: there is no folder {out.parent}")
+    if out.resolve() in {one.resolve() for one in results}:
+        raise ValueError(f"out: {out} is one of the results")
+    files = [(path.name, load(path, KINDS)) for path in dict.fromkeys(results)]
+    backend()  # what is missing is said before anything is drawn
+    from outpace.report.page import page
+
+    text = page(files)
+    beside = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(out)
+    finally:
+        beside.unlink(missing_ok=True)
+    note(f"{out}: {text.count('<figure')} figures, {text.count('<table')} tables")

@@ -1,0 +1,245 @@
+"""`outpace sweep`: how far to guess, measured: every length beside plain decoding, and beside theory."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outpace.cli.options import MODELS, SAMPLING, SHOW, Device, Dtype, RuleName, Target, TopK, TopP
+from outpace.cli.show import note
+
+if TYPE_CHECKING:
+    from outpace.bench.forecast import Figure
+    from outpace.bench.results import Results
+    from outpace.bench.runs import Run
+    from outpace.bench.sweep import Sweep
+
+PROMPTS = "Prompts"
+
+
+def sweep(
+    target: Target = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--draft",
+            "-d",
+            metavar="lookup|ngram:FILE|MODEL",
+            help="Who guesses; repeat it. Default: lookup.",
+            rich_help_panel=MODELS,
+        ),
+    ] = None,
+    pair: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of models: a synthetic pair of real shapes, such as llama2-7b/1.3b.",
+            rich_help_panel=MODELS,
+        ),
+    ] = None,
+    alpha: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Acceptance that the pair is made for.", rich_help_panel=MODELS),
+    ] = 0.8,
+    rule: RuleName = "token",
+    length: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="G|auto|heuristic",
+            help="Guesses an iteration; repeat it. Default: 0 1 2 3 5 8 12 and auto, the decoder's own "
+            "choice. 0 is always there.",
+            rich_help_panel=MODELS,
+        ),
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(min=0.0, help="0 is greedy; repeat it. Default: 0.", rich_help_panel=SAMPLING),
+    ] = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-m", min=1, rich_help_panel=SAMPLING)
+    ] = 128,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=SAMPLING)
+    ] = False,
+    seed: Annotated[int, typer.Option(rich_help_panel=SAMPLING)] = 0,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Write about this; repeat it. Default: a dozen of our own.", rich_help_panel=PROMPTS
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Prompts from JSON lines or a hub data set, as `outpace eval` has them.",
+                     rich_help_panel=PROMPTS),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first prompts.", rich_help_panel=PROMPTS)
+    ] = None,
+    every: Annotated[
+        int, typer.Option(min=1, help="Only each so many-th, before --limit.", rich_help_panel=PROMPTS)
+    ] = 1,
+    context: Annotated[
+        int, typer.Option(min=1, help="Tokens of a pair's prompts, at random.", rich_help_panel=PROMPTS)
+    ] = 128,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Prompts at a time, B.", rich_help_panel=PROMPTS)
+    ] = 1,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Times that all prompts come.", rich_help_panel=PROMPTS)
+    ] = 1,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="JSON, written anew after each round.", rich_help_panel=SHOW)
+    ] = Path("sweep.json"),
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw time, acceptance and loop time over g to this file (.svg, .png, .pdf).",
+                     rich_help_panel=SHOW),
+    ] = None,
+) -> None:  # fmt: skip
+    """Time texts with every draft, sampling and length, in turn: what each brings over plain decoding.
+
+    Times are milliseconds of 128 tokens, without the prompt, over texts: mean,
+    standard deviation, percentiles. loop is the milliseconds of an iteration,
+    a pass the tokens it brings a text, kept the share of guesses that were
+    kept, and α that of the guesses that were judged.
+
+    measured is tokens a second over those of plain decoding, in the same
+    rounds, with an interval that holds it in 95 of 100 cases; predicted the
+    same by α and the time of an iteration, with its error; thm 3.8 that of
+    Leviathan et al. 2023, from α and c alone, the time of a draft's step.
+
+    Ctrl-C ends it; the table and the file are then of the rounds so far.
+    """
+    from outpace.bench.results import Results
+    from outpace.bench.sweep import LENGTHS, Sweep
+    from outpace.cli import lineup
+    from outpace.cli.bench import bare, command, machine
+    from outpace.sampling import Sampling
+
+    if plot is not None:
+        from outpace.bench.pictures import backend
+
+        backend()  # what is missing is said before anything is measured
+        if not plot.parent.is_dir():
+            raise ValueError(f"--plot: {plot.parent}: no such folder")
+    if out.is_dir():
+        raise ValueError(f"--out: {out} is a folder")
+    lengths = [number(one, max_new_tokens) for one in length or LENGTHS]
+    samplings = [
+        Sampling(temperature=one, top_k=top_k or 0, top_p=1.0 if top_p is None else top_p)
+        for one in temperature or [0.0]
+    ]
+    drafts = list(dict.fromkeys(draft or ["lookup"]))
+    if len({bare(one) for one in drafts}) < len(drafts):
+        raise ValueError("--draft: two have the same name, but for their folders")
+    if pair is not None:
+        lineup.refuse_with_pair(target=target, draft=draft, prompt=prompt, data=data)
+        decoders, prompts = lineup.synthetic(
+            pair, alpha, rule, device, dtype, limit or lineup.SYNTHETIC, context
+        )
+    else:
+        if prompt and data is not None:
+            raise ValueError("--data: given together with --prompt; give one or the other")
+        decoders, prompts = lineup.named(
+            target, drafts, rule, device, dtype, (prompt or (), data, limit, every)
+        )
+    decoders = {bare(name): one for name, one in decoders.items()}
+    made = Sweep(
+        decoders, samplings, lengths, prompts,
+        tokens=max_new_tokens, batch=batch, repeats=repeats, seed=seed, ignore_eos=ignore_eos,
+    )  # fmt: skip
+    about: dict[str, Any] = {
+        "command": command(),
+        "machine": machine(next(iter(decoders.values())).scorer.device),
+        "target": pair or bare(target or "SmolLM2-135M-Instruct"),
+        "settings": {
+            "models": {name: one.describe().splitlines() for name, one in decoders.items()},
+            "alpha": None if pair is None else alpha,
+            "max_new_tokens": max_new_tokens,
+            "ignore_eos": ignore_eos,
+            "repeats": repeats,
+            "seed": seed,
+        },
+        "prompts": len(prompts),
+        "batch": batch,
+        "rounds": 0,
+        "of": made.total,
+        "figures": [],
+    }
+    finish(made, Results(out, "sweep", about), out, plot)
+
+
+def finish(made: Sweep, results: Results, out: Path, plot: Path | None) -> None:
+    """Measure, show and save; what there is if it is interrupted."""
+    runs: list[Run] = []
+    interrupted = False
+    try:
+        measure(made, runs, results)
+    except KeyboardInterrupt:
+        interrupted = True
+    rounds = len(runs) // len(made.blocks[0])
+    found = keep(results, runs, rounds) if rounds else []
+    if not interrupted and len(found) < len(made.cells):
+        raise ValueError("max_new_tokens: all texts ended before anything could be timed; try --ignore-eos")
+    if found:
+        from outpace.cli.lines import show
+
+        show(found)
+        if plot is not None:
+            from outpace.bench.loops import draw
+
+            draw(found, plot)
+            note(f"picture in {plot}")
+    if not interrupted:
+        results.done()
+        note(f"figures in {out}")
+        return
+    kept = f"what is shown is of those, and in {out}" if rounds else "nothing was kept"
+    note(f"interrupted after {rounds} of {made.total} rounds: {kept}")
+    raise SystemExit(130)
+
+
+def keep(results: Results, runs: list[Run], rounds: int) -> list[Figure]:
+    from outpace.bench.forecast import figures
+
+    found = figures(runs)
+    results.put(rounds=rounds, figures=[asdict(one) for one in found])
+    return found
+
+
+def measure(made: Sweep, runs: list[Run], results: Results) -> None:
+    """All rounds, each of which is kept as a whole, with a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeRemainingColumn()
+    bar = Progress(
+        TextColumn("{task.description}"),
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        line = bar.add_task("", total=made.total)
+        for count, one in enumerate(made.rounds(lambda said: bar.update(line, description=said)), 1):
+            runs += one
+            keep(results, runs, count)
+            bar.update(line, completed=count)
+
+
+def number(length: str, tokens: int) -> str:
+    """As a cell names it, 05 as 5."""
+    from outpace.bench.sweep import check_length
+
+    length = str(int(length)) if length.isdecimal() else length
+    check_length(length, tokens)
+    return length

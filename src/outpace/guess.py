@@ -1,0 +1,159 @@
+"""How far each row is guessed, and by whom: where a drafter and a length policy meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from outpace.arguments import on_device
+from outpace.draft.base import Draft, Drafter, State, check_draft
+from outpace.length import Done, Length
+from outpace.length.base import Hint
+from outpace.models.causal import CausalScorer
+from outpace.rows import Row
+from outpace.verify import Rule
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What is to be scored.
+
+    draft   the guesses
+    state   what the drafter was told; None if it was not asked
+    asked   of each row, guesses that were paid for, whether they came or not
+    steps   of the drafter; 0 if it costs nothing
+    spare   of each row the guess after those in the draft, if there is one
+    """
+
+    draft: Draft
+    state: State | None = None
+    asked: Sequence[int] = ()
+    steps: int = 0
+    spare: Sequence[int | None] = ()
+
+    def done(
+        self, rows: Sequence[Row], accepted: Sequence[int], next_token: Sequence[int], spent: dict[str, float]
+    ) -> Done:
+        """What the length policy is told of it."""
+        return Done(
+            [row.slot for row in rows],
+            list(self.draft.lengths or [0] * len(rows)),
+            accepted,
+            self.draft.tokens.shape[1],
+            len(rows),
+            sum(spent.values()),
+            spent["draft"] if self.steps else 0.0,
+            self.steps,
+            self.asked,
+            right(self.spare, next_token) if self.spare else (),
+        )
+
+
+def right(guesses: Sequence[int | None], tokens: Sequence[int]) -> list[bool | None]:
+    """Whether each guess is what came; None where there was none."""
+    return [None if one is None else one == token for one, token in zip(guesses, tokens, strict=True)]
+
+
+class Guesser:
+    """Asks the drafter for as many tokens as the policy wants: afterwards, if it costs nothing to ask."""
+
+    def __init__(self, scorer: CausalScorer, drafter: Drafter | None, length: Length, rule: Rule) -> None:
+        self.scorer, self.drafter, self.length, self.rule = scorer, drafter, length, rule
+        self.free = bool(getattr(drafter, "free", False))
+        # A policy that does not care is not asked between two steps: finding the confidence takes time.
+        self._enough = None if type(length).enough is Length.enough else length.enough
+
+    def propose(self, rows: Sequence[Row], batch: int | None = None) -> Proposal:
+        """Guesses of each row, as far as policy, context and the tokens still wanted allow.
+
+        batch  rows that the pass is over, if some of them stand still
+        """
+        room = [
+            min(row.max_new_tokens - row.stats.new_tokens - 1, self.scorer.context - len(row.tokens) - 1)
+            for row in rows
+        ]
+        if self.drafter is None:
+            return self._nothing(rows)
+        if self.free:
+            return self._taken(rows, batch, [min(self.length.most, most) for most in room])
+        chosen = self.length.choose([row.slot for row in rows], batch=batch)
+        limits = [min(g, most) for g, most in zip(chosen, room, strict=True)]
+        if max(limits) < 1:
+            return self._nothing(rows)
+        state = self.state(rows, limits)
+        draft = self._asked(state, limits)
+        alone = draft.steps is None  # it fell silent by itself, rather than being told that it is enough
+        return Proposal(
+            self._first(draft, limits),
+            state,
+            limits if alone else list(draft.lengths or limits),
+            max(limits) if draft.steps is None else draft.steps,
+        )
+
+    def _taken(self, rows: Sequence[Row], batch: int | None, room: list[int]) -> Proposal:
+        """What there is for nothing, as far as it pays."""
+        if max(room) < 1:
+            return self._nothing(rows)
+        state = self.state(rows, room)
+        draft = self._asked(state, room)
+        there = list(draft.lengths or [draft.tokens.shape[1]] * len(rows))
+        confidence = draft.confidence or [1.0] * len(rows)
+        slots = [row.slot for row in rows]
+        chosen = self.length.choose(slots, batch=batch, hint=Hint(there, confidence))
+        spare: list[int | None] = [
+            guess[g] if g < most else None
+            for guess, g, most in zip(draft.tokens.tolist(), chosen, there, strict=True)
+        ]
+        return Proposal(self._first(draft, chosen), state, spare=spare)
+
+    def aside(self, rows: Sequence[Row]) -> list[int | None]:
+        """The next token of each row that a drafter which costs nothing would guess, for the record."""
+        assert self.drafter is not None
+        guesses = self.drafter.propose(self.state(rows, [1] * len(rows), torch.device("cpu")), 1)
+        lengths = guesses.lengths or [1] * len(rows)
+        return [row[0] if n else None for row, n in zip(guesses.tokens.tolist(), lengths, strict=True)]
+
+    def _asked(self, state: State, limits: list[int]) -> Draft:
+        assert self.drafter is not None
+        draft = self.drafter.propose(state, max(limits))
+        check_draft(draft, len(limits), self.scorer.vocab_size, self.scorer.device)
+        given = [draft.tokens.shape[1]] * len(limits) if draft.lengths is None else map(int, draft.lengths)
+        return replace(draft, lengths=[min(pair) for pair in zip(limits, given, strict=True)])
+
+    @staticmethod
+    def _first(draft: Draft, limits: list[int]) -> Draft:
+        """At most so many guesses of each row."""
+        lengths = [min(pair) for pair in zip(limits, draft.lengths or limits, strict=True)]
+        g = max(lengths)
+        logits = None if draft.logits is None else draft.logits[:, :g]
+        told = None if draft.told is None else draft.told.first(g)
+        return Draft(draft.tokens[:, :g], logits, lengths, told)
+
+    def _nothing(self, rows: Sequence[Row]) -> Proposal:
+        return Proposal(Draft.chosen([[] for _ in rows], self.scorer.device))
+
+    def state(self, rows: Sequence[Row], limits: list[int], device: torch.device | None = None) -> State:
+        device = device or self.scorer.device
+        own = [row.sampling if row.draft_sampling is None else row.draft_sampling for row in rows]
+        return State(
+            [row.slot for row in rows],
+            [row.tokens for row in rows],
+            [row.prompt_length for row in rows],
+            # What a processor learns from a draft counts only if the draft is kept: it works on a copy.
+            [one.fork() if one.processors else one for one in own],
+            seeds(rows, device),
+            limits,
+            self.scorer.vocab_size,
+            device,
+            self.rule.name == "match",
+            [row.source for row in rows],
+            self._enough,
+        )
+
+
+def seeds(rows: Sequence[Row], device: torch.device) -> Tensor:
+    """`[R]`."""
+    return on_device([row.seed for row in rows], torch.int64, device)

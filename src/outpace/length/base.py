@@ -1,0 +1,78 @@
+"""What a length policy is asked, and told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What a drafter that costs nothing would guess, known before anything is decided.
+
+    lengths      how many tokens each row has a guess for
+    confidence   of each row, in [0, 1]: how good the drafter takes its guess to be
+    """
+
+    lengths: Sequence[int]
+    confidence: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What an iteration came to.
+
+    rows           the slots that took part
+    drafted        guesses that the target scored, of each row
+    accepted       of those, the ones that were kept
+    g              guesses that the pass had room for: its cost is that of g + 1 tokens a row
+    batch          rows that the pass was over; some may have stood still
+    seconds        all of it; None where it was not measured
+    draft_seconds  of that, drafting; 0 where the two cannot be told apart
+    steps          steps that the drafter made
+    asked          guesses that were paid for, whether they came or not; by default those that were drafted
+    unused         of each row, whether the guess after the drafted ones, which was not scored, was right, if
+                   there was one
+    """
+
+    rows: Sequence[int]
+    drafted: Sequence[int]
+    accepted: Sequence[int]
+    g: int
+    batch: int
+    seconds: float | None
+    draft_seconds: float = 0.0
+    steps: int = 0
+    asked: Sequence[int] = ()
+    unused: Sequence[bool | None] = ()
+
+
+class Length(Protocol):
+    """A policy may hold any memory, of each slot and of all.
+
+    What it chooses may depend on all that came before, on clocks and on the hint; never on a token that was
+    drawn and is still to be judged.
+    """
+
+    most: int  # never more than this
+
+    def choose(self, rows: Sequence[int], *, batch: int | None = None, hint: Hint | None = None) -> list[int]:
+        """Tokens to draft for each of these slots.
+
+        batch  rows that the pass is over, if some of them stand still
+        hint   what there is to be used, if the drafter costs nothing
+        """
+
+    def enough(self, confidence: Sequence[float]) -> bool:
+        """Asked between two steps of a drafter, before a token is drawn: whether to leave it at those drawn
+        so far. confidence: of each row, the largest probability of the distribution to be drawn from."""
+        return False
+
+    def observe(self, done: Done) -> None:
+        """What came of the choice."""
+        return
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """These slots are free; what was learnt in them is forgotten."""
+        return

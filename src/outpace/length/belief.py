@@ -1,0 +1,110 @@
+"""How likely guesses are to be kept, as far as is known.
+
+Each row has an acceptance α that may jump at any iteration: a hidden Markov model over a few values, with the
+exact Bayesian filter. A run of k kept guesses has likelihood α^k, and (1 − α) more if another was lost; at
+each iteration α stays what it was but for a chance CHANGE that it is drawn anew. So a steady row is known
+ever better, and after a jump a handful of guesses is enough. (The filter of piecewise constant rates: Adams
+and MacKay 2007 in discrete form.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Levels = npt.NDArray[np.int64]
+
+ODDS = np.linspace(-6, 6, 25)
+ALPHAS = 1 / (1 + np.exp(-ODDS))  # 0.0025 to 0.9975
+CHANGE = 0.01  # chance that a row's acceptance jumps at an iteration
+LEARN = 0.05  # how quickly new rows are taken to be like the last ones
+OPEN = 0.5  # how much of what is thought of new rows is left open
+CALM = 30.0  # tests that a correction by position counts as much as
+FADE = 0.995  # what is left of a test's weight after another
+
+
+class Belief:
+    """Of each slot, how likely each α of ALPHAS is; and what new rows are like."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._powers = ALPHAS[:, None] ** np.arange(most + 1)  # [len(ALPHAS), most + 1]
+        self._usual = np.full(len(ALPHAS), 1 / len(ALPHAS))
+        self._rows = np.zeros((0, len(ALPHAS)))  # by slot; of those that nothing is known of, zeros
+        # Guesses that reached each position and were kept: as many as there were, and as were expected.
+        self._came, self._expected = np.zeros(most), np.zeros(most)
+
+    def prior(self) -> Array:
+        """Of a row that nothing is known of."""
+        return OPEN / len(ALPHAS) + (1 - OPEN) * self._usual
+
+    def now(self, rows: Sequence[int]) -> Array:
+        """`[R, len(ALPHAS)]`, after another iteration, at which any row may have jumped."""
+        missing = max(rows) + 1 - len(self._rows)
+        if missing > 0:
+            self._rows = np.concatenate((self._rows, np.zeros((missing, len(ALPHAS)))))
+        prior, belief = self.prior(), self._rows[rows]
+        belief = np.where(belief.any(axis=1, keepdims=True), (1 - CHANGE) * belief + CHANGE * prior, prior)
+        self._rows[rows] = belief
+        return belief
+
+    def reach(self, shift: Array | None = None) -> Array:
+        """`[..., len(ALPHAS), most]`: probability that the first 1, 2, ... guesses are all kept, by α; shift:
+        what is added to the log-odds of α."""
+        # By what factor guesses come further or less far than rows with a steady α would have it
+        correction = np.clip((self._came + CALM) / (self._expected + CALM), 0.5, 1.5)
+        if shift is None:
+            return self._powers[:, 1:] * correction
+        alphas = 1 / (1 + np.exp(-ODDS - shift[..., None]))
+        return alphas[..., None] ** np.arange(1, self.most + 1) * correction
+
+    def learn(self, rows: Sequence[int], tested: npt.ArrayLike, kept: npt.ArrayLike) -> None:
+        """Of so many guesses of each row that were tested, at least one, the first so many were kept."""
+        tries, good = np.minimum(tested, self.most), np.minimum(kept, self.most)
+        belief = self._rows[rows]
+        places = np.arange(1, self.most + 1)
+        fade = FADE ** len(rows)
+        self._came = fade * self._came + (places <= good[:, None]).sum(0)
+        self._expected = fade * self._expected + (
+            (belief @ self._powers[:, 1:]) * (places <= tries[:, None])
+        ).sum(0)
+        belief = belief * self._powers[:, good].T * np.where(good < tries, 1 - ALPHAS[:, None], 1.0).T
+        belief /= belief.sum(axis=1, keepdims=True)
+        self._rows[rows] = belief
+        self._usual += (1 - (1 - LEARN) ** len(rows)) * (belief.mean(0) - self._usual)
+
+    def forget(self, rows: Sequence[int]) -> None:
+        self._rows[[row for row in rows if row < len(self._rows)]] = 0.0
+
+
+class Signal:
+    """What a drafter's own confidence says about its guess: by how much, in log-odds, guesses of each level
+    of confidence are kept more often than all."""
+
+    LEVELS = 8
+    CALM = 4.0  # guesses that are taken to be like all others
+
+    def __init__(self) -> None:
+        self._kept, self._tested = np.zeros(self.LEVELS), np.zeros(self.LEVELS)
+
+    def level(self, confidence: Sequence[float]) -> Levels:
+        """Of numbers in [0, 1]."""
+        found = np.nan_to_num(np.asarray(confidence, dtype=float))
+        levels: Levels = np.clip((found * self.LEVELS).astype(np.int64), 0, self.LEVELS - 1)
+        return levels
+
+    def shifts(self) -> Array:
+        """`[LEVELS]`: what to add to the log-odds of acceptance."""
+        usual = (self._kept.sum() + 1) / (self._tested.sum() + 2)
+        share = (self._kept + self.CALM * usual) / (self._tested + self.CALM)
+        shifts: Array = np.log(share / (1 - share)) - np.log(usual / (1 - usual))
+        return shifts
+
+    def learn(self, levels: Levels, kept: npt.NDArray[np.bool_]) -> None:
+        """Of guesses of these levels, whether they were kept."""
+        fade = FADE ** len(levels)
+        self._kept = fade * self._kept + np.bincount(levels, kept, self.LEVELS)
+        self._tested = fade * self._tested + np.bincount(levels, minlength=self.LEVELS)

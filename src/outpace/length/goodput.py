@@ -1,0 +1,175 @@
+"""As many tokens a second as there can be, and never fewer than plain decoding has.
+
+The expected tokens of an iteration come from `belief`, its seconds from `costs`; their quotient decides, with
+g = 0 among the choices: docs/length.md derives it, and says what it may lose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from outpace.arguments import integer
+from outpace.length.base import Done, Hint, Length
+from outpace.length.belief import Array, Belief, Levels, Signal
+from outpace.length.costs import Costs
+
+LADDER = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # lengths that are tried: on a GPU each takes a graph
+START = 4  # the first length that is tried, while nothing is known of costs
+GROWTH = 2  # times the longest pass that was measured: so far costs are guessed
+MARGIN = 0.02  # what speculation must promise to be taken up
+BUDGET = 0.015  # share of the time that tries against all odds may take
+CREDIT = 4.0  # plain passes that such tries may take ahead of that
+HOPE = 0.9  # acceptance that they hope for
+WORTH = 1.1  # what it would have to bring
+AGAIN = 8  # iterations between two of them at least
+REFRESH = 256  # iterations until a plain pass is measured anew
+
+
+@dataclass
+class Plan:
+    """What was thought when an iteration began."""
+
+    places: dict[int, int]  # of slots, among the rows
+    batch: int
+    rate: float  # tokens a second that are within reach
+    g: int
+    belief: Array  # [R, len(ALPHAS)]
+    alive: Array  # [R], probability that all guesses so far are kept
+    levels: list[Levels]  # of confidence, [R] for each guess
+
+
+class Goodput(Length):
+    """Chooses the g that promises the most tokens a second, 0 included, at each iteration for the batch as a
+    whole, from what passes take and how many guesses are kept, both as measured so far.
+
+    max_g  never more guesses than this
+
+    It goes by the clock: rules "token" and "block" do not give the same text again for the same seed with it,
+    though texts of the same distribution. A Goodput belongs to one Decoder.
+    """
+
+    def __init__(self, max_g: int = 16) -> None:
+        integer("max_g", max_g, "an int >= 1", lambda g: g >= 1)
+        self.most = max_g
+        self._lengths = np.array([g for g in LADDER if g < max_g] + [max_g])
+        self.belief, self.costs, self.signal = Belief(max_g), Costs(max_g), Signal()
+        self._plan: Plan | None = None
+        self._credit = CREDIT / 2
+        self._rested = 0  # iterations since the last guess
+        self._since_plain = 0
+
+    def choose(self, rows: Sequence[int], *, batch: int | None = None, hint: Hint | None = None) -> list[int]:
+        batch = batch or len(rows)
+        belief = self.belief.now(rows)
+        levels, room = [], np.full(len(rows), self.most)
+        if hint is not None:
+            room = np.minimum(hint.lengths, self.most)
+            levels.append(self.signal.level(hint.confidence))
+        self._plan = Plan(
+            {row: i for i, row in enumerate(rows)}, batch, 0.0, 0, belief, np.ones(len(rows)), levels
+        )
+        plain = self.costs.plain(batch)
+        if plain is None or (hint is not None and not room.any()):
+            return [0] * len(rows)
+        tokens = self._tokens(belief, levels, room)
+        seconds = self.costs.passes(batch) + self.costs.step(batch) * np.arange(self.most + 1)
+        self._plan.rate, self._plan.g = self._best(tokens, seconds, batch)
+        if self._plan.g == 0 and hint is None and self._rested >= AGAIN:
+            self._plan.g = self._try(tokens, seconds, batch, len(rows))
+        if self._plan.g and self._since_plain >= REFRESH:
+            self._plan.g = 0
+        return [min(self._plan.g, int(most)) for most in room]
+
+    def _tokens(self, belief: Array, levels: list[Levels], room: Levels) -> Array:
+        """`[most + 1]`: tokens that all rows together may expect of each g."""
+        if levels:
+            kept = np.einsum("ra,rag->rg", belief, self.belief.reach(self.signal.shifts())[levels[0]])
+            kept *= np.arange(1, self.most + 1) <= room[:, None]
+            total = kept.sum(0)
+        else:
+            total = belief.sum(0) @ self.belief.reach()
+        return len(belief) + np.concatenate(([0.0], total.cumsum()))
+
+    def _best(self, tokens: Array, seconds: Array, batch: int) -> tuple[float, int]:
+        """The best rate, and the length that has it."""
+        measured = max(self.costs.known(batch))
+        lengths = self._lengths[self._lengths <= max(START, GROWTH * measured)]
+        rates = tokens[lengths] / seconds[lengths]
+        best = int(rates.argmax())
+        if rates[best] < (1 + MARGIN) * rates[0]:
+            best = 0
+        return float(rates[best]), int(lengths[best])
+
+    def _try(self, tokens: Array, seconds: Array, batch: int, rows: int) -> int:
+        """A length to try although it does not promise to pay, if it may and there is time for it; or 0."""
+        hoped = rows * (HOPE ** np.arange(self.most + 1)).cumsum()
+        rate, g = self._best(hoped, seconds, batch)
+        if g == 0 or rate < WORTH * rows / seconds[0]:
+            return 0
+        catching_up = self.costs.missed(batch, self._rested)
+        losses = (seconds + catching_up) / seconds[0] - tokens / rows
+        g = 1 + int(losses[1:].argmin())  # a short one tells enough
+        return g if losses[g] <= self._credit else 0
+
+    def enough(self, confidence: Sequence[float]) -> bool:
+        plan = self._plan
+        if plan is None or plan.rate == 0.0:
+            return False
+        drawn = len(plan.levels)
+        level = self.signal.level(confidence)
+        first = self.belief.reach(self.signal.shifts())[..., 0]  # [LEVELS, len(ALPHAS)]
+        next_kept = (plan.belief * first[level]).sum(1)  # [R]
+        later = plan.belief @ self.belief.reach()  # [R, most]
+        chances = np.concatenate((np.ones((len(later), 1)), later), axis=1)[:, : max(1, plan.g - drawn)]
+        tokens = ((plan.alive * next_kept) @ chances).cumsum()  # of 1, 2, ... further guesses
+        passes = self.costs.passes(plan.batch)
+        ends = np.arange(drawn + 1, drawn + 1 + len(tokens))
+        seconds = passes[ends] - passes[drawn] + self.costs.step(plan.batch) * (ends - drawn - 1)
+        if (tokens <= plan.rate * seconds).all() and self._rested == 0:
+            return True
+        plan.levels.append(level)
+        plan.alive = plan.alive * next_kept
+        return False
+
+    def observe(self, done: Done) -> None:
+        guessed = done.g > 0
+        if done.seconds is not None:
+            self.costs.note(done.batch, done.g, done.seconds - done.draft_seconds)
+        if done.steps:
+            self.costs.note_draft(done.batch, done.steps, done.draft_seconds, self._rested)
+        self._learn(done)
+        plain = self.costs.plain(done.batch)
+        gain = 0.0
+        if guessed and plain is not None and done.seconds is not None:
+            gain = sum(done.accepted) / len(done.rows) + 1 - done.seconds / plain
+        self._credit = min(CREDIT, self._credit + gain + BUDGET)
+        self._rested = 0 if done.steps or guessed else self._rested + 1
+        self._since_plain = self._since_plain + 1 if guessed else 0
+
+    def _learn(self, done: Done) -> None:
+        """From what was scored, and from the guess after it that was not."""
+        tested, kept = np.array(done.asked or done.drafted, dtype=int), np.array(done.accepted, dtype=int)
+        for i, right in enumerate(done.unused):
+            if right is not None and kept[i] == tested[i]:
+                tested[i] += 1
+                kept[i] += right
+        some = np.flatnonzero(tested).tolist()
+        if not some:
+            return
+        self.belief.learn([done.rows[i] for i in some], tested[some], kept[some])
+        plan = self._plan
+        if plan is not None and plan.levels:
+            at = np.array([plan.places.get(done.rows[i], -1) for i in some])
+            for place, level in enumerate(plan.levels):
+                reached = (at >= 0) & (place < tested[some]) & (place <= kept[some])
+                if reached.any():
+                    self.signal.learn(level[at[reached]], place < kept[some][reached])
+
+    def reset(self, rows: Sequence[int]) -> None:
+        self.belief.forget(rows)
+
+    def __repr__(self) -> str:
+        return f"Goodput({self.most})"

@@ -1,0 +1,45 @@
+"""A real run, from its trace: where its time went, and its text."""
+
+from __future__ import annotations
+
+from outpace.report import timeline, tokens
+from outpace.report.section import Content, Figure, Section
+from outpace.report.words import said, short
+
+
+def sections(content: Content) -> list[Section]:
+    return [_time(content), _text(content)]
+
+
+def plain_ms(content: Content) -> float | None:
+    """Time of the target's pass over one token of one text."""
+    passes = content.get("passes") or ()
+    return next((one["ms"] for one in passes if (one["B"], one["n"]) == (1, 1)), None)
+
+
+def _time(content: Content) -> Section:
+    trace = content.get("trace") or {}
+    if not trace.get("iterations"):
+        return Section("Where the time goes")
+    plain = plain_ms(content)
+    iterations = timeline.first(trace["iterations"])
+    drawn = timeline.draw(iterations, plain / 1000 if plain else None)
+    words = (
+        f"The first {len(iterations)} iterations of a run with {short(trace.get('draft'))} at g = "
+        f"{said(trace.get('g'))}, to scale (as in Leviathan et al. 2023, Figure 5): steps of the draft, "
+        "then a pass of the target, and below it how many tokens came of both"
+    )
+    below = "; below, plain decoding of as many, with the time measured for a pass." if plain else "."
+    return Section("Where the time goes", figures=[Figure(drawn, words + below, wide=True)])
+
+
+def _text(content: Content) -> Section:
+    trace = content.get("trace") or {}
+    if not trace.get("pieces"):
+        return Section("Token by token")
+    count, passes = len(trace["pieces"]), len(tokens.lines(trace["pieces"]))
+    words = (
+        f"Text of that run, a line for each pass of the target: {passes} passes for {count} tokens (as in "
+        "Leviathan et al. 2023, Figure 1)."
+    )
+    return Section("Token by token", figures=[Figure(tokens.draw(trace["pieces"]), words, wide=True)])

@@ -1,0 +1,49 @@
+"""The answer, in a sentence: what was tuned, else the fastest measured, else the best foretold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outpace.report import swept
+from outpace.report.section import Content
+from outpace.report.words import between, said
+
+
+def verdict(contents: Sequence[Content]) -> str:
+    """Empty where nothing allows one."""
+    return _tuned(contents) or _swept(contents) or _measured(contents)
+
+
+def _tuned(contents: Sequence[Content]) -> str:
+    return next((one["verdict"] for one in contents if one["kind"] == "tune" and one.get("verdict")), "")
+
+
+def _swept(contents: Sequence[Content]) -> str:
+    rows = [row for one in contents if one["kind"] == "sweep" for row in one.get("figures") or ()]
+    row = swept.best(rows)
+    if row is None:
+        return ""
+    speed, interval = row["speedup"], row.get("interval")
+    what = f"{row.get('draft')}, g = {row['length']}, {swept.way(row)}"
+    known = f"{speed:.2f} times as fast as plain decoding"
+    known += f" ({between(interval, '.2f')})" if interval else ""
+    if speed <= 1:
+        return f"Do not speculate: the best that was measured, {what}, is {known}."
+    if interval and interval[0] <= 1:
+        return f"It is not sure that speculation pays: {what} is {known}."
+    return f"Guess with {what}: {known}."
+
+
+def _measured(contents: Sequence[Content]) -> str:
+    drafts = [draft for one in contents if one["kind"] == "measure" for draft in one.get("drafts") or ()]
+    exact = [one for one in drafts if one.get("predicted") is not None and one.get("lenience") in (None, 1)]
+    if not exact:
+        return ""
+    best = max(exact, key=lambda one: float(one["predicted"]))
+    name, g, speed = said(best.get("draft")), best.get("best_g"), best["predicted"]
+    if not g or speed <= 1:
+        return f"Do not speculate: no draft is expected to pay, not even {name}, the best of them."
+    return (
+        f"Guess with {name}, g = {g}: {speed:.2f} times as fast as plain decoding, by the acceptance and "
+        "times measured."
+    )

@@ -1,0 +1,214 @@
+"""α is what the models' own distributions have in common, at every token, for every kind of draft."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import outpace
+from outpace import Decoder, Fixed, Sampling, theory
+from outpace.bench import alpha, synthetic
+from outpace.bench.blocks import Blocks, counted, trace
+from outpace.bench.estimate import autocorrelation, estimate
+from outpace.bench.prompts import Asked
+from outpace.draft.base import Draft, State
+from outpace.sampling import Prefix, adjust
+from tests.bench.test_synthetic import DRAFT, TARGET
+from tests.tiny import V, greedy, sources, tiny, tiny_seq2seq
+
+PROMPTS = [
+    *(Asked([5, 6, 7], "a"), Asked([9], "b"), Asked([3, 3, 4, 3, 3], "a")),
+    *(Asked([8, 1], "c"), Asked([8, 2], "c")),
+]
+LENIENCE = (1.0, 0.5, 0.1)
+
+
+def measured(drafter: Any, sampling: Sampling, tokens: int = 12) -> tuple[list[Any], list[Any]]:
+    """Texts of a tiny target, and β of a drafter there."""
+    model = tiny()
+    plain, decoder = Decoder(model), Decoder(model, drafter)
+    texts = alpha.written(plain, PROMPTS, sampling, tokens, range(len(PROMPTS)))
+    return texts, alpha.walk(decoder, texts, sampling, LENIENCE, "it")
+
+
+def distributions(model: Any, text: alpha.Text, sampling: Sampling) -> np.ndarray[Any, Any]:
+    """Of each new token `[tokens, V]`, by the model's own forward pass over the whole text."""
+    ids = torch.tensor([[*text.start, *text.tokens]])
+    with torch.inference_mode():
+        logits = model(input_ids=ids, use_cache=False).logits[:, len(text.start) - 1 : -1].double()
+    prefix = Prefix(torch.tensor([text.start]), None, torch.tensor([len(text.start)]))
+    adjusted = adjust(logits, sampling, prefix, torch.tensor([text.tokens]))
+    return np.asarray(adjusted[0].softmax(-1))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.7, top_k=9),
+        Sampling(temperature=1.3, top_p=0.8),
+        Sampling(repetition_penalty=1.5, presence_penalty=0.5),
+    ],
+    ids=["plain", "top-k", "top-p", "penalties"],
+)
+def test_of_two_models_it_is_the_overlap_of_their_distributions_at_every_token(sampling: Sampling) -> None:
+    small = tiny("qwen2", seed=1)
+    texts, found = measured(small, sampling)
+    for text, beta in zip(texts, found, strict=True):
+        p, q = (distributions(model, text, sampling) for model in (tiny(), small))
+        for lenience in LENIENCE:
+            np.testing.assert_allclose(beta[lenience], theory.acceptance(p, q, lenience), atol=2e-5)
+        np.testing.assert_allclose(1 - beta[1.0], theory.divergence(p, q), atol=2e-5)
+
+
+def test_of_greedy_texts_it_is_whether_the_likeliest_tokens_agree_or_nearly_do() -> None:
+    small = tiny("qwen2", seed=1)
+    texts, found = measured(small, Sampling(temperature=0), tokens=30)
+    for text, beta in zip(texts, found, strict=True):
+        assert text.tokens == greedy(tiny(), text.start, 30)
+        p, q = (distributions(model, text, Sampling()) for model in (tiny(), small))
+        guess = q.argmax(-1)
+        assert beta[1.0].tolist() == (guess == text.tokens).tolist()
+        at = p[np.arange(len(p)), guess]
+        for lenience in LENIENCE[1:]:
+            assert beta[lenience].tolist() == (at >= lenience * p.max(-1)).tolist()
+    each = [np.concatenate([one[lenience] for one in found]).mean() for lenience in LENIENCE]
+    assert 0 < each[0] < each[-1] < 1
+
+
+def test_a_copy_counts_only_where_something_was_copied() -> None:
+    sampling = Sampling(temperature=0.3)
+    texts, found = measured("lookup", sampling, tokens=30)
+    silent = 0
+    for text, beta in zip(texts, found, strict=True):
+        p = distributions(tiny(), text, sampling)
+        for i, value in enumerate(beta[1.0]):
+            guess = copied([*text.start, *text.tokens[:i]])
+            silent += guess is None
+            if guess is None:
+                assert np.isnan(value)
+            else:
+                assert value == pytest.approx(p[i, guess], abs=1e-5)
+                assert beta[0.5][i] == pytest.approx(min(1.0, p[i, guess] / 0.5), abs=1e-5)
+    assert 0 < silent < sum(len(text.tokens) for text in texts)
+
+
+def copied(text: list[int]) -> int | None:
+    """What followed the last three tokens, or two, where they stood last."""
+    for size in (3, 2):
+        for end in range(len(text) - 1, size - 1, -1):
+            if text[end - size : end] == text[-size:]:
+                return text[end]
+    return None
+
+
+def test_counts_and_chance_are_measured_as_what_they_are() -> None:
+    ngram = outpace.NGramDrafter.fit([5, 6, 7, 5, 6, 8, 5, 9, 9], n=2, vocab_size=V)
+    texts, found = measured(ngram, Sampling())
+    _, chance = measured(outpace.RandomDrafter(V), Sampling())
+    for text, counts, random in zip(texts, found, chance, strict=True):
+        p = distributions(tiny(), text, Sampling())
+        before = [text.start[-1], *text.tokens[:-1]]
+        q = np.zeros_like(p)
+        for i, last in enumerate(before):
+            after = {5: [6, 6, 9], 6: [7, 8], 7: [5], 8: [5], 9: [9]}.get(last, [5, 6, 7, 5, 6, 8, 5, 9, 9])
+            np.add.at(q[i], after, 1 / len(after))
+        np.testing.assert_allclose(counts[1.0], theory.acceptance(p, q), atol=2e-5)
+        np.testing.assert_allclose(random[0.5], theory.acceptance(p, np.full_like(p, 1 / V), 0.5), atol=2e-5)
+
+
+def test_a_target_with_an_encoder_and_its_draft_are_measured_too() -> None:
+    large, small = tiny_seq2seq(), tiny_seq2seq(seed=1)
+    prompts = [Asked(ids, "a") for ids in sources("t5", 4, 9)]
+    plain, decoder = Decoder(large), Decoder(large, small)
+    texts = alpha.written(plain, prompts, Sampling(), 8, [0, 1])
+    found = alpha.walk(decoder, texts, Sampling(), [1.0])
+    for prompt, text, beta in zip(prompts, texts, found, strict=True):
+        ids = torch.tensor([[*text.start, *text.tokens[:-1]]])
+        with torch.inference_mode():
+            given = {"input_ids": torch.tensor([prompt.ids]), "decoder_input_ids": ids}
+            p, q = (model(**given).logits[0].double().softmax(-1) for model in (large, small))
+        np.testing.assert_allclose(beta[1.0], theory.acceptance(p, q), atol=2e-5)
+
+
+def test_texts_are_measured_in_groups_with_all_drafts_and_drafters_are_free_again() -> None:
+    model, small = tiny(), tiny(seed=1)
+    plain = Decoder(model)
+    drafts = {
+        "small": Decoder(model, small),
+        "self": Decoder(model, tiny()),
+        "lookup": Decoder(model, "lookup"),
+    }
+    found = list(alpha.measure(plain, drafts, PROMPTS, Sampling(), tokens=10, lenience=[0.5], seed=3))
+    assert [one.domain for one in found] == ["a", "b", "a", "c", "c"]
+    assert all(one.tokens == 10 and set(one.beta) == set(drafts) for one in found)
+    for one in found:
+        np.testing.assert_allclose(one.beta["self"][1.0], 1.0, atol=1e-5)
+        assert set(one.beta["small"]) == {1.0, 0.5}
+    out = drafts["small"].generate([5, 6, 7], temperature=0, max_new_tokens=20)
+    assert out.tokens == greedy(model, [5, 6, 7], 20)
+
+
+def test_drafts_of_a_bigram_pair_are_kept_each_anew() -> None:
+    """480 tokens: correlations have a deviation of about 0.05, shares of 140 passes one of at most 0.04."""
+    made = synthetic.pair(TARGET, DRAFT, 0.8, dtype=torch.float32)
+    plain, decoder = Decoder(made.target), Decoder(made.target, made.draft, length=Fixed(4))
+    prompts = [Asked([i], "a") for i in range(8)]
+    walked = alpha.measure(plain, {"it": decoder}, prompts, Sampling(), tokens=60)
+    beta = [one.beta["it"][1.0] for one in walked]
+    found = estimate(beta)
+    assert found is not None
+    assert found.mean == pytest.approx(made.alpha, abs=0.015)
+    assert all(abs(one or 1.0) < 0.2 for one in autocorrelation(beta))
+    blocks = counted(decoder, prompts, Sampling(), tokens=60)
+    assert blocks.acceptance == pytest.approx(made.alpha, abs=0.05)
+    np.testing.assert_allclose(blocks.observed, blocks.predicted(found.mean), atol=0.1)
+
+
+def test_blocks_are_counted_as_by_hand() -> None:
+    blocks = Blocks([(2, 2), (2, 0), (2, 1), (1, 1)])
+    assert blocks.acceptance == 4 / 6
+    assert blocks.by_position == [3 / 4, 1 / 2]
+    assert blocks.observed == [1 / 4, 2 / 4, 1 / 4]
+    # Three passes of two drafts: 1/2, 1/4, 1/4; one of one: 1/2, 1/2
+    assert blocks.predicted(0.5) == pytest.approx([1 / 2, 5 / 16, 3 / 16])
+    assert Blocks().acceptance is None
+    assert Blocks().observed == [0.0]
+
+
+def test_a_trace_has_the_run_iteration_by_iteration() -> None:
+    decoder = Decoder(tiny(), tiny(), length=Fixed(3))
+    found = trace(decoder, PROMPTS[0], Sampling(temperature=0), tokens=12)
+    assert [one["accepted"] for one in found["iterations"]] == [0, 3, 3, 2]  # the first is the prompt's
+    assert all(
+        {"draft", "target", "verify", "other"} <= set(one["phases"]) for one in found["iterations"][1:]
+    )
+    assert found["pieces"] == []  # without a tokenizer there is no text
+
+
+class Broken:
+    """States logits that are none."""
+
+    def propose(self, state: State, g: int) -> Draft:
+        tokens = torch.zeros(len(state.rows), 1, dtype=torch.int64)
+        return Draft(tokens, torch.full((len(state.rows), 1, state.vocab_size), torch.nan))
+
+    def commit(self, accepted: torch.Tensor, next_token: torch.Tensor) -> None: ...
+
+    def reset(self, rows: Any) -> None: ...
+
+
+def test_what_does_not_fit_is_named() -> None:
+    with pytest.raises(ValueError, match=r"draft: it has an acceptance of nan at token 0, outside \[0, 1\]"):
+        measured(Broken(), Sampling())
+    with pytest.raises(ValueError, match="draft: it guesses nothing"):
+        measured(None, Sampling())
+    plain = Decoder(tiny())
+    with pytest.raises(ValueError, match=r"lenience: got 1\.5"):
+        next(alpha.measure(plain, {}, PROMPTS, Sampling(), tokens=1, lenience=[1.5]))
+    processor = Sampling(processors=[lambda ids, scores: scores])
+    with pytest.raises(ValueError, match="sampling: has processors"):
+        next(alpha.measure(plain, {}, PROMPTS, processor, tokens=1))

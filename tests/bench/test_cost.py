@@ -1,0 +1,156 @@
+"""Parts of an iteration are timed by themselves, and the best length follows from them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outpace import Decoder, Sampling, theory
+from outpace.bench import cost
+from outpace.bench.cost import Pass, Verification
+from outpace.bench.prediction import best, speedups
+from outpace.verify import settle as honest
+from tests.tiny import greedy, tiny, tiny_seq2seq
+
+CPU = torch.device("cpu")
+
+
+def test_medians_are_of_runs_in_turn_and_the_first_round_does_not_count() -> None:
+    order: list[str] = []
+
+    def run(name: str, seconds: float) -> None:
+        order.append(name)
+        time.sleep(0.1 if len(order) <= 2 else seconds)
+
+    found = cost.medians({"a": lambda: run("a", 0.002), "b": lambda: run("b", 0.012)}, CPU, rounds=3)
+    assert order == ["a", "b"] * 4
+    assert 2 <= found["a"] < found["b"] < 60
+    assert found["b"] >= 12
+
+
+def test_the_curve_is_that_of_the_scorers_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that takes 3 ms a token of a row, on top of what the tiny model takes."""
+    decoder = Decoder(tiny())
+    honest, seen = decoder.scorer.score, set()
+
+    def score(rows: Any, tokens: torch.Tensor) -> torch.Tensor:
+        seen.add((decoder.scorer.length(0), *tokens.shape))
+        time.sleep(0.003 * tokens.numel())
+        return honest(rows, tokens)
+
+    monkeypatch.setattr(decoder.scorer, "score", score)
+    found = cost.curve(decoder, lengths=(1, 4), batches=(1, 2), context=10)
+    assert [(one.B, one.n) for one in found] == [(1, 1), (1, 4), (2, 1), (2, 4)]
+    assert seen == {(10, B, n) for B in (1, 2) for n in (1, 4)}
+    for one in found:
+        assert 3 * one.B * one.n <= one.ms < 3 * one.B * one.n + 60
+    monkeypatch.undo()
+    out = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=9)
+    assert out.tokens == greedy(tiny(), [5, 6, 7], 9)
+
+
+def test_a_step_is_one_of_several_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(tiny(), tiny(seed=1))
+    assert decoder.drafter is not None
+    honest, lengths = decoder.drafter.propose, list[int]()
+
+    def propose(state: Any, g: int) -> Any:
+        lengths.append(len(state.tokens[0]))
+        time.sleep(0.005 * g)
+        return honest(state, g)
+
+    monkeypatch.setattr(decoder.drafter, "propose", propose)
+    assert 5 <= cost.draft_step(decoder, 2, context=10) < 40
+    assert lengths == list(range(11, 12 + cost.ROUNDS))
+    monkeypatch.undo()
+    out = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=9)
+    assert out.tokens == greedy(tiny(), [5, 6, 7], 9)
+
+
+@pytest.mark.parametrize("drafter", ["lookup", None], ids=["lookup", "model"])
+def test_an_engines_parts_are_timed_where_there_is_one(drafter: str | None) -> None:
+    decoder = Decoder(tiny(), drafter or tiny(seed=1), engine=True)
+    engines = decoder._engines
+    assert engines is not None
+    assert engines._engine is None
+    found = cost.curve(decoder, lengths=(1, 3), batches=(2, 1), context=10)
+    assert [(one.B, one.n) for one in found] == [(2, 1), (2, 3), (1, 1), (1, 3)]
+    assert all(one.ms > 0 for one in found)
+    assert engines._engine is not None
+    assert cost.draft_step(decoder, 2, context=10) > 0
+    assert engines._engine.active.tolist() == [0, 0]
+    cost.let_go(decoder)
+    assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=9).tokens == greedy(tiny(), [5, 6, 7], 9)
+
+
+def test_a_model_with_an_encoder_is_timed_too() -> None:
+    decoder = Decoder(tiny_seq2seq(), tiny_seq2seq(seed=1))
+    assert [one.n for one in cost.curve(decoder, lengths=(1, 3), batches=(2,), context=10)] == [1, 3]
+    assert cost.draft_step(decoder, 2, context=10) > 0
+
+
+def test_verification_is_of_as_many_drafts_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(tiny(), lenience=0.5)
+    seen = set()
+
+    def settle(block: Any, rule: Any, lenience: float, samplings: Any) -> Any:
+        seen.add((*block.tokens.shape, block.draft_logits is not None, lenience, samplings[0].temperature))
+        return honest(block, rule, lenience, samplings)
+
+    monkeypatch.setattr(cost, "settle", settle)
+    sampling = Sampling(temperature=0.5, repetition_penalty=1.2)
+    drawn = cost.verification(decoder, (0, 3), (1, 2), sampling)
+    chosen = cost.verification(decoder, (3,), (1,), sampling, drawn=False)
+    sizes = [(1, 0), (1, 3), (2, 0), (2, 3)]
+    assert [(one.B, one.g, one.drawn) for one in drawn] == [(*size, True) for size in sizes]
+    assert [(one.B, one.g, one.drawn) for one in chosen] == [(1, 3, False)]
+    assert all(one.ms > 0 for one in [*drawn, *chosen])
+    with_draft = {(B, g, g > 0, 0.5, 0.5) for B in (1, 2) for g in (0, 3)}
+    assert seen == with_draft | {(1, 3, False, 0.5, 0.5)}
+
+
+FLAT = [Pass(1, n, 10.0) for n in (1, 5, 9)]
+STEEP = [Pass(1, n, 10.0 * n) for n in (1, 5, 9)]
+
+
+def test_where_passes_are_flat_the_prediction_is_the_papers() -> None:
+    np.testing.assert_allclose(speedups(0.8, 1.0, 0.5, 1, FLAT, []), theory.speedup(0.8, np.arange(9), 0.05))
+    found = best(0.8, 1.0, 0.5, 1, FLAT, [])
+    assert found.g == theory.best_length(0.8, 0.05)
+    assert found.speedup == pytest.approx(theory.speedup(0.8, found.g, 0.05), abs=1e-4)
+
+
+def test_where_passes_cost_as_much_as_their_tokens_no_draft_pays() -> None:
+    found = best(0.9, 1.0, 0.0, 1, STEEP, [])
+    assert (found.g, found.speedup) == (0, 1.0)
+    np.testing.assert_allclose(speedups(1.0, 1.0, 0.0, 1, STEEP, []), 1.0)
+
+
+def test_the_best_length_ends_before_a_step_of_the_curve() -> None:
+    passes = [Pass(1, n, 10.0 if n <= 4 else 30.0) for n in range(1, 10)]
+    assert best(0.9, 1.0, 0.0, 1, passes, []).g == 3
+
+
+def test_verification_and_silence_are_counted_by_hand() -> None:
+    verify = [Verification(1, 0, 2.0, True), Verification(1, 8, 4.0, True)]
+    found = speedups(0.5, 0.25, 1.0, 1, FLAT, verify)
+    # g = 4: a quarter of iterations has guesses, passes take 10 + 3, others 12; four steps are always made
+    tokens = 0.25 * theory.expected_tokens(0.5, 4) + 0.75
+    assert found[4] == pytest.approx(tokens * 12 / (4 + 0.25 * 13 + 0.75 * 12))
+    assert found[0] == 1
+
+
+def test_what_does_not_fit_is_named() -> None:
+    with pytest.raises(ValueError, match="passes: there must be one over a single token of B = 2 rows"):
+        speedups(0.5, 1.0, 0.0, 2, FLAT, [])
+    decoder = Decoder(tiny(), tiny(max_position_embeddings=40))
+    with pytest.raises(ValueError, match="context: got 200; with 4 tokens more it must fit the model's"):
+        cost.curve(decoder, (4,), (1,), 200)
+    with pytest.raises(ValueError, match=r"context: got 60; with .* it must fit the draft's context of 40"):
+        cost.draft_step(decoder, 1, 60)
+    with pytest.raises(ValueError, match="decoder: it has no drafter"):
+        cost.draft_step(Decoder(tiny()))

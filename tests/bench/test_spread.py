@@ -1,0 +1,53 @@
+"""Percentiles, deviations and ratios are those of hand and textbook."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from outpace.bench.spread import Spread, faster
+
+
+def test_a_spread_is_that_of_the_textbook() -> None:
+    values = [7.0, 1.0, 10.0, 4.0, 2.0, 9.0, 3.0, 8.0, 5.0, 6.0]
+    found = Spread.of(values)
+    assert found.mean == 5.5
+    assert found.p50 == 5.5
+    assert found.p90 == pytest.approx(9.1)  # nine tenths of the way from the first to the tenth
+    assert found.p99 == pytest.approx(9.91)
+    assert found.deviation == pytest.approx(statistics.stdev(values))
+
+
+def test_a_single_value_does_not_vary() -> None:
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0, 3.0, 0.0)
+    with pytest.raises(ValueError, match="values: there are none"):
+        Spread.of([])
+
+
+def test_a_ratio_is_one_of_sums_and_not_a_mean_of_ratios() -> None:
+    ours, theirs = [(10, 1.0), (30, 2.0)], [(10, 2.0), (30, 3.0)]
+    value, interval = faster(ours, theirs)
+    assert value == pytest.approx((40 / 3) / (40 / 5))
+    # Two pairs drawn anew are the first twice (2), the second twice (1.5), a quarter of draws each, or both
+    assert interval == pytest.approx((1.5, 2.0))
+
+
+def test_pairs_stay_together() -> None:
+    """Texts differ a hundredfold, and each has the same ratio."""
+    theirs = [(100, 1.0), (1000, 900.0), (3, 7.0), (50, 0.1)]
+    ours = [(tokens, seconds / 1.25) for tokens, seconds in theirs]
+    value, interval = faster(ours, theirs)
+    assert value == pytest.approx(1.25)
+    assert interval == pytest.approx((1.25, 1.25))
+
+
+def test_an_interval_repeats_and_a_single_pair_has_none() -> None:
+    ours = [(10, 1.0), (12, 1.5), (9, 1.0), (11, 0.8)]
+    theirs = [(10, 1.1), (12, 1.4), (9, 1.3), (11, 1.0)]
+    assert faster(ours, theirs) == faster(ours, theirs)
+    assert faster(ours, theirs, seed=1)[1] != faster(ours, theirs)[1]
+    assert faster([(10, 1.0)], [(10, 2.0)]) == (2.0, None)
+    for some, others in ((ours, theirs[:3]), ([], [])):
+        with pytest.raises(ValueError, match="they must be pairs"):
+            faster(some, others)

@@ -1,0 +1,213 @@
+"""`outpace sweep`: tables, a file, a picture, and what there is when it is stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from outpace.bench import results, synthetic
+from tests.bench.test_synthetic import DRAFT, TARGET
+from tests.cli.conftest import Run
+from tests.tiny import byte_tokenizer, tiny
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, seed in (("target", 0), ("small", 1)):
+        tiny(vocab_size=272, seed=seed, max_position_embeddings=512).save_pretrained(folder / name)
+        byte_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+def common(models: Path) -> list[str]:
+    return ["--target", str(models / "target"), "--dtype", "float32", "--device", "cpu", "-m", "16"]
+
+
+def test_every_cell_is_measured_shown_and_written_down(run: Run, models: Path, tmp_path: Path) -> None:
+    out, picture = tmp_path / "new" / "sweep.json", tmp_path / "sweep.svg"
+    flags = [
+        "--draft",
+        str(models / "small"),
+        "--draft",
+        "lookup",
+        "--temperature",
+        "0",
+        "--temperature",
+        "1",
+    ]
+    flags += ["--top-k", "9", "--length", "03", "--length", "auto"]
+    flags += ["--prompt", "ab ab ab ab", "--prompt", "cd", "--batch", "2"]
+    code, shown, errors = run("sweep", *common(models), *flags, "--out", str(out), "--plot", str(picture))
+    assert code == 0, errors
+    found = results.load(out, ("sweep",))
+    assert found["complete"] is True
+    assert (found["rounds"], found["of"]) == (1, 1)
+    assert (found["target"], found["prompts"], found["batch"]) == ("target", 2, 2)
+    assert found["command"].startswith("outpace sweep --target target")
+    names = [(one["draft"], one["temperature"], one["length"]) for one in found["figures"]]
+    assert sorted(names) == sorted(
+        (draft, temperature, length)
+        for draft in ("small", "lookup")
+        for temperature in (0.0, 1.0)
+        for length in ("0", "3", "auto")
+    )
+    for one in found["figures"]:
+        assert one["texts"] == 2
+        assert one["p50_ms"] <= one["p90_ms"] <= one["p99_ms"]
+        assert one["top_k"] == 9
+        assert (one["predicted"] is not None) == (one["length"] == "3")
+        assert one["interval"] is None  # of a single group
+        if one["length"] == "0":
+            assert (one["speedup"], one["tokens_per_call"]) == (1.0, 1.0)
+    for said in ("small, temperature 0, top-k 9: ms of 128 tokens, 2 texts", "P99", "loop", "thm 3.8"):
+        assert said in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    assert "small, temperature 1, top-k 9, auto" in picture.read_text()
+
+
+def test_a_pair_is_measured_too(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(synthetic.PAIRS, "tiny/er", (TARGET, DRAFT))
+    out = tmp_path / "sweep.json"
+    flags = [
+        "--alpha",
+        "0.7",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--temperature",
+        "1",
+        "--context",
+        "9",
+    ]
+    code, _, errors = run(
+        "sweep", "--pair", "tiny/er", *flags, "--length", "2", "--limit", "3", "-m", "100", "--out", str(out)
+    )
+    assert code == 0, errors
+    found = json.loads(out.read_text())
+    assert (found["target"], found["prompts"], found["settings"]["alpha"]) == ("tiny/er", 3, 0.7)
+    plain, two = found["figures"]
+    assert (plain["draft"], two["draft"]) == ("er", "er")
+    # Some 130 iterations, a standard error of 0.03
+    assert two["alpha"] == pytest.approx(0.7, abs=0.12)
+    assert two["interval"][0] < two["interval"][1]
+
+
+def test_ctrl_c_keeps_whole_rounds(models: Path, tmp_path: Path) -> None:
+    out = tmp_path / "sweep.json"
+    flags = ["--length", "2", "--prompt", "ab ab", "--prompt", "cd", "--repeats", "100000", "--out", str(out)]
+    code = (  # a shell may have had its children ignore the signal
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from outpace.cli import main\nmain()"
+    )
+    words = [sys.executable, "-c", code, "sweep", *common(models), *flags]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for _ in range(1800):
+            if process.poll() is not None or (out.exists() and json.loads(out.read_text())["rounds"] >= 3):
+                break
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        shown, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    found = results.load(out, ("sweep",))
+    assert found["complete"] is False
+    assert found["rounds"] >= 3
+    assert [one["texts"] for one in found["figures"]] == [found["rounds"]] * 2
+    assert "ms of 128 tokens" in shown
+    last = errors.splitlines()[-1]
+    assert last.startswith(f"interrupted after {found['rounds']} of 200000 rounds: what is shown is of those")
+    assert not [one for one in tmp_path.iterdir() if one != out]
+
+
+def test_ctrl_c_before_the_first_round_says_that_there_is_nothing(
+    run: Run, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outpace.bench.sweep import Sweep
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Sweep, "warm", interrupted)
+    out = tmp_path / "sweep.json"
+    code, shown, errors = run("sweep", *common(models), "--length", "2", "--out", str(out))
+    assert (code, shown) == (130, "")
+    assert errors.splitlines()[-1] == "interrupted after 0 of 12 rounds: nothing was kept"
+    assert not out.exists()
+
+
+def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Path) -> None:
+    model = tiny(vocab_size=272)
+    model.generation_config.eos_token_id = list(range(272))
+    model.save_pretrained(tmp_path / "target")
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+    flags = [*common(tmp_path), "--length", "1", "--prompt", "ab", "--out", str(tmp_path / "sweep.json")]
+    code, _, errors = run("sweep", *flags)
+    assert code == 2
+    assert errors.splitlines()[-1].endswith(
+        "all texts ended before anything could be timed; try --ignore-eos"
+    )
+    assert run("sweep", *flags, "--ignore-eos")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--length", "far"], "length: got 'far'; it must be a number, auto or heuristic"),
+        (["--length", "-1"], "length: got '-1'"),
+        (["--length", "8"], "length: 8 does not fit texts of 16 tokens"),
+        (["--length", "600", "-m", "2000"], "length: Fixed(600) does not fit a context of 512 tokens"),
+        (["--pair", "gpt5/gpt4"], "--target: given together with --pair"),
+        (["--draft", "none"], "--draft: none is plain decoding"),
+        (["--draft", "/nowhere/model"], "/nowhere/model: no such file or folder"),
+        (["--draft", "/a/model", "--draft", "/b/model"], "--draft: two have the same name"),
+        (["--prompt", "a", "--data", "b"], "--data: given together with --prompt"),
+        (["--data", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["--temperature", "-1"], "--temperature"),
+        (["--top-p", "2"], "top_p: got 2.0"),
+        (["--rule", "coin"], "rule: got 'coin'"),
+        (["--batch", "0"], "--batch"),
+        (["--plot", "/nowhere/at/all.svg"], "--plot: /nowhere/at: no such folder"),
+        (["--out", "/tmp"], "--out: /tmp is a folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line(run: Run, models: Path, tmp_path: Path, words: list[str], why: str) -> None:
+    length = [] if "--length" in words else ["--length", "1"]
+    out = [] if "--out" in words else ["--out", str(tmp_path / "sweep.json")]
+    code, shown, errors = run("sweep", *common(models), *length, *out, *words)
+    assert (code, shown) == (2, "")
+    assert why in errors.splitlines()[-1]
+    assert not (tmp_path / "sweep.json").exists()
+
+
+def test_a_pair_that_is_not_known_is_one_line(run: Run) -> None:
+    code, _, errors = run("sweep", "--pair", "gpt5/gpt4")
+    assert code == 2
+    assert errors.startswith("outpace: --pair: got 'gpt5/gpt4'; there are llama2-7b/1.3b")
+
+
+def test_prompts_that_do_not_fit_are_left_out(run: Run, models: Path, tmp_path: Path) -> None:
+    out = tmp_path / "sweep.json"
+    flags = [*common(models), "--length", "1", "--out", str(out), "--prompt", "a" * 600]
+    code, _, errors = run("sweep", *flags)
+    assert code == 2
+    assert "prompts: not one of them fits a context of 512 tokens" in errors.splitlines()[-1]
+    assert run("sweep", *flags, "--prompt", "ab")[0] == 0
+    assert json.loads(out.read_text())["prompts"] == 1
+
+
+def test_a_file_without_prompts_is_one_line(run: Run, models: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"nothing": 1}\n')
+    out = str(tmp_path / "sweep.json")
+    code, _, errors = run("sweep", *common(models), "--length", "1", "--data", str(rows), "--out", out)
+    assert code == 2
+    assert "rows.jsonl has no row that can be used" in errors.splitlines()[-1]

@@ -1,0 +1,69 @@
+"""A world without models: rows whose guesses are kept with a known probability, and passes of known cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from outpace.length import Done, Length
+
+Cost = Callable[[int, int], float]  # seconds of a pass over a batch, and g
+
+
+def flat(batch: int, g: int) -> float:
+    """As on a GPU: more tokens cost next to nothing."""
+    return 1.0 + 0.01 * g * math.sqrt(batch)
+
+
+def steep(batch: int, g: int) -> float:
+    """As on a small CPU: a second token doubles the cost, some more are nearly free."""
+    tokens = batch * (g + 1)
+    return 1.0 if tokens == 1 else 2.0 + 0.06 * tokens + 0.12 * max(0, tokens - 8)
+
+
+@dataclass
+class World:
+    """Goes by its own clock.
+
+    alpha  probability that a guess is kept, by iteration and row
+    step   seconds of a drafter's step
+    miss   seconds of catching up with a token, after a rest
+    """
+
+    alpha: Callable[[int, int], float]
+    cost: Cost
+    rows: int = 1
+    step: float = 0.0
+    miss: float = 0.0
+    noise: float = 0.05
+    seed: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    lengths: list[int] = field(default_factory=list)
+
+    def run(self, policy: Length, iterations: int) -> World:
+        draw = np.random.default_rng(self.seed)
+        slots: Sequence[int] = range(self.rows)
+        rested = 0
+        for t in range(iterations):
+            chosen = policy.choose(slots)
+            g = max(chosen)
+            kept = []
+            for row, length in zip(slots, chosen, strict=True):
+                lost = np.flatnonzero(draw.random(length) >= self.alpha(t, row))
+                kept.append(int(lost[0]) if len(lost) else length)
+            draft = (g * self.step + rested * self.miss * self.rows) if g else 0.0
+            whole = draft + self.cost(self.rows, g) * (1 + self.noise * draw.standard_normal())
+            policy.observe(Done(slots, chosen, kept, g, self.rows, whole, draft, g))
+            rested = 0 if g else rested + 1
+            self.seconds += draft + self.cost(self.rows, g)
+            self.tokens += sum(kept) + self.rows
+            self.lengths.append(g)
+        return self
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds

@@ -1,0 +1,166 @@
+"""What the measuring commands write, small and whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from outpace import theory
+
+MACHINE = {
+    "device": "Some GPU <80 GB>",
+    "python": "3.12.1",
+    "torch": "2.12.0",
+    "transformers": "5.17.0",
+    "triton": None,
+    "outpace": "0.1.0",
+}
+TARGET = "org/Target-7B"
+DRAFTS = {"org/Draft-0.5B": (0.812, 1.9), "ngram:texts.arpa": (0.297, 0.02)}  # α, ms of a step
+LENGTHS = (*range(9), 12)
+TEXT = "The lighthouse keeper counted the ships that passed before dawn, and wrote down every one of them.\n"
+
+
+def about(kind: str, command: str) -> dict[str, Any]:
+    return {"kind": kind, "command": command, "machine": MACHINE, "target": TARGET, "complete": True}
+
+
+def measured() -> dict[str, Any]:
+    drafts = [
+        {
+            "draft": name,
+            "lenience": 1.0,
+            "alpha": alpha,
+            "interval": [alpha - 0.011, alpha + 0.012],
+            "tokens": 10240,
+            "coverage": 0.987,
+            "divergence": 1 - alpha,
+            "by_domain": {
+                "code": {"alpha": alpha + 0.051, "interval": [alpha, alpha + 0.1], "tokens": 5120},
+                "chat": {"alpha": alpha - 0.053, "interval": None, "tokens": 5120},
+            },
+            "autocorrelation": [0.21, 0.12, None, 0.04, 0.03],
+            "counted": alpha - 0.006,
+            "by_position": [alpha - 0.01 * i for i in range(4)],
+            "blocks": {
+                "observed": [0.22, 0.15, 0.12, 0.11, 0.4],
+                "predicted": theory.kept_shares(alpha, 4).tolist(),
+            },
+            "step_ms": step,
+            "best_g": 5 if step > 1 else 3,
+            "predicted": 2.13 if step > 1 else 1.31,
+            "by_batch": [{"B": B, "step_ms": step, "best_g": 4, "predicted": 1.77} for B in (1, 8)],
+        }
+        for name, (alpha, step) in DRAFTS.items()
+    ]
+    phases = {"draft": 0.0080, "target": 0.0201, "verify": 0.0004, "other": 0.0011}
+    kept = (4, 2, 0, 4, 1, 3, 4, 0, 2, 4, 3, 1, 4, 2)
+    iterations = [
+        {
+            "phases": {name: s * (1 + 0.05 * (i % 3)) for name, s in phases.items()},
+            "drafted": 4,
+            "accepted": n,
+        }
+        for i, n in enumerate(kept)
+    ]
+    words = iter([f"{word} " for word in (TEXT * 4).split(" ")])
+    pieces = []
+    for n in kept:
+        pieces += [[next(words), "kept"] for _ in range(n)]
+        pieces.append([next(words), "bonus" if n == 4 else "correction"])
+    return about("measure", "outpace measure -t org/Target-7B -d org/Draft-0.5B -d ngram:texts.arpa") | {
+        "sampling": {"temperature": 0.8, "top_k": 0, "top_p": 0.95},
+        "prompts": 40,
+        "tokens": 10240,
+        "drafts": drafts,
+        "passes": [{"B": B, "n": n, "ms": 20.25 + 0.13 * n * B} for B in (1, 8) for n in (1, 2, 5, 9, 17)],
+        "verify": [
+            {"B": B, "g": g, "ms": 0.31 + 0.01 * g * B, "drawn": drawn}
+            for drawn in (False, True)
+            for B in (1, 8)
+            for g in (1, 4, 8, 16)
+        ],
+        "trace": {"draft": "org/Draft-0.5B", "g": 4, "iterations": iterations, "pieces": pieces},
+    }
+
+
+def swept() -> dict[str, Any]:
+    figures = []
+    for temperature in (0.0, 1.0):
+        for draft, (alpha, step) in DRAFTS.items():
+            for g in (*LENGTHS, "auto", "heuristic"):
+                n = 5 if isinstance(g, str) else g
+                tokens, loop = theory.expected_tokens(alpha, n), 20.5 + n * step
+                mean = 128 * loop / tokens
+                speed = theory.speedup(alpha, n, step / 20.5)
+                figures.append(
+                    {
+                        "draft": draft,
+                        "temperature": temperature,
+                        "top_k": 0,
+                        "top_p": 1.0,
+                        "length": str(g),
+                        "texts": 40,
+                        "tokens": 5120,
+                        "mean_ms": mean,
+                        "p50_ms": 0.98 * mean,
+                        "p90_ms": 1.2 * mean,
+                        "p99_ms": 1.43 * mean,
+                        "deviation_ms": 0.02 * (n + 1) * mean,
+                        "tokens_per_second": 128e3 / mean,
+                        "acceptance": alpha if n else None,
+                        "tokens_per_call": tokens,
+                        "loop_ms": loop,
+                        "speedup": speed,
+                        "interval": [0.95 * speed, 1.06 * speed] if n else None,
+                        "predicted": None if isinstance(g, str) else 1.04 * speed,
+                        "predicted_simple": None if isinstance(g, str) else 1.1 * speed,
+                    }
+                )
+    return about("sweep", "outpace sweep -t org/Target-7B --lengths 0,1,2") | {
+        "prompts": 40,
+        "batch": 1,
+        "figures": figures,
+    }
+
+
+def tuned() -> dict[str, Any]:
+    candidates = [
+        {
+            "draft": draft,
+            "length": length,
+            "dtype": "bfloat16",
+            "rule": "block",
+            "batch": 1,
+            "expected": expected,
+            "interval": interval,
+            "verified": interval is not None,
+            "why": why,
+        }
+        for draft, length, expected, interval, why in (
+            ("org/Draft-0.5B", "auto", 2.07, [1.98, 2.15], "fastest"),
+            ("org/Draft-0.5B", "5", 2.02, [1.95, 2.09], "close, but not as fast"),
+            ("ngram:texts.arpa", "3", 1.31, None, "slower than another by more than its interval"),
+        )
+    ]
+    return about("tune", "outpace tune -t org/Target-7B --budget 600") | {
+        "budget_seconds": 600,
+        "spent_seconds": 412.5,
+        "candidates": candidates,
+        "chosen": candidates[0],
+        "verdict": "Guess with org/Draft-0.5B, g = auto: 2.07 times as fast as plain decoding.",
+        "config": '{"target": "org/Target-7B", "draft": "org/Draft-0.5B"}',
+        "transformers": "model.generate(**inputs, custom_generate=outpace.generate, draft=small)",
+        "vllm": "vllm serve org/Target-7B --speculative-config '{\"num_speculative_tokens\": 5}'",
+    }
+
+
+def save(folder: Path, **contents: dict[str, Any]) -> list[str]:
+    """Their files, by name."""
+    paths = []
+    for name, content in contents.items():
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(content))
+        paths.append(str(path))
+    return paths
