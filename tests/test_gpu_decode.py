@@ -5,13 +5,16 @@ pytest -m gpu
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 import outpace
-from outpace import Decoder, Fixed, Sampling
+from outpace import Decoder, Fixed, Goodput, Sampling
+from outpace.length import Length
+from outpace.length.base import Hint
 from outpace.models.fused import FAMILIES as FUSED
 from tests.tiny import FAMILIES, SEQ2SEQ, V, greedy_of, sources, tiny, tiny_seq2seq
 
@@ -106,3 +109,59 @@ def test_sixteen_bits_pass_the_audit(dtype: torch.dtype, engine: bool) -> None:
     decoder = Decoder(model, tiny(seed=1).to(dtype).cuda(), length=Fixed(3), engine=engine)
     report = outpace.audit.audit(decoder, PROMPTS, samples=1000, progress=False)
     assert report.passed, str(report)
+
+
+class Uneasy(Fixed):
+    """Rests, guesses, and rests again, so that a draft has to catch up."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.turn = 0
+
+    def choose(self, rows: Sequence[int], *, batch: int | None = None, hint: Hint | None = None) -> list[int]:
+        self.turn += 1
+        return [(0, 0, 0, 0, 4, 2, 0, 3)[self.turn % 8]] * len(rows)
+
+
+@pytest.mark.parametrize("length", [Goodput, Uneasy])
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_lengths_that_change_leave_texts_alone(length: Callable[[], Length], batch_size: int | None) -> None:
+    model = tiny().double().cuda()
+    expected = [greedy(model, prompt, 60) for prompt in PROMPTS]
+    fitted = outpace.NGramDrafter.fit([*PROMPTS[1], *PROMPTS[0]] * 3, 2, V)
+    drafters: list[Any] = [tiny(seed=1).double().cuda(), "lookup", outpace.RandomDrafter(V), fitted]
+    for drafter in drafters:
+        one = Decoder(model, drafter, length=length(), engine=True)
+        outs = one.generate(PROMPTS, temperature=0, max_new_tokens=60, batch_size=batch_size)
+        assert [out.tokens for out in outs] == expected
+
+
+def test_a_draft_that_rested_has_caught_up() -> None:
+    model = tiny().cuda()
+    one = Decoder(model, model, length=Uneasy(), engine=True)
+    outs = one.generate(PROMPTS, Sampling(), seed=1, max_new_tokens=100)
+    assert sum((out.stats for out in outs), outpace.Stats()).acceptance > 0.98
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "match"])
+@pytest.mark.parametrize("drafter", ["ngram", "random", "lookup", "model"])
+def test_the_engine_passes_the_audit_whoever_guesses(rule: str, drafter: str) -> None:
+    drafters: dict[str, Any] = {
+        "ngram": outpace.NGramDrafter.fit([*PROMPTS[1], *PROMPTS[0]] * 3, 2, V),
+        "random": outpace.RandomDrafter(V),
+        "lookup": "lookup",
+        "model": tiny(seed=1).cuda(),
+    }
+    decoder = Decoder(tiny().cuda(), drafters[drafter], rule=rule, length=Uneasy(), engine=True)
+    report = outpace.audit.audit(decoder, PROMPTS, samples=1000, progress=False)
+    assert report.passed, str(report)
+
+
+def test_iterations_are_timed_by_the_device() -> None:
+    one = Decoder(tiny().cuda(), "lookup", engine=True)
+    assert isinstance(one.length, Goodput)
+    for _ in range(3):
+        one.generate(PROMPTS[0], Sampling(), seed=1, max_new_tokens=50)
+    plain = one.length.costs.plain(1)
+    assert plain is not None
+    assert 1e-5 < plain < 0.1

@@ -30,7 +30,8 @@ class Begun:
     pending: Pending
     g: int
     rows: dict[int, Row]  # that took part, by slot
-    proposal: Proposal | None  # what the host's drafter guessed
+    proposal: Proposal | None = None  # what the host's drafter guessed
+    catching_up: float = 0.0  # seconds that the draft took to read what it had missed
 
 
 class Run:
@@ -65,7 +66,7 @@ class Run:
                 # A row that ended meanwhile has no use for what came of its slot.
                 rows = [row for slot, row in begun.rows.items() if self._active.get(slot) is row]
                 clock.lap("target")
-                spare = self._spare(rows, begun.g)
+                spare = self._spare(rows, outcome, begun.g)
                 steps = self._gained(rows, outcome, begun)
                 phases = clock.share([row.stats for row in rows])
                 self._observe(rows, outcome, begun, spare, sum(phases.values()))
@@ -97,8 +98,8 @@ class Run:
         rows = dict(self._active)
         if self.inside:
             g = max(self.length.choose(list(rows), batch=self.slots)) if self.drafter is not None else 0
-            if g and self._behind() and not self._caught_up():
-                return None
+            if g and self._behind():
+                return None if self._begun else self._after_rest(g, rows, sampling)
             return self._begin(g, rows, sampling)
         if self._begun:  # the drafter would have to see what comes of it
             plain = not self._begun[-1].g and not self.guesser.free
@@ -125,18 +126,23 @@ class Run:
         known = (len(row.tokens) - self._read_by_draft[slot] for slot, row in self._active.items())
         return coming + max(known)
 
-    def _caught_up(self) -> bool:
-        if self._begun:
-            return False
+    def _after_rest(self, g: int, rows: dict[int, Row], sampling: Sampling) -> Begun:
+        """The draft reads what it has missed. That is timed by the host, which was idle meanwhile, too."""
+        began = time.perf_counter()
         self._smooth = False
-        self.engine.catch_up({slot: row.tokens for slot, row in self._active.items()}, self._behind())
-        return True
+        self.engine.catch_up({slot: row.tokens for slot, row in rows.items()}, self._behind())
+        begun = self._begin(g, rows, sampling)
+        begun.pending.read()
+        spent = time.perf_counter() - began - (begun.pending.seconds or 0.0)
+        return dataclasses.replace(begun, catching_up=spent if begun.pending.seconds else 0.0)
 
-    def _spare(self, rows: list[Row], g: int) -> list[int | None]:
-        """What a drafter that costs nothing would have guessed, if it was not asked."""
-        if self.inside and self.guesser.free and g == 0 and rows and self.length.most:
-            return self.guesser.aside(rows)
-        return [None] * len(rows)
+    def _spare(self, rows: list[Row], outcome: Outcome, g: int) -> list[bool]:
+        """Whether a drafter that costs nothing would have guessed right, if it was not asked. Nothing guessed
+        is wrong: the pass would have had room for it."""
+        if not (self.inside and self.guesser.free and g == 0 and rows and self.length.most):
+            return []
+        followed = [outcome.next_token[row.slot] for row in rows]
+        return [one is True for one in right(self.guesser.aside(rows), followed)]
 
     def _gained(self, rows: list[Row], outcome: Outcome, begun: Begun) -> list[Step]:
         """What an iteration brought to rows."""
@@ -159,7 +165,7 @@ class Run:
         return steps
 
     def _observe(
-        self, rows: list[Row], outcome: Outcome, begun: Begun, spare: list[int | None], wall: float
+        self, rows: list[Row], outcome: Outcome, begun: Begun, spare: list[bool], wall: float
     ) -> None:
         """Tell the policy: the device's time, or the host's if that was longer."""
         if not rows:
@@ -183,8 +189,9 @@ class Run:
                 seconds,
                 drafted,
                 steps,
+                begun.catching_up,
                 asked,
-                right(spare, [outcome.next_token[slot] for slot in slots]),
+                spare,
             )
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -94,12 +95,7 @@ class Engines:
         return tuple(one._version for one in parameters if not one.is_inference())
 
     def _fingerprint(self) -> tuple[object, ...]:
-        """Changes when weights lie elsewhere, or a model can no longer be rearranged."""
-        return tuple(
-            one
-            for model in self._models()
-            for one in (why_not(model), *(parameter.data_ptr() for parameter in model.parameters()))
-        )
+        return tuple(place for model in self._models() for place in _places(model))
 
     def describe(self) -> str:
         """One line for a user."""
@@ -144,4 +140,17 @@ class Engines:
 
 
 def _rearranged(model: torch.nn.Module) -> FusedModel | GenericModel:
-    return FusedModel(model) if why_not(model) is None else GenericModel(model)
+    """One for all decoders of a model: rearranging moves its weights, and each would undo the others'."""
+    made = _made.get(_places(model))
+    if made is None:
+        made = FusedModel(model) if why_not(model) is None else GenericModel(model)
+        _made[_places(model)] = made
+    return made
+
+
+def _places(model: torch.nn.Module) -> tuple[object, ...]:
+    """Change when weights lie elsewhere, or a model can no longer be rearranged."""
+    return why_not(model), *(parameter.data_ptr() for parameter in model.parameters())
+
+
+_made: WeakValueDictionary[tuple[object, ...], FusedModel | GenericModel] = WeakValueDictionary()

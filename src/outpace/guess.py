@@ -47,8 +47,8 @@ class Proposal:
             sum(spent.values()),
             spent["draft"] if self.steps else 0.0,
             self.steps,
-            self.asked,
-            right(self.spare, next_token) if self.spare else (),
+            asked=self.asked,
+            unused=right(self.spare, next_token) if self.spare else (),
         )
 
 

@@ -65,7 +65,7 @@ def test_what_needs_no_pytorch_does_not_load_it(words: list[str], said: str) -> 
 
 
 def test_every_command_explains_itself(run: Run) -> None:
-    for command in ("generate", "chat", "transcribe", "eval", "plan", "sweep", "audit", "doctor"):
+    for command in ("generate", "chat", "transcribe", "eval", "plan", "sweep", "tune", "audit", "doctor"):
         code, out, _ = run(command, "--help")
         assert code == 0
         assert "Usage: outpace " + command in out

@@ -221,7 +221,14 @@ def test_a_draft_that_was_not_asked_does_not_know_the_text() -> None:
 
 
 @pytest.mark.parametrize("plain", [1, 4, 40])
-def test_a_draft_that_has_caught_up_guesses_on(plain: int) -> None:
+def test_a_draft_that_has_caught_up_guesses_on(plain: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = FusedModel.read
+
+    def read(self: FusedModel, ids: torch.Tensor, positions: torch.Tensor, cache: Any) -> None:
+        assert (positions.diff(dim=1) == 1).all(), "kernels want positions that follow each other"
+        honest(self, ids, positions, cache)
+
+    monkeypatch.setattr(FusedModel, "read", read)
     engine = engine_of(tiny(), tiny())
     written = {row: list(prompt) for row, prompt in enumerate(PROMPTS)}
     for row, prompt in enumerate(PROMPTS):

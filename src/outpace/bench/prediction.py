@@ -39,6 +39,15 @@ def speedups(
 
     coverage is how often the drafter has a guess. Where it has none, an iteration is a plain one.
     """
+    taken = judging(B, passes, verify)
+    g = np.arange(len(taken))
+    tokens = coverage * theory.expected_tokens(alpha, g) + 1 - coverage
+    mean = coverage * taken + (1 - coverage) * taken[0]
+    return theory.measured_speedup(tokens, g, step, mean, taken[0])
+
+
+def judging(B: int, passes: Sequence[Pass], verify: Sequence[Verification]) -> theory.Found:
+    """Milliseconds of a pass and of verification, for g = 0, 1, ... as far as passes of B rows were timed."""
     timed = dict(sorted((one.n, one.ms) for one in passes if one.B == B))
     checks = dict(sorted((one.g, one.ms) for one in verify if one.B == B))
     if 1 not in timed:
@@ -47,6 +56,4 @@ def speedups(
     taken = np.interp(g + 1, list(timed), list(timed.values()))
     if checks:
         taken = taken + np.interp(g, list(checks), list(checks.values()))
-    tokens = coverage * theory.expected_tokens(alpha, g) + 1 - coverage
-    mean = coverage * taken + (1 - coverage) * taken[0]
-    return theory.measured_speedup(tokens, g, step, mean, taken[0])
+    return taken

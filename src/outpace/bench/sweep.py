@@ -98,11 +98,12 @@ class Sweep:
                     runs.append(self.run(cell, group, repeat))
                 yield runs
 
-    def warm(self, cell: Cell) -> None:
+    def warm(self, cell: Cell, short: bool = False) -> None:
         """Nothing that is made once is made while something is timed. The longest text is the one that most
-        room is made for."""
-        longest = max(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
-        group = next(i for i, members in enumerate(self.groups) if longest in members)
+        room is made for; a short one does where only an engine would have to be made anew."""
+        pick = min if short else max
+        chosen = pick(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
+        group = next(i for i, members in enumerate(self.groups) if chosen in members)
         few = None if cell.g is None else WARM * len(self.groups[group])
         with contextlib.closing(self._steps(cell, group, 0)) as steps:
             for _ in itertools.islice(steps, few):

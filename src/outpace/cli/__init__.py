@@ -1,5 +1,5 @@
-"""The command: `outpace generate`, `chat`, `transcribe`, `eval`, `plan`, `measure`, `sweep`, `report`,
-`audit`, `doctor`, `bench`. Nothing heavy is imported before its use."""
+"""The command: `outpace generate`, `chat`, `transcribe`, `eval`, `plan`, `measure`, `sweep`, `tune`,
+`report`, `audit`, `doctor`, `bench`. Nothing heavy is imported before its use."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from outpace.cli.plan import plan
 from outpace.cli.report import report
 from outpace.cli.sweep import sweep
 from outpace.cli.transcribe import transcribe
+from outpace.cli.tune import tune
 
 # What a flag that does not fit raises: of click, or of the copy of it that newer versions of typer bring.
 WrongUse: Any = next(one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException")
@@ -43,6 +44,7 @@ app.command()(plan)
 app.command()(report)
 app.command()(measure)
 app.command()(sweep)
+app.command()(tune)
 app.command()(audit)
 app.command()(doctor)
 app.add_typer(bench, name="bench")

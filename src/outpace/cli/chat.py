@@ -11,6 +11,7 @@ import typer
 from outpace.cli.generate import encode, show
 from outpace.cli.options import (
     Bias,
+    Config,
     Device,
     Drafted,
     Dtype,
@@ -38,6 +39,7 @@ from outpace.cli.show import Painter, figures, note
 
 def chat(
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    config: Config = None,
     target: Target = None,
     draft: Drafted = "lookup",
     rule: RuleName = "token",

@@ -3,40 +3,55 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from collections.abc import Sequence
 
 from outpace.bench.prompts import Asked
 from outpace.cli.bench import bare
 from outpace.cli.show import note
-from outpace.decode import Decoder
-from outpace.draft.model import ModelDrafter
+from outpace.decode import Decoder, WithModel
+from outpace.draft.base import Drafter
 from outpace.draft.random import RandomDrafter
-from outpace.draft.text import TextDrafter
 from outpace.length import Fixed
 from outpace.models.hub import load_model
 from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
-from outpace.pair import load_drafter, through_text, worth_packing
+from outpace.pair import check_draft_name, load_drafter, through_text, worth_packing
+from outpace.verify import check
+from outpace.verify.rules import parse
 
 
-def models(
-    target: str | None, names: list[str], device: str | None, dtype: str | None, lenience: float, g: int
+def line_up(
+    target: str | None,
+    names: Sequence[str],
+    device: str | None,
+    dtype: str | None,
+    *,
+    rule: str = "token",
+    lenience: float = 1.0,
+    g: int | None = None,
 ) -> tuple[Decoder, dict[str, Decoder]]:
-    """A decoder without a draft, and one with each, all with the same target."""
+    """A decoder without a draft, and one with each, all with the same target. They guess g tokens, or as many
+    as their own policy says. Of paths the last part names them, unless two would have one name."""
+    check.lenience(lenience, parse(rule))
+    for name in names:
+        if name != "random":
+            check_draft_name(name)
     model, tokenizer = load_model(target, device=device, dtype=dtype, tell=note)
     scorer, pack = scorer_of(model), worth_packing(model)
     if pack:
         scorer.pack()
-    decoders = {}
+    decoders: dict[str, Decoder] = {}
     for name in names:
+        drafter: Drafter | None
         if name == "random":
-            drafter: Any = RandomDrafter(scorer.vocab_size)
+            drafter = RandomDrafter(scorer.vocab_size)
         else:
             drafter = load_drafter(name, device=device, dtype=dtype, tell=note)
             drafter = through_text(drafter, tokenizer, name, note)
-        if pack and isinstance(drafter, ModelDrafter | TextDrafter):
+        if pack and isinstance(drafter, WithModel):
             drafter.scorer.pack()
         shown = name if bare(name) in decoders else bare(name)
-        decoders[shown] = Decoder(scorer, drafter, tokenizer, lenience=lenience, length=Fixed(g))
+        length = None if g is None else Fixed(g)
+        decoders[shown] = Decoder(scorer, drafter, tokenizer, rule=rule, lenience=lenience, length=length)
     # What was made so far stays until the end: `main` had it not looked through for garbage, nor is it now.
     gc.freeze()
     gc.enable()

@@ -133,11 +133,11 @@ def measure(
     from outpace.bench.prompts import asked
     from outpace.bench.results import Results
     from outpace.cli.bench import bare, command, machine
-    from outpace.cli.drafts import fitting, models
+    from outpace.cli.drafts import fitting, line_up
     from outpace.models.hub import DEFAULT
     from outpace.sampling import from_generation_config
 
-    plain, decoders = models(target, names, device, dtype, max(values), drafts)
+    plain, decoders = line_up(target, names, device, dtype, lenience=max(values), g=drafts)
     texts = fitting(plain, asked(plain.tokenizer, prompt or (), data, limit, every))
     if sampling is None:
         sampling = from_generation_config(plain.scorer.generation_config)

@@ -51,8 +51,9 @@ LengthName = Annotated[
     str | None,
     typer.Option(
         "--length",
-        metavar="G|heuristic[:START]",
-        help="Tokens to guess per pass: a fixed number, or by what was kept so far. Default: heuristic.",
+        metavar="G|auto|heuristic[:START]",
+        help="Tokens to guess per pass: a fixed number, what is fastest by the clock, or by what was kept so "
+        "far. Default: auto.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -108,6 +109,27 @@ Marks = Annotated[
 ]
 
 
+def _configured(context: typer.Context, path: Path | None) -> Path | None:
+    """What the file says takes the place of defaults; a flag has its own say."""
+    if path is not None:
+        from outpace.tune.config import flags
+
+        context.default_map = {**(context.default_map or {}), **flags(path)}
+    return path
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        is_eager=True,
+        callback=_configured,
+        help="A file of `outpace tune`: what it names is the default of these flags.",
+        rich_help_panel=MODELS,
+    ),
+]
+
+
 def sampling_of(logit_bias: list[str] | None, **fields: Any) -> Sampling | None:
     """A Sampling of the flags that were given; None if none was."""
     from outpace.sampling import Sampling
@@ -138,7 +160,7 @@ def _check_rule(rule: str, lenience: float, draft: str, length: str | None) -> N
     from outpace.verify.rules import parse
 
     check.lenience(lenience, parse(rule))
-    if draft == "none" and length not in (None, "0"):
+    if draft == "none" and length not in (None, "0", "auto"):
         raise ValueError("--length: nothing is guessed with --draft none")
     if draft == "none" and lenience < 1:
         raise ValueError("--lenience: nothing is guessed with --draft none")
@@ -175,7 +197,7 @@ def open_decoder(
 
 def length_of(text: str | None) -> Length | None:
     """The policy that a flag names."""
-    if text is None:
+    if text in (None, "auto"):
         return None
     from outpace.length import Fixed, Heuristic
 
@@ -183,6 +205,6 @@ def length_of(text: str | None) -> Length | None:
         return Fixed(int(text))
     found = re.fullmatch(r"heuristic(?::(\d+))?", text)
     if found is None:
-        raise ValueError(f"--length: got {text!r}; it must be a number, heuristic, or heuristic:START")
+        raise ValueError(f"--length: got {text!r}; it must be a number, auto, heuristic, or heuristic:START")
     start = int(found[1] or 5)
     return Heuristic(start, max(20, start))

@@ -115,4 +115,4 @@ def as_json(stats: Stats) -> dict[str, Any]:
 def progress(line: str) -> None:
     """Overwrite the last such line, on a terminal; an empty one wipes it."""
     if sys.stderr.isatty():
-        print(f"\r{line:40}" if line else "\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
+        print(f"\r{line:60.60}" if line else "\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)

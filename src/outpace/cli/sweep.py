@@ -118,10 +118,13 @@ def sweep(
 
     Ctrl-C ends it; the table and the file are then of the rounds so far.
     """
+    from outpace.bench.prompts import asked
     from outpace.bench.results import Results
     from outpace.bench.sweep import LENGTHS, Sweep
     from outpace.cli import lineup
     from outpace.cli.bench import bare, command, machine
+    from outpace.cli.drafts import fitting, line_up
+    from outpace.models.hub import DEFAULT
     from outpace.sampling import Sampling
 
     if plot is not None:
@@ -148,10 +151,11 @@ def sweep(
     else:
         if prompt and data is not None:
             raise ValueError("--data: given together with --prompt; give one or the other")
-        decoders, prompts = lineup.named(
-            target, drafts, rule, device, dtype, (prompt or (), data, limit, every)
-        )
-    decoders = {bare(name): one for name, one in decoders.items()}
+        if "none" in drafts:
+            raise ValueError("--draft: none is plain decoding, which is always there as g = 0")
+        plain, decoders = line_up(target, drafts, device, dtype, rule=rule)
+        texts = fitting(plain, asked(plain.tokenizer, prompt or (), data, limit, every))
+        prompts = [one.ids for one in texts]
     made = Sweep(
         decoders, samplings, lengths, prompts,
         tokens=max_new_tokens, batch=batch, repeats=repeats, seed=seed, ignore_eos=ignore_eos,
@@ -159,7 +163,7 @@ def sweep(
     about: dict[str, Any] = {
         "command": command(),
         "machine": machine(next(iter(decoders.values())).scorer.device),
-        "target": pair or bare(target or "SmolLM2-135M-Instruct"),
+        "target": pair or bare(target or DEFAULT),
         "settings": {
             "models": {name: one.describe().splitlines() for name, one in decoders.items()},
             "alpha": None if pair is None else alpha,

@@ -31,6 +31,7 @@ class Done:
     seconds        all of it; None where it was not measured
     draft_seconds  of that, drafting; 0 where the two cannot be told apart
     steps          steps that the drafter made
+    catching_up    seconds before it, in which a draft read what had been written without it
     asked          guesses that were paid for, whether they came or not; by default those that were drafted
     unused         of each row, whether the guess after the drafted ones, which was not scored, was right, if
                    there was one
@@ -44,6 +45,7 @@ class Done:
     seconds: float | None
     draft_seconds: float = 0.0
     steps: int = 0
+    catching_up: float = 0.0
     asked: Sequence[int] = ()
     unused: Sequence[bool | None] = ()
 

@@ -34,6 +34,8 @@ class Belief:
         self._powers = ALPHAS[:, None] ** np.arange(most + 1)  # [len(ALPHAS), most + 1]
         self._usual = np.full(len(ALPHAS), 1 / len(ALPHAS))
         self._rows = np.zeros((0, len(ALPHAS)))  # by slot; of those that nothing is known of, zeros
+        self.time = 0  # iterations so far
+        self._seen = np.zeros(0, dtype=np.int64)  # by slot, the time that is meant
         # Guesses that reached each position and were kept: as many as there were, and as were expected.
         self._came, self._expected = np.zeros(most), np.zeros(most)
 
@@ -42,13 +44,15 @@ class Belief:
         return OPEN / len(ALPHAS) + (1 - OPEN) * self._usual
 
     def now(self, rows: Sequence[int]) -> Array:
-        """`[R, len(ALPHAS)]`, after another iteration, at which any row may have jumped."""
+        """`[R, len(ALPHAS)]`, after the iterations since, at each of which a row may have jumped."""
         missing = max(rows) + 1 - len(self._rows)
         if missing > 0:
             self._rows = np.concatenate((self._rows, np.zeros((missing, len(ALPHAS)))))
+            self._seen = np.concatenate((self._seen, np.zeros(missing, dtype=np.int64)))
         prior, belief = self.prior(), self._rows[rows]
-        belief = np.where(belief.any(axis=1, keepdims=True), (1 - CHANGE) * belief + CHANGE * prior, prior)
-        self._rows[rows] = belief
+        stayed = ((1 - CHANGE) ** (self.time - self._seen[rows]))[:, None]
+        belief = np.where(belief.any(axis=1, keepdims=True), stayed * belief + (1 - stayed) * prior, prior)
+        self._rows[rows], self._seen[rows] = belief, self.time
         return belief
 
     def reach(self, shift: Array | None = None) -> Array:
@@ -64,7 +68,7 @@ class Belief:
     def learn(self, rows: Sequence[int], tested: npt.ArrayLike, kept: npt.ArrayLike) -> None:
         """Of so many guesses of each row that were tested, at least one, the first so many were kept."""
         tries, good = np.minimum(tested, self.most), np.minimum(kept, self.most)
-        belief = self._rows[rows]
+        belief = self.now(rows)
         places = np.arange(1, self.most + 1)
         fade = FADE ** len(rows)
         self._came = fade * self._came + (places <= good[:, None]).sum(0)

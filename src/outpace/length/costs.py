@@ -44,13 +44,16 @@ class Costs:
         else:
             passes[g] = Mean()
 
-    def note_draft(self, batch: int, steps: int, seconds: float, missed: int) -> None:
-        """Of so many steps, after a rest of so many tokens."""
+    def note_draft(self, batch: int, steps: int, seconds: float, catching_up: float, missed: int) -> None:
+        """Of so many steps, and of catching up before with so many tokens, whether it was timed by itself or
+        is part of the steps."""
         step = self._steps.setdefault(_size(batch), Mean())
-        if not missed:
+        if not missed and steps:
             step.add(seconds / steps)
-        elif step.value is not None:
-            self._missed.add(max(0.0, seconds - steps * step.value) / (missed * batch))
+        if missed and steps and step.value is not None:
+            catching_up += max(0.0, seconds - steps * step.value)
+        if missed and catching_up:
+            self._missed.add(catching_up / (missed * batch))
 
     def known(self, batch: int) -> list[int]:
         """The g that were measured."""

@@ -20,11 +20,17 @@ LADDER = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # lengths that are tried: on a GP
 START = 4  # the first length that is tried, while nothing is known of costs
 GROWTH = 2  # times the longest pass that was measured: so far costs are guessed
 MARGIN = 0.02  # what speculation must promise to be taken up
-BUDGET = 0.015  # share of the time that tries against all odds may take
-CREDIT = 4.0  # plain passes that such tries may take ahead of that
+BUDGET = 0.01  # share of the time that tries against all odds may take
+CREDIT = 16.0  # plain passes, won before or by waiting, that such tries may take ahead of that
+FIRST = 2.0  # plain passes that may be lost to begin with
 HOPE = 0.9  # acceptance that they hope for
+SLACK = 1.1  # times the least that a try may cost, to learn more
 WORTH = 1.1  # what it would have to bring
-AGAIN = 8  # iterations between two of them at least
+CHEAP = 0.01  # share of the credit that a length may be expected to lose, to learn from it
+AGAIN = (
+    8  # iterations without news of guesses after which they are tries; twice as many after each that failed
+)
+PATIENCE = 50  # iterations until what is out of the question is thought of again
 REFRESH = 256  # iterations until a plain pass is measured anew
 
 
@@ -39,6 +45,10 @@ class Plan:
     belief: Array  # [R, len(ALPHAS)]
     alive: Array  # [R], probability that all guesses so far are kept
     levels: list[Levels]  # of confidence, [R] for each guess
+
+    @classmethod
+    def of(cls, rows: Sequence[int], batch: int, belief: Array) -> Plan:
+        return cls({row: i for i, row in enumerate(rows)}, batch, 0.0, 0, belief, np.ones(len(rows)), [])
 
 
 class Goodput(Length):
@@ -57,36 +67,46 @@ class Goodput(Length):
         self._lengths = np.array([g for g in LADDER if g < max_g] + [max_g])
         self.belief, self.costs, self.signal = Belief(max_g), Costs(max_g), Signal()
         self._plan: Plan | None = None
-        self._credit = CREDIT / 2
-        self._rested = 0  # iterations since the last guess
+        self._credit = FIRST
+        self._rested = 0  # iterations since the drafter was last asked
+        self._blind = 0  # iterations since anything was learnt of its guesses
+        self._again = AGAIN  # such iterations after which guessing is a try
+        self._wait = 0  # iterations until it is worth thinking again
         self._since_plain = 0
 
     def choose(self, rows: Sequence[int], *, batch: int | None = None, hint: Hint | None = None) -> list[int]:
         batch = batch or len(rows)
-        belief = self.belief.now(rows)
-        levels, room = [], np.full(len(rows), self.most)
+        self.belief.time += 1
+        self._plan = None
+        nothing = [0] * len(rows)
+        plain = self.costs.plain(batch)
+        if plain is None or (hint is not None and not any(hint.lengths)):
+            return nothing
+        if hint is None and self._wait:
+            self._wait -= 1
+            return nothing
+        self._plan = plan = Plan.of(rows, batch, self.belief.now(rows))
+        room = np.full(len(rows), self.most)
         if hint is not None:
             room = np.minimum(hint.lengths, self.most)
-            levels.append(self.signal.level(hint.confidence))
-        self._plan = Plan(
-            {row: i for i, row in enumerate(rows)}, batch, 0.0, 0, belief, np.ones(len(rows)), levels
-        )
-        plain = self.costs.plain(batch)
-        if plain is None or (hint is not None and not room.any()):
-            return [0] * len(rows)
-        tokens = self._tokens(belief, levels, room)
+            plan.levels.append(self.signal.level(hint.confidence))
+        tokens = self._tokens(plan, room)
         seconds = self.costs.passes(batch) + self.costs.step(batch) * np.arange(self.most + 1)
-        self._plan.rate, self._plan.g = self._best(tokens, seconds, batch)
-        if self._plan.g == 0 and hint is None and self._rested >= AGAIN:
-            self._plan.g = self._try(tokens, seconds, batch, len(rows))
-        if self._plan.g and self._since_plain >= REFRESH:
-            self._plan.g = 0
-        return [min(self._plan.g, int(most)) for most in room]
+        plan.rate, plan.g = self._best(tokens, seconds, batch)
+        if self._blind >= self._again and hint is None:
+            plan.g = self._try(tokens, seconds, batch, len(rows))
+        elif plan.g == 0:
+            plan.g = self._cheap(tokens, seconds, len(rows))
+        if plan.g and self._since_plain >= REFRESH:
+            plan.g = 0
+        return [min(plan.g, int(most)) for most in room]
 
-    def _tokens(self, belief: Array, levels: list[Levels], room: Levels) -> Array:
+    def _tokens(self, plan: Plan, room: Levels) -> Array:
         """`[most + 1]`: tokens that all rows together may expect of each g."""
-        if levels:
-            kept = np.einsum("ra,rag->rg", belief, self.belief.reach(self.signal.shifts())[levels[0]])
+        belief = plan.belief
+        if plan.levels:
+            by_level = self.belief.reach(self.signal.shifts())
+            kept = np.einsum("ra,rag->rg", belief, by_level[plan.levels[0]])
             kept *= np.arange(1, self.most + 1) <= room[:, None]
             total = kept.sum(0)
         else:
@@ -103,16 +123,28 @@ class Goodput(Length):
             best = 0
         return float(rates[best]), int(lengths[best])
 
+    def _cheap(self, tokens: Array, seconds: Array, rows: int) -> int:
+        """A length that will hardly pay, but hardly cost anything either, and tells more; or 0."""
+        losses = (seconds / seconds[0] - tokens / rows)[self._lengths[1:]]
+        best = int(losses.argmin())
+        return int(self._lengths[1 + best]) if losses[best] <= CHEAP * self._credit else 0
+
     def _try(self, tokens: Array, seconds: Array, batch: int, rows: int) -> int:
-        """A length to try although it does not promise to pay, if it may and there is time for it; or 0."""
+        """After a time of which nothing is known: a length to try, if it may pay and there is time for it; or
+        0, and when to think of it again."""
         hoped = rows * (HOPE ** np.arange(self.most + 1)).cumsum()
         rate, g = self._best(hoped, seconds, batch)
+        self._wait = PATIENCE
         if g == 0 or rate < WORTH * rows / seconds[0]:
             return 0
-        catching_up = self.costs.missed(batch, self._rested)
-        losses = (seconds + catching_up) / seconds[0] - tokens / rows
-        g = 1 + int(losses[1:].argmin())  # a short one tells enough
-        return g if losses[g] <= self._credit else 0
+        # The longest of those that cost next to the least, which is paid for as if it brought nothing
+        losses = (seconds[1:] + self.costs.missed(batch, self._rested)) / seconds[0] - 1
+        missing = float(losses.min()) - self._credit
+        if missing > 0:
+            self._wait = min(PATIENCE, int(missing / BUDGET))
+            return 0
+        self._wait = 0
+        return 1 + int(np.flatnonzero(losses <= SLACK * losses.min() + 1e-9)[-1])
 
     def enough(self, confidence: Sequence[float]) -> bool:
         plan = self._plan
@@ -138,27 +170,33 @@ class Goodput(Length):
         guessed = done.g > 0
         if done.seconds is not None:
             self.costs.note(done.batch, done.g, done.seconds - done.draft_seconds)
-        if done.steps:
-            self.costs.note_draft(done.batch, done.steps, done.draft_seconds, self._rested)
-        self._learn(done)
+        if done.steps or done.catching_up:
+            self.costs.note_draft(done.batch, done.steps, done.draft_seconds, done.catching_up, self._rested)
+        if self._learn(done):
+            well = sum(done.accepted) > 0
+            if self._blind >= self._again:  # it was a try; one that went well is followed by another
+                self._again = AGAIN if well else min(2 * self._again, PATIENCE)
+            self._blind = self._again if self._blind >= self._again and well else 0
+        else:
+            self._blind += 1
         plain = self.costs.plain(done.batch)
         gain = 0.0
         if guessed and plain is not None and done.seconds is not None:
-            gain = sum(done.accepted) / len(done.rows) + 1 - done.seconds / plain
+            gain = sum(done.accepted) / len(done.rows) + 1 - (done.seconds + done.catching_up) / plain
         self._credit = min(CREDIT, self._credit + gain + BUDGET)
         self._rested = 0 if done.steps or guessed else self._rested + 1
         self._since_plain = self._since_plain + 1 if guessed else 0
 
-    def _learn(self, done: Done) -> None:
-        """From what was scored, and from the guess after it that was not."""
+    def _learn(self, done: Done) -> bool:
+        """From what was scored, and from the guess after it that was not; whether there was any."""
+        if not any(done.asked or done.drafted) and all(right is None for right in done.unused):
+            return False
         tested, kept = np.array(done.asked or done.drafted, dtype=int), np.array(done.accepted, dtype=int)
         for i, right in enumerate(done.unused):
             if right is not None and kept[i] == tested[i]:
                 tested[i] += 1
                 kept[i] += right
         some = np.flatnonzero(tested).tolist()
-        if not some:
-            return
         self.belief.learn([done.rows[i] for i in some], tested[some], kept[some])
         plan = self._plan
         if plan is not None and plan.levels:
@@ -167,9 +205,11 @@ class Goodput(Length):
                 reached = (at >= 0) & (place < tested[some]) & (place <= kept[some])
                 if reached.any():
                     self.signal.learn(level[at[reached]], place < kept[some][reached])
+        return True
 
     def reset(self, rows: Sequence[int]) -> None:
         self.belief.forget(rows)
+        self._wait = 0  # another text may be another matter
 
     def __repr__(self) -> str:
         return f"Goodput({self.most})"

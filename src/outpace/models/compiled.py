@@ -298,17 +298,18 @@ class Engine:
         if self.draft is None:
             return
         draft, cache = self.draft, self.draft_cache
-        size = max(SHORTEST, _power(missing))
         seen = min(_power(max(*map(len, texts.values()), CHUNK)), self.tokens)
+        size = min(max(SHORTEST, _power(missing)), seen)
         for row in range(self.rows):
             if row not in texts:
                 self._held.pop(row, None)  # what it holds is written over
-        # Rows that lack fewer tokens read some again, which changes nothing.
-        places = [
-            [max(0, len(texts.get(row, ())) - 2 + i) for i in range(-size, 0)] for row in range(self.rows)
-        ]
+        # Rows that lack fewer tokens read some again, which changes nothing, and short ones garbage past
+        # their texts.
+        firsts = [max(0, len(texts.get(row, ())) - 2 - size) for row in range(self.rows)]
+        places = [list(range(first, first + size)) for first in firsts]
         ids = [
-            [texts[row][place] if row in texts else 0 for place in some] for row, some in enumerate(places)
+            [texts[row][place] if row in texts and place < len(texts[row]) else 0 for place in some]
+            for row, some in enumerate(places)
         ]
         if size not in self._pages:
             self._pages[size] = self.last.new_zeros(self.rows, size), self.last.new_zeros(self.rows, size)

@@ -23,8 +23,8 @@ def sections(content: Content) -> list[Section]:
         rows = [_cells(one) for one in candidates]
         at = candidates.index(chosen) if chosen in candidates else None
         words = (
-            "speed is expected over plain decoding, with its interval, or measured where verified; "
-            "what was chosen is marked."
+            "speed is what was expected over plain decoding, verified what whole texts came to; the interval "
+            "is of the latter where there is one. What was chosen is marked."
         )
         tables.append(Table(words, HEADS, rows, words=(0, 6, 7, 8), chosen=at))
     texts = [Text(words, content[name]) for name, words in TEXTS.items() if content.get(name)]

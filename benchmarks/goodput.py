@@ -1,0 +1,261 @@
+"""Whether the default length is ever slower than plain decoding, how close it comes to the best fixed length,
+and how soon it notices that acceptance has changed.
+
+python benchmarks/goodput.py --device cpu --out benchmarks/results/goodput_cpu.json
+python benchmarks/goodput.py --device cuda --out benchmarks/results/goodput_h200.json
+
+Models are synthetic (`outpace.bench.synthetic`): real shapes, every layer computed, a chosen acceptance.
+Sides are timed in turn, in one process, after a text that is not counted; prompts are not counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from report import arguments, machine, write
+
+from outpace import Decoder, Fixed, Goodput, LookupDrafter, ModelDrafter, RandomDrafter, Sampling, theory
+from outpace.bench.synthetic import STEEPNESS, Codes, acceptance, bigram, noise_for, shape_of
+from outpace.length import Length
+
+# Of each device: the target's shape; of drafts, layers and hidden size by name; tokens of a text; repetitions
+SIZES: dict[str, Any] = {
+    "cuda": {
+        "target": shape_of("llama", 32000, 4096, 11008, 32, 32, 32),
+        "dtype": torch.bfloat16,
+        "cheap": shape_of("llama", 32000, 1024, 2816, 8, 8, 8),
+        "middle": shape_of("llama", 32000, 2048, 5504, 24, 16, 16),
+        "costly": shape_of("llama", 32000, 4096, 11008, 28, 32, 32),
+        "tokens": 192,
+    },
+    "cpu": {
+        "target": shape_of("llama", 4096, 384, 1024, 12, 6, 6),
+        "dtype": torch.float32,
+        "cheap": shape_of("llama", 4096, 128, 256, 1, 2, 2),
+        "middle": shape_of("llama", 4096, 192, 512, 5, 3, 3),
+        "costly": shape_of("llama", 4096, 384, 1024, 11, 6, 6),
+        "tokens": 128,
+    },
+}
+BATCHES = (1, 8, 64)
+LENGTHS = (0, 1, 2, 3, 5, 8, 12)
+GRID_ALPHAS = (0.3, 0.6, 0.8, 0.9)
+GRID_DRAFTS = ("cheap", "middle")
+PLAIN = Sampling()
+Side = tuple[Decoder, Length]
+STAGES = ((0, 150), (1, 150), (0, 150))  # which head, and for how many iterations
+
+
+class Bench:
+    """A target, and drafts for it."""
+
+    def __init__(self, device: str, seed: int = 0) -> None:
+        self.device, self.sizes = device, SIZES[device]
+        self.codes = Codes.random(self.sizes["target"]["vocab_size"], seed, device)
+        self.model = self._made("target", 0.0)
+        self.plain = Decoder(self.model, pack=device == "cpu")
+
+    def _made(self, name: str, sigma: float) -> Any:
+        options = {"seed": len(name), "device": self.device, "dtype": self.sizes["dtype"]}
+        return bigram(self.sizes[name], self.codes, sigma, **options)
+
+    def draft(self, name: str, alpha: float) -> tuple[Any, float]:
+        """A model, and its acceptance."""
+        made = self._made(name, noise_for(self.codes, alpha))
+        return made, acceptance(self.model, made)
+
+    def decoder(self, drafter: Any, length: Any = None) -> Decoder:
+        made = Decoder(self.plain.scorer, drafter, length=length)
+        if self.device == "cpu" and isinstance(drafter, ModelDrafter):
+            drafter.scorer.pack()
+        return made
+
+    def prompts(self, B: int, turn: int) -> list[list[int]]:
+        noise = torch.Generator().manual_seed(turn)
+        return torch.randint(len(self.codes.before), (B, 32), generator=noise).tolist()
+
+    def seconds(self, decoder: Decoder, B: int, turn: int) -> tuple[float, int]:
+        """Of a text of each of B rows but for its prompt and first token, and how many tokens they are."""
+        begun, first, count = 0.0, set[int](), 0
+        options: Any = {"max_new_tokens": self.sizes["tokens"], "ignore_eos": True, "seed": turn}
+        for step in decoder.stream(self.prompts(B, turn), PLAIN, **options):
+            if len(first) < B:
+                first.add(step.row)
+                begun = time.perf_counter()
+            else:
+                count += len(step.tokens)
+        return time.perf_counter() - begun, count
+
+    def rates(self, sides: dict[str, Side], B: int, rounds: int) -> dict[str, list[float]]:
+        """Tokens a second of each side in each round, in turn."""
+        found: dict[str, list[float]] = {name: [] for name in sides}
+        for turn, (name, (decoder, length)) in itertools.product(range(-1, rounds), sides.items()):
+            decoder.length = length
+            seconds, tokens = self.seconds(decoder, B, turn + 1)
+            if turn >= 0:  # the first is a warm-up
+                found[name].append(tokens / seconds)
+        return found
+
+
+def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """The default length over plain decoding, for drafters that cannot help."""
+    bad, bad_alpha = bench.draft("middle", 0.05)
+    costly, costly_alpha = bench.draft("costly", 0.6)
+    drafters: dict[str, tuple[Any, float | None]] = {
+        "random": (RandomDrafter(len(bench.codes.before)), None),
+        "lookup": (LookupDrafter(min_ngram=1), None),
+        "bad draft": (ModelDrafter(bad), bad_alpha),
+        "costly draft": (ModelDrafter(costly), costly_alpha),
+    }
+    found = []
+    for name, (drafter, alpha) in drafters.items():
+        decoder = bench.decoder(drafter)
+        for B in batches:
+            sides: dict[str, Side] = {"plain": (bench.plain, Fixed(0)), "goodput": (decoder, decoder.length)}
+            rates = bench.rates(sides, B, rounds)
+            ratios = [ours / plain for plain, ours in zip(rates["plain"], rates["goodput"], strict=True)]
+            found.append(
+                {
+                    "drafter": name,
+                    "alpha": alpha and round(alpha, 3),
+                    "B": B,
+                    "c": cost(decoder),
+                    "plain_tokens_per_second": round(statistics.median(rates["plain"]), 1),
+                    "ratio": round(sum(rates["goodput"]) / sum(rates["plain"]), 4),
+                    "ratios": [round(one, 3) for one in ratios],
+                }
+            )
+            print("never slower", found[-1], flush=True)
+    return found
+
+
+def cost(decoder: Decoder) -> float | None:
+    """c at the batch that was measured last, where steps of the draft are timed by themselves."""
+    costs = decoder.length.costs if isinstance(decoder.length, Goodput) else None
+    if costs is None:
+        return None
+    for batch in BATCHES:
+        plain, step = costs.plain(batch), costs.step(batch)
+        if plain and step:
+            return round(step / plain, 3)
+    return None
+
+
+def grid(bench: Bench, batches: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """The default length over the best fixed one, by a sweep."""
+    found = []
+    for name, wanted in itertools.product(GRID_DRAFTS, GRID_ALPHAS):
+        model, alpha = bench.draft(name, wanted)
+        drafter = ModelDrafter(model)
+        decoder, policy = bench.decoder(drafter), Goodput()
+        for B in batches:
+            sides: dict[str, Side] = {str(g): (decoder, Fixed(g)) for g in LENGTHS}
+            sides["goodput"] = (decoder, policy)
+            rates = {side: statistics.mean(some) for side, some in bench.rates(sides, B, rounds).items()}
+            ours = rates.pop("goodput")
+            best = max(rates, key=lambda g: rates[g])
+            found.append(
+                {
+                    "draft": name,
+                    "alpha": round(alpha, 3),
+                    "B": B,
+                    "best_g": int(best),
+                    "best_over_plain": round(rates[best] / rates["0"], 3),
+                    "goodput_over_plain": round(ours / rates["0"], 3),
+                    "ratio": round(ours / rates[best], 4),
+                    "tokens_per_second": {side: round(rate, 1) for side, rate in rates.items()},
+                }
+            )
+            print("grid", found[-1], flush=True)
+        del model, drafter, decoder
+    return found
+
+
+def reaction(bench: Bench, rounds: int) -> list[dict[str, Any]]:
+    """Iterations after a change of acceptance, 0.9 to 0.1 and back, until the length is as good as the best
+    one there: 95 % of its rate, by the costs that were measured, for three iterations on end. The draft's
+    head is written over while it drafts."""
+    draft, high = bench.draft("cheap", 0.9)
+    poor, low = bench.draft("cheap", 0.1)
+    policy = Goodput()
+    decoder = Decoder(bench.plain.scorer, ModelDrafter(draft), length=policy)
+    heads = [one.get_output_embeddings().weight.detach().clone() for one in (draft, poor)]
+    del poor
+    found = []
+    for turn in range(rounds + 1):
+        chosen: list[int] = []
+        ends = list(itertools.accumulate(length for _, length in STAGES))
+        options: Any = {"max_new_tokens": 4000, "ignore_eos": True, "seed": turn}
+        last = None
+        for step in decoder.stream(bench.prompts(1, turn)[0], PLAIN, **options):
+            chosen.append(step.drafted)
+            stage = next((i for i, end in enumerate(ends) if len(chosen) < end), None)
+            if stage is None:
+                break
+            if stage != last:
+                with torch.no_grad():
+                    draft.get_output_embeddings().weight.copy_(heads[STAGES[stage][0]])
+                last = stage
+        if turn == 0:  # a warm-up
+            continue
+        found.append(
+            {
+                "alpha": [round(high, 3), round(low, 3)],
+                "down": settled(policy, chosen[ends[0] : ends[1]], low),
+                "up": settled(policy, chosen[ends[1] :], high),
+                "chosen": chosen,
+            }
+        )
+        print("reaction", {name: found[-1][name] for name in ("alpha", "down", "up")}, flush=True)
+    return found
+
+
+def settled(policy: Goodput, chosen: Sequence[int], alpha: float) -> int | None:
+    lengths = range(policy.most + 1)
+    seconds = policy.costs.passes(1) + policy.costs.step(1) * torch.arange(policy.most + 1).numpy()
+    rates = [theory.expected_tokens(alpha, g) / seconds[g] for g in lengths]
+    good = [rates[g] >= 0.95 * max(rates) for g in chosen]
+    return next((i for i in range(len(good) - 2) if all(good[i : i + 3])), None)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--device", default="cpu", choices=list(SIZES))
+    parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--parts", nargs="+", default=["never", "grid", "reaction"])
+    options = parser.parse_args()
+    bench = Bench(options.device)
+    report: dict[str, Any] = {
+        "command": "python " + " ".join(sys.argv),
+        "machine": machine(),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "steepness": STEEPNESS,
+    }
+    parts: dict[str, Callable[[], Any]] = {
+        "never": lambda: never_slower(bench, options.batch, options.rounds),
+        "grid": lambda: grid(bench, options.batch, max(1, options.rounds // 2)),
+        "reaction": lambda: reaction(bench, options.rounds),
+    }
+    for name in options.parts:
+        report[name] = parts[name]()
+        write(report, options.out)
+    if "never" in report:
+        print("never slower: worst", min(one["ratio"] for one in report["never"]))
+    if "grid" in report:
+        print("grid: worst of", len(report["grid"]), min(one["ratio"] for one in report["grid"]))
+    if "reaction" in report:
+        for way in ("down", "up"):
+            print(f"reaction, {way}:", [one[way] for one in report["reaction"]])
+    print(json.dumps({name: report[name] for name in ("command", "machine", "device")}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""`outpace tune`: which draft, how far to guess, or not at all, found by measuring within a given time."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outpace.cli.options import (
+    MODELS,
+    SAMPLING,
+    SHOW,
+    Bias,
+    Device,
+    FrequencyPenalty,
+    MinP,
+    PresencePenalty,
+    RepetitionPenalty,
+    Target,
+    Temperature,
+    TopK,
+    TopP,
+    sampling_of,
+)
+from outpace.cli.show import note, progress
+
+if TYPE_CHECKING:
+    from outpace.cli.tuned import Names
+    from outpace.tune.tuning import Tuning
+
+PROMPTS = "Prompts"
+DRAFTS = ("lookup", "ngram", "none")
+BATCHES = (1, 4, 8)
+
+
+def tune(
+    more: Annotated[
+        list[str] | None, typer.Argument(metavar="[DRAFT]...", help="More drafts, as after --drafts.")
+    ] = None,
+    target: Target = None,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--drafts",
+            "--draft",
+            "-d",
+            metavar="lookup|ngram|ngram:FILE|MODEL|none",
+            help="Who may guess: --drafts A B lookup, or repeat it. ngram is a table of what the target "
+            "itself writes. Default: lookup ngram none. Plain decoding is always there.",
+            rich_help_panel=MODELS,
+        ),
+    ] = None,
+    device: Device = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="float32, bfloat16, float16; repeat it to compare them. Default: what suits the device.",
+            rich_help_panel=MODELS,
+        ),
+    ] = None,
+    budget: Annotated[
+        float, typer.Option(help="Seconds that it may take, loading included.", rich_help_panel=PROMPTS)
+    ] = 300.0,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Write about this; repeat it. Default: a dozen of our own.",
+                     rich_help_panel=PROMPTS),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Prompts from JSON lines or a hub data set, as `outpace eval` has them.",
+                     rich_help_panel=PROMPTS),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first prompts.", rich_help_panel=PROMPTS)
+    ] = None,
+    every: Annotated[
+        int, typer.Option(min=1, help="Only each so many-th, before --limit.", rich_help_panel=PROMPTS)
+    ] = 1,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option("--max-new-tokens", "-m", min=8, help="Of each text, at most.", rich_help_panel=PROMPTS),
+    ] = 64,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Rows at a time to look at; repeat it. Default: 1, 4, 8.",
+                     rich_help_panel=PROMPTS),
+    ] = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    logit_bias: Bias = None,
+    seed: Annotated[int, typer.Option(help="Of all draws.", rich_help_panel=SAMPLING)] = 0,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The configuration, for --config.", rich_help_panel=SHOW)
+    ] = Path("outpace.toml"),
+    results: Annotated[
+        Path | None,
+        typer.Option(help="All that was found, as JSON. Default: outpace-tune.json beside the "
+                     "configuration.", rich_help_panel=SHOW),
+    ] = None,
+) -> None:  # fmt: skip
+    """Find what to run: measure drafts and lengths, name the fastest, or say that none pays.
+
+    Passes are timed, drafts are asked for their guess at every token of a few
+    texts of the target, and what may pay by that then writes whole texts in
+    turn with plain decoding. expected is the speed by acceptance and costs,
+    verified the one that was measured, with an interval that holds it in 95 of
+    100 cases. Nothing is recommended that is not surely faster.
+
+    Ctrl-C ends it with what there is.
+    """
+    from outpace.tune.budget import Budget
+
+    time = Budget(budget)
+    kept = results or out.with_name("outpace-tune.json")
+    names = [one for one in dict.fromkeys([*(draft or ()), *(more or ())] or DRAFTS) if one != "none"]
+    kinds: list[str | None] = list(dict.fromkeys(dtype or ())) or [None]
+    check(names, kinds, device, prompt, data, out, kept)
+    sampling = sampling_of(
+        logit_bias, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+    )  # fmt: skip
+    from outpace.bench.prompts import asked
+    from outpace.bench.results import Results
+    from outpace.cli.bench import bare, command, machine
+    from outpace.cli.drafts import fitting, line_up
+    from outpace.cli.tuned import Names
+    from outpace.models.hub import DEFAULT
+    from outpace.sampling import from_generation_config
+    from outpace.tune.costs import Side
+    from outpace.tune.tuning import Plan, Tuning
+
+    loaded, sides = [name for name in names if name != "ngram"], []
+    for kind in kinds:
+        plain, decoders = line_up(target, loaded, device, kind)
+        sides.append(Side(str(plain.scorer.dtype).removeprefix("torch."), plain, decoders))
+    plain = sides[0].plain
+    prompts = fitting(plain, asked(plain.tokenizer, prompt or (), data, limit, every))
+    sampling = sampling or from_generation_config(plain.scorer.generation_config)
+    about: dict[str, Any] = {
+        "command": command(),
+        "machine": machine(plain.scorer.device),
+        "target": bare(target or DEFAULT),
+        "models": plain.describe().splitlines()[:1],
+        "sampling": {k: v for k, v in dataclasses.asdict(sampling).items() if k != "processors"},
+        "prompts": len(prompts),
+        "max_new_tokens": max_new_tokens,
+        "budget_seconds": budget,
+        "seed": seed,
+    }
+    plan = Plan(sampling, max_new_tokens, batch or BATCHES, seed)
+    found = Results(kept, "tune", about)
+    tuning = Tuning(sides, prompts, plan, time, found, progress, fit="ngram" in names)
+    table = out.with_suffix(".ngram.safetensors")
+    given = dict(zip(sides[0].drafts, loaded, strict=True))
+    finish(tuning, Names(target or DEFAULT, given, table, plain.scorer.device.type), out, kept)
+
+
+def check(
+    names: list[str],
+    dtypes: list[str | None],
+    device: str | None,
+    prompt: list[str] | None,
+    data: str | None,
+    out: Path,
+    results: Path,
+) -> None:
+    """Flags that do not fit, before anything big is loaded."""
+    for flag, path in (("--out", out), ("--results", results)):
+        if path.is_dir():
+            raise ValueError(f"{flag}: {path} is a folder")
+        if not path.absolute().parent.is_dir():
+            raise ValueError(f"{flag}: {path.absolute().parent}: no such folder")
+    if out.absolute() == results.absolute():
+        raise ValueError(f"--results: {results} is the configuration's file, too")
+    if prompt and data is not None:
+        raise ValueError("--prompt: given together with --data; give one or the other")
+    if prompt and not all(one.strip() for one in prompt):
+        raise ValueError("--prompt: it is empty; a model needs something to go on from")
+    if "random" in names:
+        raise ValueError("--drafts: random guesses are never worth running; `outpace measure` has them")
+    from outpace.cli.bench import bare
+    from outpace.models.hub import place_of, precision_of
+    from outpace.pair import check_draft_name
+
+    if len({bare(name) for name in names}) < len(names):
+        raise ValueError("--drafts: two have the same name, but for their folders")
+    for name in names:
+        if name != "ngram":
+            check_draft_name(name)
+    place = place_of(device)
+    for one in dtypes:
+        precision_of(one, place)
+    if len(dtypes) > 1 and place.type == "cuda":
+        raise ValueError("--dtype: on CUDA one at a time; run it once for each")
+
+
+def finish(tuning: Tuning, names: Names, out: Path, results: Path) -> None:
+    """Measure, show and save; what there is if it is interrupted."""
+    from outpace.cli.tuned import keep, show
+
+    interrupted = False
+    try:
+        tuning.run()
+    except KeyboardInterrupt:
+        interrupted = True
+    progress("")
+    if interrupted and not tuning.costs.passes:
+        note("interrupted: nothing was measured yet, and nothing is kept")
+        raise SystemExit(130)
+    findings = tuning.findings
+    wanted = not interrupted or not findings.choice.way.plain
+    content = keep(tuning, names, out if wanted else None)
+    show(content)
+    spent, budget = tuning.budget.spent, tuning.budget.seconds
+    if wanted:
+        note(f"configuration in {out}: outpace generate --config {out}")
+    if interrupted:
+        nothing = "" if wanted else ", and no configuration was written"
+        note(f"interrupted after {spent:.0f} s: this is what there was, also in {results}{nothing}")
+        raise SystemExit(130)
+    tuning.results.done()
+    note(f"all of it in {results}, after {spent:.0f} of {budget:g} s")

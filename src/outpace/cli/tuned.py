@@ -1,0 +1,125 @@
+"""What `outpace tune` found: on a screen, and in files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outpace.cli.show import screen
+from outpace.tune import config, elsewhere
+from outpace.tune.tuning import Tuning
+from outpace.tune.way import NGRAM
+
+Content = Mapping[str, Any]
+ELSEWHERE = {"transformers": "Transformers", "vllm": "vLLM"}
+
+
+@dataclass(frozen=True)
+class Names:
+    """As they were given: of the target, and of drafts by what tables call them. `table` is where one of
+    n-grams is put."""
+
+    target: str
+    drafts: Mapping[str, str]
+    table: Path
+    device: str
+
+    def draft(self, shown: str) -> str:
+        """So that it is found from any folder, and a table beside the configuration."""
+        if shown == NGRAM:
+            return f"ngram:{self.table.name}"
+        return lasting(self.drafts.get(shown, shown))
+
+
+def lasting(name: str) -> str:
+    """A name that means the same in another folder."""
+    kind, colon, path = name.partition(":")
+    if colon and kind == NGRAM:
+        return f"ngram:{Path(path).expanduser().absolute()}"
+    path_here = Path(name).expanduser()
+    return str(path_here.absolute()) if path_here.exists() and name not in ("lookup", "none") else name
+
+
+def keep(tuning: Tuning, names: Names, out: Path | None) -> Content:
+    """The configuration, if a file is named for it, and everything in the results."""
+    findings, content = tuning.findings, tuning.results.content
+    chosen, near = findings.chosen(), findings.nearest()
+    draft = names.draft(chosen.draft)
+    plain = findings.choice.way.plain
+    text = config.written(
+        {
+            "target": lasting(names.target),
+            "draft": draft,
+            "length": None if plain else int(chosen.length) if chosen.length.isdecimal() else chosen.length,
+            "rule": chosen.rule,
+            "dtype": chosen.dtype,
+            "device": names.device,
+            "max_batch": findings.most_rows(),
+        },
+        {
+            "speedup": chosen.verified,
+            "interval": chosen.interval,
+            "expected": chosen.expected,
+            **{name: content[name] for name in ("sampling", "prompts", "machine", "command")},
+        },
+        findings.verdict(),
+    )
+    if out is not None:
+        if chosen.draft == NGRAM and tuning.ngram is not None:
+            tuning.ngram.save(names.table)
+        config.save(out, text)
+    tuning.results.put(
+        spent_seconds=round(tuning.budget.spent, 1),
+        **findings.content(),
+        config=text if out is not None else None,
+        transformers=elsewhere.transformers(draft, chosen.length, chosen.rule, near),
+        vllm=elsewhere.vllm(names.target, draft, chosen.length, chosen.dtype, near),
+    )
+    return content
+
+
+def show(content: Content) -> None:
+    """A table, the verdict, and how to have the same elsewhere."""
+    from rich.table import Table
+
+    console = screen(sys.stdout)
+    if not sys.stdout.isatty():
+        console.width = 110
+    candidates = content["candidates"]
+    varied = [name for name in ("rule", "dtype", "batch") if len({one[name] for one in candidates}) > 1]
+    heads = ("draft", "g", *varied, "expected", "verified", "95 %", "why")
+    table = Table(title=f"{content['target']}: speed over plain decoding")
+    for head in heads:
+        words = head in ("draft", "rule", "dtype", "why")
+        table.add_column(head, justify="left" if words else "right", no_wrap=head != "why")
+    for one in candidates:
+        style = "bold" if one == content["chosen"] else None
+        cells = [str(one[name]) for name in varied]
+        speeds = [_two(one["expected"]), _two(one["verified"]), _between(one["interval"])]
+        table.add_row(one["draft"], one["length"], *cells, *speeds, one["why"], style=style)
+    console.print(table)
+    console.print(content["verdict"])
+    if content["max_batch"] is not None:
+        console.print(_rows(content))
+    for name, title in ELSEWHERE.items():
+        console.print(f"\n{title}:\n{content[name]}", markup=False, soft_wrap=True)
+
+
+def _rows(content: Content) -> str:
+    tried = [one["batch"] for one in content["candidates"] if one["batch"] > 1]
+    if not tried:
+        return "Larger batches were not looked at."
+    most = content["max_batch"]
+    rows = "1 row" if most == 1 else f"{most} rows"
+    return f"It is expected to pay with up to {rows} at a time; {max(tried)} were tried."
+
+
+def _two(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _between(interval: tuple[float, float] | None) -> str:
+    return "–" if interval is None else "{:.2f}–{:.2f}".format(*interval)

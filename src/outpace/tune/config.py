@@ -1,0 +1,84 @@
+"""What was found best, as a file that other commands take their defaults from."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FLAGS: dict[str, tuple[type, ...]] = {
+    "target": (str,),
+    "draft": (str,),
+    "length": (str, int),
+    "rule": (str,),
+    "dtype": (str,),
+    "device": (str,),
+}
+KNOWN: dict[str, tuple[type, ...]] = {**FLAGS, "max_batch": (int,), "measured": (dict,)}
+WORDS = {str: "a string", int: "a whole number", dict: "a table"}
+COMMENTS = {
+    "draft": 'who guesses; "none" decodes plainly',
+    "length": 'tokens to guess per pass: a number, or "auto", by the clock',
+    "rule": "how guesses are judged",
+    "max_batch": "rows at a time up to which this is expected to pay; not verified",
+}
+
+
+def written(settings: Mapping[str, Any], measured: Mapping[str, Any], verdict: str) -> str:
+    """The text of such a file; what is None is left out."""
+    lines = [f"# {verdict}", "# Use it: outpace generate --config FILE; a flag beside it wins.", ""]
+    for name, value in settings.items():
+        if value is not None:
+            comment = f"  # {COMMENTS[name]}" if name in COMMENTS else ""
+            lines.append(f"{name} = {_toml(value)}{comment}")
+    lines += ["", "[measured]  # what this rests on; no command reads it"]
+    lines += [f"{name} = {_toml(value)}" for name, value in measured.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def save(path: Path, text: str) -> None:
+    """All of it, or nothing."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a file says. A table of n-grams that it names lies beside it, unless it says where."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"config: {path}: no such file") from None
+    except IsADirectoryError:
+        raise ValueError(f"config: {path} is a folder") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"config: {path}: not a TOML file ({error})") from None
+    for name, value in content.items():
+        if name not in KNOWN:
+            raise ValueError(f"config: {path}: unknown key {name!r}; known are {', '.join(KNOWN)}")
+        if not isinstance(value, KNOWN[name]) or isinstance(value, bool):
+            fits = " or ".join(WORDS[one] for one in KNOWN[name])
+            raise ValueError(f"config: {path}: {name}: got {value!r}; it must be {fits}")
+    draft = content.get("draft", "")
+    if draft.startswith("ngram:"):
+        content["draft"] = f"ngram:{path.parent / Path(draft.removeprefix('ngram:')).expanduser()}"
+    return content
+
+
+def flags(path: Path) -> dict[str, str]:
+    """What the file says of flags that commands share."""
+    return {name: str(value) for name, value in read(path).items() if name in FLAGS}
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        inside = (f"{name} = {_toml(one)}" for name, one in value.items() if one is not None)
+        return "{ " + ", ".join(inside) + " }"
+    # Strings, numbers, and lists of them are as in JSON, but for one character.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,181 @@
+"""Ways to write take turns at whole texts, and those that fall behind drop out.
+
+In a round all that are left write about one prompt, plain decoding among them. The time has as many parts of
+equal length as it takes halvings to come from all ways to two (successive halving), and at the end of each
+the slower half leaves. What is surely slower leaves at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from outpace.bench.cost import let_go
+from outpace.bench.runs import PLAIN, Cell, Run
+from outpace.bench.spread import Rate
+from outpace.bench.sweep import Sweep, rotated
+from outpace.decode import Decoder
+from outpace.sampling import Sampling
+from outpace.tune.decision import Seen, better_half, compare
+from outpace.tune.way import Way
+
+SETTLED = 6  # prompts after which what is surely slower leaves
+SHARP = 0.05  # half an interval, of its speed: known well enough
+TURNS = 3  # times that a prompt may come
+LEAST_ROUNDS = 3  # that there must be time for with all who start
+
+Left = Callable[[], float]
+Tell = Callable[[str], None]
+
+
+@dataclass
+class Record:
+    """What ways came to, by prompt and by how often it had come before; plain decoding beside each; and why
+    some were not measured to the end."""
+
+    rates: dict[Way, dict[tuple[int, int], Rate]] = field(default_factory=dict)
+    yardsticks: dict[Way, dict[tuple[int, int], Rate]] = field(default_factory=dict)
+    dropped: dict[Way, str] = field(default_factory=dict)
+    rounds: int = 0
+
+    def seen(self, way: Way) -> Seen | None:
+        return compare(self.rates.get(way, {}), self.yardsticks.get(way, {}))
+
+
+class Race:
+    """Of ways, the most promising first, each with a decoder whose own policy is "auto".
+
+    text  seconds that a text may take, before one was timed
+    """
+
+    def __init__(
+        self,
+        decoders: dict[Way, Decoder],
+        plain: tuple[Way, Decoder],
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        tokens: int,
+        seed: int,
+        text: float,
+        record: Record,
+    ) -> None:
+        self.ways, self.record, self.text = list(decoders), record, text
+        names = {way: f"{way.draft} {way.rule} {way.dtype}" for way in (*self.ways, plain[0])}
+        own = {names[way]: decoder for way, decoder in (*decoders.items(), plain)}
+        self.cells = {way: Cell(names[way], sampling, way.length) for way in names}
+        # An engine has the target's weights for itself, so that drafts come one after the other.
+        self.apart = any(decoder._engines is not None for decoder in own.values())
+        self.plain = {
+            way: Cell(names[way] if self.apart else names[plain[0]], sampling, PLAIN) for way in self.ways
+        }
+        lengths = list(dict.fromkeys(way.length for way in self.ways))
+        self.sweep = Sweep(own, [sampling], lengths, prompts, tokens=tokens, seed=seed)
+
+    def rounds(self, left: Left, tell: Tell = lambda line: None, first: int = 0) -> Iterator[None]:
+        """Until it is clear or there is no time left, from this turn on; after each round."""
+        groups: dict[Cell, list[Way]] = {}
+        for way in self.ways:
+            groups.setdefault(self.plain[way], []).append(way)
+        for i, (plain, ways) in enumerate(groups.items()):
+            later = left() * (1 - 1 / (len(groups) - i))  # for the others
+            yield from self._rounds(plain, ways, lambda later=later: left() - later, tell, first)  # type: ignore[misc]
+            if self.apart:
+                let_go(self.sweep.decoders[plain.draft])
+
+    def _rounds(self, plain: Cell, ways: list[Way], left: Left, tell: Tell, first: int) -> Iterator[None]:
+        runners = self._start(plain, ways, left, tell)
+        span, parts = left(), max(1, math.ceil(math.log2(max(1, len(runners)))))
+        part, count = 0, len(self.sweep.groups)
+        for turn in range(first, first + TURNS * count):
+            if not runners or self._clear(runners):
+                return
+            found = self._round(plain, runners, turn, left, tell)
+            if found is None:
+                return
+            for way in runners:
+                key = turn % count, turn // count
+                if found[self.cells[way]].tokens and found[plain].tokens:
+                    self.record.rates.setdefault(way, {})[key] = _rate(found[self.cells[way]])
+                    self.record.yardsticks.setdefault(way, {})[key] = _rate(found[plain])
+            self.record.rounds += 1
+            yield
+            runners = self._faster(runners)
+            if left() < span * (1 - (part + 1) / parts):
+                part += 1
+                runners = self._halved(runners)
+
+    def _start(self, plain: Cell, ways: list[Way], left: Left, tell: Tell) -> list[Way]:
+        """Those that there is time for, warmed up."""
+        most = max(1, int(left() / (LEAST_ROUNDS * self.text)) - 1) if self.text else len(ways)
+        for way in ways[most:]:
+            self.record.dropped[way] = "no time to measure it: others promise more"
+        ready = list[Way]()
+        cells: dict[Cell, Way | None] = {plain: None} | {self.cells[way]: way for way in ways[:most]}
+        # What needs the most room first, or an engine would be made several times.
+        order = sorted(cells, key=lambda cell: -self.sweep.writers[cell].length.most) if self.apart else cells
+        for cell in order:
+            warmed = cells[cell]
+            if left() < self.text:
+                if warmed is not None:
+                    self.record.dropped[warmed] = "no time to measure it"
+                continue
+            tell(f"warming up: {warmed or 'plain decoding'}")
+            self.sweep.warm(cell, short=not self.apart)
+            if warmed is not None:
+                ready.append(warmed)
+        return [way for way in ways if way in ready]
+
+    def _round(
+        self, plain: Cell, runners: Sequence[Way], turn: int, left: Left, tell: Tell
+    ) -> dict[Cell, Run] | None:
+        """What all came to with a prompt; None if there was no time for it."""
+        repeat, group = divmod(turn, len(self.sweep.groups))
+        found = {}
+        for cell in rotated([plain, *(self.cells[way] for way in runners)], turn):
+            before = left()
+            if before < self.text:
+                return None
+            tell(f"round {turn + 1}: {cell.draft.split()[0]}, g = {cell.length}")
+            found[cell] = self.sweep.run(cell, group, repeat)
+            self.text = max(self.text, before - left())
+        return found
+
+    def _faster(self, runners: list[Way]) -> list[Way]:
+        """Without those that are surely slower than plain decoding, or than the fastest."""
+        seen = {way: found for way in runners if (found := self.record.seen(way)) is not None}
+        if not seen:
+            return runners
+        first = max(seen, key=lambda way: seen[way].speed)
+        kept = []
+        for way in runners:
+            behind = compare(self.record.rates.get(way, {}), self.record.rates[first])
+            if way in seen and seen[way].prompts >= SETTLED and seen[way].surely_slower:
+                self.record.dropped[way] = "slower than plain decoding"
+            elif behind is not None and behind.prompts >= SETTLED and behind.surely_slower:
+                self.record.dropped[way] = f"slower than {first}"
+            else:
+                kept.append(way)
+        return kept
+
+    def _halved(self, runners: list[Way]) -> list[Way]:
+        if len(runners) <= 2:
+            return runners
+        kept = better_half(runners, self.record.rates, self.record.yardsticks)
+        for way in runners:
+            if way not in kept:
+                prompts = len({prompt for prompt, _ in self.record.rates.get(way, {})})
+                self.record.dropped[way] = f"in the slower half after {prompts} prompts"
+        return kept
+
+    def _clear(self, runners: Sequence[Way]) -> bool:
+        """Whether a single one is left, and its speed is known well."""
+        seen = self.record.seen(runners[0])
+        if len(runners) > 1 or seen is None or seen.interval is None or seen.prompts < SETTLED:
+            return False
+        return seen.interval[1] - seen.interval[0] < 2 * SHARP * seen.speed
+
+
+def _rate(run: Run) -> Rate:
+    return run.tokens, run.seconds

@@ -1,0 +1,249 @@
+"""From a target and drafts to what to run, stage by stage, within a time: costs, acceptance, a race of whole
+texts, the rule, larger batches. What there is at any moment is written down, and of use."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from outpace.bench import alpha, cost
+from outpace.bench.estimate import estimate
+from outpace.bench.prompts import Asked
+from outpace.bench.results import Results
+from outpace.bench.runs import AUTO, BEGINNING
+from outpace.decode import Decoder
+from outpace.draft.lookup import LookupDrafter
+from outpace.draft.ngram import NGramDrafter
+from outpace.sampling import Sampling
+from outpace.tune.budget import Budget
+from outpace.tune.costs import Costs, Side
+from outpace.tune.decision import LEAST
+from outpace.tune.findings import PAYS, Findings
+from outpace.tune.race import Race
+from outpace.tune.replay import Replay
+from outpace.tune.way import NGRAM, Candidate, Way, plainly
+
+# Shares of the time after which stages end: what one does not need, the next has.
+TIMED, FITTED, FORESEEN, RACED, JUDGED = 0.12, 0.25, 0.4, 0.88, 0.95
+PROMPTS = 64  # that texts are timed with, at most
+TEXTS = 16  # that acceptance is measured on, at most
+FEWEST = 8  # tokens of such a text, at least
+SHORT = 24  # tokens of a text that is timed, at least, and fewer than asked for if there would be no time for
+ROUNDS, WAYS = 12, 3  # this many texts by this many ways
+GRAMS = 3  # n of the table that is fitted
+CROWD = (1, 3, 6)  # tokens of passes that are timed with larger batches
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """tokens    of each text at most
+    batches   rows at a time that the choice is looked at with
+    """
+
+    sampling: Sampling
+    tokens: int = 64
+    batches: Sequence[int] = cost.BATCHES
+    seed: int = 0
+
+
+class Tuning:
+    """Of a target in each precision that is asked for, the first of which is what others are compared with.
+
+    fit  also try an n-gram table of what the target writes for half of the prompts, which then are not
+         measured with
+    """
+
+    def __init__(
+        self,
+        sides: Sequence[Side],
+        prompts: Sequence[Asked],
+        plan: Plan,
+        budget: Budget,
+        results: Results,
+        tell: Tell = lambda line: None,
+        fit: bool = False,
+    ) -> None:
+        self.sides, self.plan, self.budget, self.results, self._tell = sides, plan, budget, results, tell
+        mixed = random.Random(plan.seed).sample(list(prompts), len(prompts))  # files stand ordered by kind
+        held_back = fit and len(mixed) >= 2 * LEAST
+        self.held = mixed[1::2] if held_back else []
+        self.prompts = (mixed[::2] if held_back else mixed)[:PROMPTS]
+        self.costs, self.findings = Costs(plan.sampling), Findings(plainly(sides[0].dtype))
+        self.ngram: NGramDrafter | None = None
+        self.tokens = plan.tokens
+        for side in sides:
+            self.findings.add(plainly(side.dtype), *(self._auto(name, side) for name in side.drafts))
+        if fit and not held_back:
+            self._drop(NGRAM, f"{len(mixed)} prompts are too few to hold some back; it takes {2 * LEAST}")
+
+    def run(self) -> None:
+        """Everything, written down after each stage."""
+        for stage in (self.time, self.fit, self.foresee, self.race, self.judge, self.crowd):
+            stage()
+            self.put()
+
+    def put(self) -> None:
+        spent = round(self.budget.spent, 1)
+        self.results.put(spent_seconds=spent, **self.costs.found(), **self.findings.content())
+
+    def tell(self, what: str) -> None:
+        self._tell(f"{what} ({max(0.0, self.budget.left()):.0f} s left)")
+
+    def time(self) -> None:
+        """Passes of the target."""
+        for i, side in enumerate(self.sides):
+            self.tell("passes of the target")
+            self.costs.time(side, 1, self.budget.left(TIMED * (i + 1) / len(self.sides)))
+        plain = self.costs.plain(self.sides[0].dtype)
+        fit = int((RACED - FORESEEN) * self.budget.seconds / (ROUNDS * WAYS * plain))
+        self.tokens = min(self.tokens, max(SHORT, fit))
+        for side in self.sides[1:]:
+            self.findings.expect(plainly(side.dtype), (plain / self.costs.plain(side.dtype), None), 0.0)
+
+    def fit(self) -> None:
+        """Count n-grams of what the target writes for prompts that nothing is measured with."""
+        plan, plain, texts = self.plan, self.sides[0].plain, list[list[int]]()
+        took = self._writing(alpha.ROWS)
+        for i in range(0, len(self.held), alpha.ROWS):
+            before = self.budget.left(FITTED)
+            if before < took:
+                break
+            self.tell(f"texts to count n-grams of: {len(texts)}")
+            some = [one.ids for one in self.held[i : i + alpha.ROWS]]
+            seeds = list(range(plan.seed + i, plan.seed + i + len(some)))
+            outs = plain.generate(some, plan.sampling, max_new_tokens=self.tokens, seed=seeds)
+            # After the prompt's last tokens, which the first guesses go by.
+            texts += [[*ids[1 - GRAMS :], *out.tokens] for ids, out in zip(some, outs, strict=True)]
+            took = max(took, before - self.budget.left(FITTED))
+        if texts:
+            self.ngram = NGramDrafter.fit(texts, GRAMS, plain.scorer.vocab_size)
+            for side in self.sides:
+                side.drafts[NGRAM] = Decoder(side.plain.scorer, self.ngram, side.plain.tokenizer)
+                self.findings.add(self._auto(NGRAM, side))
+                self.costs.time_verification(side, 1)
+        elif self.held:
+            self._drop(NGRAM, "no time to let the target write what would be counted")
+
+    def foresee(self) -> None:
+        """Acceptance on the target's own texts, and what follows from it and from costs."""
+        every = [(side, name) for side in self.sides for name in side.drafts]
+        for side, name in every:
+            if self.budget.left(FORESEEN) > 0:
+                self.tell(f"{name}: steps")
+                self.costs.time_step(side, name)
+        self._walk()
+        for side, name in every:
+            if name in self.findings.beta and self.costs.knows(side.dtype, name):
+                self._foresee(side, name)
+
+    def _walk(self) -> None:
+        plan, side = self.plan, self.sides[0]
+        drafts = {name: one for name, one in side.drafts.items() if self.costs.knows(side.dtype, name)}
+        count = min(TEXTS, len(self.prompts))
+        took = self._writing(alpha.ROWS) * (1 + self.costs.steps(side.dtype))
+        tokens = min(self.tokens, int(self.tokens * self.budget.left(FORESEEN) / took))
+        if not drafts or tokens < FEWEST:
+            return
+        took = 0.0
+        for i in range(0, count, alpha.ROWS):
+            before = self.budget.left(FORESEEN)
+            if before < took:
+                return
+            self.tell(f"α: {i} of {count} prompts")
+            some, seed = self.prompts[i : min(count, i + alpha.ROWS)], plan.seed + i
+            for one in alpha.measure(side.plain, drafts, some, plan.sampling, tokens=tokens, seed=seed):
+                for name in drafts:
+                    if one.tokens:
+                        self.findings.beta.setdefault(name, []).append(one.beta[name][1.0])
+            took = max(took, before - self.budget.left(FORESEEN))
+
+    def _foresee(self, side: Side, name: str) -> None:
+        texts, plain = self.findings.beta[name], self.costs.iterations(self.sides[0], name)[0]
+        if estimate(texts) is None:
+            self.findings.dropped[self._auto(name, side)] = "had no guess at all"
+            return
+        # Of a longer one nothing would be left to be timed.
+        most = min(self.tokens // BEGINNING - 2, side.plain.scorer.context - 1)
+        iterations = self.costs.iterations(side, name)
+        replay = Replay(texts, iterations[: most + 1], plain)
+        if replay.lengths == [0]:
+            return
+        g, alone = replay.best(), plain / iterations[0]  # what this precision brings by itself
+        auto, fixed = self._auto(name, side), Way(name, str(g), "token", side.dtype)
+        for way, speed in ((auto, replay.chosen()), (fixed, replay.fixed(g))):
+            self.findings.expect(way, speed, PAYS * alone)
+
+    def race(self) -> None:
+        """Whole texts, by what may pay and by plain decoding in turn."""
+        self._race(self.findings.promising(), JUDGED if self.plan.sampling.greedy else RACED)
+
+    def judge(self) -> None:
+        """Rule block beside token, where they differ."""
+        way = self.findings.choice.way
+        if way.draws and not self.plan.sampling.greedy:
+            block = Way(way.draft, way.length, "block", way.dtype)
+            self.findings.add(block)
+            self._race([way, block], JUDGED)
+
+    def _race(self, ways: Sequence[Way], share: float) -> None:
+        first, record = self.findings.first, self.findings.record
+        if not ways:
+            return
+        for side in self.sides:
+            cost.let_go(side.plain)
+            side.reserve(self.tokens + max(len(one.ids) for one in self.prompts))
+        race = Race(
+            {way: self._decoder(way) for way in ways}, (first, self._decoder(first)),
+            [one.ids for one in self.prompts], self.plan.sampling,
+            tokens=self.tokens, seed=self.plan.seed, text=self._writing(1), record=record,
+        )  # fmt: skip
+        for _ in race.rounds(lambda: self.budget.left(share), self.tell, record.rounds):
+            self.findings.decide()
+            self.put()
+
+    def crowd(self) -> None:
+        """What is expected of the choice with more rows at a time."""
+        way = self.findings.choice.way
+        texts = self.findings.beta.get(way.draft)
+        if way.plain or texts is None:
+            return
+        side = next(one for one in self.sides if one.dtype == way.dtype)
+        # No pass takes longer than its rows one after the other.
+        row = 2 * (cost.ROUNDS + 1) * sum(CROWD) * self.costs.plain(way.dtype)
+        for B in sorted({*self.plan.batches} - {1}):
+            if self.budget.left() < B * row:
+                return
+            self.tell(f"passes over B = {B} rows")
+            self.costs.time(side, B, self.budget.left(), CROWD)
+            self.costs.time_step(side, way.draft, B)
+            iterations = self.costs.iterations(side, way.draft, B)
+            replay = Replay(texts, iterations, iterations[0])
+            fits = way.length.isdecimal() and int(way.length) in replay.lengths
+            speed, interval = replay.fixed(int(way.length)) if fits else replay.chosen()
+            why = "expected to pay" if speed > PAYS else "not expected to pay"
+            found = Candidate(way.draft, way.length, way.dtype, way.rule, B, speed, interval, None, why)
+            self.findings.crowds.append(found)
+
+    def _decoder(self, way: Way) -> Decoder:
+        side = next(one for one in self.sides if one.dtype == way.dtype)
+        if way.plain:  # the drafter is not asked
+            return Decoder(side.plain.scorer, LookupDrafter(), side.plain.tokenizer)
+        own = side.drafts[way.draft]
+        if way.rule == "token":
+            return own
+        return Decoder(own.scorer, own.drafter, own.tokenizer, rule=way.rule)
+
+    def _writing(self, rows: int) -> float:
+        """About so many seconds for texts, without their prompts; those of several rows take longer."""
+        return self.tokens * self.costs.plain(self.sides[0].dtype) * (1 if rows == 1 else 2)
+
+    def _auto(self, name: str, side: Side) -> Way:
+        return Way(name, AUTO, "token", side.dtype)
+
+    def _drop(self, name: str, why: str) -> None:
+        way = self._auto(name, self.sides[0])
+        self.findings.add(way)
+        self.findings.dropped[way] = why

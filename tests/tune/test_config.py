@@ -1,0 +1,72 @@
+"""What is written is read again, and what is wrong is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outpace.tune import config
+
+SETTINGS = {
+    "target": 'a "quoted" \\ näme\x7f',
+    "draft": "lookup",
+    "length": 4,
+    "rule": "token",
+    "dtype": None,
+    "max_batch": 8,
+}
+MEASURED = {"speedup": 1.25, "interval": (1.1, 1.4), "machine": {"device": "some", "triton": None}}
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "outpace.toml"
+    config.save(path, config.written(SETTINGS, MEASURED, "Guess with lookup."))
+    assert path.read_text().startswith("# Guess with lookup.\n")
+    found = config.read(path)
+    assert found == {
+        **{name: value for name, value in SETTINGS.items() if value is not None},
+        "measured": {"speedup": 1.25, "interval": [1.1, 1.4], "machine": {"device": "some"}},
+    }
+    assert config.flags(path) == {
+        "target": SETTINGS["target"], "draft": "lookup", "length": "4", "rule": "token",
+    }  # fmt: skip
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_table_lies_beside_its_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "outpace.toml"
+    path.write_text('draft = "ngram:table.safetensors"')
+    assert config.flags(path) == {"draft": f"ngram:{tmp_path / 'table.safetensors'}"}
+    path.write_text('draft = "ngram:/elsewhere/table.safetensors"')
+    assert config.flags(path) == {"draft": "ngram:/elsewhere/table.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("length = ", "not a TOML file"),
+        ("lenght = 4", "unknown key 'lenght'; known are target, draft, length"),
+        ("length = 4.5", "length: got 4.5; it must be a string or a whole number"),
+        ("length = true", "length: got True; it must be a string or a whole number"),
+        ("draft = 1", "draft: got 1; it must be a string"),
+        ("max_batch = '8'", "max_batch: got '8'; it must be a whole number"),
+        ("measured = 1", "measured: got 1; it must be a table"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "outpace.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="config: ") as caught:
+        config.read(path)
+    assert why in str(caught.value)
+
+
+def test_a_file_that_is_none_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        config.read(tmp_path / "nowhere.toml")
+    with pytest.raises(ValueError, match="is a folder"):
+        config.read(tmp_path)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="not a TOML file"):
+        config.read(tmp_path / "bytes")

@@ -1,0 +1,116 @@
+"""Stage by stage, with small models and the real clock."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.bench.prompts import Asked
+from outpace.bench.results import Results, load
+from outpace.decode import Decoder
+from outpace.draft.lookup import LookupDrafter
+from outpace.draft.ngram import NGramDrafter
+from outpace.sampling import Sampling
+from outpace.tune import tuning
+from outpace.tune.budget import Budget
+from outpace.tune.costs import Side
+from outpace.tune.tuning import Plan, Tuning
+from tests.tiny import V, trained
+
+PERIOD = [5, 9, 17, 30, 2, 41]
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    """It goes on with a text that repeats, which a lookup knows how to copy."""
+    return trained(PERIOD * 40, V, steps=60)
+
+
+def side(target: Any) -> Side:
+    plain = Decoder(target)
+    drafts = {
+        "lookup": Decoder(plain.scorer, LookupDrafter(min_ngram=1)),
+        "wrong": Decoder(plain.scorer, NGramDrafter.fit([60, 59], 1, V)),
+    }
+    return Side("float32", plain, drafts)
+
+
+def asked(count: int) -> list[Asked]:
+    return [Asked((PERIOD * 4)[i % 6 : 12 + i % 7], "all") for i in range(count)]
+
+
+def made(target: Any, path: Path, seconds: float, **plan: Any) -> Tuning:
+    settings = Plan(Sampling(temperature=0.0), tokens=32, **{"batches": (1, 2), **plan})
+    results = Results(path, "tune", {})
+    return Tuning([side(target)], asked(16), settings, Budget(seconds), results, fit=True)
+
+
+def test_the_draft_that_is_right_is_chosen_within_the_time(target: Any, tmp_path: Path) -> None:
+    path, begun = tmp_path / "tune.json", time.monotonic()
+    found = made(target, path, 12.0)
+    assert len(found.held) == len(found.prompts) == 8
+    found.run()
+    assert time.monotonic() - begun <= 12.0
+    way = found.findings.choice.way
+    assert way.draft in ("lookup", "ngram")
+    content = load(path, ("tune",))
+    assert content["spent_seconds"] <= 12
+    assert content["chosen"] in content["candidates"]
+    assert content["chosen"]["verified"] > 1 < content["chosen"]["interval"][0]
+    by_draft = {one["draft"]: one for one in content["candidates"] if one["length"] == "auto"}
+    assert set(by_draft) == {"lookup", "wrong", "ngram"}
+    assert by_draft["wrong"]["why"].startswith("cannot pay")
+    assert by_draft["wrong"]["verified"] is None
+    assert {one["draft"]: one["alpha"] > 0.9 for one in content["drafts"]} == {
+        "lookup": True, "wrong": False, "ngram": True,
+    }  # fmt: skip
+    assert [one["batch"] for one in content["candidates"] if one["batch"] > 1] == [2]
+    assert content["max_batch"] in (1, 2)
+    assert content["verdict"].startswith(f"Guess with {way.draft}, g = ")
+
+
+def test_the_table_is_of_prompts_that_are_not_measured_with(target: Any, tmp_path: Path) -> None:
+    found = made(target, tmp_path / "tune.json", 30.0)
+    measured, held = ({id(one) for one in some} for some in (found.prompts, found.held))
+    assert not measured & held
+    few = Tuning([side(target)], asked(7), Plan(Sampling()), Budget(9), Results(None, "tune", {}), fit=True)
+    assert (len(few.held), len(few.prompts)) == (0, 7)
+    (why,) = few.findings.dropped.values()
+    assert why == "7 prompts are too few to hold some back; it takes 8"
+
+
+def test_sampled_texts_try_the_other_rule(
+    target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "RACED", 0.7)
+    found = made(target, tmp_path / "tune.json", 12.0, batches=())
+    found.plan = Plan(Sampling(temperature=0.5), tokens=32, batches=())
+    del found.sides[0].drafts["lookup"]
+    found.findings.known = [one for one in found.findings.known if one.draft != "lookup"]
+    found.run()
+    assert found.findings.choice.way.draft == "ngram"
+    (block,) = [one for one in found.findings.candidates() if one.rule == "block"]
+    assert (block.draft, block.length) == ("ngram", found.findings.choice.way.length)
+
+
+def test_no_time_at_all_is_said(target: Any, tmp_path: Path) -> None:
+    now = iter(range(0, 100000, 50))
+    found = made(target, tmp_path / "tune.json", 1.0)
+    found.budget = Budget(1.0, lambda: float(next(now)))
+    found.run()
+    assert found.findings.choice.way.plain
+    assert found.findings.verdict() == "Do not speculate: there was no time to measure whole texts."
+
+
+def test_drafts_that_guess_nothing_are_left_out(target: Any, tmp_path: Path) -> None:
+    """Prompts in which nothing comes twice, and texts too short for it."""
+    found = made(target, tmp_path / "tune.json", 10.0)
+    found.sides[0].drafts = {"lookup": Decoder(found.sides[0].plain.scorer, LookupDrafter(9, 9))}
+    found.held, found.prompts = [], [Asked([1], "all") for _ in range(5)]
+    found.tokens = 8
+    found.time()
+    found.foresee()
+    assert "had no guess at all" in found.findings.dropped.values()
