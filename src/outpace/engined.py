@@ -130,11 +130,12 @@ class Run:
         """The draft reads what it has missed. That is timed by the host, which was idle meanwhile, too."""
         began = time.perf_counter()
         self._smooth = False
-        self.engine.catch_up({slot: row.tokens for slot, row in rows.items()}, self._behind())
+        ready = self.engine.catch_up({slot: row.tokens for slot, row in rows.items()}, self._behind())
         begun = self._begin(g, rows, sampling)
         begun.pending.read()
-        spent = time.perf_counter() - began - (begun.pending.seconds or 0.0)
-        return dataclasses.replace(begun, catching_up=spent if begun.pending.seconds else 0.0)
+        own = begun.pending.seconds
+        spent = time.perf_counter() - began - own if ready and own is not None else 0.0
+        return dataclasses.replace(begun, catching_up=spent)
 
     def _spare(self, rows: list[Row], outcome: Outcome, g: int) -> list[bool]:
         """Whether a drafter that costs nothing would have guessed right, if it was not asked. Nothing guessed

@@ -19,9 +19,11 @@ from outpace.length.costs import Costs
 LADDER = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # lengths that are tried: on a GPU each takes a graph
 START = 4  # the first length that is tried, while nothing is known of costs
 GROWTH = 2  # times the longest pass that was measured: so far costs are guessed
+NOVEL = 0.05  # what a length must promise more than others, if it was never tried: making it ready takes time
 MARGIN = 0.02  # what speculation must promise to be taken up
 BUDGET = 0.01  # share of the time that tries against all odds may take
 CREDIT = 16.0  # plain passes, won before or by waiting, that such tries may take ahead of that
+DEBT = -4.0  # plain passes, no more than which is remembered as lost: a machine may have slept
 FIRST = 2.0  # plain passes that may be lost to begin with
 HOPE = 0.9  # acceptance that they hope for
 SLACK = 1.1  # times the least that a try may cost, to learn more
@@ -96,7 +98,7 @@ class Goodput(Length):
         if self._blind >= self._again and hint is None:
             plan.g = self._try(tokens, seconds, batch, len(rows))
         elif plan.g == 0:
-            plan.g = self._cheap(tokens, seconds, len(rows))
+            plan.g = self._cheap(tokens, seconds, batch, len(rows))
         if plan.g and self._since_plain >= REFRESH:
             plan.g = 0
         return [min(plan.g, int(most)) for most in room]
@@ -118,16 +120,17 @@ class Goodput(Length):
         measured = max(self.costs.known(batch))
         lengths = self._lengths[self._lengths <= max(START, GROWTH * measured)]
         rates = tokens[lengths] / seconds[lengths]
-        best = int(rates.argmax())
+        best = int((rates * np.where(np.isin(lengths, self.costs.known(batch)), 1.0, 1 - NOVEL)).argmax())
         if rates[best] < (1 + MARGIN) * rates[0]:
             best = 0
         return float(rates[best]), int(lengths[best])
 
-    def _cheap(self, tokens: Array, seconds: Array, rows: int) -> int:
+    def _cheap(self, tokens: Array, seconds: Array, batch: int, rows: int) -> int:
         """A length that will hardly pay, but hardly cost anything either, and tells more; or 0."""
-        losses = (seconds / seconds[0] - tokens / rows)[self._lengths[1:]]
+        lengths = self.costs.known(batch)[1:] or [START]
+        losses = (seconds / seconds[0] - tokens / rows)[lengths]
         best = int(losses.argmin())
-        return int(self._lengths[1 + best]) if losses[best] <= CHEAP * self._credit else 0
+        return lengths[best] if losses[best] <= CHEAP * self._credit else 0
 
     def _try(self, tokens: Array, seconds: Array, batch: int, rows: int) -> int:
         """After a time of which nothing is known: a length to try, if it may pay and there is time for it; or
@@ -183,7 +186,7 @@ class Goodput(Length):
         gain = 0.0
         if guessed and plain is not None and done.seconds is not None:
             gain = sum(done.accepted) / len(done.rows) + 1 - (done.seconds + done.catching_up) / plain
-        self._credit = min(CREDIT, self._credit + gain + BUDGET)
+        self._credit = min(CREDIT, max(DEBT, self._credit + gain + BUDGET))
         self._rested = 0 if done.steps or guessed else self._rested + 1
         self._since_plain = self._since_plain + 1 if guessed else 0
 

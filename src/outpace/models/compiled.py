@@ -292,11 +292,12 @@ class Engine:
         """Nothing that the caches hold is used again."""
         self._held.clear()
 
-    def catch_up(self, texts: Mapping[int, Sequence[int]], missing: int) -> None:
+    def catch_up(self, texts: Mapping[int, Sequence[int]], missing: int) -> bool:
         """The draft reads what was written in these rows while nobody asked it: at most so many of the last
-        tokens, but the very last two, which every iteration feeds. Nothing may be under way."""
+        tokens, but the very last two, which every iteration feeds. Nothing may be under way. Whether nothing
+        had to be made ready for it."""
         if self.draft is None:
-            return
+            return True
         draft, cache = self.draft, self.draft_cache
         seen = min(_power(max(*map(len, texts.values()), CHUNK)), self.tokens)
         size = min(max(SHORTEST, _power(missing)), seen)
@@ -322,7 +323,10 @@ class Engine:
             return page[0]
 
         with self._on_device():
-            self.graphs.run(("catch up", size, seen), read, f"catching up with {size} tokens")
+            key = ("catch up", size, seen)
+            ready = self.graphs.ready(key)
+            self.graphs.run(key, read, f"catching up with {size} tokens")
+            return ready
 
     def start(
         self, g: int, sampling: Sampling, rows: int | None = None, given: Given | None = None
