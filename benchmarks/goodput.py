@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ import torch
 from report import arguments, machine, write
 
 from outpace import Decoder, Fixed, Goodput, LookupDrafter, ModelDrafter, RandomDrafter, Sampling, theory
+from outpace.bench import cost as cost_of
+from outpace.bench import prediction
 from outpace.bench.synthetic import STEEPNESS, Codes, acceptance, bigram, noise_for, shape_of
 from outpace.length import Length
 
@@ -48,8 +51,10 @@ BATCHES = (1, 8, 64)
 LENGTHS = (0, 1, 2, 3, 5, 8, 12)
 GRID_ALPHAS = (0.3, 0.6, 0.8, 0.9)
 GRID_DRAFTS = ("cheap", "middle")
+WARM = 2  # texts of each side that are not counted: lengths are made ready when they are first wanted
 PLAIN = Sampling()
 Side = tuple[Decoder, Length]
+PREDICTED = 8  # rows up to which speeds are predicted, too
 STAGES = ((0, 150), (1, 150), (0, 150))  # which head, and for how many iterations
 
 
@@ -96,10 +101,10 @@ class Bench:
     def rates(self, sides: dict[str, Side], B: int, rounds: int) -> dict[str, list[float]]:
         """Tokens a second of each side in each round, in turn."""
         found: dict[str, list[float]] = {name: [] for name in sides}
-        for turn, (name, (decoder, length)) in itertools.product(range(-1, rounds), sides.items()):
+        for turn, (name, (decoder, length)) in itertools.product(range(-WARM, rounds), sides.items()):
             decoder.length = length
-            seconds, tokens = self.seconds(decoder, B, turn + 1)
-            if turn >= 0:  # the first is a warm-up
+            seconds, tokens = self.seconds(decoder, B, turn + WARM)
+            if turn >= 0:
                 found[name].append(tokens / seconds)
         return found
 
@@ -148,14 +153,22 @@ def cost(decoder: Decoder) -> float | None:
     return None
 
 
-def grid(bench: Bench, batches: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+def predicted(decoder: Decoder, alpha: float, B: int) -> list[float]:
+    """Speed over plain decoding of each length, by α and by what parts of an iteration take by themselves."""
+    passes = cost_of.curve(decoder, [g + 1 for g in LENGTHS], [B])
+    checks = cost_of.verification(decoder, LENGTHS, [B])
+    speeds = prediction.speedups(alpha, 1.0, cost_of.draft_step(decoder, B), B, passes, checks)
+    return [round(float(speeds[g]), 3) for g in LENGTHS]
+
+
+def grid(bench: Bench, options: Namespace, rounds: int) -> list[dict[str, Any]]:
     """The default length over the best fixed one, by a sweep."""
     found = []
-    for name, wanted in itertools.product(GRID_DRAFTS, GRID_ALPHAS):
+    for name, wanted in itertools.product(options.drafts, options.alpha):
         model, alpha = bench.draft(name, wanted)
         drafter = ModelDrafter(model)
         decoder, policy = bench.decoder(drafter), Goodput()
-        for B in batches:
+        for B in options.batch:
             sides: dict[str, Side] = {str(g): (decoder, Fixed(g)) for g in LENGTHS}
             sides["goodput"] = (decoder, policy)
             rates = {side: statistics.mean(some) for side, some in bench.rates(sides, B, rounds).items()}
@@ -171,6 +184,8 @@ def grid(bench: Bench, batches: Sequence[int], rounds: int) -> list[dict[str, An
                     "goodput_over_plain": round(ours / rates["0"], 3),
                     "ratio": round(ours / rates[best], 4),
                     "tokens_per_second": {side: round(rate, 1) for side, rate in rates.items()},
+                    "predicted": predicted(decoder, alpha, B) if B <= PREDICTED else None,
+                    "measured": [round(rates[str(g)] / rates["0"], 3) for g in LENGTHS],
                 }
             )
             print("grid", found[-1], flush=True)
@@ -230,6 +245,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=list(SIZES))
     parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--drafts", nargs="+", default=list(GRID_DRAFTS), choices=list(GRID_DRAFTS))
+    parser.add_argument("--alpha", type=float, nargs="+", default=list(GRID_ALPHAS))
     parser.add_argument("--parts", nargs="+", default=["never", "grid", "reaction"])
     options = parser.parse_args()
     bench = Bench(options.device)
@@ -241,7 +258,7 @@ def main() -> None:
     }
     parts: dict[str, Callable[[], Any]] = {
         "never": lambda: never_slower(bench, options.batch, options.rounds),
-        "grid": lambda: grid(bench, options.batch, max(1, options.rounds // 2)),
+        "grid": lambda: grid(bench, options, max(1, options.rounds // 2)),
         "reaction": lambda: reaction(bench, options.rounds),
     }
     for name in options.parts:
@@ -251,6 +268,14 @@ def main() -> None:
         print("never slower: worst", min(one["ratio"] for one in report["never"]))
     if "grid" in report:
         print("grid: worst of", len(report["grid"]), min(one["ratio"] for one in report["grid"]))
+        pairs = [
+            (theirs, ours)
+            for one in report["grid"]
+            if one["predicted"]
+            for theirs, ours in zip(one["predicted"][1:], one["measured"][1:], strict=True)
+        ]
+        off = sorted(abs(theirs / ours - 1) for theirs, ours in pairs)
+        print(f"predictions: {len(off)}, off by {statistics.median(off):.1%}, at most {off[-1]:.1%}")
     if "reaction" in report:
         for way in ("down", "up"):
             print(f"reaction, {way}:", [one[way] for one in report["reaction"]])
