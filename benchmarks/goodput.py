@@ -51,7 +51,7 @@ BATCHES = (1, 8, 64)
 LENGTHS = (0, 1, 2, 3, 5, 8, 12)
 GRID_ALPHAS = (0.3, 0.6, 0.8, 0.9)
 GRID_DRAFTS = ("cheap", "middle")
-WARM = 2  # texts of each side that are not counted: lengths are made ready when they are first wanted
+WARM = 3  # texts that are not counted, of a fixed length one: lengths are made ready when first wanted
 PLAIN = Sampling()
 Side = tuple[Decoder, Length]
 PREDICTED = 8  # rows up to which speeds are predicted, too
@@ -102,6 +102,8 @@ class Bench:
         """Tokens a second of each side in each round, in turn."""
         found: dict[str, list[float]] = {name: [] for name in sides}
         for turn, (name, (decoder, length)) in itertools.product(range(-WARM, rounds), sides.items()):
+            if turn < -1 and isinstance(length, Fixed):
+                continue
             decoder.length = length
             seconds, tokens = self.seconds(decoder, B, turn + WARM)
             if turn >= 0:

@@ -63,8 +63,6 @@ class Guesser:
     def __init__(self, scorer: CausalScorer, drafter: Drafter | None, length: Length, rule: Rule) -> None:
         self.scorer, self.drafter, self.length, self.rule = scorer, drafter, length, rule
         self.free = bool(getattr(drafter, "free", False))
-        # A policy that does not care is not asked between two steps: finding the confidence takes time.
-        self._enough = None if type(length).enough is Length.enough else length.enough
 
     def propose(self, rows: Sequence[Row], batch: int | None = None) -> Proposal:
         """Guesses of each row, as far as policy, context and the tokens still wanted allow.
@@ -150,7 +148,7 @@ class Guesser:
             device,
             self.rule.name == "match",
             [row.source for row in rows],
-            self._enough,
+            self.length.enough if self.length.asks else None,
         )
 
 

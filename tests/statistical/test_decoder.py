@@ -183,6 +183,8 @@ class Clocked(Goodput):
 class Doubtful(Fixed):
     """Leaves it at what was drawn where the next distribution is flat."""
 
+    asks = True
+
     def enough(self, confidence: Sequence[float]) -> bool:
         return sum(confidence) < 0.45 * len(confidence)
 

@@ -59,6 +59,11 @@ class Length(Protocol):
 
     most: int  # never more than this
 
+    @property
+    def asks(self) -> bool:
+        """Whether it wants to be asked, after the choice just made, if that is `enough`: which takes time."""
+        return False
+
     def choose(self, rows: Sequence[int], *, batch: int | None = None, hint: Hint | None = None) -> list[int]:
         """Tokens to draft for each of these slots.
 

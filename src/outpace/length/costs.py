@@ -8,7 +8,7 @@ import numpy as np
 
 from outpace.length.belief import Array
 
-NEW = 0.25  # weight of a measurement
+NEW = 0.1  # weight of a measurement, once there are some
 WILD = 2.0  # times as long, or as short, as expected: more than that is an accident
 
 
@@ -17,13 +17,15 @@ class Mean:
 
     def __init__(self) -> None:
         self.value: float | None = None
+        self._count = 0
 
     def add(self, value: float) -> None:
+        self._count += 1
         if self.value is None:
             self.value = value
         else:
             usual = min(max(value, self.value / WILD), self.value * WILD)
-            self.value += NEW * (usual - self.value)
+            self.value += max(NEW, 1 / self._count) * (usual - self.value)
 
 
 class Costs:
@@ -34,7 +36,7 @@ class Costs:
         self.most = most
         self._passes: dict[int, dict[int, Mean]] = {}  # by size of the batch, then by g
         self._steps: dict[int, Mean] = {}
-        self._missed = Mean()  # of a token that the drafter has to catch up with
+        self._missed = Mean()  # of catching up, over the root of the tokens
 
     def note(self, batch: int, g: int, seconds: float) -> None:
         """Of a pass. The first one of its kind is a warm-up, and not counted."""
@@ -53,7 +55,7 @@ class Costs:
         if missed and steps and step.value is not None:
             catching_up += max(0.0, seconds - steps * step.value)
         if missed and catching_up:
-            self._missed.add(catching_up / (missed * batch))
+            self._missed.add(catching_up / math.sqrt(missed * batch))
 
     def known(self, batch: int) -> list[int]:
         """The g that were measured."""
@@ -71,8 +73,9 @@ class Costs:
         return 0.0 if found is None or found.value is None else found.value
 
     def missed(self, batch: int, tokens: int) -> float:
-        """Of catching up with so many tokens a row."""
-        return (self._missed.value or 0.0) * tokens * batch
+        """Of catching up with so many tokens a row: by what it took last, between what it is on a GPU, where
+        tokens more cost nothing, and on a CPU, where they do."""
+        return (self._missed.value or 0.0) * math.sqrt(tokens * batch)
 
     def passes(self, batch: int) -> Array:
         """`[most + 1]`, by g: as measured, on straight lines between, and on from there by the last slope.

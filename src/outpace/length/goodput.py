@@ -19,21 +19,25 @@ from outpace.length.costs import Costs
 LADDER = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # lengths that are tried: on a GPU each takes a graph
 START = 4  # the first length that is tried, while nothing is known of costs
 GROWTH = 2  # times the longest pass that was measured: so far costs are guessed
-NOVEL = 0.05  # what a length must promise more than others, if it was never tried: making it ready takes time
+NOVEL = (
+    0.03  # what a length that was never tried is given the benefit of; where making it ready takes time, it
+)
+# must promise as much more
 MARGIN = 0.02  # what speculation must promise to be taken up
-BUDGET = 0.01  # share of the time that tries against all odds may take
+WARY = 0.05  # and for each plain pass that was lost more than may be
+BUDGET = 0.015  # share of the time that tries against all odds may take
 CREDIT = 16.0  # plain passes, won before or by waiting, that such tries may take ahead of that
 DEBT = -4.0  # plain passes, no more than which is remembered as lost: a machine may have slept
 FIRST = 2.0  # plain passes that may be lost to begin with
 HOPE = 0.9  # acceptance that they hope for
 SLACK = 1.1  # times the least that a try may cost, to learn more
 WORTH = 1.1  # what it would have to bring
-CHEAP = 0.01  # share of the credit that a length may be expected to lose, to learn from it
-AGAIN = (
-    8  # iterations without news of guesses after which they are tries; twice as many after each that failed
-)
+CHEAP = 0.05  # share of what may be lost that a length may be expected to lose, to learn from it
+ASKING = 4e-3  # seconds of a draft's step: between shorter ones, asking would take longer than it saves
+AGAIN = 8  # iterations without news after which guesses are tries, and twice as many after one that failed
 PATIENCE = 50  # iterations until what is out of the question is thought of again
-REFRESH = 256  # iterations until a plain pass is measured anew
+CLOSE = 1.25  # times as fast as plain decoding, and no more
+REFRESH = 256  # iterations until a plain pass is measured anew; an eighth of that where it is close
 
 
 @dataclass
@@ -75,6 +79,7 @@ class Goodput(Length):
         self._again = AGAIN  # such iterations after which guessing is a try
         self._wait = 0  # iterations until it is worth thinking again
         self._since_plain = 0
+        self._slow_starts = False  # lengths are made ready when they are first wanted
 
     def choose(self, rows: Sequence[int], *, batch: int | None = None, hint: Hint | None = None) -> list[int]:
         batch = batch or len(rows)
@@ -99,7 +104,8 @@ class Goodput(Length):
             plan.g = self._try(tokens, seconds, batch, len(rows))
         elif plan.g == 0:
             plan.g = self._cheap(tokens, seconds, batch, len(rows))
-        if plan.g and self._since_plain >= REFRESH:
+        close = plan.rate * seconds[0] < CLOSE * len(rows)
+        if plan.g and self._since_plain >= (REFRESH // 8 if close else REFRESH):
             plan.g = 0
         return [min(plan.g, int(most)) for most in room]
 
@@ -117,20 +123,22 @@ class Goodput(Length):
 
     def _best(self, tokens: Array, seconds: Array, batch: int) -> tuple[float, int]:
         """The best rate, and the length that has it."""
-        measured = max(self.costs.known(batch))
-        lengths = self._lengths[self._lengths <= max(START, GROWTH * measured)]
-        rates = tokens[lengths] / seconds[lengths]
-        best = int((rates * np.where(np.isin(lengths, self.costs.known(batch)), 1.0, 1 - NOVEL)).argmax())
-        if rates[best] < (1 + MARGIN) * rates[0]:
+        known = self.costs.known(batch)
+        lengths = self._lengths[self._lengths <= max(START, GROWTH * known[-1])]
+        weights = np.full(self.most + 1, 1 - NOVEL if self._slow_starts else 1 + NOVEL)
+        weights[known] = 1.0
+        rates = tokens / seconds
+        best = int(lengths[(rates * weights)[lengths].argmax()])
+        if rates[best] < (1 + MARGIN + WARY * max(0.0, -self._credit)) * rates[0]:
             best = 0
-        return float(rates[best]), int(lengths[best])
+        return float(rates[best]), best
 
     def _cheap(self, tokens: Array, seconds: Array, batch: int, rows: int) -> int:
         """A length that will hardly pay, but hardly cost anything either, and tells more; or 0."""
         lengths = self.costs.known(batch)[1:] or [START]
         losses = (seconds / seconds[0] - tokens / rows)[lengths]
         best = int(losses.argmin())
-        return lengths[best] if losses[best] <= CHEAP * self._credit else 0
+        return lengths[best] if losses[best] <= CHEAP * min(FIRST, self._credit) else 0
 
     def _try(self, tokens: Array, seconds: Array, batch: int, rows: int) -> int:
         """After a time of which nothing is known: a length to try, if it may pay and there is time for it; or
@@ -149,9 +157,14 @@ class Goodput(Length):
         self._wait = 0
         return 1 + int(np.flatnonzero(losses <= SLACK * losses.min() + 1e-9)[-1])
 
+    @property
+    def asks(self) -> bool:
+        plan = self._plan
+        return plan is not None and plan.rate > 0 and self.costs.step(plan.batch) >= ASKING
+
     def enough(self, confidence: Sequence[float]) -> bool:
         plan = self._plan
-        if plan is None or plan.rate == 0.0:
+        if plan is None:
             return False
         drawn = len(plan.levels)
         level = self.signal.level(confidence)
@@ -171,15 +184,18 @@ class Goodput(Length):
 
     def observe(self, done: Done) -> None:
         guessed = done.g > 0
-        if done.seconds is not None:
+        if done.seconds is None:
+            self._slow_starts = True
+        else:
             self.costs.note(done.batch, done.g, done.seconds - done.draft_seconds)
         if done.steps or done.catching_up:
             self.costs.note_draft(done.batch, done.steps, done.draft_seconds, done.catching_up, self._rested)
         if self._learn(done):
-            well = sum(done.accepted) > 0
-            if self._blind >= self._again:  # it was a try; one that went well is followed by another
+            tried, well = self._blind >= self._again, sum(done.accepted) > 0
+            if tried:
                 self._again = AGAIN if well else min(2 * self._again, PATIENCE)
-            self._blind = self._again if self._blind >= self._again and well else 0
+            # Unless what was kept is enough to go on with, a try that went well is followed by another.
+            self._blind = self._again - 1 if tried and well else 0
         else:
             self._blind += 1
         plain = self.costs.plain(done.batch)
