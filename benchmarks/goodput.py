@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
         "cheap": shape_of("llama", 32000, 1024, 2816, 8, 8, 8),
         "middle": shape_of("llama", 32000, 2048, 5504, 24, 16, 16),
         "costly": shape_of("llama", 32000, 4096, 11008, 28, 32, 32),
-        "tokens": 192,
+        "tokens": 384,
     },
     "cpu": {
         "target": shape_of("llama", 4096, 384, 1024, 12, 6, 6),

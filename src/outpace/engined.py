@@ -116,6 +116,7 @@ class Run:
     ) -> Begun:
         given = Given(list(rows), proposal.draft) if proposal is not None and g else None
         pending = self.engine.start(g, sampling, self.slots, given)
+        self._smooth = self._smooth and pending.ready
         return Begun(pending, g, rows, proposal)
 
     def _behind(self) -> int:

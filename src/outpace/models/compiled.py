@@ -94,6 +94,11 @@ class Pending:
         self._arrived = Moment(result.device)
 
     @property
+    def ready(self) -> bool:
+        """Whether nothing had to be made for it first, which takes the host a while."""
+        return self._begun is not None
+
+    @property
     def seconds(self) -> float | None:
         """What it took the device, after `read`; None if something was made ready meanwhile."""
         return None if self._begun is None else self._arrived.since(self._begun)
