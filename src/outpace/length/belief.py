@@ -62,26 +62,35 @@ class Belief:
         correction = np.clip((self._came + CALM) / (self._expected + CALM), 0.5, 1.5)
         if shift is None:
             return self._powers[:, 1:] * correction
-        alphas = 1 / (1 + np.exp(-ODDS - shift[..., None]))
-        return alphas[..., None] ** np.arange(1, self.most + 1) * correction
+        found: Array = _shifted(shift)[..., None] ** np.arange(1, self.most + 1) * correction
+        return found
 
-    def learn(self, rows: Sequence[int], tested: npt.ArrayLike, kept: npt.ArrayLike) -> None:
-        """Of so many guesses of each row that were tested, at least one, the first so many were kept."""
-        tries, good = np.minimum(tested, self.most), np.minimum(kept, self.most)
+    def learn(
+        self, rows: Sequence[int], tested: npt.ArrayLike, kept: npt.ArrayLike, shift: Array | None = None
+    ) -> None:
+        """Of so many guesses of each row that were tested, at least one, the first so many were kept; shift,
+        `[R]`: what was added to the log-odds of α, if these guesses were known to be better or worse."""
+        tries, good = np.minimum(tested, self.most)[:, None], np.minimum(kept, self.most)[:, None]
         belief = self.now(rows)
+        alphas = ALPHAS[None] if shift is None else _shifted(shift)  # [R or 1, len(ALPHAS)]
         places = np.arange(1, self.most + 1)
+        hoped = np.einsum("ra,rag->rg", belief, np.broadcast_to(alphas, belief.shape)[..., None] ** places)
         fade = FADE ** len(rows)
-        self._came = fade * self._came + (places <= good[:, None]).sum(0)
-        self._expected = fade * self._expected + (
-            (belief @ self._powers[:, 1:]) * (places <= tries[:, None])
-        ).sum(0)
-        belief = belief * self._powers[:, good].T * np.where(good < tries, 1 - ALPHAS[:, None], 1.0).T
+        self._came = fade * self._came + (places <= good).sum(0)
+        self._expected = fade * self._expected + (hoped * (places <= tries)).sum(0)
+        belief = belief * alphas**good * np.where(good < tries, 1 - alphas, 1.0)
         belief /= belief.sum(axis=1, keepdims=True)
         self._rows[rows] = belief
         self._usual += (1 - (1 - LEARN) ** len(rows)) * (belief.mean(0) - self._usual)
 
     def forget(self, rows: Sequence[int]) -> None:
         self._rows[[row for row in rows if row < len(self._rows)]] = 0.0
+
+
+def _shifted(shift: Array) -> Array:
+    """`[..., len(ALPHAS)]`: each α, with so much added to its log-odds."""
+    found: Array = 1 / (1 + np.exp(-ODDS - shift[..., None]))
+    return found
 
 
 class Signal:

@@ -51,10 +51,13 @@ class Plan:
     belief: Array  # [R, len(ALPHAS)]
     alive: Array  # [R], probability that all guesses so far are kept
     levels: list[Levels]  # of confidence, [R] for each guess
+    hinted: bool  # whether there is one for all guesses, known before
 
     @classmethod
     def of(cls, rows: Sequence[int], batch: int, belief: Array) -> Plan:
-        return cls({row: i for i, row in enumerate(rows)}, batch, 0.0, 0, belief, np.ones(len(rows)), [])
+        return cls(
+            {row: i for i, row in enumerate(rows)}, batch, 0.0, 0, belief, np.ones(len(rows)), [], False
+        )
 
 
 class Goodput(Length):
@@ -97,6 +100,7 @@ class Goodput(Length):
         if hint is not None:
             room = np.minimum(hint.lengths, self.most)
             plan.levels.append(self.signal.level(hint.confidence))
+            plan.hinted = True
         tokens = self._tokens(plan, room)
         seconds = self.costs.passes(batch) + self.costs.step(batch) * np.arange(self.most + 1)
         plan.rate, plan.g = self._best(tokens, seconds, batch)
@@ -112,7 +116,7 @@ class Goodput(Length):
     def _tokens(self, plan: Plan, room: Levels) -> Array:
         """`[most + 1]`: tokens that all rows together may expect of each g."""
         belief = plan.belief
-        if plan.levels:
+        if plan.hinted:
             by_level = self.belief.reach(self.signal.shifts())
             kept = np.einsum("ra,rag->rg", belief, by_level[plan.levels[0]])
             kept *= np.arange(1, self.most + 1) <= room[:, None]
@@ -175,7 +179,9 @@ class Goodput(Length):
         tokens = ((plan.alive * next_kept) @ chances).cumsum()  # of 1, 2, ... further guesses
         passes = self.costs.passes(plan.batch)
         ends = np.arange(drawn + 1, drawn + 1 + len(tokens))
-        seconds = passes[ends] - passes[drawn] + self.costs.step(plan.batch) * (ends - drawn - 1)
+        # To draw a token takes the step to the next one, too, unless it is the last.
+        steps = ends - drawn - (ends >= plan.g)
+        seconds = passes[ends] - passes[drawn] + self.costs.step(plan.batch) * steps
         if (tokens <= plan.rate * seconds).all() and self._rested == 0:
             return True
         plan.levels.append(level)
@@ -216,14 +222,15 @@ class Goodput(Length):
                 tested[i] += 1
                 kept[i] += right
         some = np.flatnonzero(tested).tolist()
-        self.belief.learn([done.rows[i] for i in some], tested[some], kept[some])
-        plan = self._plan
-        if plan is not None and plan.levels:
-            at = np.array([plan.places.get(done.rows[i], -1) for i in some])
-            for place, level in enumerate(plan.levels):
-                reached = (at >= 0) & (place < tested[some]) & (place <= kept[some])
-                if reached.any():
-                    self.signal.learn(level[at[reached]], place < kept[some][reached])
+        plan, shift = self._plan, None
+        at = np.array([-1 if plan is None else plan.places.get(done.rows[i], -1) for i in some])
+        if plan is not None and plan.hinted and (at >= 0).all():
+            shift = self.signal.shifts()[plan.levels[0][at]]
+        self.belief.learn([done.rows[i] for i in some], tested[some], kept[some], shift)
+        for place, level in enumerate([] if plan is None else plan.levels):
+            reached = (at >= 0) & (place < tested[some]) & (place <= kept[some])
+            if reached.any():
+                self.signal.learn(level[at[reached]], place < kept[some][reached])
         return True
 
     def reset(self, rows: Sequence[int]) -> None:

@@ -1,0 +1,227 @@
+"""The default length: in worlds whose acceptance and costs are known, and in a decoder."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from outpace import Decoder, Goodput, LookupDrafter, theory
+from outpace.length import Done
+from outpace.length.base import Hint
+from outpace.length.belief import ALPHAS, CHANGE, Belief, Signal
+from outpace.length.costs import Costs
+from tests.length.world import Cost, World, flat, steep
+from tests.tiny import tiny
+
+ITERATIONS = 600
+SEEDS = range(2)
+
+
+def expected(alpha: float, cost: Cost, B: int, step: float, g: int) -> float:
+    """Tokens a second of a fixed length."""
+    return float(B * theory.expected_tokens(alpha, g) / (cost(B, g) + g * step))
+
+
+def rate(alpha: float, cost: Cost, B: int, step: float) -> float:
+    worlds = [
+        World(lambda t, row: alpha, cost, B, step, 0.1 * step / B, seed=seed).run(Goodput(), ITERATIONS)
+        for seed in SEEDS
+    ]
+    return sum(one.tokens for one in worlds) / sum(one.seconds for one in worlds)
+
+
+@pytest.mark.parametrize("B", [1, 8, 64])
+@pytest.mark.parametrize("cost", [flat, steep])
+@pytest.mark.parametrize(("alpha", "c"), [(0.02, 0.0), (0.02, 0.2), (0.3, 0.9), (0.8, 0.9)])
+def test_what_cannot_pay_costs_next_to_nothing(alpha: float, c: float, cost: Cost, B: int) -> None:
+    step = c * cost(B, 0)
+    assert rate(alpha, cost, B, step) >= 0.96 * expected(alpha, cost, B, step, 0)
+
+
+@pytest.mark.parametrize(
+    ("cost", "alpha", "c", "B"),
+    [*itertools.product([flat], [0.5, 0.8, 0.9], [0.02, 0.2], [1, 8]), (steep, 0.9, 0.0, 1)],
+)
+def test_it_comes_close_to_the_best_fixed_length(cost: Cost, alpha: float, c: float, B: int) -> None:
+    step = c * cost(B, 0)
+    best = max(expected(alpha, cost, B, step, g) for g in range(17))
+    assert rate(alpha, cost, B, step) >= 0.92 * best
+
+
+@pytest.mark.parametrize(("cost", "c"), [(flat, 0.05), (flat, 0.1), (steep, 0.0)])
+def test_a_change_of_acceptance_is_noticed(cost: Cost, c: float) -> None:
+    step = c * cost(1, 0)
+    high, low = 0.9, 0.1
+
+    def settled(chosen: list[int], alpha: float) -> int:
+        rates = [expected(alpha, cost, 1, step, g) for g in range(17)]
+        good = [rates[g] >= 0.9 * max(rates) for g in chosen]
+        return next(i for i in range(len(good)) if all(good[i : i + 3]))
+
+    for seed in SEEDS:
+        world = World(
+            lambda t, row: low if 200 <= t < 350 else high, cost, 1, step, 0.1 * step, seed=seed
+        ).run(Goodput(), 500)
+        assert settled(world.lengths[200:350], low) <= 20
+        assert settled(world.lengths[350:], high) <= 100
+
+
+def test_what_is_believed_is_what_bayes_says() -> None:
+    """Over all ways in which the acceptance may have jumped between three iterations."""
+    seen = [(4, 4), (4, 1), (2, 0)]  # tested, kept
+    prior = np.full(len(ALPHAS), 1 / len(ALPHAS))
+    like = [ALPHAS**kept * (1 - ALPHAS if kept < tested else 1) for tested, kept in seen]
+    stay = (1 - CHANGE) * np.eye(len(ALPHAS))
+    weights = prior * like[0]
+    for one in like[1:]:
+        weights = (stay.T @ weights + CHANGE * prior * weights.sum()) * one
+    belief = Belief(16)
+    belief.prior = lambda: prior  # type: ignore[method-assign]
+    for tested, kept in seen:
+        belief.time += 1
+        belief.now([5])
+        belief.learn([5], [tested], [kept])
+    belief.now([5])
+    assert belief._rows[5] == pytest.approx(weights / weights.sum())
+
+
+def test_positions_that_come_less_far_than_thought_are_corrected() -> None:
+    belief = Belief(4)
+    for _ in range(300):
+        belief.time += 1
+        belief.now([0])
+        belief.learn([0], [4], [2])  # two are always kept, a third never
+    reach = belief.now([0]) @ belief.reach()
+    steady = belief.now([0]) @ ALPHAS[:, None] ** np.arange(1, 5)
+    assert reach[0, 2] < 0.8 * steady[0, 2]
+    assert reach[0, 0] >= steady[0, 0]
+
+
+def test_confidence_counts_as_much_as_it_has_told() -> None:
+    signal = Signal()
+    assert signal.shifts() == pytest.approx(np.zeros(8))
+    for _ in range(100):
+        signal.learn(signal.level([0.95, 0.1]), np.array([True, False]))
+    low, high = signal.shifts()[signal.level([0.1, 0.95])]
+    assert high > 1 > -1 > low
+    assert list(signal.level([0.0, 1.0, float("nan"), 2.0, -1.0])) == [0, 7, 0, 7, 0]
+
+
+def test_costs_between_measurements_lie_on_lines_and_go_on() -> None:
+    costs = Costs(8)
+    assert costs.plain(1) is None
+    for g, seconds in ((0, 9.0), (0, 1.0), (4, 9.0), (4, 3.0)):  # the first of each is a warm-up
+        costs.note(1, g, seconds)
+    assert costs.passes(1) == pytest.approx([1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5])
+    costs.note(64, 0, 9.0)
+    costs.note(64, 0, 10.0)
+    assert costs.passes(64) == pytest.approx(10 * costs.passes(1))
+    for _ in range(3):
+        costs.note(1, 0, 1000.0)  # the machine slept
+    assert costs.plain(1) < 8  # type: ignore[operator]
+
+
+def test_a_guess_that_costs_nothing_is_used_where_it_is_good() -> None:
+    """A copy after a single word is mostly wrong, one after three mostly right."""
+    policy, draw = Goodput(), np.random.default_rng(0)
+    used: dict[bool, list[int]] = {True: [], False: []}
+    for t in range(600):
+        good = bool(t % 2)
+        (g,) = policy.choose([0], hint=Hint([8], [1.0 if good else 0.3]))
+        lost = np.flatnonzero(draw.random(8) >= (0.9 if good else 0.1))
+        right = int(lost[0]) if len(lost) else 8
+        kept, unused = min(g, right), right > g if g < 8 else None
+        policy.observe(Done([0], [g], [kept], g, 1, steep(1, g), unused=[unused if kept == g else None]))
+        used[good].append(g)
+    assert np.mean(used[True][100:]) > 3
+    assert np.mean(used[False][100:]) < 0.5
+    assert policy.choose([0], hint=Hint([0], [0.0])) == [0]
+
+
+def test_what_was_not_used_is_learnt_from() -> None:
+    policy = Goodput()
+    for _ in range(3):
+        policy.choose([0], hint=Hint([8], [1.0]))
+        policy.observe(Done([0], [0], [0], 0, 1, 1.0, unused=[None]))
+    for _ in range(30):
+        policy.choose([0], hint=Hint([8], [1.0]))
+        policy.observe(Done([0], [0], [0], 0, 1, 1.0, unused=[True]))
+    assert policy.belief.now([0])[0] @ ALPHAS > 0.9
+    assert policy.choose([0], hint=Hint([8], [1.0])) != [0]
+
+
+def test_a_draft_is_stopped_where_its_next_token_is_a_guess_in_the_dark() -> None:
+    policy = Goodput()
+    for _ in range(200):
+        (g,) = policy.choose([0])
+        if g == 0:
+            policy.observe(Done([0], [0], [0], 0, 1, 1.0))
+            continue
+        drawn = 0
+        confidences = [0.95, 0.95, 0.05, 0.05]
+        while drawn < min(g, 4) and not policy.enough([confidences[drawn]]):
+            drawn += 1
+        steps = drawn + (drawn < min(g, 4))
+        kept = min(drawn, 2)  # the sure ones are right, the others wrong
+        policy.observe(Done([0], [drawn], [kept], drawn, 1, 1.0 + 0.2 * steps, 0.2 * steps, steps))
+    policy.choose([0])
+    assert not policy.enough([0.95])
+    assert not policy.enough([0.95])
+    assert policy.enough([0.05])
+
+
+def test_short_steps_are_not_asked_about() -> None:
+    policy = Goodput()
+    for seconds, asks in ((1e-3, False), (1e-1, True)):
+        for _ in range(60):
+            (g,) = policy.choose([0])
+            policy.observe(Done([0], [g], [g], g, 1, 1.0 + g * seconds, g * seconds, g))
+        policy.choose([0])
+        assert policy.asks is asks
+
+
+def test_lengths_that_take_long_to_make_ready_are_tried_less_readily() -> None:
+    eager, slow = Goodput(), Goodput()
+    for policy in (eager, slow):
+        for _ in range(3):
+            policy.choose([0])
+            policy.observe(Done([0], [0], [0], 0, 1, 1.0))
+    slow.observe(Done([0], [4], [4], 4, 1, None))
+    tokens, seconds = np.arange(17.0) ** 0.03 + 1, np.ones(17)
+    tokens[0] = 1.0
+    for policy in (eager, slow):
+        for _ in range(2):
+            policy.costs.note(1, 4, 1.0)
+    assert eager._best(tokens, seconds, 1)[1] > slow._best(tokens, seconds, 1)[1] == 4
+
+
+def test_it_is_the_default_and_refuses_nonsense() -> None:
+    assert isinstance(Decoder(tiny(), "lookup").length, Goodput)
+    assert repr(Goodput(3)) == "Goodput(3)"
+    for wrong in (0, 2.5, True):
+        with pytest.raises((ValueError, TypeError), match="max_g: got"):
+            Goodput(wrong)  # type: ignore[arg-type]
+
+
+class Idle(Goodput):
+    """Thinks, and does nothing."""
+
+    def choose(self, rows: Sequence[int], *, batch: int | None = None, hint: Hint | None = None) -> list[int]:
+        super().choose(rows, batch=batch, hint=hint)
+        return [0] * len(rows)
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_copies_are_checked_in_the_shadow(engine: bool) -> None:
+    """What is known of a text that repeats, though nothing of it was guessed."""
+    policy = Idle()
+    decoder = Decoder(tiny(), LookupDrafter(min_ngram=1), length=policy, engine=engine)
+    known = []
+    for step in decoder.stream([5, 6, 7], temperature=0, max_new_tokens=100):
+        assert step.drafted == 0
+        known.append(float(policy.belief.now([0])[0] @ ALPHAS))
+    assert max(known) > 0.9
+    assert policy._blind < 90
