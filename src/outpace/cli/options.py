@@ -97,7 +97,12 @@ Bias = Annotated[
     ),
 ]
 Seed = Annotated[
-    int | None, typer.Option(help="The same seed gives the same text.", rich_help_panel=SAMPLING)
+    int | None,
+    typer.Option(
+        help="The same seed gives the same text, greedily, with --rule match, or with a --length other than "
+        "auto, which goes by the clock.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 Stop = Annotated[
     list[str] | None,
