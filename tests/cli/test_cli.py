@@ -136,8 +136,9 @@ def test_colours_on_a_terminal_and_marks_there_without_them(
 
 def test_json_has_texts_tokens_settings_and_statistics(run: Run, model: str) -> None:
     code, out, _ = run(
-        "generate", PROMPT, "--json", "--n", "3", "--temperature", "0.9", "--seed", "4", *common(model)
-    )
+        "generate", PROMPT, "--json", "--n", "3", "--temperature", "0.9", "--seed", "4", "--length", "2",
+        *common(model),
+    )  # fmt: skip
     assert code == 0
     report = json.loads(out)
     assert len(report["outputs"]) == 3
@@ -147,19 +148,33 @@ def test_json_has_texts_tokens_settings_and_statistics(run: Run, model: str) -> 
     assert first["finish_reason"] == "length"
     assert first["stats"]["target_calls"] > 0
     again = json.loads(
-        run("generate", PROMPT, "--json", "--n", "3", "--temperature", "0.9", "--seed", "4", *common(model))[
-            1
-        ]
-    )
+        run("generate", PROMPT, "--json", "--n", "3", "--temperature", "0.9", "--seed", "4", "--length", "2",
+            *common(model))[1]
+    )  # fmt: skip
     assert [one["tokens"] for one in again["outputs"]] == [one["tokens"] for one in report["outputs"]]
 
 
 def test_several_samples_come_one_after_the_other(run: Run, model: str) -> None:
-    code, out, err = run("generate", PROMPT, "--n", "2", "--temperature", "1", "--seed", "1", *common(model))
+    code, out, err = run(
+        "generate", PROMPT, "--n", "2", "--temperature", "1", "--seed", "1", "--length", "2", *common(model)
+    )
     assert code == 0
     assert [line for line in err.splitlines() if line.endswith("of 2")] == ["1 of 2", "2 of 2"]
     report = json.loads(
-        run("generate", PROMPT, "--n", "2", "--temperature", "1", "--seed", "1", "--json", *common(model))[1]
+        run(
+            "generate",
+            PROMPT,
+            "--n",
+            "2",
+            "--temperature",
+            "1",
+            "--seed",
+            "1",
+            "--json",
+            "--length",
+            "2",
+            *common(model),
+        )[1]
     )
     assert out == "".join(one["text"] + "\n" for one in report["outputs"])
 

@@ -497,7 +497,13 @@ def fed(model: Any) -> tuple[list[int], Any]:
 def test_a_prompt_is_not_computed_again_in_the_next_call() -> None:
     model, draft = tiny(), tiny(seed=1)
     prompt = torch.randint(1, V, (1, 50))  # 0 is padding
-    asked = {"input_ids": prompt, "max_new_tokens": 3, "do_sample": False, "custom_generate": ours}
+    asked = {
+        "input_ids": prompt,
+        "max_new_tokens": 3,
+        "do_sample": False,
+        "custom_generate": ours,
+        "length": 2,
+    }
     first = model.generate(**asked, draft=draft)
     for counts, hook in (fed(model), fed(draft)):
         assert torch.equal(model.generate(**asked, draft=draft), first)

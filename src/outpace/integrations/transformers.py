@@ -28,7 +28,7 @@ from outpace.integrations.assisted import patch, patched, unpatch
 from outpace.integrations.processors import samplings
 from outpace.integrations.shelf import Shelf
 from outpace.integrations.sources import encoded, listen
-from outpace.length import Length
+from outpace.length import Heuristic, Length
 from outpace.models.causal import CausalScorer
 from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
 from outpace.request import seed_of
@@ -71,7 +71,8 @@ def generate(
 
     draft     who guesses: a smaller model of the same tokenizer, a Drafter, or "lookup"
     rule, lenience, length
-              as in `Decoder`
+              as in `Decoder`, but that by default samples are drawn with `Heuristic()`, so that they can be
+              repeated
     seed      an int, or one per prompt; None draws seeds from PyTorch's generator, so that
               `torch.manual_seed` makes a run repeatable
     stats     a `Stats` to which this call adds what happened
@@ -95,8 +96,12 @@ def generate(
     streamer = _streamer(streamer, swallowed.get("streamer"), input_ids)
     with contextlib.ExitStack() as lent:
         if decoder is None:
+            target = lent.enter_context(_targets.lend(model))
+            if length is None and generation_config.do_sample and f"{rule}" != "match":
+                # Seeds are Transformers' way to repeat a run, which a length that goes by the clock does not.
+                length = Heuristic(most=min(20, target.context - 1))
             decoder = Decoder(
-                lent.enter_context(_targets.lend(model)),
+                target,
                 lent.enter_context(_drafters.lend(draft))
                 if isinstance(draft, torch.nn.Module)
                 else drafter_of(draft),
