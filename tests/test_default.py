@@ -30,7 +30,8 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 def test_it_answers_a_question_and_copies_what_it_is_given(decoder: Decoder) -> None:
     chat = [{"role": "user", "content": "Repeat this ten times: red green blue, red green blue,"}]
     ids = decoder.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    out = decoder.generate(ids, max_new_tokens=32)
+    always = Decoder(decoder.scorer, decoder.drafter, decoder.tokenizer, length=4)
+    out = always.generate(ids, max_new_tokens=32)
     assert out.text
     assert "red" in out.text
     assert out.stats.tokens_per_call > 1.2

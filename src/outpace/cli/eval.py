@@ -136,6 +136,8 @@ def eval(
         every=every,
     )
     packages(str(task))
+    if length is None and temperature > 0 and draft != "none":
+        length = "heuristic"  # by the clock, a run that was stopped would not go on to the same texts
     decoder, processor = models(task, target, draft, device, dtype, rule, length)
     evaluation = evaluation_of(
         decoder, processor, chosen, wanted_sides, prompt, language, samples, max_new_tokens, temperature,
