@@ -257,6 +257,20 @@ def test_the_heuristic_grows_shrinks_rests_and_tries_again() -> None:
     assert resting == [0] * 4 + [1, 2, 4, 5, 5, 5]
 
 
+@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize("drafter", ["lookup", None])
+def test_a_heuristic_may_have_nothing_to_choose(drafter: str | None, engine: bool) -> None:
+    decoder = Decoder(tiny(), drafter, length=Heuristic(5), engine=engine)
+    assert decoder.generate(PROMPT, temperature=0, max_new_tokens=2).tokens == greedy(tiny(), PROMPT, 2)
+
+
+def test_a_drafter_that_draws_cannot_be_free() -> None:
+    drafter: Any = outpace.RandomDrafter(V)
+    drafter.free = True
+    with pytest.raises(ValueError, match="RandomDrafter is free and draws its tokens"):
+        Decoder(tiny(), drafter).generate(PROMPT, Sampling(), max_new_tokens=9)
+
+
 def test_a_heuristic_with_a_least_never_rests() -> None:
     policy = Heuristic(2, least=1)
     chosen = []

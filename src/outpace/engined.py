@@ -174,17 +174,25 @@ class Run:
             return
         slots = [row.slot for row in rows]
         proposal, seconds, drafted = begun.proposal, begun.pending.seconds, 0.0
+        lengths = [len(outcome.drafts[slot]) for slot in slots]
         asked, steps = [begun.g] * len(slots), 0  # they are scored whether there are any or not
-        if proposal is not None and proposal.steps:
-            place = {slot: i for i, slot in enumerate(begun.rows)}
-            asked = [proposal.asked[place[slot]] for slot in slots]
-            steps, drafted = proposal.steps, self._drafted
+        unused: list[bool | None] = [*spare]
+        if proposal is not None:
+            place = [list(begun.rows).index(slot) for slot in slots]
+            asked = [proposal.asked[i] for i in place] if proposal.asked else lengths
+            if proposal.steps:
+                steps, drafted = proposal.steps, self._drafted
+            if proposal.spare:
+                followed = [outcome.next_token[slot] for slot in slots]
+                unused = right([proposal.spare[i] for i in place], followed)
         if seconds is not None:
-            seconds = max(seconds + drafted, wall) if self._smooth else seconds + drafted
+            # The host may be what takes longer; where it is the device, its time is another iteration's.
+            waited = wall if self._smooth and self.engine.graphs.on else 0.0
+            seconds = max(seconds + drafted, waited)
         self.length.observe(
             Done(
                 slots,
-                [len(outcome.drafts[slot]) for slot in slots],
+                lengths,
                 [outcome.accepted[slot] for slot in slots],
                 begun.g,
                 self.slots,
@@ -193,7 +201,7 @@ class Run:
                 steps,
                 begun.catching_up,
                 asked,
-                spare,
+                unused,
             )
         )
 

@@ -97,6 +97,11 @@ class Guesser:
             return self._nothing(rows)
         state = self.state(rows, room)
         draft = self._asked(state, room)
+        if draft.logits is not None:
+            raise ValueError(
+                f"draft: {type(self.drafter).__name__} is free and draws its tokens; how many are used would "
+                "depend on them, which biases the output. Only a drafter that chooses may be free"
+            )
         there = list(draft.lengths or [draft.tokens.shape[1]] * len(rows))
         confidence = draft.confidence or [1.0] * len(rows)
         slots = [row.slot for row in rows]

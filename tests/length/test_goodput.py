@@ -198,6 +198,42 @@ def test_lengths_that_take_long_to_make_ready_are_tried_less_readily() -> None:
     assert eager._best(tokens, seconds, 1)[1] > slow._best(tokens, seconds, 1)[1] == 4
 
 
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_few_guesses_at_most_are_no_trouble(most: int) -> None:
+    policy = Goodput(most)
+    for batch in (1, 4):
+        for _ in range(40):
+            chosen = policy.choose(range(batch))
+            g = max(chosen)
+            assert g <= most
+            policy.observe(Done(range(batch), chosen, [0] * batch, g, batch, steep(batch, g)))
+
+
+def test_tries_that_seem_to_cost_less_than_nothing_are_made() -> None:
+    policy = Goodput()
+    for seconds in (1.0, 1.0, 1.0):
+        policy.choose([0])
+        policy.observe(Done([0], [0], [0], 0, 1, seconds))
+    for _ in range(2):
+        policy.costs.note(1, 4, 0.9)  # from before the machine became slower
+    policy._blind = policy._again
+    assert policy.choose([0]) != [0]
+
+
+def test_drafts_that_are_stopped_at_once_are_not_asked_for_ever() -> None:
+    """Their steps are paid for, and nothing comes of them."""
+    policy, asked = Goodput(), 0
+    for t in range(500):
+        (g,) = policy.choose([0])
+        if t < 100:
+            policy.observe(Done([0], [g], [g], g, 1, steep(1, g) + 0.2 * g, 0.2 * g, g))
+        else:
+            steps = int(g > 0)
+            policy.observe(Done([0], [0], [0], 0, 1, 1.0 + 0.2 * steps, 0.2 * steps, steps, asked=[0]))
+            asked += steps
+    assert asked < 60
+
+
 def test_it_is_the_default_and_refuses_nonsense() -> None:
     assert isinstance(Decoder(tiny(), "lookup").length, Goodput)
     assert repr(Goodput(3)) == "Goodput(3)"

@@ -163,7 +163,8 @@ class Draws:
             return False
         self._adjusted = self._look(logits)
         sure = (self._adjusted.amax(-1) - self._adjusted.logsumexp(-1)).exp()
-        self._stopped = self.state.enough(sure.tolist())
+        # Drawing finds out what is wrong with logits that are no numbers.
+        self._stopped = bool(sure.isfinite().all()) and self.state.enough(sure.tolist())
         return self._stopped
 
     def take(self, logits: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class ModelDrafter:
         lengths = [min(g, max(0, self.scorer.context - len(text) + 1)) for text in state.tokens]
         g = max(lengths)
         if g == 0:
-            return Draft.chosen([[] for _ in state.rows], state.device)
+            return replace(Draft.chosen([[] for _ in state.rows], state.device), steps=0)
         logits = self._catch_up(state)
         draws = Draws(state, g)
         for i in range(g):

@@ -139,7 +139,7 @@ class Goodput(Length):
 
     def _cheap(self, tokens: Array, seconds: Array, batch: int, rows: int) -> int:
         """A length that will hardly pay, but hardly cost anything either, and tells more; or 0."""
-        lengths = self.costs.known(batch)[1:] or [START]
+        lengths = self.costs.known(batch)[1:] or [min(START, self.most)]
         losses = (seconds / seconds[0] - tokens / rows)[lengths]
         best = int(losses.argmin())
         return lengths[best] if losses[best] <= CHEAP * min(FIRST, self._credit) else 0
@@ -153,13 +153,15 @@ class Goodput(Length):
         if g == 0 or rate < WORTH * rows / seconds[0]:
             return 0
         # The longest of those that cost next to the least, which is paid for as if it brought nothing
-        losses = (seconds[1:] + self.costs.missed(batch, self._rested)) / seconds[0] - 1
+        lengths = self._lengths[1:][self._lengths[1:] <= max(START, GROWTH * self.costs.known(batch)[-1])]
+        catching_up = self.costs.missed(batch, self._rested)
+        losses = np.maximum(0.0, (seconds[lengths] + catching_up) / seconds[0] - 1)
         missing = float(losses.min()) - self._credit
         if missing > 0:
             self._wait = min(PATIENCE, int(missing / BUDGET))
             return 0
         self._wait = 0
-        return 1 + int(np.flatnonzero(losses <= SLACK * losses.min() + 1e-9)[-1])
+        return int(lengths[np.flatnonzero(losses <= SLACK * losses.min() + 1e-9)[-1]])
 
     @property
     def asks(self) -> bool:
@@ -206,7 +208,7 @@ class Goodput(Length):
             self._blind += 1
         plain = self.costs.plain(done.batch)
         gain = 0.0
-        if guessed and plain is not None and done.seconds is not None:
+        if (guessed or done.steps) and plain is not None and done.seconds is not None:
             gain = sum(done.accepted) / len(done.rows) + 1 - (done.seconds + done.catching_up) / plain
         self._credit = min(CREDIT, max(DEBT, self._credit + gain + BUDGET))
         self._rested = 0 if done.steps or guessed else self._rested + 1
@@ -214,9 +216,11 @@ class Goodput(Length):
 
     def _learn(self, done: Done) -> bool:
         """From what was scored, and from the guess after it that was not; whether there was any."""
-        if not any(done.asked or done.drafted) and all(right is None for right in done.unused):
+        if not (done.steps or any(done.asked or done.drafted) or any(one is not None for one in done.unused)):
             return False
         tested, kept = np.array(done.asked or done.drafted, dtype=int), np.array(done.accepted, dtype=int)
+        if done.steps and not tested.any():  # a draft that was stopped before its first token was no good
+            tested[:] = 1
         for i, right in enumerate(done.unused):
             if right is not None and kept[i] == tested[i]:
                 tested[i] += 1

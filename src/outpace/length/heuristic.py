@@ -34,10 +34,10 @@ class Heuristic(Length):
 
     def observe(self, done: Done) -> None:
         for row, guessed, kept in zip(done.rows, done.drafted, done.accepted, strict=True):
-            g = self._g[row]
+            g = self._g.setdefault(row, self.start)
             if guessed == 0:
                 if g == 0:
-                    self._rested[row] += 1
+                    self._rested[row] = self._rested.get(row, 0) + 1
                 continue
             self._g[row] = min(g + 2, self.most) if kept == guessed else max(g - 1, self.least)
             self._rested[row] = 0
