@@ -10,14 +10,19 @@ import typer
 
 from outpace.cli.options import (
     MODELS,
+    PROMPTS,
     SAMPLING,
     SHOW,
     Bias,
+    Data,
     Device,
     Dtype,
+    Every,
     FrequencyPenalty,
+    Limit,
     MinP,
     PresencePenalty,
+    PromptTexts,
     RepetitionPenalty,
     Target,
     Temperature,
@@ -30,7 +35,7 @@ from outpace.cli.show import note, progress
 if TYPE_CHECKING:
     from outpace.bench.measure import Measurement
 
-TEXTS, COSTS = "Texts", "Costs"
+COSTS = "Costs"
 LENIENCE = (1.0, 0.5, 0.3, 0.1)
 
 
@@ -52,34 +57,21 @@ def measure(
     ] = None,
     device: Device = None,
     dtype: Dtype = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(help="Write about this; repeat it. Default: twelve of our own.", rich_help_panel=TEXTS),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="Prompts as `outpace eval` reads them: a file of JSON lines, or a hub data set.",
-            rich_help_panel=TEXTS,
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first prompts.", rich_help_panel=TEXTS)
-    ] = None,
-    every: Annotated[
-        int, typer.Option(min=1, help="Only each so many-th, before --limit.", rich_help_panel=TEXTS)
-    ] = 1,
+    prompt: PromptTexts = None,
+    data: Data = None,
+    limit: Limit = None,
+    every: Every = 1,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-m", min=1, help="Of each text.", rich_help_panel=TEXTS)
+        int, typer.Option("--max-new-tokens", "-m", min=1, help="Of each text.", rich_help_panel=PROMPTS)
     ] = 64,
     within: Annotated[
         float | None,
         typer.Option(
             help="Half the width that α's intervals may have; if one is wider, the exit status is 1.",
-            rich_help_panel=TEXTS,
+            rich_help_panel=PROMPTS,
         ),
     ] = None,
-    confidence: Annotated[float, typer.Option(help="Of the intervals.", rich_help_panel=TEXTS)] = 0.95,
+    confidence: Annotated[float, typer.Option(help="Of the intervals.", rich_help_panel=PROMPTS)] = 0.95,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outpace.length import Length
     from outpace.sampling import Sampling
 
-MODELS, SAMPLING, SHOW = "Models", "Sampling", "Output"
+MODELS, PROMPTS, SAMPLING, SHOW = "Models", "Prompts", "Sampling", "Output"
 
 Target = Annotated[
     str | None,
@@ -107,6 +107,23 @@ Seed = Annotated[
 Stop = Annotated[
     list[str] | None,
     typer.Option(help="End before this string. May be repeated.", rich_help_panel=SAMPLING),
+]
+PromptTexts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--prompt", help="Write about this; repeat it. Default: a dozen of our own.", rich_help_panel=PROMPTS
+    ),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="Prompts as `outpace eval` reads them: a file of JSON lines, or a hub data set.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only the first prompts.", rich_help_panel=PROMPTS)]
+Every = Annotated[
+    int, typer.Option(min=1, help="Only each so many-th, before --limit.", rich_help_panel=PROMPTS)
 ]
 NoColor = Annotated[bool, typer.Option("--no-color", help="Marks instead of colours.", rich_help_panel=SHOW)]
 Marks = Annotated[

@@ -9,7 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.cli.options import MODELS, SAMPLING, SHOW, Device, Dtype, RuleName, Target, TopK, TopP
+from outpace.cli.options import (
+    MODELS,
+    PROMPTS,
+    SAMPLING,
+    SHOW,
+    Data,
+    Device,
+    Dtype,
+    Every,
+    Limit,
+    PromptTexts,
+    RuleName,
+    Target,
+    TopK,
+    TopP,
+)
 from outpace.cli.show import note
 
 if TYPE_CHECKING:
@@ -17,8 +32,6 @@ if TYPE_CHECKING:
     from outpace.bench.results import Results
     from outpace.bench.runs import Run
     from outpace.bench.sweep import Sweep
-
-PROMPTS = "Prompts"
 
 
 def sweep(
@@ -69,23 +82,10 @@ def sweep(
         bool, typer.Option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=SAMPLING)
     ] = False,
     seed: Annotated[int, typer.Option(rich_help_panel=SAMPLING)] = 0,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Write about this; repeat it. Default: a dozen of our own.", rich_help_panel=PROMPTS
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="Prompts from JSON lines or a hub data set, as `outpace eval` has them.",
-                     rich_help_panel=PROMPTS),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first prompts.", rich_help_panel=PROMPTS)
-    ] = None,
-    every: Annotated[
-        int, typer.Option(min=1, help="Only each so many-th, before --limit.", rich_help_panel=PROMPTS)
-    ] = 1,
+    prompt: PromptTexts = None,
+    data: Data = None,
+    limit: Limit = None,
+    every: Every = 1,
     context: Annotated[
         int, typer.Option(min=1, help="Tokens of a pair's prompts, at random.", rich_help_panel=PROMPTS)
     ] = 128,

@@ -10,13 +10,18 @@ import typer
 
 from outpace.cli.options import (
     MODELS,
+    PROMPTS,
     SAMPLING,
     SHOW,
     Bias,
+    Data,
     Device,
+    Every,
     FrequencyPenalty,
+    Limit,
     MinP,
     PresencePenalty,
+    PromptTexts,
     RepetitionPenalty,
     Target,
     Temperature,
@@ -30,7 +35,6 @@ if TYPE_CHECKING:
     from outpace.cli.tuned import Names
     from outpace.tune.tuning import Tuning
 
-PROMPTS = "Prompts"
 DRAFTS = ("lookup", "ngram", "none")
 BATCHES = (1, 4, 8)
 
@@ -63,22 +67,10 @@ def tune(
     budget: Annotated[
         float, typer.Option(help="Seconds that it may take, loading included.", rich_help_panel=PROMPTS)
     ] = 300.0,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(help="Write about this; repeat it. Default: a dozen of our own.",
-                     rich_help_panel=PROMPTS),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="Prompts from JSON lines or a hub data set, as `outpace eval` has them.",
-                     rich_help_panel=PROMPTS),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first prompts.", rich_help_panel=PROMPTS)
-    ] = None,
-    every: Annotated[
-        int, typer.Option(min=1, help="Only each so many-th, before --limit.", rich_help_panel=PROMPTS)
-    ] = 1,
+    prompt: PromptTexts = None,
+    data: Data = None,
+    limit: Limit = None,
+    every: Every = 1,
     max_new_tokens: Annotated[
         int,
         typer.Option("--max-new-tokens", "-m", min=8, help="Of each text, at most.", rich_help_panel=PROMPTS),

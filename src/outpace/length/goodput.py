@@ -19,10 +19,7 @@ from outpace.length.costs import Costs
 LADDER = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # lengths that are tried: on a GPU each takes a graph
 START = 4  # the first length that is tried, while nothing is known of costs
 GROWTH = 2  # times the longest pass that was measured: so far costs are guessed
-NOVEL = (
-    0.03  # what a length that was never tried is given the benefit of; where making it ready takes time, it
-)
-# must promise as much more
+NOVEL = 0.03  # in favour of a length that was never tried; against it, where making it ready takes time
 MARGIN = 0.02  # what speculation must promise to be taken up
 WARY = 0.05  # and for each plain pass that was lost more than may be
 BUDGET = 0.015  # share of the time that tries against all odds may take
@@ -105,7 +102,7 @@ class Goodput(Length):
         seconds = self.costs.passes(batch) + self.costs.step(batch) * np.arange(self.most + 1)
         plan.rate, plan.g = self._best(tokens, seconds, batch)
         if self._blind >= self._again and hint is None:
-            plan.g = self._try(tokens, seconds, batch, len(rows))
+            plan.g = self._try(seconds, batch, len(rows))
         elif plan.g == 0:
             plan.g = self._cheap(tokens, seconds, batch, len(rows))
         close = plan.rate * seconds[0] < CLOSE * len(rows)
@@ -144,7 +141,7 @@ class Goodput(Length):
         best = int(losses.argmin())
         return lengths[best] if losses[best] <= CHEAP * min(FIRST, self._credit) else 0
 
-    def _try(self, tokens: Array, seconds: Array, batch: int, rows: int) -> int:
+    def _try(self, seconds: Array, batch: int, rows: int) -> int:
         """After a time of which nothing is known: a length to try, if it may pay and there is time for it; or
         0, and when to think of it again."""
         hoped = rows * (HOPE ** np.arange(self.most + 1)).cumsum()
