@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ if not torch.cuda.is_available():
     )
 
 from tests.statistical import chisquare
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # So a shell starts what runs in the background; tests interrupt themselves, and programs that inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if WORKERS > 1:
