@@ -26,7 +26,7 @@ from outpace import Decoder, Fixed, Goodput, LookupDrafter, ModelDrafter, Random
 from outpace.bench import cost as cost_of
 from outpace.bench import prediction
 from outpace.bench.synthetic import STEEPNESS, Codes, acceptance, bigram, noise_for, shape_of
-from outpace.length import Length
+from outpace.length import Length, Load
 
 # Of each device: the target's shape; of drafts, layers and hidden size by name; tokens of a text; repetitions
 SIZES: dict[str, Any] = {
@@ -149,7 +149,7 @@ def cost(decoder: Decoder) -> float | None:
     if costs is None:
         return None
     for batch in BATCHES:
-        plain, step = costs.plain(batch), costs.step(batch)
+        plain, step = costs.plain(Load(batch)), costs.step(Load(batch))
         if plain and step:
             return round(step / plain, 3)
     return None
@@ -236,7 +236,9 @@ def reaction(bench: Bench, rounds: int) -> list[dict[str, Any]]:
 
 def settled(policy: Goodput, chosen: Sequence[int], alpha: float) -> int | None:
     lengths = range(policy.most + 1)
-    seconds = policy.costs.passes(1) + policy.costs.step(1) * torch.arange(policy.most + 1).numpy()
+    seconds = (
+        policy.costs.passes(Load(1)) + policy.costs.step(Load(1)) * torch.arange(policy.most + 1).numpy()
+    )
     rates = [theory.expected_tokens(alpha, g) / seconds[g] for g in lengths]
     good = [rates[g] >= 0.95 * max(rates) for g in chosen]
     return next((i for i in range(len(good) - 2) if all(good[i : i + 3])), None)

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 import outpace
 from outpace import Decoder, Draft, Fixed, Heuristic, Output, Sampling, Stats
-from outpace.length import Done, Length
+from outpace.length import Done, Length, Load
 from tests.tiny import V, byte_tokenizer, greedy, tiny
 
 PROMPT = [9, 8, 7, 6, 5, 4]
@@ -247,13 +247,13 @@ def test_the_heuristic_grows_shrinks_rests_and_tries_again() -> None:
     for kept in (2, 4, 5, 0, 0, 0, 0, 0):
         (g,) = policy.choose([7])
         chosen.append(g)
-        policy.observe(Done([7], [g], [kept], g, 1, None))
+        policy.observe(Done([7], [g], [kept], g, Load(1), None))
     assert chosen == [2, 4, 5, 5, 4, 3, 2, 1]
     resting = []
     for _ in range(10):
         (g,) = policy.choose([7])
         resting.append(g)
-        policy.observe(Done([7], [g], [g], g, 1, None))
+        policy.observe(Done([7], [g], [g], g, Load(1), None))
     assert resting == [0] * 4 + [1, 2, 4, 5, 5, 5]
 
 
@@ -276,7 +276,7 @@ def test_a_heuristic_with_a_least_never_rests() -> None:
     chosen = []
     for _ in range(4):
         chosen += policy.choose([0])
-        policy.observe(Done([0], chosen[-1:], [0], chosen[-1], 1, None))
+        policy.observe(Done([0], chosen[-1:], [0], chosen[-1], Load(1), None))
     assert chosen == [2, 1, 1, 1]
     assert repr(policy) == "Heuristic(2, least=1)"
     with pytest.raises(ValueError, match=r"least: got 3; it must be an int in 0\.\.2"):

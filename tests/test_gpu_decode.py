@@ -13,8 +13,7 @@ import torch
 
 import outpace
 from outpace import Decoder, Fixed, Goodput, Sampling
-from outpace.length import Length
-from outpace.length.base import Hint
+from outpace.length import Hint, Length, Load
 from outpace.models.fused import FAMILIES as FUSED
 from tests.tiny import FAMILIES, SEQ2SEQ, V, greedy_of, sources, tiny, tiny_seq2seq
 
@@ -118,7 +117,7 @@ class Uneasy(Fixed):
         super().__init__(4)
         self.turn = 0
 
-    def choose(self, rows: Sequence[int], *, batch: int | None = None, hint: Hint | None = None) -> list[int]:
+    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
         self.turn += 1
         return [(0, 0, 0, 0, 4, 2, 0, 3)[self.turn % 8]] * len(rows)
 
@@ -162,6 +161,6 @@ def test_iterations_are_timed_by_the_device() -> None:
     assert isinstance(one.length, Goodput)
     for _ in range(3):
         one.generate(PROMPTS[0], Sampling(), seed=1, max_new_tokens=50)
-    plain = one.length.costs.plain(1)
+    plain = one.length.costs.plain(Load(1))
     assert plain is not None
     assert 1e-5 < plain < 0.1

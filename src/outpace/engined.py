@@ -14,7 +14,7 @@ import torch
 from outpace.advance import advance
 from outpace.draft.base import Draft
 from outpace.guess import Guesser, Proposal, right
-from outpace.length import Done
+from outpace.length import Done, Load
 from outpace.models.compiled import Engine, Given, Outcome, Pending
 from outpace.rows import Row, Step
 from outpace.sampling import Sampling
@@ -30,6 +30,7 @@ class Begun:
     pending: Pending
     g: int
     rows: dict[int, Row]  # that took part, by slot
+    load: Load
     proposal: Proposal | None = None  # what the host's drafter guessed
     catching_up: float = 0.0  # seconds that the draft took to read what it had missed
 
@@ -97,13 +98,13 @@ class Run:
         """The next iteration; None if it has to wait for the outcome of the last one."""
         rows = dict(self._active)
         if self.inside:
-            g = max(self.length.choose(list(rows), batch=self.slots)) if self.drafter is not None else 0
+            g = max(self._choose(rows)) if self.drafter is not None else 0
             if g and self._behind():
                 return None if self._begun else self._after_rest(g, rows, sampling)
             return self._begin(g, rows, sampling)
         if self._begun:  # the drafter would have to see what comes of it
             plain = not self._begun[-1].g and not self.guesser.free
-            if not plain or max(self.length.choose(list(rows), batch=self.slots)):
+            if not plain or max(self._choose(rows)):
                 return None
             return self._begin(0, rows, sampling)
         began = time.perf_counter()
@@ -117,7 +118,13 @@ class Run:
         given = Given(list(rows), proposal.draft) if proposal is not None and g else None
         pending = self.engine.start(g, sampling, self.slots, given)
         self._smooth = self._smooth and pending.ready
-        return Begun(pending, g, rows, proposal)
+        return Begun(pending, g, rows, self._load(rows), proposal)
+
+    def _choose(self, rows: dict[int, Row]) -> list[int]:
+        return self.length.choose(list(rows), load=self._load(rows))
+
+    def _load(self, rows: dict[int, Row]) -> Load:
+        return Load(self.slots, max(len(row.tokens) for row in rows.values()))
 
     def _behind(self) -> int:
         """Tokens of a row that the engine's draft has not read, at most."""
@@ -195,7 +202,7 @@ class Run:
                 lengths,
                 [outcome.accepted[slot] for slot in slots],
                 begun.g,
-                self.slots,
+                begun.load,
                 seconds,
                 drafted,
                 steps,

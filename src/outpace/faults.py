@@ -68,8 +68,21 @@ def stale(decoder: Any) -> None:
 
 def noise(decoder: Any) -> None:
     """all rows of a batch are drawn with the noise of its first"""
-    honest = decoder._seeds
-    decoder._seeds = lambda rows: honest(rows)[:1].expand(len(rows))
+
+    def shared(honest: Callable[[list[Row]], list[Step]]) -> Callable[[list[Row]], list[Step]]:
+        def run(rows: list[Row]) -> list[Step]:
+            own = [row.seed for row in rows]
+            for row in rows:
+                row.seed = own[0]
+            try:
+                return honest(rows)
+            finally:
+                for row, seed in zip(rows, own, strict=True):
+                    row.seed = seed
+
+        return run
+
+    decoder._begin, decoder._iteration = shared(decoder._begin), shared(decoder._iteration)
 
 
 FAULTS: dict[str, Callable[[Any], None]] = {

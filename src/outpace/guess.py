@@ -10,8 +10,7 @@ from torch import Tensor
 
 from outpace.arguments import on_device
 from outpace.draft.base import Draft, Drafter, State, check_draft
-from outpace.length import Done, Length
-from outpace.length.base import Hint
+from outpace.length import Done, Hint, Length, Load
 from outpace.models.causal import CausalScorer
 from outpace.rows import Row
 from outpace.verify import Rule
@@ -22,6 +21,7 @@ class Proposal:
     """What is to be scored.
 
     draft   the guesses
+    load    what the pass is over
     state   what the drafter was told; None if it was not asked
     asked   of each row, guesses that were paid for, whether they came or not
     steps   of the drafter; 0 if it costs nothing
@@ -29,6 +29,7 @@ class Proposal:
     """
 
     draft: Draft
+    load: Load
     state: State | None = None
     asked: Sequence[int] = ()
     steps: int = 0
@@ -43,7 +44,7 @@ class Proposal:
             list(self.draft.lengths or [0] * len(rows)),
             accepted,
             self.draft.tokens.shape[1],
-            len(rows),
+            self.load,
             sum(spent.values()),
             spent["draft"] if self.steps else 0.0,
             self.steps,
@@ -73,28 +74,30 @@ class Guesser:
             min(row.max_new_tokens - row.stats.new_tokens - 1, self.scorer.context - len(row.tokens) - 1)
             for row in rows
         ]
+        load = Load(batch or len(rows), max(len(row.tokens) for row in rows))
         if self.drafter is None:
-            return self._nothing(rows)
+            return self._nothing(rows, load)
         if self.free:
-            return self._taken(rows, batch, [min(self.length.most, most) for most in room])
-        chosen = self.length.choose([row.slot for row in rows], batch=batch)
+            return self._taken(rows, load, [min(self.length.most, most) for most in room])
+        chosen = self.length.choose([row.slot for row in rows], load=load)
         limits = [min(g, most) for g, most in zip(chosen, room, strict=True)]
         if max(limits) < 1:
-            return self._nothing(rows)
+            return self._nothing(rows, load)
         state = self.state(rows, limits)
         draft = self._asked(state, limits)
         alone = draft.steps is None  # it fell silent by itself, rather than being told that it is enough
         return Proposal(
             self._first(draft, limits),
+            load,
             state,
             limits if alone else list(draft.lengths or limits),
             max(limits) if draft.steps is None else draft.steps,
         )
 
-    def _taken(self, rows: Sequence[Row], batch: int | None, room: list[int]) -> Proposal:
+    def _taken(self, rows: Sequence[Row], load: Load, room: list[int]) -> Proposal:
         """What there is for nothing, as far as it pays."""
         if max(room) < 1:
-            return self._nothing(rows)
+            return self._nothing(rows, load)
         state = self.state(rows, room)
         draft = self._asked(state, room)
         if draft.logits is not None:
@@ -105,12 +108,12 @@ class Guesser:
         there = list(draft.lengths or [draft.tokens.shape[1]] * len(rows))
         confidence = draft.confidence or [1.0] * len(rows)
         slots = [row.slot for row in rows]
-        chosen = self.length.choose(slots, batch=batch, hint=Hint(there, confidence))
+        chosen = self.length.choose(slots, load=load, hint=Hint(there, confidence))
         spare: list[int | None] = [
             guess[g] if g < most else None
             for guess, g, most in zip(draft.tokens.tolist(), chosen, there, strict=True)
         ]
-        return Proposal(self._first(draft, chosen), state, spare=spare)
+        return Proposal(self._first(draft, chosen), load, state, spare=spare)
 
     def aside(self, rows: Sequence[Row]) -> list[int | None]:
         """The next token of each row that a drafter which costs nothing would guess, for the record."""
@@ -135,8 +138,8 @@ class Guesser:
         told = None if draft.told is None else draft.told.first(g)
         return Draft(draft.tokens[:, :g], logits, lengths, told)
 
-    def _nothing(self, rows: Sequence[Row]) -> Proposal:
-        return Proposal(Draft.chosen([[] for _ in rows], self.scorer.device))
+    def _nothing(self, rows: Sequence[Row], load: Load) -> Proposal:
+        return Proposal(Draft.chosen([[] for _ in rows], self.scorer.device), load)
 
     def state(self, rows: Sequence[Row], limits: list[int], device: torch.device | None = None) -> State:
         device = device or self.scorer.device

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
 import io
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
 from outpace import cli
+from tests.tiny import byte_tokenizer, tiny
+
+CHAT = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[bot]"
 
 
 @pytest.fixture
@@ -27,3 +35,41 @@ class Run:
             cli.main()
         out, err = self._capsys.readouterr()
         return int(stopped.value.code or 0), out, err
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a tiny model, and a tokenizer with a chat template."""
+    return saved(tmp_path_factory.mktemp("model"), 0)
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(tmp_path_factory.mktemp("other"), 1)
+
+
+def saved(folder: Path, seed: int) -> str:
+    tiny(vocab_size=272, seed=seed).save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def interrupted(
+    words: Sequence[str], far: Callable[[], bool], before: str = "", seconds: float = 180
+) -> tuple[int, str, str]:
+    """Runs the command, and Ctrl-C when it has come far enough: exit status, stdout, stderr.
+
+    before  what Python does first
+    """
+    code = f"{before}\nfrom outpace.cli import main\nmain()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + seconds
+        while process.poll() is None and not far() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    return process.returncode, out, err

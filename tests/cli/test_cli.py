@@ -17,32 +17,12 @@ from outpace.decode import Decoder
 from tests.cli.conftest import Run
 from tests.tiny import byte_tokenizer, tiny
 
-CHAT = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[bot]"
 PROMPT = "ab ab ab ab ab"
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a tiny model, and a tokenizer with a chat template."""
-    return saved(tmp_path_factory.mktemp("model"), 0)
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return saved(tmp_path_factory.mktemp("other"), 1)
-
-
-def saved(folder: Path, seed: int) -> str:
-    tiny(vocab_size=272, seed=seed).save_pretrained(folder)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 def common(model: str) -> list[str]:

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +11,10 @@ import pytest
 import outpace
 from outpace.bench.results import load
 from outpace.cli.show import KINDS
-from tests.cli.conftest import Run
-from tests.cli.test_cli import saved
+from tests.cli.conftest import Run, interrupted, saved
 
 SMALL = ["--dtype", "float32", "--device", "cpu", "-m", "12", "--context", "8"]
 SIZES = ["--pass", "1", "--pass", "3", "--batch", "1", "--batch", "2", "--drafts", "2"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return saved(tmp_path_factory.mktemp("model"), 0)
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return saved(tmp_path_factory.mktemp("other"), 1)
 
 
 @pytest.fixture(scope="module")
@@ -173,16 +157,8 @@ def test_an_interruption_leaves_a_file_and_tables_of_what_there_was(
     out, prompts = tmp_path / "measure.json", tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"ab {i}"}) + "\n" for i in range(4000)))
     words = ["measure", "--target", model, "-d", other, "--data", str(prompts), *SMALL, "-o", str(out)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "outpace", *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not out.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    table, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    status, table, errors = interrupted(words, out.exists)
+    assert status == 130, errors
     found = load(out, ("measure",))
     assert found["complete"] is False
     assert 4 <= found["prompts"] < 4000

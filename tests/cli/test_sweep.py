@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from outpace.bench import results, synthetic
 from tests.bench.test_synthetic import DRAFT, TARGET
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, interrupted
 from tests.tiny import byte_tokenizer, tiny
 
 
@@ -104,19 +100,11 @@ def test_a_pair_is_measured_too(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
 def test_ctrl_c_keeps_whole_rounds(models: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep.json"
     flags = ["--length", "2", "--prompt", "ab ab", "--prompt", "cd", "--repeats", "100000", "--out", str(out)]
-    code = (  # a shell may have had its children ignore the signal
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from outpace.cli import main\nmain()"
+    code, shown, errors = interrupted(
+        ["sweep", *common(models), *flags],
+        lambda: out.exists() and json.loads(out.read_text())["rounds"] >= 3,
     )
-    words = [sys.executable, "-c", code, "sweep", *common(models), *flags]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        for _ in range(1800):
-            if process.poll() is not None or (out.exists() and json.loads(out.read_text())["rounds"] >= 3):
-                break
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        shown, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
+    assert code == 130, errors
     found = results.load(out, ("sweep",))
     assert found["complete"] is False
     assert found["rounds"] >= 3

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,8 +10,7 @@ import pytest
 
 from outpace.bench import results
 from outpace.tune import config
-from tests.cli.conftest import Run
-from tests.cli.test_cli import saved
+from tests.cli.conftest import Run, interrupted
 from tests.tiny import byte_tokenizer, trained
 
 WORDS = "the sea and the sky and "
@@ -28,11 +24,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     trained(ids, 272, steps=80, max_position_embeddings=256).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return saved(tmp_path_factory.mktemp("other"), 1)
 
 
 @pytest.fixture(scope="module")
@@ -143,20 +134,12 @@ def test_no_draft_that_pays_is_said_and_written_down(
 def test_ctrl_c_keeps_what_there_was(target: str, data: str, tmp_path: Path) -> None:
     out, kept = tmp_path / "outpace.toml", tmp_path / "found.json"
     flags = ["-d", "lookup", "--budget", "2000", "-m", "48", "-o", str(out), "--results", str(kept)]
-    code = (  # a shell may have had its children ignore the signal
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from outpace.tune import race; race.SETTLED, race.TURNS = 10**9, 10**9\n"
-        "from outpace.cli import main\nmain()"
+    code, shown, errors = interrupted(
+        ["tune", *common(target, data), *flags],
+        lambda: kept.exists() and json.loads(kept.read_text())["rounds"] >= 6,
+        before="from outpace.tune import race; race.SETTLED, race.TURNS = 10**9, 10**9",
     )
-    words = [sys.executable, "-c", code, "tune", *common(target, data), *flags]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        for _ in range(600):
-            if process.poll() is not None or (kept.exists() and json.loads(kept.read_text())["rounds"] >= 6):
-                break
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        shown, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    assert code == 130, errors
     found = results.load(kept, ("tune",))
     assert found["complete"] is False
     assert found["rounds"] >= 6

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from outpace import Decoder, Goodput, LookupDrafter, theory
-from outpace.length import Done
-from outpace.length.base import Hint
+from outpace.length import Done, Hint, Load
 from outpace.length.belief import ALPHAS, CHANGE, Belief, Signal
 from outpace.length.costs import Costs
 from tests.length.world import Cost, World, flat, steep
@@ -112,16 +111,23 @@ def test_confidence_counts_as_much_as_it_has_told() -> None:
 
 def test_costs_between_measurements_lie_on_lines_and_go_on() -> None:
     costs = Costs(8)
-    assert costs.plain(1) is None
+    assert costs.plain(Load(1)) is None
     for g, seconds in ((0, 9.0), (0, 1.0), (4, 9.0), (4, 3.0)):  # the first of each is a warm-up
-        costs.note(1, g, seconds)
-    assert costs.passes(1) == pytest.approx([1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5])
-    costs.note(64, 0, 9.0)
-    costs.note(64, 0, 10.0)
-    assert costs.passes(64) == pytest.approx(10 * costs.passes(1))
+        costs.note(Load(1), g, seconds)
+    assert costs.passes(Load(1)) == pytest.approx([1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5])
+    costs.note(Load(64), 0, 9.0)
+    costs.note(Load(64), 0, 10.0)
+    assert costs.passes(Load(64)) == pytest.approx(10 * costs.passes(Load(1)))
+    longer = Load(1, 2000)
+    assert costs.plain(longer) == 1
+    costs.note(longer, 4, 6.0)  # which were run before: no warm-up
+    assert costs.passes(longer) == pytest.approx(2 * costs.passes(Load(1)))
+    costs.note(longer, 0, 4.0)
+    assert costs.passes(longer)[[0, 2, 4, 8]] == pytest.approx([4, 5, 6, 8])
+    assert costs.passes(Load(1))[0] == 1
     for _ in range(3):
-        costs.note(1, 0, 1000.0)  # the machine slept
-    assert costs.plain(1) < 8  # type: ignore[operator]
+        costs.note(Load(1), 0, 1000.0)  # the machine slept
+    assert costs.plain(Load(1)) < 8  # type: ignore[operator]
 
 
 def test_a_guess_that_costs_nothing_is_used_where_it_is_good() -> None:
@@ -134,7 +140,9 @@ def test_a_guess_that_costs_nothing_is_used_where_it_is_good() -> None:
         lost = np.flatnonzero(draw.random(8) >= (0.9 if good else 0.1))
         right = int(lost[0]) if len(lost) else 8
         kept, unused = min(g, right), right > g if g < 8 else None
-        policy.observe(Done([0], [g], [kept], g, 1, steep(1, g), unused=[unused if kept == g else None]))
+        policy.observe(
+            Done([0], [g], [kept], g, Load(1), steep(1, g), unused=[unused if kept == g else None])
+        )
         used[good].append(g)
     assert np.mean(used[True][100:]) > 3
     assert np.mean(used[False][100:]) < 0.5
@@ -145,10 +153,10 @@ def test_what_was_not_used_is_learnt_from() -> None:
     policy = Goodput()
     for _ in range(3):
         policy.choose([0], hint=Hint([8], [1.0]))
-        policy.observe(Done([0], [0], [0], 0, 1, 1.0, unused=[None]))
+        policy.observe(Done([0], [0], [0], 0, Load(1), 1.0, unused=[None]))
     for _ in range(30):
         policy.choose([0], hint=Hint([8], [1.0]))
-        policy.observe(Done([0], [0], [0], 0, 1, 1.0, unused=[True]))
+        policy.observe(Done([0], [0], [0], 0, Load(1), 1.0, unused=[True]))
     assert policy.belief.now([0])[0] @ ALPHAS > 0.9
     assert policy.choose([0], hint=Hint([8], [1.0])) != [0]
 
@@ -158,7 +166,7 @@ def test_a_draft_is_stopped_where_its_next_token_is_a_guess_in_the_dark() -> Non
     for _ in range(200):
         (g,) = policy.choose([0])
         if g == 0:
-            policy.observe(Done([0], [0], [0], 0, 1, 1.0))
+            policy.observe(Done([0], [0], [0], 0, Load(1), 1.0))
             continue
         drawn = 0
         confidences = [0.95, 0.95, 0.05, 0.05]
@@ -166,7 +174,7 @@ def test_a_draft_is_stopped_where_its_next_token_is_a_guess_in_the_dark() -> Non
             drawn += 1
         steps = drawn + (drawn < min(g, 4))
         kept = min(drawn, 2)  # the sure ones are right, the others wrong
-        policy.observe(Done([0], [drawn], [kept], drawn, 1, 1.0 + 0.2 * steps, 0.2 * steps, steps))
+        policy.observe(Done([0], [drawn], [kept], drawn, Load(1), 1.0 + 0.2 * steps, 0.2 * steps, steps))
     policy.choose([0])
     assert not policy.enough([0.95])
     assert not policy.enough([0.95])
@@ -178,7 +186,7 @@ def test_short_steps_are_not_asked_about() -> None:
     for seconds, asks in ((1e-3, False), (1e-1, True)):
         for _ in range(60):
             (g,) = policy.choose([0])
-            policy.observe(Done([0], [g], [g], g, 1, 1.0 + g * seconds, g * seconds, g))
+            policy.observe(Done([0], [g], [g], g, Load(1), 1.0 + g * seconds, g * seconds, g))
         policy.choose([0])
         assert policy.asks is asks
 
@@ -188,14 +196,14 @@ def test_lengths_that_take_long_to_make_ready_are_tried_less_readily() -> None:
     for policy in (eager, slow):
         for _ in range(3):
             policy.choose([0])
-            policy.observe(Done([0], [0], [0], 0, 1, 1.0))
-    slow.observe(Done([0], [4], [4], 4, 1, None))
+            policy.observe(Done([0], [0], [0], 0, Load(1), 1.0))
+    slow.observe(Done([0], [4], [4], 4, Load(1), None))
     tokens, seconds = np.arange(17.0) ** 0.03 + 1, np.ones(17)
     tokens[0] = 1.0
     for policy in (eager, slow):
         for _ in range(2):
-            policy.costs.note(1, 4, 1.0)
-    assert eager._best(tokens, seconds, 1)[1] > slow._best(tokens, seconds, 1)[1] == 4
+            policy.costs.note(Load(1), 4, 1.0)
+    assert eager._best(tokens, seconds, Load(1))[1] > slow._best(tokens, seconds, Load(1))[1] == 4
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
@@ -206,16 +214,16 @@ def test_few_guesses_at_most_are_no_trouble(most: int) -> None:
             chosen = policy.choose(range(batch))
             g = max(chosen)
             assert g <= most
-            policy.observe(Done(range(batch), chosen, [0] * batch, g, batch, steep(batch, g)))
+            policy.observe(Done(range(batch), chosen, [0] * batch, g, Load(batch), steep(batch, g)))
 
 
 def test_tries_that_seem_to_cost_less_than_nothing_are_made() -> None:
     policy = Goodput()
     for seconds in (1.0, 1.0, 1.0):
         policy.choose([0])
-        policy.observe(Done([0], [0], [0], 0, 1, seconds))
+        policy.observe(Done([0], [0], [0], 0, Load(1), seconds))
     for _ in range(2):
-        policy.costs.note(1, 4, 0.9)  # from before the machine became slower
+        policy.costs.note(Load(1), 4, 0.9)  # from before the machine became slower
     policy._blind = policy._again
     assert policy.choose([0]) != [0]
 
@@ -226,10 +234,10 @@ def test_drafts_that_are_stopped_at_once_are_not_asked_for_ever() -> None:
     for t in range(500):
         (g,) = policy.choose([0])
         if t < 100:
-            policy.observe(Done([0], [g], [g], g, 1, steep(1, g) + 0.2 * g, 0.2 * g, g))
+            policy.observe(Done([0], [g], [g], g, Load(1), steep(1, g) + 0.2 * g, 0.2 * g, g))
         else:
             steps = int(g > 0)
-            policy.observe(Done([0], [0], [0], 0, 1, 1.0 + 0.2 * steps, 0.2 * steps, steps, asked=[0]))
+            policy.observe(Done([0], [0], [0], 0, Load(1), 1.0 + 0.2 * steps, 0.2 * steps, steps, asked=[0]))
             asked += steps
     assert asked < 60
 
@@ -245,8 +253,8 @@ def test_it_is_the_default_and_refuses_nonsense() -> None:
 class Idle(Goodput):
     """Thinks, and does nothing."""
 
-    def choose(self, rows: Sequence[int], *, batch: int | None = None, hint: Hint | None = None) -> list[int]:
-        super().choose(rows, batch=batch, hint=hint)
+    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+        super().choose(rows, load=load, hint=hint)
         return [0] * len(rows)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outpace.length import Done, Length
+from outpace.length import Done, Length, Load
 
 Cost = Callable[[int, int], float]  # seconds of a pass over a batch, and g
 
@@ -57,7 +57,7 @@ class World:
                 kept.append(int(lost[0]) if len(lost) else length)
             draft = (g * self.step + rested * self.miss * self.rows) if g else 0.0
             whole = draft + self.cost(self.rows, g) * (1 + self.noise * draw.standard_normal())
-            policy.observe(Done(slots, chosen, kept, g, self.rows, whole, draft, g))
+            policy.observe(Done(slots, chosen, kept, g, Load(self.rows), whole, draft, g))
             rested = 0 if g else rested + 1
             self.seconds += draft + self.cost(self.rows, g)
             self.tokens += sum(kept) + self.rows

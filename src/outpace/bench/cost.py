@@ -22,6 +22,7 @@ from outpace.bench.engine import phases
 from outpace.bench.kernel import Inputs, in_graph
 from outpace.decode import Decoder
 from outpace.draft.base import State
+from outpace.draft.lookup import LookupDrafter
 from outpace.draft.model import ModelDrafter
 from outpace.draft.text import TextDrafter
 from outpace.models.causal import CausalScorer
@@ -145,8 +146,13 @@ def verification(
     return found
 
 
+def draws(decoder: Decoder, sampling: Sampling) -> bool:
+    """Whether guesses come from a distribution that verification has to look at."""
+    return not (isinstance(decoder.drafter, LookupDrafter | TextDrafter) or sampling.greedy)
+
+
 def let_go(decoder: Decoder) -> None:
-    """Of the engine: another decoder's of the same target would lay out the weights once more beside it."""
+    """Of the engine, whose caches are large."""
     if decoder._engines is not None:
         decoder._engines._engine = None
 

@@ -13,8 +13,6 @@ from outpace.bench.prediction import best
 from outpace.bench.prompts import Asked
 from outpace.bench.results import Results
 from outpace.decode import Decoder
-from outpace.draft.lookup import LookupDrafter
-from outpace.draft.text import TextDrafter
 from outpace.length import Fixed
 from outpace.sampling import Sampling
 
@@ -150,7 +148,7 @@ class Measurement:
         self._put(passes=[asdict(one) for one in passes])
         self.tell("verification")
         sizes = sorted({0, *(g for g in CHECKED if g < max(plan.lengths)), max(plan.lengths) - 1})
-        kinds = sorted({self._draws(decoder) for decoder in self.drafts.values()})
+        kinds = sorted({cost.draws(decoder, plan.sampling) for decoder in self.drafts.values()})
         verify = [
             one
             for drawn in kinds
@@ -161,7 +159,7 @@ class Measurement:
             self.tell(f"{name}: steps")
             steps = {B: cost.draft_step(decoder, B, plan.context) for B in reversed(plan.batches)}
             cost.let_go(decoder)
-            own = [one for one in verify if one.drawn == self._draws(decoder)]
+            own = [one for one in verify if one.drawn == cost.draws(decoder, plan.sampling)]
             for lenience in plan.lenience:
                 entry = self.entries[name, lenience]
                 share, coverage = entry["alpha"] or 0.0, entry["coverage"]
@@ -176,11 +174,6 @@ class Measurement:
                     ],
                 }
             self._put()
-
-    def _draws(self, decoder: Decoder) -> bool:
-        """Whether guesses come from a distribution that verification has to look at."""
-        chosen = isinstance(decoder.drafter, LookupDrafter | TextDrafter)
-        return not (chosen or self.plan.sampling.greedy)
 
     def trace(self) -> None:
         """The first prompt with the first draft, at the g that is best for it, or at that of the counts."""

@@ -72,8 +72,8 @@ class Sweep:
 
     @property
     def blocks(self) -> list[list[Cell]]:
-        """Cells that take turns: all; but an engine has the target's weights for itself, so that then drafts
-        come one after the other."""
+        """Cells that take turns: all; but an engine's caches are large, so that then drafts come one after
+        the other."""
         if all(decoder._engines is None for decoder in self.decoders.values()):
             return [self.cells]
         return [[cell for cell in self.cells if cell.draft == draft] for draft in self.decoders]

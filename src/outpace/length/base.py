@@ -20,6 +20,18 @@ class Hint:
 
 
 @dataclass(frozen=True)
+class Load:
+    """What a pass is over.
+
+    batch    rows; some may stand still
+    context  tokens of the longest text
+    """
+
+    batch: int
+    context: int = 1
+
+
+@dataclass(frozen=True)
 class Done:
     """What an iteration came to.
 
@@ -27,7 +39,7 @@ class Done:
     drafted        guesses that the target scored, of each row
     accepted       of those, the ones that were kept
     g              guesses that the pass had room for: its cost is that of g + 1 tokens a row
-    batch          rows that the pass was over; some may have stood still
+    load           what the pass was over
     seconds        all of it; None where it was not measured
     draft_seconds  of that, drafting; 0 where the two cannot be told apart
     steps          steps that the drafter made
@@ -41,7 +53,7 @@ class Done:
     drafted: Sequence[int]
     accepted: Sequence[int]
     g: int
-    batch: int
+    load: Load
     seconds: float | None
     draft_seconds: float = 0.0
     steps: int = 0
@@ -64,10 +76,10 @@ class Length(Protocol):
         """Whether it wants to be asked, after the choice just made, if that is `enough`: which takes time."""
         return False
 
-    def choose(self, rows: Sequence[int], *, batch: int | None = None, hint: Hint | None = None) -> list[int]:
+    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
         """Tokens to draft for each of these slots.
 
-        batch  rows that the pass is over, if some of them stand still
+        load   what the pass is over; by default these rows
         hint   what there is to be used, if the drafter costs nothing
         """
 

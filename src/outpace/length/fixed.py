@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outpace.arguments import integer
-from outpace.length.base import Hint, Length
+from outpace.length.base import Hint, Length, Load
 
 
 class Fixed(Length):
@@ -15,7 +15,7 @@ class Fixed(Length):
         integer("g", g, "an int >= 0", lambda g: g >= 0)
         self.most = g
 
-    def choose(self, rows: Sequence[int], *, batch: int | None = None, hint: Hint | None = None) -> list[int]:
+    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
         return [self.most] * len(rows)
 
     def __repr__(self) -> str:

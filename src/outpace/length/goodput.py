@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outpace.arguments import integer
-from outpace.length.base import Done, Hint, Length
+from outpace.length.base import Done, Hint, Length, Load
 from outpace.length.belief import Array, Belief, Levels, Signal
 from outpace.length.costs import Costs
 
@@ -42,7 +42,7 @@ class Plan:
     """What was thought when an iteration began."""
 
     places: dict[int, int]  # of slots, among the rows
-    batch: int
+    load: Load
     rate: float  # tokens a second that are within reach
     g: int
     belief: Array  # [R, len(ALPHAS)]
@@ -51,9 +51,9 @@ class Plan:
     hinted: bool  # whether there is one for all guesses, known before
 
     @classmethod
-    def of(cls, rows: Sequence[int], batch: int, belief: Array) -> Plan:
+    def of(cls, rows: Sequence[int], load: Load, belief: Array) -> Plan:
         return cls(
-            {row: i for i, row in enumerate(rows)}, batch, 0.0, 0, belief, np.ones(len(rows)), [], False
+            {row: i for i, row in enumerate(rows)}, load, 0.0, 0, belief, np.ones(len(rows)), [], False
         )
 
 
@@ -74,6 +74,7 @@ class Goodput(Length):
         self.belief, self.costs, self.signal = Belief(max_g), Costs(max_g), Signal()
         self._plan: Plan | None = None
         self._credit = FIRST
+        self._met: set[int] = set()  # slots whose prompts the draft has read: its first step takes longer
         self._rested = 0  # iterations since the drafter was last asked
         self._blind = 0  # iterations since anything was learnt of its guesses
         self._again = AGAIN  # such iterations after which guessing is a try
@@ -81,30 +82,30 @@ class Goodput(Length):
         self._since_plain = 0
         self._slow_starts = False  # lengths are made ready when they are first wanted
 
-    def choose(self, rows: Sequence[int], *, batch: int | None = None, hint: Hint | None = None) -> list[int]:
-        batch = batch or len(rows)
+    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+        load = load or Load(len(rows))
         self.belief.time += 1
         self._plan = None
         nothing = [0] * len(rows)
-        plain = self.costs.plain(batch)
+        plain = self.costs.plain(load)
         if plain is None or (hint is not None and not any(hint.lengths)):
             return nothing
         if hint is None and self._wait:
             self._wait -= 1
             return nothing
-        self._plan = plan = Plan.of(rows, batch, self.belief.now(rows))
+        self._plan = plan = Plan.of(rows, load, self.belief.now(rows))
         room = np.full(len(rows), self.most)
         if hint is not None:
             room = np.minimum(hint.lengths, self.most)
             plan.levels.append(self.signal.level(hint.confidence))
             plan.hinted = True
         tokens = self._tokens(plan, room)
-        seconds = self.costs.passes(batch) + self.costs.step(batch) * np.arange(self.most + 1)
-        plan.rate, plan.g = self._best(tokens, seconds, batch)
+        seconds = self.costs.passes(load) + self.costs.step(load) * np.arange(self.most + 1)
+        plan.rate, plan.g = self._best(tokens, seconds, load)
         if self._blind >= self._again and hint is None:
-            plan.g = self._try(seconds, batch, len(rows))
+            plan.g = self._try(seconds, load, len(rows))
         elif plan.g == 0:
-            plan.g = self._cheap(tokens, seconds, batch, len(rows))
+            plan.g = self._cheap(tokens, seconds, load, len(rows))
         close = plan.rate * seconds[0] < CLOSE * len(rows)
         if plan.g and self._since_plain >= (REFRESH // 8 if close else REFRESH):
             plan.g = 0
@@ -122,9 +123,9 @@ class Goodput(Length):
             total = belief.sum(0) @ self.belief.reach()
         return len(belief) + np.concatenate(([0.0], total.cumsum()))
 
-    def _best(self, tokens: Array, seconds: Array, batch: int) -> tuple[float, int]:
+    def _best(self, tokens: Array, seconds: Array, load: Load) -> tuple[float, int]:
         """The best rate, and the length that has it."""
-        known = self.costs.known(batch)
+        known = self.costs.known(load)
         lengths = self._lengths[self._lengths <= max(START, GROWTH * known[-1])]
         weights = np.full(self.most + 1, 1 - NOVEL if self._slow_starts else 1 + NOVEL)
         weights[known] = 1.0
@@ -134,24 +135,24 @@ class Goodput(Length):
             best = 0
         return float(rates[best]), best
 
-    def _cheap(self, tokens: Array, seconds: Array, batch: int, rows: int) -> int:
+    def _cheap(self, tokens: Array, seconds: Array, load: Load, rows: int) -> int:
         """A length that will hardly pay, but hardly cost anything either, and tells more; or 0."""
-        lengths = self.costs.known(batch)[1:] or [min(START, self.most)]
+        lengths = self.costs.known(load)[1:] or [min(START, self.most)]
         losses = (seconds / seconds[0] - tokens / rows)[lengths]
         best = int(losses.argmin())
         return lengths[best] if losses[best] <= CHEAP * min(FIRST, self._credit) else 0
 
-    def _try(self, seconds: Array, batch: int, rows: int) -> int:
+    def _try(self, seconds: Array, load: Load, rows: int) -> int:
         """After a time of which nothing is known: a length to try, if it may pay and there is time for it; or
         0, and when to think of it again."""
         hoped = rows * (HOPE ** np.arange(self.most + 1)).cumsum()
-        rate, g = self._best(hoped, seconds, batch)
+        rate, g = self._best(hoped, seconds, load)
         self._wait = PATIENCE
         if g == 0 or rate < WORTH * rows / seconds[0]:
             return 0
         # The longest of those that cost next to the least, which is paid for as if it brought nothing
-        lengths = self._lengths[1:][self._lengths[1:] <= max(START, GROWTH * self.costs.known(batch)[-1])]
-        catching_up = self.costs.missed(batch, self._rested)
+        lengths = self._lengths[1:][self._lengths[1:] <= max(START, GROWTH * self.costs.known(load)[-1])]
+        catching_up = self.costs.missed(load, self._rested)
         losses = np.maximum(0.0, (seconds[lengths] + catching_up) / seconds[0] - 1)
         missing = float(losses.min()) - self._credit
         if missing > 0:
@@ -163,7 +164,7 @@ class Goodput(Length):
     @property
     def asks(self) -> bool:
         plan = self._plan
-        return plan is not None and plan.rate > 0 and self.costs.step(plan.batch) >= ASKING
+        return plan is not None and plan.rate > 0 and self.costs.step(plan.load) >= ASKING
 
     def enough(self, confidence: Sequence[float]) -> bool:
         plan = self._plan
@@ -176,11 +177,11 @@ class Goodput(Length):
         later = plan.belief @ self.belief.reach()  # [R, most]
         chances = np.concatenate((np.ones((len(later), 1)), later), axis=1)[:, : max(1, plan.g - drawn)]
         tokens = ((plan.alive * next_kept) @ chances).cumsum()  # of 1, 2, ... further guesses
-        passes = self.costs.passes(plan.batch)
+        passes = self.costs.passes(plan.load)
         ends = np.arange(drawn + 1, drawn + 1 + len(tokens))
         # To draw a token takes the step to the next one, too, unless it is the last.
         steps = ends - drawn - (ends >= plan.g)
-        seconds = passes[ends] - passes[drawn] + self.costs.step(plan.batch) * steps
+        seconds = passes[ends] - passes[drawn] + self.costs.step(plan.load) * steps
         if (tokens <= plan.rate * seconds).all() and self._rested == 0:
             return True
         plan.levels.append(level)
@@ -192,9 +193,11 @@ class Goodput(Length):
         if done.seconds is None:
             self._slow_starts = True
         else:
-            self.costs.note(done.batch, done.g, done.seconds - done.draft_seconds)
-        if done.steps or done.catching_up:
-            self.costs.note_draft(done.batch, done.steps, done.draft_seconds, done.catching_up, self._rested)
+            self.costs.note(done.load, done.g, done.seconds - done.draft_seconds)
+        if (done.steps and self._met.issuperset(done.rows)) or done.catching_up:
+            self.costs.note_draft(done.load, done.steps, done.draft_seconds, done.catching_up, self._rested)
+        if done.steps:
+            self._met.update(done.rows)
         if self._learn(done):
             tried, well = self._blind >= self._again, sum(done.accepted) > 0
             if tried:
@@ -203,7 +206,7 @@ class Goodput(Length):
             self._blind = self._again - 1 if tried and well else 0
         else:
             self._blind += 1
-        plain = self.costs.plain(done.batch)
+        plain = self.costs.plain(done.load)
         gain = 0.0
         if (guessed or done.steps) and plain is not None and done.seconds is not None:
             gain = sum(done.accepted) / len(done.rows) + 1 - (done.seconds + done.catching_up) / plain
@@ -236,6 +239,7 @@ class Goodput(Length):
 
     def reset(self, rows: Sequence[int]) -> None:
         self.belief.forget(rows)
+        self._met.difference_update(rows)
         self._wait = 0  # another text may be another matter
 
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outpace.arguments import integer
-from outpace.length.base import Done, Hint, Length
+from outpace.length.base import Done, Hint, Length, Load
 
 
 class Heuristic(Length):
@@ -25,7 +25,7 @@ class Heuristic(Length):
         self._g: dict[int, int] = {}
         self._rested: dict[int, int] = {}  # iterations since a row fell to 0
 
-    def choose(self, rows: Sequence[int], *, batch: int | None = None, hint: Hint | None = None) -> list[int]:
+    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
         chosen = [self._g.setdefault(row, self.start) for row in rows]
         return [
             1 if g == 0 and self._rested[row] >= self.RETRY else g

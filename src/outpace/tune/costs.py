@@ -11,8 +11,6 @@ import numpy as np
 from outpace.bench import cost
 from outpace.bench.prediction import judging
 from outpace.decode import Decoder, WithModel
-from outpace.draft.lookup import LookupDrafter
-from outpace.draft.text import TextDrafter
 from outpace.sampling import Sampling
 
 SIZES = (
@@ -76,7 +74,7 @@ class Costs:
         drafts = sorted({g for g in (*CHECKED, most - 1) if g < most})
         self._verify[side.dtype, B] = [
             one
-            for drawn in sorted({self._drawn(decoder) for decoder in side.drafts.values()})
+            for drawn in sorted({cost.draws(decoder, self._sampling) for decoder in side.drafts.values()})
             for one in cost.verification(side.plain, drafts, (B,), self._sampling, drawn)
         ]
 
@@ -99,7 +97,7 @@ class Costs:
 
     def iterations(self, side: Side, name: str, B: int = 1) -> list[float]:
         """Seconds of those with g = 0, 1, ... guesses."""
-        drawn = self._drawn(side.drafts[name])
+        drawn = cost.draws(side.drafts[name], self._sampling)
         verify = [one for one in self._verify[side.dtype, B] if one.drawn == drawn]
         taken = judging(B, self.passes[side.dtype, B], verify)
         taken = taken + self._steps[side.dtype, name, B] * np.arange(len(taken))
@@ -110,8 +108,3 @@ class Costs:
         steps = [{"dtype": d, "draft": name, "B": B, "ms": ms} for (d, name, B), ms in self._steps.items()]
         passes = [{"dtype": d, **asdict(one)} for (d, _), some in self.passes.items() for one in some]
         return {"passes": passes, "steps": steps}
-
-    def _drawn(self, decoder: Decoder) -> bool:
-        """Whether guesses come from a distribution that verification has to look at."""
-        chosen = isinstance(decoder.drafter, LookupDrafter | TextDrafter)
-        return not (chosen or self._sampling.greedy)

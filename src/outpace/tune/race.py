@@ -65,7 +65,7 @@ class Race:
         names = {way: f"{way.draft} {way.rule} {way.dtype}" for way in (*self.ways, plain[0])}
         own = {names[way]: decoder for way, decoder in (*decoders.items(), plain)}
         self.cells = {way: Cell(names[way], sampling, way.length) for way in names}
-        # An engine has the target's weights for itself, so that drafts come one after the other.
+        # An engine's caches are large, so that drafts come one after the other.
         self.apart = any(decoder._engines is not None for decoder in own.values())
         self.plain = {
             way: Cell(names[way] if self.apart else names[plain[0]], sampling, PLAIN) for way in self.ways
