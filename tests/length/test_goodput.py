@@ -37,7 +37,7 @@ def rate(alpha: float, cost: Cost, B: int, step: float) -> float:
 @pytest.mark.parametrize(("alpha", "c"), [(0.02, 0.0), (0.02, 0.2), (0.3, 0.9), (0.8, 0.9)])
 def test_what_cannot_pay_costs_next_to_nothing(alpha: float, c: float, cost: Cost, B: int) -> None:
     step = c * cost(B, 0)
-    assert rate(alpha, cost, B, step) >= 0.96 * expected(alpha, cost, B, step, 0)
+    assert rate(alpha, cost, B, step) >= 0.97 * expected(alpha, cost, B, step, 0)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_what_cannot_pay_costs_next_to_nothing(alpha: float, c: float, cost: Cos
 def test_it_comes_close_to_the_best_fixed_length(cost: Cost, alpha: float, c: float, B: int) -> None:
     step = c * cost(B, 0)
     best = max(expected(alpha, cost, B, step, g) for g in range(17))
-    assert rate(alpha, cost, B, step) >= 0.92 * best
+    assert rate(alpha, cost, B, step) >= 0.95 * best
 
 
 @pytest.mark.parametrize(("cost", "c"), [(flat, 0.05), (flat, 0.1), (steep, 0.0)])

@@ -289,7 +289,7 @@ CELLS = [
     Cell("lookup", "block", "plain", "g 4", batch_size=20, engine=True),
     Cell("model", "token", "warm", "g 4", batch_size=20),
     Cell("model", "block", "plain", "g 4", batch_size=20, stops=True, engine=True),
-    Cell("model", "token", "plain", "d 3", batch_size=3),
+    Cell("model", "token", "plain", "d 3", batch_size=10),
     Cell("model", "block", "warm", "d 3", batch_size=3, stops=True),
     # an engine with guesses from the host
     Cell("ngram", "token", "nucleus", "f 3", engine=True),

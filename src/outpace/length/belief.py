@@ -31,6 +31,7 @@ class Belief:
 
     def __init__(self, most: int) -> None:
         self.most = most
+        self._places = np.arange(1, most + 1)
         self._powers = ALPHAS[:, None] ** np.arange(most + 1)  # [len(ALPHAS), most + 1]
         self._usual = np.full(len(ALPHAS), 1 / len(ALPHAS))
         self._rows = np.zeros((0, len(ALPHAS)))  # by slot; of those that nothing is known of, zeros
@@ -62,7 +63,7 @@ class Belief:
         correction = np.clip((self._came + CALM) / (self._expected + CALM), 0.5, 1.5)
         if shift is None:
             return self._powers[:, 1:] * correction
-        found: Array = _shifted(shift)[..., None] ** np.arange(1, self.most + 1) * correction
+        found: Array = _shifted(shift)[..., None] ** self._places * correction
         return found
 
     def learn(
@@ -70,15 +71,18 @@ class Belief:
     ) -> None:
         """Of so many guesses of each row that were tested, at least one, the first so many were kept; shift,
         `[R]`: what was added to the log-odds of α, if these guesses were known to be better or worse."""
-        tries, good = np.minimum(tested, self.most)[:, None], np.minimum(kept, self.most)[:, None]
+        tries, good = np.minimum(tested, self.most), np.minimum(kept, self.most)
         belief = self.now(rows)
-        alphas = ALPHAS[None] if shift is None else _shifted(shift)  # [R or 1, len(ALPHAS)]
-        places = np.arange(1, self.most + 1)
-        hoped = np.einsum("ra,rag->rg", belief, np.broadcast_to(alphas, belief.shape)[..., None] ** places)
+        if shift is None:
+            alphas, hoped, run = ALPHAS[None], belief @ self._powers[:, 1:], self._powers.T[good]
+        else:
+            alphas = _shifted(shift)  # [R, len(ALPHAS)]
+            hoped = np.einsum("ra,rag->rg", belief, alphas[..., None] ** self._places)
+            run = alphas ** good[:, None]
         fade = FADE ** len(rows)
-        self._came = fade * self._came + (places <= good).sum(0)
-        self._expected = fade * self._expected + (hoped * (places <= tries)).sum(0)
-        belief = belief * alphas**good * np.where(good < tries, 1 - alphas, 1.0)
+        self._came = fade * self._came + (self._places <= good[:, None]).sum(0)
+        self._expected = fade * self._expected + (hoped * (self._places <= tries[:, None])).sum(0)
+        belief = belief * run * np.where((good < tries)[:, None], 1 - alphas, 1.0)
         belief /= belief.sum(axis=1, keepdims=True)
         self._rows[rows] = belief
         self._usual += (1 - (1 - LEARN) ** len(rows)) * (belief.mean(0) - self._usual)

@@ -40,6 +40,7 @@ class Costs:
     def __init__(self, most: int) -> None:
         self.most = most
         self._passes: dict[Kind, dict[int, Mean]] = {}
+        self._curves: dict[Kind, Array] = {}  # what follows from them
         self._warm: set[tuple[int, int]] = set()  # sizes of batches and g that were run
         self._steps: dict[int, Mean] = {}  # by size of the batch
         self._missed = Mean()  # of catching up, over the root of the tokens
@@ -49,6 +50,7 @@ class Costs:
         size, context = _kind(load)
         if (size, g) in self._warm:
             self._passes.setdefault((size, context), {}).setdefault(g, Mean()).add(seconds)
+            self._curves.clear()
         self._warm.add((size, g))
 
     def note_draft(self, load: Load, steps: int, seconds: float, catching_up: float, missed: int) -> None:
@@ -64,12 +66,15 @@ class Costs:
 
     def known(self, load: Load) -> list[int]:
         """The g that were measured with such a batch, 0 among them."""
-        size, _ = _kind(load)
+        return self._lengths(_kind(load)[0])
+
+    def _lengths(self, size: int) -> list[int]:
         return sorted({g for kind, passes in self._passes.items() if kind[0] == size for g in passes})
 
     def plain(self, load: Load) -> float | None:
         """Of a pass without guesses; None if it was measured with no such batch."""
-        return float(self.passes(load)[0]) if self._near(_kind(load)) else None
+        kind = _kind(load)
+        return float(self.passes(load)[0]) if kind in self._curves or self._near(kind) else None
 
     def step(self, load: Load) -> float:
         """Of a drafter's step; 0 while it is not known."""
@@ -86,8 +91,13 @@ class Costs:
         What was measured elsewhere gives the shape where little was measured here: after shorter or longer
         texts, all that is measured here bends it; of other batches, a plain pass sets the scale."""
         kind = _kind(load)
+        if kind not in self._curves:
+            self._curves[kind] = self._curve(kind)
+        return self._curves[kind]
+
+    def _curve(self, kind: Kind) -> Array:
         shape = self._line(self._near(kind)[0])
-        if self.known(load) == [0]:
+        if self._lengths(kind[0]) == [0]:
             others = [one for one, passes in self._passes.items() if 0 in passes and len(passes) > 1]
             if others:
                 other = self._line(min(others, key=lambda one: _distance(one, kind)))

@@ -31,7 +31,7 @@ SLACK = 1.1  # times the least that a try may cost, to learn more
 WORTH = 1.1  # what it would have to bring
 CHEAP = 0.05  # share of what may be lost that a length may be expected to lose, to learn from it
 ASKING = 4e-3  # seconds of a draft's step: between shorter ones, asking would take longer than it saves
-AGAIN = 8  # iterations without news after which guesses are tries, and twice as many after one that failed
+AGAIN = 8  # iterations without news after which guesses are tries; twice as many until one after a failure
 PATIENCE = 50  # iterations until what is out of the question is thought of again
 CLOSE = 1.25  # times as fast as plain decoding, and no more
 REFRESH = 256  # iterations until a plain pass is measured anew; an eighth of that where it is close
@@ -87,11 +87,10 @@ class Goodput(Length):
         self.belief.time += 1
         self._plan = None
         nothing = [0] * len(rows)
-        plain = self.costs.plain(load)
-        if plain is None or (hint is not None and not any(hint.lengths)):
-            return nothing
         if hint is None and self._wait:
             self._wait -= 1
+            return nothing
+        if (hint is not None and not any(hint.lengths)) or self.costs.plain(load) is None:
             return nothing
         self._plan = plan = Plan.of(rows, load, self.belief.now(rows))
         room = np.full(len(rows), self.most)
@@ -102,7 +101,7 @@ class Goodput(Length):
         tokens = self._tokens(plan, room)
         seconds = self.costs.passes(load) + self.costs.step(load) * np.arange(self.most + 1)
         plan.rate, plan.g = self._best(tokens, seconds, load)
-        if self._blind >= self._again and hint is None:
+        if self._blind >= AGAIN and hint is None:
             plan.g = self._try(seconds, load, len(rows))
         elif plan.g == 0:
             plan.g = self._cheap(tokens, seconds, load, len(rows))
@@ -145,6 +144,9 @@ class Goodput(Length):
     def _try(self, seconds: Array, load: Load, rows: int) -> int:
         """After a time of which nothing is known: a length to try, if it may pay and there is time for it; or
         0, and when to think of it again."""
+        if self._blind < self._again:
+            self._wait = self._again - self._blind - 1
+            return 0
         hoped = rows * (HOPE ** np.arange(self.most + 1)).cumsum()
         rate, g = self._best(hoped, seconds, load)
         self._wait = PATIENCE
@@ -206,9 +208,9 @@ class Goodput(Length):
             self._blind = self._again - 1 if tried and well else 0
         else:
             self._blind += 1
-        plain = self.costs.plain(done.load)
+        plain = self.costs.plain(done.load) if guessed or done.steps else None
         gain = 0.0
-        if (guessed or done.steps) and plain is not None and done.seconds is not None:
+        if plain is not None and done.seconds is not None:
             gain = sum(done.accepted) / len(done.rows) + 1 - (done.seconds + done.catching_up) / plain
         self._credit = min(CREDIT, max(DEBT, self._credit + gain + BUDGET))
         self._rested = 0 if done.steps or guessed else self._rested + 1
