@@ -53,7 +53,6 @@ def test_tokens_of_a_pass_are_those_of_all_outcomes() -> None:
         assert theory.expected_tokens(alpha, g) == pytest.approx(
             sum(share * tokens for share, tokens in each)
         )
-        assert theory.tokens_by_position([alpha] * g) == pytest.approx(theory.expected_tokens(alpha, g))
 
 
 def test_arrays_are_taken_together() -> None:

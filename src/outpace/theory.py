@@ -92,11 +92,6 @@ def needed_alpha(c: Numbers, wanted: Numbers = 1.0, g: Numbers = 1) -> Found:
     return _plain(np.where(enough, high, np.nan))
 
 
-def tokens_by_position(alphas: npt.ArrayLike) -> float:
-    """Expected tokens of a pass whose i-th draft is kept with alphas[i] if those before it were."""
-    return float(1 + np.cumprod(_share("alphas", alphas)).sum())
-
-
 def acceptance(p: npt.ArrayLike, q: npt.ArrayLike, lenience: float = 1.0) -> Found:
     """β of distributions `[..., V]`: Σ min(q, p/l), equation 3 and A.5."""
     p, q = _distribution("p", p), _distribution("q", q)

@@ -8,12 +8,24 @@ from pathlib import Path
 import pytest
 
 from outpace.bench import loops
-from outpace.bench.forecast import figures
+from outpace.bench.cost import Pass, Verification
+from outpace.bench.forecast import Parts, figures
 from outpace.bench.runs import Cell, Run
 from outpace.sampling import Sampling
 
 GREEDY = Sampling(temperature=0.0)
 NEVER = Counter({0: 100})
+
+
+# An iteration of g guesses: 100 ms, 25 more for each, of which 20 are the draft's step
+PARTS = {
+    ("small", GREEDY): Parts(
+        1,
+        20.0,
+        [Pass(1, n, 95.0 + 5 * n) for n in (1, 3, 6)],
+        [Verification(1, g, 0.0, True) for g in (0, 5)],
+    )
+}
 
 
 def run(length: str, seconds: float, iterations: int, drafted: Counter[int], **more: float) -> Run:
@@ -30,7 +42,7 @@ def run(length: str, seconds: float, iterations: int, drafted: Counter[int], **m
 def test_forecasts_are_those_of_hand() -> None:
     plain = run("0", 10.0, 100, NEVER)
     two = run("2", 8.0, 50, Counter({2: 50}), kept=60, lost=30, draft_seconds=2.0)
-    first, second = figures([plain, two])
+    first, second = figures([plain, two], PARTS)
     assert (first.speedup, first.predicted, first.predicted_simple, first.alpha) == (1.0, None, None, None)
     assert first.mean_ms == 12800  # 10 s of 100 tokens, for 128
     assert first.loop_ms == 100
@@ -42,7 +54,8 @@ def test_forecasts_are_those_of_hand() -> None:
     assert second.c == 0.2  # 2 s of 100 steps, beside 100 ms
     tokens = 1 + 2 / 3 + 4 / 9
     assert second.speedup == 1.25
-    assert second.predicted == pytest.approx(tokens * 0.1 / 0.16, abs=1e-4)
+    assert second.predicted == pytest.approx(tokens * 100 / 150, abs=1e-4)
+    assert figures([plain, two])[1].predicted is None
     assert second.predicted_simple == pytest.approx(tokens / 1.4, abs=1e-4)
 
 
@@ -51,10 +64,10 @@ def test_alpha_and_c_of_a_forecast_are_those_of_all_lengths() -> None:
     one = run("1", 9.0, 60, Counter({1: 60}), kept=40, lost=20, draft_seconds=1.0)
     two = run("2", 8.0, 50, Counter({2: 50}), kept=60, lost=30, draft_seconds=3.0)
     other = run("auto", 7.0, 50, Counter({9: 50}), kept=400, lost=10, draft_seconds=9.0)
-    found = {line.length: line for line in figures([plain, one, two, other])}
+    found = {line.length: line for line in figures([plain, one, two, other], PARTS)}
     assert {line.c for line in found.values()} == {0.25}  # 4 s of 160 steps, beside 100 ms
-    for length, tokens, taken in (("1", 1 + 2 / 3, 0.15), ("2", 1 + 2 / 3 + 4 / 9, 0.16)):
-        assert found[length].predicted == pytest.approx(tokens * 0.1 / taken, abs=1e-4)
+    for length, tokens, taken in (("1", 1 + 2 / 3, 125), ("2", 1 + 2 / 3 + 4 / 9, 150)):
+        assert found[length].predicted == pytest.approx(tokens * 100 / taken, abs=1e-4)
     assert found["auto"].predicted is found["auto"].predicted_simple is None
     assert found["auto"].alpha == pytest.approx(400 / 410, abs=1e-4)
 
@@ -69,11 +82,11 @@ def test_without_phases_c_is_what_the_first_guess_adds() -> None:
 def test_guesses_that_were_not_made_are_reckoned_with() -> None:
     plain = run("0", 10.0, 100, NEVER)
     copied = run("2", 8.0, 50, Counter({0: 30, 2: 20}), kept=30, lost=5, missing=30, draft_seconds=1e-9)
-    line = figures([plain, copied])[1]
+    line = figures([plain, copied], PARTS)[1]
     alpha = 30 / 35
     tokens = (30 + 20 * (1 + alpha + alpha**2)) / 50
     assert line.alpha == pytest.approx(alpha, abs=1e-4)
-    assert line.predicted == pytest.approx(tokens * 0.1 / 0.16, abs=1e-4)
+    assert line.predicted == pytest.approx(tokens * 100 / (0.6 * 100 + 0.4 * 150), abs=1e-4)
     assert line.predicted_simple == pytest.approx(1 + 30 / 65 + (30 / 65) ** 2, abs=1e-4)
 
 
@@ -102,3 +115,12 @@ def test_lines_are_drawn(tmp_path: Path) -> None:
     text = (tmp_path / "sweep.svg").read_text()
     for said in ("time of 128 tokens", "time of an iteration", "to P90", "small, temperature 0, auto"):
         assert said in text
+
+
+def test_a_pass_is_as_wide_as_the_longest_of_its_rows() -> None:
+    passes = [Pass(2, 1, 100.0), Pass(2, 3, 150.0)]
+    parts = Parts(2, 0.0, passes, [])
+    # Of two rows, both are silent in a quarter of iterations
+    assert parts.speedup(0.5, Counter({0: 10, 2: 10})) == pytest.approx(
+        (0.5 + 0.5 * 1.75) / (0.25 + 0.75 * 1.5)
+    )

@@ -74,8 +74,8 @@ def test_where_a_page_cannot_be_is_a_line(run: Run, tmp_path: Path) -> None:
     (tune,) = save(tmp_path, tune=tuned())
     nowhere = tmp_path / "none" / "report.html"
     for out, said in (
-        (nowhere, f"out: there is no folder {nowhere.parent}"),
-        (tmp_path, f"out: {tmp_path} is a folder"),
+        (nowhere, f"--out: {nowhere.parent}: no such folder"),
+        (tmp_path, f"--out: {tmp_path} is a folder"),
         (tune, f"out: {tune} is one of the results"),
     ):
         status, _, errors = run("report", tune, "-o", str(out))

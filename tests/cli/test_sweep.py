@@ -27,7 +27,7 @@ def common(models: Path) -> list[str]:
 
 
 def test_every_cell_is_measured_shown_and_written_down(run: Run, models: Path, tmp_path: Path) -> None:
-    out, picture = tmp_path / "new" / "sweep.json", tmp_path / "sweep.svg"
+    out, picture = tmp_path / "sweep.json", tmp_path / "sweep.svg"
     flags = [
         "--draft",
         str(models / "small"),
@@ -156,7 +156,7 @@ def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Pat
         (["--draft", "none"], "--draft: none is plain decoding"),
         (["--draft", "/nowhere/model"], "/nowhere/model: no such file or folder"),
         (["--draft", "/a/model", "--draft", "/b/model"], "--draft: two have the same name"),
-        (["--prompt", "a", "--data", "b"], "--data: given together with --prompt"),
+        (["--prompt", "a", "--data", "b"], "--prompt: given together with --data"),
         (["--data", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["--temperature", "-1"], "--temperature"),
         (["--top-p", "2"], "top_p: got 2.0"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from outpace.files import write_whole
 from outpace.tune import config
 
 SETTINGS = {
@@ -21,7 +22,7 @@ MEASURED = {"speedup": 1.25, "interval": (1.1, 1.4), "machine": {"device": "some
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "outpace.toml"
-    config.save(path, config.written(SETTINGS, MEASURED, "Guess with lookup."))
+    write_whole(path, config.written(SETTINGS, MEASURED, "Guess with lookup."))
     assert path.read_text().startswith("# Guess with lookup.\n")
     found = config.read(path)
     assert found == {

@@ -5,12 +5,16 @@ from __future__ import annotations
 import ast
 import json
 import shlex
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import GenerationConfig
 
-from outpace.tune.elsewhere import transformers, vllm
+import outpace
+from outpace.tune.elsewhere import Models, transformers, vllm
+from tests.tiny import tiny
 
 EVERY = [
     ("lookup", "auto", "token"),
@@ -21,9 +25,15 @@ EVERY = [
 ]
 
 
+PAIR = Models("org/big", "bfloat16")
+
+
+@pytest.mark.parametrize("models", [PAIR, Models("org/big", "float32", encoder=True, other=True)])
 @pytest.mark.parametrize(("draft", "length", "rule"), EVERY)
-def test_transformers_calls_are_python_with_arguments_it_knows(draft: str, length: str, rule: str) -> None:
-    tree = ast.parse(transformers(draft, length, rule, 5))
+def test_transformers_calls_are_python_with_arguments_it_knows(
+    models: Models, draft: str, length: str, rule: str
+) -> None:
+    tree = ast.parse(transformers(models, draft, length, rule, 5))
     calls = [
         one
         for one in ast.walk(tree)
@@ -36,17 +46,43 @@ def test_transformers_calls_are_python_with_arguments_it_knows(draft: str, lengt
         if "custom_generate" in given:
             assert given <= {"custom_generate", "draft", "length", "rule"}
         else:
-            assert given - {"assistant_model"} <= set(known)
+            assert given - {"assistant_model", "tokenizer", "assistant_tokenizer"} <= set(known)
+
+
+def test_what_is_printed_guesses_as_far_as_it_says() -> None:
+    """Run as it stands, inside Transformers: its own assisted generation takes lengths from the draft."""
+    target, seen = tiny(), []
+
+    class Counted(type(tiny(seed=1))):  # type: ignore[misc]
+        def generate(self, *positional: Any, **given: Any) -> Any:
+            seen.append(given["max_new_tokens"])
+            return super().generate(*positional, **given)
+
+    small = tiny(seed=1)
+    small.__class__ = Counted
+    names = {
+        "model": target,
+        "outpace": outpace,
+        "inputs": {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 20},
+        "AutoModelForCausalLM": SimpleNamespace(from_pretrained=lambda name, dtype: small),
+    }
+    exec(transformers(PAIR, "org/small", "3", "token", 3), names)
+    assert set(seen[:4]) == {3}
+    exec(transformers(PAIR, "lookup", "auto", "token", 3), names)
 
 
 def test_lookup_and_models_have_their_names_in_transformers() -> None:
-    found = transformers("lookup", "auto", "token", 4)
+    found = transformers(PAIR, "lookup", "auto", "token", 4)
     assert "prompt_lookup_num_tokens=4, max_matching_ngram_size=3" in found
-    assert 'custom_generate=outpace.generate, draft="lookup")' in found
-    found = transformers("org/small", "5", "block", 5)
+    assert "draft=outpace.LookupDrafter(min_ngram=1), length=outpace.Goodput())" in found
+    found = transformers(PAIR, "org/small", "5", "block", 5)
     assert 'draft=small, length=5, rule="block")' in found
-    assert 'assistant_model=small, num_assistant_tokens=5, num_assistant_tokens_schedule="constant"' in found
-    assert "has no n-gram tables" in transformers("ngram:t", "4", "token", 4)
+    assert "small.generation_config.num_assistant_tokens = 5" in found
+    assert "assistant_model=small)" in found
+    other = transformers(Models("org/big", "float32", encoder=True, other=True), "org/small", "5", "token", 5)
+    assert "AutoModelForSeq2SeqLM" in other
+    assert "assistant_tokenizer=theirs" in other
+    assert "has no n-gram tables" in transformers(PAIR, "ngram:t", "4", "token", 4)
 
 
 def settings(command: str) -> Any:
@@ -55,12 +91,13 @@ def settings(command: str) -> Any:
 
 
 def test_vllm_has_a_command() -> None:
-    assert settings(vllm("org/big", "org/small", "5", "bfloat16", 5)) == {
+    assert settings(vllm(PAIR, "org/small", "5", 5)) == {
         "method": "draft_model", "model": "org/small", "num_speculative_tokens": 5,
     }  # fmt: skip
-    assert settings(vllm("org/big", "lookup", "auto", "bfloat16", 4)) == {
+    assert settings(vllm(PAIR, "lookup", "auto", 4)) == {
         "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
     }  # fmt: skip
     for draft in ("none", "ngram:t"):
-        words = shlex.split(vllm("a b", draft, "auto", "float32", 4), comments=True)
+        words = shlex.split(vllm(Models("a b", "float32"), draft, "auto", 4), comments=True)
         assert words == ["vllm", "serve", "a b", "--dtype", "float32"]
+    assert vllm(Models("t5", "float32", encoder=True), "lookup", "auto", 4).startswith("# it does not")

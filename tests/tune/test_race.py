@@ -37,6 +37,7 @@ class World:
 
 class Decoderlike:
     _engines = None
+    drafter = None
 
 
 def raced(

@@ -38,6 +38,7 @@ BATCHES = (1, 4, 8)
 CONTEXT = 128
 ROUNDS = 5
 STEPS = 4  # drafts that a step is timed in
+STEP_ROOM = STEPS + ROUNDS + 2  # tokens that this takes
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -93,9 +94,9 @@ def draft_step(decoder: Decoder, B: int = 1, context: int = CONTEXT) -> float:
         if engine is not None and engine.draft is not None:
             return round(phases(engine, STEPS, B).draft / STEPS, 4)
     rows, device = list(range(B)), decoder.scorer.device
-    texts, sources = _texts(decoder.scorer, B, context, STEPS + ROUNDS + 2)
+    texts, sources = _texts(decoder.scorer, B, context, STEP_ROOM)
     if isinstance(drafter, ModelDrafter | TextDrafter):
-        check_room(drafter.scorer, len(texts[0]), STEPS + ROUNDS + 2, "the draft's ")
+        check_room(drafter.scorer, len(texts[0]), STEP_ROOM, "the draft's ")
         if isinstance(drafter.scorer, Seq2SeqScorer):
             drafter.scorer.take_in(rows, [one for one in sources if one is not None], len(texts[0]))
     nothing, seeds = torch.zeros(B, dtype=torch.int64), on_device(rows, torch.int64, device)

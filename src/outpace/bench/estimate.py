@@ -54,6 +54,8 @@ def estimate(clusters: Sequence[Floats], confidence: float = 0.95) -> Estimate |
     if m > 1:
         off = sum(float((one - mean).sum()) ** 2 for one in there)
         half = student(confidence, m - 1) * math.sqrt(off * m / (m - 1)) / count
+        if all(np.allclose(one, mean, rtol=0, atol=1e-9) for one in there):  # others would not be unlikely
+            half = 1 - (1 - confidence) ** (1 / count)
     return Estimate(mean, count, m, half)
 
 

@@ -3,18 +3,46 @@
 Both forecasts take one α for all lengths of a draft and a sampling. The simple one is theorem 3.8 of
 Leviathan et al. 2023, as in their Table 4: it knows c, the time of a draft's step, and no cost of longer
 passes, and a guess that a drafter did not make is one that was lost. The other one takes guesses as they were
-made, and divides by what iterations took.
+made, and what passes, steps and verification take by themselves; it knows no iteration that was measured.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from outpace import theory
+from outpace.bench.cost import Pass, Verification
+from outpace.bench.prediction import judging
 from outpace.bench.runs import PLAIN, Cell, Run
 from outpace.bench.spread import Rate, Spread, faster
+from outpace.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an iteration of B rows consists of, in milliseconds: a draft's step, passes, verification."""
+
+    B: int
+    step: float
+    passes: Sequence[Pass]
+    verify: Sequence[Verification]
+
+    def speedup(self, alpha: float, drafted: Counter[int]) -> float:
+        """Over plain decoding, if rows have so many guesses so often. A pass is as wide as the longest."""
+        taken = judging(self.B, self.passes, self.verify)
+        taken = taken + self.step * np.arange(len(taken))
+        rows = drafted.total()
+        tokens = sum(n * theory.expected_tokens(alpha, g) for g, n in drafted.items()) / rows
+        below = np.cumsum([drafted[g] for g in range(len(taken))]) / rows
+        return float(tokens * taken[0] / (np.diff(below**self.B, prepend=0.0) @ taken))
+
+
+Known = dict[tuple[str, Sampling], Parts]
+"""By draft and sampling."""
 
 SPAN = 128  # tokens that times are told for, as in Chen et al. 2023
 
@@ -29,7 +57,7 @@ class Figure:
     loop_ms           of an iteration
     c                 a draft's step, of a plain iteration, for all lengths of this draft and sampling
     speedup           tokens a second over those of plain decoding, and an interval that holds it in 95 of 100
-    predicted         the same by α and what iterations took, where the length is fixed
+    predicted         the same by α and what parts of an iteration take, where the length is fixed
     predicted_simple  by α and c
     """
 
@@ -57,7 +85,7 @@ class Figure:
     predicted_simple: float | None
 
 
-def figures(runs: Iterable[Run]) -> list[Figure]:
+def figures(runs: Iterable[Run], parts: Mapping[tuple[str, Sampling], Parts] | None = None) -> list[Figure]:
     """A line for each cell that has texts to speak of, in the order in which they come first."""
     by_cell: dict[Cell, list[Run]] = {}
     for run in runs:
@@ -73,11 +101,13 @@ def figures(runs: Iterable[Run]) -> list[Figure]:
                 if (other.draft, other.sampling) == (cell.draft, cell.sampling) and other.g
                 for one in theirs
             ]
-            found.append(_figure(cell, mine, plain, alike))
+            found.append(_figure(cell, mine, plain, alike, (parts or {}).get((cell.draft, cell.sampling))))
     return found
 
 
-def _figure(cell: Cell, mine: Sequence[Run], plain: Sequence[Run], alike: Sequence[Run]) -> Figure:
+def _figure(
+    cell: Cell, mine: Sequence[Run], plain: Sequence[Run], alike: Sequence[Run], parts: Parts | None
+) -> Figure:
     """`alike`: of the same draft and sampling, with a fixed number of guesses."""
     times = Spread.of([1e3 * SPAN * waited / tokens for run in mine for tokens, waited in run.texts])
     tokens, seconds = sum(run.tokens for run in mine), sum(run.seconds for run in mine)
@@ -86,8 +116,7 @@ def _figure(cell: Cell, mine: Sequence[Run], plain: Sequence[Run], alike: Sequen
     alpha, c = judged(alike), step_cost(alike, plain)
     predicted = simple = None
     if cell.g and alpha is not None and c is not None:
-        tokens_each = sum(n * theory.expected_tokens(alpha, g) for g, n in drafted.items()) / drafted.total()
-        predicted = tokens_each * loop(plain) / loop(mine)
+        predicted = None if parts is None else parts.speedup(alpha, drafted)
         simple = theory.speedup(judged(alike, missing=True) or 0.0, cell.g, c)
     own, made = judged(mine), sum(g * n for g, n in drafted.items())
     sampling = cell.sampling

@@ -3,6 +3,7 @@ use: α on the target's own texts, counts of real runs, costs, and what follows 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -196,11 +197,15 @@ class Measurement:
             if found is None:
                 lines.append(f"{whose}: it guessed nothing, so nothing is known of its α")
             elif found.half is None:
-                lines.append(f"{whose}: α of a single prompt has no interval; give at least 2")
-            elif found.half > within:
                 lines.append(
-                    f"{whose}: α is known to ±{found.half:.3f}, not to ±{within:g}: {found.clusters} prompts "
-                    f"are too few, about {found.needed(within)} would do"
+                    f"{whose}: it guessed in one prompt of {len(self.walked)}, and α of a single one has no "
+                    "interval; give more"
+                )
+            elif found.half > within:
+                each = len(self.walked) / found.clusters  # it may have no guess in some
+                lines.append(
+                    f"{whose}: α is known to ±{found.half:.3f}, not to ±{within:g}: {len(self.walked)} "
+                    f"prompts are too few, about {math.ceil((found.needed(within) or 0) * each)} would do"
                 )
         return lines
 

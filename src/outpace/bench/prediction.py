@@ -37,12 +37,14 @@ def speedups(
     """Over plain decoding, for g = 0, 1, ... as far as passes were timed; between sizes they are
     interpolated.
 
-    coverage is how often the drafter has a guess. Where it has none, an iteration is a plain one.
+    coverage is how often the drafter has a guess for a row. Where it has none for any of them, an iteration
+    is a plain one.
     """
     taken = judging(B, passes, verify)
     g = np.arange(len(taken))
     tokens = coverage * theory.expected_tokens(alpha, g) + 1 - coverage
-    mean = coverage * taken + (1 - coverage) * taken[0]
+    guessing = 1 - (1 - coverage) ** B  # a pass is as wide for all rows
+    mean = guessing * taken + (1 - guessing) * taken[0]
     return theory.measured_speedup(tokens, g, step, mean, taken[0])
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from outpace.files import write_whole
 
 
 class Results:
@@ -20,8 +22,6 @@ class Results:
     def __init__(self, path: Path | None, kind: str, about: Mapping[str, Any]) -> None:
         self.path = path
         self.content: dict[str, Any] = {"kind": kind, **about, "complete": False}
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
 
     def put(self, **found: Any) -> None:
         """Measurements, by the name of their part; a part that is there is replaced."""
@@ -36,12 +36,16 @@ class Results:
     def _write(self) -> None:
         if self.path is None:
             return
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            beside.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
-            beside.replace(self.path)
-        finally:
-            beside.unlink(missing_ok=True)  # of an interruption
+        write_whole(self.path, json.dumps(finite(self.content), indent=1, allow_nan=False) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """JSON has no numbers that are not finite: these are strings."""
+    if isinstance(value, Mapping):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def load(path: Path, kinds: tuple[str, ...] = ()) -> dict[str, Any]:

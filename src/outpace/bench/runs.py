@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -59,23 +60,25 @@ class Run:
         return sum(tokens for tokens, _ in self.texts)
 
 
-def counted(run: Run, steps: Iterable[Step], room: Sequence[int]) -> Run:
-    """What steps come to; `room` says how many tokens each row may have."""
+def counted(run: Run, steps: Iterable[Step], room: Sequence[int], beginning: int = BEGINNING) -> Run:
+    """What steps come to, but for so many iterations; `room` says how many tokens each row may have. Nothing,
+    and a warning, if one of the texts could not be written."""
     iteration, phases, seconds = 0, None, 0.0
     written = [0] * len(room)
     waited: dict[int, tuple[int, float]] = {}  # of each row, tokens and seconds that count
     for step in steps:
         if step.output is not None and step.output.error is not None:
-            raise step.output.error
+            warnings.warn(f"{run.cell}: prompts left out: {step.output.error}", stacklevel=2)
+            return Run(run.cell, run.group)
         if step.phases is not phases:  # rows of one iteration have one and the same
             iteration, phases, seconds = iteration + 1, step.phases, sum(step.phases.values())
-            if iteration > BEGINNING:
+            if iteration > beginning:
                 run.iterations += 1
                 run.seconds += seconds
                 run.draft_seconds += phases.get("draft", 0.0)
         left = room[step.row] - written[step.row] - 1  # guesses that are of use
         written[step.row] += len(step.tokens)
-        if iteration <= BEGINNING:
+        if iteration <= beginning:
             continue
         tokens, before = waited.get(step.row, (0, 0.0))
         waited[step.row] = tokens + len(step.tokens), before + seconds

@@ -12,8 +12,10 @@ import copy
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
+from outpace.bench import cost
+from outpace.bench.forecast import Known, Parts
 from outpace.bench.runs import AUTO, BEGINNING, HEURISTIC, PLAIN, Cell, Run, counted
-from outpace.decode import Decoder
+from outpace.decode import Decoder, WithModel
 from outpace.length import Fixed, Heuristic, Length
 from outpace.rows import Step
 from outpace.sampling import Sampling
@@ -33,6 +35,7 @@ class Sweep:
     batch       prompts that are written about at a time; the last ones are filled up with the first
     repeats     how often all prompts come
     ignore_eos  go on after end-of-text
+    beginning   iterations of a text that are not counted
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Sweep:
         repeats: int = 1,
         seed: int = 0,
         ignore_eos: bool = False,
+        beginning: int = BEGINNING,
     ) -> None:
         if not prompts:
             raise ValueError("prompts: there are none")
@@ -68,7 +72,7 @@ class Sweep:
         self.writers = {cell: _writer(cell, decoders[cell.draft]) for cell in self.cells}
         self.prompts, self.tokens, self.ignore_eos = prompts, tokens, ignore_eos
         self.groups = grouped(len(prompts), batch)
-        self.repeats, self.seed = repeats, seed
+        self.repeats, self.seed, self.beginning = repeats, seed, beginning
 
     @property
     def blocks(self) -> list[list[Cell]]:
@@ -114,7 +118,7 @@ class Sweep:
         steps = self._steps(cell, group, repeat)
         context = self.decoders[cell.draft].scorer.context
         room = [min(self.tokens, context - len(self.prompts[i])) for i in self.groups[group]]
-        return counted(Run(cell, group), steps, room)
+        return counted(Run(cell, group), steps, room, self.beginning)
 
     def _steps(self, cell: Cell, group: int, repeat: int) -> Generator[Step]:
         members = self.groups[group]
@@ -126,6 +130,33 @@ class Sweep:
             max_new_tokens=self.tokens,
             ignore_eos=self.ignore_eos,
         )
+
+
+def timed(sweep: Sweep, found: Known, tell: Callable[[str], None] = lambda line: None) -> None:
+    """What iterations of each draft and sampling consist of, each part by itself: after a text half of which
+    is written."""
+    B = len(sweep.groups[0])
+    lengths = sorted({0, *(cell.g for cell in sweep.cells if cell.g is not None)})
+    middle = sorted(map(len, sweep.prompts))[len(sweep.prompts) // 2] + sweep.tokens // 2
+    passes: list[cost.Pass] = []
+    for draft, decoder in sweep.decoders.items():
+        tell(f"timing parts: {draft}")
+        scorers = [
+            decoder.scorer,
+            *([decoder.drafter.scorer] if isinstance(decoder.drafter, WithModel) else []),
+        ]
+        room = min(one.context for one in scorers) - max(cost.STEP_ROOM, lengths[-1] + 1)
+        if room < 1:
+            continue
+        context = min(middle, room)
+        if not passes or decoder._engines is not None:
+            passes = cost.curve(decoder, [g + 1 for g in lengths], [B], context)
+        step = cost.draft_step(decoder, B, context)
+        for sampling in dict.fromkeys(cell.sampling for cell in sweep.cells):
+            drawn = cost.draws(decoder, sampling)
+            verify = cost.verification(decoder, lengths, [B], sampling, drawn)
+            found[draft, sampling] = Parts(B, step, passes, verify)
+        cost.let_go(decoder)
 
 
 def grouped(prompts: int, batch: int) -> list[list[int]]:

@@ -114,12 +114,11 @@ def audit(
 
 
 def _print(report: Report, texts: list[str]) -> None:
-    from rich.markup import escape
     from rich.table import Table
 
     console = screen(sys.stdout)
     verdict, *details = str(report).splitlines()
-    console.print(f"[bold {'green' if report.passed else 'red'}]{verdict}[/]")
+    console.print(verdict, style=f"bold {'green' if report.passed else 'red'}")
     for line in details:
         console.print(line)
     made = Table(
@@ -143,5 +142,5 @@ def _print(report: Report, texts: list[str]) -> None:
                 f"{each.detectable:.1%}",
                 f"{each.accepted}/{each.drafted}",
             ]
-        made.add_row(escape(text.replace("\n", "\\n")[-24:]), *cells)
+        made.add_row(text.replace("\n", "\\n")[-24:], *cells)
     console.print(made)

@@ -28,6 +28,7 @@ from outpace.cli.options import (
     Temperature,
     TopK,
     TopP,
+    check_prompts,
     sampling_of,
 )
 from outpace.cli.show import note, progress
@@ -114,7 +115,7 @@ def measure(
     """
     names = list(dict.fromkeys(draft or ["lookup"]))
     values = list(dict.fromkeys(lenience or LENIENCE))
-    check(names, values, within, confidence, prompt, data)
+    check(names, values, within, confidence, prompt, data, out)
     sampling = sampling_of(
         logit_bias, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
@@ -126,6 +127,7 @@ def measure(
     from outpace.bench.results import Results
     from outpace.cli.bench import bare, command, machine
     from outpace.cli.drafts import fitting, line_up
+    from outpace.decode import WithModel
     from outpace.models.hub import DEFAULT
     from outpace.sampling import from_generation_config
 
@@ -140,6 +142,9 @@ def measure(
         sorted(set(batch or cost.BATCHES)), context, confidence, seed,
     )  # fmt: skip
     cost.check_room(plain.scorer, context, max(lengths))
+    for one in decoders.values():
+        if isinstance(one.drafter, WithModel):
+            cost.check_room(one.drafter.scorer, context, cost.STEP_ROOM, "the draft's ")
     about = {
         "command": command(),
         "machine": machine(plain.scorer.device),
@@ -159,8 +164,10 @@ def check(
     confidence: float,
     prompt: list[str] | None,
     data: str | None,
+    out: Path | None,
 ) -> None:
     """Flags that do not fit, before anything big is loaded."""
+    from outpace.files import check_out
     from outpace.pair import check_draft_name
 
     for name in names:
@@ -175,10 +182,9 @@ def check(
         raise ValueError(f"--within: got {within:g}; it must lie between 0 and 1, as α does")
     if not 0 < confidence < 1:
         raise ValueError(f"--confidence: got {confidence:g}; it must lie between 0 and 1")
-    if prompt and data is not None:
-        raise ValueError("--prompt: given together with --data; give one or the other")
-    if prompt and not all(one.strip() for one in prompt):
-        raise ValueError("--prompt: it is empty; a model needs something to go on from")
+    check_prompts(prompt, data)
+    if out is not None:
+        check_out("--out", out)
 
 
 def finish(measurement: Measurement, within: float | None, out: Path | None) -> None:
@@ -188,14 +194,15 @@ def finish(measurement: Measurement, within: float | None, out: Path | None) -> 
     content = measurement.results.content
     try:
         measurement.run()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Exception):
         progress("")
-        if measurement.entries:
+        some = "drafts" in content
+        if some:
             show(content)
         note(
             "cut short: "
-            + ("nothing was measured yet" if not measurement.entries else "the tables have what there is")
-            + (f", and so has {out}" if out is not None and measurement.entries else "")
+            + ("the tables have what there is" if some else "nothing was measured yet")
+            + (f", and so has {out}" if out is not None and some else "")
         )
         raise
     progress("")

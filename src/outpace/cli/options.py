@@ -170,6 +170,13 @@ def _bias(text: str) -> tuple[int, float]:
         raise ValueError(f"--logit-bias: got {text!r}; it must be like 42=-1.5 or 42=-inf") from None
 
 
+def check_prompts(prompt: list[str] | None, data: str | None) -> None:
+    if prompt and data is not None:
+        raise ValueError("--prompt: given together with --data; give one or the other")
+    if prompt and not all(one.strip() for one in prompt):
+        raise ValueError("--prompt: it is empty; a model needs something to go on from")
+
+
 def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

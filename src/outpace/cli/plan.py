@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,7 +43,7 @@ def plan(
     if plot is not None:
         from outpace.bench.pictures import backend
 
-        backend()  # what is missing is said before anything is printed
+        backend(plot)  # what is missing is said before anything is printed
     found = planned(alpha, c, c if ops is None else ops, drafts or [], most)
     if as_json:
         print(json.dumps(found, indent=2))
@@ -83,7 +84,7 @@ def planned(alpha: float, c: float, ops: float, drafts: list[int], most: int) ->
         "c": c,
         "ops": ops,
         "best": at(alpha, best),
-        "oracle": theory.oracle_speedup(alpha, c),
+        "oracle": oracle if math.isfinite(oracle := float(theory.oracle_speedup(alpha, c))) else None,
         "pays_above": c,
         "lengths": [at(alpha, g) for g in others],
         "lenience": lenient,
@@ -102,7 +103,7 @@ def show(found: dict[str, Any]) -> None:
         console.print(
             f"Guess g = {best['g']}: {best['tokens']:.2f} tokens a pass, {best['speedup']:.2f} times as "
             f"fast, {best['operations']:.2f} times the operations. Knowing what will be kept, one could be "
-            f"{found['oracle']:.2f} times as fast."
+            + ("fast without limit." if found["oracle"] is None else f"{found['oracle']:.2f} times as fast.")
         )
     else:
         console.print(f"Do not speculate: a draft pays only if its α is above c = {c:g}.")

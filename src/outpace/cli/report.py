@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -28,11 +27,9 @@ def report(
     from outpace.bench.pictures import backend
     from outpace.bench.results import load
     from outpace.cli.show import note
+    from outpace.files import check_out, write_whole
 
-    if out.is_dir():
-        raise ValueError(f"out: {out} is a folder")
-    if not out.parent.is_dir():
-        raise ValueError(f"out: there is no folder {out.parent}")
+    check_out("--out", out)
     if out.resolve() in {one.resolve() for one in results}:
         raise ValueError(f"out: {out} is one of the results")
     files = [(path.name, load(path, KINDS)) for path in dict.fromkeys(results)]
@@ -40,10 +37,5 @@ def report(
     from outpace.report.page import page
 
     text = page(files)
-    beside = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(out)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(out, text)
     note(f"{out}: {text.count('<figure')} figures, {text.count('<table')} tables")

@@ -82,7 +82,7 @@ def screen(stream: IO[str]) -> Any:
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
 
-    return Screen(file=stream, highlight=False)
+    return Screen(file=stream, highlight=False, markup=False)
 
 
 def note(line: str) -> None:

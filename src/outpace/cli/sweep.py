@@ -24,11 +24,12 @@ from outpace.cli.options import (
     Target,
     TopK,
     TopP,
+    check_prompts,
 )
 from outpace.cli.show import note
 
 if TYPE_CHECKING:
-    from outpace.bench.forecast import Figure
+    from outpace.bench.forecast import Figure, Known
     from outpace.bench.results import Results
     from outpace.bench.runs import Run
     from outpace.bench.sweep import Sweep
@@ -113,8 +114,9 @@ def sweep(
 
     measured is tokens a second over those of plain decoding, in the same
     rounds, with an interval that holds it in 95 of 100 cases; predicted the
-    same by α and the time of an iteration, with its error; thm 3.8 that of
-    Leviathan et al. 2023, from α and c alone, the time of a draft's step.
+    same by α and what passes, steps and verification take by themselves, with
+    its error; thm 3.8 that of Leviathan et al. 2023, from α and c alone, the
+    time of a draft's step.
 
     Ctrl-C ends it; the table and the file are then of the rounds so far.
     """
@@ -124,17 +126,15 @@ def sweep(
     from outpace.cli import lineup
     from outpace.cli.bench import bare, command, machine
     from outpace.cli.drafts import fitting, line_up
+    from outpace.files import check_out
     from outpace.models.hub import DEFAULT
     from outpace.sampling import Sampling
 
     if plot is not None:
         from outpace.bench.pictures import backend
 
-        backend()  # what is missing is said before anything is measured
-        if not plot.parent.is_dir():
-            raise ValueError(f"--plot: {plot.parent}: no such folder")
-    if out.is_dir():
-        raise ValueError(f"--out: {out} is a folder")
+        backend(plot)  # what is missing is said before anything is measured
+    check_out("--out", out)
     lengths = [number(one, max_new_tokens) for one in length or LENGTHS]
     samplings = [
         Sampling(temperature=one, top_k=top_k or 0, top_p=1.0 if top_p is None else top_p)
@@ -149,8 +149,7 @@ def sweep(
             pair, alpha, rule, device, dtype, limit or lineup.SYNTHETIC, context
         )
     else:
-        if prompt and data is not None:
-            raise ValueError("--data: given together with --prompt; give one or the other")
+        check_prompts(prompt, data)
         if "none" in drafts:
             raise ValueError("--draft: none is plain decoding, which is always there as g = 0")
         plain, decoders = line_up(target, drafts, device, dtype, rule=rule)
@@ -184,15 +183,23 @@ def sweep(
 def finish(made: Sweep, results: Results, out: Path, plot: Path | None) -> None:
     """Measure, show and save; what there is if it is interrupted."""
     runs: list[Run] = []
-    interrupted = False
+    parts: Known = {}
+    stopped: BaseException | None = None
+    how = ""
     try:
-        measure(made, runs, results)
+        measure(made, runs, parts, results)
     except KeyboardInterrupt:
-        interrupted = True
+        stopped, how = SystemExit(130), "interrupted"
+    except Exception as error:
+        stopped, how = error, "failed"
     rounds = len(runs) // len(made.blocks[0])
-    found = keep(results, runs, rounds) if rounds else []
-    if not interrupted and len(found) < len(made.cells):
-        raise ValueError("max_new_tokens: all texts ended before anything could be timed; try --ignore-eos")
+    found = keep(results, runs, parts, rounds) if rounds else []
+    if stopped is None:
+        if not found:
+            raise ValueError(
+                "max_new_tokens: all texts ended before anything could be timed; try --ignore-eos"
+            )
+        results.done()
     if found:
         from outpace.cli.lines import show
 
@@ -202,27 +209,34 @@ def finish(made: Sweep, results: Results, out: Path, plot: Path | None) -> None:
 
             draw(found, plot)
             note(f"picture in {plot}")
-    if not interrupted:
-        results.done()
+    if stopped is None:
+        if len(found) < len(made.cells):
+            note(f"of {len(made.cells) - len(found)} cells all texts ended before anything could be timed")
         note(f"figures in {out}")
         return
     kept = f"what is shown is of those, and in {out}" if rounds else "nothing was kept"
-    note(f"interrupted after {rounds} of {made.total} rounds: {kept}")
-    raise SystemExit(130)
+    note(f"{how} after {rounds} of {made.total} rounds: {kept}")
+    raise stopped
 
 
-def keep(results: Results, runs: list[Run], rounds: int) -> list[Figure]:
+def keep(results: Results, runs: list[Run], parts: Known, rounds: int) -> list[Figure]:
     from outpace.bench.forecast import figures
 
-    found = figures(runs)
-    results.put(rounds=rounds, figures=[asdict(one) for one in found])
+    found = figures(runs, parts)
+    timed = [
+        {"draft": draft, "temperature": sampling.temperature, **asdict(one)}
+        for (draft, sampling), one in parts.items()
+    ]
+    results.put(rounds=rounds, figures=[asdict(one) for one in found], parts=timed)
     return found
 
 
-def measure(made: Sweep, runs: list[Run], results: Results) -> None:
-    """All rounds, each of which is kept as a whole, with a bar on a terminal."""
+def measure(made: Sweep, runs: list[Run], parts: Known, results: Results) -> None:
+    """What iterations consist of, and all rounds, each kept as a whole, with a bar on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from outpace.bench.sweep import timed
 
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeRemainingColumn()
     bar = Progress(
@@ -234,9 +248,10 @@ def measure(made: Sweep, runs: list[Run], results: Results) -> None:
     )
     with bar:
         line = bar.add_task("", total=made.total)
+        timed(made, parts, lambda said: bar.update(line, description=said))
         for count, one in enumerate(made.rounds(lambda said: bar.update(line, description=said)), 1):
             runs += one
-            keep(results, runs, count)
+            keep(results, runs, parts, count)
             bar.update(line, completed=count)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +28,7 @@ from outpace.cli.options import (
     Temperature,
     TopK,
     TopP,
+    check_prompts,
     sampling_of,
 )
 from outpace.cli.show import note, progress
@@ -111,7 +113,7 @@ def tune(
     from outpace.tune.budget import Budget
 
     time = Budget(budget)
-    kept = results or out.with_name("outpace-tune.json")
+    kept = results or out.parent / "outpace-tune.json"
     names = [one for one in dict.fromkeys([*(draft or ()), *(more or ())] or DRAFTS) if one != "none"]
     kinds: list[str | None] = list(dict.fromkeys(dtype or ())) or [None]
     check(names, kinds, device, prompt, data, out, kept)
@@ -153,7 +155,7 @@ def tune(
     tuning = Tuning(sides, prompts, plan, time, found, progress, fit="ngram" in names)
     table = out.with_suffix(".ngram.safetensors")
     given = dict(zip(sides[0].drafts, loaded, strict=True))
-    finish(tuning, Names(target or DEFAULT, given, table, plain.scorer.device.type), out, kept)
+    finish(tuning, Names(target or DEFAULT, given, table, str(plain.scorer.device)), out, kept)
 
 
 def check(
@@ -166,17 +168,13 @@ def check(
     results: Path,
 ) -> None:
     """Flags that do not fit, before anything big is loaded."""
+    from outpace.files import check_out
+
     for flag, path in (("--out", out), ("--results", results)):
-        if path.is_dir():
-            raise ValueError(f"{flag}: {path} is a folder")
-        if not path.absolute().parent.is_dir():
-            raise ValueError(f"{flag}: {path.absolute().parent}: no such folder")
+        check_out(flag, path)
     if out.absolute() == results.absolute():
         raise ValueError(f"--results: {results} is the configuration's file, too")
-    if prompt and data is not None:
-        raise ValueError("--prompt: given together with --data; give one or the other")
-    if prompt and not all(one.strip() for one in prompt):
-        raise ValueError("--prompt: it is empty; a model needs something to go on from")
+    check_prompts(prompt, data)
     if "random" in names:
         raise ValueError("--drafts: random guesses are never worth running; `outpace measure` has them")
     from outpace.cli.bench import bare
@@ -199,25 +197,28 @@ def finish(tuning: Tuning, names: Names, out: Path, results: Path) -> None:
     """Measure, show and save; what there is if it is interrupted."""
     from outpace.cli.tuned import keep, show
 
-    interrupted = False
+    stopped: BaseException | None = None
+    how = ""
     try:
         tuning.run()
     except KeyboardInterrupt:
-        interrupted = True
+        stopped, how = SystemExit(130), "interrupted"
+    except Exception as error:
+        stopped, how = error, "failed"
     progress("")
-    if interrupted and not tuning.costs.passes:
-        note("interrupted: nothing was measured yet, and nothing is kept")
-        raise SystemExit(130)
+    if stopped is not None and not tuning.costs.passes:
+        note(f"{how}: nothing was measured yet, and nothing is kept")
+        raise stopped
     findings = tuning.findings
-    wanted = not interrupted or not findings.choice.way.plain
+    wanted = stopped is None or not findings.choice.way.plain
     content = keep(tuning, names, out if wanted else None)
     show(content)
     spent, budget = tuning.budget.spent, tuning.budget.seconds
     if wanted:
-        note(f"configuration in {out}: outpace generate --config {out}")
-    if interrupted:
+        note(f"configuration in {out}: outpace generate --config {shlex.quote(str(out))}")
+    if stopped is not None:
         nothing = "" if wanted else ", and no configuration was written"
-        note(f"interrupted after {spent:.0f} s: this is what there was, also in {results}{nothing}")
-        raise SystemExit(130)
+        note(f"{how} after {spent:.0f} s: this is what there was, also in {results}{nothing}")
+        raise stopped
     tuning.results.done()
     note(f"all of it in {results}, after {spent:.0f} of {budget:g} s")

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from outpace.cli.show import screen
+from outpace.draft.text import TextDrafter
+from outpace.files import write_whole
+from outpace.models.hub import DEFAULT
+from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.tune import config, elsewhere
 from outpace.tune.tuning import Tuning
 from outpace.tune.way import NGRAM
@@ -26,6 +30,11 @@ class Names:
     drafts: Mapping[str, str]
     table: Path
     device: str
+
+    @property
+    def hub(self) -> str:
+        """Where others find the target."""
+        return f"HuggingFaceTB/{DEFAULT}" if self.target == DEFAULT else self.target
 
     def draft(self, shown: str) -> str:
         """So that it is found from any folder, and a table beside the configuration."""
@@ -63,20 +72,31 @@ def keep(tuning: Tuning, names: Names, out: Path | None) -> Content:
             "speedup": chosen.verified,
             "interval": chosen.interval,
             "expected": chosen.expected,
-            **{name: content[name] for name in ("sampling", "prompts", "machine", "command")},
+            "prompts": seen.prompts if (seen := findings.record.seen(findings.choice.way)) else None,
+            "rounds": findings.record.rounds,
+            **{name: content[name] for name in ("sampling", "machine", "command")},
         },
         findings.verdict(),
     )
+    side = tuning.sides[0]
+    drafter = side.drafts[chosen.draft].drafter if chosen.draft in side.drafts else None
+    models = elsewhere.Models(
+        names.hub,
+        chosen.dtype,
+        isinstance(side.plain.scorer, Seq2SeqScorer),
+        isinstance(drafter, TextDrafter),
+    )
+    found_here = f"ngram:{names.table}" if chosen.draft == NGRAM else draft
     if out is not None:
         if chosen.draft == NGRAM and tuning.ngram is not None:
             tuning.ngram.save(names.table)
-        config.save(out, text)
+        write_whole(out, text)
     tuning.results.put(
         spent_seconds=round(tuning.budget.spent, 1),
         **findings.content(),
         config=text if out is not None else None,
-        transformers=elsewhere.transformers(draft, chosen.length, chosen.rule, near),
-        vllm=elsewhere.vllm(names.target, draft, chosen.length, chosen.dtype, near),
+        transformers=elsewhere.transformers(models, found_here, chosen.length, chosen.rule, near),
+        vllm=elsewhere.vllm(models, draft, chosen.length, near),
     )
     return content
 

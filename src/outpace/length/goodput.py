@@ -22,7 +22,7 @@ GROWTH = 2  # times the longest pass that was measured: so far costs are guessed
 NOVEL = 0.03  # in favour of a length that was never tried; against it, where making it ready takes time
 MARGIN = 0.02  # what speculation must promise to be taken up
 WARY = 0.05  # and for each plain pass that was lost more than may be
-BUDGET = 0.015  # share of the time that tries against all odds may take
+BUDGET = 0.01  # share of the time that tries against all odds may take
 CREDIT = 16.0  # plain passes, won before or by waiting, that such tries may take ahead of that
 DEBT = -4.0  # plain passes, no more than which is remembered as lost: a machine may have slept
 FIRST = 2.0  # plain passes that may be lost to begin with
@@ -32,7 +32,7 @@ WORTH = 1.1  # what it would have to bring
 CHEAP = 0.05  # share of what may be lost that a length may be expected to lose, to learn from it
 ASKING = 4e-3  # seconds of a draft's step: between shorter ones, asking would take longer than it saves
 AGAIN = 8  # iterations without news after which guesses are tries; twice as many until one after a failure
-PATIENCE = 50  # iterations until what is out of the question is thought of again
+PATIENCE = 64  # iterations until what is out of the question is thought of again
 CLOSE = 1.25  # times as fast as plain decoding, and no more
 REFRESH = 256  # iterations until a plain pass is measured anew; an eighth of that where it is close
 

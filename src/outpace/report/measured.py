@@ -58,8 +58,8 @@ def _drafts(content: Content) -> Section:
     words = (
         f"α is the mean of Σ min(p, q) at the target's own tokens, with a {sure}\u00a0% interval, at "
         "lenience l; c the time of a draft's step, of a target's pass; speed what the best g is expected "
-        "to bring over plain decoding, by the times measured; counted the share of all guesses that real "
-        "runs kept; coverage the share of tokens that there was a guess for."
+        "to bring over plain decoding, by the times measured; counted the share that real runs "
+        "kept of the guesses that were judged; coverage the share of tokens that there was a guess for."
     )
     tables = [Table(words, heads, rows)] if rows else []
     return Section("How often guesses are kept", _setting(content), tables=[*tables, *_parts(content)])

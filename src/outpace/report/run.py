@@ -35,9 +35,10 @@ def _time(content: Content) -> Section:
 
 def _text(content: Content) -> Section:
     trace = content.get("trace") or {}
-    if not trace.get("pieces"):
+    if not trace.get("pieces") or not trace.get("iterations"):
         return Section("Token by token")
-    count, passes = len(trace["pieces"]), len(tokens.lines(trace["pieces"]))
+    passes = len(trace["iterations"])
+    count = sum(one["accepted"] + 1 for one in trace["iterations"])
     words = (
         f"Text of that run, a line for each pass of the target: {passes} passes for {count} tokens (as in "
         "Leviathan et al. 2023, Figure 1)."

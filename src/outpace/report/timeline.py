@@ -53,9 +53,10 @@ def draw(iterations: Sequence[Iteration], plain: float | None) -> Markup:
     words = f"speculating: {tokens} tokens in {said(1000 * spent, '.4g')} ms"
     blocks, alone = _blocks(iterations), list[Block]()
     if plain:
-        read = not iterations[0]["drafted"]
-        begun = [(phase, seconds, "") for phase, seconds in each[0].items()] if read else []
-        alone = [*begun, *[("target", plain, "")] * (tokens - len(iterations[:read]))]
+        begun = list[Block]()
+        if not iterations[0]["drafted"]:  # its token came with the prompt
+            begun, tokens = [(phase, seconds, "") for phase, seconds in each[0].items()], tokens - 1
+        alone = [*begun, *[("target", plain, "")] * tokens]
     slow = sum(seconds for _, seconds, _ in alone)
     whole = max(spent, slow) or 1.0
     rows, height = [*_row(0, words, blocks, whole)], ROW - 12

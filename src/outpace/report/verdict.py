@@ -29,7 +29,7 @@ def _swept(contents: Sequence[Content]) -> str:
     known += f" ({between(interval, '.2f')})" if interval else ""
     if speed <= 1:
         return f"Do not speculate: the best that was measured, {what}, is {known}."
-    if interval and interval[0] <= 1:
+    if not interval or interval[0] <= 1:
         return f"It is not sure that speculation pays: {what} is {known}."
     return f"Guess with {what}: {known}."
 

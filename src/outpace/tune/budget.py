@@ -10,16 +10,16 @@ Clock = Callable[[], float]
 
 
 class Budget:
-    """So many seconds from now, or from when it began by this clock.
+    """So many seconds from now, by this clock.
 
     Stages end at a share of the whole: what one leaves, the next has.
     """
 
-    def __init__(self, seconds: float, clock: Clock = time.monotonic, begun: float | None = None) -> None:
+    def __init__(self, seconds: float, clock: Clock = time.monotonic) -> None:
         if not (seconds > 0 and math.isfinite(seconds)):
             raise ValueError(f"budget: got {seconds:g}; it must be a number of seconds > 0")
         self.seconds, self._clock = seconds, clock
-        self._begun = clock() if begun is None else begun
+        self._begun = clock()
 
     @property
     def spent(self) -> float:

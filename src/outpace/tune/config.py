@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,16 +39,6 @@ def written(settings: Mapping[str, Any], measured: Mapping[str, Any], verdict: s
     return "\n".join(lines) + "\n"
 
 
-def save(path: Path, text: str) -> None:
-    """All of it, or nothing."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
 def read(path: Path) -> dict[str, Any]:
     """What a file says. A table of n-grams that it names lies beside it, unless it says where."""
     try:
@@ -80,5 +70,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
         inside = (f"{name} = {_toml(one)}" for name, one in value.items() if one is not None)
         return "{ " + ", ".join(inside) + " }"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     # Strings, numbers, and lists of them are as in JSON, but for one character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

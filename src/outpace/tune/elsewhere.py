@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import dataclass
 
 from outpace.bench.runs import AUTO
 from outpace.tune.way import LOOKUP, NONE
@@ -12,35 +13,71 @@ LONGEST = 3  # tokens that a lookup matches at most
 NO_POLICY = "it has no policy that goes by the clock"
 
 
-def transformers(draft: str, length: str, rule: str, near: int) -> str:
+@dataclass(frozen=True)
+class Models:
+    """What is to be known of a pair.
+
+    target      as the hub has it
+    dtype       of both
+    encoder     the target has one
+    other       the draft has another tokenizer than the target
+    """
+
+    target: str
+    dtype: str
+    encoder: bool = False
+    other: bool = False
+
+
+def transformers(models: Models, draft: str, length: str, rule: str, near: int) -> str:
     """Calls of `model.generate`; `near` is a number for what is not a fixed length."""
     if draft == NONE:
         return "model.generate(**inputs)  # nothing more"
-    loading, own, theirs = "", f'"{LOOKUP}"', ""
+    given = "length=" + ("outpace.Goodput()" if length == AUTO else length)
+    given += "" if rule == "token" else f', rule="{rule}"'
+    why = f", though {NO_POLICY}" if length == AUTO else ""
+    own = f"# or by its own assisted generation{why}:"
     if draft == LOOKUP:
         theirs = f"prompt_lookup_num_tokens={near}, max_matching_ngram_size={LONGEST}"
-    elif draft.startswith("ngram:"):
-        own = f"outpace.NGramDrafter.load({json.dumps(draft.removeprefix('ngram:'))})"
-    else:
-        loading, own = f"small = AutoModelForCausalLM.from_pretrained({json.dumps(draft)})\n", "small"
-        theirs = f"assistant_model=small, num_assistant_tokens={near}, "
-        theirs += 'num_assistant_tokens_schedule="constant"'
-    given = f"draft={own}" + ("" if length == AUTO else f", length={length}")
-    given += "" if rule == "token" else f', rule="{rule}"'
-    text = f"{loading}model.generate(**inputs, custom_generate=outpace.generate, {given})\n"
-    if not theirs:
-        return text + "# Transformers' own assisted generation has no n-gram tables"
-    why = f", though {NO_POLICY}" if length == AUTO else ""
-    return text + f"# or by its own assisted generation{why}:\nmodel.generate(**inputs, {theirs})"
+        return f"""{_call("outpace.LookupDrafter(min_ngram=1)", given)}
+{own}
+model.generate(**inputs, {theirs})"""
+    if draft.startswith("ngram:"):
+        table = f"outpace.NGramDrafter.load({json.dumps(draft.removeprefix('ngram:'))})"
+        return f"{_call(table, given)}\n# Transformers' own assisted generation has no n-gram tables"
+    name, kind = json.dumps(draft), "AutoModelForSeq2SeqLM" if models.encoder else "AutoModelForCausalLM"
+    lines = [f'small = {kind}.from_pretrained({name}, dtype="{models.dtype}")']
+    drafter, tokenizers = "small", ""
+    if models.other:
+        lines.append(f"theirs = AutoTokenizer.from_pretrained({name})")
+        drafter = "outpace.TextDrafter(small, theirs, tokenizer)"
+        tokenizers = ", tokenizer=tokenizer, assistant_tokenizer=theirs"
+    lines += [
+        _call(drafter, given),
+        own,
+        f"small.generation_config.num_assistant_tokens = {near}",
+        'small.generation_config.num_assistant_tokens_schedule = "constant"',
+        "small.generation_config.assistant_confidence_threshold = 0.0",
+        f"model.generate(**inputs, assistant_model=small{tokenizers})",
+    ]
+    return "\n".join(lines)
 
 
-def vllm(target: str, draft: str, length: str, dtype: str, near: int) -> str:
+def _call(drafter: str, given: str) -> str:
+    return f"model.generate(**inputs, custom_generate=outpace.generate, draft={drafter}, {given})"
+
+
+def vllm(models: Models, draft: str, length: str, near: int) -> str:
     """A command that serves it."""
-    command = f"vllm serve {shlex.quote(target)} --dtype {dtype}"
+    if models.encoder:
+        return "# it does not speculate with encoder-decoder models"
+    command = f"vllm serve {shlex.quote(models.target)} --dtype {models.dtype}"
     if draft == NONE:
         return f"{command}  # nothing more"
     if draft.startswith("ngram:"):
         return f"{command}  # it has no n-gram tables; its ngram copies from the context, as lookup does"
+    if models.other:
+        return f"{command}  # its drafts have the target's tokenizer, which this one has not"
     settings: dict[str, str | int] = {"method": "draft_model", "model": draft, "num_speculative_tokens": near}
     if draft == LOOKUP:
         settings = {"method": "ngram", "num_speculative_tokens": near}

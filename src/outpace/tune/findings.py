@@ -40,11 +40,12 @@ class Findings:
     def add(self, *ways: Way) -> None:
         self.known += [way for way in ways if way not in self.known]
 
-    def expect(self, way: Way, speed: Speed, least: float) -> None:
-        """Less than the least, even if the interval's upper end was true, is not worth being measured."""
+    def expect(self, way: Way, speed: Speed, least: float, hope: Speed) -> None:
+        """Less than the least, even if the upper end of what may be hoped for was true, is not worth being
+        measured."""
         self.add(way)
         self.expected[way] = speed
-        if speed[1] is not None and speed[1][1] < least:
+        if hope[1] is not None and hope[1][1] < least:
             self.dropped[way] = "cannot pay, by how often its guesses are right and what they cost"
 
     def promising(self) -> list[Way]:

@@ -15,7 +15,7 @@ from outpace.bench.cost import let_go
 from outpace.bench.runs import PLAIN, Cell, Run
 from outpace.bench.spread import Rate
 from outpace.bench.sweep import Sweep, rotated
-from outpace.decode import Decoder
+from outpace.decode import Decoder, WithModel
 from outpace.sampling import Sampling
 from outpace.tune.decision import Seen, better_half, compare
 from outpace.tune.way import Way
@@ -64,6 +64,7 @@ class Race:
         self.ways, self.record, self.text = list(decoders), record, text
         names = {way: f"{way.draft} {way.rule} {way.dtype}" for way in (*self.ways, plain[0])}
         own = {names[way]: decoder for way, decoder in (*decoders.items(), plain)}
+        self._own = own
         self.cells = {way: Cell(names[way], sampling, way.length) for way in names}
         # An engine's caches are large, so that drafts come one after the other.
         self.apart = any(decoder._engines is not None for decoder in own.values())
@@ -71,7 +72,8 @@ class Race:
             way: Cell(names[way] if self.apart else names[plain[0]], sampling, PLAIN) for way in self.ways
         }
         lengths = list(dict.fromkeys(way.length for way in self.ways))
-        self.sweep = Sweep(own, [sampling], lengths, prompts, tokens=tokens, seed=seed)
+        # The prompt, which all would have to read, is not counted; a draft's reading of it is.
+        self.sweep = Sweep(own, [sampling], lengths, prompts, tokens=tokens, seed=seed, beginning=1)
 
     def rounds(self, left: Left, tell: Tell = lambda line: None, first: int = 0) -> Iterator[None]:
         """Until it is clear or there is no time left, from this turn on; after each round."""
@@ -137,7 +139,10 @@ class Race:
             before = left()
             if before < self.text:
                 return None
-            tell(f"round {turn + 1}: {cell.draft.split()[0]}, g = {cell.length}")
+            tell(f"round {turn + 1}: {cell.draft.rsplit(' ', 2)[0]}, g = {cell.length}")
+            drafter = self._own[cell.draft].drafter
+            if isinstance(drafter, WithModel):
+                drafter.scorer.forget()
             found[cell] = self.sweep.run(cell, group, repeat)
             self.text = max(self.text, before - left())
         return found

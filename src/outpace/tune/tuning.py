@@ -101,7 +101,8 @@ class Tuning:
         fit = int((RACED - FORESEEN) * self.budget.seconds / (ROUNDS * WAYS * plain))
         self.tokens = min(self.tokens, max(SHORT, fit))
         for side in self.sides[1:]:
-            self.findings.expect(plainly(side.dtype), (plain / self.costs.plain(side.dtype), None), 0.0)
+            speed = plain / self.costs.plain(side.dtype), None
+            self.findings.expect(plainly(side.dtype), speed, 0.0, speed)
 
     def fit(self) -> None:
         """Count n-grams of what the target writes for prompts that nothing is measured with."""
@@ -173,8 +174,11 @@ class Tuning:
             return
         g, alone = replay.best(), plain / iterations[0]  # what this precision brings by itself
         auto, fixed = self._auto(name, side), Way(name, str(g), "token", side.dtype)
-        for way, speed in ((auto, replay.chosen()), (fixed, replay.fixed(g))):
-            self.findings.expect(way, speed, PAYS * alone)
+        speed = replay.fixed(g)
+        self.findings.expect(
+            auto, max(speed, (alone, None), key=lambda one: one[0]), PAYS * alone, replay.chosen()
+        )
+        self.findings.expect(fixed, speed, PAYS * alone, speed)
 
     def race(self) -> None:
         """Whole texts, by what may pay and by plain decoding in turn."""
@@ -183,7 +187,7 @@ class Tuning:
     def judge(self) -> None:
         """Rule block beside token, where they differ."""
         way = self.findings.choice.way
-        if way.draws and not self.plan.sampling.greedy:
+        if not way.plain and cost.draws(self._decoder(way), self.plan.sampling):
             block = Way(way.draft, way.length, "block", way.dtype)
             self.findings.add(block)
             self._race([way, block], JUDGED)
@@ -220,9 +224,9 @@ class Tuning:
             self.costs.time(side, B, self.budget.left(), CROWD)
             self.costs.time_step(side, way.draft, B)
             iterations = self.costs.iterations(side, way.draft, B)
-            replay = Replay(texts, iterations, iterations[0])
+            replay = Replay(texts, iterations, iterations[0], B)
             fits = way.length.isdecimal() and int(way.length) in replay.lengths
-            speed, interval = replay.fixed(int(way.length)) if fits else replay.chosen()
+            speed, interval = replay.fixed(int(way.length) if fits else replay.best())
             why = "expected to pay" if speed > PAYS else "not expected to pay"
             found = Candidate(way.draft, way.length, way.dtype, way.rule, B, speed, interval, None, why)
             self.findings.crowds.append(found)

@@ -24,11 +24,6 @@ class Way:
         return self.draft == NONE
 
     @property
-    def draws(self) -> bool:
-        """Whether guesses come from a distribution, so that rules differ when texts are sampled."""
-        return not self.plain and self.draft != LOOKUP
-
-    @property
     def effort(self) -> tuple[int, bool, bool]:
         """What it takes: nothing, a copy, a table, a model; a number that somebody has to choose; another
         rule than the usual one."""
