@@ -52,6 +52,7 @@ LENGTHS = (0, 1, 2, 3, 5, 8, 12)
 GRID_ALPHAS = (0.3, 0.6, 0.8, 0.9)
 GRID_DRAFTS = ("cheap", "middle")
 WARM = 3  # texts that are not counted, of a fixed length one: lengths are made ready when first wanted
+SOME = 4  # times as many rounds where one row is written at a time: they are short, and vary more
 BEHIND = 0.7  # times the fastest: less cannot be the best
 PLAIN = Sampling()
 Side = tuple[Decoder, Length]
@@ -133,7 +134,7 @@ def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> list[dict
         decoder = bench.decoder(drafter)
         for B in batches:
             sides: dict[str, Side] = {"plain": (bench.plain, Fixed(0)), "goodput": (decoder, decoder.length)}
-            rates = bench.rates(sides, B, rounds)
+            rates = bench.rates(sides, B, rounds * max(1, SOME // B))
             ratios = [ours / plain for plain, ours in zip(rates["plain"], rates["goodput"], strict=True)]
             found.append(
                 {

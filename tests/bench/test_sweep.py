@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outpace.bench import sweep
-from outpace.bench.forecast import figures
+from outpace.bench.forecast import Known, figures
 from outpace.bench.runs import Cell
 from outpace.bench.sweep import Sweep
 from outpace.decode import Decoder
@@ -67,7 +67,8 @@ def test_a_draft_that_is_never_wrong_fills_every_pass(decoder: Decoder, batch: i
 
 
 def test_parts_are_timed_for_every_draft_and_sampling(decoder: Decoder) -> None:
-    found, parts = Sweep({"same": decoder}, [GREEDY, Sampling()], ["3"], PROMPTS, tokens=17, batch=2), {}
+    found = Sweep({"same": decoder}, [GREEDY, Sampling()], ["3"], PROMPTS, tokens=17, batch=2)
+    parts: Known = {}
     sweep.timed(found, parts)
     assert list(parts) == [("same", GREEDY), ("same", Sampling())]
     greedy, drawn = parts.values()
