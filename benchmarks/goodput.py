@@ -5,7 +5,9 @@ python benchmarks/goodput.py --device cpu --out benchmarks/results/goodput_cpu.j
 python benchmarks/goodput.py --device cuda --out benchmarks/results/goodput_h200.json
 
 Models are synthetic (`outpace.bench.synthetic`): real shapes, every layer computed, a chosen acceptance.
-Sides are timed in turn, in one process, after a text that is not counted; prompts are not counted.
+Sides are timed in turn, in one process, after a text that is not counted; prompts are not counted. In the
+grid rates are of as many tokens as the guesses bring on average, by the acceptance of all sides together: of
+a hundred passes that keep ten tokens or none the luck would be larger than what is to be seen.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import statistics
 import sys
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,6 +64,31 @@ PREDICTED = 8  # rows up to which speeds are predicted, too
 STAGES = ((0, 150), (1, 150), (0, 150))  # which head, and for how many iterations
 
 
+@dataclass
+class Texts:
+    """What was written at a time.
+
+    guesses  how many a row had in an iteration, and how often
+    lost     iterations in which a guess was
+    """
+
+    seconds: float = 0.0
+    tokens: int = 0
+    guesses: Counter[int] = field(default_factory=Counter)
+    kept: int = 0
+    lost: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    def fair(self, alpha: float) -> float:
+        """The same, with as many tokens as so many guesses bring on average: luck is not in it."""
+        tokens = sum(n * float(theory.expected_tokens(alpha, g)) for g, n in self.guesses.items())
+        return tokens / self.seconds
+
+
 class Bench:
     """A target, and drafts for it."""
 
@@ -88,34 +117,40 @@ class Bench:
         noise = torch.Generator().manual_seed(turn)
         return torch.randint(len(self.codes.before), (B, 32), generator=noise).tolist()
 
-    def seconds(self, decoder: Decoder, B: int, turn: int) -> tuple[float, int]:
-        """Of a text of each of B rows but for its prompt and first token, and how many tokens they are."""
-        begun, first, count = 0.0, set[int](), 0
+    def write(self, decoder: Decoder, B: int, turn: int) -> Texts:
+        """One of each of B rows, but for its prompt and first token."""
+        begun, first, found = 0.0, set[int](), Texts()
         options: Any = {"max_new_tokens": self.sizes["tokens"][B], "ignore_eos": True, "seed": turn}
         for step in decoder.stream(self.prompts(B, turn), PLAIN, **options):
             if len(first) < B:
                 first.add(step.row)
                 begun = time.perf_counter()
             else:
-                count += len(step.tokens)
-        return time.perf_counter() - begun, count
+                found.tokens += len(step.tokens)
+                found.guesses[step.drafted] += 1
+                found.kept += step.accepted
+                found.lost += step.accepted < step.drafted
+        found.seconds = time.perf_counter() - begun
+        return found
 
-    def rates(self, sides: dict[str, Side], B: int, rounds: int) -> dict[str, list[float]]:
-        """Tokens a second of each side in each round, in turn; of fixed lengths that are far behind after
-        their warm-up, of that alone."""
-        found: dict[str, list[float]] = {name: [] for name in sides}
-        warm: dict[str, float] = {}
+    def rounds(self, sides: dict[str, Side], B: int, rounds: int) -> dict[str, list[Texts]]:
+        """What each side wrote in each round, in turn; of fixed lengths that are far behind after their
+        warm-up, that alone."""
+        found: dict[str, list[Texts]] = {name: [] for name in sides}
+        warm: dict[str, Texts] = {}
         for turn, (name, (decoder, length)) in itertools.product(range(-WARM, rounds), sides.items()):
             if turn < -1 and isinstance(length, Fixed):
                 continue
-            if turn >= 0 and warm[name] < BEHIND * max(warm.values()) and isinstance(length, Fixed):
+            best = max((one.rate for one in warm.values()), default=0.0)
+            if turn >= 0 and warm[name].rate < BEHIND * best and isinstance(length, Fixed):
                 found[name] = [warm[name]]
                 continue
             decoder.length = length
-            seconds, tokens = self.seconds(decoder, B, turn + WARM)
-            warm[name] = tokens / seconds
-            if turn >= 0:
-                found[name].append(tokens / seconds)
+            written = self.write(decoder, B, turn + WARM)
+            if turn < 0:
+                warm[name] = written
+            else:
+                found[name].append(written)
         return found
 
 
@@ -134,7 +169,8 @@ def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> list[dict
         decoder = bench.decoder(drafter)
         for B in batches:
             sides: dict[str, Side] = {"plain": (bench.plain, Fixed(0)), "goodput": (decoder, decoder.length)}
-            rates = bench.rates(sides, B, rounds * max(1, SOME // B))
+            texts = bench.rounds(sides, B, rounds * max(1, SOME // B))
+            rates = {side: [one.rate for one in some] for side, some in texts.items()}
             ratios = [ours / plain for plain, ours in zip(rates["plain"], rates["goodput"], strict=True)]
             found.append(
                 {
@@ -181,19 +217,27 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> list[dict[str, Any]]:
         for B in options.batch:
             sides: dict[str, Side] = {str(g): (decoder, Fixed(g)) for g in LENGTHS}
             sides["goodput"] = (decoder, policy)
-            rates = {side: statistics.mean(some) for side, some in bench.rates(sides, B, rounds).items()}
+            texts = bench.rounds(sides, B, rounds)
+            every = [one for some in texts.values() for one in some]
+            kept = sum(one.kept for one in every)
+            seen = kept / (kept + sum(one.lost for one in every))
+            rates = {side: statistics.mean(one.fair(seen) for one in some) for side, some in texts.items()}
             ours = rates.pop("goodput")
             best = max(rates, key=lambda g: rates[g])
+            written = {side: statistics.mean(one.rate for one in some) for side, some in texts.items()}
             found.append(
                 {
                     "draft": name,
                     "alpha": round(alpha, 3),
+                    "alpha_seen": round(seen, 3),
                     "B": B,
                     "best_g": int(best),
                     "best_over_plain": round(rates[best] / rates["0"], 3),
                     "goodput_over_plain": round(ours / rates["0"], 3),
                     "ratio": round(ours / rates[best], 4),
-                    "tokens_per_second": {side: round(rate, 1) for side, rate in rates.items()},
+                    "ratio_with_luck": round(written["goodput"] / written[best], 4),
+                    "chosen": dict(sum((one.guesses for one in texts["goodput"]), Counter[int]())),
+                    "tokens_per_second": {side: round(rate, 1) for side, rate in written.items()},
                     "predicted": predicted(decoder, alpha, B) if B <= PREDICTED else None,
                     "measured": [round(rates[str(g)] / rates["0"], 3) for g in LENGTHS],
                 }

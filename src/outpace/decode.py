@@ -37,6 +37,7 @@ from outpace.verify.rules import parse
 
 WithModel = ModelDrafter | TextDrafter
 MOST = 16  # guesses an iteration, where the caller does not say
+POLICY = ("choose", "most", "asks", "enough", "observe", "reset")  # what a length policy has
 
 
 class Decoder:
@@ -80,8 +81,11 @@ class Decoder:
         if length is None:
             length = Fixed(0) if drafter is None else Goodput(min(MOST, self.scorer.context - 1))
         self.length: Length = Fixed(length) if isinstance(length, int) else length
-        if not hasattr(self.length, "choose"):
+        lacks = [name for name in POLICY if not hasattr(self.length, name)]
+        if "choose" in lacks:
             raise TypeError(f"length: got {kind(length)}; it must be a length policy or an int")
+        if lacks:
+            raise TypeError(f"length: {kind(length)} has no {lacks[0]}; derive it from outpace.length.Length")
         if self.length.most >= self.scorer.context:
             raise ValueError(
                 f"length: {self.length!r} does not fit a context of {self.scorer.context} tokens"

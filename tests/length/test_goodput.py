@@ -269,3 +269,14 @@ def test_copies_are_checked_in_the_shadow(engine: bool) -> None:
         known.append(float(policy.belief.now([0])[0] @ ALPHAS))
     assert max(known) > 0.9
     assert policy._blind < 90
+
+
+def test_a_policy_that_lacks_something_is_refused_at_once() -> None:
+    class Old:
+        most = 3
+
+        def choose(self, rows: Sequence[int]) -> list[int]:
+            return [3] * len(rows)
+
+    with pytest.raises(TypeError, match="has no asks; derive it from outpace"):
+        Decoder(tiny(), "lookup", length=Old())  # type: ignore[arg-type]

@@ -118,6 +118,7 @@ class Measurement:
             "divergence": None if exact is None else 1 - exact.mean,
             "by_domain": domains,
             "autocorrelation": autocorrelation(beta),
+            "chance": None if found is None else 2 / math.sqrt(found.count),
             "counted": None, "by_position": [], "blocks": None, "tokens_per_pass": None,
             "step_ms": None, "best_g": None, "predicted": None, "by_batch": [],
         }  # fmt: skip

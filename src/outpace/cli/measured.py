@@ -70,15 +70,16 @@ def of_independence(content: Content) -> Any:
     """Whether drafts are kept each anew with probability α."""
     counted = [one for one in content["drafts"] if one["blocks"]]
     most = max(len(one["blocks"]["observed"]) for one in counted)
-    names = ("draft", "correlation", "by position", *(f"{k} kept" for k in range(most)), "a pass")
+    names = ("draft", "correlation", "chance", "by position", *(f"{k} kept" for k in range(most)), "a pass")
     title = f"is each draft kept anew? (g = {content['g']}; kept: seen, and by α)"
-    table = _table(title, names, left=3)
+    table = _table(title, names, left=4)
     for one in counted:
         both = list(zip(one["blocks"]["observed"], one["blocks"]["predicted"], strict=True))
         cells = [f"{seen:.2f} {thought:.2f}" for seen, thought in both]
         table.add_row(
             one["draft"],
             " ".join(_number(value, 2) for value in one["autocorrelation"]),
+            f"±{one['chance']:.2f}",
             " ".join(_number(value, 2) for value in one["by_position"]),
             *cells,
             *[""] * (most - len(cells)),

@@ -22,7 +22,7 @@ GROWTH = 2  # times the longest pass that was measured: so far costs are guessed
 NOVEL = 0.03  # in favour of a length that was never tried; against it, where making it ready takes time
 MARGIN = 0.02  # what speculation must promise to be taken up
 WARY = 0.05  # and for each plain pass that was lost more than may be
-BUDGET = 0.01  # share of the time that tries against all odds may take
+BUDGET = 0.005  # share of the time that tries against all odds may take
 CREDIT = 16.0  # plain passes, won before or by waiting, that such tries may take ahead of that
 DEBT = -4.0  # plain passes, no more than which is remembered as lost: a machine may have slept
 FIRST = 2.0  # plain passes that may be lost to begin with
@@ -33,8 +33,8 @@ CHEAP = 0.05  # share of what may be lost that a length may be expected to lose,
 ASKING = 4e-3  # seconds of a draft's step: between shorter ones, asking would take longer than it saves
 AGAIN = 8  # iterations without news after which guesses are tries; twice as many until one after a failure
 PATIENCE = 64  # iterations until what is out of the question is thought of again
-CLOSE = 1.25  # times as fast as plain decoding, and no more
-REFRESH = 256  # iterations until a plain pass is measured anew; an eighth of that where it is close
+CLOSE = 1.12  # times as fast as plain decoding, and no more
+REFRESH = 256  # iterations until a plain pass is measured anew; a quarter of that where it is close
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Goodput(Length):
         elif plan.g == 0:
             plan.g = self._cheap(tokens, seconds, load, len(rows))
         close = plan.rate * seconds[0] < CLOSE * len(rows)
-        if plan.g and self._since_plain >= (REFRESH // 8 if close else REFRESH):
+        if plan.g and self._since_plain >= (REFRESH // 4 if close else REFRESH):
             plan.g = 0
         return [min(plan.g, int(most)) for most in room]
 

@@ -1,0 +1,55 @@
+"""Figures 2 to 4 of Leviathan et al. 2023, drawn: each line is what its definition says, by sums and by
+search rather than by closed forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outpace.bench import curves
+from outpace.bench.pictures import backend
+
+ALPHAS = curves.ALPHAS
+
+
+def drawn(panel: Callable[..., None], c: float = 0.05) -> dict[str, Any]:
+    pyplot = backend()
+    found, axis = pyplot.subplots()
+    panel(axis, [], c)
+    lines = {line.get_label(): np.asarray(line.get_ydata()) for line in axis.get_lines()}
+    pyplot.close(found)
+    return lines
+
+
+def tokens(g: int) -> Any:
+    """The i-th further token comes if i guesses are kept."""
+    return sum(ALPHAS**i for i in range(g + 1))
+
+
+def test_figure_2_expected_tokens() -> None:
+    lines = drawn(curves.tokens)
+    assert set(lines) == {"g = 1", "g = 3", "g = 5", "g = 7", "g = 10", "no limit"}
+    for g in curves.LENGTHS:
+        assert lines[f"g = {g}"] == pytest.approx(tokens(g))
+    assert lines["no limit"] == pytest.approx(tokens(3000))
+
+
+def test_figure_3_the_best_length() -> None:
+    lines = drawn(curves.lengths)
+    assert set(lines) == {f"c = {c:g}" for c in (0.01, 0.02, 0.05, 0.1)}
+    for c in curves.COSTS:
+        speeds = np.stack([tokens(g) / (1 + c * g) for g in range(150)])  # [g, α]
+        chosen = np.take_along_axis(speeds, lines[f"c = {c:g}"][None].astype(int), axis=0)[0]
+        assert chosen == pytest.approx(speeds.max(axis=0))
+        assert (np.diff(lines[f"c = {c:g}"]) >= 0).all()
+
+
+@pytest.mark.parametrize("c", [0.0, 0.05])
+def test_figure_4_speed_and_operations(c: float) -> None:
+    speed, operations = drawn(curves.speed, c), drawn(curves.operations, c)
+    for g in curves.LENGTHS:
+        assert speed[f"g = {g}"] == pytest.approx(tokens(g) / (1 + c * g))
+        assert operations[f"g = {g}"] == pytest.approx((g + 1 + c * g) / tokens(g))
