@@ -52,7 +52,7 @@ SIZES: dict[str, Any] = {
     },
 }
 BATCHES = (1, 8, 64)
-LENGTHS = (0, 1, 2, 3, 5, 8, 12)
+LENGTHS = (0, 1, 2, 3, 5, 8, 12, 16)
 GRID_ALPHAS = (0.3, 0.6, 0.8, 0.9)
 GRID_DRAFTS = ("cheap", "middle")
 WARM = 3  # texts that are not counted, of a fixed length one: lengths are made ready when first wanted
@@ -135,15 +135,18 @@ class Bench:
 
     def rounds(self, sides: dict[str, Side], B: int, rounds: int) -> dict[str, list[Texts]]:
         """What each side wrote in each round, in turn; of fixed lengths that are far behind after their
-        warm-up, that alone."""
+        warm-up, that alone, and nothing of longer ones."""
         found: dict[str, list[Texts]] = {name: [] for name in sides}
         warm: dict[str, Texts] = {}
         for turn, (name, (decoder, length)) in itertools.product(range(-WARM, rounds), sides.items()):
             if turn < -1 and isinstance(length, Fixed):
                 continue
             best = max((one.rate for one in warm.values()), default=0.0)
-            if turn >= 0 and warm[name].rate < BEHIND * best and isinstance(length, Fixed):
-                found[name] = [warm[name]]
+            behind = [other for other, one in warm.items() if one.rate < BEHIND * best]
+            if isinstance(length, Fixed) and (
+                name in behind if turn >= 0 else any(map(str.isdecimal, behind))
+            ):
+                found[name] = [warm[name]] if name in warm else []
                 continue
             decoder.length = length
             written = self.write(decoder, B, turn + WARM)
@@ -221,6 +224,7 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> list[dict[str, Any]]:
             every = [one for some in texts.values() for one in some]
             kept = sum(one.kept for one in every)
             seen = kept / (kept + sum(one.lost for one in every))
+            texts = {side: some for side, some in texts.items() if some}
             rates = {side: statistics.mean(one.fair(seen) for one in some) for side, some in texts.items()}
             ours = rates.pop("goodput")
             best = max(rates, key=lambda g: rates[g])
@@ -239,7 +243,9 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> list[dict[str, Any]]:
                     "chosen": dict(sum((one.guesses for one in texts["goodput"]), Counter[int]())),
                     "tokens_per_second": {side: round(rate, 1) for side, rate in written.items()},
                     "predicted": predicted(decoder, alpha, B) if B <= PREDICTED else None,
-                    "measured": [round(rates[str(g)] / rates["0"], 3) for g in LENGTHS],
+                    "measured": [
+                        round(rates[g] / rates["0"], 3) if g in rates else None for g in map(str, LENGTHS)
+                    ],
                 }
             )
             print("grid", found[-1], flush=True)
@@ -249,14 +255,18 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> list[dict[str, Any]]:
 
 def reaction(bench: Bench, rounds: int) -> list[dict[str, Any]]:
     """Iterations after a change of acceptance, 0.9 to 0.1 and back, until the length is as good as the best
-    one there: 95 % of its rate, by the costs that were measured, for three iterations on end. The draft's
-    head is written over while it drafts."""
+    one there: 95 % of its rate, by what passes and steps take by themselves, for three iterations on end. The
+    draft's head is written over while it drafts."""
     draft, high = bench.draft("cheap", 0.9)
     poor, low = bench.draft("cheap", 0.1)
     policy = Goodput()
     decoder = Decoder(bench.plain.scorer, ModelDrafter(draft), length=policy)
     heads = [one.get_output_embeddings().weight.detach().clone() for one in (draft, poor)]
     del poor
+    lengths = list(range(policy.most + 1))
+    passes = cost_of.curve(decoder, [g + 1 for g in lengths], [1])
+    each = cost_of.draft_step(decoder, 1)
+    seconds = [one.ms + each * g for g, one in zip(lengths, passes, strict=True)]
     found = []
     for turn in range(rounds + 1):
         chosen: list[int] = []
@@ -277,8 +287,8 @@ def reaction(bench: Bench, rounds: int) -> list[dict[str, Any]]:
         found.append(
             {
                 "alpha": [round(high, 3), round(low, 3)],
-                "down": settled(policy, chosen[ends[0] : ends[1]], low),
-                "up": settled(policy, chosen[ends[1] :], high),
+                "down": settled(seconds, chosen[ends[0] : ends[1]], low),
+                "up": settled(seconds, chosen[ends[1] :], high),
                 "chosen": chosen,
             }
         )
@@ -286,12 +296,9 @@ def reaction(bench: Bench, rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-def settled(policy: Goodput, chosen: Sequence[int], alpha: float) -> int | None:
-    lengths = range(policy.most + 1)
-    seconds = (
-        policy.costs.passes(Load(1)) + policy.costs.step(Load(1)) * torch.arange(policy.most + 1).numpy()
-    )
-    rates = [theory.expected_tokens(alpha, g) / seconds[g] for g in lengths]
+def settled(seconds: Sequence[float], chosen: Sequence[int], alpha: float) -> int | None:
+    """seconds: of iterations with 0, 1, ... guesses, in any unit."""
+    rates = [float(theory.expected_tokens(alpha, g)) / one for g, one in enumerate(seconds)]
     good = [rates[g] >= 0.95 * max(rates) for g in chosen]
     return next((i for i in range(len(good) - 2) if all(good[i : i + 3])), None)
 
@@ -329,6 +336,7 @@ def main() -> None:
             for one in report["grid"]
             if one["predicted"]
             for theirs, ours in zip(one["predicted"][1:], one["measured"][1:], strict=True)
+            if ours is not None
         ]
         off = sorted(abs(theirs / ours - 1) for theirs, ours in pairs)
         print(f"predictions: {len(off)}, off by {statistics.median(off):.1%}, at most {off[-1]:.1%}")

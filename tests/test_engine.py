@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from outpace import Decoder, Fixed, Heuristic, RandomDrafter, Sampling
 from outpace.audit import audit
+from outpace.length import Hint, Load
 from outpace.models.fused import FusedModel
 from outpace.models.graphs import CaptureError, Graphs
 from tests.tiny import FAMILIES, V, greedy, tiny
@@ -248,3 +250,36 @@ def test_a_cache_without_room_is_said_and_done_without(monkeypatch: pytest.Monke
     with pytest.warns(UserWarning, match="no engine: a cache of 4 rows of 33 tokens does not fit"):
         outs = decoder().generate(PROMPTS, temperature=0, max_new_tokens=12)
     assert [out.tokens for out in outs] == [out.tokens for out in expected]
+
+
+class Uneasy(Fixed):
+    """Rests and guesses, for some iterations each, so that a draft has to read what it has missed."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.turn, self.loads = 0, list[Load]()
+
+    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+        self.turn += 1
+        assert load is not None
+        self.loads.append(load)
+        return [(0, 0, 0, 0, 4, 2, 0, 3)[self.turn % 8]] * len(rows)
+
+
+@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_draft_that_rested_knows_the_text_and_what_it_lacks_is_said(
+    engine: bool, batch_size: int | None
+) -> None:
+    """One that is the target is then never wrong."""
+    model, policy = tiny().double(), Uneasy()
+    one = Decoder(model, tiny().double(), length=policy, engine=engine)
+    outs = one.generate(
+        PROMPTS, Sampling(temperature=0), max_new_tokens=60, batch_size=batch_size, ignore_eos=True
+    )
+    assert [out.tokens for out in outs] == [greedy(model, prompt, 60) for prompt in PROMPTS]
+    for out in outs:
+        assert out.stats.drafted > 20
+        assert out.stats.accepted >= out.stats.drafted - 4  # but for the end
+    assert any(load.unread == 0 for load in policy.loads)
+    assert any(load.unread >= 3 for load in policy.loads)

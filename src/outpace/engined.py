@@ -48,6 +48,7 @@ class Run:
         self._begun: deque[Begun] = deque()
         self._read_by_draft: dict[int, int] = {}  # tokens of each row's text
         self._smooth = True  # nothing else was done beside the last iteration
+        self._wanted: int | None = None  # what was chosen for an iteration that has to wait
         self._drafted = 0.0  # seconds that the host's drafter took
 
     def steps(self, waiting: deque[Row]) -> Generator[Step]:
@@ -55,7 +56,6 @@ class Run:
         try:
             while waiting or self._active:
                 clock = Clock()
-                self._smooth = True
                 self._take_up(waiting)
                 while len(self._begun) < AHEAD:
                     begun = self._start(sampling)
@@ -98,9 +98,15 @@ class Run:
         """The next iteration; None if it has to wait for the outcome of the last one."""
         rows = dict(self._active)
         if self.inside:
-            g = max(self._choose(rows)) if self.drafter is not None else 0
+            g = self._wanted
+            if g is None:
+                g = max(self._choose(rows)) if self.drafter is not None else 0
+            self._wanted = None
             if g and self._behind():
-                return None if self._begun else self._after_rest(g, rows, sampling)
+                if self._begun:
+                    self._wanted = g
+                    return None
+                return self._after_rest(g, rows, sampling)
             return self._begin(g, rows, sampling)
         if self._begun:  # the drafter would have to see what comes of it
             plain = not self._begun[-1].g and not self.guesser.free
@@ -118,13 +124,16 @@ class Run:
         given = Given(list(rows), proposal.draft) if proposal is not None and g else None
         pending = self.engine.start(g, sampling, self.slots, given)
         self._smooth = self._smooth and pending.ready
-        return Begun(pending, g, rows, self._load(rows), proposal)
+        return Begun(pending, g, rows, self._load(rows) if proposal is None else proposal.load, proposal)
 
     def _choose(self, rows: dict[int, Row]) -> list[int]:
         return self.length.choose(list(rows), load=self._load(rows))
 
     def _load(self, rows: dict[int, Row]) -> Load:
-        return Load(self.slots, max(len(row.tokens) for row in rows.values()))
+        unread = 0
+        if self.engine.draft is not None:
+            unread = sum(len(row.tokens) - self._read_by_draft[slot] for slot, row in rows.items())
+        return Load(self.slots, max(len(row.tokens) for row in rows.values()), unread)
 
     def _behind(self) -> int:
         """Tokens of a row that the engine's draft has not read, at most."""
@@ -138,8 +147,9 @@ class Run:
         """The draft reads what it has missed. That is timed by the host, which was idle meanwhile, too."""
         began = time.perf_counter()
         self._smooth = False
-        ready = self.engine.catch_up({slot: row.tokens for slot, row in rows.items()}, self._behind())
-        begun = self._begin(g, rows, sampling)
+        texts, load = {slot: row.tokens for slot, row in rows.items()}, self._load(rows)
+        ready = self.engine.catch_up(texts, self._behind(), self.slots)
+        begun = dataclasses.replace(self._begin(g, rows, sampling), load=load)
         begun.pending.read()
         own = begun.pending.seconds
         spent = time.perf_counter() - began - own if ready and own is not None else 0.0

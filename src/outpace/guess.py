@@ -64,6 +64,8 @@ class Guesser:
     def __init__(self, scorer: CausalScorer, drafter: Drafter | None, length: Length, rule: Rule) -> None:
         self.scorer, self.drafter, self.length, self.rule = scorer, drafter, length, rule
         self.free = bool(getattr(drafter, "free", False))
+        self._asked_last: Sequence[Row] = ()
+        self._read: dict[int, tuple[Row, int]] = {}  # by slot, how much of whose text the drafter has seen
 
     def propose(self, rows: Sequence[Row], batch: int | None = None) -> Proposal:
         """Guesses of each row, as far as policy, context and the tokens still wanted allow.
@@ -74,7 +76,7 @@ class Guesser:
             min(row.max_new_tokens - row.stats.new_tokens - 1, self.scorer.context - len(row.tokens) - 1)
             for row in rows
         ]
-        load = Load(batch or len(rows), max(len(row.tokens) for row in rows))
+        load = Load(batch or len(rows), max(len(row.tokens) for row in rows), self._unread(rows))
         if self.drafter is None:
             return self._nothing(rows, load)
         if self.free:
@@ -85,6 +87,7 @@ class Guesser:
             return self._nothing(rows, load)
         state = self.state(rows, limits)
         draft = self._asked(state, limits)
+        self._asked_last = rows
         alone = draft.steps is None  # it fell silent by itself, rather than being told that it is enough
         return Proposal(
             self._first(draft, limits),
@@ -114,6 +117,18 @@ class Guesser:
             for guess, g, most in zip(draft.tokens.tolist(), chosen, there, strict=True)
         ]
         return Proposal(self._first(draft, chosen), load, state, spare=spare)
+
+    def _unread(self, rows: Sequence[Row]) -> int:
+        """Tokens that a drafter which is not free has not seen yet."""
+        if self.drafter is None or self.free:
+            return 0
+        self._read |= {row.slot: (row, len(row.tokens)) for row in self._asked_last}
+        self._asked_last = ()
+        seen = (self._read.get(row.slot, (None, 0)) for row in rows)
+        return sum(
+            len(row.tokens) - (read if whose is row else 0)
+            for row, (whose, read) in zip(rows, seen, strict=True)
+        )
 
     def aside(self, rows: Sequence[Row]) -> list[int | None]:
         """The next token of each row that a drafter which costs nothing would guess, for the record."""

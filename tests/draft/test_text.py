@@ -214,7 +214,8 @@ def test_load_drafts_through_text_where_tokenizers_differ(tmp_path: Path) -> Non
         tokenizer(name).save_pretrained(tmp_path / name)
     said: list[str] = []
     folders = tmp_path / "words", tmp_path / "pieces"
-    one = outpace.load(*folders, device="cpu", dtype="float32", pack=True, tell=said.append)
+    options: Any = {"device": "cpu", "dtype": "float32", "pack": True, "length": 4}
+    one = outpace.load(*folders, **options, tell=said.append)
     assert any("its tokenizer is not the target's, so it drafts through text" in line for line in said)
     assert "drafter  TextDrafter, through text" in one.describe()
     out = one.generate(PROMPTS[0], SURE, max_new_tokens=30)

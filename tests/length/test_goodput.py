@@ -68,6 +68,53 @@ def test_a_change_of_acceptance_is_noticed(cost: Cost, c: float) -> None:
         assert settled(world.lengths[350:], high) <= 100
 
 
+def test_a_batch_that_cannot_pay_says_nothing_of_one_row() -> None:
+    policy = Goodput()
+    World(lambda t, row: 0.95, steep, 64).run(policy, 60)
+    alone = World(lambda t, row: 0.95, steep, 1).run(policy, 400)
+    assert alone.rate >= 0.9 * max(expected(0.95, steep, 1, 0, g) for g in range(17))
+
+
+@pytest.mark.parametrize("when", range(6))
+@pytest.mark.parametrize("stall", [3.0, 10.0])
+def test_a_pass_that_stalled_is_not_held_against_its_length(when: int, stall: float) -> None:
+    world = World(lambda t, row: 0.9, flat, 1, 0.02, 0.002, stalls={when: stall}).run(Goodput(), 600)
+    assert world.rate >= 0.9 * max(expected(0.9, flat, 1, 0.02, g) for g in range(17))
+    bad = World(lambda t, row: 0.05, flat, 1, 0.9, 0.05, stalls={when: stall}).run(Goodput(), 600)
+    assert bad.rate >= 0.95
+
+
+def test_a_machine_that_was_busy_at_first_is_given_another_chance() -> None:
+    policy = Goodput()
+    busy = World(lambda t, row: 0.95, lambda batch, g: 3 * steep(batch, g), 1).run(policy, 100)
+    then = World(lambda t, row: 0.95, steep, 1).run(policy, 1500)
+    best = max(expected(0.95, steep, 1, 0, g) for g in range(17))
+    assert busy.rate <= best
+    assert then.rate >= 0.9 * best
+
+
+def test_texts_that_a_draft_was_bad_at_do_not_keep_it_from_others() -> None:
+    policy = Goodput()
+    bad = World(lambda t, row: 0.02, flat, 1, 0.2, 0.02, prompt=16)
+    for _ in range(16):
+        bad.run(policy, 200)
+    assert bad.rate >= 0.97
+    good = World(lambda t, row: 0.95, flat, 1, 0.2, 0.02, prompt=16)
+    for _ in range(6):
+        good.run(policy, 100)
+    assert good.rate >= 0.8 * max(expected(0.95, flat, 1, 0.2, g) for g in range(17))
+
+
+@pytest.mark.parametrize(("alpha", "c"), [(0.02, 0.3), (0.5, 0.35)])
+def test_prompts_that_a_draft_has_to_read_are_paid_for(alpha: float, c: float) -> None:
+    """A long prompt before a short answer: what reading it takes is not won back."""
+    policy = Goodput()
+    world = World(lambda t, row: alpha, flat, 1, c, c / 16, prompt=512)
+    for _ in range(12):
+        world.run(policy, 40)
+    assert world.rate >= 0.95
+
+
 def test_what_is_believed_is_what_bayes_says() -> None:
     """Over all ways in which the acceptance may have jumped between three iterations."""
     seen = [(4, 4), (4, 1), (2, 0)]  # tested, kept
@@ -112,19 +159,32 @@ def test_confidence_counts_as_much_as_it_has_told() -> None:
 def test_costs_between_measurements_lie_on_lines_and_go_on() -> None:
     costs = Costs(8)
     assert costs.plain(Load(1)) is None
-    for g, seconds in ((0, 9.0), (0, 1.0), (4, 9.0), (4, 3.0)):  # the first of each is a warm-up
+    for g, seconds in ((0, 9.0), (0, 1.0), (4, 9.0), (4, 3.0)):  # one of two may be a warm-up
         costs.note(Load(1), g, seconds)
     assert costs.passes(Load(1)) == pytest.approx([1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5])
-    costs.note(Load(64), 0, 9.0)
-    costs.note(Load(64), 0, 10.0)
+    for _ in range(2):
+        costs.note(Load(64), 0, 10.0)
     assert costs.passes(Load(64)) == pytest.approx(10 * costs.passes(Load(1)))
     longer = Load(1, 2000)
     assert costs.plain(longer) == 1
-    costs.note(longer, 4, 6.0)  # which were run before: no warm-up
+    for _ in range(2):
+        costs.note(longer, 4, 6.0)
     assert costs.passes(longer) == pytest.approx(2 * costs.passes(Load(1)))
-    costs.note(longer, 0, 4.0)
+    for _ in range(2):
+        costs.note(longer, 0, 4.0)
     assert costs.passes(longer)[[0, 2, 4, 8]] == pytest.approx([4, 5, 6, 8])
     assert costs.passes(Load(1))[0] == 1
+    costs.note(Load(1), 8, 100.0)
+    assert costs.passes(Load(1))[8] == 5  # which was seen once
+    assert costs.passes(Load(1), sure=False)[8] == 100
+    for _ in range(2):
+        costs.note(Load(1), 8, 2.0)
+    assert costs.passes(Load(1))[4:].tolist() == [2] * 5  # more never take less
+    fewer = Costs(8)
+    for load, g, seconds in ((Load(64), 0, 1.0), (Load(64), 4, 9.0), (Load(1), 0, 1.0)):
+        fewer.note(load, g, seconds)
+        fewer.note(load, g, seconds)
+    assert fewer.passes(Load(1)).tolist() == [1] * 9  # larger batches say nothing of smaller ones
     for _ in range(3):
         costs.note(Load(1), 0, 1000.0)  # the machine slept
     assert costs.plain(Load(1)) < 8  # type: ignore[operator]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,9 +28,11 @@ def steep(batch: int, g: int) -> float:
 class World:
     """Goes by its own clock.
 
-    alpha  probability that a guess is kept, by iteration and row
-    step   seconds of a drafter's step
-    miss   seconds of catching up with a token, after a rest
+    alpha   probability that a guess is kept, by iteration and row
+    step    seconds of a drafter's step
+    miss    seconds of reading a token that it has not read
+    prompt  tokens of texts before they begin
+    stalls  times as long that some iterations take, by their number
     """
 
     alpha: Callable[[int, int], float]
@@ -40,25 +42,31 @@ class World:
     miss: float = 0.0
     noise: float = 0.05
     seed: int = 0
+    prompt: int = 0
+    stalls: Mapping[int, float] = field(default_factory=dict)
     seconds: float = 0.0
     tokens: int = 0
     lengths: list[int] = field(default_factory=list)
 
     def run(self, policy: Length, iterations: int) -> World:
-        draw = np.random.default_rng(self.seed)
+        """A text in each row; the policy may know of earlier ones."""
+        draw = np.random.default_rng([self.seed, len(self.lengths)])
         slots: Sequence[int] = range(self.rows)
-        rested = 0
-        for t in range(iterations):
-            chosen = policy.choose(slots)
+        policy.reset(slots)
+        unread = self.prompt * self.rows
+        for _ in range(iterations):
+            t, load = len(self.lengths), Load(self.rows, 1, unread)
+            chosen = policy.choose(slots, load=load)
             g = max(chosen)
             kept = []
             for row, length in zip(slots, chosen, strict=True):
                 lost = np.flatnonzero(draw.random(length) >= self.alpha(t, row))
                 kept.append(int(lost[0]) if len(lost) else length)
-            draft = (g * self.step + rested * self.miss * self.rows) if g else 0.0
+            draft = (g * self.step + unread * self.miss) if g else 0.0
             whole = draft + self.cost(self.rows, g) * (1 + self.noise * draw.standard_normal())
-            policy.observe(Done(slots, chosen, kept, g, Load(self.rows), whole, draft, g))
-            rested = 0 if g else rested + 1
+            whole *= self.stalls.get(t, 1.0)
+            policy.observe(Done(slots, chosen, kept, g, load, whole, draft, g))
+            unread = 0 if g else unread + self.rows
             self.seconds += draft + self.cost(self.rows, g)
             self.tokens += sum(kept) + self.rows
             self.lengths.append(g)

@@ -25,10 +25,12 @@ class Load:
 
     batch    rows; some may stand still
     context  tokens of the longest text
+    unread   tokens of all texts that the drafter would have to read first, as it was not asked meanwhile
     """
 
     batch: int
     context: int = 1
+    unread: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,26 @@ from outpace.length.belief import Array, Belief, Levels, Signal
 from outpace.length.costs import Costs
 
 LADDER = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # lengths that are tried: on a GPU each takes a graph
-START = 4  # the first length that is tried, while nothing is known of costs
+START = 2  # the first length that is tried, while nothing is known of costs
 GROWTH = 2  # times the longest pass that was measured: so far costs are guessed
 NOVEL = 0.03  # in favour of a length that was never tried; against it, where making it ready takes time
 MARGIN = 0.02  # what speculation must promise to be taken up
 WARY = 0.05  # and for each plain pass that was lost more than may be
 BUDGET = 0.005  # share of the time that tries against all odds may take
+EARLY = 0.015  # and at first, before so many guesses were judged
+FEW = 30
 CREDIT = 16.0  # plain passes, won before or by waiting, that such tries may take ahead of that
 DEBT = -4.0  # plain passes, no more than which is remembered as lost: a machine may have slept
-FIRST = 2.0  # plain passes that may be lost to begin with
+ACCIDENT = -3.0  # plain passes, no more than which is booked for one iteration
+FIRST = 4.0  # plain passes that may be lost to begin with
 HOPE = 0.9  # acceptance that they hope for
-SLACK = 1.1  # times the least that a try may cost, to learn more
+SLACK = 1.3  # times the least that a try may cost, to learn more
 WORTH = 1.1  # what it would have to bring
-CHEAP = 0.05  # share of what may be lost that a length may be expected to lose, to learn from it
+HORIZON = 64  # iterations in which speculation has to make up for what it takes to begin with it
 ASKING = 4e-3  # seconds of a draft's step: between shorter ones, asking would take longer than it saves
 AGAIN = 8  # iterations without news after which guesses are tries; twice as many until one after a failure
-PATIENCE = 64  # iterations until what is out of the question is thought of again
+PATIENCE = 64  # iterations between such tries at most
+RETHINK = 512  # where costs speak against any: they may have changed
 CLOSE = 1.12  # times as fast as plain decoding, and no more
 REFRESH = 256  # iterations until a plain pass is measured anew; a quarter of that where it is close
 
@@ -74,8 +78,7 @@ class Goodput(Length):
         self.belief, self.costs, self.signal = Belief(max_g), Costs(max_g), Signal()
         self._plan: Plan | None = None
         self._credit = FIRST
-        self._met: set[int] = set()  # slots whose prompts the draft has read: its first step takes longer
-        self._rested = 0  # iterations since the drafter was last asked
+        self._judged = 0  # guesses so far
         self._blind = 0  # iterations since anything was learnt of its guesses
         self._again = AGAIN  # such iterations after which guessing is a try
         self._wait = 0  # iterations until it is worth thinking again
@@ -99,14 +102,21 @@ class Goodput(Length):
             plan.levels.append(self.signal.level(hint.confidence))
             plan.hinted = True
         tokens = self._tokens(plan, room)
-        seconds = self.costs.passes(load) + self.costs.step(load) * np.arange(self.most + 1)
+        # While there is something to spend, what was seen once may have been an accident.
+        passes = self.costs.passes(load, sure=self._credit > 0)
+        seconds = passes + self.costs.step(load) * np.arange(self.most + 1)
         plan.rate, plan.g = self._best(tokens, seconds, load)
         if self._blind >= AGAIN and hint is None:
             plan.g = self._try(seconds, load, len(rows))
-        elif plan.g == 0:
-            plan.g = self._cheap(tokens, seconds, load, len(rows))
+        elif plan.g == 0 and hint is None and self._judged < FEW and self._credit > 0:
+            plan.g = self._cheapest(seconds, load)[0]
+        elif plan.g and load.unread:
+            gain = tokens[plan.g] / len(rows) - seconds[plan.g] / seconds[0]
+            if self.costs.missed(load) / seconds[0] > max(0.0, self._credit) + HORIZON * gain:
+                plan.g = 0
         close = plan.rate * seconds[0] < CLOSE * len(rows)
-        if plan.g and self._since_plain >= (REFRESH // 4 if close else REFRESH):
+        most = min(REFRESH // 4 if close else REFRESH, 4 << min(self.costs.plains(load), 8))
+        if plan.g and self._since_plain >= most:
             plan.g = 0
         return [min(plan.g, int(most)) for most in room]
 
@@ -124,8 +134,7 @@ class Goodput(Length):
 
     def _best(self, tokens: Array, seconds: Array, load: Load) -> tuple[float, int]:
         """The best rate, and the length that has it."""
-        known = self.costs.known(load)
-        lengths = self._lengths[self._lengths <= max(START, GROWTH * known[-1])]
+        known, lengths = self.costs.known(load), self._within_reach(load)
         weights = np.full(self.most + 1, 1 - NOVEL if self._slow_starts else 1 + NOVEL)
         weights[known] = 1.0
         rates = tokens / seconds
@@ -134,34 +143,36 @@ class Goodput(Length):
             best = 0
         return float(rates[best]), best
 
-    def _cheap(self, tokens: Array, seconds: Array, load: Load, rows: int) -> int:
-        """A length that will hardly pay, but hardly cost anything either, and tells more; or 0."""
-        lengths = self.costs.known(load)[1:] or [min(START, self.most)]
-        losses = (seconds / seconds[0] - tokens / rows)[lengths]
-        best = int(losses.argmin())
-        return lengths[best] if losses[best] <= CHEAP * min(FIRST, self._credit) else 0
-
     def _try(self, seconds: Array, load: Load, rows: int) -> int:
         """After a time of which nothing is known: a length to try, if it may pay and there is time for it; or
         0, and when to think of it again."""
-        if self._blind < self._again:
-            self._wait = self._again - self._blind - 1
-            return 0
         hoped = rows * (HOPE ** np.arange(self.most + 1)).cumsum()
         rate, g = self._best(hoped, seconds, load)
-        self._wait = PATIENCE
-        if g == 0 or rate < WORTH * rows / seconds[0]:
+        hopeless = g == 0 or rate < WORTH * rows / seconds[0]
+        rest = (RETHINK if hopeless else self._again) - self._blind
+        if rest > 0:
+            self._wait = min(PATIENCE, rest - 1)
             return 0
-        # The longest of those that cost next to the least, which is paid for as if it brought nothing
-        lengths = self._lengths[1:][self._lengths[1:] <= max(START, GROWTH * self.costs.known(load)[-1])]
-        catching_up = self.costs.missed(load, self._rested)
-        losses = np.maximum(0.0, (seconds[lengths] + catching_up) / seconds[0] - 1)
-        missing = float(losses.min()) - self._credit
+        g, loss = self._cheapest(seconds, load)
+        missing = loss - self._credit
         if missing > 0:
             self._wait = min(PATIENCE, int(missing / BUDGET))
             return 0
         self._wait = 0
-        return int(lengths[np.flatnonzero(losses <= SLACK * losses.min() + 1e-9)[-1]])
+        return g
+
+    def _cheapest(self, seconds: Array, load: Load) -> tuple[int, float]:
+        """The longest of lengths that cost next to the least, and what that is, in plain passes, should it
+        bring nothing."""
+        lengths = self._within_reach(load)[1:]
+        losses = np.maximum(0.0, (seconds[lengths] + self.costs.missed(load)) / seconds[0] - 1)
+        least = float(losses.min())
+        return int(lengths[np.flatnonzero(losses <= SLACK * least + 1e-9)[-1]]), least
+
+    def _within_reach(self, load: Load) -> Levels:
+        """Lengths up to some way beyond those that were run with such a batch."""
+        found: Levels = self._lengths[self._lengths <= max(START, GROWTH * self.costs.known(load)[-1])]
+        return found
 
     @property
     def asks(self) -> bool:
@@ -184,7 +195,7 @@ class Goodput(Length):
         # To draw a token takes the step to the next one, too, unless it is the last.
         steps = ends - drawn - (ends >= plan.g)
         seconds = passes[ends] - passes[drawn] + self.costs.step(plan.load) * steps
-        if (tokens <= plan.rate * seconds).all() and self._rested == 0:
+        if (tokens <= plan.rate * seconds).all() and plan.load.unread == 0:
             return True
         plan.levels.append(level)
         plan.alive = plan.alive * next_kept
@@ -196,10 +207,8 @@ class Goodput(Length):
             self._slow_starts = True
         else:
             self.costs.note(done.load, done.g, done.seconds - done.draft_seconds)
-        if (done.steps and self._met.issuperset(done.rows)) or done.catching_up:
-            self.costs.note_draft(done.load, done.steps, done.draft_seconds, done.catching_up, self._rested)
-        if done.steps:
-            self._met.update(done.rows)
+        if done.steps or done.catching_up:
+            self.costs.note_draft(done.load, done.steps, done.draft_seconds, done.catching_up)
         if self._learn(done):
             tried, well = self._blind >= self._again, sum(done.accepted) > 0
             if tried:
@@ -212,8 +221,8 @@ class Goodput(Length):
         gain = 0.0
         if plain is not None and done.seconds is not None:
             gain = sum(done.accepted) / len(done.rows) + 1 - (done.seconds + done.catching_up) / plain
-        self._credit = min(CREDIT, max(DEBT, self._credit + gain + BUDGET))
-        self._rested = 0 if done.steps or guessed else self._rested + 1
+        grant = EARLY if self._judged < FEW and self.belief.time < REFRESH else BUDGET
+        self._credit = min(CREDIT, max(DEBT, self._credit + max(gain, ACCIDENT) + grant))
         self._since_plain = self._since_plain + 1 if guessed else 0
 
     def _learn(self, done: Done) -> bool:
@@ -227,6 +236,7 @@ class Goodput(Length):
             if right is not None and kept[i] == tested[i]:
                 tested[i] += 1
                 kept[i] += right
+        self._judged += int(np.minimum(tested, kept + 1).sum())
         some = np.flatnonzero(tested).tolist()
         plan, shift = self._plan, None
         at = np.array([-1 if plan is None else plan.places.get(done.rows[i], -1) for i in some])
@@ -241,7 +251,6 @@ class Goodput(Length):
 
     def reset(self, rows: Sequence[int]) -> None:
         self.belief.forget(rows)
-        self._met.difference_update(rows)
         self._wait = 0  # another text may be another matter
 
     def __repr__(self) -> str:

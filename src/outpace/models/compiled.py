@@ -297,21 +297,22 @@ class Engine:
         """Nothing that the caches hold is used again."""
         self._held.clear()
 
-    def catch_up(self, texts: Mapping[int, Sequence[int]], missing: int) -> bool:
-        """The draft reads what was written in these rows while nobody asked it: at most so many of the last
-        tokens, but the very last two, which every iteration feeds. Nothing may be under way. Whether nothing
-        had to be made ready for it."""
+    def catch_up(self, texts: Mapping[int, Sequence[int]], missing: int, rows: int | None = None) -> bool:
+        """The draft reads what was written in some of the first rows while nobody asked it: at most so many
+        of the last tokens, but the very last two, which every iteration feeds. Nothing may be under way.
+        Whether nothing had to be made ready for it."""
         if self.draft is None:
             return True
         draft, cache = self.draft, self.draft_cache
         seen = min(_power(max(*map(len, texts.values()), CHUNK)), self.tokens)
         size = min(max(SHORTEST, _power(missing)), seen)
-        for row in range(self.rows):
+        rows = self.rows if rows is None else rows
+        for row in range(rows):
             if row not in texts:
                 self._held.pop(row, None)  # what it holds is written over
         # Rows that lack fewer tokens read some again, which changes nothing, and short ones garbage past
         # their texts.
-        firsts = [max(0, len(texts.get(row, ())) - 2 - size) for row in range(self.rows)]
+        firsts = [max(0, len(texts.get(row, ())) - 2 - size) for row in range(rows)]
         places = [list(range(first, first + size)) for first in firsts]
         ids = [
             [texts[row][place] if row in texts and place < len(texts[row]) else 0 for place in some]
@@ -319,16 +320,16 @@ class Engine:
         ]
         if size not in self._pages:
             self._pages[size] = self.last.new_zeros(self.rows, size), self.last.new_zeros(self.rows, size)
-        page = self._pages[size]
-        page[0].copy_(torch.tensor(ids))
-        page[1].copy_(torch.tensor(places))
+        tokens, positions = (one[:rows] for one in self._pages[size])
+        tokens.copy_(torch.tensor(ids))
+        positions.copy_(torch.tensor(places))
 
         def read() -> Tensor:
-            draft.read(self._known(page[0], draft), page[1], cache.part(0, self.rows, seen))
-            return page[0]
+            draft.read(self._known(tokens, draft), positions, cache.part(0, rows, seen))
+            return tokens
 
         with self._on_device():
-            key = ("catch up", size, seen)
+            key = ("catch up", rows, size, seen)
             ready = self.graphs.ready(key)
             self.graphs.run(key, read, f"catching up with {size} tokens")
             return ready
