@@ -30,7 +30,7 @@ from outpace import Decoder, Fixed, Goodput, LookupDrafter, ModelDrafter, Random
 from outpace.bench import cost as cost_of
 from outpace.bench import prediction
 from outpace.bench.synthetic import STEEPNESS, Codes, acceptance, bigram, noise_for, shape_of
-from outpace.length import Length, Load
+from outpace.length import Length
 
 # Of each device: shapes of the target and of drafts, by name; tokens of a text, by rows
 SIZES: dict[str, Any] = {
@@ -143,9 +143,8 @@ class Bench:
                 continue
             best = max((one.rate for one in warm.values()), default=0.0)
             behind = [other for other, one in warm.items() if one.rate < BEHIND * best]
-            if isinstance(length, Fixed) and (
-                name in behind if turn >= 0 else any(map(str.isdecimal, behind))
-            ):
+            longer = turn < 0 and any(map(str.isdecimal, behind))
+            if isinstance(length, Fixed) and (name in behind or longer or (turn >= 0 and name not in warm)):
                 found[name] = [warm[name]] if name in warm else []
                 continue
             decoder.length = length
@@ -180,7 +179,7 @@ def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> list[dict
                     "drafter": name,
                     "alpha": alpha and round(alpha, 3),
                     "B": B,
-                    "c": cost(decoder),
+                    "c": cost(decoder, B),
                     "plain_tokens_per_second": round(statistics.median(rates["plain"]), 1),
                     "ratio": round(sum(rates["goodput"]) / sum(rates["plain"]), 4),
                     "ratios": [round(one, 3) for one in ratios],
@@ -190,16 +189,12 @@ def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> list[dict
     return found
 
 
-def cost(decoder: Decoder) -> float | None:
-    """c at the batch that was measured last, where steps of the draft are timed by themselves."""
-    costs = decoder.length.costs if isinstance(decoder.length, Goodput) else None
-    if costs is None:
+def cost(decoder: Decoder, B: int) -> float | None:
+    """c of a model, by what a step and a pass take by themselves."""
+    if not isinstance(decoder.drafter, ModelDrafter):
         return None
-    for batch in BATCHES:
-        plain, step = costs.plain(Load(batch)), costs.step(Load(batch))
-        if plain and step:
-            return round(step / plain, 3)
-    return None
+    (plain,) = cost_of.curve(decoder, [1], [B])
+    return round(cost_of.draft_step(decoder, B) / plain.ms, 3)
 
 
 def predicted(decoder: Decoder, alpha: float, B: int) -> list[float]:

@@ -106,19 +106,24 @@ class Goodput(Length):
         passes = self.costs.passes(load, sure=self._credit > 0)
         seconds = passes + self.costs.step(load) * np.arange(self.most + 1)
         plan.rate, plan.g = self._best(tokens, seconds, load)
-        if self._blind >= AGAIN and hint is None:
-            plan.g = self._try(seconds, load, len(rows))
-        elif plan.g == 0 and hint is None and self._judged < FEW and self._credit > 0:
-            plan.g = self._cheapest(seconds, load)[0]
-        elif plan.g and load.unread:
-            gain = tokens[plan.g] / len(rows) - seconds[plan.g] / seconds[0]
-            if self.costs.missed(load) / seconds[0] > max(0.0, self._credit) + HORIZON * gain:
-                plan.g = 0
+        if hint is None:
+            plan.g = self._affordable(plan, tokens, seconds)
         close = plan.rate * seconds[0] < CLOSE * len(rows)
-        most = min(REFRESH // 4 if close else REFRESH, 4 << min(self.costs.plains(load), 8))
-        if plan.g and self._since_plain >= most:
+        limit = min(REFRESH // 4 if close else REFRESH, 4 << min(self.costs.plains(load), 8))
+        if plan.g and self._since_plain >= limit:
             plan.g = 0
         return [min(plan.g, int(most)) for most in room]
+
+    def _affordable(self, plan: Plan, tokens: Array, seconds: Array) -> int:
+        """What to do about the length that is best by what is believed, of a drafter that costs something."""
+        rows, load = len(plan.belief), plan.load
+        if self._blind >= AGAIN:
+            return self._try(seconds, load, rows)
+        if plan.g == 0 and self._judged < FEW and self._credit > 0:
+            return self._cheapest(seconds, load)[0]
+        gain = tokens[plan.g] / rows - seconds[plan.g] / seconds[0]
+        made_up = max(0.0, self._credit) + HORIZON * gain
+        return plan.g if self.costs.missed(load) / seconds[0] <= made_up else 0
 
     def _tokens(self, plan: Plan, room: Levels) -> Array:
         """`[most + 1]`: tokens that all rows together may expect of each g."""
