@@ -143,8 +143,9 @@ class Bench:
                 continue
             best = max((one.rate for one in warm.values()), default=0.0)
             behind = [other for other, one in warm.items() if one.rate < BEHIND * best]
-            longer = turn < 0 and any(map(str.isdecimal, behind))
-            if isinstance(length, Fixed) and (name in behind or longer or (turn >= 0 and name not in warm)):
+            fixed = [one.rate for other, one in warm.items() if other.isdecimal()]
+            falling = turn < 0 and bool(fixed) and fixed[-1] < BEHIND * max(fixed)
+            if isinstance(length, Fixed) and (name in behind or falling or (turn >= 0 and name not in warm)):
                 found[name] = [warm[name]] if name in warm else []
                 continue
             decoder.length = length

@@ -49,6 +49,8 @@ class Costs:
         self.most = most
         self._passes: dict[Kind, dict[int, Mean]] = {}
         self._curves: dict[tuple[Kind, bool], Array] = {}  # what follows from them
+        self._noted = 0  # passes so far
+        self._last: dict[tuple[int, int], int] = {}  # the last of each size of the batch and g
         self._steps: dict[int, Mean] = {}  # by size of the batch
         self._missed = Mean()  # of reading a token that was not read
 
@@ -56,6 +58,8 @@ class Costs:
         """Of a pass."""
         self._passes.setdefault(_kind(load), {}).setdefault(g, Mean()).add(seconds)
         self._curves.clear()
+        self._noted += 1
+        self._last[_kind(load)[0], g] = self._noted
 
     def note_draft(self, load: Load, steps: int, seconds: float, catching_up: float) -> None:
         """Of so many steps, and of reading what the draft had not read before, whether that was timed by
@@ -74,6 +78,10 @@ class Costs:
 
     def _lengths(self, size: int, sure: bool = True) -> list[int]:
         return sorted({g for kind in self._passes if kind[0] == size for g in self._measured(kind, sure)})
+
+    def since(self, load: Load, g: int) -> int:
+        """Passes since the last with so many guesses and such a batch."""
+        return self._noted - self._last.get((_kind(load)[0], g), 0)
 
     def plain(self, load: Load) -> float | None:
         """Of a pass without guesses; None if it was measured with no such batch."""

@@ -20,6 +20,8 @@ LADDER = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # lengths that are tried: on a GP
 START = 2  # the first length that is tried, while nothing is known of costs
 GROWTH = 2  # times the longest pass that was measured: so far costs are guessed
 NOVEL = 0.03  # in favour of a length that was never tried; against it, where making it ready takes time
+NEARLY = 0.85  # of the best rate: lengths that are run now and then, so that what they take is known
+REVISIT = 96  # iterations until then
 MARGIN = 0.02  # what speculation must promise to be taken up
 WARY = 0.05  # and for each plain pass that was lost more than may be
 BUDGET = 0.005  # share of the time that tries against all odds may take
@@ -33,7 +35,7 @@ HOPE = 0.9  # acceptance that they hope for
 SLACK = 1.3  # times the least that a try may cost, to learn more
 WORTH = 1.1  # what it would have to bring
 HORIZON = 64  # iterations in which speculation has to make up for what it takes to begin with it
-ASKING = 4e-3  # seconds of a draft's step: between shorter ones, asking would take longer than it saves
+ASKING = 1e-2  # seconds of a draft's step: between shorter ones, asking would take longer than it saves
 AGAIN = 8  # iterations without news after which guesses are tries; twice as many until one after a failure
 PATIENCE = 64  # iterations between such tries at most
 RETHINK = 512  # where costs speak against any: they may have changed
@@ -146,6 +148,11 @@ class Goodput(Length):
         best = int(lengths[(rates * weights)[lengths].argmax()])
         if rates[best] < (1 + MARGIN + WARY * max(0.0, -self._credit)) * rates[0]:
             best = 0
+        # A length that is nearly as good may be better than it was measured.
+        near = [g for g in known if best and g and rates[g] >= NEARLY * rates[best]]
+        oldest = max(near, key=lambda g: self.costs.since(load, g), default=best)
+        if self._credit > 0 and self.costs.since(load, oldest) > REVISIT:
+            return float(rates[best]), oldest
         return float(rates[best]), best
 
     def _try(self, seconds: Array, load: Load, rows: int) -> int:
