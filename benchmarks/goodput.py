@@ -5,9 +5,10 @@ python benchmarks/goodput.py --device cpu --out benchmarks/results/goodput_cpu.j
 python benchmarks/goodput.py --device cuda --out benchmarks/results/goodput_h200.json
 
 Models are synthetic (`outpace.bench.synthetic`): real shapes, every layer computed, a chosen acceptance.
-Sides are timed in turn, in one process, after a text that is not counted; prompts are not counted. In the
+Sides are timed in turn, in one process, after texts that are not counted; prompts are not counted. In the
 grid rates are of as many tokens as the guesses bring on average, by the acceptance of all sides together: of
-a hundred passes that keep ten tokens or none the luck would be larger than what is to be seen.
+a hundred passes that keep ten tokens or none the luck would be larger than what is to be seen. Rows end one
+after another: figures are of the iterations that all of them were in, and `whole` ones of all iterations.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ from outpace.bench import cost as cost_of
 from outpace.bench import prediction
 from outpace.bench.synthetic import STEEPNESS, Codes, acceptance, bigram, noise_for, shape_of
 from outpace.length import Length
+from outpace.rows import Step
 
 # Of each device: shapes of the target and of drafts, by name; tokens of a text, by rows
 SIZES: dict[str, Any] = {
@@ -40,7 +42,7 @@ SIZES: dict[str, Any] = {
         "cheap": shape_of("llama", 32000, 1024, 2816, 8, 8, 8),
         "middle": shape_of("llama", 32000, 2048, 5504, 24, 16, 16),
         "costly": shape_of("llama", 32000, 4096, 11008, 28, 32, 32),
-        "tokens": {1: 384, 8: 384, 64: 384},
+        "tokens": {1: 256, 8: 256, 64: 256},
     },
     "cpu": {
         "target": shape_of("llama", 4096, 384, 1024, 8, 6, 6),
@@ -70,6 +72,7 @@ class Texts:
 
     guesses  how many a row had in an iteration, and how often
     lost     iterations in which a guess was
+    whole    the same until the last row's end, where this is until the first one's
     """
 
     seconds: float = 0.0
@@ -77,6 +80,13 @@ class Texts:
     guesses: Counter[int] = field(default_factory=Counter)
     kept: int = 0
     lost: int = 0
+    whole: Texts | None = None
+
+    def add(self, step: Step) -> None:
+        self.tokens += len(step.tokens)
+        self.guesses[step.drafted] += 1
+        self.kept += step.accepted
+        self.lost += step.accepted < step.drafted
 
     @property
     def rate(self) -> float:
@@ -119,18 +129,22 @@ class Bench:
 
     def write(self, decoder: Decoder, B: int, turn: int) -> Texts:
         """One of each of B rows, but for its prompt and first token."""
-        begun, first, found = 0.0, set[int](), Texts()
+        begun, first, some_ended = 0.0, set[int](), False
+        found, whole = Texts(), Texts()
         options: Any = {"max_new_tokens": self.sizes["tokens"][B], "ignore_eos": True, "seed": turn}
         for step in decoder.stream(self.prompts(B, turn), PLAIN, **options):
             if len(first) < B:
                 first.add(step.row)
                 begun = time.perf_counter()
-            else:
-                found.tokens += len(step.tokens)
-                found.guesses[step.drafted] += 1
-                found.kept += step.accepted
-                found.lost += step.accepted < step.drafted
-        found.seconds = time.perf_counter() - begun
+                continue
+            whole.add(step)
+            if found.seconds == 0.0:
+                found.add(step)
+                some_ended |= step.finish_reason is not None
+                if some_ended and step.row == B - 1:  # an iteration's last
+                    found.seconds = time.perf_counter() - begun
+        whole.seconds = time.perf_counter() - begun
+        found.whole = whole
         return found
 
     def rounds(self, sides: dict[str, Side], B: int, rounds: int) -> dict[str, list[Texts]]:
@@ -157,7 +171,7 @@ class Bench:
         return found
 
 
-def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
     """The default length over plain decoding, for drafters that cannot help."""
     bad, bad_alpha = bench.draft("middle", 0.05)
     costly, costly_alpha = bench.draft("costly", 0.6)
@@ -167,7 +181,6 @@ def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> list[dict
         "bad draft": (ModelDrafter(bad), bad_alpha),
         "costly draft": (ModelDrafter(costly), costly_alpha),
     }
-    found = []
     for name, (drafter, alpha) in drafters.items():
         decoder = bench.decoder(drafter)
         for B in batches:
@@ -175,19 +188,15 @@ def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> list[dict
             texts = bench.rounds(sides, B, rounds * max(1, SOME // B))
             rates = {side: [one.rate for one in some] for side, some in texts.items()}
             ratios = [ours / plain for plain, ours in zip(rates["plain"], rates["goodput"], strict=True)]
-            found.append(
-                {
-                    "drafter": name,
-                    "alpha": alpha and round(alpha, 3),
-                    "B": B,
-                    "c": cost(decoder, B),
-                    "plain_tokens_per_second": round(statistics.median(rates["plain"]), 1),
-                    "ratio": round(sum(rates["goodput"]) / sum(rates["plain"]), 4),
-                    "ratios": [round(one, 3) for one in ratios],
-                }
-            )
-            print("never slower", found[-1], flush=True)
-    return found
+            yield {
+                "drafter": name,
+                "alpha": alpha and round(alpha, 3),
+                "B": B,
+                "c": cost(decoder, B),
+                "plain_tokens_per_second": round(statistics.median(rates["plain"]), 1),
+                "ratio": round(sum(rates["goodput"]) / sum(rates["plain"]), 4),
+                "ratios": [round(one, 3) for one in ratios],
+            }
 
 
 def cost(decoder: Decoder, B: int) -> float | None:
@@ -206,9 +215,8 @@ def predicted(decoder: Decoder, alpha: float, B: int) -> list[float]:
     return [round(float(speeds[g]), 3) for g in LENGTHS]
 
 
-def grid(bench: Bench, options: Namespace, rounds: int) -> list[dict[str, Any]]:
+def grid(bench: Bench, options: Namespace, rounds: int) -> Iterator[dict[str, Any]]:
     """The default length over the best fixed one, by a sweep."""
-    found = []
     for name, wanted in itertools.product(options.drafts, options.alpha):
         model, alpha = bench.draft(name, wanted)
         drafter = ModelDrafter(model)
@@ -225,31 +233,32 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> list[dict[str, Any]]:
             ours = rates.pop("goodput")
             best = max(rates, key=lambda g: rates[g])
             written = {side: statistics.mean(one.rate for one in some) for side, some in texts.items()}
-            found.append(
-                {
-                    "draft": name,
-                    "alpha": round(alpha, 3),
-                    "alpha_seen": round(seen, 3),
-                    "B": B,
-                    "best_g": int(best),
-                    "best_over_plain": round(rates[best] / rates["0"], 3),
-                    "goodput_over_plain": round(ours / rates["0"], 3),
-                    "ratio": round(ours / rates[best], 4),
-                    "ratio_with_luck": round(written["goodput"] / written[best], 4),
-                    "chosen": dict(sum((one.guesses for one in texts["goodput"]), Counter[int]())),
-                    "tokens_per_second": {side: round(rate, 1) for side, rate in written.items()},
-                    "predicted": predicted(decoder, alpha, B) if B <= PREDICTED else None,
-                    "measured": [
-                        round(rates[g] / rates["0"], 3) if g in rates else None for g in map(str, LENGTHS)
-                    ],
-                }
-            )
-            print("grid", found[-1], flush=True)
+            whole = {
+                side: statistics.mean(one.whole.fair(seen) for one in some if one.whole)
+                for side, some in texts.items()
+            }
+            yield {
+                "draft": name,
+                "alpha": round(alpha, 3),
+                "alpha_seen": round(seen, 3),
+                "B": B,
+                "best_g": int(best),
+                "best_over_plain": round(rates[best] / rates["0"], 3),
+                "goodput_over_plain": round(ours / rates["0"], 3),
+                "ratio": round(ours / rates[best], 4),
+                "ratio_with_luck": round(written["goodput"] / written[best], 4),
+                "whole_ratio": round(whole.pop("goodput") / max(whole.values()), 4),
+                "chosen": dict(sum((one.guesses for one in texts["goodput"]), Counter[int]())),
+                "tokens_per_second": {side: round(rate, 1) for side, rate in written.items()},
+                "predicted": predicted(decoder, alpha, B) if B <= PREDICTED else None,
+                "measured": [
+                    round(rates[g] / rates["0"], 3) if g in rates else None for g in map(str, LENGTHS)
+                ],
+            }
         del model, drafter, decoder
-    return found
 
 
-def reaction(bench: Bench, rounds: int) -> list[dict[str, Any]]:
+def reaction(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
     """Iterations after a change of acceptance, 0.9 to 0.1 and back, until the length is as good as the best
     one there: 95 % of its rate, by what passes and steps take by themselves, for three iterations on end. The
     draft's head is written over while it drafts."""
@@ -263,7 +272,6 @@ def reaction(bench: Bench, rounds: int) -> list[dict[str, Any]]:
     passes = cost_of.curve(decoder, [g + 1 for g in lengths], [1])
     each = cost_of.draft_step(decoder, 1)
     seconds = [one.ms + each * g for g, one in zip(lengths, passes, strict=True)]
-    found = []
     for turn in range(rounds + 1):
         chosen: list[int] = []
         ends = list(itertools.accumulate(length for _, length in STAGES))
@@ -280,16 +288,12 @@ def reaction(bench: Bench, rounds: int) -> list[dict[str, Any]]:
                 last = stage
         if turn == 0:  # a warm-up
             continue
-        found.append(
-            {
-                "alpha": [round(high, 3), round(low, 3)],
-                "down": settled(seconds, chosen[ends[0] : ends[1]], low),
-                "up": settled(seconds, chosen[ends[1] :], high),
-                "chosen": chosen,
-            }
-        )
-        print("reaction", {name: found[-1][name] for name in ("alpha", "down", "up")}, flush=True)
-    return found
+        yield {
+            "alpha": [round(high, 3), round(low, 3)],
+            "down": settled(seconds, chosen[ends[0] : ends[1]], low),
+            "up": settled(seconds, chosen[ends[1] :], high),
+            "chosen": chosen,
+        }
 
 
 def settled(seconds: Sequence[float], chosen: Sequence[int], alpha: float) -> int | None:
@@ -315,14 +319,17 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "steepness": STEEPNESS,
     }
-    parts: dict[str, Callable[[], Any]] = {
+    parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "never": lambda: never_slower(bench, options.batch, options.rounds),
         "grid": lambda: grid(bench, options, max(1, options.rounds // 2)),
         "reaction": lambda: reaction(bench, options.rounds),
     }
     for name in options.parts:
-        report[name] = parts[name]()
-        write(report, options.out)
+        report[name] = []
+        for one in parts[name]():
+            report[name].append(one)
+            print(name, {key: value for key, value in one.items() if key != "chosen"}, flush=True)
+            write(report, options.out)
     if "never" in report:
         print("never slower: worst", min(one["ratio"] for one in report["never"]))
     if "grid" in report:
