@@ -219,6 +219,7 @@ class Run:
                 begun.catching_up,
                 asked,
                 unused,
+                begun.pending.making,
             )
         )
 

@@ -33,6 +33,8 @@ class World:
     miss    seconds of reading a token that it has not read
     prompt  tokens of texts before they begin
     stalls  times as long that some iterations take, by their number
+    slope   share by which passes take longer for each token of a text
+    making  seconds in which a length is made ready when it is first wanted; they are not counted
     """
 
     alpha: Callable[[int, int], float]
@@ -44,6 +46,9 @@ class World:
     seed: int = 0
     prompt: int = 0
     stalls: Mapping[int, float] = field(default_factory=dict)
+    slope: float = 0.0
+    making: float = 0.0
+    made: dict[int, int] = field(default_factory=dict)  # lengths, and when
     seconds: float = 0.0
     tokens: int = 0
     lengths: list[int] = field(default_factory=list)
@@ -53,9 +58,9 @@ class World:
         draw = np.random.default_rng([self.seed, len(self.lengths)])
         slots: Sequence[int] = range(self.rows)
         policy.reset(slots)
-        unread = self.prompt * self.rows
+        unread, context = self.prompt * self.rows, self.prompt + 1
         for _ in range(iterations):
-            t, load = len(self.lengths), Load(self.rows, 1, unread)
+            t, load = len(self.lengths), Load(self.rows, context, unread)
             chosen = policy.choose(slots, load=load)
             g = max(chosen)
             kept = []
@@ -63,11 +68,17 @@ class World:
                 lost = np.flatnonzero(draw.random(length) >= self.alpha(t, row))
                 kept.append(int(lost[0]) if len(lost) else length)
             draft = (g * self.step + unread * self.miss) if g else 0.0
-            whole = draft + self.cost(self.rows, g) * (1 + self.noise * draw.standard_normal())
+            usual = self.cost(self.rows, g) * (1 + self.slope * context)
+            whole = draft + usual * (1 + self.noise * draw.standard_normal())
             whole *= self.stalls.get(t, 1.0)
-            policy.observe(Done(slots, chosen, kept, g, load, whole, draft, g))
+            if self.making and g not in self.made:
+                self.made[g] = t
+                policy.observe(Done(slots, chosen, kept, g, load, None, making=self.making))
+            else:
+                policy.observe(Done(slots, chosen, kept, g, load, whole, draft, g))
             unread = 0 if g else unread + self.rows
-            self.seconds += draft + self.cost(self.rows, g)
+            context += max(kept) + 1
+            self.seconds += draft + usual
             self.tokens += sum(kept) + self.rows
             self.lengths.append(g)
         return self

@@ -43,6 +43,7 @@ class Done:
     g              guesses that the pass had room for: its cost is that of g + 1 tokens a row
     load           what the pass was over
     seconds        all of it; None where it was not measured
+    making         where it was not: seconds in which such an iteration was made ready, which is done once
     draft_seconds  of that, drafting; 0 where the two cannot be told apart
     steps          steps that the drafter made
     catching_up    seconds before it, in which a draft read what had been written without it
@@ -62,6 +63,7 @@ class Done:
     catching_up: float = 0.0
     asked: Sequence[int] = ()
     unused: Sequence[bool | None] = ()
+    making: float = 0.0
 
 
 class Length(Protocol):

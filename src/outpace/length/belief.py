@@ -61,9 +61,8 @@ class Belief:
         what is added to the log-odds of α."""
         # By what factor guesses come further or less far than rows with a steady α would have it
         correction = np.clip((self._came + CALM) / (self._expected + CALM), 0.5, 1.5)
-        if shift is None:
-            return self._powers[:, 1:] * correction
-        found: Array = _shifted(shift)[..., None] ** self._places * correction
+        steady = self._powers[:, 1:] if shift is None else _shifted(shift)[..., None] ** self._places
+        found: Array = np.minimum.accumulate(np.minimum(steady * correction, 1.0), axis=-1)
         return found
 
     def learn(

@@ -10,61 +10,98 @@ from outpace.length.base import Load
 from outpace.length.belief import Array
 
 NEW = 0.1  # weight of a measurement, once there are some
-SHORT = 256  # tokens of a text that passes take no notice of
 AT_ONCE = 16  # tokens that are read in a draft's step, as long as nothing is known of it
 TICK = 1e-9  # seconds: less is none of a clock
 WILD = 2.0  # times as long, or as short, as expected: more than that is an accident
 
 
+class Slope:
+    """How much longer passes take after longer texts: times 1 + value · tokens, for all lengths alike."""
+
+    FADE = 0.998  # what is left of a measurement's weight after another
+    CALM = 3e4  # squared tokens apart, of measurements that would show none
+    MOST = 0.02
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._together, self._apart = 0.0, self.CALM
+
+    def of(self, context: float) -> float:
+        return 1 + self.value * context
+
+    def add(self, apart: float, longer: float, at: float) -> None:
+        """So many tokens from where it is usual, `at`, a pass took longer by this share."""
+        self._together = self.FADE * self._together + apart * longer * self.of(at)
+        self._apart = self.CALM + self.FADE * (self._apart - self.CALM) + apart**2
+        self.value = min(max(0.0, self._together / self._apart), self.MOST)
+
+
 class Mean:
     """A running mean that forgets, and that accidents move little: it begins with the less of the first two,
-    of which one may have been a warm-up."""
+    of which one may have been a warm-up.
+
+    at  the mean of where that was: tokens of the texts
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self.value = math.inf
+        self.at = 0.0
 
     @property
     def sure(self) -> bool:
         return self.count > 1
 
-    def add(self, value: float) -> None:
+    def add(self, value: float, at: float = 0.0, slope: Slope | None = None) -> None:
         value = max(value, TICK)
         self.count += 1
         if self.count <= 2:
-            self.value = min(self.value, value)
-        else:
-            usual = min(max(value, self.value / WILD), self.value * WILD)
-            self.value += max(NEW, 1 / self.count) * (usual - self.value)
-
-
-Kind = tuple[int, int]  # loads that are alike: numbers of their batch and of their context
+            if value < self.value:
+                self.value, self.at = value, at
+            return
+        expected = self.value if slope is None else self.value * slope.of(at) / slope.of(self.at)
+        usual = min(max(value, expected / WILD), expected * WILD)
+        if slope is not None:
+            slope.add(at - self.at, usual / self.value - 1, self.at)
+        weight = max(NEW, 1 / self.count)
+        self.value += weight * (usual - self.value)
+        self.at += weight * (at - self.at)
 
 
 class Costs:
-    """Seconds of the target's passes over g + 1 tokens a row, of draft steps, and of catching up after a
-    rest, for loads that are about alike."""
+    """Seconds of the target's passes over g + 1 tokens a row, of draft steps, of catching up after a rest,
+    and of making lengths ready, for batches that are about as large."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._passes: dict[Kind, dict[int, Mean]] = {}
-        self._curves: dict[tuple[Kind, bool], Array] = {}  # what follows from them
+        self._passes: dict[int, dict[int, Mean]] = {}  # by size of the batch
+        self._slopes: dict[int, Slope] = {}
+        self._curves: dict[tuple[int, bool], Array] = {}  # what follows from them, without any text
         self._noted = 0  # passes so far
         self._last: dict[tuple[int, int], int] = {}  # the last of each size of the batch and g
-        self._steps: dict[int, Mean] = {}  # by size of the batch
+        self._steps: dict[int, Mean] = {}
         self._missed = Mean()  # of reading a token that was not read
+        self._made: dict[int, set[int]] = {}
+        self._making = Mean()
 
     def note(self, load: Load, g: int, seconds: float) -> None:
         """Of a pass."""
-        self._passes.setdefault(_kind(load), {}).setdefault(g, Mean()).add(seconds)
+        size = _size(load)
+        slope = self._slopes.setdefault(size, Slope())
+        self._passes.setdefault(size, {}).setdefault(g, Mean()).add(seconds, load.context, slope)
         self._curves.clear()
         self._noted += 1
-        self._last[_kind(load)[0], g] = self._noted
+        self._last[size, g] = self._noted
+
+    def note_made(self, load: Load, g: int, seconds: float) -> None:
+        """Of making such passes ready, which is done once."""
+        self._made.setdefault(_size(load), set()).add(g)
+        self._making.add(seconds)
 
     def note_draft(self, load: Load, steps: int, seconds: float, catching_up: float) -> None:
         """Of so many steps, and of reading what the draft had not read before, whether that was timed by
         itself or is part of the steps."""
-        step = self._steps.setdefault(_kind(load)[0], Mean())
+        step = self._steps.setdefault(_size(load), Mean())
         if steps and (not load.unread or not step.count):
             step.add(seconds / steps)
         elif steps:
@@ -74,30 +111,33 @@ class Costs:
 
     def known(self, load: Load) -> list[int]:
         """The g that were measured with such a batch, more than once."""
-        return self._lengths(_kind(load)[0])
+        return list(self._measured(_size(load), True))
 
-    def _lengths(self, size: int, sure: bool = True) -> list[int]:
-        return sorted({g for kind in self._passes if kind[0] == size for g in self._measured(kind, sure)})
+    def made(self, load: Load) -> list[int]:
+        """The g that were made ready for such a batch; none where nothing has to be."""
+        return sorted(self._made.get(_size(load), ()))
+
+    @property
+    def making(self) -> float:
+        """Seconds of making one ready."""
+        return self._making.value
 
     def since(self, load: Load, g: int) -> int:
         """Passes since the last with so many guesses and such a batch."""
-        return self._noted - self._last.get((_kind(load)[0], g), 0)
+        return self._noted - self._last.get((_size(load), g), 0)
 
     def plain(self, load: Load) -> float | None:
         """Of a pass without guesses; None if it was measured with no such batch."""
-        known = self._near(_kind(load), True)
-        return float(self.passes(load)[0]) if known else None
+        return float(self.passes(load)[0]) if 0 in self._measured(_size(load), True) else None
 
-    def plains(self, load: Load) -> int:
-        """How often that was measured."""
-        size, _ = _kind(load)
-        return sum(
-            passes[0].count for kind, passes in self._passes.items() if kind[0] == size and 0 in passes
-        )
+    def count(self, load: Load, g: int | None = None) -> int:
+        """How many passes were measured with such a batch, of all lengths or of this one."""
+        found = self._passes.get(_size(load), {})
+        return sum(one.count for length, one in found.items() if g in (None, length))
 
     def step(self, load: Load) -> float:
         """Of a drafter's step; 0 while it is not known."""
-        found = self._steps.get(_kind(load)[0])
+        found = self._steps.get(_size(load))
         return found.value if found is not None and found.count else 0.0
 
     def missed(self, load: Load) -> float:
@@ -106,42 +146,29 @@ class Costs:
 
     def passes(self, load: Load, sure: bool = True) -> Array:
         """`[most + 1]`, by g: as measured, on straight lines between, and on from there by the last slope;
-        more tokens never take less. What was measured elsewhere gives the shape where little was measured
-        here: after shorter or longer texts, all that is measured here bends it; of smaller batches, a plain
-        pass sets the scale. sure: what was measured once does not count."""
-        key = _kind(load), sure
+        more tokens never take less. Where only a plain pass was measured with such a batch, a smaller one
+        gives the shape. sure: what was measured once does not count."""
+        key = size, _ = _size(load), sure
         if key not in self._curves:
             self._curves[key] = np.minimum.accumulate(self._curve(*key)[::-1])[::-1]
-        return self._curves[key]
+        return self._curves[key] * self._slopes[size].of(load.context)
 
-    def _curve(self, kind: Kind, sure: bool) -> Array:
-        shape = self._line(self._near(kind, sure)[0], sure)
-        if self._lengths(kind[0], sure) == [0]:
-            smaller = [one for one in self._passes if one[0] < kind[0] and len(self._measured(one)) > 1]
-            smaller = [one for one in smaller if 0 in self._measured(one)]
-            if smaller:
-                other = self._line(min(smaller, key=lambda one: _distance(one, kind)), True)
-                shape = other * (shape[0] / other[0])
-        here = self._measured(kind, sure)
-        if not here:
-            return shape
-        bends = [seconds / shape[g] for g, seconds in here.items()]
-        bent: Array = np.interp(np.arange(self.most + 1), list(here), bends)
-        return shape * bent
+    def _curve(self, size: int, sure: bool) -> Array:
+        measured = self._measured(size, sure)
+        if list(measured) != [0]:
+            return self._line(measured)
+        smaller = (self._measured(one, True) for one in sorted(self._passes, reverse=True) if one < size)
+        shapes = (self._line(one) for one in smaller if 0 in one and len(one) > 1)
+        shape = next(shapes, np.ones(self.most + 1))
+        found: Array = shape * (measured[0] / shape[0])
+        return found
 
-    def _measured(self, kind: Kind, sure: bool = True) -> dict[int, float]:
-        """Seconds by g."""
-        found = sorted(self._passes.get(kind, {}).items())
-        return {g: mean.value for g, mean in found if mean.sure or not sure}
+    def _measured(self, size: int, sure: bool) -> dict[int, float]:
+        """Seconds by g, as they would be without any text before."""
+        found = sorted(self._passes.get(size, {}).items())
+        return {g: one.value / self._slopes[size].of(one.at) for g, one in found if one.sure or not sure}
 
-    def _near(self, kind: Kind, sure: bool) -> list[Kind]:
-        """Those with batches of this size of which a plain pass is known: those with the most lengths first,
-        then the nearest."""
-        some = (one for one in self._passes if one[0] == kind[0] and 0 in self._measured(one))
-        return sorted(some, key=lambda one: (-len(self._measured(one, sure)), _distance(one, kind)))
-
-    def _line(self, kind: Kind, sure: bool) -> Array:
-        measured = self._measured(kind, sure)
+    def _line(self, measured: dict[int, float]) -> Array:
         known, seconds = list(measured), list(measured.values())
         found: Array = np.interp(np.arange(self.most + 1), known, seconds)
         if len(known) > 1 and known[-1] < self.most:
@@ -150,11 +177,6 @@ class Costs:
         return found
 
 
-def _kind(load: Load) -> Kind:
-    """Batches that differ by less than a fifth are alike, and contexts by less than two thirds; short ones
-    all are."""
-    return round(4 * math.log2(load.batch)), round(math.log2(max(SHORT, load.context)))
-
-
-def _distance(one: Kind, other: Kind) -> tuple[int, int]:
-    return abs(one[0] - other[0]), abs(one[1] - other[1])
+def _size(load: Load) -> int:
+    """Batches that differ by less than a fifth are alike."""
+    return round(4 * math.log2(load.batch))

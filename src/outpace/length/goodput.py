@@ -19,7 +19,9 @@ from outpace.length.costs import Costs
 LADDER = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # lengths that are tried: on a GPU each takes a graph
 START = 2  # the first length that is tried, while nothing is known of costs
 GROWTH = 2  # times the longest pass that was measured: so far costs are guessed
-NOVEL = 0.03  # in favour of a length that was never tried; against it, where making it ready takes time
+NOVEL = 0.03  # in favour of a length that was never tried
+EAGER = 5  # lengths that are made ready as soon as they promise more, where that takes time; others when
+YOUNG = 128  # they would have saved as much, as are all after so many iterations
 NEARLY = 0.85  # of the best rate: lengths that are run now and then, so that what they take is known
 REVISIT = 96  # iterations until then
 MARGIN = 0.02  # what speculation must promise to be taken up
@@ -85,7 +87,7 @@ class Goodput(Length):
         self._again = AGAIN  # such iterations after which guessing is a try
         self._wait = 0  # iterations until it is worth thinking again
         self._since_plain = 0
-        self._slow_starts = False  # lengths are made ready when they are first wanted
+        self._hopes: dict[tuple[int, int], float] = {}  # seconds that lengths would have saved, by rows and g
 
     def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
         load = load or Load(len(rows))
@@ -110,8 +112,10 @@ class Goodput(Length):
         plan.rate, plan.g = self._best(tokens, seconds, load)
         if hint is None:
             plan.g = self._affordable(plan, tokens, seconds)
+        elif plan.g:
+            plan.g = self._other(plan, tokens, seconds)
         close = plan.rate * seconds[0] < CLOSE * len(rows)
-        limit = min(REFRESH // 4 if close else REFRESH, 4 << min(self.costs.plains(load), 8))
+        limit = min(REFRESH // 4 if close else REFRESH, 4 << min(self.costs.count(load, 0), 8))
         if plan.g and self._since_plain >= limit:
             plan.g = 0
         return [min(plan.g, int(most)) for most in room]
@@ -125,7 +129,9 @@ class Goodput(Length):
             return self._cheapest(seconds, load)[0]
         gain = tokens[plan.g] / rows - seconds[plan.g] / seconds[0]
         made_up = max(0.0, self._credit) + HORIZON * gain
-        return plan.g if self.costs.missed(load) / seconds[0] <= made_up else 0
+        if plan.g == 0 or self.costs.missed(load) / seconds[0] > made_up:
+            return 0
+        return self._other(plan, tokens, seconds)
 
     def _tokens(self, plan: Plan, room: Levels) -> Array:
         """`[most + 1]`: tokens that all rows together may expect of each g."""
@@ -141,19 +147,41 @@ class Goodput(Length):
 
     def _best(self, tokens: Array, seconds: Array, load: Load) -> tuple[float, int]:
         """The best rate, and the length that has it."""
-        known, lengths = self.costs.known(load), self._within_reach(load)
-        weights = np.full(self.most + 1, 1 - NOVEL if self._slow_starts else 1 + NOVEL)
-        weights[known] = 1.0
+        lengths = self._within_reach(load)
+        weights = np.full(self.most + 1, 1 + NOVEL)
+        weights[self.costs.known(load)] = 1.0
         rates = tokens / seconds
         best = int(lengths[(rates * weights)[lengths].argmax()])
         if rates[best] < (1 + MARGIN + WARY * max(0.0, -self._credit)) * rates[0]:
             best = 0
-        # A length that is nearly as good may be better than it was measured.
-        near = [g for g in known if best and g and rates[g] >= NEARLY * rates[best]]
-        oldest = max(near, key=lambda g: self.costs.since(load, g), default=best)
-        if self._credit > 0 and self.costs.since(load, oldest) > REVISIT:
-            return float(rates[best]), oldest
         return float(rates[best]), best
+
+    def _other(self, plan: Plan, tokens: Array, seconds: Array) -> int:
+        """Instead of the best length one that may be better: of those that are nearly as good, one that was
+        not run for long; of those that would have to be made ready, one that promises enough for that."""
+        load, known, made = plan.load, self.costs.known(plan.load), self.costs.made(plan.load)
+        rates = tokens / seconds
+        near = [g for g in known if g and rates[g] >= NEARLY * plan.rate]
+        oldest = max(near, key=lambda g: self.costs.since(load, g), default=plan.g)
+        if self._credit > 0 and self.costs.since(load, oldest) > REVISIT:
+            return oldest
+        if not made:
+            return plan.g
+        eager = len(made) < EAGER and self.costs.count(load) < YOUNG
+        best, most = plan.g, 0.0
+        for g in self._grown(load):
+            shorter = max((one for one in known if one < g), default=0)
+            longer = g < known[-1]
+            # Between two that are known it may take little more than the shorter one.
+            taken = (seconds[g] + seconds[shorter]) / 2 if longer else seconds[g]
+            gain = tokens[g] / taken / plan.rate - 1
+            if g in made or gain <= NOVEL:
+                continue
+            key = len(plan.belief), int(g)
+            self._hopes[key] = self._hopes.get(key, 0.0) + gain * float(seconds[plan.g])
+            if gain > most and (eager or self._hopes[key] > self.costs.making):
+                best, most = int(g), gain
+        return best
 
     def _try(self, seconds: Array, load: Load, rows: int) -> int:
         """After a time of which nothing is known: a length to try, if it may pay and there is time for it; or
@@ -182,7 +210,14 @@ class Goodput(Length):
         return int(lengths[np.flatnonzero(losses <= SLACK * least + 1e-9)[-1]]), least
 
     def _within_reach(self, load: Load) -> Levels:
-        """Lengths up to some way beyond those that were run with such a batch."""
+        """Lengths up to some way beyond those that were run with such a batch; where they have to be made
+        ready, and some were, those."""
+        made = self.costs.made(load)
+        if made[-1:] > [0]:
+            return self._lengths[np.isin(self._lengths, made)]
+        return self._grown(load)
+
+    def _grown(self, load: Load) -> Levels:
         found: Levels = self._lengths[self._lengths <= max(START, GROWTH * self.costs.known(load)[-1])]
         return found
 
@@ -216,7 +251,7 @@ class Goodput(Length):
     def observe(self, done: Done) -> None:
         guessed = done.g > 0
         if done.seconds is None:
-            self._slow_starts = True
+            self.costs.note_made(done.load, done.g, done.making)
         else:
             self.costs.note(done.load, done.g, done.seconds - done.draft_seconds)
         if done.steps or done.catching_up:

@@ -84,9 +84,10 @@ class Moment:
 class Pending:
     """An iteration that was started."""
 
-    def __init__(self, result: Tensor, begun: Moment | None) -> None:
+    def __init__(self, result: Tensor, begun: Moment | None, making: float = 0.0) -> None:
         """result: `[rows, 4 + g]` of accepted, next token, bad, how many were drafted, and drafts."""
         self._result, self._begun = result, begun
+        self.making = making  # seconds in which something was made for it first
         if result.is_cuda:
             # Into memory of its own: the next iteration writes over the result.
             self._result = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
@@ -355,14 +356,16 @@ class Engine:
             guesses = None if given is None else self._put(g, given)
             key = (g, rows, sampling, None if guesses is None else id(guesses))
             ready = self.graphs.ready(key)
-            begun = Moment(self.target.device)
+            began, begun = time.perf_counter(), Moment(self.target.device)
             result = self.graphs.run(
                 key,
                 lambda: self.iteration(g, sampling, rows, guesses),
                 f"an iteration of g = {g}, {rows} rows,",
                 (self.lengths, self.last),
             )
-            return Pending(result, begun if ready else None)
+            if ready:
+                return Pending(result, begun)
+            return Pending(result, None, time.perf_counter() - began)
 
     def _put(self, g: int, given: Given) -> Guesses:
         """Guesses from outside lie where graphs look for them; rows that have none guess nothing."""

@@ -54,6 +54,7 @@ class Graphs:
         self, key: Hashable, work: Callable[[], Tensor], name: str, changes: Sequence[Tensor]
     ) -> Captured | None:
         if key in self._made:
+            self._made[key] = self._made.pop(key)  # the last one to be dropped
             return self._made[key]
         if len(self._made) >= MOST:
             del self._made[next(iter(self._made))]
@@ -75,8 +76,7 @@ class Graphs:
         return self._made[key]
 
     def capture(self, work: Callable[[], Tensor]) -> Captured:
-        for _ in range(2):  # kernels are compiled, and tables made
-            work()
+        work()  # kernels are compiled, and tables made
         torch.cuda.synchronize()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
