@@ -171,10 +171,8 @@ class Goodput(Length):
         best, most = plan.g, 0.0
         for g in self._grown(load):
             shorter = max((one for one in known if one < g), default=0)
-            longer = g < known[-1]
-            # Between two that are known it may take little more than the shorter one.
-            taken = (seconds[g] + seconds[shorter]) / 2 if longer else seconds[g]
-            gain = tokens[g] / taken / plan.rate - 1
+            # It may take little more than that.
+            gain = tokens[g] / (seconds[g] + seconds[shorter]) * 2 / plan.rate - 1
             if g in made or gain <= NOVEL:
                 continue
             key = len(plan.belief), int(g)
