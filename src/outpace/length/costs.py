@@ -76,7 +76,9 @@ class Costs:
         self.most = most
         self._passes: dict[int, dict[int, Mean]] = {}  # by size of the batch
         self._slopes: dict[int, Slope] = {}
-        self._curves: dict[tuple[int, bool], Array] = {}  # what follows from them, without any text
+        # What follows from them, without any text, by size of the batch and whether they have to be sure:
+        self._seconds: dict[tuple[int, bool], dict[int, float]] = {}
+        self._curves: dict[tuple[int, bool], Array] = {}
         self._noted = 0  # passes so far
         self._last: dict[tuple[int, int], int] = {}  # the last of each size of the batch and g
         self._steps: dict[int, Mean] = {}
@@ -89,6 +91,7 @@ class Costs:
         size = _size(load)
         slope = self._slopes.setdefault(size, Slope())
         self._passes.setdefault(size, {}).setdefault(g, Mean()).add(seconds, load.context, slope)
+        self._seconds.clear()
         self._curves.clear()
         self._noted += 1
         self._last[size, g] = self._noted
@@ -165,8 +168,13 @@ class Costs:
 
     def _measured(self, size: int, sure: bool) -> dict[int, float]:
         """Seconds by g, as they would be without any text before."""
-        found = sorted(self._passes.get(size, {}).items())
-        return {g: one.value / self._slopes[size].of(one.at) for g, one in found if one.sure or not sure}
+        if (size, sure) not in self._seconds:
+            self._seconds[size, sure] = {
+                g: one.value / self._slopes[size].of(one.at)
+                for g, one in sorted(self._passes.get(size, {}).items())
+                if one.sure or not sure
+            }
+        return self._seconds[size, sure]
 
     def _line(self, measured: dict[int, float]) -> Array:
         known, seconds = list(measured), list(measured.values())
