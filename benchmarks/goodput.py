@@ -9,8 +9,8 @@ Sides are timed in turn, in one process, after texts that are not counted; promp
 grid rates are of as many tokens as the guesses bring on average, by the acceptance of all sides together: of
 a hundred passes that keep ten tokens or none the luck would be larger than what is to be seen. Rows end one
 after another: figures are of the iterations that all of them were in, and `whole` ones of all iterations.
-What is made ready for a length, once, is not counted: fixed lengths had a text before, and one of the
-default in which something was made ready is written again.
+Making a length ready, which is done once, is not counted, as fixed lengths had a text for it before; ratios
+with it are there, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outpace import Decoder, Fixed, Goodput, LookupDrafter, ModelDrafter, Random
 from outpace.bench import cost as cost_of
 from outpace.bench import prediction
 from outpace.bench.synthetic import STEEPNESS, Codes, acceptance, bigram, noise_for, shape_of
-from outpace.length import Length, Load
+from outpace.length import Length
 from outpace.rows import Step
 
 # Of each device: shapes of the target and of drafts, by name; tokens of a text, by rows
@@ -56,7 +56,7 @@ SIZES: dict[str, Any] = {
     },
 }
 BATCHES = (1, 8, 64)
-LENGTHS = (0, 1, 2, 3, 5, 8, 12, 16)
+LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)
 GRID_ALPHAS = (0.3, 0.6, 0.8, 0.9)
 GRID_DRAFTS = ("cheap", "middle")
 WARM = 3  # texts that are not counted, of a fixed length one: lengths are made ready when first wanted
@@ -74,6 +74,7 @@ class Texts:
 
     guesses  how many a row had in an iteration, and how often
     lost     iterations in which a guess was
+    making   seconds of making something ready, that are not counted
     whole    the same until the last row's end, where this is until the first one's
     """
 
@@ -82,6 +83,7 @@ class Texts:
     guesses: Counter[int] = field(default_factory=Counter)
     kept: int = 0
     lost: int = 0
+    making: float = 0.0
     whole: Texts | None = None
 
     def add(self, step: Step) -> None:
@@ -93,12 +95,16 @@ class Texts:
     @property
     def rate(self) -> float:
         """Tokens a second."""
+        return self.tokens / (self.seconds - self.making)
+
+    @property
+    def rate_with_making(self) -> float:
         return self.tokens / self.seconds
 
     def fair(self, alpha: float) -> float:
         """The same, with as many tokens as so many guesses bring on average: luck is not in it."""
         tokens = sum(n * float(theory.expected_tokens(alpha, g)) for g, n in self.guesses.items())
-        return tokens / self.seconds
+        return tokens / (self.seconds - self.making)
 
 
 class Bench:
@@ -117,7 +123,7 @@ class Bench:
     def draft(self, name: str, alpha: float) -> tuple[Any, float]:
         """A model, and its acceptance."""
         made = self._made(name, noise_for(self.codes, alpha))
-        return made, acceptance(self.model, made)
+        return made, acceptance(self.model, made, self.codes)
 
     def decoder(self, drafter: Any, length: Any = None) -> Decoder:
         made = Decoder(self.plain.scorer, drafter, length=length)
@@ -165,10 +171,9 @@ class Bench:
                 found[name] = [warm[name]] if name in warm else []
                 continue
             decoder.length = length
-            before = made(length, B)
+            before = making(length)
             written = self.write(decoder, B, turn + WARM)
-            if turn >= 0 and made(length, B) != before:
-                written = self.write(decoder, B, turn + WARM)
+            written.making = making(length) - before
             if turn < 0:
                 warm[name] = written
             else:
@@ -176,9 +181,9 @@ class Bench:
         return found
 
 
-def made(length: Length, B: int) -> int:
-    """Lengths that were made ready."""
-    return len(length.costs.made(Load(B))) if isinstance(length, Goodput) else 0
+def making(length: Length) -> float:
+    """Seconds so far in which lengths were made ready."""
+    return length.costs.made_seconds if isinstance(length, Goodput) else 0.0
 
 
 def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
@@ -205,6 +210,9 @@ def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> Iterator[
                 "c": cost(decoder, B),
                 "plain_tokens_per_second": round(statistics.median(rates["plain"]), 1),
                 "ratio": round(sum(rates["goodput"]) / sum(rates["plain"]), 4),
+                "ratio_with_making": round(
+                    sum(one.rate_with_making for one in texts["goodput"]) / sum(rates["plain"]), 4
+                ),
                 "ratios": [round(one, 3) for one in ratios],
             }
 
@@ -251,10 +259,16 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> Iterator[dict[str, An
             every = [one for some in texts.values() for one in some]
             kept = sum(one.kept for one in every)
             seen = kept / (kept + sum(one.lost for one in every))
+            for one in every:
+                if one.whole is not None:
+                    one.whole.making = one.making
             texts = {side: some for side, some in texts.items() if some}
             rates = {side: statistics.mean(one.fair(seen) for one in some) for side, some in texts.items()}
             ours = rates.pop("goodput")
             best = max(rates, key=lambda g: rates[g])
+            with_making = statistics.mean(
+                one.fair(seen) * (1 - one.making / one.seconds) for one in texts["goodput"]
+            )
             written = {side: statistics.mean(one.rate for one in some) for side, some in texts.items()}
             whole = {
                 side: statistics.mean(one.whole.fair(seen) for one in some if one.whole)
@@ -272,10 +286,11 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> Iterator[dict[str, An
                 "goodput_over_plain": round(ours / rates["0"], 3),
                 "ratio": round(ours / rates[best], 4),
                 "ratio_with_luck": round(written["goodput"] / written[best], 4),
+                "ratio_with_making": round(with_making / rates[best], 4),
                 "whole_ratio": round(whole.pop("goodput") / max(whole.values()), 4),
                 "chosen": dict(sum((one.guesses for one in texts["goodput"]), Counter[int]())),
                 "tokens_per_second": {side: round(rate, 1) for side, rate in written.items()},
-                "predicted": parts[name, B].predicted(seen) if (name, B) in parts else None,
+                "predicted": parts[name, B].predicted(alpha) if (name, B) in parts else None,
                 "measured": [
                     round(rates[g] / rates["0"], 3) if g in rates else None for g in map(str, LENGTHS)
                 ],

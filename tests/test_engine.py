@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import Decoder, Fixed, Heuristic, RandomDrafter, Sampling
+from outpace import Decoder, Fixed, Goodput, Heuristic, RandomDrafter, Sampling
 from outpace.audit import audit
 from outpace.length import Hint, Load
 from outpace.models.fused import FusedModel
@@ -239,6 +239,32 @@ def test_what_cannot_be_captured_runs_without_a_graph(monkeypatch: pytest.Monkey
         outs = one.generate(PROMPTS, Sampling(), seed=1, max_new_tokens=12)
     assert [out.tokens for out in outs] == [out.tokens for out in expected]
     assert one._engines._engine is engine
+
+
+def test_the_policy_knows_what_is_ready_and_what_making_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Graphs, work: Any) -> Any:
+        raise CaptureError("not here")
+
+    monkeypatch.setattr(Graphs, "capture", fails)
+    policy, loads = Goodput(), list[Load]()
+    one = decoder(length=policy)
+    choose = policy.choose
+
+    def noted(rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+        assert load is not None
+        loads.append(load)
+        return choose(rows, load=load, hint=hint)
+
+    monkeypatch.setattr(policy, "choose", noted)
+    assert one._engines is not None
+    one._engines._get(len(PROMPTS), 200).graphs.on = True
+    with pytest.warns(UserWarning, match="could not be captured"):
+        one.generate(PROMPTS, Sampling(), seed=1, max_new_tokens=60)
+    assert loads[0].ready == frozenset()
+    assert loads[-1].ready is not None
+    assert 0 in loads[-1].ready
+    assert policy.costs.made == len(loads[-1].ready) > 1
+    assert policy.costs.made_seconds > 0
 
 
 def test_a_cache_without_room_is_said_and_done_without(monkeypatch: pytest.MonkeyPatch) -> None:

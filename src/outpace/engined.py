@@ -50,9 +50,10 @@ class Run:
         self._smooth = True  # nothing else was done beside the last iteration
         self._wanted: int | None = None  # what was chosen for an iteration that has to wait
         self._drafted = 0.0  # seconds that the host's drafter took
+        self._sampling = Sampling()
 
     def steps(self, waiting: deque[Row]) -> Generator[Step]:
-        sampling = waiting[0].sampling
+        self._sampling = sampling = waiting[0].sampling
         try:
             while waiting or self._active:
                 clock = Clock()
@@ -114,7 +115,7 @@ class Run:
                 return None
             return self._begin(0, rows, sampling)
         began = time.perf_counter()
-        proposal = self.guesser.propose(list(rows.values()), self.slots)
+        proposal = self.guesser.propose(list(rows.values()), self.slots, self._ready())
         self._drafted = time.perf_counter() - began
         return self._begin(proposal.draft.tokens.shape[1], rows, sampling, proposal)
 
@@ -133,7 +134,10 @@ class Run:
         unread = 0
         if self.engine.draft is not None:
             unread = sum(len(row.tokens) - self._read_by_draft[slot] for slot, row in rows.items())
-        return Load(self.slots, max(len(row.tokens) for row in rows.values()), unread)
+        return Load(self.slots, max(len(row.tokens) for row in rows.values()), unread, self._ready())
+
+    def _ready(self) -> frozenset[int] | None:
+        return self.engine.ready(self._sampling, self.slots, given=not self.inside)
 
     def _behind(self) -> int:
         """Tokens of a row that the engine's draft has not read, at most."""

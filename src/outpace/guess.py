@@ -67,16 +67,20 @@ class Guesser:
         self._asked_last: Sequence[Row] = ()
         self._read: dict[int, tuple[Row, int]] = {}  # by slot, how much of whose text the drafter has seen
 
-    def propose(self, rows: Sequence[Row], batch: int | None = None) -> Proposal:
+    def propose(
+        self, rows: Sequence[Row], batch: int | None = None, ready: frozenset[int] | None = None
+    ) -> Proposal:
         """Guesses of each row, as far as policy, context and the tokens still wanted allow.
 
         batch  rows that the pass is over, if some of them stand still
+        ready  lengths that nothing has to be made for, if there are others
         """
         room = [
             min(row.max_new_tokens - row.stats.new_tokens - 1, self.scorer.context - len(row.tokens) - 1)
             for row in rows
         ]
-        load = Load(batch or len(rows), max(len(row.tokens) for row in rows), self._unread(rows))
+        context = max(len(row.tokens) for row in rows)
+        load = Load(batch or len(rows), context, self._unread(rows), ready)
         if self.drafter is None:
             return self._nothing(rows, load)
         if self.free:

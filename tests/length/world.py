@@ -35,6 +35,7 @@ class World:
     stalls  times as long that some iterations take, by their number
     slope   share by which passes take longer for each token of a text
     making  seconds in which a length is made ready when it is first wanted; they are not counted
+    made    lengths that are ready, and when that was
     """
 
     alpha: Callable[[int, int], float]
@@ -48,7 +49,7 @@ class World:
     stalls: Mapping[int, float] = field(default_factory=dict)
     slope: float = 0.0
     making: float = 0.0
-    made: dict[int, int] = field(default_factory=dict)  # lengths, and when
+    made: dict[int, int] = field(default_factory=dict)
     seconds: float = 0.0
     tokens: int = 0
     lengths: list[int] = field(default_factory=list)
@@ -60,7 +61,8 @@ class World:
         policy.reset(slots)
         unread, context = self.prompt * self.rows, self.prompt + 1
         for _ in range(iterations):
-            t, load = len(self.lengths), Load(self.rows, context, unread)
+            ready = frozenset(self.made) if self.making else None
+            t, load = len(self.lengths), Load(self.rows, context, unread, ready)
             chosen = policy.choose(slots, load=load)
             g = max(chosen)
             kept = []

@@ -92,26 +92,57 @@ def test_rows_that_begin_together_begin_as_one_by_one(
         assert [one.won(row) for row in range(3)] == [other.won(row) for row in range(3)]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_prompts_of_all_rows_are_graphs_of_a_few_sizes(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    """Here a graph is a function that is called again, with whatever lies in the tensors that it was made
+class Replayed:
+    """A graph that is a function: it is called again, with whatever lies in the tensors that it was made
     with."""
 
-    class Replayed:
-        def __init__(self, work: Any, result: Tensor) -> None:
-            self.work, self.result = work, result
+    def __init__(self, work: Any, result: Tensor) -> None:
+        self.work, self.result = work, result
 
-        def replay(self) -> None:
-            self.result.copy_(self.work())
+    def replay(self) -> None:
+        self.result.copy_(self.work())
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What graphs were made of, which is done here, too."""
 
     def capture(self: Graphs, work: Any) -> Any:
         work()
-        made.append(work)
+        found.append(work)
         result = work().clone()
         return Replayed(work, result), result
 
-    made: list[Any] = []
+    found: list[Any] = []
     monkeypatch.setattr(Graphs, "capture", capture)
+    return found
+
+
+def test_it_says_which_lengths_are_ready(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.models.graphs.MOST", 4)
+    engine, plain = engine_of(tiny(), tiny(seed=1)), Sampling()
+    assert engine.ready(plain, 2, given=False) is None  # all are: there are no graphs
+    engine.graphs.on = True
+    assert engine.ready(plain, 2, given=False) == frozenset()
+    for g in (3, 0, 3):
+        pending = engine.start(g, plain, 2)
+        pending.read()
+        assert (pending.making > 0) == (pending.seconds is None) == (not pending.ready)
+    assert len(made) == 2
+    assert pending.ready
+    assert engine.ready(plain, 2, given=False) == frozenset({0, 3})
+    assert engine.ready(plain, 2, given=True) == engine.ready(plain, 1, given=False) == frozenset()
+    assert engine.ready(Sampling(temperature=0.5), 2, given=False) == frozenset()
+    for g in (1, 2, 4):  # there is room for four: the ones that were not used for the longest go
+        engine.start(g, plain, 2)
+        engine.start(3, plain, 2)
+    assert engine.ready(plain, 2, given=False) == frozenset({1, 2, 3, 4})
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_prompts_of_all_rows_are_graphs_of_a_few_sizes(
+    made: list[Any], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
     monkeypatch.setattr("outpace.models.compiled.CHUNK", 16)
     monkeypatch.setattr("outpace.models.compiled.SHORTEST", 4)
     kind = FusedModel if family == "llama" else GenericModel

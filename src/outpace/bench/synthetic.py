@@ -23,7 +23,8 @@ from torch import Tensor
 CODE = 64  # entries of a code
 STEEPNESS = 6.0  # s: how far logits lie apart
 FAINT = 1e-4  # what the layers' own output is scaled by
-SAMPLE = 256  # contexts that α is averaged over
+SAMPLE = 512  # contexts that α is averaged over
+WRITTEN = 8  # tokens that a target writes before each: some come more often than others
 WORDS = 32  # tokens that a text without a draft consists of
 LOOKUP = "lookup"  # in the place of a draft's shape: texts are copied from
 
@@ -87,6 +88,16 @@ class Codes:
         before, after, other = torch.randn(3, V, CODE, generator=noise, device=device)
         return cls(torch.nn.functional.normalize(before) * math.sqrt(CODE), after, other)
 
+    def contexts(self) -> Tensor:
+        """`[SAMPLE]`: tokens that the target would write."""
+        V = len(self.before)
+        ids = torch.arange(SAMPLE, device=self.before.device) * (V // SAMPLE or 1) % V
+        noise = torch.Generator(self.before.device).manual_seed(0)
+        for _ in range(WRITTEN):
+            p = (self.before[ids] @ self.after.T * (STEEPNESS / math.sqrt(CODE))).softmax(-1)
+            ids = torch.multinomial(p, 1, generator=noise)[:, 0]
+        return ids
+
     def head(self, sigma: float) -> Tensor:
         """Codes of what follows, with so much noise."""
         return self.after + sigma * self.noise
@@ -114,7 +125,7 @@ def pair(
     sigma = noise_for(codes, alpha)
     large = bigram(shapes[0], codes, 0.0, seed=seed, device=device, dtype=dtype)
     small = bigram(shapes[1], codes, sigma, seed=seed + 1, device=device, dtype=dtype)
-    return Pair(large, small, acceptance(large, small), sigma, large.config.vocab_size)
+    return Pair(large, small, acceptance(large, small, codes), sigma, large.config.vocab_size)
 
 
 def _repeating(
@@ -139,7 +150,7 @@ def likeliest(logits: Tensor) -> float:
 def noise_for(codes: Codes, alpha: float) -> float:
     """The σ at which drafts are kept with probability alpha, by bisection: the more noise, the fewer."""
     V = len(codes.before)
-    x = codes.before[torch.arange(SAMPLE, device=codes.before.device) * (V // SAMPLE or 1) % V]
+    x = codes.before[codes.contexts()]
     p = (x @ codes.after.T) * STEEPNESS / math.sqrt(CODE)
     other = (x @ codes.noise.T) * STEEPNESS / math.sqrt(CODE)
 
@@ -166,10 +177,9 @@ def overlap(p: Tensor, q: Tensor) -> float:
 
 
 @torch.inference_mode()
-def acceptance(target: Any, draft: Any) -> float:
+def acceptance(target: Any, draft: Any, codes: Codes) -> float:
     """The same of two models, after single tokens: of a bigram model that is all there is."""
-    V = target.config.vocab_size
-    ids = (torch.arange(SAMPLE, device=target.device) * (V // SAMPLE or 1) % V)[:, None]
+    ids = codes.contexts()[:, None].to(target.device)
     p, q = (model(input_ids=ids, use_cache=False).logits[:, -1] for model in (target, draft))
     return overlap(p, q)
 

@@ -26,11 +26,13 @@ class Load:
     batch    rows; some may stand still
     context  tokens of the longest text
     unread   tokens of all texts that the drafter would have to read first, as it was not asked meanwhile
+    ready    lengths that nothing has to be made ready for, which would take time; None: all
     """
 
     batch: int
     context: int = 1
     unread: int = 0
+    ready: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Done:
     g              guesses that the pass had room for: its cost is that of g + 1 tokens a row
     load           what the pass was over
     seconds        all of it; None where it was not measured
-    making         where it was not: seconds in which such an iteration was made ready, which is done once
+    making         where it was not: seconds in which such an iteration was made ready
     draft_seconds  of that, drafting; 0 where the two cannot be told apart
     steps          steps that the drafter made
     catching_up    seconds before it, in which a draft read what had been written without it

@@ -11,29 +11,35 @@ from outpace.length.belief import Array
 
 NEW = 0.1  # weight of a measurement, once there are some
 AT_ONCE = 16  # tokens that are read in a draft's step, as long as nothing is known of it
+LEAST = 0.05  # of what a pass takes, that is not due to its text
+RECENT = 4  # lengths that were made ready, by which the next one is judged
 TICK = 1e-9  # seconds: less is none of a clock
 WILD = 2.0  # times as long, or as short, as expected: more than that is an accident
+FAR = 256  # tokens: after a text that much longer or shorter anything may be expected
 
 
 class Slope:
-    """How much longer passes take after longer texts: times 1 + value · tokens, for all lengths alike."""
+    """Seconds that passes take longer for each token of the text, all lengths alike: what is read of the
+    cache is the same for all. The regression of times on contexts, within lengths."""
 
     FADE = 0.998  # what is left of a measurement's weight after another
-    CALM = 3e4  # squared tokens apart, of measurements that would show none
-    MOST = 0.02
+    CALM = 1e4  # squared tokens apart, of measurements that would show none
+    MOST = 1024  # tokens apart that count as such: a single one is not to outweigh all others
 
     def __init__(self) -> None:
         self.value = 0.0
-        self._together, self._apart = 0.0, self.CALM
+        self._means: dict[int, tuple[int, float, float]] = {}  # by g: how many, mean context, mean seconds
+        self._products, self._squares = 0.0, 0.0
 
-    def of(self, context: float) -> float:
-        return 1 + self.value * context
-
-    def add(self, apart: float, longer: float, at: float) -> None:
-        """So many tokens from where it is usual, `at`, a pass took longer by this share."""
-        self._together = self.FADE * self._together + apart * longer * self.of(at)
-        self._apart = self.CALM + self.FADE * (self._apart - self.CALM) + apart**2
-        self.value = min(max(0.0, self._together / self._apart), self.MOST)
+    def add(self, g: int, context: float, seconds: float) -> None:
+        count, mean_context, mean_seconds = self._means.get(g, (0, 0.0, 0.0))
+        weight = max(1 / (count + 1), 1 - self.FADE)
+        apart, longer = context - mean_context, seconds - mean_seconds
+        self._means[g] = count + 1, mean_context + weight * apart, mean_seconds + weight * longer
+        counts = (1 - weight) * min(1.0, self.MOST / max(abs(apart), 1.0)) ** 2
+        self._products = self.FADE * self._products + counts * apart * longer
+        self._squares = self.FADE * self._squares + counts * apart**2
+        self.value = max(0.0, self._products / (self._squares + self.CALM))
 
 
 class Mean:
@@ -52,20 +58,21 @@ class Mean:
     def sure(self) -> bool:
         return self.count > 1
 
-    def add(self, value: float, at: float = 0.0, slope: Slope | None = None) -> None:
+    def add(self, value: float, at: float = 0.0, slope: float = 0.0) -> float:
+        """Returns what was made of the value, which may have been an accident."""
         value = max(value, TICK)
+        expected = self.value + slope * (at - self.at)
         self.count += 1
         if self.count <= 2:
-            if value < self.value:
+            if value < expected:
                 self.value, self.at = value, at
-            return
-        expected = self.value if slope is None else self.value * slope.of(at) / slope.of(self.at)
-        usual = min(max(value, expected / WILD), expected * WILD)
-        if slope is not None:
-            slope.add(at - self.at, usual / self.value - 1, self.at)
+            return value
+        if abs(at - self.at) <= FAR:
+            value = min(max(value, expected / WILD), expected * WILD)
         weight = max(NEW, 1 / self.count)
-        self.value += weight * (usual - self.value)
+        self.value += weight * (value - self.value)
         self.at += weight * (at - self.at)
+        return value
 
 
 class Costs:
@@ -83,28 +90,29 @@ class Costs:
         self._last: dict[tuple[int, int], int] = {}  # the last of each size of the batch and g
         self._steps: dict[int, Mean] = {}
         self._missed = Mean()  # of reading a token that was not read
-        self._made: dict[int, set[int]] = {}
-        self._making = Mean()
+        self.making = 0.0  # of making a length ready, about
+        self.made, self.made_seconds = 0, 0.0  # how many were, and what that took
 
     def note(self, load: Load, g: int, seconds: float) -> None:
         """Of a pass."""
-        size = _size(load)
+        size = size_of(load)
         slope = self._slopes.setdefault(size, Slope())
-        self._passes.setdefault(size, {}).setdefault(g, Mean()).add(seconds, load.context, slope)
+        mean = self._passes.setdefault(size, {}).setdefault(g, Mean())
+        slope.add(g, load.context, mean.add(seconds, load.context, slope.value))
         self._seconds.clear()
         self._curves.clear()
         self._noted += 1
         self._last[size, g] = self._noted
 
-    def note_made(self, load: Load, g: int, seconds: float) -> None:
-        """Of making such passes ready, which is done once."""
-        self._made.setdefault(_size(load), set()).add(g)
-        self._making.add(seconds)
+    def note_making(self, seconds: float) -> None:
+        """Of making passes of some length ready."""
+        self.made, self.made_seconds = self.made + 1, self.made_seconds + seconds
+        self.making += (seconds - self.making) / min(self.made, RECENT)
 
     def note_draft(self, load: Load, steps: int, seconds: float, catching_up: float) -> None:
         """Of so many steps, and of reading what the draft had not read before, whether that was timed by
         itself or is part of the steps."""
-        step = self._steps.setdefault(_size(load), Mean())
+        step = self._steps.setdefault(size_of(load), Mean())
         if steps and (not load.unread or not step.count):
             step.add(seconds / steps)
         elif steps:
@@ -114,33 +122,24 @@ class Costs:
 
     def known(self, load: Load) -> list[int]:
         """The g that were measured with such a batch, more than once."""
-        return list(self._measured(_size(load), True))
-
-    def made(self, load: Load) -> list[int]:
-        """The g that were made ready for such a batch; none where nothing has to be."""
-        return sorted(self._made.get(_size(load), ()))
-
-    @property
-    def making(self) -> float:
-        """Seconds of making one ready."""
-        return self._making.value
+        return list(self._measured(size_of(load), True))
 
     def since(self, load: Load, g: int) -> int:
         """Passes since the last with so many guesses and such a batch."""
-        return self._noted - self._last.get((_size(load), g), 0)
+        return self._noted - self._last.get((size_of(load), g), 0)
 
     def plain(self, load: Load) -> float | None:
         """Of a pass without guesses; None if it was measured with no such batch."""
-        return float(self.passes(load)[0]) if 0 in self._measured(_size(load), True) else None
+        return float(self.passes(load)[0]) if 0 in self._measured(size_of(load), True) else None
 
     def count(self, load: Load, g: int | None = None) -> int:
         """How many passes were measured with such a batch, of all lengths or of this one."""
-        found = self._passes.get(_size(load), {})
+        found = self._passes.get(size_of(load), {})
         return sum(one.count for length, one in found.items() if g in (None, length))
 
     def step(self, load: Load) -> float:
         """Of a drafter's step; 0 while it is not known."""
-        found = self._steps.get(_size(load))
+        found = self._steps.get(size_of(load))
         return found.value if found is not None and found.count else 0.0
 
     def missed(self, load: Load) -> float:
@@ -151,10 +150,10 @@ class Costs:
         """`[most + 1]`, by g: as measured, on straight lines between, and on from there by the last slope;
         more tokens never take less. Where only a plain pass was measured with such a batch, a smaller one
         gives the shape. sure: what was measured once does not count."""
-        key = size, _ = _size(load), sure
-        if key not in self._curves:
-            self._curves[key] = np.minimum.accumulate(self._curve(*key)[::-1])[::-1]
-        return self._curves[key] * self._slopes[size].of(load.context)
+        size = size_of(load)
+        if (size, sure) not in self._curves:
+            self._curves[size, sure] = np.minimum.accumulate(self._curve(size, sure)[::-1])[::-1]
+        return self._curves[size, sure] + self._slopes[size].value * load.context
 
     def _curve(self, size: int, sure: bool) -> Array:
         measured = self._measured(size, sure)
@@ -170,7 +169,7 @@ class Costs:
         """Seconds by g, as they would be without any text before."""
         if (size, sure) not in self._seconds:
             self._seconds[size, sure] = {
-                g: one.value / self._slopes[size].of(one.at)
+                g: max(LEAST * one.value, one.value - self._slopes[size].value * one.at)
                 for g, one in sorted(self._passes.get(size, {}).items())
                 if one.sure or not sure
             }
@@ -185,6 +184,6 @@ class Costs:
         return found
 
 
-def _size(load: Load) -> int:
+def size_of(load: Load) -> int:
     """Batches that differ by less than a fifth are alike."""
     return round(4 * math.log2(load.batch))

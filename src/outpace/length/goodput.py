@@ -14,14 +14,14 @@ import numpy as np
 from outpace.arguments import integer
 from outpace.length.base import Done, Hint, Length, Load
 from outpace.length.belief import Array, Belief, Levels, Signal
-from outpace.length.costs import Costs
+from outpace.length.costs import Costs, size_of
 
 LADDER = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # lengths that are tried: on a GPU each takes a graph
 START = 2  # the first length that is tried, while nothing is known of costs
 GROWTH = 2  # times the longest pass that was measured: so far costs are guessed
-NOVEL = 0.03  # in favour of a length that was never tried
-EAGER = 5  # lengths that are made ready as soon as they promise more, where that takes time; others when
-YOUNG = 128  # they would have saved as much, as are all after so many iterations
+NOVEL = 0.03  # in favour of a length that was never run; what it must promise, if it has to be made ready
+EAGER = 4  # lengths that are made ready as soon as they do
+YOUNG = 128  # iterations with such a batch in which they are; later, when they would have saved as much
 NEARLY = 0.85  # of the best rate: lengths that are run now and then, so that what they take is known
 REVISIT = 96  # iterations until then
 MARGIN = 0.02  # what speculation must promise to be taken up
@@ -39,7 +39,7 @@ WORTH = 1.1  # what it would have to bring
 HORIZON = 64  # iterations in which speculation has to make up for what it takes to begin with it
 ASKING = 1e-2  # seconds of a draft's step: between shorter ones, asking would take longer than it saves
 AGAIN = 8  # iterations without news after which guesses are tries; twice as many until one after a failure
-PATIENCE = 64  # iterations between such tries at most
+PATIENCE = 40  # iterations between such tries at most
 RETHINK = 512  # where costs speak against any: they may have changed
 CLOSE = 1.12  # times as fast as plain decoding, and no more
 REFRESH = 256  # iterations until a plain pass is measured anew; a quarter of that where it is close
@@ -87,7 +87,9 @@ class Goodput(Length):
         self._again = AGAIN  # such iterations after which guessing is a try
         self._wait = 0  # iterations until it is worth thinking again
         self._since_plain = 0
-        self._hopes: dict[tuple[int, int], float] = {}  # seconds that lengths would have saved, by rows and g
+        self._hopes: dict[
+            tuple[int, int], float
+        ] = {}  # seconds that lengths would have saved, by batch and g
 
     def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
         load = load or Load(len(rows))
@@ -109,29 +111,30 @@ class Goodput(Length):
         # While there is something to spend, what was seen once may have been an accident.
         passes = self.costs.passes(load, sure=self._credit > 0)
         seconds = passes + self.costs.step(load) * np.arange(self.most + 1)
-        plan.rate, plan.g = self._best(tokens, seconds, load)
+        hoped = seconds - (passes - self._hoped(passes, load))
+        plan.rate, plan.g = self._best(tokens, hoped, load)
         if hint is None:
-            plan.g = self._affordable(plan, tokens, seconds)
+            plan.g = self._affordable(plan, tokens, seconds, hoped)
         elif plan.g:
-            plan.g = self._other(plan, tokens, seconds)
+            plan.g = self._other(plan, tokens, seconds, hoped)
         close = plan.rate * seconds[0] < CLOSE * len(rows)
         limit = min(REFRESH // 4 if close else REFRESH, 4 << min(self.costs.count(load, 0), 8))
         if plan.g and self._since_plain >= limit:
             plan.g = 0
         return [min(plan.g, int(most)) for most in room]
 
-    def _affordable(self, plan: Plan, tokens: Array, seconds: Array) -> int:
+    def _affordable(self, plan: Plan, tokens: Array, seconds: Array, hoped: Array) -> int:
         """What to do about the length that is best by what is believed, of a drafter that costs something."""
         rows, load = len(plan.belief), plan.load
         if self._blind >= AGAIN:
-            return self._try(seconds, load, rows)
+            return self._try(seconds, hoped, load, rows)
         if plan.g == 0 and self._judged < FEW and self._credit > 0:
             return self._cheapest(seconds, load)[0]
         gain = tokens[plan.g] / rows - seconds[plan.g] / seconds[0]
         made_up = max(0.0, self._credit) + HORIZON * gain
-        if plan.g == 0 or self.costs.missed(load) / seconds[0] > made_up:
+        if self.costs.missed(load) / seconds[0] > made_up:
             return 0
-        return self._other(plan, tokens, seconds)
+        return self._other(plan, tokens, seconds, hoped)
 
     def _tokens(self, plan: Plan, room: Levels) -> Array:
         """`[most + 1]`: tokens that all rows together may expect of each g."""
@@ -147,45 +150,60 @@ class Goodput(Length):
 
     def _best(self, tokens: Array, seconds: Array, load: Load) -> tuple[float, int]:
         """The best rate, and the length that has it."""
-        lengths = self._within_reach(load)
-        weights = np.full(self.most + 1, 1 + NOVEL)
-        weights[self.costs.known(load)] = 1.0
-        rates = tokens / seconds
-        best = int(lengths[(rates * weights)[lengths].argmax()])
+        lengths, rates = self._within_reach(load), tokens / seconds
+        best = int(lengths[rates[lengths].argmax()])
         if rates[best] < (1 + MARGIN + WARY * max(0.0, -self._credit)) * rates[0]:
             best = 0
         return float(rates[best]), best
 
-    def _other(self, plan: Plan, tokens: Array, seconds: Array) -> int:
+    def _other(self, plan: Plan, tokens: Array, seconds: Array, hoped: Array) -> int:
         """Instead of the best length one that may be better: of those that are nearly as good, one that was
         not run for long; of those that would have to be made ready, one that promises enough for that."""
-        load, known, made = plan.load, self.costs.known(plan.load), self.costs.made(plan.load)
-        rates = tokens / seconds
-        near = [g for g in known if g and rates[g] >= NEARLY * plan.rate]
+        load, rates, known = plan.load, tokens / seconds, self.costs.known(plan.load)
+        near = [g for g in self._within_reach(load) if g and g in known and rates[g] >= NEARLY * plan.rate]
         oldest = max(near, key=lambda g: self.costs.since(load, g), default=plan.g)
-        if self._credit > 0 and self.costs.since(load, oldest) > REVISIT:
-            return oldest
-        if not made:
-            return plan.g
-        eager = len(made) < EAGER and self.costs.count(load) < YOUNG
-        best, most = plan.g, 0.0
+        if plan.g and self._credit > 0 and self.costs.since(load, oldest) > REVISIT:
+            return int(oldest)
+        return plan.g if load.ready is None else self._made(plan, tokens, hoped, load.ready)
+
+    def _made(self, plan: Plan, tokens: Array, hoped: Array, ready: frozenset[int]) -> int:
+        """A length to make ready, or the best one of those that are. What it would have saved is added up
+        until it is as much as making it takes: so both together are at most twice what had to be lost."""
+        load, gains = plan.load, tokens / hoped / plan.rate - 1
+        eager = len(ready - {0}) < EAGER and self.costs.count(load) < YOUNG
+        best, most = plan.g, NOVEL
         for g in self._grown(load):
-            shorter = max((one for one in known if one < g), default=0)
-            # It may take little more than that.
-            gain = tokens[g] / (seconds[g] + seconds[shorter]) * 2 / plan.rate - 1
-            if g in made or gain <= NOVEL:
+            gain = gains[g]
+            if g == 0 or g in ready or gain <= NOVEL:
                 continue
-            key = len(plan.belief), int(g)
-            self._hopes[key] = self._hopes.get(key, 0.0) + gain * float(seconds[plan.g])
+            key = size_of(load), int(g)
+            self._hopes[key] = self._hopes.get(key, 0.0) + gain / (1 + gain) * float(hoped[plan.g])
             if gain > most and (eager or self._hopes[key] > self.costs.making):
                 best, most = int(g), gain
+        if best != plan.g:  # the others are to be better than this one
+            self._hopes = {key: hope for key, hope in self._hopes.items() if key[0] != size_of(load)}
         return best
 
-    def _try(self, seconds: Array, load: Load, rows: int) -> int:
+    def _hoped(self, passes: Array, load: Load) -> Array:
+        """A pass of a length that was never run may take less than is thought. Where it has to be made ready
+        for that, which is not done for little, half of what it is thought to take more than the next shorter
+        one; nothing more, if it is longer than the only one."""
+        known = self.costs.known(load)
+        found: Array = passes / (1 + NOVEL)
+        if load.ready is None:
+            found[known] = passes[known]
+            return found
+        shorter = np.array(known)[np.searchsorted(known, np.arange(self.most + 1), side="right") - 1]
+        found = (passes + passes[shorter]) / 2
+        if len(known) <= 2:
+            found[known[-1] :] = passes[known[-1]]
+        return found
+
+    def _try(self, seconds: Array, hoped: Array, load: Load, rows: int) -> int:
         """After a time of which nothing is known: a length to try, if it may pay and there is time for it; or
         0, and when to think of it again."""
-        hoped = rows * (HOPE ** np.arange(self.most + 1)).cumsum()
-        rate, g = self._best(hoped, seconds, load)
+        tokens = rows * (HOPE ** np.arange(self.most + 1)).cumsum()
+        rate, g = self._best(tokens, hoped, load)
         hopeless = g == 0 or rate < WORTH * rows / seconds[0]
         rest = (RETHINK if hopeless else self._again) - self._blind
         if rest > 0:
@@ -208,14 +226,15 @@ class Goodput(Length):
         return int(lengths[np.flatnonzero(losses <= SLACK * least + 1e-9)[-1]]), least
 
     def _within_reach(self, load: Load) -> Levels:
-        """Lengths up to some way beyond those that were run with such a batch; where they have to be made
-        ready, and some were, those."""
-        made = self.costs.made(load)
-        if made[-1:] > [0]:
-            return self._lengths[np.isin(self._lengths, made)]
-        return self._grown(load)
+        """Of lengths up to some way beyond those that were run, those that are ready, if any but 0 is."""
+        grown = self._grown(load)
+        if load.ready is None:
+            return grown
+        found: Levels = grown[[g == 0 or g in load.ready for g in grown.tolist()]]
+        return found if len(found) > 1 else grown
 
     def _grown(self, load: Load) -> Levels:
+        """Lengths up to some way beyond those that were run with such a batch."""
         found: Levels = self._lengths[self._lengths <= max(START, GROWTH * self.costs.known(load)[-1])]
         return found
 
@@ -249,17 +268,18 @@ class Goodput(Length):
     def observe(self, done: Done) -> None:
         guessed = done.g > 0
         if done.seconds is None:
-            self.costs.note_made(done.load, done.g, done.making)
+            self.costs.note_making(done.making)
         else:
             self.costs.note(done.load, done.g, done.seconds - done.draft_seconds)
         if done.steps or done.catching_up:
             self.costs.note_draft(done.load, done.steps, done.draft_seconds, done.catching_up)
         if self._learn(done):
-            tried, well = self._blind >= self._again, sum(done.accepted) > 0
+            tried = self._blind >= self._again
+            well = tried and self._went_well(done)
             if tried:
                 self._again = AGAIN if well else min(2 * self._again, PATIENCE)
             # Unless what was kept is enough to go on with, a try that went well is followed by another.
-            self._blind = self._again - 1 if tried and well else 0
+            self._blind = self._again - 1 if well else 0
         else:
             self._blind += 1
         plain = self.costs.plain(done.load) if guessed or done.steps else None
@@ -269,6 +289,17 @@ class Goodput(Length):
         grant = EARLY if self._judged < FEW and self.belief.time < REFRESH else BUDGET
         self._credit = min(CREDIT, max(DEBT, self._credit + max(gain, ACCIDENT) + grant))
         self._since_plain = self._since_plain + 1 if guessed else 0
+
+    def _went_well(self, done: Done) -> bool:
+        """Whether some length would pay if as many were kept always as of the guesses of this try."""
+        kept = np.array(done.accepted)
+        judged = int(np.minimum(done.asked or done.drafted, kept + 1).sum())
+        if not kept.any() or self.costs.plain(done.load) is None:
+            return False
+        places = np.arange(self.most + 1)
+        rates = ((kept.sum() / judged) ** places).cumsum()
+        rates /= self.costs.passes(done.load) + self.costs.step(done.load) * places
+        return bool(rates[self._within_reach(done.load)].max() > (1 + MARGIN) * rates[0])
 
     def _learn(self, done: Done) -> bool:
         """From what was scored, and from the guess after it that was not; whether there was any."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -157,6 +157,18 @@ class Given:
         return None if told is None or told.sampling is None else told.sampling[0]
 
 
+class Iteration(NamedTuple):
+    """What there is a graph for.
+
+    given  where guesses from outside lie
+    """
+
+    g: int
+    rows: int
+    sampling: Sampling
+    given: int | None
+
+
 class Engine:
     """Rows of texts that a target and a draft write together. After plain iterations the draft has to
     `catch_up` before it guesses again.
@@ -188,6 +200,8 @@ class Engine:
         self.last = torch.zeros_like(integers[:2]).T.contiguous()  # [rows, 2], of each text
         self.text = torch.zeros(rows, tokens if copies else 0, dtype=torch.int64, device=target.device)
         self.graphs = Graphs(target.device)
+        self._ready: dict[tuple[int, Sampling, bool], frozenset[int]] = {}
+        self._ready_since = 0
         self._pages: dict[int, tuple[Tensor, Tensor]] = {}  # tokens and positions that graphs of prompts read
         self._held: dict[int, Sequence[int]] = {}  # tokens that surely lie at a row's beginning in the caches
         self._given: dict[tuple[int, Sampling | None, torch.dtype | None], Guesses] = {}  # what graphs read
@@ -354,7 +368,7 @@ class Engine:
             g = 0
         with self._on_device():
             guesses = None if given is None else self._put(g, given)
-            key = (g, rows, sampling, None if guesses is None else id(guesses))
+            key = Iteration(g, rows, sampling, None if guesses is None else id(guesses))
             ready = self.graphs.ready(key)
             began, begun = time.perf_counter(), Moment(self.target.device)
             result = self.graphs.run(
@@ -366,6 +380,21 @@ class Engine:
             if ready:
                 return Pending(result, begun)
             return Pending(result, None, time.perf_counter() - began)
+
+    def ready(self, sampling: Sampling, rows: int, given: bool) -> frozenset[int] | None:
+        """Lengths of iterations that nothing has to be made for first, with guesses from outside or not; None
+        if nothing has to be for any."""
+        if not self.graphs.on:
+            return None
+        if self._ready_since != self.graphs.changes:
+            self._ready, self._ready_since = {}, self.graphs.changes
+        key = rows, sampling, given
+        if key not in self._ready:
+            made = (one for one in self.graphs if isinstance(one, Iteration))
+            self._ready[key] = frozenset(
+                one.g for one in made if (one.rows, one.sampling, one.given is not None) == key
+            )
+        return self._ready[key]
 
     def _put(self, g: int, given: Given) -> Guesses:
         """Guesses from outside lie where graphs look for them; rows that have none guess nothing."""

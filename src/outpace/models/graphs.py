@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self.on = device.type == "cuda"
         self._made: dict[Hashable, Captured | None] = {}
+        self.changes = 0  # of what is ready
         self._pool: Any = None
 
     def run(
@@ -50,12 +51,17 @@ class Graphs:
         """Whether nothing has to be made first."""
         return not self.on or key in self._made
 
+    def __iter__(self) -> Iterator[Hashable]:
+        """The keys of all that is ready."""
+        return iter(self._made)
+
     def _get(
         self, key: Hashable, work: Callable[[], Tensor], name: str, changes: Sequence[Tensor]
     ) -> Captured | None:
         if key in self._made:
             self._made[key] = self._made.pop(key)  # the last one to be dropped
             return self._made[key]
+        self.changes += 1
         if len(self._made) >= MOST:
             del self._made[next(iter(self._made))]
         begun = time.perf_counter()
