@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -217,13 +217,13 @@ class CausalScorer:
 
     def _reuse(self, row: int, prompt: Sequence[int]) -> None:
         """Take over what some row holds of the prompt's beginning; at least its last token is left to do."""
-        shared = {slot: common(held, prompt, len(prompt) - 1) for slot, held in self._held.items()}
-        best = max(shared, key=lambda slot: shared[slot])
-        if best != row and shared[best] >= shared[row] + WORTH_COPYING:
-            self.cache.copy(self._order.index(best), self._order.index(row), shared[best])
-            shared[row] = shared[best]
-        self._lengths[row] = shared[row]
-        self._held[row] = list(prompt[: shared[row]])
+        own = common(self._held[row], prompt, len(prompt) - 1)
+        best, shared = most_shared(self._held, prompt)
+        if best is not None and shared >= own + WORTH_COPYING:
+            self.cache.copy(self._order.index(best), self._order.index(row), shared)
+            own = shared
+        self._lengths[row] = own
+        self._held[row] = list(prompt[:own])
 
     @torch.inference_mode()
     def append(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -460,6 +460,18 @@ def common(one: Sequence[int], other: Sequence[int], most: int) -> int:
     if list(one[:most]) == list(other[:most]):
         return max(most, 0)
     return next(i for i in range(most) if one[i] != other[i])
+
+
+def most_shared(held: Mapping[int, Sequence[int]], text: Sequence[int]) -> tuple[int | None, int]:
+    """The row that holds the most of a text's beginning, but for its last token, and how much that is; None
+    where no row has enough to be copied."""
+    if len(text) <= WORTH_COPYING:
+        return None, 0
+    head = list(text[:WORTH_COPYING])
+    rows = [row for row, one in held.items() if list(one[:WORTH_COPYING]) == head]
+    found = [common(held[row], text, len(text) - 1) for row in rows]
+    best = max(found, default=0)
+    return (rows[found.index(best)], best) if found else (None, 0)
 
 
 def memory_free(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outpace.draft.base import Draft, fit
 from outpace.draft.lookup import copied
-from outpace.models.causal import WORTH_COPYING, common
+from outpace.models.causal import WORTH_COPYING, common, most_shared
 from outpace.models.graphs import Graphs
 from outpace.sampling import Sampling
 from outpace.verify import Drawn, Rule, Verdict, sample, verify
@@ -216,13 +216,13 @@ class Engine:
             if not 1 <= len(text) < self.tokens:
                 raise ValueError(f"text: got {len(text)} tokens; there is room for 1 to {self.tokens - 1}")
         with self._on_device():
-            known = [max(self._shared(text).values(), default=0) for text in texts]
-            padded = len(texts) * max(map(len, texts))
+            longest = max(map(len, texts))
+            alike = longest > WORTH_COPYING and len(set(map(tuple, texts))) < len(texts)
             if (
                 len(texts) > 1
-                and max(known) < WORTH_COPYING
-                and len(set(map(tuple, texts))) == len(texts)
-                and padded <= PADDING * sum(map(len, texts))
+                and not alike
+                and all(most_shared(self._held, text)[0] is None for text in texts)
+                and len(texts) * longest <= PADDING * sum(map(len, texts))
             ):
                 self._read(row, texts, 0)
             else:
@@ -281,21 +281,16 @@ class Engine:
         draft = [] if self.draft is None else [(self.draft, self.draft_cache)]
         return [(self.target, self.target_cache), *draft]
 
-    def _shared(self, text: Sequence[int]) -> dict[int, int]:
-        """How many first tokens of a text lie in the caches of each row; the last one is left."""
-        return {row: common(held, text, len(text) - 1) for row, held in self._held.items()}
-
     def _taken_over(self, row: int, text: Sequence[int]) -> int:
         """How many of a text's first tokens are in a row's caches, some of them copied from another's."""
-        shared = self._shared(text)
-        own = shared.get(row, 0)
-        best = max(shared, key=lambda other: shared[other], default=row)
-        if best == row or shared[best] < own + WORTH_COPYING:
+        own = common(self._held.get(row, ()), text, len(text) - 1)
+        best, shared = most_shared(self._held, text)
+        if best is None or shared < own + WORTH_COPYING:
             return own
         self._held.pop(row, None)  # should this be interrupted
         for _, cache in self._scorers():
-            cache.copy(best, row, shared[best])
-        return shared[best]
+            cache.copy(best, row, shared)
+        return shared
 
     def end(self, row: int, text: Sequence[int] = (), wipe: bool = False) -> None:
         """A row stands still until it takes up another text, which may begin as the one that it has written.
