@@ -2,7 +2,7 @@
 and how soon it notices that acceptance has changed.
 
 python benchmarks/goodput.py --device cpu --out benchmarks/results/goodput_cpu.json
-python benchmarks/goodput.py --device cuda --out benchmarks/results/goodput_h200.json
+python benchmarks/goodput.py --device cuda --rounds 2 --out benchmarks/results/goodput_h200/all.json
 
 Models are synthetic (`outpace.bench.synthetic`): real shapes, every layer computed, a chosen acceptance.
 Sides are timed in turn, in one process, after texts that are not counted; prompts are not counted. In the
