@@ -137,13 +137,13 @@ class Bench:
 
     def write(self, decoder: Decoder, B: int, turn: int) -> Texts:
         """One of each of B rows, but for its prompt and first token."""
-        begun, first, some_ended = 0.0, set[int](), False
+        begun, first, some_ended, made = 0.0, set[int](), False, 0.0
         found, whole = Texts(), Texts()
         options: Any = {"max_new_tokens": self.sizes["tokens"][B], "ignore_eos": True, "seed": turn}
         for step in decoder.stream(self.prompts(B, turn), PLAIN, **options):
             if len(first) < B:
                 first.add(step.row)
-                begun = time.perf_counter()
+                begun, made = time.perf_counter(), making(decoder.length)
                 continue
             whole.add(step)
             if found.seconds == 0.0:
@@ -151,7 +151,8 @@ class Bench:
                 some_ended |= step.finish_reason is not None
                 if some_ended and step.row == B - 1:  # an iteration's last
                     found.seconds = time.perf_counter() - begun
-        whole.seconds = time.perf_counter() - begun
+                    found.making = making(decoder.length) - made
+        whole.seconds, whole.making = time.perf_counter() - begun, making(decoder.length) - made
         found.whole = whole
         return found
 
@@ -171,9 +172,7 @@ class Bench:
                 found[name] = [warm[name]] if name in warm else []
                 continue
             decoder.length = length
-            before = making(length)
             written = self.write(decoder, B, turn + WARM)
-            written.making = making(length) - before
             if turn < 0:
                 warm[name] = written
             else:
@@ -259,9 +258,6 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> Iterator[dict[str, An
             every = [one for some in texts.values() for one in some]
             kept = sum(one.kept for one in every)
             seen = kept / (kept + sum(one.lost for one in every))
-            for one in every:
-                if one.whole is not None:
-                    one.whole.making = one.making
             texts = {side: some for side, some in texts.items() if some}
             rates = {side: statistics.mean(one.fair(seen) for one in some) for side, some in texts.items()}
             ours = rates.pop("goodput")

@@ -223,6 +223,37 @@ def test_what_a_token_of_the_text_takes_is_found_out() -> None:
     assert costs.passes(Load(1, 100))[[0, 4]] == pytest.approx([1.01, 1.21], rel=0.05)
 
 
+@pytest.mark.parametrize("stall", [10.0, 30.0])
+def test_a_stall_in_a_long_text_does_not_spoil_short_ones(stall: float) -> None:
+    policy = Goodput()
+    World(lambda t, row: 0.8, flat, 8, slope=1e-3, prompt=300, stalls={2: stall}).run(policy, 40)
+    world = World(lambda t, row: 0.8, flat, 8, slope=1e-3, prompt=30, seed=1)
+    for _ in range(4):
+        world.run(policy, 80)
+    assert policy.costs.passes(Load(8, 30)).min() > 0.9
+    rates = [expected(0.8, flat, 8, 0, g) for g in range(17)]
+    assert np.mean([rates[g] for g in world.lengths]) >= 0.93 * max(rates)
+
+
+def test_a_stall_at_a_shorter_text_is_an_accident() -> None:
+    costs = Costs(8)
+    for _ in range(50):
+        costs.note(Load(1, 2000), 0, 1.0)
+    costs.note(Load(1, 100), 0, 100.0)
+    assert costs.plain(Load(1, 100)) < 1.5  # type: ignore[operator]
+
+
+def test_larger_batches_take_their_shape_after_such_texts() -> None:
+    costs, draw = Costs(8), np.random.default_rng(0)
+    for _ in range(200):  # nearly all of it is due to the text
+        for g, seconds in ((0, 1.0), (4, 2.0)):
+            context = 30000 + int(draw.integers(100))
+            costs.note(Load(1, context), g, seconds * (1 + 0.05 * draw.standard_normal()))
+    for _ in range(3):
+        costs.note(Load(64, 30000), 0, 10.0)
+    assert costs.passes(Load(64, 30000))[[0, 4]] == pytest.approx([10, 20], rel=0.1)
+
+
 @pytest.mark.parametrize("alpha", [0.6, 0.8])
 def test_longer_texts_that_take_longer_do_not_mislead(alpha: float) -> None:
     """As 64 rows on a GPU: a pass takes half as long again after 300 tokens as after 30."""
@@ -340,6 +371,26 @@ def test_longer_ones_are_made_ready_where_the_first_one_does_not_pay() -> None:
     for seed in SEEDS:
         world = World(lambda t, row: 0.7, cost, 1, seed=seed, making=40.0).run(Goodput(), 1500)
         assert np.mean([expected(0.7, cost, 1, 0, g) for g in world.lengths[500:]]) >= 0.9 * best
+
+
+def test_longer_ones_are_made_ready_however_late_they_pay() -> None:
+    def cost(batch: int, g: int) -> float:
+        return 1.0 if g == 0 else 2.4 + 0.02 * g
+
+    best = max(expected(0.8, cost, 1, 0, g) for g in range(17))
+    for seed in SEEDS:
+        world = World(lambda t, row: 0.05 if t < 400 else 0.8, cost, 1, seed=seed, making=40.0)
+        world.run(Goodput(), 2000)
+        assert np.mean([expected(0.8, cost, 1, 0, g) for g in world.lengths[1200:]]) >= 0.85 * best
+
+
+def test_nothing_is_made_ready_again_for_a_drafter_that_cannot_help() -> None:
+    """Each text has a way of sampling of its own, for which nothing is ready."""
+    policy, made = Goodput(), 0
+    for seed in range(20):
+        world = World(lambda t, row: 0.02, flat, 1, 0.05, 0.005, seed=seed, making=40.0).run(policy, 60)
+        made += len([g for g in world.made if g])
+    assert made <= 3
 
 
 def test_what_lengths_would_save_is_added_up_whichever_rows_are_there() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 CODE = 64  # entries of a code
 STEEPNESS = 6.0  # s: how far logits lie apart
 FAINT = 1e-4  # what the layers' own output is scaled by
-SAMPLE = 512  # contexts that α is averaged over
+SAMPLE = 256  # contexts that α is averaged over
 WRITTEN = 8  # tokens that a target writes before each: some come more often than others
 WORDS = 32  # tokens that a text without a draft consists of
 LOOKUP = "lookup"  # in the place of a draft's shape: texts are copied from

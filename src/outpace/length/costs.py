@@ -61,14 +61,17 @@ class Mean:
     def add(self, value: float, at: float = 0.0, slope: float = 0.0) -> float:
         """Returns what was made of the value, which may have been an accident."""
         value = max(value, TICK)
-        expected = self.value + slope * (at - self.at)
+        expected = max(self.value + slope * (at - self.at), LEAST * self.value)
         self.count += 1
         if self.count <= 2:
             if value < expected:
                 self.value, self.at = value, at
             return value
-        if abs(at - self.at) <= FAR:
-            value = min(max(value, expected / WILD), expected * WILD)
+        # After a much longer text it may take much longer, and after a shorter one less.
+        if at - self.at <= FAR:
+            value = min(value, expected * WILD)
+        if self.at - at <= FAR:
+            value = max(value, expected / WILD)
         weight = max(NEW, 1 / self.count)
         self.value += weight * (value - self.value)
         self.at += weight * (at - self.at)
@@ -98,7 +101,11 @@ class Costs:
         size = size_of(load)
         slope = self._slopes.setdefault(size, Slope())
         mean = self._passes.setdefault(size, {}).setdefault(g, Mean())
-        slope.add(g, load.context, mean.add(seconds, load.context, slope.value))
+        if mean.count == 2:  # of the first two, the one that was no accident
+            slope.add(g, mean.at, mean.value)
+        usual = mean.add(seconds, load.context, slope.value)
+        if mean.count > 2:
+            slope.add(g, load.context, usual)
         self._seconds.clear()
         self._curves.clear()
         self._noted += 1
@@ -159,10 +166,14 @@ class Costs:
         measured = self._measured(size, sure)
         if list(measured) != [0]:
             return self._line(measured)
-        smaller = (self._measured(one, True) for one in sorted(self._passes, reverse=True) if one < size)
-        shapes = (self._line(one) for one in smaller if 0 in one and len(one) > 1)
-        shape = next(shapes, np.ones(self.most + 1))
-        found: Array = shape * (measured[0] / shape[0])
+        # The shape is that after such texts as here.
+        at, slope = self._passes[size][0].at, self._slopes[size].value
+        smaller = [one for one in sorted(self._passes) if one < size and len(self._measured(one, True)) > 1]
+        smaller = [one for one in smaller if 0 in self._measured(one, True)]
+        shape = np.ones(self.most + 1)
+        if smaller:
+            shape = self._line(self._measured(smaller[-1], True)) + self._slopes[smaller[-1]].value * at
+        found: Array = shape * ((measured[0] + slope * at) / shape[0]) - slope * at
         return found
 
     def _measured(self, size: int, sure: bool) -> dict[int, float]:

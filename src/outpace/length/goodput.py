@@ -29,7 +29,7 @@ WARY = 0.05  # and for each plain pass that was lost more than may be
 BUDGET = 0.005  # share of the time that tries against all odds may take
 EARLY = 0.015  # and at first, before so many guesses were judged
 FEW = 30
-CREDIT = 16.0  # plain passes, won before or by waiting, that such tries may take ahead of that
+CREDIT = 24.0  # plain passes, won before or by waiting, that such tries may take ahead of that
 DEBT = -4.0  # plain passes, no more than which is remembered as lost: a machine may have slept
 ACCIDENT = -3.0  # plain passes, no more than which is booked for one iteration
 FIRST = 4.0  # plain passes that may be lost to begin with
@@ -87,9 +87,8 @@ class Goodput(Length):
         self._again = AGAIN  # such iterations after which guessing is a try
         self._wait = 0  # iterations until it is worth thinking again
         self._since_plain = 0
-        self._hopes: dict[
-            tuple[int, int], float
-        ] = {}  # seconds that lengths would have saved, by batch and g
+        # Seconds that lengths would have saved, if they had been ready, by size of the batch and g
+        self._hopes: dict[tuple[int, int], float] = {}
 
     def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
         load = load or Load(len(rows))
@@ -115,12 +114,14 @@ class Goodput(Length):
         plan.rate, plan.g = self._best(tokens, hoped, load)
         if hint is None:
             plan.g = self._affordable(plan, tokens, seconds, hoped)
-        elif plan.g:
+        else:
             plan.g = self._other(plan, tokens, seconds, hoped)
         close = plan.rate * seconds[0] < CLOSE * len(rows)
         limit = min(REFRESH // 4 if close else REFRESH, 4 << min(self.costs.count(load, 0), 8))
         if plan.g and self._since_plain >= limit:
             plan.g = 0
+        if load.ready is not None:  # no more of them than of the ladder
+            plan.g = int(self._lengths[self._lengths <= min(plan.g, room.max())][-1])
         return [min(plan.g, int(most)) for most in room]
 
     def _affordable(self, plan: Plan, tokens: Array, seconds: Array, hoped: Array) -> int:
@@ -130,7 +131,7 @@ class Goodput(Length):
             return self._try(seconds, hoped, load, rows)
         if plan.g == 0 and self._judged < FEW and self._credit > 0:
             return self._cheapest(seconds, load)[0]
-        gain = tokens[plan.g] / rows - seconds[plan.g] / seconds[0]
+        gain = tokens[plan.g] / rows - hoped[plan.g] / seconds[0]
         made_up = max(0.0, self._credit) + HORIZON * gain
         if self.costs.missed(load) / seconds[0] > made_up:
             return 0
@@ -170,7 +171,7 @@ class Goodput(Length):
         """A length to make ready, or the best one of those that are. What it would have saved is added up
         until it is as much as making it takes: so both together are at most twice what had to be lost."""
         load, gains = plan.load, tokens / hoped / plan.rate - 1
-        eager = len(ready - {0}) < EAGER and self.costs.count(load) < YOUNG
+        eager = len(ready - {0}) < EAGER and (plan.g == 0 or self.costs.count(load) < YOUNG)
         best, most = plan.g, NOVEL
         for g in self._grown(load):
             gain = gains[g]
@@ -180,8 +181,6 @@ class Goodput(Length):
             self._hopes[key] = self._hopes.get(key, 0.0) + gain / (1 + gain) * float(hoped[plan.g])
             if gain > most and (eager or self._hopes[key] > self.costs.making):
                 best, most = int(g), gain
-        if best != plan.g:  # the others are to be better than this one
-            self._hopes = {key: hope for key, hope in self._hopes.items() if key[0] != size_of(load)}
         return best
 
     def _hoped(self, passes: Array, load: Load) -> Array:
@@ -202,14 +201,16 @@ class Goodput(Length):
     def _try(self, seconds: Array, hoped: Array, load: Load, rows: int) -> int:
         """After a time of which nothing is known: a length to try, if it may pay and there is time for it; or
         0, and when to think of it again."""
-        tokens = rows * (HOPE ** np.arange(self.most + 1)).cumsum()
-        rate, g = self._best(tokens, hoped, load)
-        hopeless = g == 0 or rate < WORTH * rows / seconds[0]
+        lengths = self._grown(load)
+        rates = (HOPE ** np.arange(self.most + 1)).cumsum() / hoped
+        hopeless = rates[lengths].max() < WORTH * rates[0]
         rest = (RETHINK if hopeless else self._again) - self._blind
         if rest > 0:
             self._wait = min(PATIENCE, rest - 1)
             return 0
         g, loss = self._cheapest(seconds, load)
+        if load.ready is not None and g not in load.ready:
+            loss += self._to_make(seconds[0])
         missing = loss - self._credit
         if missing > 0:
             self._wait = min(PATIENCE, int(missing / BUDGET))
@@ -217,21 +218,27 @@ class Goodput(Length):
         self._wait = 0
         return g
 
+    def _to_make(self, plain: float) -> float:
+        """Plain passes that making a length ready is booked as."""
+        return min(self.costs.making / plain, CREDIT / 2)
+
     def _cheapest(self, seconds: Array, load: Load) -> tuple[int, float]:
         """The longest of lengths that cost next to the least, and what that is, in plain passes, should it
         bring nothing."""
         lengths = self._within_reach(load)[1:]
+        if not len(lengths):
+            lengths = self._grown(load)[1:]
         losses = np.maximum(0.0, (seconds[lengths] + self.costs.missed(load)) / seconds[0] - 1)
         least = float(losses.min())
         return int(lengths[np.flatnonzero(losses <= SLACK * least + 1e-9)[-1]]), least
 
     def _within_reach(self, load: Load) -> Levels:
-        """Of lengths up to some way beyond those that were run, those that are ready, if any but 0 is."""
-        grown = self._grown(load)
-        if load.ready is None:
+        """Of lengths up to some way beyond those that were run, those that are ready; all at first."""
+        grown, known = self._grown(load), self.costs.known(load)
+        if load.ready is None or (known == [0] and load.ready <= {0}):
             return grown
         found: Levels = grown[[g == 0 or g in load.ready for g in grown.tolist()]]
-        return found if len(found) > 1 else grown
+        return found
 
     def _grown(self, load: Load) -> Levels:
         """Lengths up to some way beyond those that were run with such a batch."""
@@ -269,12 +276,14 @@ class Goodput(Length):
         guessed = done.g > 0
         if done.seconds is None:
             self.costs.note_making(done.making)
+            size = size_of(done.load)  # the others are to be better than this one
+            self._hopes = {key: hope for key, hope in self._hopes.items() if key[0] != size}
         else:
             self.costs.note(done.load, done.g, done.seconds - done.draft_seconds)
         if done.steps or done.catching_up:
             self.costs.note_draft(done.load, done.steps, done.draft_seconds, done.catching_up)
+        tried = self._blind >= self._again
         if self._learn(done):
-            tried = self._blind >= self._again
             well = tried and self._went_well(done)
             if tried:
                 self._again = AGAIN if well else min(2 * self._again, PATIENCE)
@@ -287,19 +296,23 @@ class Goodput(Length):
         if plain is not None and done.seconds is not None:
             gain = sum(done.accepted) / len(done.rows) + 1 - (done.seconds + done.catching_up) / plain
         grant = EARLY if self._judged < FEW and self.belief.time < REFRESH else BUDGET
-        self._credit = min(CREDIT, max(DEBT, self._credit + max(gain, ACCIDENT) + grant))
+        gain = max(gain, ACCIDENT) + grant
+        if tried and guessed and done.seconds is None and plain is not None:
+            gain -= self._to_make(plain)
+        self._credit = min(CREDIT, max(DEBT, self._credit + gain))
         self._since_plain = self._since_plain + 1 if guessed else 0
 
     def _went_well(self, done: Done) -> bool:
-        """Whether some length would pay if as many were kept always as of the guesses of this try."""
+        """Whether some length would pay if as many were kept always as of the guesses of this try, and one
+        more."""
         kept = np.array(done.accepted)
         judged = int(np.minimum(done.asked or done.drafted, kept + 1).sum())
         if not kept.any() or self.costs.plain(done.load) is None:
             return False
         places = np.arange(self.most + 1)
-        rates = ((kept.sum() / judged) ** places).cumsum()
+        rates = (((kept.sum() + 1) / (judged + 1)) ** places).cumsum()
         rates /= self.costs.passes(done.load) + self.costs.step(done.load) * places
-        return bool(rates[self._within_reach(done.load)].max() > (1 + MARGIN) * rates[0])
+        return bool(rates[self._grown(done.load)].max() > (1 + MARGIN) * rates[0])
 
     def _learn(self, done: Done) -> bool:
         """From what was scored, and from the guess after it that was not; whether there was any."""
