@@ -11,7 +11,7 @@ import transformers
 
 import outpace
 from outpace.models import causal
-from outpace.models.causal import CausalScorer
+from outpace.models.causal import WORTH_COPYING, CausalScorer, most_shared
 from tests.tiny import FAMILIES, V, greedy, tiny
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 12, 40, 41, 42], [30]]
@@ -314,3 +314,27 @@ def test_adapters_of_transformers_itself_are_never_answered_from_the_cache() -> 
     model.set_adapter("b")
     out = decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20)
     assert out.tokens == greedy(model, PROMPTS[1], 20)
+
+
+def test_the_row_that_shares_the_most_is_found() -> None:
+    noise = torch.Generator().manual_seed(3)
+    found = set()
+    for _ in range(300):
+        text = torch.randint(2, (int(torch.randint(1, 60, (), generator=noise)),), generator=noise).tolist()
+        held = {}
+        for row in range(4):
+            kept = int(torch.randint(0, 60, (), generator=noise))
+            held[row] = [*text[:kept], *torch.randint(2, (5,), generator=noise).tolist()]
+        shared = {
+            row: next((i for i, (a, b) in enumerate(zip(one, text[:-1], strict=False)) if a != b), None)
+            for row, one in held.items()
+        }
+        counts = {row: min(len(held[row]), len(text) - 1) if n is None else n for row, n in shared.items()}
+        most = max(counts.values())
+        best, n = most_shared(held, text)
+        found.add(best is None)
+        if best is None:
+            assert most < WORTH_COPYING
+        else:
+            assert n == counts[best] == most >= WORTH_COPYING
+    assert found == {True, False}
