@@ -343,12 +343,14 @@ def test_lengths_that_take_long_to_make_ready_are_made_when_they_would_pay(alpha
         assert np.mean(good) >= 0.95 * best
 
 
+@pytest.mark.parametrize(("kink", "share"), [(12, 0.95), (8, 0.9)])
 @pytest.mark.parametrize("ready", [[0], [0, 1, 2, 3, 5, 8, 12, 16], [2, 7], []])
-def test_lengths_that_others_made_ready_are_like_all(ready: list[int]) -> None:
-    """Another policy was there before, or a drafter that has a length of its own."""
+def test_lengths_that_others_made_ready_are_like_all(ready: list[int], kink: int, share: float) -> None:
+    """Another policy was there before, or a drafter that has a length of its own. From some length on passes
+    take much longer; the best one before 8, which is 7, is none of those that are tried."""
 
     def cost(batch: int, g: int) -> float:
-        return 1.0 + 0.05 * g + 0.5 * (g >= 12)
+        return 1.0 + 0.05 * g + 0.5 * (g >= kink)
 
     best = max(expected(0.85, cost, 1, 0, g) for g in range(17))
     for seed in SEEDS:
@@ -356,7 +358,7 @@ def test_lengths_that_others_made_ready_are_like_all(ready: list[int]) -> None:
         world = World(lambda t, row: 0.85 if t < 1000 else 0.02, cost, 1, seed=seed, making=40.0, made=made)
         policy = Goodput()
         world.run(policy, 1000)
-        assert np.mean([expected(0.85, cost, 1, 0, g) for g in world.lengths[500:]]) >= 0.95 * best
+        assert np.mean([expected(0.85, cost, 1, 0, g) for g in world.lengths[500:]]) >= share * best
         world.run(policy, 1000)
         assert np.mean([expected(0.02, cost, 1, 0, g) for g in world.lengths[1100:]]) >= 0.97
 
@@ -381,7 +383,7 @@ def test_longer_ones_are_made_ready_however_late_they_pay() -> None:
     for seed in SEEDS:
         world = World(lambda t, row: 0.05 if t < 400 else 0.8, cost, 1, seed=seed, making=40.0)
         world.run(Goodput(), 2000)
-        assert np.mean([expected(0.8, cost, 1, 0, g) for g in world.lengths[1200:]]) >= 0.85 * best
+        assert np.mean([expected(0.8, cost, 1, 0, g) for g in world.lengths[1200:]]) >= 0.9 * best
 
 
 def test_nothing_is_made_ready_again_for_a_drafter_that_cannot_help() -> None:
@@ -415,8 +417,7 @@ def test_what_lengths_would_save_is_added_up_whichever_rows_are_there() -> None:
 def test_what_cannot_pay_is_made_ready_once(alpha: float, c: float) -> None:
     for seed in SEEDS:
         world = World(lambda t, row: alpha, flat, 8, c, 0.01 * c, seed=seed, making=40.0).run(Goodput(), 3000)
-        assert len([g for g in world.made if g]) <= 2
-        assert max(world.made.values()) < YOUNG
+        assert len([g for g in world.made if g]) == 1
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])

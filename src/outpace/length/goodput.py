@@ -172,7 +172,7 @@ class Goodput(Length):
         until it is as much as making it takes: so both together are at most twice what had to be lost."""
         load, gains = plan.load, tokens / hoped / plan.rate - 1
         eager = len(ready - {0}) < EAGER and (plan.g == 0 or self.costs.count(load) < YOUNG)
-        best, most = plan.g, NOVEL
+        best, most = plan.g, NOVEL if plan.g else WORTH - 1
         for g in self._grown(load):
             gain = gains[g]
             if g == 0 or g in ready or gain <= NOVEL:
