@@ -354,7 +354,8 @@ class Decoder:
                 if engine is not None:
                     if isinstance(self.drafter, TextDrafter):
                         self.drafter.reserve(slots, longest + self.length.most + 1)
-                    yield from engined.Run(engine, self._guesser, slots, self._engines.inside).steps(waiting)
+                    inside, sampling = self._engines.inside, waiting[0].sampling
+                    yield from engined.Run(engine, self._guesser, slots, inside, sampling).steps(waiting)
                     return
             self.scorer.reserve(slots, longest + self.length.most + 1)
             if isinstance(self.drafter, WithModel):

@@ -15,7 +15,9 @@ from outpace.advance import advance
 from outpace.draft.base import Draft
 from outpace.guess import Guesser, Proposal, right
 from outpace.length import Done, Load
-from outpace.models.compiled import Engine, Given, Outcome, Pending
+from outpace.models.compiled import Engine
+from outpace.models.guesses import Given
+from outpace.models.pending import Outcome, Pending
 from outpace.rows import Row, Step
 from outpace.sampling import Sampling
 from outpace.stats import Clock
@@ -41,8 +43,11 @@ class Run:
     inside  guessing is part of the engine's iterations; otherwise it needs to see what came of the last one
     """
 
-    def __init__(self, engine: Engine, guesser: Guesser, slots: int, inside: bool) -> None:
+    def __init__(
+        self, engine: Engine, guesser: Guesser, slots: int, inside: bool, sampling: Sampling
+    ) -> None:
         self.engine, self.guesser, self.slots, self.inside = engine, guesser, slots, inside
+        self.sampling = sampling  # of all rows
         self.length, self.drafter = guesser.length, guesser.drafter
         self._active: dict[int, Row] = {}
         self._begun: deque[Begun] = deque()
@@ -50,16 +55,14 @@ class Run:
         self._smooth = True  # nothing else was done beside the last iteration
         self._wanted: int | None = None  # what was chosen for an iteration that has to wait
         self._drafted = 0.0  # seconds that the host's drafter took
-        self._sampling = Sampling()
 
     def steps(self, waiting: deque[Row]) -> Generator[Step]:
-        self._sampling = sampling = waiting[0].sampling
         try:
             while waiting or self._active:
                 clock = Clock()
                 self._take_up(waiting)
                 while len(self._begun) < AHEAD:
-                    begun = self._start(sampling)
+                    begun = self._start()
                     if begun is None:
                         break
                     self._begun.append(begun)
@@ -95,7 +98,7 @@ class Run:
             new = [self._active[slot] for _, slot in side_by_side]
             self.engine.begin_all(new[0].slot, [row.tokens for row in new], [row.seed for row in new])
 
-    def _start(self, sampling: Sampling) -> Begun | None:
+    def _start(self) -> Begun | None:
         """The next iteration; None if it has to wait for the outcome of the last one."""
         rows = dict(self._active)
         if self.inside:
@@ -107,23 +110,21 @@ class Run:
                 if self._begun:
                     self._wanted = g
                     return None
-                return self._after_rest(g, rows, sampling)
-            return self._begin(g, rows, sampling)
+                return self._after_rest(g, rows)
+            return self._begin(g, rows)
         if self._begun:  # the drafter would have to see what comes of it
             plain = not self._begun[-1].g and not self.guesser.free
             if not plain or max(self._choose(rows)):
                 return None
-            return self._begin(0, rows, sampling)
+            return self._begin(0, rows)
         began = time.perf_counter()
         proposal = self.guesser.propose(list(rows.values()), self.slots, self._ready())
         self._drafted = time.perf_counter() - began
-        return self._begin(proposal.draft.tokens.shape[1], rows, sampling, proposal)
+        return self._begin(proposal.draft.tokens.shape[1], rows, proposal)
 
-    def _begin(
-        self, g: int, rows: dict[int, Row], sampling: Sampling, proposal: Proposal | None = None
-    ) -> Begun:
+    def _begin(self, g: int, rows: dict[int, Row], proposal: Proposal | None = None) -> Begun:
         given = Given(list(rows), proposal.draft) if proposal is not None and g else None
-        pending = self.engine.start(g, sampling, self.slots, given)
+        pending = self.engine.start(g, self.sampling, self.slots, given)
         self._smooth = self._smooth and pending.ready
         return Begun(pending, g, rows, self._load(rows) if proposal is None else proposal.load, proposal)
 
@@ -137,7 +138,7 @@ class Run:
         return Load(self.slots, max(len(row.tokens) for row in rows.values()), unread, self._ready())
 
     def _ready(self) -> frozenset[int] | None:
-        return self.engine.ready(self._sampling, self.slots, given=not self.inside)
+        return self.engine.ready(self.sampling, self.slots, given=not self.inside)
 
     def _behind(self) -> int:
         """Tokens of a row that the engine's draft has not read, at most."""
@@ -147,13 +148,13 @@ class Run:
         known = (len(row.tokens) - self._read_by_draft[slot] for slot, row in self._active.items())
         return coming + max(known)
 
-    def _after_rest(self, g: int, rows: dict[int, Row], sampling: Sampling) -> Begun:
+    def _after_rest(self, g: int, rows: dict[int, Row]) -> Begun:
         """The draft reads what it has missed. That is timed by the host, which was idle meanwhile, too."""
         began = time.perf_counter()
         self._smooth = False
         texts, load = {slot: row.tokens for slot, row in rows.items()}, self._load(rows)
         ready = self.engine.catch_up(texts, self._behind(), self.slots)
-        begun = dataclasses.replace(self._begin(g, rows, sampling), load=load)
+        begun = dataclasses.replace(self._begin(g, rows), load=load)
         begun.pending.read()
         own = begun.pending.seconds
         spent = time.perf_counter() - began - own if ready and own is not None else 0.0

@@ -16,8 +16,9 @@ from outpace.draft.model import ModelDrafter
 from outpace.models import fused
 from outpace.models.cache import RaggedCache
 from outpace.models.causal import CausalScorer
-from outpace.models.compiled import Engine, Guesses
+from outpace.models.compiled import Engine
 from outpace.models.compiled import State as EngineState
+from outpace.models.guesses import Guesses
 from outpace.rows import Row
 from outpace.sampling import Prefix
 from outpace.text import Text

@@ -10,16 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from outpace.draft.base import Draft, fit
+from outpace.draft.base import fit
 from outpace.draft.lookup import copied
 from outpace.models.causal import WORTH_COPYING, common, most_shared
 from outpace.models.graphs import Graphs
+from outpace.models.guesses import Given, Guesses
+from outpace.models.pending import Moment, Pending
 from outpace.sampling import Sampling
 from outpace.verify import Drawn, Rule, Verdict, sample, verify
 from outpace.verify.rules import parse
@@ -48,75 +50,6 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What an iteration brought to each row, as lists."""
-
-    drafts: list[list[int]]
-    accepted: list[int]
-    next_token: list[int]
-    bad: list[bool]
-
-    def won(self, row: int) -> list[int]:
-        """The tokens that a row gained."""
-        return [*self.drafts[row][: self.accepted[row]], self.next_token[row]]
-
-
-class Moment:
-    """When the device comes to a point in what it was given to do."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.Event("cuda", enable_timing=True) if device.type == "cuda" else None
-        self._time = time.perf_counter()
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-    def since(self, earlier: Moment) -> float:
-        """Seconds, once both are over."""
-        if self._event is None or earlier._event is None:
-            return self._time - earlier._time
-        return float(earlier._event.elapsed_time(self._event)) / 1e3
-
-
-class Pending:
-    """An iteration that was started."""
-
-    def __init__(self, result: Tensor, begun: Moment | None, making: float = 0.0) -> None:
-        """result: `[rows, 4 + g]` of accepted, next token, bad, how many were drafted, and drafts."""
-        self._result, self._begun = result, begun
-        self.making = making  # seconds in which something was made for it first
-        if result.is_cuda:
-            # Into memory of its own: the next iteration writes over the result.
-            self._result = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-            self._result.copy_(result, non_blocking=True)
-        self._arrived = Moment(result.device)
-
-    @property
-    def ready(self) -> bool:
-        """Whether nothing had to be made for it first, which takes the host a while."""
-        return self._begun is not None
-
-    @property
-    def seconds(self) -> float | None:
-        """What it took the device, after `read`; None if something was made ready meanwhile."""
-        return None if self._begun is None else self._arrived.since(self._begun)
-
-    def read(self) -> Outcome:
-        """Wait for it."""
-        self._arrived.wait()
-        rows = self._result.tolist()
-        return Outcome(
-            [row[4 : 4 + row[3]] for row in rows],
-            [row[0] for row in rows],
-            [row[1] for row in rows],
-            [bool(row[2]) for row in rows],
-        )
-
-
-@dataclass(frozen=True)
 class State:
     """What is known of rows that take part in an iteration: views of the engine's."""
 
@@ -130,31 +63,6 @@ class State:
     def of(cls, engine: Engine, rows: int) -> State:
         all_rows = engine.lengths, engine.seeds, engine.active, engine.last, engine.text
         return cls(*(one[:rows] for one in all_rows))
-
-
-@dataclass(frozen=True)
-class Guesses:
-    """What a draft has to say, or a copy."""
-
-    tokens: Tensor  # [rows, g]
-    logits: Tensor | None = None  # [rows, g, V]; None where tokens were chosen
-    drawn: Sequence[Drawn] = ()  # what else is known of those
-    lengths: Tensor | None = None  # how many of them count in each row; None: all
-    sampling: Sampling | None = None  # what the logits are still to be adjusted by
-
-
-@dataclass(frozen=True)
-class Given:
-    """Guesses from outside, of rows in these slots."""
-
-    slots: Sequence[int]
-    draft: Draft
-
-    @property
-    def sampling(self) -> Sampling | None:
-        """What the logits are still to be adjusted by, which is the same for all rows."""
-        told = self.draft.told
-        return None if told is None or told.sampling is None else told.sampling[0]
 
 
 class Iteration(NamedTuple):
@@ -419,7 +327,7 @@ class Engine:
         places = (state.lengths[:, None] + torch.arange(-2, g, device=state.last.device)).clamp(
             0, self.tokens - 1
         )
-        guesses = self._propose(g, sampling, state, places) if given is None else first_rows(given, rows)
+        guesses = self._propose(g, sampling, state, places) if given is None else given.first(rows)
         scored = torch.cat((state.last[:, 1:], guesses.tokens), dim=1)  # [rows, g+1]
         p = self.target.logits(scored, places[:, 1:], self.target_cache)  # [rows, g+1, V]
         verdict = self._verify(guesses, p, sampling, state)
@@ -495,13 +403,6 @@ class Engine:
     def _on_device(self) -> AbstractContextManager[Any]:
         """Kernels are launched on the device that is the current one."""
         return torch.cuda.device(self.target.device) if self.target.device.type == "cuda" else nullcontext()
-
-
-def first_rows(guesses: Guesses, rows: int) -> Guesses:
-    """Of so many rows."""
-    logits = None if guesses.logits is None else guesses.logits[:rows]
-    lengths = None if guesses.lengths is None else guesses.lengths[:rows]
-    return replace(guesses, tokens=guesses.tokens[:rows], logits=logits, lengths=lengths)
 
 
 def _power(n: int) -> int:
