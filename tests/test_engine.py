@@ -10,7 +10,7 @@ import torch
 
 from outpace import Decoder, Fixed, Goodput, Heuristic, RandomDrafter, Sampling
 from outpace.audit import audit
-from outpace.length import Hint, Load
+from outpace.length import Done, Hint, Load
 from outpace.models.fused import FusedModel
 from outpace.models.graphs import CaptureError, Graphs
 from tests.tiny import FAMILIES, V, greedy, tiny
@@ -283,7 +283,10 @@ class Uneasy(Fixed):
 
     def __init__(self) -> None:
         super().__init__(4)
-        self.turn, self.loads = 0, list[Load]()
+        self.turn, self.loads, self.done = 0, list[Load](), list[Done]()
+
+    def observe(self, done: Done) -> None:
+        self.done.append(done)
 
     def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
         self.turn += 1
@@ -309,3 +312,22 @@ def test_a_draft_that_rested_knows_the_text_and_what_it_lacks_is_said(
         assert out.stats.accepted >= out.stats.drafted - 4  # but for the end
     assert any(load.unread == 0 for load in policy.loads)
     assert any(load.unread >= 3 for load in policy.loads)
+
+
+def test_what_making_a_drafts_reading_ready_took_is_said_and_not_taken_for_its_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(self: Graphs, work: Any) -> Any:
+        raise CaptureError("not here")
+
+    monkeypatch.setattr(Graphs, "capture", fails)
+    policy = Uneasy()
+    one = decoder(length=policy)
+    assert one._engines is not None
+    one._engines._get(len(PROMPTS), 200).graphs.on = True
+    with pytest.warns(UserWarning, match="could not be captured"):
+        one.generate(PROMPTS, Sampling(), seed=1, max_new_tokens=100, ignore_eos=True)
+    made = [done for done in policy.done if done.making]
+    assert any(done.seconds is not None for done in made)  # it was the reading
+    assert not any(done.catching_up for done in made)
+    assert any(done.catching_up for done in policy.done)

@@ -35,6 +35,7 @@ class Begun:
     load: Load
     proposal: Proposal | None = None  # what the host's drafter guessed
     catching_up: float = 0.0  # seconds that the draft took to read what it had missed
+    making: float = 0.0  # seconds in which that was made ready
 
 
 class Run:
@@ -153,12 +154,12 @@ class Run:
         began = time.perf_counter()
         self._smooth = False
         texts, load = {slot: row.tokens for slot, row in rows.items()}, self._load(rows)
-        ready = self.engine.catch_up(texts, self._behind(), self.slots)
+        making = self.engine.catch_up(texts, self._behind(), self.slots)
         begun = dataclasses.replace(self._begin(g, rows), load=load)
         begun.pending.read()
         own = begun.pending.seconds
-        spent = time.perf_counter() - began - own if ready and own is not None else 0.0
-        return dataclasses.replace(begun, catching_up=spent)
+        spent = time.perf_counter() - began - own if not making and own is not None else 0.0
+        return dataclasses.replace(begun, catching_up=spent, making=making)
 
     def _spare(self, rows: list[Row], outcome: Outcome, g: int) -> list[bool]:
         """Whether a drafter that costs nothing would have guessed right, if it was not asked. Nothing guessed
@@ -224,7 +225,7 @@ class Run:
                 begun.catching_up,
                 asked,
                 unused,
-                begun.pending.making,
+                begun.pending.making + begun.making,
             )
         )
 

@@ -145,11 +145,12 @@ def test_prompts_of_all_rows_are_graphs_of_a_few_sizes(
 ) -> None:
     monkeypatch.setattr("outpace.models.compiled.CHUNK", 16)
     monkeypatch.setattr("outpace.models.compiled.SHORTEST", 4)
+    monkeypatch.setattr("outpace.models.compiled.OFTEN", 1)
     kind = FusedModel if family == "llama" else GenericModel
     engines = [Engine(kind(tiny(family)), kind(tiny(family, seed=1)), 1, 80) for _ in range(2)]
     engines[1].graphs.on = True
     noise = torch.Generator().manual_seed(5)
-    for length in (1, 2, 5, 6, 17, 40, 78, 39, 79, 7):
+    for length in (1, 2, 5, 6, 17, 40, 78, 39, 79, 7) * 2:
         prompt = torch.randint(V, (length,), generator=noise).tolist()
         found = []
         for engine in engines:
@@ -158,6 +159,22 @@ def test_prompts_of_all_rows_are_graphs_of_a_few_sizes(
         assert found[0] == found[1]
     sizes, reaches = 3, 3  # of 4, 8 and 16 tokens, over 16, 32, 64 and all: not each with each
     assert sizes < len(made) - 1 <= sizes * (reaches + 1)
+
+
+def test_what_is_seldom_read_has_no_graph(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making one takes as long as many readings."""
+    monkeypatch.setattr("outpace.models.compiled.OFTEN", 2)
+    engine = engine_of(tiny(), tiny(seed=1))
+    engine.graphs.on = True
+    written = {row: list(prompt) for row, prompt in enumerate(PROMPTS)}
+    for row, prompt in written.items():
+        engine.begin(row, prompt, 1)
+    took = [engine.catch_up(written, 2) > 0 for _ in range(5)]
+    # Kernels may be compiled in the first, and the third shows that it is done often.
+    assert took == [True, False, True, False, False]
+    assert len(made) == 1
+    assert engine.catch_up(written, 2, rows=1) > 0  # another matter
+    assert len(made) == 1
 
 
 def test_what_was_interrupted_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

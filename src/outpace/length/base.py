@@ -45,7 +45,7 @@ class Done:
     g              guesses that the pass had room for: its cost is that of g + 1 tokens a row
     load           what the pass was over
     seconds        all of it; None where it was not measured
-    making         where it was not: seconds in which such an iteration was made ready
+    making         seconds before it, in which such an iteration was made ready, or a draft's reading
     draft_seconds  of that, drafting; 0 where the two cannot be told apart
     steps          steps that the drafter made
     catching_up    seconds before it, in which a draft read what had been written without it

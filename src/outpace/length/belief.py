@@ -34,9 +34,9 @@ class Belief:
         self._places = np.arange(1, most + 1)
         self._powers = ALPHAS[:, None] ** np.arange(most + 1)  # [len(ALPHAS), most + 1]
         self._usual = np.full(len(ALPHAS), 1 / len(ALPHAS))
-        self._rows = np.zeros((0, len(ALPHAS)))  # by slot; of those that nothing is known of, zeros
+        self._rows = np.zeros((0, len(ALPHAS)))  # by slot
         self.time = 0  # iterations so far
-        self._seen = np.zeros(0, dtype=np.int64)  # by slot, the time that is meant
+        self._seen = np.zeros(0, dtype=np.int64)  # by slot, the time that is meant; -1 if nothing is known
         # Guesses that reached each position and were kept: as many as there were, and as were expected.
         self._came, self._expected = np.zeros(most), np.zeros(most)
 
@@ -49,10 +49,13 @@ class Belief:
         missing = max(rows) + 1 - len(self._rows)
         if missing > 0:
             self._rows = np.concatenate((self._rows, np.zeros((missing, len(ALPHAS)))))
-            self._seen = np.concatenate((self._seen, np.zeros(missing, dtype=np.int64)))
-        prior, belief = self.prior(), self._rows[rows]
+            self._seen = np.concatenate((self._seen, np.full(missing, -1)))
+        belief = self._rows[rows]
+        if (self._seen[rows] == self.time).all():
+            return belief
+        prior = self.prior()
         stayed = ((1 - CHANGE) ** (self.time - self._seen[rows]))[:, None]
-        belief = np.where(belief.any(axis=1, keepdims=True), stayed * belief + (1 - stayed) * prior, prior)
+        belief = np.where(self._seen[rows, None] >= 0, stayed * belief + (1 - stayed) * prior, prior)
         self._rows[rows], self._seen[rows] = belief, self.time
         return belief
 
@@ -61,7 +64,7 @@ class Belief:
         what is added to the log-odds of α."""
         # By what factor guesses come further or less far than rows with a steady α would have it
         correction = np.clip((self._came + CALM) / (self._expected + CALM), 0.5, 1.5)
-        steady = self._powers[:, 1:] if shift is None else _shifted(shift)[..., None] ** self._places
+        steady = self._powers[:, 1:] if shift is None else self._runs(_shifted(shift))
         found: Array = np.minimum.accumulate(np.minimum(steady * correction, 1.0), axis=-1)
         return found
 
@@ -76,7 +79,7 @@ class Belief:
             alphas, hoped, run = ALPHAS[None], belief @ self._powers[:, 1:], self._powers.T[good]
         else:
             alphas = _shifted(shift)  # [R, len(ALPHAS)]
-            hoped = np.einsum("ra,rag->rg", belief, alphas[..., None] ** self._places)
+            hoped = (belief[:, None] @ self._runs(alphas))[:, 0]
             run = alphas ** good[:, None]
         fade = FADE ** len(rows)
         self._came = fade * self._came + (self._places <= good[:, None]).sum(0)
@@ -86,8 +89,15 @@ class Belief:
         self._rows[rows] = belief
         self._usual += (1 - (1 - LEARN) ** len(rows)) * (belief.mean(0) - self._usual)
 
+    def _runs(self, alphas: Array) -> Array:
+        """`[..., most]`: each to the powers 1, 2, ..."""
+        found: Array = np.multiply.accumulate(
+            np.broadcast_to(alphas[..., None], (*alphas.shape, self.most)), axis=-1
+        )
+        return found
+
     def forget(self, rows: Sequence[int]) -> None:
-        self._rows[[row for row in rows if row < len(self._rows)]] = 0.0
+        self._seen[[row for row in rows if row < len(self._seen)]] = -1
 
 
 def _shifted(shift: Array) -> Array:

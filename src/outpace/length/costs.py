@@ -94,7 +94,7 @@ class Costs:
         self._steps: dict[int, Mean] = {}
         self._missed = Mean()  # of reading a token that was not read
         self.making = 0.0  # of making a length ready, about
-        self.made, self.made_seconds = 0, 0.0  # how many were, and what that took
+        self.made, self.made_seconds = 0, 0.0  # how many were, and what that and all else took
 
     def note(self, load: Load, g: int, seconds: float) -> None:
         """Of a pass."""

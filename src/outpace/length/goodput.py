@@ -142,7 +142,7 @@ class Goodput(Length):
         belief = plan.belief
         if plan.hinted:
             by_level = self.belief.reach(self.signal.shifts())
-            kept = np.einsum("ra,rag->rg", belief, by_level[plan.levels[0]])
+            kept = (belief[:, None] @ by_level[plan.levels[0]])[:, 0]
             kept *= np.arange(1, self.most + 1) <= room[:, None]
             total = kept.sum(0)
         else:
@@ -210,7 +210,7 @@ class Goodput(Length):
             return 0
         g, loss = self._cheapest(seconds, load)
         if load.ready is not None and g not in load.ready:
-            loss += self._to_make(seconds[0])
+            loss += self._booked(self.costs.making / seconds[0])
         missing = loss - self._credit
         if missing > 0:
             self._wait = min(PATIENCE, int(missing / BUDGET))
@@ -218,9 +218,10 @@ class Goodput(Length):
         self._wait = 0
         return g
 
-    def _to_make(self, plain: float) -> float:
-        """Plain passes that making a length ready is booked as."""
-        return min(self.costs.making / plain, CREDIT / 2)
+    @staticmethod
+    def _booked(making: float) -> float:
+        """Plain passes that making something ready, which is done once, is booked as."""
+        return min(making, CREDIT / 2)
 
     def _cheapest(self, seconds: Array, load: Load) -> tuple[int, float]:
         """The longest of lengths that cost next to the least, and what that is, in plain passes, should it
@@ -280,6 +281,7 @@ class Goodput(Length):
             self._hopes = {key: hope for key, hope in self._hopes.items() if key[0] != size}
         else:
             self.costs.note(done.load, done.g, done.seconds - done.draft_seconds)
+            self.costs.made_seconds += done.making
         if done.steps or done.catching_up:
             self.costs.note_draft(done.load, done.steps, done.draft_seconds, done.catching_up)
         tried = self._blind >= self._again
@@ -297,8 +299,8 @@ class Goodput(Length):
             gain = sum(done.accepted) / len(done.rows) + 1 - (done.seconds + done.catching_up) / plain
         grant = EARLY if self._judged < FEW and self.belief.time < REFRESH else BUDGET
         gain = max(gain, ACCIDENT) + grant
-        if tried and guessed and done.seconds is None and plain is not None:
-            gain -= self._to_make(plain)
+        if tried and guessed and plain is not None:
+            gain -= self._booked(done.making / plain)
         self._credit = min(CREDIT, max(DEBT, self._credit + gain))
         self._since_plain = self._since_plain + 1 if guessed else 0
 

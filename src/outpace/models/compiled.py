@@ -7,7 +7,6 @@ rows go on together, with the same g, and a row whose end the host has seen stan
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from outpace.verify.rules import parse
 CHUNK = 512  # tokens of a prompt that go through a model at a time
 TOGETHER = 4096  # of several prompts
 SHORTEST = 32  # tokens that there is a graph for
+OFTEN = 4  # times that as many tokens of a prompt are read, or after a rest, before there is
 PADDING = 2  # times their tokens that prompts may take together
 
 
@@ -180,7 +180,7 @@ class Engine:
             return ids
 
         if whole:
-            self.graphs.run((size, seen), read, f"a prompt's piece of {size} tokens")
+            self.graphs.run((size, seen), read, f"a prompt's piece of {size} tokens", often=OFTEN)
         else:
             read()
 
@@ -215,12 +215,12 @@ class Engine:
         """Nothing that the caches hold is used again."""
         self._held.clear()
 
-    def catch_up(self, texts: Mapping[int, Sequence[int]], missing: int, rows: int | None = None) -> bool:
+    def catch_up(self, texts: Mapping[int, Sequence[int]], missing: int, rows: int | None = None) -> float:
         """The draft reads what was written in some of the first rows while nobody asked it: at most so many
         of the last tokens, but the very last two, which every iteration feeds. Nothing may be under way.
-        Whether nothing had to be made ready for it."""
+        Returns the seconds in which something had to be made ready for it."""
         if self.draft is None:
-            return True
+            return 0.0
         draft, cache = self.draft, self.draft_cache
         seen = min(_power(max(*map(len, texts.values()), CHUNK)), self.tokens)
         size = min(max(SHORTEST, _power(missing)), seen)
@@ -247,10 +247,10 @@ class Engine:
             return tokens
 
         with self._on_device():
-            key = ("catch up", rows, size, seen)
-            ready = self.graphs.ready(key)
-            self.graphs.run(key, read, f"catching up with {size} tokens")
-            return ready
+            making = self.graphs.making
+            key = "catch up", rows, size, seen
+            self.graphs.run(key, read, f"catching up with {size} tokens", often=OFTEN)
+            return self.graphs.making - making
 
     def start(
         self, g: int, sampling: Sampling, rows: int | None = None, given: Given | None = None
@@ -272,17 +272,14 @@ class Engine:
         with self._on_device():
             guesses = None if given is None else self._put(g, given)
             key = Iteration(g, rows, sampling, None if guesses is None else id(guesses))
-            ready = self.graphs.ready(key)
-            began, begun = time.perf_counter(), Moment(self.target.device)
+            making, begun = self.graphs.making, Moment(self.target.device)
             result = self.graphs.run(
                 key,
                 lambda: self.iteration(g, sampling, rows, guesses),
                 f"an iteration of g = {g}, {rows} rows,",
                 (self.lengths, self.last),
             )
-            if ready:
-                return Pending(result, begun)
-            return Pending(result, None, time.perf_counter() - began)
+            return Pending(result, begun, self.graphs.making - making)
 
     def ready(self, sampling: Sampling, rows: int, given: bool) -> frozenset[int] | None:
         """Lengths of iterations that nothing has to be made for first, with guesses from outside or not; None

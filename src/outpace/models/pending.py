@@ -46,10 +46,10 @@ class Moment:
 class Pending:
     """An iteration that was started."""
 
-    def __init__(self, result: Tensor, begun: Moment | None, making: float = 0.0) -> None:
+    def __init__(self, result: Tensor, begun: Moment, making: float = 0.0) -> None:
         """result: `[rows, 4 + g]` of accepted, next token, bad, how many were drafted, and drafts."""
         self._result, self._begun = result, begun
-        self.making = making  # seconds in which something was made for it first
+        self.making = making  # seconds in which it was made ready first
         if result.is_cuda:
             # Into memory of its own: the next iteration writes over the result.
             self._result = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
@@ -59,12 +59,12 @@ class Pending:
     @property
     def ready(self) -> bool:
         """Whether nothing had to be made for it first, which takes the host a while."""
-        return self._begun is not None
+        return not self.making
 
     @property
     def seconds(self) -> float | None:
         """What it took the device, after `read`; None if something was made ready meanwhile."""
-        return None if self._begun is None else self._arrived.since(self._begun)
+        return self._arrived.since(self._begun) if self.ready else None
 
     def read(self) -> Outcome:
         """Wait for it."""
