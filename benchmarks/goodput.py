@@ -328,6 +328,7 @@ def reaction(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
             "alpha": [round(high, 3), round(low, 3)],
             "down": settled(seconds, chosen[ends[0] : ends[1]], low),
             "up": settled(seconds, chosen[ends[1] :], high),
+            "milliseconds": [round(one, 3) for one in seconds],
             "chosen": chosen,
         }
 
