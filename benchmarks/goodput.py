@@ -33,7 +33,7 @@ from outpace import Decoder, Fixed, Goodput, LookupDrafter, ModelDrafter, Random
 from outpace.bench import cost as cost_of
 from outpace.bench import prediction
 from outpace.bench.synthetic import STEEPNESS, Codes, acceptance, bigram, noise_for, shape_of
-from outpace.length import Length
+from outpace.length import Done, Length
 from outpace.rows import Step
 
 # Of each device: shapes of the target and of drafts, by name; tokens of a text, by rows
@@ -180,9 +180,18 @@ class Bench:
         return found
 
 
+class Default(Goodput):
+    """Says in how many seconds so far something was made ready."""
+
+    making = 0.0
+
+    def observe(self, done: Done) -> None:
+        self.making += done.making + done.reading_made
+        super().observe(done)
+
+
 def making(length: Length) -> float:
-    """Seconds so far in which lengths were made ready."""
-    return length.costs.made_seconds if isinstance(length, Goodput) else 0.0
+    return length.making if isinstance(length, Default) else 0.0
 
 
 def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
@@ -196,7 +205,7 @@ def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> Iterator[
         "costly draft": (ModelDrafter(costly), costly_alpha),
     }
     for name, (drafter, alpha) in drafters.items():
-        decoder = bench.decoder(drafter)
+        decoder = bench.decoder(drafter, Default())
         for B in batches:
             sides: dict[str, Side] = {"plain": (bench.plain, Fixed(0)), "goodput": (decoder, decoder.length)}
             texts = bench.rounds(sides, B, rounds * max(1, SOME // B))
@@ -250,7 +259,7 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> Iterator[dict[str, An
     for name, wanted in itertools.product(options.drafts, options.alpha):
         model, alpha = bench.draft(name, wanted)
         drafter = ModelDrafter(model)
-        decoder, policy = bench.decoder(drafter), Goodput()
+        decoder, policy = bench.decoder(drafter), Default()
         for B in options.batch:
             sides: dict[str, Side] = {str(g): (decoder, Fixed(g)) for g in LENGTHS}
             sides["goodput"] = (decoder, policy)
@@ -307,7 +316,7 @@ def reaction(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
     lengths = list(range(policy.most + 1))
     passes = cost_of.curve(decoder, [g + 1 for g in lengths], [1])
     each = cost_of.draft_step(decoder, 1)
-    seconds = [one.ms + each * g for g, one in zip(lengths, passes, strict=True)]
+    costs = [round(one.ms + each * g, 3) for g, one in zip(lengths, passes, strict=True)]
     for turn in range(rounds + 1):
         chosen: list[int] = []
         ends = list(itertools.accumulate(length for _, length in STAGES))
@@ -326,16 +335,16 @@ def reaction(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
             continue
         yield {
             "alpha": [round(high, 3), round(low, 3)],
-            "down": settled(seconds, chosen[ends[0] : ends[1]], low),
-            "up": settled(seconds, chosen[ends[1] :], high),
-            "milliseconds": [round(one, 3) for one in seconds],
+            "down": settled(costs, chosen[ends[0] : ends[1]], low),
+            "up": settled(costs, chosen[ends[1] :], high),
+            "milliseconds": costs,
             "chosen": chosen,
         }
 
 
-def settled(seconds: Sequence[float], chosen: Sequence[int], alpha: float) -> int | None:
-    """seconds: of iterations with 0, 1, ... guesses, in any unit."""
-    rates = [float(theory.expected_tokens(alpha, g)) / one for g, one in enumerate(seconds)]
+def settled(costs: Sequence[float], chosen: Sequence[int], alpha: float) -> int | None:
+    """costs: of iterations with 0, 1, ... guesses."""
+    rates = [float(theory.expected_tokens(alpha, g)) / one for g, one in enumerate(costs)]
     good = [rates[g] >= 0.95 * max(rates) for g in chosen]
     return next((i for i in range(len(good) - 2) if all(good[i : i + 3])), None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -321,6 +322,56 @@ def test_a_fork_has_state_of_its_own_and_shares_models() -> None:
     assert first.calls == []
     assert second.calls == [1]
     assert first.model is second.model
+
+
+class Counts:
+    calls = 0
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        return scores - self.calls
+
+
+class Holds(Counts):
+    """As its own state, in a list that a shallow copy would share."""
+
+    __slots__ = ("box",)
+
+    def __init__(self) -> None:
+        self.box = [0]
+
+    @property
+    def calls(self) -> int:
+        return self.box[0]
+
+    @calls.setter
+    def calls(self, value: int) -> None:
+        self.box[0] = value
+
+
+class Is(dict[str, list[int]]):
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.setdefault("box", [0])[0] += 1
+        return scores - self["box"][0]
+
+
+class Says(Holds):
+    def __deepcopy__(self, memo: Any) -> Says:
+        made = type(self)()
+        made.box[0] = self.box[0]
+        return made
+
+
+@pytest.mark.parametrize("made", [Counts, Holds, Is, Says, lambda: Counts().__call__])
+def test_a_fork_is_as_deep_as_a_processor(made: Callable[[], Any]) -> None:
+    processor = made()
+    sampling = Sampling(processors=[processor, processor])
+    ids, scores = torch.zeros(1, 1).long(), torch.zeros(1, 9)
+    processor(ids, scores)
+    first, second = sampling.fork().processors
+    assert float(first(ids, scores)[0, 0]) == -2
+    assert float(second(ids, scores)[0, 0]) == -3  # as before, they are one
+    assert float(processor(ids, scores)[0, 0]) == -2
 
 
 def test_frequency_and_presence_count_the_output_alone() -> None:

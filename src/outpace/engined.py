@@ -35,7 +35,7 @@ class Begun:
     load: Load
     proposal: Proposal | None = None  # what the host's drafter guessed
     catching_up: float = 0.0  # seconds that the draft took to read what it had missed
-    making: float = 0.0  # seconds in which that was made ready
+    reading_made: float = 0.0  # seconds in which that was made ready
 
 
 class Run:
@@ -133,9 +133,7 @@ class Run:
         return self.length.choose(list(rows), load=self._load(rows))
 
     def _load(self, rows: dict[int, Row]) -> Load:
-        unread = 0
-        if self.engine.draft is not None:
-            unread = sum(len(row.tokens) - self._read_by_draft[slot] for slot, row in rows.items())
+        unread = self.engine.pieces(self._behind()) * self.engine.piece * self.slots
         return Load(self.slots, max(len(row.tokens) for row in rows.values()), unread, self._ready())
 
     def _ready(self) -> frozenset[int] | None:
@@ -154,12 +152,12 @@ class Run:
         began = time.perf_counter()
         self._smooth = False
         texts, load = {slot: row.tokens for slot, row in rows.items()}, self._load(rows)
-        making = self.engine.catch_up(texts, self._behind(), self.slots)
+        made = self.engine.catch_up(texts, self._behind(), self.slots)
         begun = dataclasses.replace(self._begin(g, rows), load=load)
         begun.pending.read()
         own = begun.pending.seconds
-        spent = time.perf_counter() - began - own if not making and own is not None else 0.0
-        return dataclasses.replace(begun, catching_up=spent, making=making)
+        spent = time.perf_counter() - began - own if not made and own is not None else 0.0
+        return dataclasses.replace(begun, catching_up=spent, reading_made=made)
 
     def _spare(self, rows: list[Row], outcome: Outcome, g: int) -> list[bool]:
         """Whether a drafter that costs nothing would have guessed right, if it was not asked. Nothing guessed
@@ -225,7 +223,8 @@ class Run:
                 begun.catching_up,
                 asked,
                 unused,
-                begun.pending.making + begun.making,
+                begun.pending.making,
+                begun.reading_made,
             )
         )
 

@@ -46,7 +46,7 @@ class Proposal:
             self.draft.tokens.shape[1],
             self.load,
             sum(spent.values()),
-            spent["draft"] if self.steps else 0.0,
+            spent["draft"] if self.state is not None else 0.0,
             self.steps,
             asked=self.asked,
             unused=right(self.spare, next_token) if self.spare else (),
@@ -81,7 +81,7 @@ class Guesser:
         ]
         context = max(len(row.tokens) for row in rows)
         load = Load(batch or len(rows), context, self._unread(rows), ready)
-        if self.drafter is None:
+        if self.drafter is None or (self.free and self.length.idle):
             return self._nothing(rows, load)
         if self.free:
             return self._taken(rows, load, [min(self.length.most, most) for most in room])

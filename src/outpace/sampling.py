@@ -35,6 +35,7 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 """`(input_ids [1, T], scores [1, V]) -> scores [1, V]`: any Transformers `LogitsProcessor`."""
 
 Rewind = Callable[[Tensor], None]
+ATOMS = {bool, int, float, str, bytes, type(None)}  # kinds of values that cannot change
 
 
 @dataclass(frozen=True)
@@ -449,6 +450,9 @@ def _copies(processors: Sequence[Processor]) -> tuple[Processor, ...]:
     for processor in processors:
         share(getattr(processor, "__dict__", {}))
     try:
+        if all(map(_is_flat, processors)):
+            each = {id(processor): copy.copy(processor) for processor in processors}
+            return tuple(each[id(processor)] for processor in processors)
         return copy.deepcopy(tuple(processors), shared)
     except Exception as error:
         names = ", ".join(type(processor).__name__ for processor in processors)
@@ -456,6 +460,16 @@ def _copies(processors: Sequence[Processor]) -> tuple[Processor, ...]:
             f"processors: {names} cannot be copied ({error}); speculation sets a processor's state back "
             "after a lost draft, so it needs a working copy.deepcopy"
         ) from error
+
+
+def _is_flat(processor: Processor) -> bool:
+    """Whether a shallow copy, which is several times as fast, is as good as a deep one."""
+    kind: Any = type(processor)
+    usual = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
+    special = isinstance(processor, list | dict) or any(
+        hasattr(kind, name) for name in ("__copy__", "__deepcopy__", "__slots__")
+    )
+    return usual and not special and all(type(value) in ATOMS for value in vars(processor).values())
 
 
 def _column(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -464,8 +464,69 @@ def test_it_is_the_default_and_refuses_nonsense() -> None:
             Goodput(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("low", [150, 400])
+@pytest.mark.parametrize(("step", "reading"), [(0.07, 0.15), (0.07, 0.27), (0.3, 0.4)])
+def test_a_draft_that_rested_long_is_taken_up_again(step: float, reading: float, low: int) -> None:
+    """As in an engine, where it reads 32 tokens at a time, and making that ready takes longer than any."""
+    for seed in SEEDS:
+        policy, draw = Goodput(), np.random.default_rng(seed)
+        lengths, behind, made, read = list[int](), 0, set[int](), False
+        for t in range(200 + low + 100):
+            pieces = -(-behind // 32)
+            load = Load(1, 32 + t, 32 * pieces, frozenset(made))
+            (g,) = policy.choose([0], load=load)
+            lost = np.flatnonzero(draw.random(g) >= (0.02 if 200 <= t < 200 + low else 0.9))
+            kept, making = int(lost[0]) if len(lost) else g, 0.0 if g in made else 20.0
+            first = bool(g and behind and not read)
+            policy.observe(
+                Done(
+                    [0], [g], [kept], g, load, None if making else flat(1, g) + step * g, making=making,
+                    catching_up=0.0 if first or not g else reading * pieces, reading_made=27.0 * first,
+                )
+            )  # fmt: skip
+            made, read = made | {g}, read or first
+            behind = 0 if g else behind + 1
+            lengths.append(g)
+        assert np.mean(lengths[200 + low - 50 : 200 + low]) < 1
+        assert min(lengths[-10:]) >= 2
+
+
+def asked(policy: Goodput, share: float, right: Callable[[int], bool], iterations: int) -> list[int | None]:
+    """What is used of eight guesses that take so much of a plain pass to ask for; None where nobody asks."""
+    used: list[int | None] = []
+    for t in range(iterations):
+        if policy.idle:
+            used.append(None)
+            policy.observe(Done([0], [0], [0], 0, Load(1), 1.0))
+            continue
+        (g,) = policy.choose([0], hint=Hint([8], [1.0]))
+        used.append(g)
+        kept, spare = g * right(t), right(t) if g < 8 else None
+        policy.observe(Done([0], [g], [kept], g, Load(1), steep(1, g) + share, share, unused=[spare]))
+    return used
+
+
+@pytest.mark.parametrize(("share", "every"), [(0.005, 1), (0.035, 4), (0.5, 8)])
+def test_guesses_that_are_never_used_are_asked_for_as_often_as_that_may_cost(
+    share: float, every: int
+) -> None:
+    used = asked(Goodput(), share, lambda t: False, 400)
+    assert all(one is not None for one in used[:32])
+    later = [one for one in used[100:] if one is not None]
+    assert len(later) == pytest.approx(300 / every, abs=1)
+    assert not any(later)
+
+
+def test_a_text_that_begins_to_repeat_is_noticed_though_nobody_asks() -> None:
+    used = asked(Goodput(), 0.5, lambda t: t >= 300, 400)
+    assert next(t for t, one in enumerate(used) if one) < 300 + 16
+    assert None not in used[320:]
+
+
 class Idle(Goodput):
     """Thinks, and does nothing."""
+
+    idle = False  # and goes on asking
 
     def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
         super().choose(rows, load=load, hint=hint)

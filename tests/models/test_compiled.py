@@ -145,12 +145,11 @@ def test_prompts_of_all_rows_are_graphs_of_a_few_sizes(
 ) -> None:
     monkeypatch.setattr("outpace.models.compiled.CHUNK", 16)
     monkeypatch.setattr("outpace.models.compiled.SHORTEST", 4)
-    monkeypatch.setattr("outpace.models.compiled.OFTEN", 1)
     kind = FusedModel if family == "llama" else GenericModel
     engines = [Engine(kind(tiny(family)), kind(tiny(family, seed=1)), 1, 80) for _ in range(2)]
     engines[1].graphs.on = True
     noise = torch.Generator().manual_seed(5)
-    for length in (1, 2, 5, 6, 17, 40, 78, 39, 79, 7) * 2:
+    for length in (1, 2, 5, 6, 17, 40, 78, 39, 79, 7):
         prompt = torch.randint(V, (length,), generator=noise).tolist()
         found = []
         for engine in engines:
@@ -161,20 +160,32 @@ def test_prompts_of_all_rows_are_graphs_of_a_few_sizes(
     assert sizes < len(made) - 1 <= sizes * (reaches + 1)
 
 
-def test_what_is_seldom_read_has_no_graph(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making one takes as long as many readings."""
-    monkeypatch.setattr("outpace.models.compiled.OFTEN", 2)
+def test_one_graph_reads_whatever_a_draft_has_missed(made: list[Any]) -> None:
     engine = engine_of(tiny(), tiny(seed=1))
     engine.graphs.on = True
-    written = {row: list(prompt) for row, prompt in enumerate(PROMPTS)}
-    for row, prompt in written.items():
-        engine.begin(row, prompt, 1)
-    took = [engine.catch_up(written, 2) > 0 for _ in range(5)]
-    # Kernels may be compiled in the first, and the third shows that it is done often.
-    assert took == [True, False, True, False, False]
+    written = {row: [*prompt, *range(1, 60)] for row, prompt in enumerate(PROMPTS)}
+    for row, text in written.items():
+        engine.begin(row, text, 1)
+    assert [engine.catch_up(written, missing) > 0 for missing in (2, 1, 40, 58)] == [
+        True,
+        False,
+        False,
+        False,
+    ]
     assert len(made) == 1
-    assert engine.catch_up(written, 2, rows=1) > 0  # another matter
-    assert len(made) == 1
+
+
+def test_an_engine_made_where_nothing_is_learnt_works_elsewhere() -> None:
+    """Costs are measured in inference mode, texts need not be."""
+    with torch.inference_mode():
+        engine = engine_of(tiny(), tiny(seed=1))
+        engine.begin(0, PROMPTS[0], 1)
+        engine.catch_up({0: PROMPTS[0]}, 2)
+        engine.end(0)
+    engine.begin(0, PROMPTS[0], 1)
+    won = engine.start(2, Sampling()).read().won(0)
+    engine.catch_up({0: [*PROMPTS[0], *won]}, 2)
+    engine.end(0)
 
 
 def test_what_was_interrupted_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

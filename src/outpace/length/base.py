@@ -25,7 +25,8 @@ class Load:
 
     batch    rows; some may stand still
     context  tokens of the longest text
-    unread   tokens of all texts that the drafter would have to read first, as it was not asked meanwhile
+    unread   tokens that the drafter would have to read first, of all texts, as it was not asked meanwhile; an
+             engine's reads whole pieces
     ready    lengths that nothing has to be made ready for, which would take time; None: all
     """
 
@@ -45,10 +46,11 @@ class Done:
     g              guesses that the pass had room for: its cost is that of g + 1 tokens a row
     load           what the pass was over
     seconds        all of it; None where it was not measured
-    making         seconds before it, in which such an iteration was made ready, or a draft's reading
-    draft_seconds  of that, drafting; 0 where the two cannot be told apart
+    draft_seconds  of that, drafting, or asking a drafter that costs nothing; 0 where that cannot be told
     steps          steps that the drafter made
     catching_up    seconds before it, in which a draft read what had been written without it
+    making         seconds before it, in which such iterations were made ready; its own were then not measured
+    reading_made   seconds before it, in which a draft's reading was made ready
     asked          guesses that were paid for, whether they came or not; by default those that were drafted
     unused         of each row, whether the guess after the drafted ones, which was not scored, was right, if
                    there was one
@@ -66,6 +68,7 @@ class Done:
     asked: Sequence[int] = ()
     unused: Sequence[bool | None] = ()
     making: float = 0.0
+    reading_made: float = 0.0
 
 
 class Length(Protocol):
@@ -80,6 +83,12 @@ class Length(Protocol):
     @property
     def asks(self) -> bool:
         """Whether it wants to be asked, after the choice just made, if that is `enough`: which takes time."""
+        return False
+
+    @property
+    def idle(self) -> bool:
+        """Whether a drafter that costs nothing need not be asked now, nor this for a choice. Asking does take
+        time."""
         return False
 
     def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:

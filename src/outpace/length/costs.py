@@ -94,7 +94,7 @@ class Costs:
         self._steps: dict[int, Mean] = {}
         self._missed = Mean()  # of reading a token that was not read
         self.making = 0.0  # of making a length ready, about
-        self.made, self.made_seconds = 0, 0.0  # how many were, and what that and all else took
+        self.made = 0  # how many were
 
     def note(self, load: Load, g: int, seconds: float) -> None:
         """Of a pass."""
@@ -113,7 +113,7 @@ class Costs:
 
     def note_making(self, seconds: float) -> None:
         """Of making passes of some length ready."""
-        self.made, self.made_seconds = self.made + 1, self.made_seconds + seconds
+        self.made += 1
         self.making += (seconds - self.making) / min(self.made, RECENT)
 
     def note_draft(self, load: Load, steps: int, seconds: float, catching_up: float) -> None:

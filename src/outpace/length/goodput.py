@@ -14,7 +14,7 @@ import numpy as np
 from outpace.arguments import integer
 from outpace.length.base import Done, Hint, Length, Load
 from outpace.length.belief import Array, Belief, Levels, Signal
-from outpace.length.costs import Costs, size_of
+from outpace.length.costs import Costs, Mean, size_of
 
 LADDER = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # lengths that are tried: on a GPU each takes a graph
 START = 2  # the first length that is tried, while nothing is known of costs
@@ -41,6 +41,9 @@ ASKING = 1e-2  # seconds of a draft's step: between shorter ones, asking would t
 AGAIN = 8  # iterations without news after which guesses are tries; twice as many until one after a failure
 PATIENCE = 40  # iterations between such tries at most
 RETHINK = 512  # where costs speak against any: they may have changed
+ASKED = 0.01  # of a plain pass, that asking a drafter that costs nothing may take in the end
+SELDOM = 7  # iterations at most in which it is not asked, nor any after it would have been right
+UNUSED = 32  # times that nothing of its guesses was used, until it is asked only as often as that
 CLOSE = 1.12  # times as fast as plain decoding, and no more
 REFRESH = 256  # iterations until a plain pass is measured anew; a quarter of that where it is close
 
@@ -87,12 +90,14 @@ class Goodput(Length):
         self._again = AGAIN  # such iterations after which guessing is a try
         self._wait = 0  # iterations until it is worth thinking again
         self._since_plain = 0
+        self._asking = Mean()  # seconds in which a drafter that costs nothing was asked
+        self._unused = 0  # times that this was for nothing, on end
+        self._rest = 0  # iterations in which it is not
         # Seconds that lengths would have saved, if they had been ready, by size of the batch and g
         self._hopes: dict[tuple[int, int], float] = {}
 
     def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
         load = load or Load(len(rows))
-        self.belief.time += 1
         self._plan = None
         nothing = [0] * len(rows)
         if hint is None and self._wait:
@@ -210,7 +215,7 @@ class Goodput(Length):
             return 0
         g, loss = self._cheapest(seconds, load)
         if load.ready is not None and g not in load.ready:
-            loss += self._booked(self.costs.making / seconds[0])
+            loss += self._booked(self.costs.making, seconds[0])
         missing = loss - self._credit
         if missing > 0:
             self._wait = min(PATIENCE, int(missing / BUDGET))
@@ -219,9 +224,9 @@ class Goodput(Length):
         return g
 
     @staticmethod
-    def _booked(making: float) -> float:
-        """Plain passes that making something ready, which is done once, is booked as."""
-        return min(making, CREDIT / 2)
+    def _booked(making: float, plain: float) -> float:
+        """Plain passes that making a length ready is booked as, which is done once."""
+        return min(making / plain, CREDIT / 2)
 
     def _cheapest(self, seconds: Array, load: Load) -> tuple[int, float]:
         """The longest of lengths that cost next to the least, and what that is, in plain passes, should it
@@ -245,6 +250,10 @@ class Goodput(Length):
         """Lengths up to some way beyond those that were run with such a batch."""
         found: Levels = self._lengths[self._lengths <= max(START, GROWTH * self.costs.known(load)[-1])]
         return found
+
+    @property
+    def idle(self) -> bool:
+        return self._rest > 0
 
     @property
     def asks(self) -> bool:
@@ -275,13 +284,13 @@ class Goodput(Length):
 
     def observe(self, done: Done) -> None:
         guessed = done.g > 0
+        self.belief.time += 1
         if done.seconds is None:
             self.costs.note_making(done.making)
             size = size_of(done.load)  # the others are to be better than this one
             self._hopes = {key: hope for key, hope in self._hopes.items() if key[0] != size}
         else:
             self.costs.note(done.load, done.g, done.seconds - done.draft_seconds)
-            self.costs.made_seconds += done.making
         if done.steps or done.catching_up:
             self.costs.note_draft(done.load, done.steps, done.draft_seconds, done.catching_up)
         tried = self._blind >= self._again
@@ -293,6 +302,9 @@ class Goodput(Length):
             self._blind = self._again - 1 if well else 0
         else:
             self._blind += 1
+        self._rest = max(0, self._rest - 1)
+        if done.draft_seconds and not done.steps:
+            self._note_asking(done)
         plain = self.costs.plain(done.load) if guessed or done.steps else None
         gain = 0.0
         if plain is not None and done.seconds is not None:
@@ -300,9 +312,17 @@ class Goodput(Length):
         grant = EARLY if self._judged < FEW and self.belief.time < REFRESH else BUDGET
         gain = max(gain, ACCIDENT) + grant
         if tried and guessed and plain is not None:
-            gain -= self._booked(done.making / plain)
+            gain -= self._booked(done.making, plain)
         self._credit = min(CREDIT, max(DEBT, self._credit + gain))
         self._since_plain = self._since_plain + 1 if guessed else 0
+
+    def _note_asking(self, done: Done) -> None:
+        """After many times in vain a drafter that costs nothing is asked less often, if that takes long."""
+        self._asking.add(done.draft_seconds)
+        self._unused = 0 if done.g else self._unused + 1
+        if self._unused > UNUSED and not any(done.unused):
+            plain = self.costs.plain(done.load)
+            self._rest = 0 if plain is None else min(SELDOM, int(self._asking.value / (ASKED * plain)))
 
     def _went_well(self, done: Done) -> bool:
         """Whether some length would pay if as many were kept always as of the guesses of this try, and one

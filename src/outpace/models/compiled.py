@@ -28,7 +28,6 @@ from outpace.verify.rules import parse
 CHUNK = 512  # tokens of a prompt that go through a model at a time
 TOGETHER = 4096  # of several prompts
 SHORTEST = 32  # tokens that there is a graph for
-OFTEN = 4  # times that as many tokens of a prompt are read, or after a rest, before there is
 PADDING = 2  # times their tokens that prompts may take together
 
 
@@ -118,6 +117,7 @@ class Engine:
         """A row takes up a text. Its last token waits for the first iteration."""
         self.begin_all(row, [text], [seed])
 
+    @torch.inference_mode()
     def begin_all(self, row: int, texts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
         """Rows from this one on take up texts."""
         for text in texts:
@@ -180,7 +180,7 @@ class Engine:
             return ids
 
         if whole:
-            self.graphs.run((size, seen), read, f"a prompt's piece of {size} tokens", often=OFTEN)
+            self.graphs.run((size, seen), read, f"a prompt's piece of {size} tokens")
         else:
             read()
 
@@ -200,6 +200,7 @@ class Engine:
             cache.copy(best, row, shared)
         return shared
 
+    @torch.inference_mode()
     def end(self, row: int, text: Sequence[int] = (), wipe: bool = False) -> None:
         """A row stands still until it takes up another text, which may begin as the one that it has written.
         NaN in a cache outlives it, unless wiped."""
@@ -215,6 +216,16 @@ class Engine:
         """Nothing that the caches hold is used again."""
         self._held.clear()
 
+    @property
+    def piece(self) -> int:
+        """Tokens of a row that `catch_up` reads at a time: there is one graph for all."""
+        return min(SHORTEST, self.tokens)
+
+    def pieces(self, missing: int) -> int:
+        """How many it reads."""
+        return -(-missing // self.piece)
+
+    @torch.inference_mode()
     def catch_up(self, texts: Mapping[int, Sequence[int]], missing: int, rows: int | None = None) -> float:
         """The draft reads what was written in some of the first rows while nobody asked it: at most so many
         of the last tokens, but the very last two, which every iteration feeds. Nothing may be under way.
@@ -223,35 +234,37 @@ class Engine:
             return 0.0
         draft, cache = self.draft, self.draft_cache
         seen = min(_power(max(*map(len, texts.values()), CHUNK)), self.tokens)
-        size = min(max(SHORTEST, _power(missing)), seen)
+        size = self.piece
         rows = self.rows if rows is None else rows
         for row in range(rows):
             if row not in texts:
                 self._held.pop(row, None)  # what it holds is written over
-        # Rows that lack fewer tokens read some again, which changes nothing, and short ones garbage past
-        # their texts.
-        firsts = [max(0, len(texts.get(row, ())) - 2 - size) for row in range(rows)]
-        places = [list(range(first, first + size)) for first in firsts]
-        ids = [
-            [texts[row][place] if row in texts and place < len(texts[row]) else 0 for place in some]
-            for row, some in enumerate(places)
-        ]
         if size not in self._pages:
             self._pages[size] = self.last.new_zeros(self.rows, size), self.last.new_zeros(self.rows, size)
         tokens, positions = (one[:rows] for one in self._pages[size])
-        tokens.copy_(torch.tensor(ids))
-        positions.copy_(torch.tensor(places))
 
         def read() -> Tensor:
             draft.read(self._known(tokens, draft), positions, cache.part(0, rows, seen))
             return tokens
 
-        with self._on_device():
-            making = self.graphs.making
-            key = "catch up", rows, size, seen
-            self.graphs.run(key, read, f"catching up with {size} tokens", often=OFTEN)
-            return self.graphs.making - making
+        making = 0.0
+        for left in range(self.pieces(missing), 0, -1):
+            # Rows that lack fewer tokens read some again, which changes nothing, and short ones garbage past
+            # their texts.
+            firsts = [len(texts.get(row, ())) - 2 - left * size for row in range(rows)]
+            places = [[max(0, first) + i for i in range(size)] for first in firsts]
+            ids = [
+                [texts[row][place] if row in texts and place < len(texts[row]) else 0 for place in some]
+                for row, some in enumerate(places)
+            ]
+            tokens.copy_(torch.tensor(ids))
+            positions.copy_(torch.tensor(places))
+            with self._on_device():
+                key = "catch up", rows, seen
+                making += self.graphs.run(key, read, f"catching up with {size} tokens")[1]
+        return making
 
+    @torch.inference_mode()
     def start(
         self, g: int, sampling: Sampling, rows: int | None = None, given: Given | None = None
     ) -> Pending:
@@ -272,14 +285,14 @@ class Engine:
         with self._on_device():
             guesses = None if given is None else self._put(g, given)
             key = Iteration(g, rows, sampling, None if guesses is None else id(guesses))
-            making, begun = self.graphs.making, Moment(self.target.device)
-            result = self.graphs.run(
+            begun = Moment(self.target.device)
+            result, making = self.graphs.run(
                 key,
                 lambda: self.iteration(g, sampling, rows, guesses),
                 f"an iteration of g = {g}, {rows} rows,",
                 (self.lengths, self.last),
             )
-            return Pending(result, begun, self.graphs.making - making)
+            return Pending(result, begun, making)
 
     def ready(self, sampling: Sampling, rows: int, given: bool) -> frozenset[int] | None:
         """Lengths of iterations that nothing has to be made for first, with guesses from outside or not; None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -31,43 +30,27 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self.on = device.type == "cuda"
         self._made: dict[Hashable, Captured | None] = {}
-        self._runs: Counter[Hashable] = Counter()  # of what there is no graph of yet
         self.changes = 0  # of what is ready
-        self.making = 0.0  # seconds so far in which something was made ready
         self._pool: Any = None
 
     def run(
-        self,
-        key: Hashable,
-        work: Callable[[], Tensor],
-        name: str,
-        changes: Sequence[Tensor] = (),
-        *,
-        often: int = 0,
-    ) -> Tensor:
-        """Do what `work` does, which is always the same for a key, by a graph where there can be one.
+        self, key: Hashable, work: Callable[[], Tensor], name: str, changes: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, float]:
+        """Do what `work` does, which is always the same for a key, by a graph where there can be one. Returns
+        what it returns, and the seconds in which the graph was made; 0 if it was there.
 
         changes  tensors that it changes, and reads: what trying it makes of them is put back
-        often    how many times it is done without one first: it may never be wanted again
         """
         if not self.on:
-            return work()
-        if key not in self._made and self._runs[key] < often:
-            return self._by_hand(key, work)
+            return work(), 0.0
+        begun, new = time.perf_counter(), key not in self._made
         captured = self._get(key, work, name, changes)
+        making = time.perf_counter() - begun if new else 0.0
         if captured is None:
-            return work()
+            return work(), making
         graph, result = captured
         graph.replay()
-        return result
-
-    def _by_hand(self, key: Hashable, work: Callable[[], Tensor]) -> Tensor:
-        begun = time.perf_counter()
-        result = work()
-        if not self._runs[key]:  # its kernels were compiled
-            self.making += time.perf_counter() - begun
-        self._runs[key] += 1
-        return result
+        return result, making
 
     def __iter__(self) -> Iterator[Hashable]:
         """The keys of all that is ready."""
@@ -96,9 +79,7 @@ class Graphs:
         finally:
             for one, old in zip(changes, before, strict=True):
                 one.copy_(old)
-        taken = time.perf_counter() - begun
-        self.making += taken
-        log.info("%s was made ready in %.1f s", name, taken)
+        log.info("%s was made ready in %.1f s", name, time.perf_counter() - begun)
         return self._made[key]
 
     def capture(self, work: Callable[[], Tensor]) -> Captured:

@@ -46,10 +46,10 @@ class Moment:
 class Pending:
     """An iteration that was started."""
 
-    def __init__(self, result: Tensor, begun: Moment, making: float = 0.0) -> None:
+    def __init__(self, result: Tensor, begun: Moment, making: float) -> None:
         """result: `[rows, 4 + g]` of accepted, next token, bad, how many were drafted, and drafts."""
         self._result, self._begun = result, begun
-        self.making = making  # seconds in which it was made ready first
+        self.making = making  # seconds in which it was made ready first; 0 if it was
         if result.is_cuda:
             # Into memory of its own: the next iteration writes over the result.
             self._result = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
