@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -355,14 +355,45 @@ class Is(dict[str, list[int]]):
         return scores - self["box"][0]
 
 
-class Says(Holds):
+class Of(tuple[list[int]]):
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self[0][0] += 1
+        return scores - self[0][0]
+
+
+class Says(Counts):
+    """That its state is elsewhere."""
+
+    BOXES: ClassVar[dict[int, list[int]]] = {}
+
+    def __init__(self) -> None:
+        self.name = len(self.BOXES)
+        self.BOXES[self.name] = [0]
+
+    @property
+    def calls(self) -> int:
+        return self.BOXES[self.name][0]
+
+    @calls.setter
+    def calls(self, value: int) -> None:
+        self.BOXES[self.name][0] = value
+
     def __deepcopy__(self, memo: Any) -> Says:
         made = type(self)()
-        made.box[0] = self.box[0]
+        made.calls = self.calls
         return made
 
 
-@pytest.mark.parametrize("made", [Counts, Holds, Is, Says, lambda: Counts().__call__])
+class Takes(Counts):
+    """What it is given as its own."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state
+
+
+@pytest.mark.parametrize(
+    "made", [Counts, Holds, Is, lambda: Of(([0],)), Says, Takes, lambda: Counts().__call__]
+)
 def test_a_fork_is_as_deep_as_a_processor(made: Callable[[], Any]) -> None:
     processor = made()
     sampling = Sampling(processors=[processor, processor])

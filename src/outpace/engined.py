@@ -114,8 +114,9 @@ class Run:
                 return self._after_rest(g, rows)
             return self._begin(g, rows)
         if self._begun:  # the drafter would have to see what comes of it
-            plain = not self._begun[-1].g and not self.guesser.free
-            if not plain or max(self._choose(rows)):
+            idle = self.guesser.free and self.length.idle
+            plain = not self._begun[-1].g and (idle or not self.guesser.free)
+            if not plain or (not idle and max(self._choose(rows))):
                 return None
             return self._begin(0, rows)
         began = time.perf_counter()
@@ -153,6 +154,7 @@ class Run:
         self._smooth = False
         texts, load = {slot: row.tokens for slot, row in rows.items()}, self._load(rows)
         made = self.engine.catch_up(texts, self._behind(), self.slots)
+        self._read_by_draft |= {slot: len(text) for slot, text in texts.items()}
         begun = dataclasses.replace(self._begin(g, rows), load=load)
         begun.pending.read()
         own = begun.pending.seconds
@@ -201,7 +203,7 @@ class Run:
         if proposal is not None:
             place = [list(begun.rows).index(slot) for slot in slots]
             asked = [proposal.asked[i] for i in place] if proposal.asked else lengths
-            if proposal.steps:
+            if proposal.state is not None:
                 steps, drafted = proposal.steps, self._drafted
             if proposal.spare:
                 followed = [outcome.next_token[slot] for slot in slots]
@@ -218,13 +220,13 @@ class Run:
                 begun.g,
                 begun.load,
                 seconds,
-                drafted,
-                steps,
-                begun.catching_up,
-                asked,
-                unused,
-                begun.pending.making,
-                begun.reading_made,
+                draft_seconds=drafted,
+                steps=steps,
+                catching_up=begun.catching_up,
+                asked=asked,
+                unused=unused,
+                making=begun.pending.making,
+                reading_made=begun.reading_made,
             )
         )
 

@@ -279,8 +279,11 @@ def test_a_draft_that_was_not_asked_does_not_know_the_text() -> None:
     assert engine.start(3, Sampling()).read().accepted != [3] * len(PROMPTS)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("plain", [1, 4, 40])
-def test_a_draft_that_has_caught_up_guesses_on(plain: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_has_caught_up_guesses_on(
+    plain: int, graphs: bool, made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     honest = FusedModel.read
 
     def read(self: FusedModel, ids: torch.Tensor, positions: torch.Tensor, cache: Any) -> None:
@@ -288,9 +291,11 @@ def test_a_draft_that_has_caught_up_guesses_on(plain: int, monkeypatch: pytest.M
         honest(self, ids, positions, cache)
 
     monkeypatch.setattr(FusedModel, "read", read)
-    engine = engine_of(tiny(), tiny())
-    written = {row: list(prompt) for row, prompt in enumerate(PROMPTS)}
-    for row, prompt in enumerate(PROMPTS):
+    engine = Engine(FusedModel(tiny()), FusedModel(tiny()), 3, 400)
+    engine.graphs.on = graphs
+    prompts = [PROMPTS[0], PROMPTS[1] * 12, PROMPTS[2]]
+    written = {row: list(prompt) for row, prompt in enumerate(prompts)}
+    for row, prompt in enumerate(prompts):
         engine.begin(row, prompt, 1)
     for i in range(3 * plain):
         g = 3 if i % plain == 0 else 0

@@ -173,10 +173,11 @@ def drafter(name: str, family: str = "llama") -> Any:
 
 
 class Clocked(Goodput):
-    """By a clock of its own: a pass of g guesses takes 1 + g/50, and a draft's step 1/20."""
+    """By a clock of its own: a pass of g guesses takes 1 + g/50, a draft's step 1/20, and as much asking one
+    that has none."""
 
     def observe(self, done: Done) -> None:
-        drafting = 0.05 * done.steps
+        drafting = 0.05 * (done.steps or done.draft_seconds > 0)
         super().observe(replace(done, seconds=1 + 0.02 * done.g + drafting, draft_seconds=drafting))
 
 
@@ -287,6 +288,7 @@ CELLS = [
     # lengths that go by a clock, by what was kept, and by what is to be drawn from
     Cell("lookup", "token", "nucleus", "g 3", stops=True),
     Cell("lookup", "block", "plain", "g 4", batch_size=20, engine=True),
+    Cell("lookup", "token", "plain", "g 4", batch_size=64),
     Cell("model", "token", "warm", "g 4", batch_size=20),
     Cell("model", "block", "plain", "g 4", batch_size=20, stops=True, engine=True),
     Cell("model", "token", "plain", "d 3", batch_size=10),

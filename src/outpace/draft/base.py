@@ -112,7 +112,8 @@ class Drafter(Protocol):
     """Anything that guesses. A drafter without memory can leave `commit` and `reset` empty.
 
     One that costs next to nothing and chooses its tokens can say so by an attribute `free = True`: it is then
-    asked at every iteration, and what is worth scoring of its guesses decided after.
+    asked before it is decided what is worth scoring of its guesses, at every iteration unless that takes too
+    long. What it was not asked for is not committed either; it is in the text that it sees next.
     """
 
     def propose(self, state: State, g: int) -> Draft:

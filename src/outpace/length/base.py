@@ -50,7 +50,7 @@ class Done:
     steps          steps that the drafter made
     catching_up    seconds before it, in which a draft read what had been written without it
     making         seconds before it, in which such iterations were made ready; its own were then not measured
-    reading_made   seconds before it, in which a draft's reading was made ready
+    reading_made   seconds before it, in which a draft's reading was made ready; its own are then not known
     asked          guesses that were paid for, whether they came or not; by default those that were drafted
     unused         of each row, whether the guess after the drafted ones, which was not scored, was right, if
                    there was one

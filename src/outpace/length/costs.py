@@ -10,7 +10,7 @@ from outpace.length.base import Load
 from outpace.length.belief import Array
 
 NEW = 0.1  # weight of a measurement, once there are some
-AT_ONCE = 16  # tokens that are read in a draft's step, as long as nothing is known of it
+AT_ONCE = 16  # tokens of a row that are read in a draft's step, as long as nothing is known of it
 LEAST = 0.05  # of what a pass takes, that is not due to its text
 RECENT = 4  # lengths that were made ready, by which the next one is judged
 TICK = 1e-9  # seconds: less is none of a clock
@@ -92,7 +92,7 @@ class Costs:
         self._noted = 0  # passes so far
         self._last: dict[tuple[int, int], int] = {}  # the last of each size of the batch and g
         self._steps: dict[int, Mean] = {}
-        self._missed = Mean()  # of reading a token that was not read
+        self._missed: dict[int, Mean] = {}  # of reading a token that was not read
         self.making = 0.0  # of making a length ready, about
         self.made = 0  # how many were
 
@@ -125,7 +125,7 @@ class Costs:
         elif steps:
             catching_up += max(0.0, seconds - steps * step.value)
         if catching_up:
-            self._missed.add(catching_up / load.unread)
+            self._missed.setdefault(size_of(load), Mean()).add(catching_up / load.unread)
 
     def known(self, load: Load) -> list[int]:
         """The g that were measured with such a batch, more than once."""
@@ -137,7 +137,11 @@ class Costs:
 
     def plain(self, load: Load) -> float | None:
         """Of a pass without guesses; None if it was measured with no such batch."""
-        return float(self.passes(load)[0]) if 0 in self._measured(size_of(load), True) else None
+        size = size_of(load)
+        measured = self._measured(size, True)
+        if 0 not in measured:
+            return None
+        return min(measured.values()) + self._slopes[size].value * load.context
 
     def count(self, load: Load, g: int | None = None) -> int:
         """How many passes were measured with such a batch, of all lengths or of this one."""
@@ -151,7 +155,8 @@ class Costs:
 
     def missed(self, load: Load) -> float:
         """Of reading what was not read, by what a token took; at first by what a step takes."""
-        return load.unread * (self._missed.value if self._missed.count else self.step(load) / AT_ONCE)
+        found = self._missed.get(size_of(load))
+        return load.unread * (self.step(load) / (AT_ONCE * load.batch) if found is None else found.value)
 
     def passes(self, load: Load, sure: bool = True) -> Array:
         """`[most + 1]`, by g: as measured, on straight lines between, and on from there by the last slope;

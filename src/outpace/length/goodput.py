@@ -14,7 +14,7 @@ import numpy as np
 from outpace.arguments import integer
 from outpace.length.base import Done, Hint, Length, Load
 from outpace.length.belief import Array, Belief, Levels, Signal
-from outpace.length.costs import Costs, Mean, size_of
+from outpace.length.costs import Costs, size_of
 
 LADDER = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # lengths that are tried: on a GPU each takes a graph
 START = 2  # the first length that is tried, while nothing is known of costs
@@ -27,6 +27,7 @@ REVISIT = 96  # iterations until then
 MARGIN = 0.02  # what speculation must promise to be taken up
 WARY = 0.05  # and for each plain pass that was lost more than may be
 BUDGET = 0.005  # share of the time that tries against all odds may take
+READING = 0.005  # and what a draft reads for them, of what was written meanwhile
 EARLY = 0.015  # and at first, before so many guesses were judged
 FEW = 30
 CREDIT = 24.0  # plain passes, won before or by waiting, that such tries may take ahead of that
@@ -41,9 +42,10 @@ ASKING = 1e-2  # seconds of a draft's step: between shorter ones, asking would t
 AGAIN = 8  # iterations without news after which guesses are tries; twice as many until one after a failure
 PATIENCE = 40  # iterations between such tries at most
 RETHINK = 512  # where costs speak against any: they may have changed
-ASKED = 0.01  # of a plain pass, that asking a drafter that costs nothing may take in the end
-SELDOM = 7  # iterations at most in which it is not asked, nor any after it would have been right
-UNUSED = 32  # times that nothing of its guesses was used, until it is asked only as often as that
+ASKED = 0.01  # share of the time that asking a drafter that costs nothing may take, if that was in vain
+SELDOM = 7  # iterations at most in which it is not asked, whatever that takes
+GRACE = 1.0  # plain passes that asking may take before
+WON = 4.0  # plain passes, won by its guesses, that asking may take later
 CLOSE = 1.12  # times as fast as plain decoding, and no more
 REFRESH = 256  # iterations until a plain pass is measured anew; a quarter of that where it is close
 
@@ -90,9 +92,8 @@ class Goodput(Length):
         self._again = AGAIN  # such iterations after which guessing is a try
         self._wait = 0  # iterations until it is worth thinking again
         self._since_plain = 0
-        self._asking = Mean()  # seconds in which a drafter that costs nothing was asked
-        self._unused = 0  # times that this was for nothing, on end
-        self._rest = 0  # iterations in which it is not
+        self._paid = GRACE  # plain passes that a drafter that costs nothing has won beyond those of asking it
+        self._rest = 0  # iterations in which it is not asked
         # Seconds that lengths would have saved, if they had been ready, by size of the batch and g
         self._hopes: dict[tuple[int, int], float] = {}
 
@@ -234,7 +235,8 @@ class Goodput(Length):
         lengths = self._within_reach(load)[1:]
         if not len(lengths):
             lengths = self._grown(load)[1:]
-        losses = np.maximum(0.0, (seconds[lengths] + self.costs.missed(load)) / seconds[0] - 1)
+        reading = max(0.0, self.costs.missed(load) / seconds[0] - READING * self._blind)
+        losses = np.maximum(0.0, seconds[lengths] / seconds[0] - 1 + reading)
         least = float(losses.min())
         return int(lengths[np.flatnonzero(losses <= SLACK * least + 1e-9)[-1]]), least
 
@@ -283,7 +285,7 @@ class Goodput(Length):
         return False
 
     def observe(self, done: Done) -> None:
-        guessed = done.g > 0
+        guessed, blind = done.g > 0, self._blind
         self.belief.time += 1
         if done.seconds is None:
             self.costs.note_making(done.making)
@@ -303,12 +305,15 @@ class Goodput(Length):
         else:
             self._blind += 1
         self._rest = max(0, self._rest - 1)
-        if done.draft_seconds and not done.steps:
-            self._note_asking(done)
-        plain = self.costs.plain(done.load) if guessed or done.steps else None
+        asked = done.draft_seconds > 0 and not done.steps
+        plain = self.costs.plain(done.load) if guessed or done.steps or asked else None
         gain = 0.0
-        if plain is not None and done.seconds is not None:
+        if plain is not None and done.seconds is not None and (guessed or done.steps):
             gain = sum(done.accepted) / len(done.rows) + 1 - (done.seconds + done.catching_up) / plain
+            if not done.reading_made:
+                gain += min(self.costs.missed(done.load) / plain, READING * blind)
+        if asked and plain is not None:
+            self._book_asking(done, plain, gain)
         grant = EARLY if self._judged < FEW and self.belief.time < REFRESH else BUDGET
         gain = max(gain, ACCIDENT) + grant
         if tried and guessed and plain is not None:
@@ -316,13 +321,13 @@ class Goodput(Length):
         self._credit = min(CREDIT, max(DEBT, self._credit + gain))
         self._since_plain = self._since_plain + 1 if guessed else 0
 
-    def _note_asking(self, done: Done) -> None:
-        """After many times in vain a drafter that costs nothing is asked less often, if that takes long."""
-        self._asking.add(done.draft_seconds)
-        self._unused = 0 if done.g else self._unused + 1
-        if self._unused > UNUSED and not any(done.unused):
-            plain = self.costs.plain(done.load)
-            self._rest = 0 if plain is None else min(SELDOM, int(self._asking.value / (ASKED * plain)))
+    def _book_asking(self, done: Done, plain: float, gain: float) -> None:
+        """A drafter that costs nothing takes time, too: while that is not made up for it is asked less often,
+        but for right after a guess that would have been kept."""
+        share = done.draft_seconds / plain
+        self._paid = min(WON, max(0.0, self._paid) + (gain if done.g else -share))
+        if self._paid < 0 and not any(done.unused):
+            self._rest = min(SELDOM, int(share / ASKED))
 
     def _went_well(self, done: Done) -> bool:
         """Whether some length would pay if as many were kept always as of the guesses of this try, and one
@@ -362,7 +367,7 @@ class Goodput(Length):
 
     def reset(self, rows: Sequence[int]) -> None:
         self.belief.forget(rows)
-        self._wait = 0  # another text may be another matter
+        self._wait = self._rest = 0  # another text may be another matter
 
     def __repr__(self) -> str:
         return f"Goodput({self.most})"
