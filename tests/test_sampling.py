@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -322,87 +321,6 @@ def test_a_fork_has_state_of_its_own_and_shares_models() -> None:
     assert first.calls == []
     assert second.calls == [1]
     assert first.model is second.model
-
-
-class Counts:
-    calls = 0
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        self.calls += 1
-        return scores - self.calls
-
-
-class Holds(Counts):
-    """As its own state, in a list that a shallow copy would share."""
-
-    __slots__ = ("box",)
-
-    def __init__(self) -> None:
-        self.box = [0]
-
-    @property
-    def calls(self) -> int:
-        return self.box[0]
-
-    @calls.setter
-    def calls(self, value: int) -> None:
-        self.box[0] = value
-
-
-class Is(dict[str, list[int]]):
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        self.setdefault("box", [0])[0] += 1
-        return scores - self["box"][0]
-
-
-class Of(tuple[list[int]]):
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        self[0][0] += 1
-        return scores - self[0][0]
-
-
-class Says(Counts):
-    """That its state is elsewhere."""
-
-    BOXES: ClassVar[dict[int, list[int]]] = {}
-
-    def __init__(self) -> None:
-        self.name = len(self.BOXES)
-        self.BOXES[self.name] = [0]
-
-    @property
-    def calls(self) -> int:
-        return self.BOXES[self.name][0]
-
-    @calls.setter
-    def calls(self, value: int) -> None:
-        self.BOXES[self.name][0] = value
-
-    def __deepcopy__(self, memo: Any) -> Says:
-        made = type(self)()
-        made.calls = self.calls
-        return made
-
-
-class Takes(Counts):
-    """What it is given as its own."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ = state
-
-
-@pytest.mark.parametrize(
-    "made", [Counts, Holds, Is, lambda: Of(([0],)), Says, Takes, lambda: Counts().__call__]
-)
-def test_a_fork_is_as_deep_as_a_processor(made: Callable[[], Any]) -> None:
-    processor = made()
-    sampling = Sampling(processors=[processor, processor])
-    ids, scores = torch.zeros(1, 1).long(), torch.zeros(1, 9)
-    processor(ids, scores)
-    first, second = sampling.fork().processors
-    assert float(first(ids, scores)[0, 0]) == -2
-    assert float(second(ids, scores)[0, 0]) == -3  # as before, they are one
-    assert float(processor(ids, scores)[0, 0]) == -2
 
 
 def test_frequency_and_presence_count_the_output_alone() -> None:

@@ -35,9 +35,6 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 """`(input_ids [1, T], scores [1, V]) -> scores [1, V]`: any Transformers `LogitsProcessor`."""
 
 Rewind = Callable[[Tensor], None]
-ATOMS = {bool, int, float, str, bytes, type(None)}  # kinds of values that cannot change
-USUAL = "__reduce__", "__reduce_ex__", "__getstate__"  # of how objects are copied
-SPECIAL = "__copy__", "__deepcopy__", "__setstate__", "__getnewargs__", "__getnewargs_ex__"
 
 
 @dataclass(frozen=True)
@@ -452,9 +449,6 @@ def _copies(processors: Sequence[Processor]) -> tuple[Processor, ...]:
     for processor in processors:
         share(getattr(processor, "__dict__", {}))
     try:
-        if all(map(_is_flat, processors)):
-            each = {id(processor): copy.copy(processor) for processor in processors}
-            return tuple(each[id(processor)] for processor in processors)
         return copy.deepcopy(tuple(processors), shared)
     except Exception as error:
         names = ", ".join(type(processor).__name__ for processor in processors)
@@ -462,20 +456,6 @@ def _copies(processors: Sequence[Processor]) -> tuple[Processor, ...]:
             f"processors: {names} cannot be copied ({error}); speculation sets a processor's state back "
             "after a lost draft, so it needs a working copy.deepcopy"
         ) from error
-
-
-class Plain:
-    """Has nothing but attributes."""
-
-
-def _is_flat(processor: Processor) -> bool:
-    """Whether a shallow copy, which is several times as fast, is as good as a deep one."""
-    kind: Any = type(processor)
-    # All of its state is in its attributes, and nothing is said of how to copy them.
-    alike = kind.__basicsize__ == Plain.__basicsize__ and kind.__itemsize__ == 0
-    usual = all(getattr(kind, name) is getattr(object, name) for name in USUAL)
-    special = any(hasattr(kind, name) for name in SPECIAL)
-    return alike and usual and not special and all(type(value) in ATOMS for value in vars(processor).values())
 
 
 def _column(
