@@ -505,7 +505,9 @@ def test_a_draft_that_rested_long_is_taken_up_again(
             behind = 0 if g else behind + 1
             lengths.append(g)
         assert np.mean(lengths[end - 50 : end]) < 1
-        assert np.mean(lengths[-20:]) > 1
+        used = [g for g in lengths[-20:] if g]  # but for a plain pass that is measured anew
+        assert len(used) >= 19
+        assert min(used) >= 2
 
 
 def asked(policy: Goodput, share: float, right: Callable[[int], bool], iterations: int) -> list[int | None]:
@@ -532,6 +534,17 @@ def test_guesses_that_are_never_used_are_asked_for_as_often_as_that_may_cost(
     later = [one for one in used[100:] if one is not None]
     assert len(later) == pytest.approx(300 / every, abs=1)
     assert not any(later)
+
+
+def test_asking_is_granted_some_time_before_anything_is_won() -> None:
+    policy, idle = Goodput(), list[bool]()
+    for _ in range(100):
+        idle.append(policy.idle)
+        if not policy.idle:
+            policy.choose([0], hint=Hint([0], [0.0]))
+        policy.observe(Done([0], [0], [0], 0, Load(1), 1.05, 0.0 if idle[-1] else 0.05))
+    assert 20 <= idle.index(True) <= 25  # a plain pass; some are not known of yet
+    assert 0.1 < np.mean([not one for one in idle[30:]]) < 0.25
 
 
 def test_a_text_that_begins_to_repeat_is_noticed_though_nobody_asks() -> None:

@@ -137,11 +137,7 @@ class Costs:
 
     def plain(self, load: Load) -> float | None:
         """Of a pass without guesses; None if it was measured with no such batch."""
-        size = size_of(load)
-        measured = self._measured(size, True)
-        if 0 not in measured:
-            return None
-        return min(measured.values()) + self._slopes[size].value * load.context
+        return float(self.passes(load)[0]) if 0 in self._measured(size_of(load), True) else None
 
     def count(self, load: Load, g: int | None = None) -> int:
         """How many passes were measured with such a batch, of all lengths or of this one."""

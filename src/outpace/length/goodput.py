@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outpace.arguments import integer
+from outpace.length.asking import Asking
 from outpace.length.base import Done, Hint, Length, Load
 from outpace.length.belief import Array, Belief, Levels, Signal
 from outpace.length.costs import Costs, size_of
@@ -42,10 +43,6 @@ ASKING = 1e-2  # seconds of a draft's step: between shorter ones, asking would t
 AGAIN = 8  # iterations without news after which guesses are tries; twice as many until one after a failure
 PATIENCE = 40  # iterations between such tries at most
 RETHINK = 512  # where costs speak against any: they may have changed
-ASKED = 0.01  # share of the time that asking a drafter that costs nothing may take, if that was in vain
-SELDOM = 7  # iterations at most in which it is not asked, whatever that takes
-GRACE = 1.0  # plain passes that asking may take before
-WON = 4.0  # plain passes, won by its guesses, that asking may take later
 CLOSE = 1.12  # times as fast as plain decoding, and no more
 REFRESH = 256  # iterations until a plain pass is measured anew; a quarter of that where it is close
 
@@ -92,8 +89,7 @@ class Goodput(Length):
         self._again = AGAIN  # such iterations after which guessing is a try
         self._wait = 0  # iterations until it is worth thinking again
         self._since_plain = 0
-        self._paid = GRACE  # plain passes that a drafter that costs nothing has won beyond those of asking it
-        self._rest = 0  # iterations in which it is not asked
+        self._asking = Asking()
         # Seconds that lengths would have saved, if they had been ready, by size of the batch and g
         self._hopes: dict[tuple[int, int], float] = {}
 
@@ -255,7 +251,7 @@ class Goodput(Length):
 
     @property
     def idle(self) -> bool:
-        return self._rest > 0
+        return self._asking.rest > 0
 
     @property
     def asks(self) -> bool:
@@ -304,7 +300,7 @@ class Goodput(Length):
             self._blind = self._again - 1 if well else 0
         else:
             self._blind += 1
-        self._rest = max(0, self._rest - 1)
+        self._asking.over()
         asked = done.draft_seconds > 0 and not done.steps
         plain = self.costs.plain(done.load) if guessed or done.steps or asked else None
         gain = 0.0
@@ -313,21 +309,14 @@ class Goodput(Length):
             if not done.reading_made:
                 gain += min(self.costs.missed(done.load) / plain, READING * blind)
         if asked and plain is not None:
-            self._book_asking(done, plain, gain)
+            taken = done.draft_seconds / plain
+            self._asking.book(taken, gain + taken if guessed else 0.0, any(done.unused))
         grant = EARLY if self._judged < FEW and self.belief.time < REFRESH else BUDGET
         gain = max(gain, ACCIDENT) + grant
         if tried and guessed and plain is not None:
             gain -= self._booked(done.making, plain)
         self._credit = min(CREDIT, max(DEBT, self._credit + gain))
         self._since_plain = self._since_plain + 1 if guessed else 0
-
-    def _book_asking(self, done: Done, plain: float, gain: float) -> None:
-        """A drafter that costs nothing takes time, too: while that is not made up for it is asked less often,
-        but for right after a guess that would have been kept."""
-        share = done.draft_seconds / plain
-        self._paid = min(WON, max(0.0, self._paid) + (gain if done.g else -share))
-        if self._paid < 0 and not any(done.unused):
-            self._rest = min(SELDOM, int(share / ASKED))
 
     def _went_well(self, done: Done) -> bool:
         """Whether some length would pay if as many were kept always as of the guesses of this try, and one
@@ -367,7 +356,7 @@ class Goodput(Length):
 
     def reset(self, rows: Sequence[int]) -> None:
         self.belief.forget(rows)
-        self._wait = self._rest = 0  # another text may be another matter
+        self._wait = self._asking.rest = 0  # another text may be another matter
 
     def __repr__(self) -> str:
         return f"Goodput({self.most})"
