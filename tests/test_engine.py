@@ -314,6 +314,8 @@ def test_a_draft_that_rested_knows_the_text_and_what_it_lacks_is_said(
     assert any(load.unread >= 3 for load in policy.loads)
     if engine:  # it reads whole pieces, of all rows
         assert {load.unread % (32 * load.batch) for load in policy.loads} == {0}
+        # and knows it right after
+        assert {load.unread for turn, load in enumerate(policy.loads, 1) if turn % 8 == 5} == {0}
 
 
 def test_what_making_a_drafts_reading_ready_took_is_said_and_not_taken_for_its_cost(
