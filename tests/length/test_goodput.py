@@ -441,7 +441,7 @@ def test_tries_that_seem_to_cost_less_than_nothing_are_made() -> None:
         policy.observe(Done([0], [0], [0], 0, Load(1), seconds))
     for _ in range(2):
         policy.costs.note(Load(1), 4, 0.9)  # from before the machine became slower
-    policy._blind = policy._again
+    policy._blind = 100
     assert policy.choose([0]) != [0]
 
 
@@ -628,7 +628,9 @@ def test_copies_are_checked_in_the_shadow(engine: bool) -> None:
     for step in decoder.stream([5, 6, 7], temperature=0, max_new_tokens=100):
         assert step.drafted == 0
         known.append(float(policy.belief.now([0])[0] @ ALPHAS))
-    assert max(known) > 0.9
+    low = known.index(min(known[:50]))
+    assert known[low] < 0.2
+    assert max(known[low:]) > 0.8
     assert policy._blind < 90
 
 

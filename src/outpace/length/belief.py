@@ -21,7 +21,7 @@ ODDS = np.linspace(-6, 6, 25)
 ALPHAS = 1 / (1 + np.exp(-ODDS))  # 0.0025 to 0.9975
 CHANGE = 0.01  # chance that a row's acceptance jumps at an iteration
 LEARN = 0.05  # how quickly new rows are taken to be like the last ones
-OPEN = 0.5  # how much of what is thought of new rows is left open
+OPEN = 0.2  # how much of what is thought of new rows is left open
 CALM = 30.0  # tests that a correction by position counts as much as
 FADE = 0.995  # what is left of a test's weight after another
 

@@ -92,6 +92,7 @@ class Costs:
         self._noted = 0  # passes so far
         self._last: dict[tuple[int, int], int] = {}  # the last of each size of the batch and g
         self._steps: dict[int, Mean] = {}
+        self._least: dict[int, float] = {}  # of a step, where none was timed by itself
         self._missed: dict[int, Mean] = {}  # of reading a token that was not read
         self.making = 0.0  # of making a length ready, about
         self.made = 0  # how many were
@@ -119,11 +120,15 @@ class Costs:
     def note_draft(self, load: Load, steps: int, seconds: float, catching_up: float) -> None:
         """Of so many steps, and of reading what the draft had not read before, whether that was timed by
         itself or is part of the steps."""
-        step = self._steps.setdefault(size_of(load), Mean())
-        if steps and (not load.unread or not step.count):
+        size, apart = size_of(load), catching_up > 0 or not load.unread
+        step = self._steps.setdefault(size, Mean())
+        few = not step.count and load.unread <= AT_ONCE * load.batch  # they are read in a step, about
+        if steps and (apart or few):
             step.add(seconds / steps)
-        elif steps:
+        elif steps and step.count:
             catching_up += max(0.0, seconds - steps * step.value)
+        elif steps:  # at least so much, as if each token had taken a step
+            self._least[size] = seconds / (steps + load.unread / load.batch)
         if catching_up:
             self._missed.setdefault(size_of(load), Mean()).add(catching_up / load.unread)
 
@@ -146,8 +151,9 @@ class Costs:
 
     def step(self, load: Load) -> float:
         """Of a drafter's step; 0 while it is not known."""
-        found = self._steps.get(size_of(load))
-        return found.value if found is not None and found.count else 0.0
+        size = size_of(load)
+        found = self._steps.get(size)
+        return found.value if found is not None and found.count else self._least.get(size, 0.0)
 
     def missed(self, load: Load) -> float:
         """Of reading what was not read, by what a token took; at first by what a step takes."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outpace.arguments import integer
+from outpace.length.account import Account
 from outpace.length.asking import Asking
 from outpace.length.base import Done, Hint, Length, Load
 from outpace.length.belief import Array, Belief, Levels, Signal
@@ -27,21 +28,13 @@ NEARLY = 0.85  # of the best rate: lengths that are run now and then, so that wh
 REVISIT = 96  # iterations until then
 MARGIN = 0.02  # what speculation must promise to be taken up
 WARY = 0.05  # and for each plain pass that was lost more than may be
-BUDGET = 0.005  # share of the time that tries against all odds may take
-READING = 0.005  # and what a draft reads for them, of what was written meanwhile
-EARLY = 0.015  # and at first, before so many guesses were judged
-FEW = 30
-CREDIT = 24.0  # plain passes, won before or by waiting, that such tries may take ahead of that
-DEBT = -4.0  # plain passes, no more than which is remembered as lost: a machine may have slept
-ACCIDENT = -3.0  # plain passes, no more than which is booked for one iteration
-FIRST = 4.0  # plain passes that may be lost to begin with
-HOPE = 0.9  # acceptance that they hope for
-SLACK = 1.3  # times the least that a try may cost, to learn more
+HOPE = 0.9  # acceptance that tries hope for
 WORTH = 1.1  # what it would have to bring
+MADE = 12.0  # plain passes, no more than which a try is booked for making a length ready, which is done once
 HORIZON = 64  # iterations in which speculation has to make up for what it takes to begin with it
 ASKING = 1e-2  # seconds of a draft's step: between shorter ones, asking would take longer than it saves
-AGAIN = 8  # iterations without news after which guesses are tries; twice as many until one after a failure
-PATIENCE = 40  # iterations between such tries at most
+AGAIN = 8  # iterations without news after which guesses are tries, whatever is believed of them
+PATIENCE = 40  # iterations at most until it is worth thinking again
 RETHINK = 512  # where costs speak against any: they may have changed
 CLOSE = 1.12  # times as fast as plain decoding, and no more
 REFRESH = 256  # iterations until a plain pass is measured anew; a quarter of that where it is close
@@ -59,6 +52,7 @@ class Plan:
     alive: Array  # [R], probability that all guesses so far are kept
     levels: list[Levels]  # of confidence, [R] for each guess
     hinted: bool  # whether there is one for all guesses, known before
+    bet: bool = False  # whether it is guessed against what is believed
 
     @classmethod
     def of(cls, rows: Sequence[int], load: Load, belief: Array) -> Plan:
@@ -83,10 +77,9 @@ class Goodput(Length):
         self._lengths = np.array([g for g in LADDER if g < max_g] + [max_g])
         self.belief, self.costs, self.signal = Belief(max_g), Costs(max_g), Signal()
         self._plan: Plan | None = None
-        self._credit = FIRST
-        self._judged = 0  # guesses so far
+        self.account = Account()
         self._blind = 0  # iterations since anything was learnt of its guesses
-        self._again = AGAIN  # such iterations after which guessing is a try
+        self._good = False  # whether the last of them was a try that went well
         self._wait = 0  # iterations until it is worth thinking again
         self._since_plain = 0
         self._asking = Asking()
@@ -110,7 +103,7 @@ class Goodput(Length):
             plan.hinted = True
         tokens = self._tokens(plan, room)
         # While there is something to spend, what was seen once may have been an accident.
-        passes = self.costs.passes(load, sure=self._credit > 0)
+        passes = self.costs.passes(load, sure=self.account.balance > 0)
         seconds = passes + self.costs.step(load) * np.arange(self.most + 1)
         hoped = seconds - (passes - self._hoped(passes, load))
         plan.rate, plan.g = self._best(tokens, hoped, load)
@@ -129,13 +122,14 @@ class Goodput(Length):
     def _affordable(self, plan: Plan, tokens: Array, seconds: Array, hoped: Array) -> int:
         """What to do about the length that is best by what is believed, of a drafter that costs something."""
         rows, load = len(plan.belief), plan.load
-        if self._blind >= AGAIN:
-            return self._try(seconds, hoped, load, rows)
-        if plan.g == 0 and self._judged < FEW and self._credit > 0:
-            return self._cheapest(seconds, load)[0]
+        if plan.g == 0 or self._blind >= AGAIN:
+            plan.bet = True
+            made = 0
+            if load.ready is not None and self._blind < AGAIN and self.account.balance > 0:
+                made = self._made(plan, tokens, hoped, load.ready)
+            return made or self._try(tokens, seconds, hoped, load, rows)
         gain = tokens[plan.g] / rows - hoped[plan.g] / seconds[0]
-        made_up = max(0.0, self._credit) + HORIZON * gain
-        if self.costs.missed(load) / seconds[0] > made_up:
+        if self.costs.missed(load) / seconds[0] > HORIZON * gain:
             return 0
         return self._other(plan, tokens, seconds, hoped)
 
@@ -155,7 +149,7 @@ class Goodput(Length):
         """The best rate, and the length that has it."""
         lengths, rates = self._within_reach(load), tokens / seconds
         best = int(lengths[rates[lengths].argmax()])
-        if rates[best] < (1 + MARGIN + WARY * max(0.0, -self._credit)) * rates[0]:
+        if rates[best] < (1 + MARGIN + WARY * self.account.overdrawn) * rates[0]:
             best = 0
         return float(rates[best]), best
 
@@ -165,7 +159,7 @@ class Goodput(Length):
         load, rates, known = plan.load, tokens / seconds, self.costs.known(plan.load)
         near = [g for g in self._within_reach(load) if g and g in known and rates[g] >= NEARLY * plan.rate]
         oldest = max(near, key=lambda g: self.costs.since(load, g), default=plan.g)
-        if plan.g and self._credit > 0 and self.costs.since(load, oldest) > REVISIT:
+        if plan.g and self.account.balance > 0 and self.costs.since(load, oldest) > REVISIT:
             return int(oldest)
         return plan.g if load.ready is None else self._made(plan, tokens, hoped, load.ready)
 
@@ -186,55 +180,45 @@ class Goodput(Length):
         return best
 
     def _hoped(self, passes: Array, load: Load) -> Array:
-        """A pass of a length that was never run may take less than is thought. Where it has to be made ready
-        for that, which is not done for little, half of what it is thought to take more than the next shorter
-        one; nothing more, if it is longer than the only one."""
+        """A pass of a length that was never run may take less than is thought: no more than the longest one,
+        if that is the only one. Otherwise, where it has to be made ready, which is not done for little, half
+        of what it is thought to take more than the next shorter one."""
         known = self.costs.known(load)
         found: Array = passes / (1 + NOVEL)
         if load.ready is None:
             found[known] = passes[known]
-            return found
-        shorter = np.array(known)[np.searchsorted(known, np.arange(self.most + 1), side="right") - 1]
-        found = (passes + passes[shorter]) / 2
+        else:
+            shorter = np.array(known)[np.searchsorted(known, np.arange(self.most + 1), side="right") - 1]
+            found = (passes + passes[shorter]) / 2
         if len(known) <= 2:
             found[known[-1] :] = passes[known[-1]]
         return found
 
-    def _try(self, seconds: Array, hoped: Array, load: Load, rows: int) -> int:
-        """After a time of which nothing is known: a length to try, if it may pay and there is time for it; or
-        0, and when to think of it again."""
+    def _try(self, tokens: Array, seconds: Array, hoped: Array, load: Load, rows: int) -> int:
+        """Where nothing pays by what is believed, or little is: the length that is expected to lose the least,
+        if it may pay and there is time for it; or 0, and when to think of it again."""
         lengths = self._grown(load)
         rates = (HOPE ** np.arange(self.most + 1)).cumsum() / hoped
         hopeless = rates[lengths].max() < WORTH * rates[0]
-        rest = (RETHINK if hopeless else self._again) - self._blind
-        if rest > 0:
-            self._wait = min(PATIENCE, rest - 1)
-            return 0
-        g, loss = self._cheapest(seconds, load)
+        lengths = self._within_reach(load)[1:] if len(self._within_reach(load)) > 1 else lengths[1:]
+        losses = hoped[lengths] / seconds[0] - tokens[lengths] / rows
+        g, loss = int(lengths[losses.argmin()]), max(0.0, float(losses.min()))
+        loss += self.costs.missed(load) / seconds[0]
         if load.ready is not None and g not in load.ready:
             loss += self._booked(self.costs.making, seconds[0])
-        missing = loss - self._credit
-        if missing > 0:
-            self._wait = min(PATIENCE, int(missing / BUDGET))
+        wait = self.account.wait(loss, self._blind)
+        if hopeless:
+            wait = max(wait, RETHINK - self._blind)
+        if wait > 0 and not self._good:
+            self._wait = int(min(PATIENCE, wait))
             return 0
         self._wait = 0
         return g
 
     @staticmethod
     def _booked(making: float, plain: float) -> float:
-        """Plain passes that making a length ready is booked as, which is done once."""
-        return min(making / plain, CREDIT / 2)
-
-    def _cheapest(self, seconds: Array, load: Load) -> tuple[int, float]:
-        """The longest of lengths that cost next to the least, and what that is, in plain passes, should it
-        bring nothing."""
-        lengths = self._within_reach(load)[1:]
-        if not len(lengths):
-            lengths = self._grown(load)[1:]
-        reading = max(0.0, self.costs.missed(load) / seconds[0] - READING * self._blind)
-        losses = np.maximum(0.0, seconds[lengths] / seconds[0] - 1 + reading)
-        least = float(losses.min())
-        return int(lengths[np.flatnonzero(losses <= SLACK * least + 1e-9)[-1]]), least
+        """Plain passes that making a length ready is booked as."""
+        return min(making / plain, MADE)
 
     def _within_reach(self, load: Load) -> Levels:
         """Of lengths up to some way beyond those that were run, those that are ready; all at first."""
@@ -281,7 +265,7 @@ class Goodput(Length):
         return False
 
     def observe(self, done: Done) -> None:
-        guessed, blind = done.g > 0, self._blind
+        guessed = done.g > 0
         self.belief.time += 1
         if done.seconds is None:
             self.costs.note_making(done.making)
@@ -291,13 +275,10 @@ class Goodput(Length):
             self.costs.note(done.load, done.g, done.seconds - done.draft_seconds)
         if done.steps or done.catching_up:
             self.costs.note_draft(done.load, done.steps, done.draft_seconds, done.catching_up)
-        tried = self._blind >= self._again
+        tried = self._blind >= AGAIN
         if self._learn(done):
-            well = tried and self._went_well(done)
-            if tried:
-                self._again = AGAIN if well else min(2 * self._again, PATIENCE)
-            # Unless what was kept is enough to go on with, a try that went well is followed by another.
-            self._blind = self._again - 1 if well else 0
+            self._good = (tried or self._good) and self._went_well(done)
+            self._blind = 0
         else:
             self._blind += 1
         self._asking.over()
@@ -306,16 +287,12 @@ class Goodput(Length):
         gain = 0.0
         if plain is not None and done.seconds is not None and (guessed or done.steps):
             gain = sum(done.accepted) / len(done.rows) + 1 - (done.seconds + done.catching_up) / plain
-            if not done.reading_made:
-                gain += min(self.costs.missed(done.load) / plain, READING * blind)
         if asked and plain is not None:
             taken = done.draft_seconds / plain
             self._asking.book(taken, gain + taken if guessed else 0.0, any(done.unused))
-        grant = EARLY if self._judged < FEW and self.belief.time < REFRESH else BUDGET
-        gain = max(gain, ACCIDENT) + grant
-        if tried and guessed and plain is not None:
+        if guessed and plain is not None and self._plan is not None and self._plan.bet:
             gain -= self._booked(done.making, plain)
-        self._credit = min(CREDIT, max(DEBT, self._credit + gain))
+        self.account.book(gain)
         self._since_plain = self._since_plain + 1 if guessed else 0
 
     def _went_well(self, done: Done) -> bool:
@@ -341,7 +318,6 @@ class Goodput(Length):
             if right is not None and kept[i] == tested[i]:
                 tested[i] += 1
                 kept[i] += right
-        self._judged += int(np.minimum(tested, kept + 1).sum())
         some = np.flatnonzero(tested).tolist()
         plan, shift = self._plan, None
         at = np.array([-1 if plan is None else plan.places.get(done.rows[i], -1) for i in some])
