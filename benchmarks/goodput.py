@@ -230,7 +230,7 @@ def cost(decoder: Decoder, B: int) -> float | None:
     if not isinstance(decoder.drafter, ModelDrafter):
         return None
     (plain,) = cost_of.curve(decoder, [1], [B])
-    return round(cost_of.draft_step(decoder, B) / plain.ms, 3)
+    return round(cost_of.drafting(decoder, B).step / plain.ms, 3)
 
 
 @dataclass
@@ -238,18 +238,18 @@ class Parts:
     """Of an iteration, and what they take by themselves."""
 
     B: int
-    step: float
+    drafting: cost_of.Drafting
     passes: list[cost_of.Pass]
     checks: list[cost_of.Verification]
 
     @classmethod
     def timed(cls, decoder: Decoder, B: int) -> Parts:
         passes = cost_of.curve(decoder, [g + 1 for g in LENGTHS], [B])
-        return cls(B, cost_of.draft_step(decoder, B), passes, cost_of.verification(decoder, LENGTHS, [B]))
+        return cls(B, cost_of.drafting(decoder, B), passes, cost_of.verification(decoder, LENGTHS, [B]))
 
     def predicted(self, alpha: float) -> list[float]:
         """Speed over plain decoding of each length."""
-        speeds = prediction.speedups(alpha, 1.0, self.step, self.B, self.passes, self.checks)
+        speeds = prediction.speedups(alpha, 1.0, self.drafting, self.B, self.passes, self.checks)
         return [round(float(speeds[g]), 3) for g in LENGTHS]
 
 
@@ -315,8 +315,8 @@ def reaction(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
     del poor
     lengths = list(range(policy.most + 1))
     passes = cost_of.curve(decoder, [g + 1 for g in lengths], [1])
-    each = cost_of.draft_step(decoder, 1)
-    costs = [round(one.ms + each * g, 3) for g, one in zip(lengths, passes, strict=True)]
+    drafts = cost_of.drafting(decoder, 1).taken(lengths)
+    costs = [round(one.ms + each, 3) for each, one in zip(drafts.tolist(), passes, strict=True)]
     for turn in range(rounds + 1):
         chosen: list[int] = []
         ends = list(itertools.accumulate(length for _, length in STAGES))

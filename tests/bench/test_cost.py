@@ -11,7 +11,7 @@ import torch
 
 from outpace import Decoder, Sampling, theory
 from outpace.bench import cost
-from outpace.bench.cost import Pass, Verification
+from outpace.bench.cost import Drafting, Pass, Verification
 from outpace.bench.prediction import best, speedups
 from outpace.verify import settle as honest
 from tests.tiny import greedy, tiny, tiny_seq2seq
@@ -64,8 +64,9 @@ def test_a_step_is_one_of_several_drafts(monkeypatch: pytest.MonkeyPatch) -> Non
         return honest(state, g)
 
     monkeypatch.setattr(decoder.drafter, "propose", propose)
-    assert 5 <= cost.draft_step(decoder, 2, context=10) < 40
-    assert lengths == list(range(11, 12 + cost.ROUNDS))
+    found = cost.drafting(decoder, 2, context=10)
+    assert 5 <= found.step < 40
+    assert lengths == list(range(11, 13 + 2 * cost.ROUNDS))
     monkeypatch.undo()
     out = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=9)
     assert out.tokens == greedy(tiny(), [5, 6, 7], 9)
@@ -81,7 +82,7 @@ def test_an_engines_parts_are_timed_where_there_is_one(drafter: str | None) -> N
     assert [(one.B, one.n) for one in found] == [(2, 1), (2, 3), (1, 1), (1, 3)]
     assert all(one.ms > 0 for one in found)
     assert engines._engine is not None
-    assert cost.draft_step(decoder, 2, context=10) > 0
+    assert cost.drafting(decoder, 2, context=10).step > 0
     assert engines._engine.active.tolist() == [0, 0]
     cost.let_go(decoder)
     assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=9).tokens == greedy(tiny(), [5, 6, 7], 9)
@@ -90,7 +91,7 @@ def test_an_engines_parts_are_timed_where_there_is_one(drafter: str | None) -> N
 def test_a_model_with_an_encoder_is_timed_too() -> None:
     decoder = Decoder(tiny_seq2seq(), tiny_seq2seq(seed=1))
     assert [one.n for one in cost.curve(decoder, lengths=(1, 3), batches=(2,), context=10)] == [1, 3]
-    assert cost.draft_step(decoder, 2, context=10) > 0
+    assert cost.drafting(decoder, 2, context=10).step > 0
 
 
 def test_verification_is_of_as_many_drafts_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,26 +119,28 @@ STEEP = [Pass(1, n, 10.0 * n) for n in (1, 5, 9)]
 
 
 def test_where_passes_are_flat_the_prediction_is_the_papers() -> None:
-    np.testing.assert_allclose(speedups(0.8, 1.0, 0.5, 1, FLAT, []), theory.speedup(0.8, np.arange(9), 0.05))
-    found = best(0.8, 1.0, 0.5, 1, FLAT, [])
+    np.testing.assert_allclose(
+        speedups(0.8, 1.0, Drafting(0.5), 1, FLAT, []), theory.speedup(0.8, np.arange(9), 0.05)
+    )
+    found = best(0.8, 1.0, Drafting(0.5), 1, FLAT, [])
     assert found.g == theory.best_length(0.8, 0.05)
     assert found.speedup == pytest.approx(theory.speedup(0.8, found.g, 0.05), abs=1e-4)
 
 
 def test_where_passes_cost_as_much_as_their_tokens_no_draft_pays() -> None:
-    found = best(0.9, 1.0, 0.0, 1, STEEP, [])
+    found = best(0.9, 1.0, Drafting(0.0), 1, STEEP, [])
     assert (found.g, found.speedup) == (0, 1.0)
-    np.testing.assert_allclose(speedups(1.0, 1.0, 0.0, 1, STEEP, []), 1.0)
+    np.testing.assert_allclose(speedups(1.0, 1.0, Drafting(0.0), 1, STEEP, []), 1.0)
 
 
 def test_the_best_length_ends_before_a_step_of_the_curve() -> None:
     passes = [Pass(1, n, 10.0 if n <= 4 else 30.0) for n in range(1, 10)]
-    assert best(0.9, 1.0, 0.0, 1, passes, []).g == 3
+    assert best(0.9, 1.0, Drafting(0.0), 1, passes, []).g == 3
 
 
 def test_verification_and_silence_are_counted_by_hand() -> None:
     verify = [Verification(1, 0, 2.0, True), Verification(1, 8, 4.0, True)]
-    found = speedups(0.5, 0.25, 1.0, 1, FLAT, verify)
+    found = speedups(0.5, 0.25, Drafting(1.0), 1, FLAT, verify)
     # g = 4: a quarter of iterations has guesses, passes take 10 + 3, others 12; four steps are always made
     tokens = 0.25 * theory.expected_tokens(0.5, 4) + 0.75
     assert found[4] == pytest.approx(tokens * 12 / (4 + 0.25 * 13 + 0.75 * 12))
@@ -146,11 +149,11 @@ def test_verification_and_silence_are_counted_by_hand() -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match="passes: there must be one over a single token of B = 2 rows"):
-        speedups(0.5, 1.0, 0.0, 2, FLAT, [])
+        speedups(0.5, 1.0, Drafting(0.0), 2, FLAT, [])
     decoder = Decoder(tiny(), tiny(max_position_embeddings=40))
     with pytest.raises(ValueError, match="context: got 200; with 4 tokens more it must fit the model's"):
         cost.curve(decoder, (4,), (1,), 200)
     with pytest.raises(ValueError, match=r"context: got 60; with .* it must fit the draft's context of 40"):
-        cost.draft_step(decoder, 1, 60)
+        cost.drafting(decoder, 1, 60)
     with pytest.raises(ValueError, match="decoder: it has no drafter"):
-        cost.draft_step(Decoder(tiny()))
+        cost.drafting(Decoder(tiny()))

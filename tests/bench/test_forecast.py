@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outpace.bench import loops
-from outpace.bench.cost import Pass, Verification
+from outpace.bench.cost import Drafting, Pass, Verification
 from outpace.bench.forecast import Parts, figures
 from outpace.bench.runs import Cell, Run
 from outpace.sampling import Sampling
@@ -21,7 +21,7 @@ NEVER = Counter({0: 100})
 PARTS = {
     ("small", GREEDY): Parts(
         1,
-        20.0,
+        Drafting(20.0),
         [Pass(1, n, 95.0 + 5 * n) for n in (1, 3, 6)],
         [Verification(1, g, 0.0, True) for g in (0, 5)],
     )
@@ -119,7 +119,7 @@ def test_lines_are_drawn(tmp_path: Path) -> None:
 
 def test_a_pass_is_as_wide_as_the_longest_of_its_rows() -> None:
     passes = [Pass(2, 1, 100.0), Pass(2, 3, 150.0)]
-    parts = Parts(2, 0.0, passes, [])
+    parts = Parts(2, Drafting(0.0), passes, [])
     # Of two rows, both are silent in a quarter of iterations
     assert parts.speedup(0.5, Counter({0: 10, 2: 10})) == pytest.approx(
         (0.5 + 0.5 * 1.75) / (0.25 + 0.75 * 1.5)

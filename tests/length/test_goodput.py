@@ -382,11 +382,11 @@ def test_longer_ones_are_made_ready_however_late_they_pay() -> None:
     def cost(batch: int, g: int) -> float:
         return 1.0 if g == 0 else 2.4 + 0.02 * g
 
-    best = max(expected(0.8, cost, 1, 0, g) for g in range(17))
-    for seed in SEEDS:
+    best, found = max(expected(0.8, cost, 1, 0, g) for g in range(17)), list[int]()
+    for seed in range(12):  # in each, luck decides when it is found out
         world = World(lambda t, row: 0.05 if t < 400 else 0.8, cost, 1, seed=seed, making=40.0)
-        world.run(Goodput(), 2000)
-        assert np.mean([expected(0.8, cost, 1, 0, g) for g in world.lengths[1200:]]) >= 0.9 * best
+        found += world.run(Goodput(), 2000).lengths[1200:]
+    assert np.mean([expected(0.8, cost, 1, 0, g) for g in found]) >= 0.9 * best
 
 
 def test_nothing_is_made_ready_again_for_a_drafter_that_cannot_help() -> None:

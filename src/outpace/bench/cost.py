@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from outpace.arguments import on_device
@@ -38,7 +40,7 @@ BATCHES = (1, 4, 8)
 CONTEXT = 128
 ROUNDS = 5
 STEPS = 4  # drafts that a step is timed in
-STEP_ROOM = STEPS + ROUNDS + 2  # tokens that this takes
+STEP_ROOM = STEPS + 2 * (ROUNDS + 1)  # tokens that this takes
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -60,6 +62,19 @@ class Verification:
     g: int
     ms: float
     drawn: bool
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Of drafts of each row: one of a few, and the part of the first that no other has."""
+
+    step: float
+    start: float = 0.0
+
+    def taken(self, g: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """Milliseconds of so many."""
+        each = self.step - self.start / STEPS
+        return np.asarray(g) * each + np.where(np.asarray(g) > 0, self.start, 0.0)
 
 
 @torch.inference_mode()
@@ -85,14 +100,14 @@ def curve(
 
 
 @torch.inference_mode()
-def draft_step(decoder: Decoder, B: int = 1, context: int = CONTEXT) -> float:
-    """Milliseconds of one of a few drafts of each row."""
+def drafting(decoder: Decoder, B: int = 1, context: int = CONTEXT) -> Drafting:
+    """Of the decoder's drafter. Of an engine's, the first is taken to be as the others."""
     drafter = decoder.drafter
     if drafter is None:
         raise ValueError("decoder: it has no drafter, whose step could be timed")
     with _engine(decoder, B, context, STEPS + 1) as engine:
         if engine is not None and engine.draft is not None:
-            return round(phases(engine, STEPS, B).draft / STEPS, 4)
+            return Drafting(round(phases(engine, STEPS, B).draft / STEPS, 4))
     rows, device = list(range(B)), decoder.scorer.device
     texts, sources = _texts(decoder.scorer, B, context, STEP_ROOM)
     if isinstance(drafter, ModelDrafter | TextDrafter):
@@ -105,14 +120,16 @@ def draft_step(decoder: Decoder, B: int = 1, context: int = CONTEXT) -> float:
         decoder.scorer.vocab_size, device, sources=sources,
     )  # fmt: skip
 
-    def propose() -> None:
+    def propose(g: int) -> None:
         for text in texts:  # an iteration brings a token at least
             text.append(text[0])
-        drafter.propose(state, STEPS)
+        drafter.propose(state, g)
         drafter.commit(nothing, nothing)
 
     try:
-        return round(medians({0: propose}, device)[0] / STEPS, 4)
+        taken = medians({g: partial(propose, g) for g in (1, STEPS)}, device)
+        each = (taken[STEPS] - taken[1]) / (STEPS - 1)
+        return Drafting(round(taken[STEPS] / STEPS, 4), round(max(0.0, taken[1] - each), 4))
     finally:
         drafter.reset(rows)
 

@@ -120,7 +120,7 @@ class Measurement:
             "autocorrelation": autocorrelation(beta),
             "chance": None if found is None else 2 / math.sqrt(found.count),
             "counted": None, "by_position": [], "blocks": None, "tokens_per_pass": None,
-            "step_ms": None, "best_g": None, "predicted": None, "by_batch": [],
+            "step_ms": None, "start_ms": None, "best_g": None, "predicted": None, "by_batch": [],
         }  # fmt: skip
 
     def count(self, name: str) -> None:
@@ -159,19 +159,26 @@ class Measurement:
         self._put(verify=[asdict(one) for one in verify])
         for name, decoder in self.drafts.items():
             self.tell(f"{name}: steps")
-            steps = {B: cost.draft_step(decoder, B, plan.context) for B in reversed(plan.batches)}
+            drafting = {B: cost.drafting(decoder, B, plan.context) for B in reversed(plan.batches)}
             cost.let_go(decoder)
             own = [one for one in verify if one.drawn == cost.draws(decoder, plan.sampling)]
             for lenience in plan.lenience:
                 entry = self.entries[name, lenience]
                 share, coverage = entry["alpha"] or 0.0, entry["coverage"]
-                fastest = [best(share, coverage, steps[B], B, passes, own) for B in plan.batches]
+                fastest = [best(share, coverage, drafting[B], B, passes, own) for B in plan.batches]
                 entry |= {
                     "step_ms": fastest[0].step_ms,
+                    "start_ms": fastest[0].start_ms,
                     "best_g": fastest[0].g,
                     "predicted": fastest[0].speedup,
                     "by_batch": [
-                        {"B": one.B, "step_ms": one.step_ms, "best_g": one.g, "predicted": one.speedup}
+                        {
+                            "B": one.B,
+                            "step_ms": one.step_ms,
+                            "start_ms": one.start_ms,
+                            "best_g": one.g,
+                            "predicted": one.speedup,
+                        }
                         for one in fastest
                     ],
                 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outpace import theory
-from outpace.bench.cost import Pass, Verification
+from outpace.bench.cost import Drafting, Pass, Verification
 
 
 @dataclass(frozen=True)
@@ -18,21 +18,32 @@ class Best:
 
     B: int
     step_ms: float
+    start_ms: float
     g: int
     speedup: float
 
 
 def best(
-    alpha: float, coverage: float, step: float, B: int, passes: Sequence[Pass], verify: Sequence[Verification]
+    alpha: float,
+    coverage: float,
+    drafting: Drafting,
+    B: int,
+    passes: Sequence[Pass],
+    verify: Sequence[Verification],
 ) -> Best:
     """The best of all lengths that passes of B rows were timed for."""
-    speeds = speedups(alpha, coverage, step, B, passes, verify)
+    speeds = speedups(alpha, coverage, drafting, B, passes, verify)
     g = int(np.argmax(np.round(speeds, 4)))
-    return Best(B, step, g, round(float(speeds[g]), 4))
+    return Best(B, drafting.step, drafting.start, g, round(float(speeds[g]), 4))
 
 
 def speedups(
-    alpha: float, coverage: float, step: float, B: int, passes: Sequence[Pass], verify: Sequence[Verification]
+    alpha: float,
+    coverage: float,
+    drafting: Drafting,
+    B: int,
+    passes: Sequence[Pass],
+    verify: Sequence[Verification],
 ) -> theory.Found:
     """Over plain decoding, for g = 0, 1, ... as far as passes were timed; between sizes they are
     interpolated.
@@ -45,7 +56,7 @@ def speedups(
     tokens = coverage * theory.expected_tokens(alpha, g) + 1 - coverage
     guessing = 1 - (1 - coverage) ** B  # a pass is as wide for all rows
     mean = guessing * taken + (1 - guessing) * taken[0]
-    return theory.measured_speedup(tokens, g, step, mean, taken[0])
+    return theory.measured_speedup(tokens, g, 0.0, mean + drafting.taken(g), taken[0])
 
 
 def judging(B: int, passes: Sequence[Pass], verify: Sequence[Verification]) -> theory.Found:

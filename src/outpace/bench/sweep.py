@@ -151,11 +151,11 @@ def timed(sweep: Sweep, found: Known, tell: Callable[[str], None] = lambda line:
         context = min(middle, room)
         if not passes or decoder._engines is not None:
             passes = cost.curve(decoder, [g + 1 for g in lengths], [B], context)
-        step = cost.draft_step(decoder, B, context)
+        drafting = cost.drafting(decoder, B, context)
         for sampling in dict.fromkeys(cell.sampling for cell in sweep.cells):
             drawn = cost.draws(decoder, sampling)
             verify = cost.verification(decoder, lengths, [B], sampling, drawn)
-            found[draft, sampling] = Parts(B, step, passes, verify)
+            found[draft, sampling] = Parts(B, drafting, passes, verify)
         cost.let_go(decoder)
 
 

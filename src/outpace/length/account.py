@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 FIRST = 8.0  # to begin with
 INCOME = 0.0075  # of each iteration
 MOST = 24.0  # that is remembered as won
 LEAST = -4.0  # and as lost: a machine may have slept
 ACCIDENT = -3.0  # no more than which is booked for one iteration
 SHARE = 0.02  # of the time, that tries take while there is something to spend
+DEAR = 4.0  # more is not spent on any
 
 
 class Account:
@@ -29,4 +32,6 @@ class Account:
 
     def wait(self, loss: float, since: int) -> float:
         """Iterations until a try is due that is expected to lose so much, so many after the last."""
+        if loss > DEAR:
+            return math.inf
         return max(loss / SHARE - since, (loss - self.balance) / INCOME)

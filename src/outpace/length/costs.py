@@ -11,6 +11,7 @@ from outpace.length.belief import Array
 
 NEW = 0.1  # weight of a measurement, once there are some
 AT_ONCE = 16  # tokens of a row that are read in a draft's step, as long as nothing is known of it
+TOGETHER = 256  # tokens of all rows that are
 LEAST = 0.05  # of what a pass takes, that is not due to its text
 RECENT = 4  # lengths that were made ready, by which the next one is judged
 TICK = 1e-9  # seconds: less is none of a clock
@@ -158,7 +159,8 @@ class Costs:
     def missed(self, load: Load) -> float:
         """Of reading what was not read, by what a token took; at first by what a step takes."""
         found = self._missed.get(size_of(load))
-        return load.unread * (self.step(load) / (AT_ONCE * load.batch) if found is None else found.value)
+        each = self.step(load) / min(AT_ONCE * load.batch, TOGETHER) if found is None else found.value
+        return load.unread * each
 
     def passes(self, load: Load, sure: bool = True) -> Array:
         """`[most + 1]`, by g: as measured, on straight lines between, and on from there by the last slope;

@@ -6,6 +6,7 @@ g = 0 among the choices: docs/length.md derives it, and says what it may lose.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,10 +32,12 @@ WARY = 0.05  # and for each plain pass that was lost more than may be
 HOPE = 0.9  # acceptance that tries hope for
 WORTH = 1.1  # what it would have to bring
 MADE = 12.0  # plain passes, no more than which a try is booked for making a length ready, which is done once
+STAKE = 0.3  # of that, that there must be to make one that promises to pay where none that is ready does
 HORIZON = 64  # iterations in which speculation has to make up for what it takes to begin with it
 ASKING = 1e-2  # seconds of a draft's step: between shorter ones, asking would take longer than it saves
 AGAIN = 8  # iterations without news after which guesses are tries, whatever is believed of them
 PATIENCE = 40  # iterations at most until it is worth thinking again
+THINKING = 0.005  # of the time, that it takes while nothing is guessed
 RETHINK = 512  # where costs speak against any: they may have changed
 CLOSE = 1.12  # times as fast as plain decoding, and no more
 REFRESH = 256  # iterations until a plain pass is measured anew; a quarter of that where it is close
@@ -82,11 +85,13 @@ class Goodput(Length):
         self._good = False  # whether the last of them was a try that went well
         self._wait = 0  # iterations until it is worth thinking again
         self._since_plain = 0
+        self._begun = 0.0  # when a choice was
         self._asking = Asking()
         # Seconds that lengths would have saved, if they had been ready, by size of the batch and g
         self._hopes: dict[tuple[int, int], float] = {}
 
     def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+        self._begun = time.perf_counter()
         load = load or Load(len(rows))
         self._plan = None
         nothing = [0] * len(rows)
@@ -124,8 +129,8 @@ class Goodput(Length):
         rows, load = len(plan.belief), plan.load
         if plan.g == 0 or self._blind >= AGAIN:
             plan.bet = True
-            made = 0
-            if load.ready is not None and self._blind < AGAIN and self.account.balance > 0:
+            made, making = 0, self._booked(self.costs.making, seconds[0])
+            if load.ready is not None and self._blind < AGAIN and self.account.balance > STAKE * making:
                 made = self._made(plan, tokens, hoped, load.ready)
             return made or self._try(tokens, seconds, hoped, load, rows)
         gain = tokens[plan.g] / rows - hoped[plan.g] / seconds[0]
@@ -195,7 +200,7 @@ class Goodput(Length):
         return found
 
     def _try(self, tokens: Array, seconds: Array, hoped: Array, load: Load, rows: int) -> int:
-        """Where nothing pays by what is believed, or little is: the length that is expected to lose the least,
+        """Where nothing pays by what is believed, or nothing is: the length that is expected to lose least,
         if it may pay and there is time for it; or 0, and when to think of it again."""
         lengths = self._grown(load)
         rates = (HOPE ** np.arange(self.most + 1)).cumsum() / hoped
@@ -210,9 +215,9 @@ class Goodput(Length):
         if hopeless:
             wait = max(wait, RETHINK - self._blind)
         if wait > 0 and not self._good:
-            self._wait = int(min(PATIENCE, wait))
+            thinking = (time.perf_counter() - self._begun) / float(seconds[0])
+            self._wait = round(min(PATIENCE, max(wait, thinking / THINKING)))
             return 0
-        self._wait = 0
         return g
 
     @staticmethod

@@ -55,7 +55,7 @@ class Costs:
         self._sampling = sampling
         self.passes: dict[tuple[str, int], list[cost.Pass]] = {}
         self._verify: dict[tuple[str, int], list[cost.Verification]] = {}
-        self._steps: dict[tuple[str, str, int], float] = {}
+        self._drafting: dict[tuple[str, str, int], cost.Drafting] = {}
 
     def time(self, side: Side, B: int, left: float, sizes: tuple[int, ...] | None = None) -> None:
         """The target's passes and verification, in about so many seconds: few sizes if there are few."""
@@ -80,16 +80,16 @@ class Costs:
 
     def time_step(self, side: Side, name: str, B: int = 1) -> None:
         decoder = side.drafts[name]
-        self._steps[side.dtype, name, B] = cost.draft_step(decoder, B, side.context)
+        self._drafting[side.dtype, name, B] = cost.drafting(decoder, B, side.context)
         cost.let_go(decoder)
 
     def steps(self, dtype: str) -> float:
         """One of each draft, of a target's pass."""
-        taken = sum(ms for (kind, _, B), ms in self._steps.items() if (kind, B) == (dtype, 1))
+        taken = sum(one.step for (kind, _, B), one in self._drafting.items() if (kind, B) == (dtype, 1))
         return taken / 1e3 / self.plain(dtype)
 
     def knows(self, dtype: str, name: str, B: int = 1) -> bool:
-        return (dtype, B) in self.passes and (dtype, name, B) in self._steps
+        return (dtype, B) in self.passes and (dtype, name, B) in self._drafting
 
     def plain(self, dtype: str, B: int = 1) -> float:
         """Seconds of the target's pass over a token."""
@@ -100,11 +100,14 @@ class Costs:
         drawn = cost.draws(side.drafts[name], self._sampling)
         verify = [one for one in self._verify[side.dtype, B] if one.drawn == drawn]
         taken = judging(B, self.passes[side.dtype, B], verify)
-        taken = taken + self._steps[side.dtype, name, B] * np.arange(len(taken))
+        taken = taken + self._drafting[side.dtype, name, B].taken(np.arange(len(taken)))
         return [float(ms) / 1e3 for ms in taken]
 
     def found(self) -> Mapping[str, Any]:
         """To be written down."""
-        steps = [{"dtype": d, "draft": name, "B": B, "ms": ms} for (d, name, B), ms in self._steps.items()]
+        steps = [
+            {"dtype": d, "draft": name, "B": B, "ms": one.step, "start_ms": one.start}
+            for (d, name, B), one in self._drafting.items()
+        ]
         passes = [{"dtype": d, **asdict(one)} for (d, _), some in self.passes.items() for one in some]
         return {"passes": passes, "steps": steps}
