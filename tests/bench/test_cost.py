@@ -53,19 +53,21 @@ def test_the_curve_is_that_of_the_scorers_passes(monkeypatch: pytest.MonkeyPatch
     assert out.tokens == greedy(tiny(), [5, 6, 7], 9)
 
 
-def test_a_step_is_one_of_several_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_beginning_a_draft_takes_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Decoder(tiny(), tiny(seed=1))
     assert decoder.drafter is not None
     honest, lengths = decoder.drafter.propose, list[int]()
 
     def propose(state: Any, g: int) -> Any:
         lengths.append(len(state.tokens[0]))
-        time.sleep(0.005 * g)
+        time.sleep(0.02 + 0.005 * g)
         return honest(state, g)
 
     monkeypatch.setattr(decoder.drafter, "propose", propose)
     found = cost.drafting(decoder, 2, context=10)
-    assert 5 <= found.step < 40
+    assert 10 <= found.step < 40
+    assert found.start > 10
+    assert found.taken([0, 4]).tolist() == [0.0, pytest.approx(4 * found.step)]
     assert lengths == list(range(11, 13 + 2 * cost.ROUNDS))
     monkeypatch.undo()
     out = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=9)
@@ -119,10 +121,9 @@ STEEP = [Pass(1, n, 10.0 * n) for n in (1, 5, 9)]
 
 
 def test_where_passes_are_flat_the_prediction_is_the_papers() -> None:
-    np.testing.assert_allclose(
-        speedups(0.8, 1.0, Drafting(0.5), 1, FLAT, []), theory.speedup(0.8, np.arange(9), 0.05)
-    )
-    found = best(0.8, 1.0, Drafting(0.5), 1, FLAT, [])
+    drafting, papers = Drafting(0.5), theory.speedup(0.8, np.arange(9), 0.05)
+    np.testing.assert_allclose(speedups(0.8, 1.0, drafting, 1, FLAT, []), papers)
+    found = best(0.8, 1.0, drafting, 1, FLAT, [])
     assert found.g == theory.best_length(0.8, 0.05)
     assert found.speedup == pytest.approx(theory.speedup(0.8, found.g, 0.05), abs=1e-4)
 
@@ -145,6 +146,14 @@ def test_verification_and_silence_are_counted_by_hand() -> None:
     tokens = 0.25 * theory.expected_tokens(0.5, 4) + 0.75
     assert found[4] == pytest.approx(tokens * 12 / (4 + 0.25 * 13 + 0.75 * 12))
     assert found[0] == 1
+
+
+def test_what_beginning_a_draft_takes_is_in_the_prediction() -> None:
+    drafting = Drafting(step=2.0, start=4.0)
+    assert drafting.taken(range(5)).tolist() == [0.0, 5.0, 6.0, 7.0, 8.0]
+    found = speedups(0.5, 1.0, drafting, 1, FLAT, [])
+    assert found[0] == 1
+    assert found[1] == pytest.approx(1.5 * 10 / 15)
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -73,7 +73,7 @@ def test_parts_are_timed_for_every_draft_and_sampling(decoder: Decoder) -> None:
     assert list(parts) == [("same", GREEDY), ("same", Sampling())]
     greedy, drawn = parts.values()
     assert greedy.B == 2
-    assert greedy.step > 0
+    assert greedy.drafting.step > 0
     assert [(one.B, one.n) for one in greedy.passes] == [(2, 1), (2, 4)]
     assert [(one.g, one.drawn) for one in greedy.verify] == [(0, False), (3, False)]
     assert all(one.drawn for one in drawn.verify)

@@ -597,6 +597,41 @@ def test_a_slow_drafter_that_costs_nothing_is_asked_seldom(engine: bool) -> None
     assert decoder.generate([5, 6, 7], **greedy).tokens == plain.generate([5, 6, 7], **greedy).tokens
 
 
+def test_a_draft_that_reads_slowly_is_taken_up_again_too() -> None:
+    """Reading takes a twentieth of a plain pass a token, and the drafts were bad at first."""
+    for seed in SEEDS:
+        world = World(lambda t, row: 0.05 if t < 80 else 0.9, flat, 1, 0.3, 0.05, seed=seed)
+        world.run(Goodput(), 600)
+        assert np.mean(np.array(world.lengths[400:]) > 0) > 0.9
+
+
+def test_a_step_is_not_taken_to_last_as_long_as_the_reading_before_it() -> None:
+    costs, load = Costs(4), Load(8, unread=8 * 100)
+    costs.note_draft(load, 2, 3.4, 0.0)  # 0.2 for the steps
+    assert costs.step(load) == pytest.approx(3.4 / 102)
+    costs.note_draft(Load(8), 2, 0.2, 0.0)
+    assert costs.step(load) == pytest.approx(0.1)
+    costs.note_draft(load, 2, 3.4, 0.0)
+    assert costs.step(load) == pytest.approx(0.1)
+    assert costs.missed(load) == pytest.approx(3.2)
+
+
+def test_a_try_that_went_well_is_followed_by_another_if_there_is_enough_for_it() -> None:
+    def tries(balance: float, another_text: bool = False) -> int:
+        policy, load = Goodput(), Load(1)
+        for g in (0, 0, 2, 2, 1, 1):  # it takes twice as long, and nothing is kept
+            policy.observe(Done([0], [g], [0], g, load, 1.0 + (g > 0), 0.0, g))
+        policy._good, policy.account.balance = True, balance
+        if another_text:
+            policy.reset([0])
+            policy.belief.learn([0], [8], [0])
+        return max(policy.choose([0], load=load))
+
+    assert tries(balance=20.0) > 0
+    assert tries(balance=-1.0) == 0
+    assert tries(balance=20.0, another_text=True) == 0
+
+
 def test_what_a_batch_reads_is_not_judged_by_what_another_read() -> None:
     """On a GPU 16 rows read their tokens as fast as one."""
     costs = Costs(4)
@@ -604,6 +639,8 @@ def test_what_a_batch_reads_is_not_judged_by_what_another_read() -> None:
     assert costs.missed(Load(1, unread=64)) == pytest.approx(1.0)
     costs.note_draft(Load(16), 3, 0.3, 0.0)
     assert costs.missed(Load(16, unread=16 * 32)) == pytest.approx(0.2)  # by its steps
+    costs.note_draft(Load(64), 3, 0.3, 0.0)
+    assert costs.missed(Load(64, unread=64 * 32)) == pytest.approx(0.8)  # many take longer
     costs.note_draft(Load(16, unread=16 * 32), 0, 0.0, 0.6)
     assert costs.missed(Load(16, unread=16 * 64)) == pytest.approx(1.2)
     assert costs.missed(Load(1, unread=32)) == pytest.approx(0.5)

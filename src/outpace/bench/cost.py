@@ -128,8 +128,9 @@ def drafting(decoder: Decoder, B: int = 1, context: int = CONTEXT) -> Drafting:
 
     try:
         taken = medians({g: partial(propose, g) for g in (1, STEPS)}, device)
-        each = (taken[STEPS] - taken[1]) / (STEPS - 1)
-        return Drafting(round(taken[STEPS] / STEPS, 4), round(max(0.0, taken[1] - each), 4))
+        first = min(taken[1], taken[STEPS])
+        each = (taken[STEPS] - first) / (STEPS - 1)
+        return Drafting(round(taken[STEPS] / STEPS, 4), round(max(0.0, first - each), 4))
     finally:
         drafter.reset(rows)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 FIRST = 8.0  # to begin with
 INCOME = 0.0075  # of each iteration
 MOST = 24.0  # that is remembered as won
 LEAST = -4.0  # and as lost: a machine may have slept
-ACCIDENT = -3.0  # no more than which is booked for one iteration
+ACCIDENT = 3.0  # no more than which is booked for one iteration beyond what was expected
 SHARE = 0.02  # of the time, that tries take while there is something to spend
-DEAR = 4.0  # more is not spent on any
+READING = 0.06  # with what a draft reads for them
+DEAR = 4.0  # more is spent on none,
+SELDOM = 512  # unless the last is so many iterations ago
 
 
 class Account:
@@ -22,16 +22,18 @@ class Account:
     def __init__(self) -> None:
         self.balance = FIRST
 
-    def book(self, gain: float) -> None:
-        """Of an iteration."""
-        self.balance = min(MOST, max(LEAST, self.balance + max(gain, ACCIDENT) + INCOME))
+    def book(self, gain: float, expected: float = 0.0, once: float = 0.0) -> None:
+        """Of an iteration, which was expected to lose so much; once: what making something ready took."""
+        gain = max(gain, -ACCIDENT - expected) - once
+        self.balance = min(MOST, max(LEAST, self.balance + gain + INCOME))
 
     @property
     def overdrawn(self) -> float:
         return max(0.0, -self.balance)
 
-    def wait(self, loss: float, since: int) -> float:
-        """Iterations until a try is due that is expected to lose so much, so many after the last."""
-        if loss > DEAR:
-            return math.inf
-        return max(loss / SHARE - since, (loss - self.balance) / INCOME)
+    def wait(self, loss: float, reading: float, once: float, since: float) -> float:
+        """Iterations until a try is due, so many after the last, that is expected to lose so much; reading:
+        and what a draft reads for it; once: and what making something ready takes."""
+        whole = loss + reading
+        rest = SELDOM if whole > DEAR else min(SELDOM, max(loss / SHARE, whole / READING))
+        return max(rest - since, (min(MOST, whole + once) - self.balance) / INCOME)

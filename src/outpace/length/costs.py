@@ -129,9 +129,10 @@ class Costs:
         elif steps and step.count:
             catching_up += max(0.0, seconds - steps * step.value)
         elif steps:  # at least so much, as if each token had taken a step
-            self._least[size] = seconds / (steps + load.unread / load.batch)
+            least = seconds / (steps + load.unread / load.batch)
+            self._least[size] = max(least, self._least.get(size, 0.0))
         if catching_up:
-            self._missed.setdefault(size_of(load), Mean()).add(catching_up / load.unread)
+            self._missed.setdefault(size, Mean()).add(catching_up / load.unread)
 
     def known(self, load: Load) -> list[int]:
         """The g that were measured with such a batch, more than once."""

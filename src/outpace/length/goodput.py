@@ -6,6 +6,7 @@ g = 0 among the choices: docs/length.md derives it, and says what it may lose.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ HORIZON = 64  # iterations in which speculation has to make up for what it takes
 ASKING = 1e-2  # seconds of a draft's step: between shorter ones, asking would take longer than it saves
 AGAIN = 8  # iterations without news after which guesses are tries, whatever is believed of them
 PATIENCE = 40  # iterations at most until it is worth thinking again
+LATE = 4  # iterations, after which a try that nothing was heard of has come to nothing
 THINKING = 0.005  # of the time, that it takes while nothing is guessed
 RETHINK = 512  # where costs speak against any: they may have changed
 CLOSE = 1.12  # times as fast as plain decoding, and no more
@@ -55,13 +57,24 @@ class Plan:
     alive: Array  # [R], probability that all guesses so far are kept
     levels: list[Levels]  # of confidence, [R] for each guess
     hinted: bool  # whether there is one for all guesses, known before
-    bet: bool = False  # whether it is guessed against what is believed
 
     @classmethod
     def of(cls, rows: Sequence[int], load: Load, belief: Array) -> Plan:
         return cls(
             {row: i for i, row in enumerate(rows)}, load, 0.0, 0, belief, np.ones(len(rows)), [], False
         )
+
+
+@dataclass(frozen=True)
+class Bet:
+    """A try whose outcome is not known.
+
+    loss  plain passes that it is expected to lose
+    made  when
+    """
+
+    loss: float
+    made: int
 
 
 class Goodput(Length):
@@ -82,7 +95,9 @@ class Goodput(Length):
         self._plan: Plan | None = None
         self.account = Account()
         self._blind = 0  # iterations since anything was learnt of its guesses
-        self._good = False  # whether the last of them was a try that went well
+        self._rested = 0  # iterations since the last guess
+        self._bet: Bet | None = None
+        self._good = False  # whether the last guess was a try that went well
         self._wait = 0  # iterations until it is worth thinking again
         self._since_plain = 0
         self._begun = 0.0  # when a choice was
@@ -128,10 +143,11 @@ class Goodput(Length):
         """What to do about the length that is best by what is believed, of a drafter that costs something."""
         rows, load = len(plan.belief), plan.load
         if plan.g == 0 or self._blind >= AGAIN:
-            plan.bet = True
-            made, making = 0, self._booked(self.costs.making, seconds[0])
-            if load.ready is not None and self._blind < AGAIN and self.account.balance > STAKE * making:
+            made = 0
+            if load.ready is not None and self._blind < AGAIN:
                 made = self._made(plan, tokens, hoped, load.ready)
+            if made:
+                self._bet = Bet(0.0, self.belief.time)
             return made or self._try(tokens, seconds, hoped, load, rows)
         gain = tokens[plan.g] / rows - hoped[plan.g] / seconds[0]
         if self.costs.missed(load) / seconds[0] > HORIZON * gain:
@@ -173,6 +189,8 @@ class Goodput(Length):
         until it is as much as making it takes: so both together are at most twice what had to be lost."""
         load, gains = plan.load, tokens / hoped / plan.rate - 1
         eager = len(ready - {0}) < EAGER and (plan.g == 0 or self.costs.count(load) < YOUNG)
+        if plan.g == 0:  # a bet
+            eager &= self.account.balance > STAKE * self._booked(self.costs.making, float(hoped[0]))
         best, most = plan.g, NOVEL if plan.g else WORTH - 1
         for g in self._grown(load):
             gain = gains[g]
@@ -185,9 +203,9 @@ class Goodput(Length):
         return best
 
     def _hoped(self, passes: Array, load: Load) -> Array:
-        """A pass of a length that was never run may take less than is thought: no more than the longest one,
-        if that is the only one. Otherwise, where it has to be made ready, which is not done for little, half
-        of what it is thought to take more than the next shorter one."""
+        """A pass of a length that was never run may take less than is thought: no more than the longest that
+        was, as long as there are no two besides a plain one. Otherwise, where it has to be made ready, which
+        is not done for little, half of what it is thought to take more than the next shorter one."""
         known = self.costs.known(load)
         found: Array = passes / (1 + NOVEL)
         if load.ready is None:
@@ -206,18 +224,22 @@ class Goodput(Length):
         rates = (HOPE ** np.arange(self.most + 1)).cumsum() / hoped
         hopeless = rates[lengths].max() < WORTH * rates[0]
         lengths = self._within_reach(load)[1:] if len(self._within_reach(load)) > 1 else lengths[1:]
-        losses = hoped[lengths] / seconds[0] - tokens[lengths] / rows
-        g, loss = int(lengths[losses.argmin()]), max(0.0, float(losses.min()))
-        loss += self.costs.missed(load) / seconds[0]
-        if load.ready is not None and g not in load.ready:
-            loss += self._booked(self.costs.making, seconds[0])
-        wait = self.account.wait(loss, self._blind)
+        losses = (1 + MARGIN) * hoped[lengths] / seconds[0] - tokens[lengths] / rows
+        g, loss = int(lengths[losses.argmin()]), float(losses.min())
+        reading = self.costs.missed(load) / float(seconds[0])
+        if loss < 0:  # what is believed to be won speaks for reading what was missed
+            loss, reading = 0.0, max(0.0, reading + HORIZON * loss)
+        made = load.ready is None or g in load.ready
+        once = 0.0 if made else self._booked(self.costs.making, float(seconds[0]))
+        wait = self.account.wait(loss, reading, once, math.inf if self._good else self._rested)
         if hopeless:
-            wait = max(wait, RETHINK - self._blind)
-        if wait > 0 and not self._good:
-            thinking = (time.perf_counter() - self._begun) / float(seconds[0])
-            self._wait = round(min(PATIENCE, max(wait, thinking / THINKING)))
+            wait = max(wait, RETHINK - self._rested)
+        if self._bet is not None or wait > 0:
+            thinking = (time.perf_counter() - self._begun) / float(seconds[0]) / THINKING
+            news = self._bet is not None or self._blind == 0  # and more may come
+            self._wait = round(min(PATIENCE, thinking if news else max(wait, thinking)))
             return 0
+        self._bet = Bet(loss + reading, self.belief.time)
         return g
 
     @staticmethod
@@ -280,25 +302,39 @@ class Goodput(Length):
             self.costs.note(done.load, done.g, done.seconds - done.draft_seconds)
         if done.steps or done.catching_up:
             self.costs.note_draft(done.load, done.steps, done.draft_seconds, done.catching_up)
-        tried = self._blind >= AGAIN
+        bet = self._bet
+        if bet is not None and (guessed or done.steps or self.belief.time > bet.made + LATE):
+            self._bet = None
+        tried = bet is not None and self._bet is None
         if self._learn(done):
             self._good = (tried or self._good) and self._went_well(done)
             self._blind = 0
         else:
             self._blind += 1
+        self._rested = 0 if guessed or done.steps else self._rested + 1
         self._asking.over()
         asked = done.draft_seconds > 0 and not done.steps
         plain = self.costs.plain(done.load) if guessed or done.steps or asked else None
-        gain = 0.0
-        if plain is not None and done.seconds is not None and (guessed or done.steps):
-            gain = sum(done.accepted) / len(done.rows) + 1 - (done.seconds + done.catching_up) / plain
+        gain = once = 0.0
+        if plain is not None and (guessed or done.steps):
+            if done.seconds is not None:
+                gain = self._brought(done) - (done.seconds + done.catching_up) / plain
+            if tried:
+                once = self._booked(done.making + done.reading_made, plain)
         if asked and plain is not None:
             taken = done.draft_seconds / plain
             self._asking.book(taken, gain + taken if guessed else 0.0, any(done.unused))
-        if guessed and plain is not None and self._plan is not None and self._plan.bet:
-            gain -= self._booked(done.making, plain)
-        self.account.book(gain)
+        self.account.book(gain, bet.loss if tried and bet is not None else 0.0, once)
         self._since_plain = self._since_plain + 1 if guessed else 0
+
+    def _brought(self, done: Done) -> float:
+        """Tokens of a row in such an iteration: of a draft, by what is believed now, as luck would soon be
+        larger than what is to be seen."""
+        if not done.steps:
+            return sum(done.accepted) / len(done.rows) + 1
+        reach = self.belief.now(done.rows) @ self.belief.reach()  # [R, most]
+        drafted = np.arange(self.most) < np.array(done.drafted)[:, None]
+        return float((reach * drafted).sum()) / len(done.rows) + 1
 
     def _went_well(self, done: Done) -> bool:
         """Whether some length would pay if as many were kept always as of the guesses of this try, and one
@@ -338,6 +374,7 @@ class Goodput(Length):
     def reset(self, rows: Sequence[int]) -> None:
         self.belief.forget(rows)
         self._wait = self._asking.rest = 0  # another text may be another matter
+        self._good = False
 
     def __repr__(self) -> str:
         return f"Goodput({self.most})"
