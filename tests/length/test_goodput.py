@@ -54,8 +54,14 @@ def test_it_comes_close_to_the_best_fixed_length(cost: Cost, alpha: float, c: fl
     assert rate(alpha, cost, B, step) >= 0.95 * best
 
 
-@pytest.mark.parametrize(("cost", "c"), [(flat, 0.05), (flat, 0.1), (steep, 0.0)])
-def test_a_change_of_acceptance_is_noticed(cost: Cost, c: float) -> None:
+def soon(batch: int, g: int) -> float:
+    """As long as on a GPU, too: beside that, thinking takes a while."""
+    return 4e-3 * flat(batch, g)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(("cost", "c"), [(flat, 0.05), (flat, 0.1), (steep, 0.0), (soon, 0.05)])
+def test_a_change_of_acceptance_is_noticed(cost: Cost, c: float, ahead: int) -> None:
     step = c * cost(1, 0)
     high, low = 0.9, 0.1
 
@@ -66,7 +72,7 @@ def test_a_change_of_acceptance_is_noticed(cost: Cost, c: float) -> None:
 
     for seed in SEEDS:
         world = World(
-            lambda t, row: low if 200 <= t < 350 else high, cost, 1, step, 0.1 * step, seed=seed
+            lambda t, row: low if 200 <= t < 350 else high, cost, 1, step, 0.1 * step, seed=seed, ahead=ahead
         ).run(Goodput(), 500)
         assert settled(world.lengths[200:350], low) <= 20
         assert settled(world.lengths[350:], high) <= 100

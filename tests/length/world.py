@@ -36,6 +36,7 @@ class World:
     slope   share by which passes take longer for each token of a text
     making  seconds in which a length is made ready when it is first wanted; they are not counted
     made    lengths that are ready, and when that was
+    ahead   choices that are made before an outcome is known, as where a device works while the host thinks
     """
 
     alpha: Callable[[int, int], float]
@@ -50,6 +51,7 @@ class World:
     slope: float = 0.0
     making: float = 0.0
     made: dict[int, int] = field(default_factory=dict)
+    ahead: int = 0
     seconds: float = 0.0
     tokens: int = 0
     lengths: list[int] = field(default_factory=list)
@@ -60,6 +62,7 @@ class World:
         slots: Sequence[int] = range(self.rows)
         policy.reset(slots)
         unread, context = self.prompt * self.rows, self.prompt + 1
+        outcomes: list[Done] = []
         for _ in range(iterations):
             ready = frozenset(self.made) if self.making else None
             t, load = len(self.lengths), Load(self.rows, context, unread, ready)
@@ -75,9 +78,11 @@ class World:
             whole *= self.stalls.get(t, 1.0)
             if self.making and g not in self.made:
                 self.made[g] = t
-                policy.observe(Done(slots, chosen, kept, g, load, None, making=self.making))
+                outcomes.append(Done(slots, chosen, kept, g, load, None, making=self.making))
             else:
-                policy.observe(Done(slots, chosen, kept, g, load, whole, draft, g))
+                outcomes.append(Done(slots, chosen, kept, g, load, whole, draft, g))
+            if len(outcomes) > self.ahead:
+                policy.observe(outcomes.pop(0))
             unread = 0 if g else unread + self.rows
             context += max(kept) + 1
             self.seconds += draft + usual

@@ -234,10 +234,12 @@ class Goodput(Length):
         wait = self.account.wait(loss, reading, once, math.inf if self._good else self._rested)
         if hopeless:
             wait = max(wait, RETHINK - self._rested)
-        if self._bet is not None or wait > 0:
+        if self._bet is not None:  # its outcome decides
+            return 0
+        if wait > 0:
             thinking = (time.perf_counter() - self._begun) / float(seconds[0]) / THINKING
-            news = self._bet is not None or self._blind == 0  # and more may come
-            self._wait = round(min(PATIENCE, thinking if news else max(wait, thinking)))
+            # Where there is news without guesses, more may come at any time.
+            self._wait = round(min(PATIENCE, max(wait if self._blind else 0, thinking)))
             return 0
         self._bet = Bet(loss + reading, self.belief.time)
         return g
@@ -311,7 +313,9 @@ class Goodput(Length):
             self._blind = 0
         else:
             self._blind += 1
-        self._rested = 0 if guessed or done.steps else self._rested + 1
+        self._rested += 1
+        if guessed or done.steps:
+            self._rested = self._wait = 0
         self._asking.over()
         asked = done.draft_seconds > 0 and not done.steps
         plain = self.costs.plain(done.load) if guessed or done.steps or asked else None
