@@ -1,7 +1,7 @@
 """Whether the default length is ever slower than plain decoding, how close it comes to the best fixed length,
 and how soon it notices that acceptance has changed.
 
-python benchmarks/goodput.py --device cpu --out benchmarks/results/goodput_cpu.json
+python benchmarks/goodput.py --device cpu --out benchmarks/results/goodput_cpu/all.json
 python benchmarks/goodput.py --device cuda --rounds 2 --out benchmarks/results/goodput_h200/all.json
 
 Models are synthetic (`outpace.bench.synthetic`): real shapes, every layer computed, a chosen acceptance.

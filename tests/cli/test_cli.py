@@ -90,7 +90,8 @@ def test_the_chat_template_is_used_unless_raw(run: Run, model: str) -> None:
 
 
 def test_marks_tell_kept_guesses_corrections_and_bonus_tokens_apart(run: Run, model: str) -> None:
-    code, out, err = run("generate", PROMPT, "--raw", "--marks", "--draft", model, *common(model))
+    own = "--draft", model, "--length", "3"
+    code, out, err = run("generate", PROMPT, "--raw", "--marks", *own, *common(model))
     assert code == 0
     assert "[marked] a guess that was kept" in err
     counts = [out.count(mark) for mark in "[]<>"]  # the draft is the target: nothing is corrected
@@ -107,7 +108,8 @@ def test_colours_on_a_terminal_and_marks_there_without_them(
     for flags in ([], ["--no-color"]):
         screen = Terminal()
         monkeypatch.setattr(sys, "stdout", screen)
-        assert run("generate", PROMPT, "--raw", "--draft", model, *flags, *common(model))[0] == 0
+        own = "--draft", model, "--length", "3"
+        assert run("generate", PROMPT, "--raw", *own, *flags, *common(model))[0] == 0
         screens.append(screen.getvalue())
     assert "\033[32m" in screens[0]
     assert "\033" not in screens[1]
