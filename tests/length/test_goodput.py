@@ -388,11 +388,13 @@ def test_longer_ones_are_made_ready_however_late_they_pay() -> None:
     def cost(batch: int, g: int) -> float:
         return 1.0 if g == 0 else 2.4 + 0.02 * g
 
-    best, found = max(expected(0.8, cost, 1, 0, g) for g in range(17)), list[int]()
-    for seed in range(12):  # in each, luck decides when it is found out
+    best, found = max(expected(0.8, cost, 1, 0, g) for g in range(17)), list[float]()
+    for seed in range(12):  # in some, luck decides when it is found out
         world = World(lambda t, row: 0.05 if t < 400 else 0.8, cost, 1, seed=seed, making=40.0)
-        found += world.run(Goodput(), 2000).lengths[1200:]
-    assert np.mean([expected(0.8, cost, 1, 0, g) for g in found]) >= 0.9 * best
+        lengths = world.run(Goodput(), 2000).lengths[1200:]
+        found.append(float(np.mean([expected(0.8, cost, 1, 0, g) for g in lengths])))
+        assert seed not in SEEDS or found[-1] >= 0.9 * best
+    assert np.mean(found) >= 0.9 * best
 
 
 def test_nothing_is_made_ready_again_for_a_drafter_that_cannot_help() -> None:
@@ -668,12 +670,10 @@ def test_copies_are_checked_in_the_shadow(engine: bool) -> None:
     policy = Idle()
     decoder = Decoder(tiny(), LookupDrafter(min_ngram=1), length=policy, engine=engine)
     known = []
-    for step in decoder.stream([5, 6, 7], temperature=0, max_new_tokens=100):
+    for step in decoder.stream([5, 6] * 12, temperature=0, max_new_tokens=100):
         assert step.drafted == 0
         known.append(float(policy.belief.now([0])[0] @ ALPHAS))
-    low = known.index(min(known[:50]))
-    assert known[low] < 0.2
-    assert max(known[low:]) > 0.8
+    assert max(known) > 0.9
     assert policy._blind < 90
 
 
