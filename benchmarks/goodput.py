@@ -31,7 +31,7 @@ from report import arguments, machine, write
 
 from outpace import Decoder, Fixed, Goodput, LookupDrafter, ModelDrafter, RandomDrafter, Sampling, theory
 from outpace.bench import cost as cost_of
-from outpace.bench import prediction
+from outpace.bench.prediction import Parts
 from outpace.bench.synthetic import STEEPNESS, Codes, acceptance, bigram, noise_for, shape_of
 from outpace.length import Done, Length
 from outpace.rows import Step
@@ -233,24 +233,15 @@ def cost(decoder: Decoder, B: int) -> float | None:
     return round(cost_of.drafting(decoder, B).step / plain.ms, 3)
 
 
-@dataclass
-class Parts:
-    """Of an iteration, and what they take by themselves."""
+def timed(decoder: Decoder, B: int) -> Parts:
+    passes = cost_of.curve(decoder, [g + 1 for g in LENGTHS], [B])
+    return Parts(B, cost_of.drafting(decoder, B), passes, cost_of.verification(decoder, LENGTHS, [B]))
 
-    B: int
-    drafting: cost_of.Drafting
-    passes: list[cost_of.Pass]
-    checks: list[cost_of.Verification]
 
-    @classmethod
-    def timed(cls, decoder: Decoder, B: int) -> Parts:
-        passes = cost_of.curve(decoder, [g + 1 for g in LENGTHS], [B])
-        return cls(B, cost_of.drafting(decoder, B), passes, cost_of.verification(decoder, LENGTHS, [B]))
-
-    def predicted(self, alpha: float) -> list[float]:
-        """Speed over plain decoding of each length."""
-        speeds = prediction.speedups(alpha, 1.0, self.drafting, self.B, self.passes, self.checks)
-        return [round(float(speeds[g]), 3) for g in LENGTHS]
+def predicted(parts: Parts, alpha: float) -> list[float]:
+    """Speed over plain decoding of each length."""
+    speeds = parts.speedups(alpha)
+    return [round(float(speeds[g]), 3) for g in LENGTHS]
 
 
 def grid(bench: Bench, options: Namespace, rounds: int) -> Iterator[dict[str, Any]]:
@@ -280,7 +271,7 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> Iterator[dict[str, An
                 for side, some in texts.items()
             }
             if B <= PREDICTED and (name, B) not in parts:
-                parts[name, B] = Parts.timed(decoder, B)
+                parts[name, B] = timed(decoder, B)
             yield {
                 "draft": name,
                 "alpha": round(alpha, 3),
@@ -295,7 +286,7 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> Iterator[dict[str, An
                 "whole_ratio": round(whole.pop("goodput") / max(whole.values()), 4),
                 "chosen": dict(sum((one.guesses for one in texts["goodput"]), Counter[int]())),
                 "tokens_per_second": {side: round(rate, 1) for side, rate in written.items()},
-                "predicted": parts[name, B].predicted(alpha) if (name, B) in parts else None,
+                "predicted": predicted(parts[name, B], alpha) if (name, B) in parts else None,
                 "measured": [
                     round(rates[g] / rates["0"], 3) if g in rates else None for g in map(str, LENGTHS)
                 ],

@@ -12,7 +12,7 @@ import torch
 from outpace import Decoder, Sampling, theory
 from outpace.bench import cost
 from outpace.bench.cost import Drafting, Pass, Verification
-from outpace.bench.prediction import best, speedups
+from outpace.bench.prediction import Parts
 from outpace.verify import settle as honest
 from tests.tiny import greedy, tiny, tiny_seq2seq
 
@@ -122,26 +122,26 @@ STEEP = [Pass(1, n, 10.0 * n) for n in (1, 5, 9)]
 
 def test_where_passes_are_flat_the_prediction_is_the_papers() -> None:
     drafting, papers = Drafting(0.5), theory.speedup(0.8, np.arange(9), 0.05)
-    np.testing.assert_allclose(speedups(0.8, 1.0, drafting, 1, FLAT, []), papers)
-    found = best(0.8, 1.0, drafting, 1, FLAT, [])
+    np.testing.assert_allclose(Parts(1, drafting, FLAT, []).speedups(0.8, 1.0), papers)
+    found = Parts(1, drafting, FLAT, []).best(0.8, 1.0)
     assert found.g == theory.best_length(0.8, 0.05)
     assert found.speedup == pytest.approx(theory.speedup(0.8, found.g, 0.05), abs=1e-4)
 
 
 def test_where_passes_cost_as_much_as_their_tokens_no_draft_pays() -> None:
-    found = best(0.9, 1.0, Drafting(0.0), 1, STEEP, [])
+    found = Parts(1, Drafting(0.0), STEEP, []).best(0.9, 1.0)
     assert (found.g, found.speedup) == (0, 1.0)
-    np.testing.assert_allclose(speedups(1.0, 1.0, Drafting(0.0), 1, STEEP, []), 1.0)
+    np.testing.assert_allclose(Parts(1, Drafting(0.0), STEEP, []).speedups(1.0, 1.0), 1.0)
 
 
 def test_the_best_length_ends_before_a_step_of_the_curve() -> None:
     passes = [Pass(1, n, 10.0 if n <= 4 else 30.0) for n in range(1, 10)]
-    assert best(0.9, 1.0, Drafting(0.0), 1, passes, []).g == 3
+    assert Parts(1, Drafting(0.0), passes, []).best(0.9, 1.0).g == 3
 
 
 def test_verification_and_silence_are_counted_by_hand() -> None:
     verify = [Verification(1, 0, 2.0, True), Verification(1, 8, 4.0, True)]
-    found = speedups(0.5, 0.25, Drafting(1.0), 1, FLAT, verify)
+    found = Parts(1, Drafting(1.0), FLAT, verify).speedups(0.5, 0.25)
     # g = 4: a quarter of iterations has guesses, passes take 10 + 3, others 12; four steps are always made
     tokens = 0.25 * theory.expected_tokens(0.5, 4) + 0.75
     assert found[4] == pytest.approx(tokens * 12 / (4 + 0.25 * 13 + 0.75 * 12))
@@ -151,14 +151,14 @@ def test_verification_and_silence_are_counted_by_hand() -> None:
 def test_what_beginning_a_draft_takes_is_in_the_prediction() -> None:
     drafting = Drafting(step=2.0, start=4.0)
     assert drafting.taken(range(5)).tolist() == [0.0, 5.0, 6.0, 7.0, 8.0]
-    found = speedups(0.5, 1.0, drafting, 1, FLAT, [])
+    found = Parts(1, drafting, FLAT, []).speedups(0.5, 1.0)
     assert found[0] == 1
     assert found[1] == pytest.approx(1.5 * 10 / 15)
 
 
 def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match="passes: there must be one over a single token of B = 2 rows"):
-        speedups(0.5, 1.0, Drafting(0.0), 2, FLAT, [])
+        Parts(2, Drafting(0.0), FLAT, []).speedups(0.5, 1.0)
     decoder = Decoder(tiny(), tiny(max_position_embeddings=40))
     with pytest.raises(ValueError, match="context: got 200; with 4 tokens more it must fit the model's"):
         cost.curve(decoder, (4,), (1,), 200)

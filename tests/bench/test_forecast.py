@@ -9,7 +9,8 @@ import pytest
 
 from outpace.bench import loops
 from outpace.bench.cost import Drafting, Pass, Verification
-from outpace.bench.forecast import Parts, figures
+from outpace.bench.forecast import figures
+from outpace.bench.prediction import Parts
 from outpace.bench.runs import Cell, Run
 from outpace.sampling import Sampling
 

@@ -12,34 +12,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from outpace import theory
-from outpace.bench.cost import Drafting, Pass, Verification
-from outpace.bench.prediction import judging
+from outpace.bench.prediction import Parts
 from outpace.bench.runs import PLAIN, Cell, Run
 from outpace.bench.spread import Rate, Spread, faster
 from outpace.sampling import Sampling
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What an iteration of B rows consists of, in milliseconds: drafts, passes, verification."""
-
-    B: int
-    drafting: Drafting
-    passes: Sequence[Pass]
-    verify: Sequence[Verification]
-
-    def speedup(self, alpha: float, drafted: Counter[int]) -> float:
-        """Over plain decoding, if rows have so many guesses so often. A pass is as wide as the longest."""
-        taken = judging(self.B, self.passes, self.verify)
-        taken = taken + self.drafting.taken(np.arange(len(taken)))
-        rows = drafted.total()
-        tokens = sum(n * theory.expected_tokens(alpha, g) for g, n in drafted.items()) / rows
-        below = np.cumsum([drafted[g] for g in range(len(taken))]) / rows
-        return float(tokens * taken[0] / (np.diff(below**self.B, prepend=0.0) @ taken))
-
 
 Known = dict[tuple[str, Sampling], Parts]
 """By draft and sampling."""

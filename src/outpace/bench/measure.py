@@ -10,7 +10,7 @@ from typing import Any
 
 from outpace.bench import alpha, blocks, cost
 from outpace.bench.estimate import Estimate, autocorrelation, estimate
-from outpace.bench.prediction import best
+from outpace.bench.prediction import Parts
 from outpace.bench.prompts import Asked
 from outpace.bench.results import Results
 from outpace.decode import Decoder
@@ -165,7 +165,7 @@ class Measurement:
             for lenience in plan.lenience:
                 entry = self.entries[name, lenience]
                 share, coverage = entry["alpha"] or 0.0, entry["coverage"]
-                fastest = [best(share, coverage, drafting[B], B, passes, own) for B in plan.batches]
+                fastest = [Parts(B, drafting[B], passes, own).best(share, coverage) for B in plan.batches]
                 entry |= {
                     "step_ms": fastest[0].step_ms,
                     "start_ms": fastest[0].start_ms,

@@ -3,6 +3,7 @@ and what each part of an iteration takes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,40 +24,43 @@ class Best:
     speedup: float
 
 
-def best(
-    alpha: float,
-    coverage: float,
-    drafting: Drafting,
-    B: int,
-    passes: Sequence[Pass],
-    verify: Sequence[Verification],
-) -> Best:
-    """The best of all lengths that passes of B rows were timed for."""
-    speeds = speedups(alpha, coverage, drafting, B, passes, verify)
-    g = int(np.argmax(np.round(speeds, 4)))
-    return Best(B, drafting.step, drafting.start, g, round(float(speeds[g]), 4))
+@dataclass(frozen=True)
+class Parts:
+    """What an iteration of B rows consists of, in milliseconds: drafts, passes, verification."""
 
+    B: int
+    drafting: Drafting
+    passes: Sequence[Pass]
+    verify: Sequence[Verification]
 
-def speedups(
-    alpha: float,
-    coverage: float,
-    drafting: Drafting,
-    B: int,
-    passes: Sequence[Pass],
-    verify: Sequence[Verification],
-) -> theory.Found:
-    """Over plain decoding, for g = 0, 1, ... as far as passes were timed; between sizes they are
-    interpolated.
+    def best(self, alpha: float, coverage: float = 1.0) -> Best:
+        """The best of all lengths that passes of B rows were timed for."""
+        speeds = self.speedups(alpha, coverage)
+        g = int(np.argmax(np.round(speeds, 4)))
+        return Best(self.B, self.drafting.step, self.drafting.start, g, round(float(speeds[g]), 4))
 
-    coverage is how often the drafter has a guess for a row. Where it has none for any of them, an iteration
-    is a plain one.
-    """
-    taken = judging(B, passes, verify)
-    g = np.arange(len(taken))
-    tokens = coverage * theory.expected_tokens(alpha, g) + 1 - coverage
-    guessing = 1 - (1 - coverage) ** B  # a pass is as wide for all rows
-    mean = guessing * taken + (1 - guessing) * taken[0]
-    return theory.measured_speedup(tokens, g, 0.0, mean + drafting.taken(g), taken[0])
+    def speedups(self, alpha: float, coverage: float = 1.0) -> theory.Found:
+        """Over plain decoding, for g = 0, 1, ... as far as passes were timed; between sizes they are
+        interpolated.
+
+        coverage is how often the drafter has a guess for a row. Where it has none for any of them, an
+        iteration is a plain one.
+        """
+        taken = judging(self.B, self.passes, self.verify)
+        g = np.arange(len(taken))
+        tokens = coverage * theory.expected_tokens(alpha, g) + 1 - coverage
+        guessing = 1 - (1 - coverage) ** self.B  # a pass is as wide for all rows
+        mean = guessing * taken + (1 - guessing) * taken[0]
+        return theory.measured_speedup(tokens, g, 0.0, mean + self.drafting.taken(g), taken[0])
+
+    def speedup(self, alpha: float, drafted: Counter[int]) -> float:
+        """Over plain decoding, if rows have so many guesses so often. A pass is as wide as the longest."""
+        taken = judging(self.B, self.passes, self.verify)
+        taken = taken + self.drafting.taken(np.arange(len(taken)))
+        rows = drafted.total()
+        tokens = sum(n * theory.expected_tokens(alpha, g) for g, n in drafted.items()) / rows
+        below = np.cumsum([drafted[g] for g in range(len(taken))]) / rows
+        return float(tokens * taken[0] / (np.diff(below**self.B, prepend=0.0) @ taken))
 
 
 def judging(B: int, passes: Sequence[Pass], verify: Sequence[Verification]) -> theory.Found:

@@ -13,7 +13,8 @@ import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from outpace.bench import cost
-from outpace.bench.forecast import Known, Parts
+from outpace.bench.forecast import Known
+from outpace.bench.prediction import Parts
 from outpace.bench.runs import AUTO, BEGINNING, HEURISTIC, PLAIN, Cell, Run, counted
 from outpace.decode import Decoder, WithModel
 from outpace.length import Fixed, Heuristic, Length
