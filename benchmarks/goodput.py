@@ -254,7 +254,7 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> Iterator[dict[str, An
         for B in options.batch:
             sides: dict[str, Side] = {str(g): (decoder, Fixed(g)) for g in LENGTHS}
             sides["goodput"] = (decoder, policy)
-            texts = bench.rounds(sides, B, rounds)
+            texts = bench.rounds(sides, B, rounds * max(1, SOME // B))
             every = [one for some in texts.values() for one in some]
             kept = sum(one.kept for one in every)
             seen = kept / (kept + sum(one.lost for one in every))

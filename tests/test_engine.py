@@ -263,8 +263,8 @@ def test_the_policy_knows_what_is_ready_and_what_making_it_took(monkeypatch: pyt
     assert loads[0].ready == frozenset()
     assert loads[-1].ready is not None
     assert 0 in loads[-1].ready
-    assert policy.costs.made == len(loads[-1].ready) > 1
-    assert policy.costs.making > 0
+    assert policy.outlook.costs.made == len(loads[-1].ready) > 1
+    assert policy.outlook.costs.making > 0
 
 
 def test_a_cache_without_room_is_said_and_done_without(monkeypatch: pytest.MonkeyPatch) -> None:

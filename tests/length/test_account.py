@@ -7,7 +7,7 @@ import math
 import pytest
 
 from outpace.length import account
-from outpace.length.account import DEAR, FIRST, INCOME, LEAST, MOST, SELDOM, SHARE, Account
+from outpace.length.account import DEAR, FIRST, INCOME, LEAST, MOST, SELDOM, SHARE, Account, Price
 
 
 def test_what_is_won_and_lost_is_remembered_within_bounds() -> None:
@@ -36,23 +36,23 @@ def test_an_accident_is_not_booked_but_what_was_expected_is() -> None:
 
 def test_a_try_is_due_by_what_it_takes_of_the_time() -> None:
     one = Account()
-    assert one.wait(0.2, 0.0, 0.0, 0) == pytest.approx(0.2 / SHARE)
-    assert one.wait(0.2, 0.0, 0.0, 10) <= 0
-    assert one.wait(0.0, 0.0, 0.0, 0) <= 0
-    assert one.wait(0.2, 3.0, 0.0, 20) > 20  # with what is read
-    assert one.wait(0.2, 0.0, 0.0, math.inf) < 0  # after one that went well
+    assert one.wait(Price(0.2), 0) == pytest.approx(0.2 / SHARE)
+    assert one.wait(Price(0.2), 10) <= 0
+    assert one.wait(Price(0.0), 0) <= 0
+    assert one.wait(Price(0.2, 3.0), 20) > 20  # with what is read
+    assert one.wait(Price(0.2), math.inf) < 0  # after one that went well
 
 
 def test_a_try_is_due_when_there_is_enough_for_it() -> None:
     one = Account()
-    assert one.wait(1.0, 0.0, 12.0, 1000) == pytest.approx((13 - FIRST) / INCOME)
+    assert one.wait(Price(1.0, 0.0, 12.0), 1000) == pytest.approx((13 - FIRST) / INCOME)
     one.balance = LEAST
-    assert one.wait(0.5, 0.0, 0.0, math.inf) == pytest.approx((0.5 - LEAST) / INCOME)
+    assert one.wait(Price(0.5), math.inf) == pytest.approx((0.5 - LEAST) / INCOME)
 
 
 @pytest.mark.parametrize("loss", [DEAR + 0.1, 20.0, 1000.0])
 def test_what_takes_much_is_tried_seldom_but_not_never(loss: float) -> None:
     one = Account()
     one.balance = MOST
-    assert one.wait(0.5, loss, 0.0, 100) == SELDOM - 100
-    assert one.wait(0.5, loss, 0.0, SELDOM) <= 0
+    assert one.wait(Price(0.5, loss), 100) == SELDOM - 100
+    assert one.wait(Price(0.5, loss), SELDOM) <= 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 FIRST = 8.0  # to begin with
 INCOME = 0.0075  # of each iteration
 MOST = 24.0  # that is remembered as won
@@ -11,6 +13,25 @@ SHARE = 0.02  # of the time, that tries take while there is something to spend
 READING = 0.06  # with what a draft reads for them
 DEAR = 4.0  # more is spent on none,
 SELDOM = 512  # unless the last is so many iterations ago
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a try is expected to lose, in plain passes.
+
+    loss     in the iteration itself
+    reading  as a draft has to read what was written without it
+    once     as something has to be made ready
+    """
+
+    loss: float
+    reading: float = 0.0
+    once: float = 0.0
+
+    @property
+    def whole(self) -> float:
+        """Without what is paid once."""
+        return self.loss + self.reading
 
 
 class Account:
@@ -23,7 +44,7 @@ class Account:
         self.balance = FIRST
 
     def book(self, gain: float, expected: float = 0.0, once: float = 0.0) -> None:
-        """Of an iteration, which was expected to lose so much; once: what making something ready took."""
+        """Of an iteration, that was expected to lose so much; once: what making something ready took."""
         gain = max(gain, -ACCIDENT - expected) - once
         self.balance = min(MOST, max(LEAST, self.balance + gain + INCOME))
 
@@ -31,9 +52,7 @@ class Account:
     def overdrawn(self) -> float:
         return max(0.0, -self.balance)
 
-    def wait(self, loss: float, reading: float, once: float, since: float) -> float:
-        """Iterations until a try is due, so many after the last, that is expected to lose so much; reading:
-        and what a draft reads for it; once: and what making something ready takes."""
-        whole = loss + reading
-        rest = SELDOM if whole > DEAR else min(SELDOM, max(loss / SHARE, whole / READING))
-        return max(rest - since, (min(MOST, whole + once) - self.balance) / INCOME)
+    def wait(self, price: Price, since: float) -> float:
+        """Iterations until a try at this price is due, so many after the last."""
+        rest = max(price.loss / SHARE, price.whole / READING) if price.whole <= DEAR else SELDOM
+        return max(min(SELDOM, rest) - since, (min(MOST, price.whole + price.once) - self.balance) / INCOME)

@@ -32,17 +32,17 @@ class Belief:
     def __init__(self, most: int) -> None:
         self.most = most
         self._places = np.arange(1, most + 1)
-        self._powers = ALPHAS[:, None] ** np.arange(most + 1)  # [len(ALPHAS), most + 1]
-        self._usual = np.full(len(ALPHAS), 1 / len(ALPHAS))
-        self._rows = np.zeros((0, len(ALPHAS)))  # by slot
+        self._steady = ALPHAS[:, None] ** self._places  # [len(ALPHAS), most]
+        # [2, most + 1, len(ALPHAS)]: of 0, 1, ... kept guesses, without one more that was lost and with it
+        runs = ALPHAS ** np.arange(most + 1)[:, None]
+        self._likely = np.stack((runs, runs * (1 - ALPHAS)))
+        self.prior = np.full(len(ALPHAS), 1 / len(ALPHAS))  # of a row that nothing is known of
+        self._rows: Array = np.zeros((0, len(ALPHAS)))  # by slot
         self.time = 0  # iterations so far
         self._seen = np.zeros(0, dtype=np.int64)  # by slot, the time that is meant; -1 if nothing is known
         # Guesses that reached each position and were kept: as many as there were, and as were expected.
         self._came, self._expected = np.zeros(most), np.zeros(most)
-
-    def prior(self) -> Array:
-        """Of a row that nothing is known of."""
-        return OPEN / len(ALPHAS) + (1 - OPEN) * self._usual
+        self._reach: Array | None = None  # what follows from that
 
     def now(self, rows: Sequence[int]) -> Array:
         """`[R, len(ALPHAS)]`, after the iterations since, at each of which a row may have jumped."""
@@ -50,22 +50,26 @@ class Belief:
         if missing > 0:
             self._rows = np.concatenate((self._rows, np.zeros((missing, len(ALPHAS)))))
             self._seen = np.concatenate((self._seen, np.full(missing, -1)))
-        belief = self._rows[rows]
-        if (self._seen[rows] == self.time).all():
-            return belief
-        prior = self.prior()
-        stayed = ((1 - CHANGE) ** (self.time - self._seen[rows]))[:, None]
-        belief = np.where(self._seen[rows, None] >= 0, stayed * belief + (1 - stayed) * prior, prior)
-        self._rows[rows], self._seen[rows] = belief, self.time
-        return belief
+        slots = np.asarray(rows)
+        found: Array = self._rows[slots]
+        seen = self._seen[slots]
+        if (seen != self.time).any():
+            stayed = np.where(seen < 0, 0.0, (1 - CHANGE) ** (self.time - seen))
+            found = self.prior + stayed[:, None] * (found - self.prior)
+            self._rows[slots], self._seen[slots] = found, self.time
+        return found
 
     def reach(self, shift: Array | None = None) -> Array:
         """`[..., len(ALPHAS), most]`: probability that the first 1, 2, ... guesses are all kept, by α; shift:
         what is added to the log-odds of α."""
+        if shift is None and self._reach is not None:
+            return self._reach
         # By what factor guesses come further or less far than rows with a steady α would have it
-        correction = np.clip((self._came + CALM) / (self._expected + CALM), 0.5, 1.5)
-        steady = self._powers[:, 1:] if shift is None else self._runs(_shifted(shift))
+        correction = np.minimum(np.maximum((self._came + CALM) / (self._expected + CALM), 0.5), 1.5)
+        steady = self._steady if shift is None else self._runs(_shifted(shift))
         found: Array = np.minimum.accumulate(np.minimum(steady * correction, 1.0), axis=-1)
+        if shift is None:
+            self._reach = found
         return found
 
     def learn(
@@ -74,20 +78,22 @@ class Belief:
         """Of so many guesses of each row that were tested, at least one, the first so many were kept; shift,
         `[R]`: what was added to the log-odds of α, if these guesses were known to be better or worse."""
         tries, good = np.minimum(tested, self.most), np.minimum(kept, self.most)
-        belief = self.now(rows)
+        belief, lost = self.now(rows), good < tries
         if shift is None:
-            alphas, hoped, run = ALPHAS[None], belief @ self._powers[:, 1:], self._powers.T[good]
+            hoped, likely = belief @ self._steady, self._likely[lost.astype(int), good]
         else:
             alphas = _shifted(shift)  # [R, len(ALPHAS)]
             hoped = (belief[:, None] @ self._runs(alphas))[:, 0]
-            run = alphas ** good[:, None]
+            likely = alphas ** good[:, None] * np.where(lost[:, None], 1 - alphas, 1.0)
         fade = FADE ** len(rows)
         self._came = fade * self._came + (self._places <= good[:, None]).sum(0)
         self._expected = fade * self._expected + (hoped * (self._places <= tries[:, None])).sum(0)
-        belief = belief * run * np.where((good < tries)[:, None], 1 - alphas, 1.0)
+        belief = belief * likely
         belief /= belief.sum(axis=1, keepdims=True)
-        self._rows[rows] = belief
-        self._usual += (1 - (1 - LEARN) ** len(rows)) * (belief.mean(0) - self._usual)
+        self._rows[np.asarray(rows)] = belief
+        usual = OPEN / len(ALPHAS) + (1 - OPEN) * belief.sum(0) / len(rows)
+        self.prior += (1 - (1 - LEARN) ** len(rows)) * (usual - self.prior)
+        self._reach = None
 
     def _runs(self, alphas: Array) -> Array:
         """`[..., most]`: each to the powers 1, 2, ..."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -144,7 +145,7 @@ class Costs:
 
     def plain(self, load: Load) -> float | None:
         """Of a pass without guesses; None if it was measured with no such batch."""
-        return float(self.passes(load)[0]) if 0 in self._measured(size_of(load), True) else None
+        return self.passes(load).item(0) if 0 in self._measured(size_of(load), True) else None
 
     def count(self, load: Load, g: int | None = None) -> int:
         """How many passes were measured with such a batch, of all lengths or of this one."""
@@ -207,4 +208,9 @@ class Costs:
 
 def size_of(load: Load) -> int:
     """Batches that differ by less than a fifth are alike."""
-    return round(4 * math.log2(load.batch))
+    return _size(load.batch)
+
+
+@functools.cache
+def _size(batch: int) -> int:
+    return round(4 * math.log2(batch))
