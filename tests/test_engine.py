@@ -10,7 +10,7 @@ import torch
 
 from outpace import Decoder, Fixed, Goodput, Heuristic, RandomDrafter, Sampling
 from outpace.audit import audit
-from outpace.length import Done, Hint, Load
+from outpace.length import Done, Hint, Length, Load
 from outpace.models.fused import FusedModel
 from outpace.models.graphs import CaptureError, Graphs
 from tests.tiny import FAMILIES, V, greedy, tiny
@@ -336,3 +336,33 @@ def test_what_making_a_drafts_reading_ready_took_is_said_and_not_taken_for_its_c
     assert not made[0].catching_up
     assert any(done.catching_up for done in policy.done)
     assert all((done.seconds is None) == (done.making > 0) for done in policy.done)
+
+
+class NowAndThen(Length):
+    """Wants guesses at every sixth choice, whatever became of the last ones."""
+
+    most = 3
+
+    def __init__(self) -> None:
+        self.chosen: list[int] = []
+        self.loads: list[Load] = []
+        self.done: list[int] = []
+
+    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+        assert load is not None
+        self.loads.append(load)
+        self.chosen.append(3 if len(self.chosen) % 6 == 5 else 0)
+        return [self.chosen[-1]] * len(rows)
+
+    def observe(self, done: Done) -> None:
+        self.done.append(done.g)
+
+
+def test_what_is_chosen_ahead_is_done() -> None:
+    """A drafter on the host guesses when what is under way has ended; the choice is then not made again."""
+    policy = NowAndThen()
+    decoder = Decoder(tiny(), RandomDrafter(V), length=policy, engine=True)
+    decoder.generate([1, 2, 3], temperature=0, max_new_tokens=60, ignore_eos=True)
+    assert policy.done.count(3) >= 8
+    assert abs(sum(g > 0 for g in policy.chosen) - policy.done.count(3)) <= 1
+    assert all(load.unread > 0 for load in policy.loads)  # there always is something that it has not seen

@@ -221,7 +221,7 @@ class Decoder:
         """One pass of the target and g guesses bring each row from 1 to g+1 new tokens."""
         clock = Clock()
         slots = [row.slot for row in rows]
-        proposal = self._guesser.propose(rows)
+        proposal = self._guesser.propose(rows, self._guesser.load(rows))
         draft, state = proposal.draft, proposal.state  # tokens [R, g] from q
         clock.lap("draft")
         last = on_device([row.tokens[-1] for row in rows], torch.int64, self.scorer.device)

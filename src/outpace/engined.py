@@ -54,7 +54,9 @@ class Run:
         self._begun: deque[Begun] = deque()
         self._read_by_draft: dict[int, int] = {}  # tokens of each row's text
         self._smooth = True  # nothing else was done beside the last iteration
-        self._wanted: int | None = None  # what was chosen for an iteration that has to wait
+        # What was chosen for an iteration that has to wait: of the engine's draft, or by slot
+        self._wanted: int | None = None
+        self._chosen: dict[int, int] | None = None
         self._drafted = 0.0  # seconds that the host's drafter took
 
     def steps(self, waiting: deque[Row]) -> Generator[Step]:
@@ -113,15 +115,20 @@ class Run:
                     return None
                 return self._after_rest(g, rows)
             return self._begin(g, rows)
+        guesser = self.guesser
+        load = guesser.load(list(rows.values()), self.slots, self._ready())
         if self._begun:  # the drafter would have to see what comes of it
-            idle = self.guesser.free and self.length.idle
-            plain = not self._begun[-1].g and (idle or not self.guesser.free)
-            if not plain or (not idle and max(self._choose(rows))):
+            if self._begun[-1].g or self._chosen or (guesser.free and not self.length.idle):
                 return None
+            if not guesser.free:
+                chosen = guesser.choose(list(rows.values()), load)
+                if any(chosen.values()):
+                    self._chosen = chosen
+                    return None
             return self._begin(0, rows)
         began = time.perf_counter()
-        proposal = self.guesser.propose(list(rows.values()), self.slots, self._ready())
-        self._drafted = time.perf_counter() - began
+        proposal = guesser.propose(list(rows.values()), load, self._chosen)
+        self._chosen, self._drafted = None, time.perf_counter() - began
         return self._begin(proposal.draft.tokens.shape[1], rows, proposal)
 
     def _begin(self, g: int, rows: dict[int, Row], proposal: Proposal | None = None) -> Begun:

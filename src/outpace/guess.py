@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,26 +67,40 @@ class Guesser:
         self._asked_last: Sequence[Row] = ()
         self._read: dict[int, tuple[Row, int]] = {}  # by slot, how much of whose text the drafter has seen
 
-    def propose(
+    def load(
         self, rows: Sequence[Row], batch: int | None = None, ready: frozenset[int] | None = None
-    ) -> Proposal:
+    ) -> Load:
+        """What the next pass is over.
+
+        batch  rows that it is over, if some of them stand still
+        ready  lengths that nothing has to be made for, if there are others
+        """
+        return Load(batch or len(rows), max(len(row.tokens) for row in rows), self._unread(rows), ready)
+
+    def choose(self, rows: Sequence[Row], load: Load) -> dict[int, int]:
+        """How far the policy wants each slot to be guessed, of a drafter that is not free."""
+        slots = [row.slot for row in rows]
+        return dict(zip(slots, self.length.choose(slots, load=load), strict=True))
+
+    def propose(self, rows: Sequence[Row], load: Load, chosen: Mapping[int, int] | None = None) -> Proposal:
         """Guesses of each row, as far as policy, context and the tokens still wanted allow.
 
-        batch  rows that the pass is over, if some of them stand still
-        ready  lengths that nothing has to be made for, if there are others
+        chosen  of each slot, how far; by default the policy is asked
         """
         room = [
             min(row.max_new_tokens - row.stats.new_tokens - 1, self.scorer.context - len(row.tokens) - 1)
             for row in rows
         ]
-        context = max(len(row.tokens) for row in rows)
-        load = Load(batch or len(rows), context, self._unread(rows), ready)
         if self.drafter is None or (self.free and self.length.idle):
             return self._nothing(rows, load)
         if self.free:
             return self._taken(rows, load, [min(self.length.most, most) for most in room])
-        chosen = self.length.choose([row.slot for row in rows], load=load)
-        limits = [min(g, most) for g, most in zip(chosen, room, strict=True)]
+        chosen = self.choose(rows, load) if chosen is None else chosen
+        limits = [min(chosen.get(row.slot, 0), most) for row, most in zip(rows, room, strict=True)]
+        if load.ready is not None and max(limits) < max(chosen.values()):
+            # Nothing is made ready for the last tokens of a text.
+            most = max((g for g in load.ready if g <= max(limits)), default=0)
+            limits = [min(g, most) for g in limits]
         if max(limits) < 1:
             return self._nothing(rows, load)
         state = self.state(rows, limits)

@@ -13,8 +13,8 @@ import pytest
 from outpace import Decoder, Goodput, LookupDrafter, theory
 from outpace.draft.base import Draft, State
 from outpace.length import Done, Hint, Load
-from outpace.length.belief import ALPHAS, CHANGE, Belief, Signal
-from outpace.length.costs import Costs
+from outpace.length.belief import ALPHAS, CHANGE, LEARN, OPEN, Belief, Signal
+from outpace.length.costs import Costs, Mean
 from outpace.length.goodput import YOUNG
 from tests.length.world import Cost, World, flat, steep
 from tests.tiny import tiny
@@ -675,6 +675,116 @@ def test_copies_are_checked_in_the_shadow(engine: bool) -> None:
         known.append(float(policy.outlook.belief.now([0])[0] @ ALPHAS))
     assert max(known) > 0.9
     assert policy.tries._blind < 90
+
+
+def test_what_is_thought_of_positions_follows_what_was_learnt() -> None:
+    belief = Belief(4)
+    before = belief.reach()
+    for _ in range(40):  # the first is always kept, the second never
+        belief.time += 1
+        belief.learn([0], [2], [1])
+    assert (belief.reach()[:, 1] < 0.8 * before[:, 1]).all()
+
+
+def test_new_rows_are_taken_to_be_like_the_last_ones_and_something_is_left_open() -> None:
+    belief, usual = Belief(4), np.full(len(ALPHAS), 1 / len(ALPHAS))
+    for kept in (4, 0, 4):
+        belief.time += 1
+        belief.learn([0, 1], [4, 4], [kept, kept])
+        usual += (1 - (1 - LEARN) ** 2) * (belief.now([0, 1]).mean(0) - usual)
+    assert belief.now([7])[0] == pytest.approx(OPEN / len(ALPHAS) + (1 - OPEN) * usual)
+
+
+def test_each_row_is_believed_what_was_seen_of_it() -> None:
+    belief = Belief(4)
+    for _ in range(30):
+        belief.time += 1
+        belief.learn([0, 1], [4, 4], [4, 0])
+    good, bad = belief.now([0, 1]) @ ALPHAS
+    assert good > 0.9
+    assert bad < 0.1
+    policy = Goodput()
+    for _ in range(60):
+        chosen = max(policy.choose([0, 1]))
+        policy.observe(Done([0, 1], [chosen] * 2, [chosen, 0], chosen, Load(2), flat(2, chosen), 0.0, chosen))
+    assert max(policy.choose([0], load=Load(2))) > max(policy.choose([1], load=Load(2)))
+
+
+def test_hints_are_those_of_each_row() -> None:
+    policy = Goodput(8)
+    for g in (0, 0, 8, 8):
+        policy.outlook.costs.note(Load(2), g, flat(2, g))
+    for _ in range(50):
+        policy.outlook.signal.learn(np.array([7, 0]), np.array([True, False]))
+    tokens = {
+        hint: policy.outlook.plan([0, 1], Load(2), Hint(*hint), sure=True).tokens
+        for hint in (((8, 8), (1.0, 0.0)), ((8, 8), (0.0, 1.0)), ((8, 1), (1.0, 0.0)), ((1, 8), (1.0, 0.0)))
+    }
+    sure_first, sure_last, short_last, short_first = tokens.values()
+    assert sure_first == pytest.approx(sure_last)
+    assert short_last[8] < sure_first[8]
+    assert short_first[8] < short_last[8]  # that was the better one
+    assert short_first[2] - short_first[1] < sure_first[2] - sure_first[1]
+
+
+def test_nothing_is_made_ready_for_more_than_there_is() -> None:
+    policy = Goodput()
+    for g in (0, 0, 8, 8, 16, 16):
+        policy.outlook.costs.note(Load(1), g, 1.0)
+    policy.outlook.costs.note_making(100.0)
+    for _ in range(20):
+        policy.outlook.belief.learn([0], [8], [8])
+    load = Load(1, ready=frozenset({0, 8, 10, 12, 16}))
+    assert [policy.choose([0], load=load, hint=Hint([n], [1.0])) for n in (16, 8, 7)] == [[16], [8], [0]]
+
+
+@pytest.mark.parametrize("hinted", [False, True])
+def test_luck_is_booked_of_copies_alone(hinted: bool) -> None:
+    """An engine's draft reports no steps of its own."""
+    policy = Goodput()
+    for g in (0, 0, 2, 2):
+        policy.outlook.costs.note(Load(1), g, 1.0)
+    for _ in range(20):
+        policy.outlook.belief.learn([0], [8], [8])
+    policy.choose([0], hint=Hint([4], [1.0]) if hinted else None)
+    before = policy.account.balance
+    policy.observe(Done([0], [2], [0], 2, Load(1), 1.0))
+    gain = policy.account.balance - before
+    assert gain < 0.1 if hinted else gain > 0.5
+
+
+def test_the_end_of_one_text_among_others_is_no_reason_to_think_again() -> None:
+    policy = Goodput()
+    policy.choose([0, 1])
+    policy.tries._wait = 9
+    policy.reset([0])
+    assert policy.tries._wait == 9
+    policy.choose([0, 1])
+    policy.reset([0, 1])
+    assert policy.tries._wait == 0
+
+
+def test_a_first_step_may_take_longer() -> None:
+    costs, load = Costs(8), Load(1)
+    for steps in (2, 2, 2, 3, 3, 3):
+        costs.note_draft(load, steps, 0.5 + steps, 0.0)
+    assert costs.step(load) == pytest.approx(1.0, rel=0.1)
+    assert costs.drafts(load)[[0, 2, 3, 6]] == pytest.approx([0.0, 2.5, 3.5, 6.5], rel=0.06)
+    alike = Costs(8)
+    alike.note_draft(load, 2, 3.0, 0.0)
+    assert alike.drafts(load)[[0, 1, 4]] == pytest.approx([0.0, 1.5, 6.0])
+
+
+def test_accidents_count_little_and_changes_soon() -> None:
+    mean = Mean()
+    for _ in range(30):
+        mean.add(1.0)
+    mean.add(100.0)
+    assert mean.value < 1.05
+    mean.add(1.0)
+    for _ in range(12):
+        mean.add(100.0)
+    assert mean.value > 20
 
 
 def test_a_policy_that_lacks_something_is_refused_at_once() -> None:

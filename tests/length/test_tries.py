@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outpace.length.account import INCOME, SELDOM, SHARE, Account, Price
-from outpace.length.tries import AGAIN, LATE, MADE, PATIENCE, Tries, making
+from outpace.length.tries import AGAIN, LATE, MADE, PATIENCE, Tries, booked
 
 CHEAP = Price(0.2)
 
@@ -16,12 +16,12 @@ def rested(tries: Tries, iterations: int) -> None:
 
 
 def due(tries: Tries, price: Price = CHEAP, *, hopeless: bool = False, thinking: float = 0.0) -> bool:
-    return tries.due(price, hopeless, thinking)
+    return tries.make_if_due(price, hopeless, thinking)
 
 
 def waited(tries: Tries) -> int:
     found = 0
-    while tries.resting():
+    while tries.rest():
         found += 1
     return found
 
@@ -60,6 +60,8 @@ def test_after_one_that_went_well_there_is_no_rest_within_a_text() -> None:
     tries = Tries(Account())
     tries.over(guessed=True)
     tries.heard(went_well=True)
+    assert due(tries)
+    tries.over(guessed=True)
     assert due(tries)
     tries.over(guessed=True)
     tries.another_text()
@@ -113,5 +115,5 @@ def test_without_news_nothing_is_believed() -> None:
 
 
 def test_what_is_made_once_is_booked_up_to_a_bound() -> None:
-    assert making(2.0, 0.5) == pytest.approx(4.0)
-    assert making(100.0, 0.5) == MADE
+    assert booked(2.0, 0.5) == pytest.approx(4.0)
+    assert booked(100.0, 0.5) == MADE

@@ -292,7 +292,7 @@ CELLS = [
     Cell("model", "token", "warm", "g 4", batch_size=20),
     Cell("model", "block", "plain", "g 4", batch_size=20, stops=True, engine=True),
     Cell("model", "token", "plain", "d 3", batch_size=10),
-    Cell("model", "block", "warm", "d 3", batch_size=3, stops=True),
+    Cell("model", "block", "warm", "d 3", batch_size=6, stops=True),
     # an engine with guesses from the host
     Cell("ngram", "token", "nucleus", "f 3", engine=True),
     Cell("random", "block", "plain", "g 3", batch_size=64, stops=True, engine=True),
@@ -311,7 +311,7 @@ IN_TURN = [
 
 @pytest.mark.parametrize("cell", list(dict.fromkeys(CELLS)), ids=str)
 def test_the_joint_distribution_of_the_first_tokens_is_the_targets(cell: Cell) -> None:
-    slow = cell.family != "llama" or cell.batch_size < 5
+    slow = cell.family != "llama" or cell.batch_size <= 10 or "processors" in (cell.way, cell.draft_way)
     joint_distribution_is_exact(cell, SAMPLES // 2 if slow else SAMPLES)
 
 

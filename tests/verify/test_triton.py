@@ -172,7 +172,8 @@ FILTERS = [
 )
 def test_filters_are_those_of_each_row(rule: str, dtype: torch.dtype, splits: str) -> None:
     """Logits of few digits tie often; the same ones stay."""
-    if DEVICE == "cpu" and rule != "token" and splits == "one split":
+    once = rule != "token" or dtype == torch.bfloat16  # of splits, one is enough for an interpreter
+    if DEVICE == "cpu" and once and splits == "one split":
         pytest.skip("slow under the interpreter; it runs on a GPU")
     rows = FILTERS if parse(rule).exact else FILTERS[:-1]
     if DEVICE == "cpu" and rule != "token":
@@ -348,11 +349,12 @@ def test_any_block_is_decided_as_the_eager_rules_do(
     assert_same(kernels.verify(block, parse(rule)), eager.verify(block, parse(rule)))
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="an interpreter draws too few to tell distributions apart")
 @pytest.mark.parametrize("splits", ["many splits"], indirect=True)
 @pytest.mark.usefixtures("splits")
 def test_texts_are_distributed_as_the_targets_with_drafts_of_the_sampler() -> None:
     """Two drafted tokens and what follows them, filtered: the first token is the adjusted target's."""
-    n, V = (60, 7) if DEVICE == "cpu" else (200_000, 7)
+    n, V = 200_000, 7
     target, draft = 1.5 * torch.randn(3, V), 1.5 * torch.randn(2, V)
     ours, theirs = [Sampling(temperature=0.8, top_k=5)], [Sampling(temperature=1.2)]
     seed, start = torch.arange(n, device=DEVICE), torch.full((n,), 11, device=DEVICE)

@@ -29,8 +29,7 @@ class Price:
     once: float = 0.0
 
     @property
-    def whole(self) -> float:
-        """Without what is paid once."""
+    def each_time(self) -> float:
         return self.loss + self.reading
 
 
@@ -44,7 +43,7 @@ class Account:
         self.balance = FIRST
 
     def book(self, gain: float, expected: float = 0.0, once: float = 0.0) -> None:
-        """Of an iteration, that was expected to lose so much; once: what making something ready took."""
+        """Of an iteration, which was expected to lose so much; once: what making something ready took."""
         gain = max(gain, -ACCIDENT - expected) - once
         self.balance = min(MOST, max(LEAST, self.balance + gain + INCOME))
 
@@ -54,5 +53,6 @@ class Account:
 
     def wait(self, price: Price, since: float) -> float:
         """Iterations until a try at this price is due, so many after the last."""
-        rest = max(price.loss / SHARE, price.whole / READING) if price.whole <= DEAR else SELDOM
-        return max(min(SELDOM, rest) - since, (min(MOST, price.whole + price.once) - self.balance) / INCOME)
+        due = max(price.loss / SHARE, price.each_time / READING) if price.each_time <= DEAR else SELDOM
+        enough = min(MOST, price.each_time + price.once)
+        return max(min(SELDOM, due) - since, (enough - self.balance) / INCOME)

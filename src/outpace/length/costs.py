@@ -16,7 +16,8 @@ TOGETHER = 256  # tokens of all rows that are
 LEAST = 0.05  # of what a pass takes, that is not due to its text
 RECENT = 4  # lengths that were made ready, by which the next one is judged
 TICK = 1e-9  # seconds: less is none of a clock
-WILD = 2.0  # times as long, or as short, as expected: more than that is an accident
+STILL = 0.25  # weight of a draft of no steps, which takes nothing
+WILD = 1.3  # times as long, or as short, as expected: more than that is an accident, and counts as that
 FAR = 256  # tokens: after a text that much longer or shorter anything may be expected
 
 
@@ -55,6 +56,7 @@ class Mean:
         self.count = 0
         self.value = math.inf
         self.at = 0.0
+        self._odd = 0  # values in a row that were far from what was expected: no accident, if there are many
 
     @property
     def sure(self) -> bool:
@@ -69,11 +71,13 @@ class Mean:
             if value < expected:
                 self.value, self.at = value, at
             return value
+        wild = WILD ** (1 + self._odd)
+        self._odd = 0 if expected / WILD <= value <= expected * WILD else self._odd + 1
         # After a much longer text it may take much longer, and after a shorter one less.
         if at - self.at <= FAR:
-            value = min(value, expected * WILD)
+            value = min(value, expected * wild)
         if self.at - at <= FAR:
-            value = max(value, expected / WILD)
+            value = max(value, expected / wild)
         weight = max(NEW, 1 / self.count)
         self.value += weight * (value - self.value)
         self.at += weight * (at - self.at)
@@ -93,7 +97,7 @@ class Costs:
         self._curves: dict[tuple[int, bool], Array] = {}
         self._noted = 0  # passes so far
         self._last: dict[tuple[int, int], int] = {}  # the last of each size of the batch and g
-        self._steps: dict[int, Mean] = {}
+        self._drafts: dict[int, dict[int, Mean]] = {}  # by size of the batch, then of steps
         self._least: dict[int, float] = {}  # of a step, where none was timed by itself
         self._missed: dict[int, Mean] = {}  # of reading a token that was not read
         self.making = 0.0  # of making a length ready, about
@@ -123,12 +127,12 @@ class Costs:
         """Of so many steps, and of reading what the draft had not read before, whether that was timed by
         itself or is part of the steps."""
         size, apart = size_of(load), catching_up > 0 or not load.unread
-        step = self._steps.setdefault(size, Mean())
-        few = not step.count and load.unread <= AT_ONCE * load.batch  # they are read in a step, about
+        drafts = self._drafts.setdefault(size, {})
+        few = not drafts and load.unread <= AT_ONCE * load.batch  # they are read in a step, about
         if steps and (apart or few):
-            step.add(seconds / steps)
-        elif steps and step.count:
-            catching_up += max(0.0, seconds - steps * step.value)
+            drafts.setdefault(steps, Mean()).add(seconds)
+        elif steps and drafts:
+            catching_up += max(0.0, seconds - float(self.drafts(load)[min(steps, self.most)]))
         elif steps:  # at least so much, as if each token had taken a step
             least = seconds / (steps + load.unread / load.batch)
             self._least[size] = max(least, self._least.get(size, 0.0))
@@ -152,11 +156,34 @@ class Costs:
         found = self._passes.get(size_of(load), {})
         return sum(one.count for length, one in found.items() if g in (None, length))
 
+    def drafts(self, load: Load) -> Array:
+        """`[most + 1]`: of so many steps of a drafter; 0 while nothing is known."""
+        start, step = self._draft(size_of(load))
+        found: Array = start + step * np.arange(self.most + 1.0)
+        found[0] = 0.0
+        return found
+
     def step(self, load: Load) -> float:
-        """Of a drafter's step; 0 while it is not known."""
-        size = size_of(load)
-        found = self._steps.get(size)
-        return found.value if found is not None and found.count else self._least.get(size, 0.0)
+        """Of another step of a drafter."""
+        return self._draft(size_of(load))[1]
+
+    def _draft(self, size: int) -> tuple[float, float]:
+        """Of beginning with steps, and of each: the line that is closest to what was measured. The first step
+        takes longer than others, where caches were another's meanwhile; how much longer is not known as long
+        as there always were as many."""
+        drafts = self._drafts.get(size, {})
+        if not drafts:
+            return 0.0, self._least.get(size, 0.0)
+        points = [(STILL, 0, 0.0)]
+        points += [(min(one.count, 1 / NEW), steps, one.value) for steps, one in drafts.items()]
+        weight = sum(w for w, _, _ in points)
+        steps = sum(w * n for w, n, _ in points) / weight
+        seconds = sum(w * value for w, _, value in points) / weight
+        squares = sum(w * (n - steps) ** 2 for w, n, _ in points)
+        step = sum(w * (n - steps) * (value - seconds) for w, n, value in points) / squares
+        if 0 <= step * steps <= seconds:
+            return seconds - step * steps, step
+        return 0.0, seconds / steps
 
     def missed(self, load: Load) -> float:
         """Of reading what was not read, by what a token took; at first by what a step takes."""

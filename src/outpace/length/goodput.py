@@ -17,7 +17,7 @@ from outpace.length.asking import Asking
 from outpace.length.base import Done, Hint, Length, Load
 from outpace.length.costs import size_of
 from outpace.length.outlook import NOVEL, WORTH, Outlook, Plan
-from outpace.length.tries import Tries, making
+from outpace.length.tries import Tries, booked
 
 EAGER = 4  # lengths that are made ready as soon as they promise enough
 YOUNG = 128  # iterations with such a batch in which they are; later, when they would have saved as much
@@ -49,7 +49,9 @@ class Goodput(Length):
         self.outlook = Outlook(max_g)
         self.account = Account()
         self.tries = Tries(self.account)
+        self._texts: set[int] = set()  # slots that a choice was for, since there was another text in them
         self._plan: Plan | None = None
+        self._hinted = False  # whether the drafter's guesses are known before a choice
         self._since_plain = 0
         self._begun = 0.0  # when a choice was
         self._asking = Asking()
@@ -59,9 +61,10 @@ class Goodput(Length):
     def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
         self._begun = time.perf_counter()
         load, costs = load or Load(len(rows)), self.outlook.costs
-        self._plan = None
+        self._texts.update(rows)
+        self._plan, self._hinted = None, hint is not None
         nothing = [0] * len(rows)
-        if self.tries.resting() if hint is None else not any(hint.lengths):
+        if self.tries.rest() if hint is None else not any(hint.lengths):
             return nothing
         if costs.plain(load) is None:
             return nothing
@@ -73,8 +76,6 @@ class Goodput(Length):
         limit = min(REFRESH // 4 if close else REFRESH, 4 << min(costs.count(load, 0), 8))
         if plan.g and self._since_plain >= limit:
             plan.g = 0
-        if load.ready is not None:  # no more of them than of the ladder
-            plan.g = self.outlook.on_ladder(min(plan.g, int(plan.room.max())))
         return [min(plan.g, most) for most in plan.room.tolist()]
 
     def _best(self, plan: Plan) -> tuple[float, int]:
@@ -117,7 +118,7 @@ class Goodput(Length):
         gains = plan.tokens / plan.hoped / plan.rate - 1
         eager = len(load.ready - {0}) < EAGER and (plan.g == 0 or costs.count(load) < YOUNG)
         if plan.g == 0:  # a bet
-            eager &= self.account.balance > STAKE * making(costs.making, float(plan.hoped[0]))
+            eager &= self.account.balance > STAKE * booked(costs.making, float(plan.hoped[0]))
         best, most = plan.g, NOVEL if plan.g else WORTH - 1
         for g in plan.grown.tolist():
             gain = float(gains[g])
@@ -140,9 +141,9 @@ class Goodput(Length):
         if loss < 0:  # what is believed to be won speaks for reading what was missed
             loss, reading = 0.0, max(0.0, reading + HORIZON * loss)
         made = load.ready is None or g in load.ready
-        once = 0.0 if made else making(costs.making, plan.plain)
+        once = 0.0 if made else booked(costs.making, plan.plain)
         thinking = (time.perf_counter() - self._begun) / plan.plain / THINKING
-        return g if self.tries.due(Price(loss, reading, once), plan.hopeless, thinking) else 0
+        return g if self.tries.make_if_due(Price(loss, reading, once), plan.hopeless, thinking) else 0
 
     @property
     def idle(self) -> bool:
@@ -151,7 +152,7 @@ class Goodput(Length):
     @property
     def asks(self) -> bool:
         plan = self._plan
-        return plan is not None and plan.rate > 0 and self.outlook.costs.step(plan.load) >= ASKING
+        return plan is not None and self.outlook.costs.step(plan.load) >= ASKING
 
     def enough(self, confidence: Sequence[float]) -> bool:
         plan, costs = self._plan, self.outlook.costs
@@ -197,18 +198,22 @@ class Goodput(Length):
         gain = once = 0.0
         if plain is not None and guessed:
             if done.seconds is not None:
-                gain = self.outlook.brought(done) - (done.seconds + done.catching_up) / plain
+                # Of guesses that differ as copies do, what is believed of all says little.
+                kept = sum(done.accepted) / len(done.rows) if self._hinted else self.outlook.keeps(done)
+                gain = 1 + kept - (done.seconds + done.catching_up) / plain
             if tried is not None:
-                once = making(done.making + done.reading_made, plain)
+                once = booked(done.making + done.reading_made, plain)
         if plain is not None and asked:
             taken = done.draft_seconds / plain
             self._asking.book(taken, gain + taken if guessed else 0.0, any(done.unused))
-        self.account.book(gain, tried.whole if tried is not None else 0.0, once)
+        self.account.book(gain, tried.each_time if tried is not None else 0.0, once)
 
     def reset(self, rows: Sequence[int]) -> None:
         self.outlook.belief.forget(rows)
-        self.tries.another_text()
-        self._asking.rest = 0
+        self._texts.difference_update(rows)
+        if not self._texts:
+            self.tries.another_text()
+            self._asking.rest = 0
 
     def __repr__(self) -> str:
         return f"Goodput({self.most})"

@@ -30,7 +30,7 @@ class Plan:
     hinted   whether there is a level of confidence for all guesses, known before
     levels   of confidence, `[R]` for each guess
     alive    `[R]`: probability that all guesses so far are kept
-    known    lengths that were run with such a batch
+    known    lengths that were run with such a batch, more than once
     grown    lengths up to some way beyond those
     lengths  of those, the ones that are ready; all at first
     tokens   `[most + 1]`: that all rows together may expect, by g
@@ -100,26 +100,24 @@ class Outlook:
             room = np.minimum(hint.lengths, self.most)
             levels.append(self.signal.level(hint.confidence))
         known, grown = costs.known(load), self._grown(load)
+        if load.ready is not None:  # nothing is made ready for more than there is
+            grown = grown[grown <= room.max()]
         passes = costs.passes(load, sure)
-        steps = costs.step(load) * self._places
+        drafts = costs.drafts(load)
         return Plan(
-            {row: i for i, row in enumerate(rows)},
-            load,
-            room,
-            belief,
-            hint is not None,
-            levels,
-            known,
-            grown,
-            _ready(grown, known, load),
-            self._tokens(belief, room, levels),
-            passes + steps,
-            self._hoped(passes, known, load) + steps,
+            places={row: i for i, row in enumerate(rows)},
+            load=load,
+            room=room,
+            belief=belief,
+            hinted=hint is not None,
+            levels=levels,
+            known=known,
+            grown=grown,
+            lengths=_ready(grown, known, load),
+            tokens=self._tokens(belief, room, levels),
+            seconds=passes + drafts,
+            hoped=self._hoped(passes, known, load) + drafts,
         )
-
-    def on_ladder(self, g: int) -> int:
-        """The longest length that is tried of those up to g."""
-        return int(self._lengths[self._lengths <= g][-1])
 
     def _grown(self, load: Load) -> Levels:
         """Lengths up to some way beyond those that were run with such a batch."""
@@ -161,14 +159,12 @@ class Outlook:
         chances = chances[:, : max(1, plan.g - len(plan.levels))]
         return level, kept, ((plan.alive * kept) @ chances).cumsum()
 
-    def brought(self, done: Done) -> float:
-        """Tokens of a row in such an iteration: of a draft, by what is believed now, as luck would soon be
-        larger than what is to be seen."""
-        if not done.steps:
-            return sum(done.accepted) / len(done.rows) + 1
+    def keeps(self, done: Done) -> float:
+        """Guesses of a row that such an iteration keeps, by what is believed now: luck would soon be larger
+        than what is to be seen."""
         reach = self.belief.now(done.rows) @ self.belief.reach()  # [R, most]
         drafted = self._places[:-1] < np.array(done.drafted)[:, None]
-        return float((reach * drafted).sum()) / len(done.rows) + 1
+        return float((reach * drafted).sum()) / len(done.rows)
 
     def would_pay(self, done: Done, margin: float) -> bool:
         """Whether some length would pay if as many were kept always as of these guesses, and one more."""
@@ -177,7 +173,7 @@ class Outlook:
         if not kept.any() or self.costs.plain(done.load) is None:
             return False
         rates = (((kept.sum() + 1) / (judged + 1)) ** self._places).cumsum()
-        rates /= self.costs.passes(done.load) + self.costs.step(done.load) * self._places
+        rates /= self.costs.passes(done.load) + self.costs.drafts(done.load)
         return bool(rates[self._grown(done.load)].max() > (1 + margin) * rates[0])
 
     def learn(self, done: Done, plan: Plan | None) -> bool:

@@ -12,7 +12,7 @@ LATE = 4  # iterations, after which a try that nothing was heard of has come to 
 MADE = 12.0  # plain passes, no more than which a try is booked for making a length ready, which is done once
 
 
-def making(seconds: float, plain: float) -> float:
+def booked(seconds: float, plain: float) -> float:
     """Plain passes that making something ready is booked as."""
     return min(seconds / plain, MADE)
 
@@ -38,8 +38,8 @@ class Tries:
         """Whether too little was heard lately for any belief."""
         return self._blind >= AGAIN
 
-    def resting(self) -> bool:
-        """Whether it is too early to think again, in an iteration that begins."""
+    def rest(self) -> bool:
+        """In an iteration that begins, if it is too early to think again; whether it is."""
         resting = self._wait > 0
         self._wait -= resting
         return resting
@@ -47,9 +47,12 @@ class Tries:
     def make(self, price: Price) -> None:
         self._open = price, self._time
 
-    def due(self, price: Price, hopeless: bool, thinking: float) -> bool:
-        """Whether to make one now. hopeless: costs speak against any; but they may have changed. thinking:
-        iterations that thinking again has to wait at least, by the time it takes."""
+    def make_if_due(self, price: Price, hopeless: bool, thinking: float) -> bool:
+        """One at this price; whether it was made.
+
+        hopeless  costs speak against any; but they may have changed
+        thinking  iterations that thinking again has to wait at least, by the time it takes
+        """
         wait = self.account.wait(price, math.inf if self.went_well else self._rested)
         if hopeless:
             wait = max(wait, SELDOM - self._rested)
