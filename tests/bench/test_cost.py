@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ def test_what_beginning_a_draft_takes_is_told_apart(monkeypatch: pytest.MonkeyPa
     assert 10 <= found.step < 40
     assert found.start > 10
     assert found.taken([0, 4]).tolist() == [0.0, pytest.approx(4 * found.step)]
-    assert lengths == list(range(11, 13 + 2 * cost.ROUNDS))
+    assert np.diff([10, *lengths]).tolist() == [1, 1, 2] * (cost.ROUNDS + 1)
     monkeypatch.undo()
     out = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=9)
     assert out.tokens == greedy(tiny(), [5, 6, 7], 9)
@@ -154,6 +155,32 @@ def test_what_beginning_a_draft_takes_is_in_the_prediction() -> None:
     found = Parts(1, drafting, FLAT, []).speedups(0.5, 1.0)
     assert found[0] == 1
     assert found[1] == pytest.approx(1.5 * 10 / 15)
+
+
+def test_a_draft_reads_what_it_guessed_right_to_the_last() -> None:
+    drafting = Drafting(step=2.0, start=0.0, behind=3.0)
+    assert drafting.taken([0, 1, 2], [1.0, 1.0, 0.5]).tolist() == [0.0, 5.0, 5.5]
+    one, two = (Parts(B, drafting, [Pass(B, n, 10.0) for n in range(1, 10)], []) for B in (1, 2))
+    assert one.speedups(0.5)[2] == pytest.approx(1.75 * 10 / (14 + 3 / 4))
+    assert two.speedups(0.5)[2] == pytest.approx(1.75 * 10 / (14 + 3 * (1 - (3 / 4) ** 2)))
+    assert two.speedup(0.5, Counter({2: 7})) == pytest.approx(two.speedups(0.5)[2])
+    assert one.speedup(0.5, Counter({2: 1, 0: 1})) == pytest.approx(
+        1.375 * 10 / (0.5 * 10 + 0.5 * (14 + 3 / 8))
+    )
+
+
+def test_a_longer_text_to_read_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(tiny(), tiny(seed=1))
+    assert decoder.drafter is not None
+    honest, read = decoder.drafter.propose, [10]
+
+    def propose(state: Any, g: int) -> Any:
+        time.sleep(0.02 * (len(state.tokens[0]) - read[-1]))
+        read.append(len(state.tokens[0]))
+        return honest(state, g)
+
+    monkeypatch.setattr(decoder.drafter, "propose", propose)
+    assert 10 < cost.drafting(decoder, 1, context=10).behind < 40
 
 
 def test_what_does_not_fit_is_named() -> None:

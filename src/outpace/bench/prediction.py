@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from outpace import theory
 from outpace.bench.cost import Drafting, Pass, Verification
@@ -51,16 +52,23 @@ class Parts:
         tokens = coverage * theory.expected_tokens(alpha, g) + 1 - coverage
         guessing = 1 - (1 - coverage) ** self.B  # a pass is as wide for all rows
         mean = guessing * taken + (1 - guessing) * taken[0]
-        return theory.measured_speedup(tokens, g, 0.0, mean + self.drafting.taken(g), taken[0])
+        drafting = self.drafting.taken(g, some_row(coverage * np.power(alpha, g), self.B))
+        return theory.measured_speedup(tokens, g, 0.0, mean + drafting, taken[0])
 
     def speedup(self, alpha: float, drafted: Counter[int]) -> float:
         """Over plain decoding, if rows have so many guesses so often. A pass is as wide as the longest."""
         taken = judging(self.B, self.passes, self.verify)
-        taken = taken + self.drafting.taken(np.arange(len(taken)))
         rows = drafted.total()
+        kept = sum(n * alpha**g for g, n in drafted.items() if g) / rows
+        taken = taken + self.drafting.taken(np.arange(len(taken)), some_row(kept, self.B))
         tokens = sum(n * theory.expected_tokens(alpha, g) for g, n in drafted.items()) / rows
         below = np.cumsum([drafted[g] for g in range(len(taken))]) / rows
         return float(tokens * taken[0] / (np.diff(below**self.B, prepend=0.0) @ taken))
+
+
+def some_row(chance: npt.ArrayLike, B: int) -> npt.NDArray[np.float64]:
+    """How likely one of B rows is to have what each has with this chance: all of them wait for it."""
+    return 1 - (1 - np.asarray(chance, dtype=np.float64)) ** B
 
 
 def judging(B: int, passes: Sequence[Pass], verify: Sequence[Verification]) -> theory.Found:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from outpace.bench import cost
-from outpace.bench.prediction import judging
+from outpace.bench.prediction import judging, some_row
 from outpace.decode import Decoder, WithModel
 from outpace.sampling import Sampling
 
@@ -95,18 +95,26 @@ class Costs:
         """Seconds of the target's pass over a token."""
         return min(one.ms for one in self.passes[dtype, B] if one.n == 1) / 1e3
 
-    def iterations(self, side: Side, name: str, B: int = 1) -> list[float]:
-        """Seconds of those with g = 0, 1, ... guesses."""
+    def iterations(self, side: Side, name: str, alpha: float, B: int = 1) -> list[float]:
+        """Seconds of those with g = 0, 1, ... guesses, of which such a share is kept."""
         drawn = cost.draws(side.drafts[name], self._sampling)
         verify = [one for one in self._verify[side.dtype, B] if one.drawn == drawn]
         taken = judging(B, self.passes[side.dtype, B], verify)
-        taken = taken + self._drafting[side.dtype, name, B].taken(np.arange(len(taken)))
+        g = np.arange(len(taken))
+        taken = taken + self._drafting[side.dtype, name, B].taken(g, some_row(alpha**g, B))
         return [float(ms) / 1e3 for ms in taken]
 
     def found(self) -> Mapping[str, Any]:
         """To be written down."""
         steps = [
-            {"dtype": d, "draft": name, "B": B, "ms": one.step, "start_ms": one.start}
+            {
+                "dtype": d,
+                "draft": name,
+                "B": B,
+                "ms": one.step,
+                "start_ms": one.start,
+                "behind_ms": one.behind,
+            }
             for (d, name, B), one in self._drafting.items()
         ]
         passes = [{"dtype": d, **asdict(one)} for (d, _), some in self.passes.items() for one in some]

@@ -162,13 +162,15 @@ class Tuning:
             took = max(took, before - self.budget.left(FORESEEN))
 
     def _foresee(self, side: Side, name: str) -> None:
-        texts, plain = self.findings.beta[name], self.costs.iterations(self.sides[0], name)[0]
-        if estimate(texts) is None:
+        texts = self.findings.beta[name]
+        found = estimate(texts)
+        if found is None:
             self.findings.dropped[self._auto(name, side)] = "had no guess at all"
             return
         # Of a longer one nothing would be left to be timed.
         most = min(self.tokens // BEGINNING - 2, side.plain.scorer.context - 1)
-        iterations = self.costs.iterations(side, name)
+        plain = self.costs.iterations(self.sides[0], name, found.mean)[0]
+        iterations = self.costs.iterations(side, name, found.mean)
         replay = Replay(texts, iterations[: most + 1], plain)
         if replay.lengths == [0]:
             return
@@ -212,7 +214,8 @@ class Tuning:
         """What is expected of the choice with more rows at a time."""
         way = self.findings.choice.way
         texts = self.findings.beta.get(way.draft)
-        if way.plain or texts is None:
+        found = estimate(texts) if texts is not None else None
+        if way.plain or texts is None or found is None:
             return
         side = next(one for one in self.sides if one.dtype == way.dtype)
         # No pass takes longer than its rows one after the other.
@@ -223,13 +226,14 @@ class Tuning:
             self.tell(f"passes over B = {B} rows")
             self.costs.time(side, B, self.budget.left(), CROWD)
             self.costs.time_step(side, way.draft, B)
-            iterations = self.costs.iterations(side, way.draft, B)
+            iterations = self.costs.iterations(side, way.draft, found.mean, B)
             replay = Replay(texts, iterations, iterations[0], B)
             fits = way.length.isdecimal() and int(way.length) in replay.lengths
             speed, interval = replay.fixed(int(way.length) if fits else replay.best())
             why = "expected to pay" if speed > PAYS else "not expected to pay"
-            found = Candidate(way.draft, way.length, way.dtype, way.rule, B, speed, interval, None, why)
-            self.findings.crowds.append(found)
+            self.findings.crowds.append(
+                Candidate(way.draft, way.length, way.dtype, way.rule, B, speed, interval, None, why)
+            )
 
     def _decoder(self, way: Way) -> Decoder:
         side = next(one for one in self.sides if one.dtype == way.dtype)
