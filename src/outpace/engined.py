@@ -93,6 +93,8 @@ class Run:
         """Slots that are free get rows that wait, those side by side together."""
         free = [slot for slot in range(self.slots) if slot not in self._active][: len(waiting)]
         self._smooth = not free
+        if free:  # what was chosen was for other texts
+            self._chosen = None
         for slot in free:
             self._active[slot] = waiting.popleft()
             self._active[slot].slot = slot
@@ -116,10 +118,10 @@ class Run:
                 return self._after_rest(g, rows)
             return self._begin(g, rows)
         guesser = self.guesser
+        if self._begun and (self._begun[-1].g or self._chosen or (guesser.free and not self.length.idle)):
+            return None  # the drafter would have to see what comes of it
         load = guesser.load(list(rows.values()), self.slots, self._ready())
-        if self._begun:  # the drafter would have to see what comes of it
-            if self._begun[-1].g or self._chosen or (guesser.free and not self.length.idle):
-                return None
+        if self._begun:
             if not guesser.free:
                 chosen = guesser.choose(list(rows.values()), load)
                 if any(chosen.values()):

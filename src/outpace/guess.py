@@ -64,7 +64,7 @@ class Guesser:
     def __init__(self, scorer: CausalScorer, drafter: Drafter | None, length: Length, rule: Rule) -> None:
         self.scorer, self.drafter, self.length, self.rule = scorer, drafter, length, rule
         self.free = bool(getattr(drafter, "free", False))
-        self._asked_last: Sequence[Row] = ()
+        self._asked_last: Sequence[tuple[Row, int]] = ()  # and how long their texts were
         self._read: dict[int, tuple[Row, int]] = {}  # by slot, how much of whose text the drafter has seen
 
     def load(
@@ -97,15 +97,11 @@ class Guesser:
             return self._taken(rows, load, [min(self.length.most, most) for most in room])
         chosen = self.choose(rows, load) if chosen is None else chosen
         limits = [min(chosen.get(row.slot, 0), most) for row, most in zip(rows, room, strict=True)]
-        if load.ready is not None and max(limits) < max(chosen.values()):
-            # Nothing is made ready for the last tokens of a text.
-            most = max((g for g in load.ready if g <= max(limits)), default=0)
-            limits = [min(g, most) for g in limits]
         if max(limits) < 1:
             return self._nothing(rows, load)
         state = self.state(rows, limits)
         draft = self._asked(state, limits)
-        self._asked_last = rows
+        self._asked_last = [(row, len(row.tokens)) for row in rows]
         alone = draft.steps is None  # it fell silent by itself, rather than being told that it is enough
         return Proposal(
             self._first(draft, limits),
@@ -140,8 +136,9 @@ class Guesser:
         """Tokens that a drafter which is not free has not seen yet."""
         if self.drafter is None or self.free:
             return 0
-        self._read |= {row.slot: (row, len(row.tokens)) for row in self._asked_last}
-        self._asked_last = ()
+        # What came of its guesses is as good as read; it may not be known yet.
+        self._read |= {row.slot: (row, len(row.tokens)) for row, _ in self._asked_last}
+        self._asked_last = [(row, length) for row, length in self._asked_last if len(row.tokens) == length]
         seen = (self._read.get(row.slot, (None, 0)) for row in rows)
         return sum(
             len(row.tokens) - (read if whose is row else 0)

@@ -748,7 +748,7 @@ def test_luck_is_booked_of_copies_alone(hinted: bool) -> None:
         policy.outlook.belief.learn([0], [8], [8])
     policy.choose([0], hint=Hint([4], [1.0]) if hinted else None)
     before = policy.account.balance
-    policy.observe(Done([0], [2], [0], 2, Load(1), 1.0))
+    policy.observe(Done([0], [0], [0], 2, Load(1), 1.0, asked=[2]))  # it had none: that is believed, too
     gain = policy.account.balance - before
     assert gain < 0.1 if hinted else gain > 0.5
 
@@ -766,10 +766,19 @@ def test_the_end_of_one_text_among_others_is_no_reason_to_think_again() -> None:
 
 def test_a_first_step_may_take_longer() -> None:
     costs, load = Costs(8), Load(1)
-    for steps in (2, 2, 2, 3, 3, 3):
+    for steps in (2, 3) * 10:
         costs.note_draft(load, steps, 0.5 + steps, 0.0)
     assert costs.step(load) == pytest.approx(1.0, rel=0.1)
     assert costs.drafts(load)[[0, 2, 3, 6]] == pytest.approx([0.0, 2.5, 3.5, 6.5], rel=0.06)
+    warm = Costs(8)
+    warm.note_draft(load, 2, 100.0, 0.0)
+    for _ in range(3):
+        warm.note_draft(load, 1, 1.0, 0.0)
+    assert warm.step(load) == pytest.approx(1.0)
+    old = Costs(8)
+    for steps, seconds in ((2, 20.0), *[(1, 1.0)] * 2, (2, 20.0), *[(1, 1.0)] * 600):
+        old.note_draft(load, steps, seconds, 0.0)
+    assert old.step(load) < 1.5
     alike = Costs(8)
     alike.note_draft(load, 2, 3.0, 0.0)
     assert alike.drafts(load)[[0, 1, 4]] == pytest.approx([0.0, 1.5, 6.0])
@@ -785,6 +794,9 @@ def test_accidents_count_little_and_changes_soon() -> None:
     for _ in range(12):
         mean.add(100.0)
     assert mean.value > 20
+    for t in range(5000):  # neither is a change from the other
+        mean.add(10.0 if t % 2 else 1.0)
+    assert 1 < mean.value < 10
 
 
 def test_a_policy_that_lacks_something_is_refused_at_once() -> None:

@@ -70,7 +70,7 @@ class Drafting:
 
     step    one of a few
     start   the part of the first that no other has
-    behind  what the first takes longer if all before it were kept: the last of them has not been read, either
+    behind  what a model's first takes longer if all before were kept: it has not read the last of them
     """
 
     step: float
@@ -134,10 +134,11 @@ def drafting(decoder: Decoder, B: int = 1, context: int = CONTEXT) -> Drafting:
         drafter.commit(nothing, nothing)
 
     try:
-        taken = medians({sizes: partial(propose, *sizes) for sizes in ((1, 1), (STEPS, 1), (1, 2))}, device)
+        sizes = [(1, 1), (STEPS, 1), *([(1, 2)] if isinstance(drafter, ModelDrafter) else [])]
+        taken = medians({size: partial(propose, *size) for size in sizes}, device)
         first = min(taken[1, 1], taken[STEPS, 1])
         each = (taken[STEPS, 1] - first) / (STEPS - 1)
-        behind = max(0.0, taken[1, 2] - taken[1, 1])
+        behind = max(0.0, taken.get((1, 2), 0.0) - taken[1, 1])
         return Drafting(round(taken[STEPS, 1] / STEPS, 4), round(max(0.0, first - each), 4), round(behind, 4))
     finally:
         drafter.reset(rows)

@@ -120,7 +120,8 @@ class Measurement:
             "autocorrelation": autocorrelation(beta),
             "chance": None if found is None else 2 / math.sqrt(found.count),
             "counted": None, "by_position": [], "blocks": None, "tokens_per_pass": None,
-            "step_ms": None, "start_ms": None, "best_g": None, "predicted": None, "by_batch": [],
+            "step_ms": None, "start_ms": None, "behind_ms": None, "best_g": None, "predicted": None,
+            "by_batch": [],
         }  # fmt: skip
 
     def count(self, name: str) -> None:
@@ -169,6 +170,7 @@ class Measurement:
                 entry |= {
                     "step_ms": fastest[0].step_ms,
                     "start_ms": fastest[0].start_ms,
+                    "behind_ms": fastest[0].behind_ms,
                     "best_g": fastest[0].g,
                     "predicted": fastest[0].speedup,
                     "by_batch": [
@@ -176,6 +178,7 @@ class Measurement:
                             "B": one.B,
                             "step_ms": one.step_ms,
                             "start_ms": one.start_ms,
+                            "behind_ms": one.behind_ms,
                             "best_g": one.g,
                             "predicted": one.speedup,
                         }

@@ -21,6 +21,7 @@ class Best:
     B: int
     step_ms: float
     start_ms: float
+    behind_ms: float
     g: int
     speedup: float
 
@@ -38,7 +39,8 @@ class Parts:
         """The best of all lengths that passes of B rows were timed for."""
         speeds = self.speedups(alpha, coverage)
         g = int(np.argmax(np.round(speeds, 4)))
-        return Best(self.B, self.drafting.step, self.drafting.start, g, round(float(speeds[g]), 4))
+        step, start, behind = self.drafting.step, self.drafting.start, self.drafting.behind
+        return Best(self.B, step, start, behind, g, round(float(speeds[g]), 4))
 
     def speedups(self, alpha: float, coverage: float = 1.0) -> theory.Found:
         """Over plain decoding, for g = 0, 1, ... as far as passes were timed; between sizes they are

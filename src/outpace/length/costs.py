@@ -16,6 +16,8 @@ TOGETHER = 256  # tokens of all rows that are
 LEAST = 0.05  # of what a pass takes, that is not due to its text
 RECENT = 4  # lengths that were made ready, by which the next one is judged
 TICK = 1e-9  # seconds: less is none of a clock
+PAST = 0.99  # what is left of the weight of a number of steps after each draft of another
+MOST_ODD = 16  # of those in a row, that count
 STILL = 0.25  # weight of a draft of no steps, which takes nothing
 WILD = 1.3  # times as long, or as short, as expected: more than that is an accident, and counts as that
 FAR = 256  # tokens: after a text that much longer or shorter anything may be expected
@@ -56,7 +58,7 @@ class Mean:
         self.count = 0
         self.value = math.inf
         self.at = 0.0
-        self._odd = 0  # values in a row that were far from what was expected: no accident, if there are many
+        self._odd = 0  # values in a row that were far above what was expected, or below: many are no accident
 
     @property
     def sure(self) -> bool:
@@ -71,8 +73,9 @@ class Mean:
             if value < expected:
                 self.value, self.at = value, at
             return value
-        wild = WILD ** (1 + self._odd)
-        self._odd = 0 if expected / WILD <= value <= expected * WILD else self._odd + 1
+        side = int(value > expected * WILD) - int(value < expected / WILD)
+        wild = WILD ** (1 + (self._odd * side > 0) * min(abs(self._odd), MOST_ODD))
+        self._odd = self._odd + side if self._odd * side > 0 else side
         # After a much longer text it may take much longer, and after a shorter one less.
         if at - self.at <= FAR:
             value = min(value, expected * wild)
@@ -97,7 +100,9 @@ class Costs:
         self._curves: dict[tuple[int, bool], Array] = {}
         self._noted = 0  # passes so far
         self._last: dict[tuple[int, int], int] = {}  # the last of each size of the batch and g
-        self._drafts: dict[int, dict[int, Mean]] = {}  # by size of the batch, then of steps
+        self._drafts: dict[int, dict[int, Mean]] = {}  # by size of the batch, then number of steps
+        self._last_draft: dict[tuple[int, int], int] = {}  # how many there were then, of all sizes
+        self._drafted = 0
         self._least: dict[int, float] = {}  # of a step, where none was timed by itself
         self._missed: dict[int, Mean] = {}  # of reading a token that was not read
         self.making = 0.0  # of making a length ready, about
@@ -131,6 +136,8 @@ class Costs:
         few = not drafts and load.unread <= AT_ONCE * load.batch  # they are read in a step, about
         if steps and (apart or few):
             drafts.setdefault(steps, Mean()).add(seconds)
+            self._drafted += 1
+            self._last_draft[size, steps] = self._drafted
         elif steps and drafts:
             catching_up += max(0.0, seconds - float(self.drafts(load)[min(steps, self.most)]))
         elif steps:  # at least so much, as if each token had taken a step
@@ -174,8 +181,12 @@ class Costs:
         drafts = self._drafts.get(size, {})
         if not drafts:
             return 0.0, self._least.get(size, 0.0)
+        sure = any(one.sure for one in drafts.values())  # otherwise it may have been a warm-up
         points = [(STILL, 0, 0.0)]
-        points += [(min(one.count, 1 / NEW), steps, one.value) for steps, one in drafts.items()]
+        for n, one in drafts.items():
+            if one.sure or not sure:
+                faded = PAST ** (self._drafted - self._last_draft[size, n])
+                points.append((faded * min(one.count, 1 / NEW), n, one.value))
         weight = sum(w for w, _, _ in points)
         steps = sum(w * n for w, n, _ in points) / weight
         seconds = sum(w * value for w, _, value in points) / weight

@@ -198,7 +198,7 @@ class Goodput(Length):
         gain = once = 0.0
         if plain is not None and guessed:
             if done.seconds is not None:
-                # Of guesses that differ as copies do, what is believed of all says little.
+                # Of guesses whose confidence is known before, what is believed of all says little.
                 kept = sum(done.accepted) / len(done.rows) if self._hinted else self.outlook.keeps(done)
                 gain = 1 + kept - (done.seconds + done.catching_up) / plain
             if tried is not None:

@@ -163,8 +163,8 @@ class Outlook:
         """Guesses of a row that such an iteration keeps, by what is believed now: luck would soon be larger
         than what is to be seen."""
         reach = self.belief.now(done.rows) @ self.belief.reach()  # [R, most]
-        drafted = self._places[:-1] < np.array(done.drafted)[:, None]
-        return float((reach * drafted).sum()) / len(done.rows)
+        asked = self._places[:-1] < np.array(done.asked or done.drafted)[:, None]
+        return float((reach * asked).sum()) / len(done.rows)
 
     def would_pay(self, done: Done, margin: float) -> bool:
         """Whether some length would pay if as many were kept always as of these guesses, and one more."""

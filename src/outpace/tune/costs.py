@@ -19,7 +19,7 @@ SIZES = (
     (1, 5),
 )  # tokens of passes that are timed: as many as there is time for
 CHECKED = (0, 1, 4)  # guesses that verification is timed with, beside the most
-ROOM = 24  # tokens that a context must leave for what is timed
+ROOM = max(cost.STEP_ROOM, *cost.LENGTHS)  # tokens that a context must leave for what is timed
 
 
 @dataclass
