@@ -42,6 +42,11 @@ class Case:
     lenience: float = 1.0
     dtype: torch.dtype = torch.float32
 
+    @property
+    def drafting(self) -> Case:
+        """The same for all that may judge the same drafts."""
+        return replace(self, rule="", lenience=1.0, sampling=Sampling(), ragged=False)
+
     def __str__(self) -> str:
         def short(sampling: Sampling) -> str:
             parts = [("T", sampling.temperature, 1.0), ("k", sampling.top_k, 0), ("p", sampling.top_p, 1.0)]
@@ -92,7 +97,7 @@ def drafted(
     draws: int,
     device: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Seeds, starts, drafts and their nodes: the same for every rule, so cases in a row share them."""
+    """Seeds, starts, drafts and their nodes, which cases in a row share if they differ in the judge alone."""
     seed = torch.arange(draws, device=device) * 7919 + 13
     start = torch.full_like(seed, len(BEFORE))
     return seed, start, *draft_block(case, trees(case, device)[1], seed, start)
@@ -101,8 +106,7 @@ def drafted(
 def check_joint(case: Case, draws: int = MILLION, device: str = "cpu") -> None:
     """(kept tokens, next token) has the enumerated distribution, at a million draws."""
     target, draft = trees(case, device)
-    drafting = replace(case, rule="", lenience=1.0, sampling=Sampling())
-    seed, start, tokens, nodes = drafted(draft_block, drafting, draws, device)
+    seed, start, tokens, nodes = drafted(draft_block, case.drafting, draws, device)
     lengths = torch.arange(draws, device=device) % (case.g + 1) if case.ragged else None
     verdict = outpace.verify(
         tokens,
