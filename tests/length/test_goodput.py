@@ -779,6 +779,9 @@ def test_a_first_step_may_take_longer() -> None:
     for steps, seconds in ((2, 20.0), *[(1, 1.0)] * 2, (2, 20.0), *[(1, 1.0)] * 600):
         old.note_draft(load, steps, seconds, 0.0)
     assert old.step(load) < 1.5
+    for _ in range(80_000):  # of another batch: what is known of this one does not fade with them
+        old.note_draft(Load(8), 3, 3.0, 0.0)
+    assert old.step(load) < 1.5
     alike = Costs(8)
     alike.note_draft(load, 2, 3.0, 0.0)
     assert alike.drafts(load)[[0, 1, 4]] == pytest.approx([0.0, 1.5, 6.0])

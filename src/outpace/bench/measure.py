@@ -167,24 +167,16 @@ class Measurement:
                 entry = self.entries[name, lenience]
                 share, coverage = entry["alpha"] or 0.0, entry["coverage"]
                 fastest = [Parts(B, drafting[B], passes, own).best(share, coverage) for B in plan.batches]
-                entry |= {
-                    "step_ms": fastest[0].step_ms,
-                    "start_ms": fastest[0].start_ms,
-                    "behind_ms": fastest[0].behind_ms,
-                    "best_g": fastest[0].g,
-                    "predicted": fastest[0].speedup,
-                    "by_batch": [
-                        {
-                            "B": one.B,
-                            "step_ms": one.step_ms,
-                            "start_ms": one.start_ms,
-                            "behind_ms": one.behind_ms,
-                            "best_g": one.g,
-                            "predicted": one.speedup,
-                        }
-                        for one in fastest
-                    ],
-                }
+                found = [
+                    {
+                        **{f"{part}_ms": ms for part, ms in asdict(one.drafting).items()},
+                        "best_g": one.g,
+                        "predicted": one.speedup,
+                    }
+                    for one in fastest
+                ]
+                by_batch = [{"B": one.B, **each} for one, each in zip(fastest, found, strict=True)]
+                entry |= {**found[0], "by_batch": by_batch}
             self._put()
 
     def trace(self) -> None:

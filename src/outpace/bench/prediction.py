@@ -19,9 +19,7 @@ class Best:
     """The fastest g and its speed over plain decoding; 0, and 1, where no draft pays."""
 
     B: int
-    step_ms: float
-    start_ms: float
-    behind_ms: float
+    drafting: Drafting
     g: int
     speedup: float
 
@@ -39,8 +37,7 @@ class Parts:
         """The best of all lengths that passes of B rows were timed for."""
         speeds = self.speedups(alpha, coverage)
         g = int(np.argmax(np.round(speeds, 4)))
-        step, start, behind = self.drafting.step, self.drafting.start, self.drafting.behind
-        return Best(self.B, step, start, behind, g, round(float(speeds[g]), 4))
+        return Best(self.B, self.drafting, g, round(float(speeds[g]), 4))
 
     def speedups(self, alpha: float, coverage: float = 1.0) -> theory.Found:
         """Over plain decoding, for g = 0, 1, ... as far as passes were timed; between sizes they are
@@ -52,7 +49,7 @@ class Parts:
         taken = judging(self.B, self.passes, self.verify)
         g = np.arange(len(taken))
         tokens = coverage * theory.expected_tokens(alpha, g) + 1 - coverage
-        guessing = 1 - (1 - coverage) ** self.B  # a pass is as wide for all rows
+        guessing = some_row(coverage, self.B)  # a pass is as wide for all rows
         mean = guessing * taken + (1 - guessing) * taken[0]
         drafting = self.drafting.taken(g, some_row(coverage * np.power(alpha, g), self.B))
         return theory.measured_speedup(tokens, g, 0.0, mean + drafting, taken[0])

@@ -101,8 +101,7 @@ class Costs:
         self._noted = 0  # passes so far
         self._last: dict[tuple[int, int], int] = {}  # the last of each size of the batch and g
         self._drafts: dict[int, dict[int, Mean]] = {}  # by size of the batch, then number of steps
-        self._last_draft: dict[tuple[int, int], int] = {}  # how many there were then, of all sizes
-        self._drafted = 0
+        self._last_draft: dict[tuple[int, int], int] = {}  # how many there were then with such a batch
         self._least: dict[int, float] = {}  # of a step, where none was timed by itself
         self._missed: dict[int, Mean] = {}  # of reading a token that was not read
         self.making = 0.0  # of making a length ready, about
@@ -136,8 +135,7 @@ class Costs:
         few = not drafts and load.unread <= AT_ONCE * load.batch  # they are read in a step, about
         if steps and (apart or few):
             drafts.setdefault(steps, Mean()).add(seconds)
-            self._drafted += 1
-            self._last_draft[size, steps] = self._drafted
+            self._last_draft[size, steps] = sum(one.count for one in drafts.values())
         elif steps and drafts:
             catching_up += max(0.0, seconds - float(self.drafts(load)[min(steps, self.most)]))
         elif steps:  # at least so much, as if each token had taken a step
@@ -182,10 +180,10 @@ class Costs:
         if not drafts:
             return 0.0, self._least.get(size, 0.0)
         sure = any(one.sure for one in drafts.values())  # otherwise it may have been a warm-up
-        points = [(STILL, 0, 0.0)]
+        points, drafted = [(STILL, 0, 0.0)], sum(one.count for one in drafts.values())
         for n, one in drafts.items():
             if one.sure or not sure:
-                faded = PAST ** (self._drafted - self._last_draft[size, n])
+                faded = PAST ** (drafted - self._last_draft[size, n])
                 points.append((faded * min(one.count, 1 / NEW), n, one.value))
         weight = sum(w for w, _, _ in points)
         steps = sum(w * n for w, n, _ in points) / weight

@@ -173,7 +173,6 @@ class Goodput(Length):
 
     def observe(self, done: Done) -> None:
         outlook, costs = self.outlook, self.outlook.costs
-        outlook.belief.time += 1
         if done.seconds is None:
             costs.note_making(done.making)
             size = size_of(done.load)  # the others are to be better than this one

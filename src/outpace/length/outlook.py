@@ -177,7 +177,8 @@ class Outlook:
         return bool(rates[self._grown(done.load)].max() > (1 + margin) * rates[0])
 
     def learn(self, done: Done, plan: Plan | None) -> bool:
-        """From what was scored, and from the guess after it that was not; whether there was any."""
+        """From an iteration: what was scored, and the guess after it that was not; whether there was any."""
+        self.belief.time += 1
         if not (done.steps or any(done.asked or done.drafted) or any(one is not None for one in done.unused)):
             return False
         tested, kept = np.array(done.asked or done.drafted, dtype=int), np.array(done.accepted, dtype=int)
