@@ -13,7 +13,7 @@ import pytest
 from outpace import Decoder, Goodput, LookupDrafter, theory
 from outpace.draft.base import Draft, State
 from outpace.length import Done, Hint, Load
-from outpace.length.belief import ALPHAS, CHANGE, LEARN, OPEN, Belief, Signal
+from outpace.length.belief import ALPHAS, CHANGE, LEARN, NEW, OPEN, Belief, Signal
 from outpace.length.costs import Costs, Mean
 from outpace.length.goodput import YOUNG
 from tests.length.world import Cost, World, flat, steep
@@ -692,7 +692,19 @@ def test_new_rows_are_taken_to_be_like_the_last_ones_and_something_is_left_open(
         belief.time += 1
         belief.learn([0, 1], [4, 4], [kept, kept])
         usual += (1 - (1 - LEARN) ** 2) * (belief.now([0, 1]).mean(0) - usual)
-    assert belief.now([7])[0] == pytest.approx(OPEN / len(ALPHAS) + (1 - OPEN) * usual)
+    assert belief.now([7])[0] == pytest.approx(NEW / len(ALPHAS) + (1 - NEW) * usual)
+    belief.time += 10_000  # it has jumped, and that it did speaks for something else
+    assert belief.now([0])[0] == pytest.approx(OPEN / len(ALPHAS) + (1 - OPEN) * usual)
+
+
+def test_one_lost_guess_at_a_text_s_beginning_does_not_outweigh_all_texts_before_it() -> None:
+    belief, draw = Belief(4), np.random.default_rng(5)
+    for _ in range(200):
+        belief.time += 1
+        belief.learn([0], [4], [(draw.random(4) < 0.8).cumprod().sum()])
+    belief.forget([0])
+    belief.learn([0], [4], [0])
+    assert 0.65 < float(belief.now([0])[0] @ ALPHAS) < 0.78
 
 
 def test_each_row_is_believed_what_was_seen_of_it() -> None:

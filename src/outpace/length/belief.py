@@ -21,7 +21,8 @@ ODDS = np.linspace(-6, 6, 25)
 ALPHAS = 1 / (1 + np.exp(-ODDS))  # 0.0025 to 0.9975
 CHANGE = 0.01  # chance that a row's acceptance jumps at an iteration
 LEARN = 0.05  # how quickly new rows are taken to be like the last ones
-OPEN = 0.2  # how much of what is thought of new rows is left open
+OPEN = 0.2  # how much of what a row jumps to is left open
+NEW = 0.05  # and of what a new row is like
 CALM = 30.0  # tests that a correction by position counts as much as
 FADE = 0.995  # what is left of a test's weight after another
 
@@ -36,7 +37,7 @@ class Belief:
         # [2, most + 1, len(ALPHAS)]: of 0, 1, ... kept guesses, without one more that was lost and with it
         runs = ALPHAS ** np.arange(most + 1)[:, None]
         self._likely = np.stack((runs, runs * (1 - ALPHAS)))
-        self.prior = np.full(len(ALPHAS), 1 / len(ALPHAS))  # of a row that nothing is known of
+        self.usual = np.full(len(ALPHAS), 1 / len(ALPHAS))  # what rows were like lately
         self._rows: Array = np.zeros((0, len(ALPHAS)))  # by slot
         self.time = 0  # iterations so far
         self._seen = np.zeros(0, dtype=np.int64)  # by slot, the time that is meant; -1 if nothing is known
@@ -54,8 +55,10 @@ class Belief:
         found: Array = self._rows[slots]
         seen = self._seen[slots]
         if (seen != self.time).any():
-            stayed = np.where(seen < 0, 0.0, (1 - CHANGE) ** (self.time - seen))
-            found = self.prior + stayed[:, None] * (found - self.prior)
+            stayed = (1 - CHANGE) ** (self.time - seen)
+            jumped = _open(self.usual, OPEN)
+            found = jumped + stayed[:, None] * (found - jumped)
+            found[seen < 0] = _open(self.usual, NEW)
             self._rows[slots], self._seen[slots] = found, self.time
         return found
 
@@ -91,8 +94,7 @@ class Belief:
         belief = belief * likely
         belief /= belief.sum(axis=1, keepdims=True)
         self._rows[np.asarray(rows)] = belief
-        usual = OPEN / len(ALPHAS) + (1 - OPEN) * belief.sum(0) / len(rows)
-        self.prior += (1 - (1 - LEARN) ** len(rows)) * (usual - self.prior)
+        self.usual += (1 - (1 - LEARN) ** len(rows)) * (belief.sum(0) / len(rows) - self.usual)
         self._reach = None
 
     def _runs(self, alphas: Array) -> Array:
@@ -104,6 +106,11 @@ class Belief:
 
     def forget(self, rows: Sequence[int]) -> None:
         self._seen[[row for row in rows if row < len(self._seen)]] = -1
+
+
+def _open(usual: Array, share: float) -> Array:
+    """What is usual, but for a share that may be anything."""
+    return share / len(ALPHAS) + (1 - share) * usual
 
 
 def _shifted(shift: Array) -> Array:
