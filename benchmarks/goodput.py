@@ -286,6 +286,7 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> Iterator[dict[str, An
                 "whole_ratio": round(whole.pop("goodput") / max(whole.values()), 4),
                 "chosen": dict(sum((one.guesses for one in texts["goodput"]), Counter[int]())),
                 "tokens_per_second": {side: round(rate, 1) for side, rate in written.items()},
+                "c": cost(decoder, B),
                 "predicted": predicted(parts[name, B], alpha) if (name, B) in parts else None,
                 "measured": [
                     round(rates[g] / rates["0"], 3) if g in rates else None for g in map(str, LENGTHS)

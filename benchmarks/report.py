@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import platform
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
-import transformers
 
 import outpace
+from outpace.bench.machine import cpu, version
 
 
 def arguments(purpose: str | None) -> argparse.ArgumentParser:
@@ -25,24 +25,27 @@ def arguments(purpose: str | None) -> argparse.ArgumentParser:
 
 
 def machine() -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
-        ]
-        model = names[0] if names else model
+    """With versions, and a digest of the package's source: `python benchmarks/report.py` prints that of this
+    checkout."""
     return {
-        "cpu": model,
+        "cpu": cpu(),
         "architecture": platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "numpy": numpy.__version__,
+        **{package: version(package) for package in ("torch", "transformers", "triton", "numpy")},
         "outpace": outpace.__version__,
+        "source": source(),
     }
+
+
+def source() -> str:
+    """The same for the same code."""
+    root = Path(outpace.__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        found.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def write(report: dict[str, Any], out: Path | None) -> None:
@@ -50,3 +53,7 @@ def write(report: dict[str, Any], out: Path | None) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    print(source())

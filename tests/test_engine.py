@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -369,3 +370,51 @@ def test_what_is_chosen_ahead_is_done() -> None:
     after = [n for n, g in zip(unread[1:], policy.chosen, strict=False) if g]
     assert set(after[: policy.done.count(3)]) == {0}
     assert all(n > 0 for n, g in zip(unread, policy.chosen, strict=True) if g)
+
+
+class Asks(NowAndThen):
+    """And is asked between steps, for the rows that it chose for."""
+
+    asks = True
+    rows: Sequence[int] = ()
+    withdrawn = 0
+
+    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+        self.rows = list(rows)
+        return super().choose(rows, load=load, hint=hint)
+
+    def enough(self, confidence: Sequence[float]) -> bool:
+        assert len(confidence) == len(self.rows)
+        return False
+
+    def withdraw(self) -> None:
+        self.withdrawn += 1
+
+
+@pytest.mark.parametrize("batch", [3, 1])
+def test_what_is_chosen_ahead_is_withdrawn_when_rows_end_or_others_begin(batch: int) -> None:
+    policy = Asks()
+    decoder = Decoder(tiny(), RandomDrafter(V), length=policy, engine=True)
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    for tokens in range(4, 24):
+        outs = decoder.generate(
+            prompts, temperature=2, max_new_tokens=tokens, ignore_eos=True, batch_size=batch, seed=tokens
+        )
+        assert [len(out.tokens) for out in outs] == [tokens] * 3
+    assert policy.withdrawn > 0
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("engine", [True, False])
+def test_a_policy_is_told_what_texts_have_use_for(inside: bool, engine: bool) -> None:
+    policy = NowAndThen()
+    decoder = Decoder(tiny(), tiny(seed=1) if inside else RandomDrafter(V), length=policy, engine=engine)
+    out = decoder.generate([1, 2, 3], temperature=0, max_new_tokens=20, ignore_eos=True)
+    assert len(out.tokens) == 20
+    rooms = [load.room for load in policy.loads]
+    assert rooms[0] == (19 if engine else 18,)  # without one, the first token comes with the prompt
+    assert all(one is not None and one < before for before, one in itertools.pairwise(rooms))  # type: ignore[operator]
+    assert rooms[-1] is not None
+    assert rooms[-1][0] <= 3
+    assert {load.way for load in policy.loads} == {"engine" if engine else ""}
+    assert {load.padded for load in policy.loads} == {inside and engine}

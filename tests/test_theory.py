@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,10 +76,13 @@ def test_the_best_length_is_the_best_and_0_where_no_draft_pays() -> None:
             assert theory.least_speedup(alpha, c) == pytest.approx(theory.speedup(alpha, 1, c))
         assert theory.oracle_speedup(alpha, c) >= theory.speedup(alpha, best, c) - 1e-12
     assert theory.best_length(0.8, 0.0, most=7) == 7
+    alphas, cs = np.array([[0.0], [0.6], [0.9]]), np.array([0.02, 0.3])
+    found = theory.best_length(alphas, cs)
+    assert found.tolist() == [[theory.best_length(a, c) for c in cs] for a in alphas[:, 0]]
     # Section 3.5: an oracle of lengths brings up to about 60 % more.
     alphas = np.linspace(0.5, 0.9, 41)
     for c in (0.01, 0.02, 0.05, 0.1):
-        fixed = [theory.speedup(a, theory.best_length(a, c), c) for a in alphas]
+        fixed = theory.speedup(alphas, theory.best_length(alphas, c), c)
         gain = (theory.oracle_speedup(alphas, c) / fixed).max()
         assert 1.2 < gain < 1.65
     assert math.isinf(theory.oracle_speedup(1.0, 0.0))
@@ -107,7 +112,7 @@ def test_acceptance_of_distributions() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    for wrong, said in (
+    cases: tuple[tuple[Callable[[], Any], str], ...] = (
         (lambda: theory.expected_tokens(1.2, 3), "alpha"),
         (lambda: theory.expected_tokens(float("nan"), 3), "alpha"),
         (lambda: theory.expected_tokens(0.5, 2.5), "g"),
@@ -116,7 +121,8 @@ def test_what_makes_no_sense_is_refused() -> None:
         (lambda: theory.best_length(0.5, 0.1, -3), "most"),
         (lambda: theory.acceptance([0.5, 0.6], [0.5, 0.5]), "p"),
         (lambda: theory.acceptance([0.5, 0.5], [0.5, 0.5], 0.0), "lenience"),
-    ):
+    )
+    for wrong, said in cases:
         with pytest.raises(ValueError, match=f"^{said}: "):
             wrong()
 

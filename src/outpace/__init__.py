@@ -81,7 +81,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("audit", "integrations", "random", "sampling", "verify"):  # the last can be called
+    if name in ("audit", "integrations", "random", "sampling", "theory", "verify"):  # the last can be called
         return importlib.import_module(f"outpace.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)

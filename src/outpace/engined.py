@@ -54,9 +54,7 @@ class Run:
         self._begun: deque[Begun] = deque()
         self._read_by_draft: dict[int, int] = {}  # tokens of each row's text
         self._smooth = True  # nothing else was done beside the last iteration
-        # What was chosen for an iteration that has to wait: of the engine's draft, or by slot
-        self._wanted: int | None = None
-        self._chosen: dict[int, int] | None = None
+        self._chosen: dict[int, int] | None = None  # by slot, for an iteration that has to wait
         self._drafted = 0.0  # seconds that the host's drafter took
 
     def steps(self, waiting: deque[Row]) -> Generator[Step]:
@@ -70,6 +68,8 @@ class Run:
                         break
                     self._begun.append(begun)
                 begun = self._begun.popleft()
+                if begun.proposal is not None:
+                    clock.took("draft", self._drafted)
                 outcome = begun.pending.read()
                 # A row that ended meanwhile has no use for what came of its slot.
                 rows = [row for slot, row in begun.rows.items() if self._active.get(slot) is row]
@@ -93,8 +93,8 @@ class Run:
         """Slots that are free get rows that wait, those side by side together."""
         free = [slot for slot in range(self.slots) if slot not in self._active][: len(waiting)]
         self._smooth = not free
-        if free:  # what was chosen was for other texts
-            self._chosen = None
+        if free:
+            self._withdraw()
         for slot in free:
             self._active[slot] = waiting.popleft()
             self._active[slot].slot = slot
@@ -106,30 +106,28 @@ class Run:
     def _start(self) -> Begun | None:
         """The next iteration; None if it has to wait for the outcome of the last one."""
         rows = dict(self._active)
-        if self.inside:
-            g = self._wanted
-            if g is None:
-                g = max(self._choose(rows)) if self.drafter is not None else 0
-            self._wanted = None
-            if g and self._behind():
-                if self._begun:
-                    self._wanted = g
-                    return None
-                return self._after_rest(g, rows)
-            return self._begin(g, rows)
         guesser = self.guesser
+        if self.inside:
+            chosen = self._chosen or guesser.choose(list(rows.values()), self._load(rows))
+            g = max(chosen.values(), default=0)
+            behind = g > 0 and self._behind() > 0
+            self._chosen = chosen if behind and self._begun else None
+            if self._chosen is not None:
+                return None
+            return self._after_rest(g, rows) if behind else self._begin(g, rows)
         if self._begun and (self._begun[-1].g or self._chosen or (guesser.free and not self.length.idle)):
             return None  # the drafter would have to see what comes of it
-        load = guesser.load(list(rows.values()), self.slots, self._ready())
+        there, coming = list(rows.values()), len(self._begun)
+        load = guesser.load(there, self.slots, self._ready(), coming, way="engine")
         if self._begun:
             if not guesser.free:
-                chosen = guesser.choose(list(rows.values()), load)
+                chosen = guesser.choose(there, load)
                 if any(chosen.values()):
                     self._chosen = chosen
                     return None
             return self._begin(0, rows)
         began = time.perf_counter()
-        proposal = guesser.propose(list(rows.values()), load, self._chosen)
+        proposal = guesser.propose(there, load, self._chosen)
         self._chosen, self._drafted = None, time.perf_counter() - began
         return self._begin(proposal.draft.tokens.shape[1], rows, proposal)
 
@@ -139,12 +137,11 @@ class Run:
         self._smooth = self._smooth and pending.ready
         return Begun(pending, g, rows, self._load(rows) if proposal is None else proposal.load, proposal)
 
-    def _choose(self, rows: dict[int, Row]) -> list[int]:
-        return self.length.choose(list(rows), load=self._load(rows))
-
     def _load(self, rows: dict[int, Row]) -> Load:
         unread = self.engine.pieces(self._behind()) * self.engine.piece * self.slots
-        return Load(self.slots, max(len(row.tokens) for row in rows.values()), unread, self._ready())
+        longest = max(len(row.tokens) for row in rows.values())
+        room = self.guesser.room(list(rows.values()), len(self._begun))
+        return Load(self.slots, longest, unread, self._ready(), tuple(room), "engine", padded=self.inside)
 
     def _ready(self) -> frozenset[int] | None:
         return self.engine.ready(self.sampling, self.slots, given=not self.inside)
@@ -239,11 +236,19 @@ class Run:
             )
         )
 
+    def _withdraw(self) -> None:
+        """What was chosen was for other rows. A draft in the engine guesses as far for all of them; any other
+        is to be asked for those that are there."""
+        if self._chosen is not None and not self.inside:
+            self._chosen = None
+            self.length.withdraw()
+
     def _end(self, rows: list[Row]) -> None:
         """Rows that have come to their ends give up their slots."""
-        for row in rows:
-            if row.finish_reason is None:
-                continue
+        ended = [row for row in rows if row.finish_reason is not None]
+        if ended:
+            self._withdraw()
+        for row in ended:
             whole = self.engine.draft is None or self._read_by_draft[row.slot] == len(row.tokens)
             known = row.tokens if whole else row.tokens[: self._read_by_draft[row.slot]]
             self.engine.end(row.slot, known, wipe=row.error is not None)

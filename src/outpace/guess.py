@@ -68,17 +68,33 @@ class Guesser:
         self._read: dict[int, tuple[Row, int]] = {}  # by slot, how much of whose text the drafter has seen
 
     def load(
-        self, rows: Sequence[Row], batch: int | None = None, ready: frozenset[int] | None = None
+        self,
+        rows: Sequence[Row],
+        batch: int | None = None,
+        ready: frozenset[int] | None = None,
+        coming: int = 0,
+        way: str = "",
     ) -> Load:
         """What the next pass is over.
 
-        batch  rows that it is over, if some of them stand still
-        ready  lengths that nothing has to be made for, if there are others
+        batch   rows that it is over, if some of them stand still
+        ready   lengths that nothing has to be made for, if there are others
+        coming  iterations that are under way
         """
-        return Load(batch or len(rows), max(len(row.tokens) for row in rows), self._unread(rows), ready)
+        longest, room = max(len(row.tokens) for row in rows), tuple(self.room(rows, coming))
+        return Load(batch or len(rows), longest, self._unread(rows), ready, room, way)
+
+    def room(self, rows: Sequence[Row], coming: int = 0) -> list[int]:
+        """Guesses that each has use for, after iterations that are under way."""
+        return [
+            min(row.max_new_tokens - row.stats.new_tokens, self.scorer.context - len(row.tokens)) - 1 - coming
+            for row in rows
+        ]
 
     def choose(self, rows: Sequence[Row], load: Load) -> dict[int, int]:
         """How far the policy wants each slot to be guessed, of a drafter that is not free."""
+        if self.drafter is None:
+            return {}
         slots = [row.slot for row in rows]
         return dict(zip(slots, self.length.choose(slots, load=load), strict=True))
 
@@ -87,10 +103,7 @@ class Guesser:
 
         chosen  of each slot, how far; by default the policy is asked
         """
-        room = [
-            min(row.max_new_tokens - row.stats.new_tokens - 1, self.scorer.context - len(row.tokens) - 1)
-            for row in rows
-        ]
+        room = self.room(rows)
         if self.drafter is None or (self.free and self.length.idle):
             return self._nothing(rows, load)
         if self.free:

@@ -87,6 +87,11 @@ class Clock:
         self._spent[what] = now - self._last
         self._last = now
 
+    def took(self, what: str, seconds: float) -> None:
+        """Seconds since the last lap, that something else has timed."""
+        self._spent[what] = seconds
+        self._last += seconds
+
     def share(self, rows: Sequence[Stats]) -> dict[str, float]:
         """The rest is "other"; each row gets its share of what all is."""
         self.lap("other")

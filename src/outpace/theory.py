@@ -5,7 +5,8 @@ g      drafts a pass
 c      time of a draft's step, of a target's pass, whose time does not depend on g
 ops    operations of a draft's step, of the target's for a token
 
-All but `best_length` and what takes distributions work on arrays as on numbers, and broadcast.
+All but `kept_shares`, which returns one, and what takes distributions work on arrays as on numbers, and
+broadcast.
 """
 
 from __future__ import annotations
@@ -57,11 +58,16 @@ def operations(alpha: Numbers, g: Numbers, ops: Numbers = 0.0) -> Found:
     return _plain((g * _cost("ops", ops) + g + 1) / expected_tokens(alpha, g))
 
 
-def best_length(alpha: float, c: float, most: int = LONGEST) -> int:
-    """The g that `speedup` is largest for: section 3.5. 0 where no draft pays; the smallest of several."""
+def best_length(alpha: Numbers, c: Numbers, most: int = LONGEST) -> Any:
+    """The g that `speedup` is largest for: section 3.5. 0 where no draft pays; the smallest of several.
+
+    An int for numbers, an array for arrays.
+    """
     if not isinstance(most, int) or most < 0:
         raise ValueError(f"most: got {most!r}; it must be an int >= 0")
-    return int(np.argmax(np.round(speedup(alpha, np.arange(most + 1), c), 12)))
+    speeds = speedup(np.asarray(alpha)[..., None], np.arange(most + 1), np.asarray(c)[..., None])
+    best = np.argmax(np.round(speeds, 12), axis=-1)
+    return int(best) if best.ndim == 0 else best
 
 
 def least_speedup(alpha: Numbers, c: Numbers) -> Found:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import outpace
-from outpace import Decoder, Fixed, Sampling, theory
-from outpace.bench import alpha, synthetic
-from outpace.bench.blocks import Blocks, counted, trace
+from outpace import Decoder, Fixed, RandomDrafter, Sampling, theory
+from outpace.bench import alpha, cost, synthetic
+from outpace.bench.blocks import Blocks, counted, divided, trace
 from outpace.bench.estimate import autocorrelation, estimate
 from outpace.bench.prompts import Asked
 from outpace.draft.base import Draft, State
@@ -169,9 +169,14 @@ def test_drafts_of_a_bigram_pair_are_kept_each_anew() -> None:
 
 
 def test_blocks_are_counted_as_by_hand() -> None:
-    blocks = Blocks([(2, 2), (2, 0), (2, 1), (1, 1)])
+    blocks = Blocks({0: [(2, 2), (2, 0)], 3: [(2, 1), (1, 1)]})
     assert blocks.acceptance == 4 / 6
-    assert blocks.by_position == [3 / 4, 1 / 2]
+    first, second = blocks.by_position()
+    assert first == estimate([np.array([1.0, 0.0]), np.array([1.0, 1.0])])
+    assert second == estimate([np.array([1.0]), np.array([0.0])])
+    assert first is not None
+    assert second is not None
+    assert (first.mean, second.mean) == (3 / 4, 1 / 2)
     assert blocks.observed == [1 / 4, 2 / 4, 1 / 4]
     # Three passes of two drafts: 1/2, 1/4, 1/4; one of one: 1/2, 1/2
     assert blocks.predicted(0.5) == pytest.approx([1 / 2, 5 / 16, 3 / 16])
@@ -187,6 +192,30 @@ def test_a_trace_has_the_run_iteration_by_iteration() -> None:
         {"draft", "target", "verify", "other"} <= set(one["phases"]) for one in found["iterations"][1:]
     )
     assert found["pieces"] == []  # without a tokenizer there is no text
+
+
+def test_iterations_that_are_one_graph_are_divided_by_what_their_parts_take() -> None:
+    decoder = Decoder(tiny(), tiny(), length=Fixed(3), engine=True)
+    found = trace(decoder, PROMPTS[0], Sampling(temperature=0), tokens=12)["iterations"]
+    parts = cost.inside(decoder, 3, context=16)
+    assert parts is not None
+    assert parts.draft > 0
+    for before, after in zip(found, divided(found, parts), strict=True):
+        phases = after["phases"]
+        assert set(phases) == {"draft", "target", "verify", "other"}
+        assert sum(phases.values()) == pytest.approx(sum(before["phases"].values()))
+        assert phases["draft"] / phases["target"] == pytest.approx(parts.draft / parts.target)
+        assert phases["verify"] > -1e-12
+    assert divided([], parts) == []
+
+
+def test_what_guesses_on_the_host_has_its_time_beside_an_engine() -> None:
+    """And nothing of it needs to be divided."""
+    decoder = Decoder(tiny(), RandomDrafter(V), length=Fixed(3), engine=True)
+    found = trace(decoder, PROMPTS[0], Sampling(temperature=0), tokens=12)["iterations"]
+    assert cost.inside(decoder, 3, context=16) is None
+    assert sum(one["drafted"] > 0 for one in found) > 2
+    assert all(one["phases"]["draft"] > 0 for one in found if one["drafted"])
 
 
 class Broken:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outpace.bench import engine
-from outpace.cli.bench import machine
+from outpace.bench.machine import machine
 from tests.cli.conftest import Run
 
 PEER = "def verify(draft_tokens, draft_logits, target_logits):\n    return target_logits.argmax(-1)\n"

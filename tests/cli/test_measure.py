@@ -17,6 +17,13 @@ SMALL = ["--dtype", "float32", "--device", "cpu", "-m", "12", "--context", "8"]
 SIZES = ["--pass", "1", "--pass", "3", "--batch", "1", "--batch", "2", "--drafts", "2"]
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder where files go that were not named."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
@@ -50,6 +57,7 @@ def test_every_draft_and_lenience_is_in_one_table_and_all_of_it_in_the_file(
     itself = entries[names[1], 1.0]
     assert itself["alpha"] == pytest.approx(1, abs=1e-4)
     assert (itself["counted"], itself["by_position"]) == (1, [1, 1])
+    assert all(low < high == 1 for low, high in itself["by_position_intervals"])
     assert entries["lookup", 1.0]["coverage"] < 1 == entries["random", 1.0]["coverage"]
     assert {(one["B"], one["n"]) for one in found["passes"]} == {(1, 1), (1, 3), (2, 1), (2, 3)}
     assert {(one["B"], one["g"], one["drawn"]) for one in found["verify"]} == {
@@ -113,11 +121,13 @@ def test_too_few_prompts_for_what_was_asked_is_said_with_how_many_would_do(
     assert "too few" not in errors
 
 
-def test_one_prompt_has_no_interval_which_is_said(run: Run, model: str, other: str) -> None:
+def test_one_prompt_has_no_interval_which_is_said(run: Run, model: str, other: str, folder: Path) -> None:
     flags = ["--target", model, "-d", other, "--prompt", "ab ab", "--lenience", "1", *SMALL, *SIZES]
     status, table, errors = run("measure", *flags)
     assert status == 0
     assert "α of a single prompt has no interval: give at least 2" in errors
+    assert "all of it in measure.json" in errors
+    assert load(folder / "measure.json")["complete"]
     assert f"{Path(other).name}: B = 1: " in table
     status, _, errors = run("measure", *flags, "--within", "0.1")
     assert status == 1

@@ -50,9 +50,16 @@ def test_a_try_is_due_when_there_is_enough_for_it() -> None:
     assert one.wait(Price(0.5), math.inf) == pytest.approx((0.5 - LEAST) / INCOME)
 
 
-@pytest.mark.parametrize("loss", [DEAR + 0.1, 20.0, 1000.0])
+@pytest.mark.parametrize("loss", [DEAR + 0.1, 20.0])
 def test_what_takes_much_is_tried_seldom_but_not_never(loss: float) -> None:
     one = Account()
     one.balance = MOST
     assert one.wait(Price(0.5, loss), 100) == SELDOM - 100
     assert one.wait(Price(0.5, loss), SELDOM) <= 0
+
+
+def test_what_takes_more_than_can_be_saved_waits_until_it_is_as_little_of_the_time() -> None:
+    one = Account()
+    one.balance = MOST
+    assert one.wait(Price(0.5, 1000.0), SELDOM) == pytest.approx(1000.5 / INCOME - SELDOM)
+    assert one.wait(Price(0.5, 1000.0), 1001 / INCOME) <= 0

@@ -56,6 +56,14 @@ def test_one_that_nothing_is_heard_of_has_come_to_nothing() -> None:
     assert due(tries)
 
 
+def test_one_that_was_withdrawn_is_made_at_the_next_choice() -> None:
+    tries = Tries(Account())
+    rested(tries, SELDOM)
+    assert due(tries)
+    tries.withdraw()
+    assert due(tries)
+
+
 def test_after_one_that_went_well_there_is_no_rest_within_a_text() -> None:
     tries = Tries(Account())
     tries.over(guessed=True)

@@ -43,6 +43,7 @@ def measured() -> dict[str, Any]:
             "autocorrelation": [0.21, 0.12, None, 0.04, 0.03],
             "counted": alpha - 0.006,
             "by_position": [alpha - 0.01 * i for i in range(4)],
+            "by_position_intervals": [[alpha - 0.05, alpha + 0.01], [alpha - 0.06, alpha + 0.01], None, None],
             "blocks": {
                 "observed": [0.22, 0.15, 0.12, 0.11, 0.4],
                 "predicted": theory.kept_shares(alpha, 4).tolist(),

@@ -85,6 +85,19 @@ def test_lookup_and_models_have_their_names_in_transformers() -> None:
     assert "has no n-gram tables" in transformers(PAIR, "ngram:t", "4", "token", 4)
 
 
+@pytest.mark.parametrize("draft", ["lookup", "org/small"])
+def test_what_was_found_not_to_pay_is_not_recommended(draft: str) -> None:
+    own, *further = transformers(PAIR, draft, "auto", "token", None).splitlines()[-2:]
+    assert "custom_generate=outpace.generate" in own
+    assert further == [
+        "# not by its own assisted generation: it has no policy that goes by the clock, and no fixed length "
+        "was found to pay"
+    ]
+    command = vllm(PAIR, draft, "auto", None)
+    assert shlex.split(command, comments=True) == ["vllm", "serve", "org/big", "--dtype", "bfloat16"]
+    assert "no fixed length was found to pay" in command
+
+
 def settings(command: str) -> Any:
     words = shlex.split(command, comments=True)
     return json.loads(words[words.index("--speculative-config") + 1])

@@ -11,6 +11,8 @@ import numpy as np
 
 from outpace import theory
 from outpace.bench.alpha import ROWS
+from outpace.bench.engine import Phases
+from outpace.bench.estimate import Estimate, estimate
 from outpace.bench.prompts import Asked
 from outpace.decode import Decoder
 from outpace.sampling import Sampling
@@ -20,9 +22,13 @@ TRACED = 48  # tokens of a trace
 
 @dataclass
 class Blocks:
-    """Of each pass in which something was guessed: how many drafts, and how many were kept."""
+    """Of each pass in which something was guessed: how many drafts, and how many were kept; by text."""
 
-    passes: list[tuple[int, int]] = field(default_factory=list)
+    texts: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+    @property
+    def passes(self) -> list[tuple[int, int]]:
+        return [one for some in self.texts.values() for one in some]
 
     @property
     def acceptance(self) -> float | None:
@@ -30,14 +36,18 @@ class Blocks:
         judged = sum(min(kept + 1, drafts) for drafts, kept in self.passes)
         return sum(kept for _, kept in self.passes) / judged if judged else None
 
-    @property
-    def by_position(self) -> list[float | None]:
+    def by_position(self, confidence: float = 0.95) -> list[Estimate | None]:
         """How often the first, second, ... draft of a pass was kept, if those before it were."""
-        shares: list[float | None] = []
-        for i in range(self._longest):
-            reached = [kept > i for drafts, kept in self.passes if drafts > i and kept >= i]
-            shares.append(sum(reached) / len(reached) if reached else None)
-        return shares
+        return [
+            estimate(
+                [
+                    np.array([float(kept > i) for drafts, kept in some if drafts > i and kept >= i])
+                    for some in self.texts.values()
+                ],
+                confidence,
+            )
+            for i in range(self._longest)
+        ]
 
     @property
     def observed(self) -> list[float]:
@@ -68,13 +78,13 @@ def counted(
     )
     for step in steps:
         if step.drafted:
-            found.passes.append((step.drafted, step.accepted))
+            found.texts.setdefault(step.row, []).append((step.drafted, step.accepted))
     return found
 
 
 def trace(
     decoder: Decoder, prompt: Asked, sampling: Sampling, *, tokens: int = TRACED, seed: int = 0
-) -> Mapping[str, Any]:
+) -> dict[str, Any]:
     """One text, iteration by iteration: where the time went, what was drafted and kept, and the pieces of
     text with what each is ("kept", "correction", "bonus", "plain")."""
     iterations, pieces, kinds = [], [], list[str]()
@@ -83,3 +93,18 @@ def trace(
         pieces += [[text, kinds[token]] for token, text in step.pieces or []]
         iterations.append({"phases": dict(step.phases), "drafted": step.drafted, "accepted": step.accepted})
     return {"iterations": iterations, "pieces": pieces}
+
+
+def divided(iterations: Sequence[Mapping[str, Any]], parts: Phases) -> list[Mapping[str, Any]]:
+    """Of iterations that are one graph each, the target's time in proportion to what their parts take by
+    themselves; what is left is verification."""
+    if not iterations:
+        return []
+    draft, target = parts.draft / 1000, parts.target / 1000
+    whole = max(float(np.median([one["phases"]["target"] for one in iterations])), draft + target)
+    shares = {"draft": draft / whole, "target": target / whole, "verify": 1 - (draft + target) / whole}
+    return [
+        {**one, "phases": phases | {part: phases["target"] * share for part, share in shares.items()}}
+        for one in iterations
+        for phases in [one["phases"]]
+    ]

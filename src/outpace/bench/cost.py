@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from outpace.arguments import on_device
-from outpace.bench.engine import phases
+from outpace.bench.engine import Phases, phases
 from outpace.bench.kernel import Inputs, in_graph
 from outpace.decode import Decoder
 from outpace.draft.base import State
@@ -142,6 +142,14 @@ def drafting(decoder: Decoder, B: int = 1, context: int = CONTEXT) -> Drafting:
         return Drafting(round(taken[STEPS, 1] / STEPS, 4), round(max(0.0, first - each), 4), round(behind, 4))
     finally:
         drafter.reset(rows)
+
+
+def inside(decoder: Decoder, g: int, context: int = CONTEXT) -> Phases | None:
+    """Of iterations of one row that are one graph, in which nobody can look at a clock: their parts by
+    themselves."""
+    with _engine(decoder, 1, context, g + 1) as engine:
+        engines = decoder._engines
+        return phases(engine, g, 1) if engine is not None and engines is not None and engines.inside else None
 
 
 @torch.inference_mode()

@@ -29,7 +29,7 @@ class Point:
 
     @property
     def g(self) -> int:
-        return theory.best_length(self.alpha, self.c, LONGEST)
+        return int(theory.best_length(self.alpha, self.c, LONGEST))
 
     @property
     def label(self) -> str:
@@ -57,8 +57,7 @@ def tokens(axis: Any, points: Sequence[Point], c: float) -> None:
 
 def lengths(axis: Any, points: Sequence[Point], c: float) -> None:
     for cost in COSTS:
-        best = [theory.best_length(float(alpha), cost) for alpha in ALPHAS]
-        axis.plot(ALPHAS, best, label=f"c = {cost:g}")
+        axis.plot(ALPHAS, theory.best_length(ALPHAS, cost), label=f"c = {cost:g}")
     axis.set(title="best g", ylim=(0, 40))
     _dots(axis, points, [one.g for one in points])
 

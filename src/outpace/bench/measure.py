@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from outpace.bench import alpha, blocks, cost
@@ -119,7 +120,8 @@ class Measurement:
             "by_domain": domains,
             "autocorrelation": autocorrelation(beta),
             "chance": None if found is None else 2 / math.sqrt(found.count),
-            "counted": None, "by_position": [], "blocks": None, "tokens_per_pass": None,
+            "counted": None, "by_position": [], "by_position_intervals": [],
+            "blocks": None, "tokens_per_pass": None,
             "step_ms": None, "start_ms": None, "behind_ms": None, "best_g": None, "predicted": None,
             "by_batch": [],
         }  # fmt: skip
@@ -132,9 +134,11 @@ class Measurement:
         share = self.entries[name, plan.strictest]["alpha"]
         if found.passes and share is not None:
             observed, predicted = found.observed, found.predicted(share)
+            places = found.by_position(plan.confidence)
             self.entries[name, plan.strictest] |= {
                 "counted": found.acceptance,
-                "by_position": found.by_position,
+                "by_position": [one and one.mean for one in places],
+                "by_position_intervals": [one and one.interval for one in places],
                 "blocks": {"observed": observed, "predicted": predicted},
                 "tokens_per_pass": [1 + sum(k * one for k, one in enumerate(each))
                                     for each in (observed, predicted)],
@@ -189,7 +193,13 @@ class Measurement:
             lenience=decoder.lenience, length=Fixed(g), engine=decoder._engines is not None,
         )  # fmt: skip
         tokens = min(plan.tokens, blocks.TRACED)
-        found = blocks.trace(own, self.prompts[0], plan.sampling, tokens=tokens, seed=plan.seed)
+        trace = partial(blocks.trace, own, self.prompts[0], plan.sampling, tokens=tokens, seed=plan.seed)
+        if own._engines is not None:  # graphs are made
+            trace()
+        found, parts = trace(), cost.inside(own, g, plan.context)
+        if parts is not None:
+            found |= {"iterations": blocks.divided(found["iterations"], parts), "divided": True}
+        cost.let_go(own)
         self._put(trace={"draft": name, "g": g, **found})
 
     def wide(self, within: float) -> list[str]:

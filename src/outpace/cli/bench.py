@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import importlib
 import json
-import platform
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -210,6 +208,8 @@ def engine(
         ]
     known, earlier = [], ""
     if out is not None and out.exists():
+        from outpace.bench.machine import machine
+
         before = json.loads(out.read_text())
         if (before.get("machine"), before.get("dtype")) != (machine(place), dtype):
             raise ValueError(f"out: the figures in {out} are of another machine, version or dtype")
@@ -295,6 +295,8 @@ def write(
     """The figures with command, after earlier ones, machine and settings, if a file is named."""
     if out is None:
         return
+    from outpace.bench.machine import machine
+
     commands = dict.fromkeys([*filter(None, earlier.split("; ")), command()])
     report: dict[str, Any] = {"command": "; ".join(commands), "machine": machine(place), **(settings or {})}
     report |= {name: [dataclasses.asdict(one) for one in some] for name, some in figures.items()}
@@ -313,26 +315,3 @@ def bare(name: str) -> str:
     if colon and Path(path).is_absolute():
         return f"{kind}:{Path(path).name}"
     return Path(name).name if Path(name).is_absolute() else name
-
-
-def machine(place: torch.device) -> dict[str, str | None]:
-    """Where and with what something is measured."""
-    import torch
-
-    import outpace
-
-    return {
-        "device": torch.cuda.get_device_name()
-        if place.type == "cuda"
-        else platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        **{package: version(package) for package in ("torch", "transformers", "triton")},
-        "outpace": outpace.__version__,
-    }
-
-
-def version(package: str) -> str | None:
-    try:
-        return str(importlib.import_module(package).__version__)
-    except ImportError:
-        return None

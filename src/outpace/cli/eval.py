@@ -106,7 +106,8 @@ def eval(
 
     Rows that cannot be used, or whose program had to be stopped, are named; the exit status is then 1.
     """
-    from outpace.cli.bench import bare, machine
+    from outpace.bench.machine import machine
+    from outpace.cli.bench import bare
     from outpace.tasks.evaluate import SIDES
     from outpace.tasks.items import read
     from outpace.tasks.kinds import task_of

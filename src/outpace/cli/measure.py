@@ -96,14 +96,8 @@ def measure(
         int, typer.Option(min=1, help="Tokens before a pass that is timed.", rich_help_panel=COSTS)
     ] = 128,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="Write everything to this JSON file, part by part.",
-            rich_help_panel=SHOW,
-        ),
-    ] = None,
+        Path, typer.Option("--out", "-o", help="JSON, written anew after each part.", rich_help_panel=SHOW)
+    ] = Path("measure.json"),
 ) -> None:
     """Measure α and what it is worth, with your models and your prompts.
 
@@ -111,7 +105,8 @@ def measure(
     of Σ min(p, q). Real runs are counted beside it. Then passes, steps and verification are timed, and the
     length that is fastest by all that is named.
 
-    Ctrl-C ends it with what there is. Exit status: 1 if α is known less well than --within asks.
+    Ctrl-C ends it with what there is, in --out, too. Exit status: 1 if α is known less well than --within
+    asks.
     """
     names = list(dict.fromkeys(draft or ["lookup"]))
     values = list(dict.fromkeys(lenience or LENIENCE))
@@ -122,10 +117,11 @@ def measure(
         presence_penalty=presence_penalty,
     )  # fmt: skip
     from outpace.bench import cost
+    from outpace.bench.machine import machine
     from outpace.bench.measure import Measurement, Plan
     from outpace.bench.prompts import asked
     from outpace.bench.results import Results
-    from outpace.cli.bench import bare, command, machine
+    from outpace.cli.bench import bare, command
     from outpace.cli.drafts import fitting, line_up
     from outpace.decode import WithModel
     from outpace.models.hub import DEFAULT
@@ -164,7 +160,7 @@ def check(
     confidence: float,
     prompt: list[str] | None,
     data: str | None,
-    out: Path | None,
+    out: Path,
 ) -> None:
     """Flags that do not fit, before anything big is loaded."""
     from outpace.files import check_out
@@ -183,11 +179,10 @@ def check(
     if not 0 < confidence < 1:
         raise ValueError(f"--confidence: got {confidence:g}; it must lie between 0 and 1")
     check_prompts(prompt, data)
-    if out is not None:
-        check_out("--out", out)
+    check_out("--out", out)
 
 
-def finish(measurement: Measurement, within: float | None, out: Path | None) -> None:
+def finish(measurement: Measurement, within: float | None, out: Path) -> None:
     """Measure, and print what there is, even if it was cut short."""
     from outpace.cli.measured import show
 
@@ -201,14 +196,12 @@ def finish(measurement: Measurement, within: float | None, out: Path | None) -> 
             show(content)
         note(
             "cut short: "
-            + ("the tables have what there is" if some else "nothing was measured yet")
-            + (f", and so has {out}" if out is not None and some else "")
+            + (f"the tables have what there is, and so has {out}" if some else "nothing was measured yet")
         )
         raise
     progress("")
     show(content)
-    if out is not None:
-        note(f"all of it in {out}")
+    note(f"all of it in {out}")
     if len(measurement.walked) < 2:
         note("α of a single prompt has no interval: give at least 2")
     wide = [] if within is None else measurement.wide(within)

@@ -80,12 +80,21 @@ def of_independence(content: Content) -> Any:
             one["draft"],
             " ".join(_number(value, 2) for value in one["autocorrelation"]),
             f"±{one['chance']:.2f}",
-            " ".join(_number(value, 2) for value in one["by_position"]),
+            _positions(one),
             *cells,
             *[""] * (most - len(cells)),
             "{:.2f} {:.2f}".format(*one["tokens_per_pass"]),
         )
     return table
+
+
+def _positions(one: Content) -> str:
+    """Shares, and by how much each may be off at most."""
+    cells = []
+    for share, interval in zip(one["by_position"], one["by_position_intervals"], strict=True):
+        half = "" if interval is None else f"±{max(interval[1] - share, share - interval[0]):.2f}"
+        cells.append(_number(share, 2) + half)
+    return " ".join(cells)
 
 
 def of_domains(content: Content, domains: list[str]) -> Any:

@@ -120,11 +120,12 @@ def sweep(
 
     Ctrl-C ends it; the table and the file are then of the rounds so far.
     """
+    from outpace.bench.machine import machine
     from outpace.bench.prompts import asked
     from outpace.bench.results import Results
     from outpace.bench.sweep import LENGTHS, Sweep
     from outpace.cli import lineup
-    from outpace.cli.bench import bare, command, machine
+    from outpace.cli.bench import bare, command
     from outpace.cli.drafts import fitting, line_up
     from outpace.files import check_out
     from outpace.models.hub import DEFAULT

@@ -122,9 +122,10 @@ def tune(
         repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
     )  # fmt: skip
+    from outpace.bench.machine import machine
     from outpace.bench.prompts import asked
     from outpace.bench.results import Results
-    from outpace.cli.bench import bare, command, machine
+    from outpace.cli.bench import bare, command
     from outpace.cli.drafts import fitting, line_up
     from outpace.cli.tuned import Names
     from outpace.models.hub import DEFAULT

@@ -54,5 +54,6 @@ class Account:
     def wait(self, price: Price, since: float) -> float:
         """Iterations until a try at this price is due, so many after the last."""
         due = max(price.loss / SHARE, price.each_time / READING) if price.each_time <= DEAR else SELDOM
-        enough = min(MOST, price.each_time + price.once)
-        return max(min(SELDOM, due) - since, (enough - self.balance) / INCOME)
+        enough = price.each_time + price.once
+        saving = (enough - self.balance) / INCOME if enough <= MOST else enough / INCOME - since
+        return max(min(SELDOM, due) - since, saving)

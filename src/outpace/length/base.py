@@ -28,12 +28,18 @@ class Load:
     unread   tokens that the drafter would have to read first, of all texts, as it was not asked meanwhile; an
              engine's reads whole pieces
     ready    lengths that nothing has to be made ready for, which would take time; None: all
+    room     guesses that each row has use for; None: any number
+    way      how passes are made: what was measured in one way does not hold for another
+    padded   whether it has to be a length of all rows as it was chosen, as guessing is part of it
     """
 
     batch: int
     context: int = 1
     unread: int = 0
     ready: frozenset[int] | None = None
+    room: tuple[int, ...] | None = None
+    way: str = ""
+    padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,10 @@ class Length(Protocol):
 
     def observe(self, done: Done) -> None:
         """What came of the choice."""
+        return
+
+    def withdraw(self) -> None:
+        """The choice just made is not carried out: it will be asked again, for other rows."""
         return
 
     def reset(self, rows: Sequence[int]) -> None:

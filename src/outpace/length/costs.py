@@ -20,12 +20,16 @@ PAST = 0.99  # what is left of the weight of a number of steps after each draft 
 MOST_ODD = 16  # of those in a row, that count
 STILL = 0.25  # weight of a draft of no steps, which takes nothing
 WILD = 1.3  # times as long, or as short, as expected: more than that is an accident, and counts as that
-FAR = 256  # tokens: after a text that much longer or shorter anything may be expected
+FAR = 256  # tokens: after a text that much longer or shorter much may be expected
+BEYOND = 0.2  # of a plain pass, that a longer text adds by what is thought: further, it is to be measured
+STALE = 384  # passes after which what was measured may no longer hold
+FEW = 4  # tokens of a row, no more than which are read in a step as one is
 
 
 class Slope:
-    """Seconds that passes take longer for each token of the text, all lengths alike: what is read of the
-    cache is the same for all. The regression of times on contexts, within lengths."""
+    """By what share of what they take without a text passes take longer for each token of it, all lengths
+    alike: on a CPU attention takes longer for more tokens, as all does; on a GPU neither. The regression of
+    times on contexts, within lengths."""
 
     FADE = 0.998  # what is left of a measurement's weight after another
     CALM = 1e4  # squared tokens apart, of measurements that would show none
@@ -33,18 +37,40 @@ class Slope:
 
     def __init__(self) -> None:
         self.value = 0.0
-        self._means: dict[int, tuple[int, float, float]] = {}  # by g: how many, mean context, mean seconds
-        self._products, self._squares = 0.0, 0.0
+        # By g: how many, mean context, mean seconds; and sums of products and squares of what is off them
+        self._means: dict[int, tuple[int, float, float]] = {}
+        self._sums: dict[int, tuple[float, float]] = {}
 
     def add(self, g: int, context: float, seconds: float) -> None:
-        count, mean_context, mean_seconds = self._means.get(g, (0, 0.0, 0.0))
+        count, mean_context, mean_seconds = self._means.get(g, (0, context, seconds))
         weight = max(1 / (count + 1), 1 - self.FADE)
         apart, longer = context - mean_context, seconds - mean_seconds
         self._means[g] = count + 1, mean_context + weight * apart, mean_seconds + weight * longer
         counts = (1 - weight) * min(1.0, self.MOST / max(abs(apart), 1.0)) ** 2
-        self._products = self.FADE * self._products + counts * apart * longer
-        self._squares = self.FADE * self._squares + counts * apart**2
-        self.value = max(0.0, self._products / (self._squares + self.CALM))
+        self._sums = {one: (self.FADE * p, self.FADE * q) for one, (p, q) in self._sums.items()}
+        products, squares = self._sums.get(g, (0.0, 0.0))
+        self._sums[g] = products + counts * apart * longer, squares + counts * apart**2
+        for _ in range(16):  # what they would take without a text depends on it
+            before, self.value = self.value, self._fit()
+            if abs(self.value - before) <= 0.005 * before:
+                break
+
+    def _fit(self) -> float:
+        """The share with which all lengths fit best, each by what it takes without a text."""
+        products = squares = most = 0.0
+        for g, (p, q) in self._sums.items():
+            _, context, seconds = self._means[g]
+            base = max(LEAST * seconds, self.without(seconds, context))
+            products, squares, most = products + base * p, squares + base**2 * q, max(most, base)
+        return max(0.0, products / (squares + self.CALM * most**2))
+
+    def without(self, seconds: float, context: float) -> float:
+        """What took so long after so many tokens, without them."""
+        return seconds / (1 + self.value * context)
+
+    def times(self, context: float) -> float:
+        """As long as without any, after so many tokens."""
+        return 1 + self.value * context
 
 
 class Mean:
@@ -59,29 +85,42 @@ class Mean:
         self.value = math.inf
         self.at = 0.0
         self._odd = 0  # values in a row that were far above what was expected, or below: many are no accident
+        # The last value and its side, if it was odd and after another text: the next may confirm it
+        self._held: tuple[int, float] | None = None
 
     @property
     def sure(self) -> bool:
         return self.count > 1
 
-    def add(self, value: float, at: float = 0.0, slope: float = 0.0) -> float:
-        """Returns what was made of the value, which may have been an accident."""
+    def begin_again(self) -> None:
+        """It was long ago: of what was and what comes, the less."""
+        self.count, self._odd, self._held = min(self.count, 1), 0, None
+
+    def add(self, value: float, at: float = 0.0, slope: Slope | None = None) -> float | None:
+        """Returns what was made of the value, which may have been an accident; None if nothing yet."""
         value = max(value, TICK)
-        expected = max(self.value + slope * (at - self.at), LEAST * self.value)
+        expected = self.value if slope is None else slope.without(self.value, self.at) * slope.times(at)
         self.count += 1
         if self.count <= 2:
             if value < expected:
                 self.value, self.at = value, at
             return value
         side = int(value > expected * WILD) - int(value < expected / WILD)
+        far = abs(at - self.at) > FAR
+        if far and side:
+            held, self._held = self._held, (side, value)
+            if held is None or held[0] != side:
+                return None
+            self.value, self.at, self.count = min(held[1], value), at, 3
+            self._odd, self._held = 0, None
+            return self.value
+        self._held = None
         wild = WILD ** (1 + (self._odd * side > 0) * min(abs(self._odd), MOST_ODD))
         self._odd = self._odd + side if self._odd * side > 0 else side
-        # After a much longer text it may take much longer, and after a shorter one less.
-        if at - self.at <= FAR:
-            value = min(value, expected * wild)
-        if self.at - at <= FAR:
-            value = max(value, expected / wild)
-        weight = max(NEW, 1 / self.count)
+        value = min(max(value, expected / wild), expected * wild)
+        # The more the text is thought to add, the less is known of it.
+        longer = abs(expected / self.value - 1)
+        weight = max(NEW, 1 / self.count, min(longer, 0.5))
         self.value += weight * (value - self.value)
         self.at += weight * (at - self.at)
         return value
@@ -100,8 +139,10 @@ class Costs:
         self._curves: dict[tuple[int, bool], Array] = {}
         self._noted = 0  # passes so far
         self._last: dict[tuple[int, int], int] = {}  # the last of each size of the batch and g
+        self._furthest: dict[int, float] = {}  # tokens of the longest text that a plain one was after
         self._drafts: dict[int, dict[int, Mean]] = {}  # by size of the batch, then number of steps
         self._last_draft: dict[tuple[int, int], int] = {}  # how many there were then with such a batch
+        self._drafted: dict[tuple[int, int], int] = {}  # and passes; 0 steps: reading
         self._least: dict[int, float] = {}  # of a step, where none was timed by itself
         self._missed: dict[int, Mean] = {}  # of reading a token that was not read
         self.making = 0.0  # of making a length ready, about
@@ -112,11 +153,15 @@ class Costs:
         size = size_of(load)
         slope = self._slopes.setdefault(size, Slope())
         mean = self._passes.setdefault(size, {}).setdefault(g, Mean())
-        if mean.count == 2:  # of the first two, the one that was no accident
+        if self.since(load, g) > STALE:
+            mean.begin_again()
+        elif mean.count == 2:  # of the first two, the one that was no accident
             slope.add(g, mean.at, mean.value)
-        usual = mean.add(seconds, load.context, slope.value)
-        if mean.count > 2:
+        usual = mean.add(seconds, load.context, slope)
+        if mean.count > 2 and usual is not None:
             slope.add(g, load.context, usual)
+        if g == 0 and usual is not None:
+            self._furthest[size] = max(self._furthest.get(size, 0.0), load.context)
         self._seconds.clear()
         self._curves.clear()
         self._noted += 1
@@ -133,16 +178,24 @@ class Costs:
         size, apart = size_of(load), catching_up > 0 or not load.unread
         drafts = self._drafts.setdefault(size, {})
         few = not drafts and load.unread <= AT_ONCE * load.batch  # they are read in a step, about
+        reading: float | None = catching_up or None
         if steps and (apart or few):
-            drafts.setdefault(steps, Mean()).add(seconds)
+            self._aged(drafts.setdefault(steps, Mean()), size, steps).add(seconds)
             self._last_draft[size, steps] = sum(one.count for one in drafts.values())
         elif steps and drafts:
-            catching_up += max(0.0, seconds - float(self.drafts(load)[min(steps, self.most)]))
+            reading = max(0.0, seconds - float(self.drafts(load)[min(steps, self.most)]))
         elif steps:  # at least so much, as if each token had taken a step
             least = seconds / (steps + load.unread / load.batch)
             self._least[size] = max(least, self._least.get(size, 0.0))
-        if catching_up:
-            self._missed.setdefault(size, Mean()).add(catching_up / load.unread)
+        if reading is not None and load.unread > FEW * load.batch:
+            self._aged(self._missed.setdefault(size, Mean()), size, 0).add(reading / load.unread)
+
+    def _aged(self, mean: Mean, size: int, steps: int) -> Mean:
+        """One of a draft's, to which something is added."""
+        if self._noted - self._drafted.get((size, steps), self._noted) > STALE:
+            mean.begin_again()
+        self._drafted[size, steps] = self._noted
+        return mean
 
     def known(self, load: Load) -> list[int]:
         """The g that were measured with such a batch, more than once."""
@@ -207,27 +260,29 @@ class Costs:
         size = size_of(load)
         if (size, sure) not in self._curves:
             self._curves[size, sure] = np.minimum.accumulate(self._curve(size, sure)[::-1])[::-1]
-        return self._curves[size, sure] + self._slopes[size].value * load.context
+        found: Array = self._curves[size, sure] * self._slopes[size].times(load.context)
+        return found
+
+    def beyond(self, load: Load) -> bool:
+        """Whether plain passes were measured after much shorter texts alone."""
+        slope, furthest = self._slopes[size_of(load)], self._furthest.get(size_of(load), 0.0)
+        return slope.times(load.context) > (1 + BEYOND) * slope.times(furthest)
 
     def _curve(self, size: int, sure: bool) -> Array:
         measured = self._measured(size, sure)
         if list(measured) != [0]:
             return self._line(measured)
-        # The shape is that after such texts as here.
-        at, slope = self._passes[size][0].at, self._slopes[size].value
         smaller = [one for one in sorted(self._passes) if one < size and len(self._measured(one, True)) > 1]
         smaller = [one for one in smaller if 0 in self._measured(one, True)]
-        shape = np.ones(self.most + 1)
-        if smaller:
-            shape = self._line(self._measured(smaller[-1], True)) + self._slopes[smaller[-1]].value * at
-        found: Array = shape * ((measured[0] + slope * at) / shape[0]) - slope * at
+        shape = self._line(self._measured(smaller[-1], True)) if smaller else np.ones(self.most + 1)
+        found: Array = np.maximum(shape / shape[0], 1.0) * measured[0]
         return found
 
     def _measured(self, size: int, sure: bool) -> dict[int, float]:
         """Seconds by g, as they would be without any text before."""
         if (size, sure) not in self._seconds:
             self._seconds[size, sure] = {
-                g: max(LEAST * one.value, one.value - self._slopes[size].value * one.at)
+                g: self._slopes[size].without(one.value, one.at)
                 for g, one in sorted(self._passes.get(size, {}).items())
                 if one.sure or not sure
             }

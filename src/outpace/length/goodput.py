@@ -7,7 +7,7 @@ their quotient decides, with g = 0 among the choices: docs/length.md derives it,
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from outpace.arguments import integer
 from outpace.length.account import Account, Price
 from outpace.length.asking import Asking
 from outpace.length.base import Done, Hint, Length, Load
-from outpace.length.costs import size_of
+from outpace.length.costs import STALE, size_of
 from outpace.length.outlook import NOVEL, WORTH, Outlook, Plan
 from outpace.length.tries import Tries, booked
 
@@ -55,18 +55,19 @@ class Goodput(Length):
         self._since_plain = 0
         self._begun = 0.0  # when a choice was
         self._asking = Asking()
-        # Seconds that lengths would have saved, if they had been ready, by size of the batch and g
-        self._hopes: dict[tuple[int, int], float] = {}
+        # Seconds that lengths would have saved, if they had been ready, by way, size of the batch and g
+        self._hopes: dict[tuple[str, int, int], float] = {}
 
     def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
         self._begun = time.perf_counter()
-        load, costs = load or Load(len(rows)), self.outlook.costs
+        load = load or Load(len(rows))
+        costs = self.outlook.at(load)
         self._texts.update(rows)
         self._plan, self._hinted = None, hint is not None
         nothing = [0] * len(rows)
         if self.tries.rest() if hint is None else not any(hint.lengths):
             return nothing
-        if costs.plain(load) is None:
+        if costs.plain(load) is None or (load.room is not None and max(load.room) < 1):
             return nothing
         # While there is something to spend, what was seen once may have been an accident.
         self._plan = plan = self.outlook.plan(rows, load, hint, sure=self.account.balance > 0)
@@ -74,9 +75,9 @@ class Goodput(Length):
         plan.g = self._affordable(plan) if hint is None else self._other(plan)
         close = plan.rate * plan.plain < CLOSE * len(rows)
         limit = min(REFRESH // 4 if close else REFRESH, 4 << min(costs.count(load, 0), 8))
-        if plan.g and self._since_plain >= limit:
+        if plan.g and (self._since_plain >= limit or costs.beyond(load)):
             plan.g = 0
-        return [min(plan.g, most) for most in plan.room.tolist()]
+        return [plan.g if load.padded else min(plan.g, most) for most in plan.room.tolist()]
 
     def _best(self, plan: Plan) -> tuple[float, int]:
         """The best rate, and the length that has it."""
@@ -99,15 +100,26 @@ class Goodput(Length):
         return self._other(plan)
 
     def _other(self, plan: Plan) -> int:
-        """Instead of the best length one that may be better: of those that are nearly as good, one that was
-        not run for long; of those that would have to be made ready, one that promises enough for that."""
+        """Instead of the best length one that may be better: one that was not run for long, of those that are
+        nearly as good, or would be better if they took no more than shorter ones; of those that would have to
+        be made ready, one that promises enough for that."""
         if plan.g and self.account.balance > 0:
             near = plan.tokens >= NEARLY * plan.rate * plan.seconds
-            since = {g: self.outlook.costs.since(plan.load, g) for g in plan.tried if near[g]}
-            oldest = max(since, key=since.__getitem__, default=0)
-            if since.get(oldest, 0) > REVISIT:
+            since = {g: self.outlook.costs.since(plan.load, g) for g in plan.known}
+            late = [g for g in plan.tried if since[g] > (REVISIT if near[g] else STALE)]
+            oldest = max(late, key=since.__getitem__, default=0)
+            if oldest and (near[oldest] or self._may_be_better(plan, oldest, since)):
                 return oldest
         return self._made(plan)
+
+    def _may_be_better(self, plan: Plan, g: int, since: Mapping[int, int]) -> bool:
+        """Whether a length would be the best if its pass took no more than that of a shorter one does, which
+        was run lately; and what it is thought to lose can be spent."""
+        shorter = max(one for one in plan.known if one == 0 or (one < g and since[one] <= STALE))
+        drafts = self.outlook.costs.drafts(plan.load)
+        least = plan.seconds[shorter] + drafts[g] - drafts[shorter]
+        affordable = plan.losses()[g] < self.account.balance
+        return bool(affordable and plan.tokens[g] > (1 + MARGIN) * plan.rate * least)
 
     def _made(self, plan: Plan) -> int:
         """A length to make ready, or the best one of those that are. What it would have saved is added up
@@ -124,7 +136,7 @@ class Goodput(Length):
             gain = float(gains[g])
             if g == 0 or g in load.ready or gain <= NOVEL:
                 continue
-            key = size_of(load), g
+            key = load.way, size_of(load), g
             self._hopes[key] = self._hopes.get(key, 0.0) + gain / (1 + gain) * float(plan.hoped[plan.g])
             if gain > most and (eager or self._hopes[key] > costs.making):
                 best, most = g, gain
@@ -172,11 +184,11 @@ class Goodput(Length):
         return False
 
     def observe(self, done: Done) -> None:
-        outlook, costs = self.outlook, self.outlook.costs
+        outlook, costs = self.outlook, self.outlook.at(done.load)
         if done.seconds is None:
             costs.note_making(done.making)
-            size = size_of(done.load)  # the others are to be better than this one
-            self._hopes = {key: hope for key, hope in self._hopes.items() if key[0] != size}
+            such = done.load.way, size_of(done.load)  # the others are to be better than this one
+            self._hopes = {key: hope for key, hope in self._hopes.items() if key[:2] != such}
         else:
             costs.note(done.load, done.g, done.seconds - done.draft_seconds)
         if done.steps or done.catching_up:
@@ -206,6 +218,9 @@ class Goodput(Length):
             taken = done.draft_seconds / plain
             self._asking.book(taken, gain + taken if guessed else 0.0, any(done.unused))
         self.account.book(gain, tried.each_time if tried is not None else 0.0, once)
+
+    def withdraw(self) -> None:
+        self.tries.withdraw()
 
     def reset(self, rows: Sequence[int]) -> None:
         self.outlook.belief.forget(rows)

@@ -87,21 +87,31 @@ class Outlook:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.belief, self.costs, self.signal = Belief(most), Costs(most), Signal()
+        self.belief, self.signal = Belief(most), Signal()
+        self._ways: dict[str, Costs] = {}
+        self.costs = self.at(Load(1))
         self._lengths = np.array([g for g in LADDER if g < most] + [most])
         self._places = np.arange(most + 1)
+
+    def at(self, load: Load) -> Costs:
+        """What is known of passes made in this way, from here on."""
+        self.costs = self._ways.setdefault(load.way, Costs(self.most))
+        return self.costs
 
     def plan(self, rows: Sequence[int], load: Load, hint: Hint | None, sure: bool) -> Plan:
         """For these slots, with a batch of which a plain pass was measured. sure: what was seen once may have
         been an accident."""
         belief, costs = self.belief.now(rows), self.costs
         room, levels = np.full(len(rows), self.most), []
+        if load.room is not None:
+            room = np.clip(load.room, 0, self.most)
         if hint is not None:
-            room = np.minimum(hint.lengths, self.most)
+            room = np.minimum(hint.lengths, room)
             levels.append(self.signal.level(hint.confidence))
         known, grown = costs.known(load), self._grown(load)
         if load.ready is not None:  # nothing is made ready for more than there is
-            grown = grown[grown <= room.max()]
+            usable = load.ready if load.padded else ()
+            grown = grown[[g <= room.max() or g in usable for g in grown.tolist()]]
         passes = costs.passes(load, sure)
         drafts = costs.drafts(load)
         return Plan(
@@ -128,10 +138,9 @@ class Outlook:
         if levels:
             by_level = self.belief.reach(self.signal.shifts())
             kept = (belief[:, None] @ by_level[levels[0]])[:, 0]
-            kept *= self._places[1:] <= room[:, None]
-            total = kept.sum(0)
         else:
-            total = belief.sum(0) @ self.belief.reach()
+            kept = belief @ self.belief.reach()
+        total = (kept * (self._places[1:] <= room[:, None])).sum(0)
         return len(belief) + np.concatenate(([0.0], total.cumsum()))
 
     def _hoped(self, passes: Array, known: list[int], load: Load) -> Array:

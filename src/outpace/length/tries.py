@@ -47,6 +47,10 @@ class Tries:
     def make(self, price: Price) -> None:
         self._open = price, self._time
 
+    def withdraw(self) -> None:
+        """The one that was made last is not."""
+        self._open = None
+
     def make_if_due(self, price: Price, hopeless: bool, thinking: float) -> bool:
         """One at this price; whether it was made.
 

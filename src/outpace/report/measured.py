@@ -112,10 +112,10 @@ def _formulas(content: Content) -> Section:
 def _positions(content: Content) -> Section:
     drafts = strictest(content)
     figures = []
-    if shown := _over(drafts, lambda one: one.get("by_position"), 1):
+    if shown := _over(drafts, lambda one: one.get("by_position"), 1, spread="by_position_intervals"):
         words = (
-            "Share of guesses kept at each position, if all before them were kept: the formulas take it to "
-            "be the same everywhere."
+            "Share of guesses kept at each position, if all before them were kept, with its interval: the "
+            "formulas take it to be the same everywhere."
         )
         figures.append(Figure(lines("kept, by position", "position of the guess", shown), words))
     if shown := _over(drafts, lambda one: (one.get("blocks") or {}).get("observed"), 0):
@@ -137,15 +137,26 @@ def _positions(content: Content) -> Section:
 
 
 def _over(
-    drafts: Iterable[Draft], part: Callable[[Draft], Any], first: int, predicted: bool = False
+    drafts: Iterable[Draft],
+    part: Callable[[Draft], Any],
+    first: int,
+    predicted: bool = False,
+    spread: str | None = None,
 ) -> list[Line]:
-    """A line for each draft that has this part, without what is missing in it."""
+    """A line for each draft that has this part, without what is missing in it; spread: where its intervals
+    are, if there are any."""
     found = []
     for i, one in enumerate(drafts):
-        there = [(x, y) for x, y in enumerate(part(one) or (), first) if y is not None]
+        values = list(part(one) or ())
+        ends = (one.get(spread) if spread is not None else None) or [None] * len(values)
+        there = [
+            (x, y, (y - between[0], between[1] - y) if between else (0.0, 0.0))
+            for x, (y, between) in enumerate(zip(values, ends, strict=True), first)
+            if y is not None
+        ]
         if there:
-            x, y = zip(*there, strict=True)
-            found.append(Line(named(one), x, y, i, predicted=predicted))
+            x, y, off = zip(*there, strict=True)
+            found.append(Line(named(one), x, y, i, off if spread else None, predicted))
     return found
 
 

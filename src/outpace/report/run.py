@@ -29,6 +29,8 @@ def _time(content: Content) -> Section:
         f"{said(trace.get('g'))}, to scale (as in Leviathan et al. 2023, Figure 5): steps of the draft, "
         "then a pass of the target, and below it how many tokens came of both"
     )
+    if trace.get("divided"):
+        words += " (each is one graph, here divided by what its parts take by themselves)"
     below = "; below, plain decoding of as many, with the time measured for a pass." if plain else "."
     return Section("Where the time goes", figures=[Figure(drawn, words + below, wide=True)])
 

@@ -48,7 +48,8 @@ def _section(content: Content, name: str, rows: Sequence[Row]) -> Section:
     fastest = best(rows)
     table = Table(
         "speed is over plain decoding of the same prompts, with a 95\u00a0% interval; predicted follows "
-        "from the acceptance and the iterations' times, by α, c from Theorem 3.8 alone. kept is the share "
+        "from the acceptance and from what passes, steps and verification take by themselves, by α, c from "
+        "Theorem 3.8 alone. kept is the share "
         "of guesses kept, a pass the tokens that a pass brought, loop ms the time of an iteration; the "
         "times after it are of 128 tokens. The fastest row is marked.",
         [head for head, _, _ in COLUMNS],
@@ -96,7 +97,7 @@ def _figures(rows: Sequence[Row]) -> list[Figure]:
         *figure(
             "speed over plain decoding",
             "How many times as fast as plain decoding, with 95\u00a0% intervals; dotted, as predicted from "
-            "the acceptance and the time of an iteration.",
+            "the acceptance and from what the parts of an iteration take by themselves.",
             *of(lambda row: row.get("speedup"), _ends),
             *_lines(rows, places, lambda row: row.get("predicted"), None, predicted=True),
         ),

@@ -11,6 +11,7 @@ from outpace.tune.way import LOOKUP, NONE
 
 LONGEST = 3  # tokens that a lookup matches at most
 NO_POLICY = "it has no policy that goes by the clock"
+NONE_PAYS = f"{NO_POLICY}, and no fixed length was found to pay"
 
 
 @dataclass(frozen=True)
@@ -29,19 +30,20 @@ class Models:
     other: bool = False
 
 
-def transformers(models: Models, draft: str, length: str, rule: str, near: int) -> str:
-    """Calls of `model.generate`; `near` is a number for what is not a fixed length."""
+def transformers(models: Models, draft: str, length: str, rule: str, near: int | None) -> str:
+    """Calls of `model.generate`; `near` is a number for what is not a fixed length, None if none pays."""
     if draft == NONE:
         return "model.generate(**inputs)  # nothing more"
     given = "length=" + ("outpace.Goodput()" if length == AUTO else length)
     given += "" if rule == "token" else f', rule="{rule}"'
     why = f", though {NO_POLICY}" if length == AUTO else ""
     own = f"# or by its own assisted generation{why}:"
+    if near is None:
+        own = f"# not by its own assisted generation: {NONE_PAYS}"
     if draft == LOOKUP:
         theirs = f"prompt_lookup_num_tokens={near}, max_matching_ngram_size={LONGEST}"
-        return f"""{_call("outpace.LookupDrafter(min_ngram=1)", given)}
-{own}
-model.generate(**inputs, {theirs})"""
+        lines = [_call("outpace.LookupDrafter(min_ngram=1)", given), own]
+        return "\n".join([*lines, f"model.generate(**inputs, {theirs})"] if near is not None else lines)
     if draft.startswith("ngram:"):
         table = f"outpace.NGramDrafter.load({json.dumps(draft.removeprefix('ngram:'))})"
         return f"{_call(table, given)}\n# Transformers' own assisted generation has no n-gram tables"
@@ -52,9 +54,10 @@ model.generate(**inputs, {theirs})"""
         lines.append(f"theirs = AutoTokenizer.from_pretrained({name})")
         drafter = "outpace.TextDrafter(small, theirs, tokenizer)"
         tokenizers = ", tokenizer=tokenizer, assistant_tokenizer=theirs"
+    lines += [_call(drafter, given), own]
+    if near is None:
+        return "\n".join(lines)
     lines += [
-        _call(drafter, given),
-        own,
         f"small.generation_config.num_assistant_tokens = {near}",
         'small.generation_config.num_assistant_tokens_schedule = "constant"',
         "small.generation_config.assistant_confidence_threshold = 0.0",
@@ -67,7 +70,7 @@ def _call(drafter: str, given: str) -> str:
     return f"model.generate(**inputs, custom_generate=outpace.generate, draft={drafter}, {given})"
 
 
-def vllm(models: Models, draft: str, length: str, near: int) -> str:
+def vllm(models: Models, draft: str, length: str, near: int | None) -> str:
     """A command that serves it."""
     if models.encoder:
         return "# it does not speculate with encoder-decoder models"
@@ -78,6 +81,8 @@ def vllm(models: Models, draft: str, length: str, near: int) -> str:
         return f"{command}  # it has no n-gram tables; its ngram copies from the context, as lookup does"
     if models.other:
         return f"{command}  # its drafts have the target's tokenizer, which this one has not"
+    if near is None:
+        return f"{command}  # nothing more: {NONE_PAYS}"
     settings: dict[str, str | int] = {"method": "draft_model", "model": draft, "num_speculative_tokens": near}
     if draft == LOOKUP:
         settings = {"method": "ngram", "num_speculative_tokens": near}

@@ -13,7 +13,6 @@ from outpace.tune.replay import Speed
 from outpace.tune.way import Candidate, Way
 
 PAYS = 1.02  # what a draft must promise
-USUAL = 4  # guesses, where nothing is known that would speak for another number
 
 
 class Findings:
@@ -65,11 +64,19 @@ class Findings:
     def chosen(self) -> Candidate:
         return self._candidate(self.choice.way)
 
-    def nearest(self) -> int:
-        """The choice's length as a number, for those who know no policy."""
+    def nearest(self) -> int | None:
+        """The choice's length as a number, for those who know no policy; None if none was found to pay."""
         way = self.choice.way
-        alike = [one for one in (way, *self.expected) if (one.draft, one.dtype) == (way.draft, way.dtype)]
-        return next((int(one.length) for one in alike if one.length.isdecimal()), USUAL)
+        if way.length.isdecimal():
+            return int(way.length)
+        speeds = {one: speed for one, (speed, _) in self.expected.items()}
+        speeds |= {one: seen.speed for one, seen in self.seen().items()}
+        pays = {
+            int(one.length): speed
+            for one, speed in speeds.items()
+            if (one.draft, one.dtype) == (way.draft, way.dtype) and one.length.isdecimal() and speed > 1
+        }
+        return max(pays, key=pays.__getitem__, default=None)
 
     def most_rows(self) -> int | None:
         """Rows at a time up to which the choice is expected to pay; None if it is plain decoding."""

@@ -1,0 +1,63 @@
+"""Where and with what something is measured."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+import outpace
+
+ASKED = {"Linux": ("lscpu",), "Darwin": ("sysctl", "machdep.cpu.brand_string")}
+NAMES = ("model name", "machdep.cpu.brand_string")
+
+
+def machine(place: torch.device) -> dict[str, str | int | None]:
+    return {
+        "device": torch.cuda.get_device_name() if place.type == "cuda" else cpu(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", "transformers", "triton")},
+        "outpace": outpace.__version__,
+    }
+
+
+def cpu() -> str:
+    """Its name, as far as the system tells it."""
+    path = Path("/proc/cpuinfo")
+    told = path.read_text(errors="replace") if path.exists() else ""
+    return _named(told) or _named(_asked()) or platform.processor() or platform.machine()
+
+
+def _named(told: str) -> str | None:
+    """What is said after a name for it."""
+    pairs = (line.partition(":") for line in told.splitlines())
+    return next((value.strip() for name, _, value in pairs if name.strip().lower() in NAMES), None)
+
+
+def _asked() -> str:
+    command = ASKED.get(platform.system())
+    if command is None:
+        return ""
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            env={**os.environ, "LC_ALL": "C"},
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def version(package: str) -> str | None:
+    try:
+        return str(importlib.import_module(package).__version__)
+    except ImportError:
+        return None
