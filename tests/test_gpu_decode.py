@@ -13,6 +13,9 @@ import torch
 
 import outpace
 from outpace import Decoder, Fixed, Goodput, Sampling
+from outpace.bench import cost
+from outpace.bench.blocks import divided, trace
+from outpace.bench.prompts import Asked
 from outpace.length import Hint, Length, Load
 from outpace.models.fused import FAMILIES as FUSED
 from tests.tiny import FAMILIES, SEQ2SEQ, V, greedy_of, sources, tiny, tiny_seq2seq
@@ -164,3 +167,25 @@ def test_iterations_are_timed_by_the_device() -> None:
     plain = one.length.outlook.costs.plain(Load(1))
     assert plain is not None
     assert 1e-5 < plain < 0.1
+
+
+def test_a_trace_of_graphs_is_divided_into_their_parts() -> None:
+    decoder = Decoder(tiny().cuda(), tiny(seed=1).cuda(), length=Fixed(3), engine=True)
+    for _ in range(2):
+        found = trace(decoder, Asked(PROMPTS[0], ""), Sampling(temperature=0), tokens=30)["iterations"]
+    parts = cost.inside(decoder, 3, context=16)
+    assert parts is not None
+    assert min(parts.draft, parts.target) > 0
+    for one in divided(found, parts):
+        phases = one["phases"]
+        assert phases["draft"] / phases["target"] == pytest.approx(parts.draft / parts.target)
+        assert phases["verify"] >= 0
+
+
+def test_nothing_is_guessed_for_a_single_token() -> None:
+    model = tiny().cuda()
+    decoder = Decoder(model, model, length=Goodput(4), engine=True)
+    decoder.generate(PROMPTS, temperature=0, max_new_tokens=100)
+    outs = decoder.generate(PROMPTS, temperature=0, max_new_tokens=1)
+    assert [out.stats.drafted for out in outs] == [0, 0, 0]
+    assert [out.tokens for out in outs] == [greedy(model, prompt, 1) for prompt in PROMPTS]
