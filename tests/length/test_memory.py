@@ -95,9 +95,19 @@ def test_a_length_that_is_ready_serves_the_last_tokens_and_none_is_made_for_them
     assert policy.choose([0], load=Load(1, ready=ready, padded=True)) == [16]
     assert policy.choose([0], load=Load(1, ready=ready, padded=True, room=(3,))) == [4]
     assert policy.choose([0], load=Load(1, ready=ready, padded=True, room=(0,))) == [0]
-    # Guesses of the host are as many as there are, which would have to be made ready.
-    (g,) = policy.choose([0], load=Load(1, ready=ready, room=(3,)))
-    assert g in (0, 1, 2, 3)
+
+
+def test_no_length_is_made_ready_for_a_text_s_end() -> None:
+    """Guesses of the host are as many as there are; nothing pays, and tries are due."""
+    policy, ready, chosen = Goodput(), frozenset({0, 2}), list[int]()
+    for t in range(2000):
+        load = Load(1, ready=ready, room=(99 if t < 1000 else 1,))
+        (g,) = policy.choose([0], load=load)
+        policy.observe(Done([0], [g], [0], g, load, 1 + 0.01 * g))
+        chosen.append(g)
+    assert set(chosen) == {0, 2}
+    assert chosen.index(2) < 1000
+    assert not any(chosen[1000:])
 
 
 @pytest.mark.parametrize(("alpha", "step", "miss"), [(0.8, 0.9, 0.09), (0.02, 0.3, 0.05)])

@@ -147,6 +147,8 @@ class Goodput(Length):
         if it may pay and there is time for it; or 0."""
         costs, load = self.outlook.costs, plan.load
         lengths = (plan.lengths if len(plan.lengths) > 1 else plan.grown)[1:]
+        if len(plan.lengths) == 1 and max(load.ready or (0,)) > plan.room.max():
+            return 0  # none is made ready for a text's last tokens
         losses = plan.losses(MARGIN)[lengths]
         g, loss = int(lengths[losses.argmin()]), float(losses.min())
         reading = costs.missed(load) / plan.plain
