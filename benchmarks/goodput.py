@@ -246,7 +246,6 @@ def predicted(parts: Parts, alpha: float) -> list[float]:
 
 def grid(bench: Bench, options: Namespace, rounds: int) -> Iterator[dict[str, Any]]:
     """The default length over the best fixed one, by a sweep."""
-    parts: dict[tuple[str, int], Parts] = {}
     for name, wanted in itertools.product(options.drafts, options.alpha):
         model, alpha = bench.draft(name, wanted)
         drafter = ModelDrafter(model)
@@ -270,8 +269,7 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> Iterator[dict[str, An
                 side: statistics.mean(one.whole.fair(seen) for one in some if one.whole)
                 for side, some in texts.items()
             }
-            if B <= PREDICTED and (name, B) not in parts:
-                parts[name, B] = timed(decoder, B)
+            parts = timed(decoder, B) if B <= PREDICTED else None  # beside what they predict
             yield {
                 "draft": name,
                 "alpha": round(alpha, 3),
@@ -287,7 +285,7 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> Iterator[dict[str, An
                 "chosen": dict(sum((one.guesses for one in texts["goodput"]), Counter[int]())),
                 "tokens_per_second": {side: round(rate, 1) for side, rate in written.items()},
                 "c": cost(decoder, B),
-                "predicted": predicted(parts[name, B], alpha) if (name, B) in parts else None,
+                "predicted": predicted(parts, alpha) if parts is not None else None,
                 "measured": [
                     round(rates[g] / rates["0"], 3) if g in rates else None for g in map(str, LENGTHS)
                 ],
