@@ -182,6 +182,13 @@ def test_it_does_not_matter_in_which_mode_it_was_made() -> None:
     ]
 
 
+def test_models_may_be_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        target, draft = tiny(), tiny(seed=1)
+    outs = Decoder(target, draft, engine=True).generate(PROMPTS, temperature=0, max_new_tokens=5)
+    assert [out.tokens for out in outs] == [greedy(target, prompt, 5) for prompt in PROMPTS]
+
+
 def test_a_target_may_draft_for_itself() -> None:
     model = tiny()
     one = Decoder(model, model, engine=True, length=Fixed(3))

@@ -11,7 +11,7 @@ import torch
 from outpace.draft.base import Drafter
 from outpace.draft.lookup import LookupDrafter
 from outpace.draft.model import ModelDrafter
-from outpace.models.causal import CausalScorer
+from outpace.models.causal import CausalScorer, version
 from outpace.models.compiled import Engine
 from outpace.models.fused import FusedModel, why_not
 from outpace.models.generic import GenericModel
@@ -91,8 +91,7 @@ class Engines:
 
     def _changes(self) -> tuple[int, ...]:
         """Change when weights are changed where they lie: then what the caches hold is no longer theirs."""
-        parameters = (one for model in self._models() for one in model.parameters())
-        return tuple(one._version for one in parameters if not one.is_inference())
+        return tuple(version(one) for model in self._models() for one in model.parameters())
 
     def _fingerprint(self) -> tuple[object, ...]:
         return tuple(place for model in self._models() for place in _places(model))

@@ -439,7 +439,12 @@ def refusal(base: Any, why: str) -> ValueError:
 
 def fingerprint(module: torch.nn.Module) -> int:
     """Changes when weights do."""
-    return hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters()))
+    return hash(tuple((p.data_ptr(), version(p)) for p in module.parameters()))
+
+
+def version(parameter: Tensor) -> int:
+    """Grows when it is changed where it lies; of what inference mode made PyTorch does not count it."""
+    return 0 if parameter.is_inference() else parameter._version
 
 
 def windows(config: Any) -> dict[str, int | None]:

@@ -50,14 +50,24 @@ class Product:
         at = 0
         for layer in layers:
             part = slice(at, at + layer.out_features)
-            layer.weight.data = weight[part]
+            _put(layer, "weight", weight[part])
             if bias is not None:
-                layer.bias.data = bias[part]
+                _put(layer, "bias", bias[part])
             at = part.stop
         return cls(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+
+def _put(layer: nn.Linear, name: str, value: Tensor) -> None:
+    """The parameter stays the one that others may hold, unless it was made in inference mode: that one could
+    not be read outside that mode with what was made outside it."""
+    parameter = getattr(layer, name)
+    if parameter.is_inference():
+        setattr(layer, name, nn.Parameter(value, parameter.requires_grad))
+    else:
+        parameter.data = value
 
 
 @dataclass(frozen=True)
