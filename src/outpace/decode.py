@@ -37,7 +37,8 @@ from outpace.verify.rules import parse
 
 WithModel = ModelDrafter | TextDrafter
 MOST = 16  # guesses an iteration, where the caller does not say
-POLICY = ("choose", "most", "asks", "idle", "enough", "observe", "reset")  # what a length policy has
+# What a length policy has
+POLICY = ("choose", "most", "asks", "idle", "enough", "observe", "withdraw", "reset")
 
 
 class Decoder:

@@ -93,8 +93,6 @@ class Run:
         """Slots that are free get rows that wait, those side by side together."""
         free = [slot for slot in range(self.slots) if slot not in self._active][: len(waiting)]
         self._smooth = not free
-        if free:
-            self._withdraw()
         for slot in free:
             self._active[slot] = waiting.popleft()
             self._active[slot].slot = slot
@@ -105,43 +103,44 @@ class Run:
 
     def _start(self) -> Begun | None:
         """The next iteration; None if it has to wait for the outcome of the last one."""
-        rows = dict(self._active)
-        guesser = self.guesser
+        rows, guesser = dict(self._active), self.guesser
+        under_way = len(self._begun) > 0
+        asked = self._chosen or (guesser.free and not self.length.idle)
+        if under_way and not self.inside and (self._begun[-1].g or asked):
+            return None  # the drafter would have to see what comes of it
+        there, load = list(rows.values()), self._load(rows)
         if self.inside:
-            chosen = self._chosen or guesser.choose(list(rows.values()), self._load(rows))
+            chosen = self._chosen or guesser.choose(there, load)
             g = max(chosen.values(), default=0)
             behind = g > 0 and self._behind() > 0
-            self._chosen = chosen if behind and self._begun else None
+            self._chosen = chosen if behind and under_way else None
             if self._chosen is not None:
                 return None
-            return self._after_rest(g, rows) if behind else self._begin(g, rows)
-        if self._begun and (self._begun[-1].g or self._chosen or (guesser.free and not self.length.idle)):
-            return None  # the drafter would have to see what comes of it
-        there, coming = list(rows.values()), len(self._begun)
-        load = guesser.load(there, self.slots, self._ready(), coming, way="engine")
-        if self._begun:
+            return self._after_rest(g, rows, load) if behind else self._begin(g, rows, load)
+        if under_way:
             if not guesser.free:
                 chosen = guesser.choose(there, load)
                 if any(chosen.values()):
                     self._chosen = chosen
                     return None
-            return self._begin(0, rows)
+            return self._begin(0, rows, load)
         began = time.perf_counter()
         proposal = guesser.propose(there, load, self._chosen)
         self._chosen, self._drafted = None, time.perf_counter() - began
-        return self._begin(proposal.draft.tokens.shape[1], rows, proposal)
+        return self._begin(proposal.draft.tokens.shape[1], rows, load, proposal)
 
-    def _begin(self, g: int, rows: dict[int, Row], proposal: Proposal | None = None) -> Begun:
+    def _begin(self, g: int, rows: dict[int, Row], load: Load, proposal: Proposal | None = None) -> Begun:
         given = Given(list(rows), proposal.draft) if proposal is not None and g else None
         pending = self.engine.start(g, self.sampling, self.slots, given)
         self._smooth = self._smooth and pending.ready
-        return Begun(pending, g, rows, self._load(rows) if proposal is None else proposal.load, proposal)
+        return Begun(pending, g, rows, load, proposal)
 
     def _load(self, rows: dict[int, Row]) -> Load:
+        load = self.guesser.load(list(rows.values()), self.slots, self._ready(), len(self._begun), "engine")
+        if not self.inside:
+            return load
         unread = self.engine.pieces(self._behind()) * self.engine.piece * self.slots
-        longest = max(len(row.tokens) for row in rows.values())
-        room = self.guesser.room(list(rows.values()), len(self._begun))
-        return Load(self.slots, longest, unread, self._ready(), tuple(room), "engine", padded=self.inside)
+        return dataclasses.replace(load, unread=unread, padded=True)
 
     def _ready(self) -> frozenset[int] | None:
         return self.engine.ready(self.sampling, self.slots, given=not self.inside)
@@ -154,14 +153,14 @@ class Run:
         known = (len(row.tokens) - self._read_by_draft[slot] for slot, row in self._active.items())
         return coming + max(known)
 
-    def _after_rest(self, g: int, rows: dict[int, Row]) -> Begun:
+    def _after_rest(self, g: int, rows: dict[int, Row], load: Load) -> Begun:
         """The draft reads what it has missed. That is timed by the host, which was idle meanwhile, too."""
         began = time.perf_counter()
         self._smooth = False
-        texts, load = {slot: row.tokens for slot, row in rows.items()}, self._load(rows)
+        texts = {slot: row.tokens for slot, row in rows.items()}
         made = self.engine.catch_up(texts, self._behind(), self.slots)
         self._read_by_draft |= {slot: len(text) for slot, text in texts.items()}
-        begun = dataclasses.replace(self._begin(g, rows), load=load)
+        begun = self._begin(g, rows, load)
         begun.pending.read()
         own = begun.pending.seconds
         spent = time.perf_counter() - began - own if not made and own is not None else 0.0
@@ -202,6 +201,7 @@ class Run:
         if not rows:
             return
         slots = [row.slot for row in rows]
+        room = dict(zip(begun.rows, begun.load.room or (), strict=True))
         proposal, seconds, drafted = begun.proposal, begun.pending.seconds, 0.0
         lengths = [len(outcome.drafts[slot]) for slot in slots]
         asked, steps = [begun.g] * len(slots), 0  # they are scored whether there are any or not
@@ -224,7 +224,7 @@ class Run:
                 lengths,
                 [outcome.accepted[slot] for slot in slots],
                 begun.g,
-                begun.load,
+                dataclasses.replace(begun.load, room=tuple(room[slot] for slot in slots)),
                 seconds,
                 draft_seconds=drafted,
                 steps=steps,
@@ -237,9 +237,8 @@ class Run:
         )
 
     def _withdraw(self) -> None:
-        """What was chosen was for other rows. A draft in the engine guesses as far for all of them; any other
-        is to be asked for those that are there."""
-        if self._chosen is not None and not self.inside:
+        """What was chosen was for other rows."""
+        if self._chosen is not None:
             self._chosen = None
             self.length.withdraw()
 

@@ -63,3 +63,12 @@ def test_what_takes_more_than_can_be_saved_waits_until_it_is_as_little_of_the_ti
     one.balance = MOST
     assert one.wait(Price(0.5, 1000.0), SELDOM) == pytest.approx(1000.5 / INCOME - SELDOM)
     assert one.wait(Price(0.5, 1000.0), 1001 / INCOME) <= 0
+
+
+@pytest.mark.parametrize("since", [math.inf, 1e6])
+def test_what_takes_more_than_can_be_saved_needs_all_that_can(since: float) -> None:
+    one = Account()
+    one.balance = LEAST
+    assert one.wait(Price(0.5, 1000.0), since) == pytest.approx((MOST - LEAST) / INCOME)
+    one.balance = MOST
+    assert one.wait(Price(0.5, 1000.0), since) <= 0

@@ -239,7 +239,7 @@ def test_a_stall_in_a_long_text_does_not_spoil_short_ones(stall: float) -> None:
     world = World(lambda t, row: 0.8, flat, 8, slope=1e-3, prompt=30, seed=1)
     for _ in range(4):
         world.run(policy, 80)
-    assert policy.outlook.costs.passes(Load(8, 30)).min() > 0.9
+    assert policy.outlook.at(Load(8, 30)).passes(Load(8, 30)).min() > 0.9
     rates = [expected(0.8, flat, 8, 0, g) for g in range(17)]
     assert np.mean([rates[g] for g in world.lengths]) >= 0.93 * max(rates)
 
@@ -448,7 +448,7 @@ def test_tries_that_seem_to_cost_less_than_nothing_are_made() -> None:
         policy.choose([0])
         policy.observe(Done([0], [0], [0], 0, Load(1), seconds))
     for _ in range(2):
-        policy.outlook.costs.note(Load(1), 4, 0.9)  # from before the machine became slower
+        policy.outlook.at(Load(1)).note(Load(1), 4, 0.9)  # from before the machine became slower
     policy.tries._blind = 100
     assert policy.choose([0]) != [0]
 
@@ -725,7 +725,7 @@ def test_each_row_is_believed_what_was_seen_of_it() -> None:
 def test_hints_are_those_of_each_row() -> None:
     policy = Goodput(8)
     for g in (0, 0, 8, 8):
-        policy.outlook.costs.note(Load(2), g, flat(2, g))
+        policy.outlook.at(Load(2)).note(Load(2), g, flat(2, g))
     for _ in range(50):
         policy.outlook.signal.learn(np.array([7, 0]), np.array([True, False]))
     tokens = {
@@ -742,8 +742,8 @@ def test_hints_are_those_of_each_row() -> None:
 def test_nothing_is_made_ready_for_more_than_there_is() -> None:
     policy = Goodput()
     for g in (0, 0, 8, 8, 16, 16):
-        policy.outlook.costs.note(Load(1), g, 1.0)
-    policy.outlook.costs.note_making(100.0)
+        policy.outlook.at(Load(1)).note(Load(1), g, 1.0)
+    policy.outlook.at(Load(1)).note_making(100.0)
     for _ in range(20):
         policy.outlook.belief.learn([0], [8], [8])
     load = Load(1, ready=frozenset({0, 8, 10, 12, 16}))
@@ -755,7 +755,7 @@ def test_luck_is_booked_of_copies_alone(hinted: bool) -> None:
     """An engine's draft reports no steps of its own."""
     policy = Goodput()
     for g in (0, 0, 2, 2):
-        policy.outlook.costs.note(Load(1), g, 1.0)
+        policy.outlook.at(Load(1)).note(Load(1), g, 1.0)
     for _ in range(20):
         policy.outlook.belief.learn([0], [8], [8])
     policy.choose([0], hint=Hint([4], [1.0]) if hinted else None)

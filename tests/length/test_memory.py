@@ -10,6 +10,7 @@ import pytest
 from outpace import Goodput
 from outpace.length import Done, Load
 from outpace.length.costs import BEYOND, STALE, Costs
+from outpace.length.goodput import REVISIT
 from tests.length.test_goodput import expected
 from tests.length.world import World, flat
 
@@ -52,6 +53,41 @@ def test_what_was_measured_long_ago_begins_again_with_the_less() -> None:
         costs.note(Load(1), 0, 1.0)
     costs.note(Load(1), 2, 9.0)
     assert costs.passes(Load(1))[2] == 1.5
+
+
+def test_what_is_run_seldom_is_not_taken_for_the_least_that_it_ever_took() -> None:
+    costs = Costs(4)
+    for seconds in (2.0, 2.0, 0.9, 2.0, 2.0):
+        costs.note(Load(1), 2, seconds)
+        for _ in range(STALE + 1):
+            costs.note(Load(1), 0, 1.0)
+    assert costs.passes(Load(1))[2] == 2.0
+
+
+def test_passes_of_other_batches_make_nothing_old() -> None:
+    costs = Costs(4)
+    for _ in range(50):
+        costs.note(Load(1), 2, 3.0)
+    for _ in range(STALE + 1):
+        costs.note(Load(64), 0, 1.0)
+    assert costs.since(Load(1), 2) == 0
+    assert costs.count(Load(1)) == 50
+    costs.note(Load(1), 2, 1.5)
+    assert costs.passes(Load(1))[2] > 2.5
+
+
+def test_a_number_of_steps_that_is_no_longer_run_is_forgotten_however_many_there_were() -> None:
+    costs = Costs(8)
+    for _ in range(1000):
+        costs.note(Load(1), 4, 1.0)
+        costs.note_draft(Load(1), 4, 4.0, 0.0)
+    for _ in range(5):
+        costs.note_draft(Load(1), 2, 8.0, 0.0)
+    for _ in range(STALE + 1):
+        costs.note(Load(1), 0, 1.0)
+    for _ in range(900):
+        costs.note_draft(Load(1), 4, 4.0, 0.0)
+    assert costs.step(Load(1)) == pytest.approx(1.0, rel=0.1)
 
 
 @pytest.mark.parametrize("way", ["", "engine"])
@@ -110,6 +146,30 @@ def test_no_length_is_made_ready_for_a_text_s_end() -> None:
     assert not any(chosen[1000:])
 
 
+@pytest.mark.parametrize(("padded", "ready"), [(False, {0, 4}), (True, {0, 16}), (True, {0, 4, 16})])
+def test_none_is_made_ready_for_it_where_guesses_are_good(padded: bool, ready: set[int]) -> None:
+    policy, lengths = Goodput(), frozenset(ready)
+    for _ in range(6):
+        for g in ready:
+            load = Load(1, ready=lengths, padded=padded, room=(99,))
+            policy.observe(Done([0], [g], [g], g, load, 1 + 0.06 * g))
+    for room in (3, 2, 1):
+        for _ in range(200):
+            load = Load(1, ready=lengths, padded=padded, room=(room,))
+            assert policy.choose([0], load=load)[0] in ready
+            policy.observe(Done([0], [0], [0], 0, load, 1.0))
+
+
+def test_guesses_beyond_a_texts_end_are_not_booked_as_won() -> None:
+    policy = Goodput()
+    for _ in range(6):
+        for g in (0, 4):
+            policy.observe(Done([0], [g], [g], g, Load(1), 1 + 0.06 * g))
+    policy.account.balance = 0.0
+    policy.observe(Done([0], [4], [4], 4, Load(1, room=(1,), padded=True), 1.5))
+    assert 0 < policy.account.balance < 0.6
+
+
 @pytest.mark.parametrize(("alpha", "step", "miss"), [(0.8, 0.9, 0.09), (0.02, 0.3, 0.05)])
 def test_a_text_that_was_not_read_is_not_read_at_any_price(alpha: float, step: float, miss: float) -> None:
     for iterations in (1000, 4000):
@@ -125,6 +185,27 @@ def test_long_prompts_are_read_by_a_bad_draft_once() -> None:
     assert np.count_nonzero(world.lengths) <= 10
     lost = world.seconds - world.tokens
     assert lost <= 8 + 0.0075 * 4000 + 1.1 * 5000 * 0.3 / 16  # the account's, and the first try's
+
+
+@pytest.mark.parametrize("step", [0.1, 0.3])
+def test_few_tokens_that_were_read_for_nothing_do_not_make_long_prompts_look_free(step: float) -> None:
+    for seed in range(3):
+        policy = Goodput()
+        short = World(lambda t, row: 0.02, flat, 1, step, step / 32, 32, prompt=20, seed=seed)
+        longer = World(lambda t, row: 0.02, flat, 1, step, step / 32, 32, prompt=5000, seed=seed)
+        for world, texts in ((short, 10), (longer, 40)):
+            for _ in range(texts):
+                world.run(policy, 100)
+        assert longer.rate >= 0.98
+
+
+def test_a_reading_that_took_no_time_weighs_as_little_as_it_read() -> None:
+    costs = Costs(4)
+    for _ in range(9):
+        costs.note_draft(Load(1), 2, 0.2, 0.0)
+    costs.note_draft(Load(1, unread=20), 2, 0.199, 0.0)
+    costs.note_draft(Load(1, unread=5000), 2, 5.2, 0.0)
+    assert costs.missed(Load(1, unread=5000)) == pytest.approx(5.0, rel=0.05)
 
 
 @pytest.mark.parametrize("stall", [20.0, 200.0])
@@ -159,6 +240,45 @@ def test_a_plain_pass_is_measured_where_a_text_makes_it_much_longer() -> None:
     assert costs.beyond(Load(1, round((furthest - 1) * 1e3 * 1.05)))
     costs.note(Load(1, 2000), 0, 3.0)
     assert not costs.beyond(Load(1, 2000))
+
+
+def test_nothing_is_guessed_until_it_is() -> None:
+    policy = Goodput()
+    for context in range(100, 400):
+        for g in (0, 4):
+            policy.observe(Done([0], [g], [g], g, Load(1, context), (1 + 0.01 * g) * (1 + 1e-3 * context)))
+    assert policy.choose([0], load=Load(1, 400)) > [0]
+    assert policy.choose([0], load=Load(1, 3000)) == [0]
+    policy.observe(Done([0], [0], [0], 0, Load(1, 3000), 4.0))
+    policy.observe(Done([0], [0], [0], 0, Load(1, 3001), 4.0))
+    assert policy.choose([0], load=Load(1, 3002)) > [0]
+
+
+def test_lengths_that_are_nearly_as_good_are_run_now_and_then_whatever_others_are_like() -> None:
+    for seed in range(3):
+        policy = Goodput()
+        World(lambda t, row: 0.97, flat, 1, 0.1, 0.005, seed=seed).run(policy, 300)
+        World(lambda t, row: 0.7, flat, 1, 0.1, 0.005, seed=seed + 10).run(policy, 2300)
+        costs = policy.outlook.at(Load(1))
+        assert max(costs.since(Load(1), g) for g in (2, 3, 4, 5, 6)) <= 2 * REVISIT
+
+
+@pytest.mark.parametrize("there", [3.0, 0.0])
+def test_a_length_that_is_thought_to_lose_is_run_again_if_that_can_be_spent(there: float) -> None:
+    policy, draw, chosen = Goodput(), np.random.default_rng(0), list[int]()
+
+    def run(g: int) -> None:
+        lost = np.flatnonzero(draw.random(g) >= 0.7)
+        kept = int(lost[0]) if len(lost) else g
+        policy.observe(Done([0], [g], [kept], g, Load(1), {0: 1.0, 2: 1.02}.get(g, 5.0)))
+
+    for g in 5 * [0, 2, 8]:
+        run(g)
+    for _ in range(2 * STALE):
+        policy.account.balance = there + 0.1
+        chosen += policy.choose([0], load=Load(1))
+        run(chosen[-1])
+    assert (8 in chosen) == (there > 0)
 
 
 def test_attention_that_takes_longer_for_more_tokens_does_not_make_it_lose() -> None:

@@ -31,6 +31,7 @@ class World:
     alpha   probability that a guess is kept, by iteration and row
     step    seconds of a drafter's step
     miss    seconds of reading a token that it has not read
+    free    of those tokens, as many as are read in a step as one is
     prompt  tokens of texts before they begin
     stalls  times as long that some iterations take, by their number
     slope   share by which passes take longer for each token of a text
@@ -44,6 +45,7 @@ class World:
     rows: int = 1
     step: float = 0.0
     miss: float = 0.0
+    free: int = 0
     noise: float = 0.05
     seed: int = 0
     prompt: int = 0
@@ -58,7 +60,7 @@ class World:
 
     def run(self, policy: Length, iterations: int) -> World:
         """A text in each row; the policy may know of earlier ones."""
-        draw = np.random.default_rng([self.seed, len(self.lengths)])
+        draw, other = (np.random.default_rng([self.seed, len(self.lengths), *also]) for also in ([], [1]))
         slots: Sequence[int] = range(self.rows)
         policy.reset(slots)
         unread, context = self.prompt * self.rows, self.prompt + 1
@@ -72,15 +74,16 @@ class World:
             for row, length in zip(slots, chosen, strict=True):
                 lost = np.flatnonzero(draw.random(length) >= self.alpha(t, row))
                 kept.append(int(lost[0]) if len(lost) else length)
-            draft = (g * self.step + unread * self.miss) if g else 0.0
+            draft = (g * self.step + max(0, unread - self.free) * self.miss) if g else 0.0
             usual = self.cost(self.rows, g) * (1 + self.slope * context)
-            whole = draft + usual * (1 + self.noise * draw.standard_normal())
-            whole *= self.stalls.get(t, 1.0)
+            stall = self.stalls.get(t, 1.0)
+            drafting = draft * stall * (1 + self.noise * other.standard_normal())
+            whole = drafting + usual * stall * (1 + self.noise * draw.standard_normal())
             if self.making and g not in self.made:
                 self.made[g] = t
                 outcomes.append(Done(slots, chosen, kept, g, load, None, making=self.making))
             else:
-                outcomes.append(Done(slots, chosen, kept, g, load, whole, draft, g))
+                outcomes.append(Done(slots, chosen, kept, g, load, whole, drafting, g))
             if len(outcomes) > self.ahead:
                 policy.observe(outcomes.pop(0))
             unread = 0 if g else unread + self.rows

@@ -39,3 +39,13 @@ def test_others_are_told_a_length_that_pays_or_none(
     assert findings.nearest() == near
     findings.choice = Choice(Way("lookup", "3", "block", "float32"), {})
     assert findings.nearest() == 3
+
+
+def test_a_length_has_to_pay_against_plain_decoding_in_the_same_dtype() -> None:
+    way = Way("lookup", "auto", "token", "bfloat16")
+    findings = Findings(plainly("float32"))
+    findings.choice = Choice(way, {})
+    findings.expected[Way("lookup", "3", "token", "bfloat16")] = 1.5, None
+    assert findings.nearest() == 3
+    findings.expected[plainly("bfloat16")] = 1.8, None
+    assert findings.nearest() is None

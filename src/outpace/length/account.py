@@ -55,5 +55,7 @@ class Account:
         """Iterations until a try at this price is due, so many after the last."""
         due = max(price.loss / SHARE, price.each_time / READING) if price.each_time <= DEAR else SELDOM
         enough = price.each_time + price.once
-        saving = (enough - self.balance) / INCOME if enough <= MOST else enough / INCOME - since
-        return max(min(SELDOM, due) - since, saving)
+        waits = [min(SELDOM, due) - since, (min(enough, MOST) - self.balance) / INCOME]
+        if enough > MOST:  # there is never as much: it is as if that had been saved since
+            waits.append(enough / INCOME - since)
+        return max(waits)

@@ -11,8 +11,8 @@ from outpace.length.base import Load
 from outpace.length.belief import Array
 
 NEW = 0.1  # weight of a measurement, once there are some
-AT_ONCE = 16  # tokens of a row that are read in a draft's step, as long as nothing is known of it
-TOGETHER = 256  # tokens of all rows that are
+AT_ONCE = 16  # tokens of a row that are read in a draft's step, about
+TOGETHER = 256  # tokens of all rows that are, as long as nothing is known of it
 LEAST = 0.05  # of what a pass takes, that is not due to its text
 RECENT = 4  # lengths that were made ready, by which the next one is judged
 TICK = 1e-9  # seconds: less is none of a clock
@@ -23,7 +23,8 @@ WILD = 1.3  # times as long, or as short, as expected: more than that is an acci
 FAR = 256  # tokens: after a text that much longer or shorter much may be expected
 BEYOND = 0.2  # of a plain pass, that a longer text adds by what is thought: further, it is to be measured
 STALE = 384  # passes after which what was measured may no longer hold
-FEW = 4  # tokens of a row, no more than which are read in a step as one is
+LATELY = 0.8  # what is left of what reading took after another
+ODD = 2.0  # times as long as expected: more of a reading is an accident
 
 
 class Slope:
@@ -84,6 +85,7 @@ class Mean:
         self.count = 0
         self.value = math.inf
         self.at = 0.0
+        self._last = math.inf, 0.0  # the last value, and where that was
         self._odd = 0  # values in a row that were far above what was expected, or below: many are no accident
         # The last value and its side, if it was odd and after another text: the next may confirm it
         self._held: tuple[int, float] | None = None
@@ -93,12 +95,14 @@ class Mean:
         return self.count > 1
 
     def begin_again(self) -> None:
-        """It was long ago: of what was and what comes, the less."""
+        """It was long ago: of what came last and what comes next, the less."""
         self.count, self._odd, self._held = min(self.count, 1), 0, None
+        self.value, self.at = self._last
 
     def add(self, value: float, at: float = 0.0, slope: Slope | None = None) -> float | None:
         """Returns what was made of the value, which may have been an accident; None if nothing yet."""
         value = max(value, TICK)
+        self._last = value, at
         expected = self.value if slope is None else slope.without(self.value, self.at) * slope.times(at)
         self.count += 1
         if self.count <= 2:
@@ -137,14 +141,14 @@ class Costs:
         # What follows from them, without any text, by size of the batch and whether they have to be sure:
         self._seconds: dict[tuple[int, bool], dict[int, float]] = {}
         self._curves: dict[tuple[int, bool], Array] = {}
-        self._noted = 0  # passes so far
-        self._last: dict[tuple[int, int], int] = {}  # the last of each size of the batch and g
+        self._noted: dict[int, int] = {}  # passes so far, by size of the batch
+        self._last: dict[tuple[int, int], int] = {}  # the last of each size and g
         self._furthest: dict[int, float] = {}  # tokens of the longest text that a plain one was after
         self._drafts: dict[int, dict[int, Mean]] = {}  # by size of the batch, then number of steps
-        self._last_draft: dict[tuple[int, int], int] = {}  # how many there were then with such a batch
-        self._drafted: dict[tuple[int, int], int] = {}  # and passes; 0 steps: reading
+        self._drafted: dict[int, int] = {}  # how many there were, by size
+        self._last_draft: dict[tuple[int, int], int] = {}  # the last of each size and number of steps
         self._least: dict[int, float] = {}  # of a step, where none was timed by itself
-        self._missed: dict[int, Mean] = {}  # of reading a token that was not read
+        self._missed: dict[int, tuple[float, float]] = {}  # seconds and tokens that were read belatedly
         self.making = 0.0  # of making a length ready, about
         self.made = 0  # how many were
 
@@ -164,8 +168,7 @@ class Costs:
             self._furthest[size] = max(self._furthest.get(size, 0.0), load.context)
         self._seconds.clear()
         self._curves.clear()
-        self._noted += 1
-        self._last[size, g] = self._noted
+        self._noted[size] = self._last[size, g] = self._noted.get(size, 0) + 1
 
     def note_making(self, seconds: float) -> None:
         """Of making passes of some length ready."""
@@ -176,43 +179,48 @@ class Costs:
         """Of so many steps, and of reading what the draft had not read before, whether that was timed by
         itself or is part of the steps."""
         size, apart = size_of(load), catching_up > 0 or not load.unread
-        drafts = self._drafts.setdefault(size, {})
-        few = not drafts and load.unread <= AT_ONCE * load.batch  # they are read in a step, about
-        reading: float | None = catching_up or None
-        if steps and (apart or few):
-            self._aged(drafts.setdefault(steps, Mean()), size, steps).add(seconds)
-            self._last_draft[size, steps] = sum(one.count for one in drafts.values())
+        drafts, few = self._drafts.setdefault(size, {}), load.unread <= AT_ONCE * load.batch
+        reading = catching_up
+        if steps and (apart or (few and not drafts)):
+            drafts.setdefault(steps, Mean()).add(seconds)
+            self._drafted[size] = self._last_draft[size, steps] = self._drafted.get(size, 0) + 1
         elif steps and drafts:
             reading = max(0.0, seconds - float(self.drafts(load)[min(steps, self.most)]))
         elif steps:  # at least so much, as if each token had taken a step
             least = seconds / (steps + load.unread / load.batch)
             self._least[size] = max(least, self._least.get(size, 0.0))
-        if reading is not None and load.unread > FEW * load.batch:
-            self._aged(self._missed.setdefault(size, Mean()), size, 0).add(reading / load.unread)
+            return
+        if not few:
+            self._note_reading(load, reading)
 
-    def _aged(self, mean: Mean, size: int, steps: int) -> Mean:
-        """One of a draft's, to which something is added."""
-        if self._noted - self._drafted.get((size, steps), self._noted) > STALE:
-            mean.begin_again()
-        self._drafted[size, steps] = self._noted
-        return mean
+    def _note_reading(self, load: Load, seconds: float) -> None:
+        """Of what was missed: tokens count alike, as of few it is hard to tell."""
+        size = size_of(load)
+        total, tokens = self._missed.get(size, (0.0, 0.0))
+        if tokens:
+            seconds = min(seconds, ODD * max(self.missed(load), load.unread * self._at_first(load)))
+        self._missed[size] = LATELY * total + seconds, LATELY * tokens + load.unread
 
     def known(self, load: Load) -> list[int]:
         """The g that were measured with such a batch, more than once."""
         return list(self._measured(size_of(load), True))
 
     def since(self, load: Load, g: int) -> int:
-        """Passes since the last with so many guesses and such a batch."""
-        return self._noted - self._last.get((size_of(load), g), 0)
+        """Passes with such a batch since the last with so many guesses."""
+        size = size_of(load)
+        return self._noted.get(size, 0) - self._last.get((size, g), 0)
 
     def plain(self, load: Load) -> float | None:
         """Of a pass without guesses; None if it was measured with no such batch."""
         return self.passes(load).item(0) if 0 in self._measured(size_of(load), True) else None
 
-    def count(self, load: Load, g: int | None = None) -> int:
-        """How many passes were measured with such a batch, of all lengths or of this one."""
-        found = self._passes.get(size_of(load), {})
-        return sum(one.count for length, one in found.items() if g in (None, length))
+    def count(self, load: Load) -> int:
+        """How many passes were measured with such a batch."""
+        return self._noted.get(size_of(load), 0)
+
+    def plainly(self, load: Load) -> int:
+        """Passes of such a batch without guesses that are known, none of them from too long ago."""
+        return self._passes[size_of(load)][0].count
 
     def drafts(self, load: Load) -> Array:
         """`[most + 1]`: of so many steps of a drafter; 0 while nothing is known."""
@@ -233,10 +241,10 @@ class Costs:
         if not drafts:
             return 0.0, self._least.get(size, 0.0)
         sure = any(one.sure for one in drafts.values())  # otherwise it may have been a warm-up
-        points, drafted = [(STILL, 0, 0.0)], sum(one.count for one in drafts.values())
+        points = [(STILL, 0, 0.0)]
         for n, one in drafts.items():
             if one.sure or not sure:
-                faded = PAST ** (drafted - self._last_draft[size, n])
+                faded = PAST ** (self._drafted[size] - self._last_draft[size, n])
                 points.append((faded * min(one.count, 1 / NEW), n, one.value))
         weight = sum(w for w, _, _ in points)
         steps = sum(w * n for w, n, _ in points) / weight
@@ -249,9 +257,12 @@ class Costs:
 
     def missed(self, load: Load) -> float:
         """Of reading what was not read, by what a token took; at first by what a step takes."""
-        found = self._missed.get(size_of(load))
-        each = self.step(load) / min(AT_ONCE * load.batch, TOGETHER) if found is None else found.value
-        return load.unread * each
+        seconds, tokens = self._missed.get(size_of(load), (self._at_first(load), 1.0))
+        return load.unread * seconds / tokens
+
+    def _at_first(self, load: Load) -> float:
+        """Of reading a token, as long as nothing is known of it."""
+        return self.step(load) / min(AT_ONCE * load.batch, TOGETHER)
 
     def passes(self, load: Load, sure: bool = True) -> Array:
         """`[most + 1]`, by g: as measured, on straight lines between, and on from there by the last slope;

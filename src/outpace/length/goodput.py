@@ -74,7 +74,7 @@ class Goodput(Length):
         plan.rate, plan.g = self._best(plan)
         plan.g = self._affordable(plan) if hint is None else self._other(plan)
         close = plan.rate * plan.plain < CLOSE * len(rows)
-        limit = min(REFRESH // 4 if close else REFRESH, 4 << min(costs.count(load, 0), 8))
+        limit = min(REFRESH // 4 if close else REFRESH, 4 << min(costs.plainly(load), 8))
         if plan.g and (self._since_plain >= limit or costs.beyond(load)):
             plan.g = 0
         return [plan.g if load.padded else min(plan.g, most) for most in plan.room.tolist()]
@@ -95,7 +95,7 @@ class Goodput(Length):
                 self.tries.make(Price(0.0))
             return made or self._try(plan)
         gain = -plan.losses()[plan.g]
-        if self.outlook.costs.missed(plan.load) / plan.plain > HORIZON * gain:
+        if plan.costs.missed(plan.load) / plan.plain > HORIZON * gain:
             return 0
         return self._other(plan)
 
@@ -105,18 +105,22 @@ class Goodput(Length):
         be made ready, one that promises enough for that."""
         if plan.g and self.account.balance > 0:
             near = plan.tokens >= NEARLY * plan.rate * plan.seconds
-            since = {g: self.outlook.costs.since(plan.load, g) for g in plan.known}
-            late = [g for g in plan.tried if since[g] > (REVISIT if near[g] else STALE)]
-            oldest = max(late, key=since.__getitem__, default=0)
-            if oldest and (near[oldest] or self._may_be_better(plan, oldest, since)):
-                return oldest
+            since = {g: plan.costs.since(plan.load, g) for g in plan.known}
+            late = [
+                g
+                for g in plan.tried
+                if (since[g] > REVISIT and near[g])
+                or (since[g] > STALE and self._may_be_better(plan, g, since))
+            ]
+            if late:
+                return max(late, key=since.__getitem__)
         return self._made(plan)
 
     def _may_be_better(self, plan: Plan, g: int, since: Mapping[int, int]) -> bool:
         """Whether a length would be the best if its pass took no more than that of a shorter one does, which
         was run lately; and what it is thought to lose can be spent."""
         shorter = max(one for one in plan.known if one == 0 or (one < g and since[one] <= STALE))
-        drafts = self.outlook.costs.drafts(plan.load)
+        drafts = plan.costs.drafts(plan.load)
         least = plan.seconds[shorter] + drafts[g] - drafts[shorter]
         affordable = plan.losses()[g] < self.account.balance
         return bool(affordable and plan.tokens[g] > (1 + MARGIN) * plan.rate * least)
@@ -124,7 +128,7 @@ class Goodput(Length):
     def _made(self, plan: Plan) -> int:
         """A length to make ready, or the best one of those that are. What it would have saved is added up
         until it is as much as making it takes: so both together are at most twice what had to be lost."""
-        load, costs = plan.load, self.outlook.costs
+        load, costs = plan.load, plan.costs
         if load.ready is None:
             return plan.g
         gains = plan.tokens / plan.hoped / plan.rate - 1
@@ -145,10 +149,10 @@ class Goodput(Length):
     def _try(self, plan: Plan) -> int:
         """Where nothing pays by what is believed, or nothing is: the length that is expected to lose least,
         if it may pay and there is time for it; or 0."""
-        costs, load = self.outlook.costs, plan.load
+        costs, load = plan.costs, plan.load
         lengths = (plan.lengths if len(plan.lengths) > 1 else plan.grown)[1:]
-        if len(plan.lengths) == 1 and max(load.ready or (0,)) > plan.room.max():
-            return 0  # none is made ready for a text's last tokens
+        if not len(lengths):
+            return 0
         losses = plan.losses(MARGIN)[lengths]
         g, loss = int(lengths[losses.argmin()]), float(losses.min())
         reading = costs.missed(load) / plan.plain
@@ -166,12 +170,13 @@ class Goodput(Length):
     @property
     def asks(self) -> bool:
         plan = self._plan
-        return plan is not None and self.outlook.costs.step(plan.load) >= ASKING
+        return plan is not None and plan.costs.step(plan.load) >= ASKING
 
     def enough(self, confidence: Sequence[float]) -> bool:
-        plan, costs = self._plan, self.outlook.costs
+        plan = self._plan
         if plan is None:
             return False
+        costs = plan.costs
         drawn = len(plan.levels)
         level, kept, tokens = self.outlook.further(plan, confidence)
         passes = costs.passes(plan.load)
@@ -207,7 +212,7 @@ class Goodput(Length):
         """What was won and lost against plain decoding."""
         self._asking.over()
         asked = done.draft_seconds > 0 and not done.steps
-        plain = self.outlook.costs.plain(done.load) if guessed or asked else None
+        plain = self.outlook.at(done.load).plain(done.load) if guessed or asked else None
         gain = once = 0.0
         if plain is not None and guessed:
             if done.seconds is not None:

@@ -25,6 +25,7 @@ class Plan:
 
     places   of slots, among the rows
     load     what the pass is over
+    costs    what passes take that are made in its way
     room     guesses at most, of each row
     belief   `[R, len(ALPHAS)]`
     hinted   whether there is a level of confidence for all guesses, known before
@@ -42,6 +43,7 @@ class Plan:
 
     places: dict[int, int]
     load: Load
+    costs: Costs
     room: Levels
     belief: Array
     hinted: bool
@@ -89,19 +91,19 @@ class Outlook:
         self.most = most
         self.belief, self.signal = Belief(most), Signal()
         self._ways: dict[str, Costs] = {}
-        self.costs = self.at(Load(1))
         self._lengths = np.array([g for g in LADDER if g < most] + [most])
         self._places = np.arange(most + 1)
 
     def at(self, load: Load) -> Costs:
-        """What is known of passes made in this way, from here on."""
-        self.costs = self._ways.setdefault(load.way, Costs(self.most))
-        return self.costs
+        """What is known of passes that are made in this way."""
+        if load.way not in self._ways:
+            self._ways[load.way] = Costs(self.most)
+        return self._ways[load.way]
 
     def plan(self, rows: Sequence[int], load: Load, hint: Hint | None, sure: bool) -> Plan:
         """For these slots, with a batch of which a plain pass was measured. sure: what was seen once may have
         been an accident."""
-        belief, costs = self.belief.now(rows), self.costs
+        belief, costs = self.belief.now(rows), self.at(load)
         room, levels = np.full(len(rows), self.most), []
         if load.room is not None:
             room = np.clip(load.room, 0, self.most)
@@ -109,14 +111,14 @@ class Outlook:
             room = np.minimum(hint.lengths, room)
             levels.append(self.signal.level(hint.confidence))
         known, grown = costs.known(load), self._grown(load)
-        if load.ready is not None:  # nothing is made ready for more than there is
-            usable = load.ready if load.padded else ()
-            grown = grown[[g <= room.max() or g in usable for g in grown.tolist()]]
+        if load.ready is not None:
+            grown = grown[[_fits(g, load, int(room.max())) for g in grown.tolist()]]
         passes = costs.passes(load, sure)
         drafts = costs.drafts(load)
         return Plan(
             places={row: i for i, row in enumerate(rows)},
             load=load,
+            costs=costs,
             room=room,
             belief=belief,
             hinted=hint is not None,
@@ -131,7 +133,7 @@ class Outlook:
 
     def _grown(self, load: Load) -> Levels:
         """Lengths up to some way beyond those that were run with such a batch."""
-        most = max(START, GROWTH * self.costs.known(load)[-1])
+        most = max(START, GROWTH * self.at(load).known(load)[-1])
         return self._lengths[: np.searchsorted(self._lengths, most, side="right")]
 
     def _tokens(self, belief: Array, room: Levels, levels: Sequence[Levels]) -> Array:
@@ -169,20 +171,22 @@ class Outlook:
         return level, kept, ((plan.alive * kept) @ chances).cumsum()
 
     def keeps(self, done: Done) -> float:
-        """Guesses of a row that such an iteration keeps, by what is believed now: luck would soon be larger
-        than what is to be seen."""
+        """Guesses of a row that such an iteration keeps and that the row has use for, by what is believed
+        now: luck would soon be larger than what is to be seen."""
         reach = self.belief.now(done.rows) @ self.belief.reach()  # [R, most]
-        asked = self._places[:-1] < np.array(done.asked or done.drafted)[:, None]
-        return float((reach * asked).sum()) / len(done.rows)
+        asked = np.array(done.asked or done.drafted)
+        if done.load.room is not None:
+            asked = np.minimum(asked, done.load.room)
+        return float((reach * (self._places[:-1] < asked[:, None])).sum()) / len(done.rows)
 
     def would_pay(self, done: Done, margin: float) -> bool:
         """Whether some length would pay if as many were kept always as of these guesses, and one more."""
-        kept = np.array(done.accepted)
+        kept, costs = np.array(done.accepted), self.at(done.load)
         judged = int(np.minimum(done.asked or done.drafted, kept + 1).sum())
-        if not kept.any() or self.costs.plain(done.load) is None:
+        if not kept.any() or costs.plain(done.load) is None:
             return False
         rates = (((kept.sum() + 1) / (judged + 1)) ** self._places).cumsum()
-        rates /= self.costs.passes(done.load) + self.costs.drafts(done.load)
+        rates /= costs.passes(done.load) + costs.drafts(done.load)
         return bool(rates[self._grown(done.load)].max() > (1 + margin) * rates[0])
 
     def learn(self, done: Done, plan: Plan | None) -> bool:
@@ -211,6 +215,16 @@ class Outlook:
             if reached.any():
                 self.signal.learn(level[at[reached]], place < kept[reached])
         return True
+
+
+def _fits(g: int, load: Load, most: int) -> bool:
+    """Whether a length may be run where some are ready: that may be a longer one than there is use for, if it
+    is padded. Others are made ready for no more than there is, and for no text's last tokens."""
+    assert load.ready is not None
+    if g == 0 or g in load.ready:
+        return g <= most or load.padded
+    ending = load.room is not None and max(load.room) < max(load.ready, default=0)
+    return g <= most and not ending
 
 
 def _ready(grown: Levels, known: list[int], load: Load) -> Levels:

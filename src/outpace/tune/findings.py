@@ -10,7 +10,7 @@ from outpace.bench.estimate import Floats, estimate
 from outpace.tune.decision import Choice, Seen, choose, verdict
 from outpace.tune.race import Record
 from outpace.tune.replay import Speed
-from outpace.tune.way import Candidate, Way
+from outpace.tune.way import Candidate, Way, plainly
 
 PAYS = 1.02  # what a draft must promise
 
@@ -71,10 +71,11 @@ class Findings:
             return int(way.length)
         speeds = {one: speed for one, (speed, _) in self.expected.items()}
         speeds |= {one: seen.speed for one, seen in self.seen().items()}
+        alone = speeds.get(plainly(way.dtype), 1.0)
         pays = {
             int(one.length): speed
             for one, speed in speeds.items()
-            if (one.draft, one.dtype) == (way.draft, way.dtype) and one.length.isdecimal() and speed > 1
+            if (one.draft, one.dtype) == (way.draft, way.dtype) and one.length.isdecimal() and speed > alone
         }
         return max(pays, key=pays.__getitem__, default=None)
 
