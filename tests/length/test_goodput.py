@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from outpace import Decoder, Goodput, LookupDrafter, theory
+from outpace.decode import POLICY
 from outpace.draft.base import Draft, State
-from outpace.length import Done, Hint, Load
+from outpace.length import Done, Hint, Length, Load
 from outpace.length.belief import ALPHAS, CHANGE, LEARN, NEW, OPEN, Belief, Signal
 from outpace.length.costs import Costs, Mean
 from outpace.length.goodput import YOUNG
@@ -823,3 +824,7 @@ def test_a_policy_that_lacks_something_is_refused_at_once() -> None:
 
     with pytest.raises(TypeError, match="has no asks; derive it from outpace"):
         Decoder(tiny(), "lookup", length=Old())  # type: ignore[arg-type]
+
+
+def test_all_that_a_policy_has_is_asked_for() -> None:
+    assert set(POLICY) == {name for name in dir(Length) if not name.startswith("_")} | {"most"}
