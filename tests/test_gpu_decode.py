@@ -164,7 +164,8 @@ def test_iterations_are_timed_by_the_device() -> None:
     assert isinstance(one.length, Goodput)
     for _ in range(3):
         one.generate(PROMPTS[0], Sampling(), seed=1, max_new_tokens=50)
-    plain = one.length.outlook.at(Load(1)).plain(Load(1))
+    load = Load(1, way="engine")
+    plain = one.length.outlook.at(load).plain(load)
     assert plain is not None
     assert 1e-5 < plain < 0.1
 
