@@ -12,6 +12,7 @@ import typer
 from outpace.cli.show import note
 
 if TYPE_CHECKING:
+    from outpace.bench.prompts import Questions
     from outpace.decode import Decoder
     from outpace.length import Length
     from outpace.sampling import Sampling
@@ -170,11 +171,18 @@ def _bias(text: str) -> tuple[int, float]:
         raise ValueError(f"--logit-bias: got {text!r}; it must be like 42=-1.5 or 42=-inf") from None
 
 
-def check_prompts(prompt: list[str] | None, data: str | None) -> None:
+def read_prompts(prompt: list[str] | None, data: str | None, limit: int | None, every: int) -> Questions:
+    """What the flags name, before anything big is loaded; what cannot be used of it is said."""
+    from outpace.bench.prompts import questions
+
     if prompt and data is not None:
         raise ValueError("--prompt: given together with --data; give one or the other")
     if prompt and not all(one.strip() for one in prompt):
         raise ValueError("--prompt: it is empty; a model needs something to go on from")
+    found = questions(prompt or (), data, limit, every)
+    if found.left_out:
+        note(f"{found.name}: {len(found.left_out)} of {found.rows} rows left out: {found.left_out[0]}")
+    return found
 
 
 def read_text(path: Path) -> str:

@@ -24,7 +24,7 @@ from outpace.cli.options import (
     Target,
     TopK,
     TopP,
-    check_prompts,
+    read_prompts,
 )
 from outpace.cli.show import note
 
@@ -121,7 +121,6 @@ def sweep(
     Ctrl-C ends it; the table and the file are then of the rounds so far.
     """
     from outpace.bench.machine import machine
-    from outpace.bench.prompts import asked
     from outpace.bench.results import Results
     from outpace.bench.sweep import LENGTHS, Sweep
     from outpace.cli import lineup
@@ -144,18 +143,18 @@ def sweep(
     drafts = list(dict.fromkeys(draft or ["lookup"]))
     if len({bare(one) for one in drafts}) < len(drafts):
         raise ValueError("--draft: two have the same name, but for their folders")
+    questions = None
     if pair is not None:
         lineup.refuse_with_pair(target=target, draft=draft, prompt=prompt, data=data)
         decoders, prompts = lineup.synthetic(
             pair, alpha, rule, device, dtype, limit or lineup.SYNTHETIC, context
         )
     else:
-        check_prompts(prompt, data)
         if "none" in drafts:
             raise ValueError("--draft: none is plain decoding, which is always there as g = 0")
+        questions = read_prompts(prompt, data, limit, every)
         plain, decoders = line_up(target, drafts, device, dtype, rule=rule)
-        texts = fitting(plain, asked(plain.tokenizer, prompt or (), data, limit, every))
-        prompts = [one.ids for one in texts]
+        prompts = [one.ids for one in fitting(plain, questions.to(plain.tokenizer))]
     made = Sweep(
         decoders, samplings, lengths, prompts,
         tokens=max_new_tokens, batch=batch, repeats=repeats, seed=seed, ignore_eos=ignore_eos,
@@ -172,6 +171,7 @@ def sweep(
             "repeats": repeats,
             "seed": seed,
         },
+        "data": None if questions is None else questions.about,
         "prompts": len(prompts),
         "batch": batch,
         "rounds": 0,
