@@ -165,13 +165,37 @@ def test_ctrl_c_before_anything_is_sure_writes_no_configuration(
     assert code == 130
     assert not out.exists()
     if rounds:
-        assert "Do not speculate: there was no time to measure whole texts; lookup" in " ".join(shown.split())
+        said = "Whether it pays is not known: it was interrupted before whole texts were measured; lookup"
+        assert said in " ".join(shown.split())
         assert errors.splitlines()[-1].endswith("and no configuration was written")
         assert results.load(tmp_path / "outpace-tune.json")["complete"] is False
     else:
         assert shown == ""
         assert errors.splitlines()[-1] == "interrupted: nothing was measured yet, and nothing is kept"
         assert not list(tmp_path.iterdir())
+
+
+def test_no_time_is_no_verdict_and_leaves_the_configuration_as_it_is(
+    run: Run, target: str, data: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "outpace.toml"
+    out.write_text("an earlier one")
+    words = ["-d", "lookup", "--budget", "0.01", "-o", str(out)]
+    code, shown, errors = run("tune", *common(target, data), *words)
+    assert code == 1
+    assert out.read_text() == "an earlier one"
+    said = " ".join(shown.split())
+    assert "Whether it pays is not known: there was no time to measure whole texts in 0.01 s; about " in said
+    assert "Do not speculate" not in said
+    assert "model.generate" not in said
+    assert errors.splitlines()[-1].endswith("of 0.01 s, and no configuration was written")
+    kept = tmp_path / "outpace-tune.json"
+    found = results.load(kept, ("tune",))
+    assert (found["complete"], found["config"], found["chosen"]) == (False, None, None)
+    page = tmp_path / "report.html"
+    assert run("report", str(kept), "-o", str(page))[0] == 0
+    assert "Whether it pays is not known" in page.read_text()
+    assert "Do not speculate" not in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,9 @@ def test_nothing_to_draw_is_an_error() -> None:
 def test_the_verdict_is_the_best_there_is() -> None:
     fast, slow = swept(), swept()
     assert verdict([measured(), fast, tuned()]) == tuned()["verdict"]
+    open_ = tuned() | {"chosen": None, "verdict": "Whether it pays is not known: there was no time."}
+    assert verdict([open_]) == open_["verdict"]
+    assert verdict([open_, fast]) == verdict([fast])
     best = theory.speedup(0.812, 6, 1.9 / 20.5)
     said = f"Guess with org/Draft-0.5B, g = 6, greedy: {best:.2f} times as fast as plain decoding"
     assert verdict([measured(), fast]).startswith(said)

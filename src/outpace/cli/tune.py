@@ -108,7 +108,8 @@ def tune(
     verified the one that was measured, with an interval that holds it in 95 of
     100 cases. Nothing is recommended that is not surely faster.
 
-    Ctrl-C ends it with what there is.
+    Ctrl-C ends it with what there is. Exit status: 1 if there was no time to
+    find anything out; no configuration is written then.
     """
     from outpace.tune.budget import Budget
 
@@ -209,15 +210,21 @@ def finish(tuning: Tuning, names: Names, out: Path, results: Path) -> None:
         note(f"{how}: nothing was measured yet, and nothing is kept")
         raise stopped
     findings = tuning.findings
-    wanted = stopped is None or not findings.choice.way.plain
+    if stopped is not None:
+        findings.ended = f"it {'was ' if how == 'interrupted' else ''}{how} before whole texts were measured"
+    known = findings.unknown() is None
+    wanted = known and (stopped is None or not findings.choice.way.plain)
     content = keep(tuning, names, out if wanted else None)
     show(content)
     spent, budget = tuning.budget.spent, tuning.budget.seconds
     if wanted:
         note(f"configuration in {out}: outpace generate --config {shlex.quote(str(out))}")
+    nothing = "" if wanted else ", and no configuration was written"
     if stopped is not None:
-        nothing = "" if wanted else ", and no configuration was written"
         note(f"{how} after {spent:.0f} s: this is what there was, also in {results}{nothing}")
         raise stopped
+    if not known:
+        note(f"all there is in {results}, after {spent:.0f} of {budget:g} s{nothing}")
+        raise typer.Exit(1)
     tuning.results.done()
     note(f"all of it in {results}, after {spent:.0f} of {budget:g} s")

@@ -1,4 +1,5 @@
-"""The answer, in a sentence: what was tuned, else the fastest measured, else the best foretold."""
+"""The answer, in a sentence: what was tuned, else the fastest measured, else the best foretold, else why there
+is none."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ from outpace.report.words import between, said
 
 def verdict(contents: Sequence[Content]) -> str:
     """Empty where nothing allows one."""
-    return _tuned(contents) or _swept(contents) or _measured(contents)
+    return _tuned(contents) or _swept(contents) or _measured(contents) or _tuned(contents, known=False)
 
 
-def _tuned(contents: Sequence[Content]) -> str:
-    return next((one["verdict"] for one in contents if one["kind"] == "tune" and one.get("verdict")), "")
+def _tuned(contents: Sequence[Content], known: bool = True) -> str:
+    """Of those that came to a choice, or of the others."""
+    tuned = (one for one in contents if one["kind"] == "tune" and (one.get("chosen") is not None) == known)
+    return next((one["verdict"] for one in tuned if one.get("verdict")), "")
 
 
 def _swept(contents: Sequence[Content]) -> str:

@@ -82,8 +82,8 @@ def choose(rates: Mapping[Way, Rates], yardsticks: Mapping[Way, Rates], plain: W
     return Choice(chosen, why)
 
 
-def verdict(choice: Choice, seen: Mapping[Way, Seen], unmeasured: str) -> str:
-    """In a sentence, which says why nothing was measured if nothing was."""
+def verdict(choice: Choice, seen: Mapping[Way, Seen]) -> str:
+    """In a sentence, of what was measured."""
     way = choice.way
     if way in seen:
         found = f"{seen[way]} times as fast as plain decoding"
@@ -91,8 +91,6 @@ def verdict(choice: Choice, seen: Mapping[Way, Seen], unmeasured: str) -> str:
         if way.plain:
             return f"Do not speculate, but compute in {way.dtype}: {found}, {prompts}."
         return f"Guess with {way}: {found}, {prompts}."
-    if not seen:
-        return f"Do not speculate: {unmeasured}."
     best = max(seen, key=lambda one: seen[one].speed)
     few = seen[best].prompts < LEAST
     known = f"the best that was measured, {best}, is {seen[best]} times as fast as plain decoding"
