@@ -88,6 +88,9 @@ def check(one: dict[str, Any], counted: bool) -> None:
     assert one["predicted"] >= 1
     assert (one["predicted"] > 1) == (one["best_g"] > 0)
     assert [at["B"] for at in one["by_batch"]] == [1, 2]
+    for at in one["by_batch"]:
+        low, high = at["predicted_interval"]
+        assert low <= at["predicted"] <= high or at["best_g"] == 0
     if one["lenience"] == 1:
         assert one["divergence"] == pytest.approx(1 - one["alpha"])
     if not counted:

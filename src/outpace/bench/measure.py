@@ -122,8 +122,8 @@ class Measurement:
             "chance": None if found is None else 2 / math.sqrt(found.count),
             "counted": None, "by_position": [], "by_position_intervals": [],
             "blocks": None, "tokens_per_pass": None,
-            "step_ms": None, "start_ms": None, "behind_ms": None, "best_g": None, "predicted": None,
-            "by_batch": [],
+            "step_ms": None, "start_ms": None, "behind_ms": None,
+            "best_g": None, "predicted": None, "predicted_interval": None, "by_batch": [],
         }  # fmt: skip
 
     def count(self, name: str) -> None:
@@ -169,13 +169,16 @@ class Measurement:
             own = [one for one in verify if one.drawn == cost.draws(decoder, plan.sampling)]
             for lenience in plan.lenience:
                 entry = self.entries[name, lenience]
-                share, coverage = entry["alpha"] or 0.0, entry["coverage"]
-                fastest = [Parts(B, drafting[B], passes, own).best(share, coverage) for B in plan.batches]
+                share, coverage, interval = entry["alpha"] or 0.0, entry["coverage"], entry["interval"]
+                fastest = [
+                    Parts(B, drafting[B], passes, own).best(share, coverage, interval) for B in plan.batches
+                ]
                 found = [
                     {
                         **{f"{part}_ms": ms for part, ms in asdict(one.drafting).items()},
                         "best_g": one.g,
                         "predicted": one.speedup,
+                        "predicted_interval": one.interval,
                     }
                     for one in fastest
                 ]
