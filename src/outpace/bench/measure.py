@@ -79,15 +79,15 @@ class Measurement:
 
     def measure_alpha(self) -> None:
         plan = self.plan
-        self.tell(f"α: 0 of {len(self.prompts)} prompts")
+        self.tell(f"α of 0 of {len(self.prompts)} prompts")
         walk = alpha.measure(
             self.target, self.drafts, self.prompts, plan.sampling,
             tokens=plan.tokens, lenience=plan.lenience, seed=plan.seed,
         )  # fmt: skip
         for one in walk:
             self.walked.append(one)
-            self.tell(f"α: {len(self.walked)} of {len(self.prompts)} prompts")
             if len(self.walked) % alpha.ROWS == 0:
+                self.tell(f"α of {len(self.walked)} of {len(self.prompts)} prompts")
                 self._estimate()
         if not self.walked:
             raise ValueError("prompts: not one of them could be written about")
@@ -129,7 +129,7 @@ class Measurement:
     def count(self, name: str) -> None:
         """Real runs, at the strictest lenience."""
         plan, decoder = self.plan, self.drafts[name]
-        self.tell(f"{name}: runs with g = {plan.g}")
+        self.tell(f"runs with g = {plan.g}: {name}")
         found = blocks.counted(decoder, self.prompts, plan.sampling, tokens=plan.tokens, seed=plan.seed)
         share = self.entries[name, plan.strictest]["alpha"]
         if found.passes and share is not None:
@@ -163,7 +163,7 @@ class Measurement:
         ]
         self._put(verify=[asdict(one) for one in verify])
         for name, decoder in self.drafts.items():
-            self.tell(f"{name}: steps")
+            self.tell(f"steps of a draft: {name}")
             drafting = {B: cost.drafting(decoder, B, plan.context) for B in reversed(plan.batches)}
             cost.let_go(decoder)
             own = [one for one in verify if one.drawn == cost.draws(decoder, plan.sampling)]
@@ -190,7 +190,7 @@ class Measurement:
         """The first prompt with the first draft, at the g that is best for it, or at that of the counts."""
         plan, (name, decoder) = self.plan, next(iter(self.drafts.items()))
         g = self.entries[name, plan.strictest]["best_g"] or plan.g
-        self.tell(f"{name}: a trace with g = {g}")
+        self.tell(f"a trace with g = {g}: {name}")
         own = Decoder(
             decoder.scorer, decoder.drafter, decoder.tokenizer, rule=decoder.rule,
             lenience=decoder.lenience, length=Fixed(g), engine=decoder._engines is not None,

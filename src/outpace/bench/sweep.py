@@ -90,16 +90,17 @@ class Sweep:
 
     def rounds(self, tell: Callable[[str], None] = lambda line: None) -> Iterator[list[Run]]:
         """What all cells of a block came to with one group of prompts, group after group."""
-        for block in self.blocks:
+        for i, block in enumerate(self.blocks):
             # What needs the most room first, or an engine would be made several times.
             for cell in sorted(block, key=lambda one: -self.writers[one].length.most):
                 tell(f"warming up: {cell}")
                 self.warm(cell)
-            for turn in range(self.repeats * len(self.groups)):
+            turns = self.repeats * len(self.groups)
+            for turn in range(turns):
                 repeat, group = divmod(turn, len(self.groups))
                 runs = []
                 for cell in rotated(block, turn):
-                    tell(str(cell))
+                    tell(f"round {i * turns + turn + 1} of {self.total}: {cell}")
                     runs.append(self.run(cell, group, repeat))
                 yield runs
 

@@ -190,13 +190,12 @@ def finish(measurement: Measurement, within: float | None, out: Path) -> None:
         measurement.run()
     except (KeyboardInterrupt, Exception):
         progress("")
-        some = "drafts" in content
-        if some:
+        if "drafts" in content:
             show(content)
-        note(
-            "cut short: "
-            + (f"the tables have what there is, and so has {out}" if some else "nothing was measured yet")
-        )
+            kept = f", and so has {out}" if measurement.results.kept else ""
+            note(f"cut short: the tables have what there is{kept}")
+        else:
+            note("cut short: nothing was measured yet, and nothing was kept")
         raise
     progress("")
     show(content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +27,7 @@ from outpace.cli.options import (
     TopP,
     read_prompts,
 )
-from outpace.cli.show import note
+from outpace.cli.show import note, progress
 
 if TYPE_CHECKING:
     from outpace.bench.forecast import Figure, Known
@@ -183,6 +184,8 @@ def sweep(
 
 def finish(made: Sweep, results: Results, out: Path, plot: Path | None) -> None:
     """Measure, show and save; what there is if it is interrupted."""
+    from outpace.bench.forecast import figures
+
     runs: list[Run] = []
     parts: Known = {}
     stopped: BaseException | None = None
@@ -193,8 +196,11 @@ def finish(made: Sweep, results: Results, out: Path, plot: Path | None) -> None:
         stopped, how = SystemExit(130), "interrupted"
     except Exception as error:
         stopped, how = error, "failed"
+    progress("")
     rounds = len(runs) // len(made.blocks[0])
-    found = keep(results, runs, parts, rounds) if rounds else []
+    found = figures(runs, parts) if rounds else []
+    if how == "interrupted" and parts:
+        keep(results, found, parts, rounds)
     if stopped is None:
         if not found:
             raise ValueError(
@@ -215,44 +221,51 @@ def finish(made: Sweep, results: Results, out: Path, plot: Path | None) -> None:
             note(f"of {len(made.cells) - len(found)} cells all texts ended before anything could be timed")
         note(f"figures in {out}")
         return
-    kept = f"what is shown is of those, and in {out}" if rounds else "nothing was kept"
+    if rounds:
+        kept = "what is shown is of those" + (f", and in {out}" if results.kept else "")
+    else:
+        kept = f"times of parts are in {out}" if results.kept else "nothing was kept"
     note(f"{how} after {rounds} of {made.total} rounds: {kept}")
     raise stopped
 
 
-def keep(results: Results, runs: list[Run], parts: Known, rounds: int) -> list[Figure]:
-    from outpace.bench.forecast import figures
-
-    found = figures(runs, parts)
+def keep(results: Results, found: Sequence[Figure], parts: Known, rounds: int) -> None:
     timed = [
         {"draft": draft, "temperature": sampling.temperature, **asdict(one)}
         for (draft, sampling), one in parts.items()
     ]
     results.put(rounds=rounds, figures=[asdict(one) for one in found], parts=timed)
-    return found
 
 
 def measure(made: Sweep, runs: list[Run], parts: Known, results: Results) -> None:
     """What iterations consist of, and all rounds, each kept as a whole, with a bar on a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from outpace.bench.forecast import figures
     from outpace.bench.sweep import timed
 
-    columns = BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeRemainingColumn()
     bar = Progress(
         TextColumn("{task.description}"),
-        *columns,
+        BarColumn(),
+        TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
         disable=not sys.stderr.isatty(),
     )
     with bar:
         line = bar.add_task("", total=made.total)
-        timed(made, parts, lambda said: bar.update(line, description=said))
-        for count, one in enumerate(made.rounds(lambda said: bar.update(line, description=said)), 1):
+
+        def tell(said: str) -> None:
+            if bar.disable:
+                progress(said)
+            bar.update(line, description=said)
+
+        timed(made, parts, tell)
+        keep(results, [], parts, 0)
+        for count, one in enumerate(made.rounds(tell), 1):
             runs += one
-            keep(results, runs, parts, count)
+            keep(results, figures(runs, parts), parts, count)
             bar.update(line, completed=count)
 
 

@@ -134,7 +134,7 @@ class Tuning:
         every = [(side, name) for side in self.sides for name in side.drafts]
         for side, name in every:
             if self.budget.left(FORESEEN) > 0:
-                self.tell(f"{name}: steps")
+                self.tell(f"steps of a draft: {name}")
                 self.costs.time_step(side, name)
         self._walk()
         for side, name in every:
