@@ -203,7 +203,7 @@ def test_results_that_cannot_be_written_are_not_said_to_be_kept(
     full_disk(monkeypatch, after=1)
     status, table, errors = run("measure", "--target", model, "--prompt", "ab", *SMALL, *SIZES)
     assert status == 2
-    assert "1 prompts" in table
+    assert "1 prompt, 12 tokens of the target" in table
     assert errors.splitlines()[-2:] == [
         "cut short: the tables have what there is",
         "outpace: measure.json: it cannot be written (No space left on device)",

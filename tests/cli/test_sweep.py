@@ -69,6 +69,18 @@ def test_every_cell_is_measured_shown_and_written_down(run: Run, models: Path, t
     assert "small, temperature 1, top-k 9, auto" in picture.read_text()
 
 
+def test_texts_are_drawn_as_flags_say(run: Run, models: Path, tmp_path: Path) -> None:
+    out = tmp_path / "sweep.json"
+    flags = ["--draft", "random", "--length", "1", "--prompt", "ab ab", "--out", str(out)]
+    drawn = ["--temperature", "1", "--min-p", "0.1", "--presence-penalty", "0.5", "--logit-bias", "97=-inf"]
+    code, shown, errors = run("sweep", *common(models), *flags, *drawn)
+    assert code == 0, errors
+    assert "1 text" in shown
+    assert "1 texts" not in shown
+    found = results.load(out)["settings"]["sampling"]
+    assert (found["min_p"], found["presence_penalty"], found["logit_bias"]) == (0.1, 0.5, {"97": "-inf"})
+
+
 def test_a_pair_is_measured_too(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(synthetic.PAIRS, "tiny/er", (TARGET, DRAFT))
     out = tmp_path / "sweep.json"
@@ -188,6 +200,7 @@ def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Pat
         (["--length", "far"], "length: got 'far'; it must be a number, auto or heuristic"),
         (["--length", "-1"], "length: got '-1'"),
         (["--length", "8"], "length: 8 does not fit texts of 16 tokens"),
+        (["--length", "2", "--length", "12", "--length", "8"], "27 tokens would do (-m 27)"),
         (["--length", "600", "-m", "2000"], "length: Fixed(600) does not fit a context of 512 tokens"),
         (["--pair", "gpt5/gpt4"], "--target: given together with --pair"),
         (["--draft", "none"], "--draft: none is plain decoding"),

@@ -59,6 +59,7 @@ def test_few_prompts_are_not_enough() -> None:
     found = decided(lookup=turns(2.0, prompts=3))
     assert found.way == PLAIN
     assert found.why[LOOKUP] == "3 prompts are too few to be sure"
+    assert decided(lookup=turns(2.0, prompts=1)).why[LOOKUP] == "1 prompt is too few to be sure"
     said = verdict(found, {LOOKUP: compare(turns(2.0, prompts=3), turns(1.0))})  # type: ignore[dict-item]
     assert said.startswith("Do not speculate yet: the best that was measured, lookup, g = auto, is 2.0")
     assert said.endswith("and 3 prompts are too few to be sure.")

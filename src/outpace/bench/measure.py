@@ -212,7 +212,7 @@ class Measurement:
             whose = name if lenience == 1 else f"{name} at lenience {lenience:g}"
             if found is None:
                 lines.append(f"{whose}: it guessed nothing, so nothing is known of its α")
-            elif found.half is None:
+            elif found.half is None or found.off is None:
                 lines.append(
                     f"{whose}: it guessed in one prompt of {len(self.walked)}, and α of a single one has no "
                     "interval; give more"
@@ -220,7 +220,7 @@ class Measurement:
             elif found.half > within:
                 each = len(self.walked) / found.clusters  # it may have no guess in some
                 lines.append(
-                    f"{whose}: α is known to ±{found.half:.3f}, not to ±{within:g}: {len(self.walked)} "
+                    f"{whose}: α is known to ±{found.off:.3f}, not to ±{within:g}: {len(self.walked)} "
                     f"prompts are too few, about {math.ceil((found.needed(within) or 0) * each)} would do"
                 )
         return lines

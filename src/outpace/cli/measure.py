@@ -87,10 +87,16 @@ def measure(
     ] = 5,
     passes: Annotated[
         list[int] | None,
-        typer.Option("--pass", min=1, help="Tokens of a pass; repeat it.", rich_help_panel=COSTS),
+        typer.Option(
+            "--pass",
+            min=1,
+            help="Tokens of a pass; repeat it. Default: 1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17.",
+            rich_help_panel=COSTS,
+        ),
     ] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Rows, B; repeat it.", rich_help_panel=COSTS)
+        list[int] | None,
+        typer.Option(min=1, help="Rows, B; repeat it. Default: 1, 4, 8.", rich_help_panel=COSTS),
     ] = None,
     context: Annotated[
         int, typer.Option(min=1, help="Tokens before a pass that is timed.", rich_help_panel=COSTS)

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from outpace.counts import counted
+
 Content = Mapping[str, Any]
 
 
@@ -32,7 +34,8 @@ def show(content: Content) -> None:
 def of_drafts(content: Content) -> Any:
     names = ("draft", "lenience", "α", "interval", "guesses", "coverage", "D_LK", "counted", "step ms",
              "best g", "speed")  # fmt: skip
-    table = _table(f"{content['prompts']} prompts, {content['tokens']} tokens of the target", names)
+    of = ", ".join(counted(content[f"{noun}s"], noun) for noun in ("prompt", "token"))
+    table = _table(f"{of} of the target", names)
     for one in content["drafts"]:
         table.add_row(
             one["draft"],

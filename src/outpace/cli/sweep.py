@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,17 +15,24 @@ from outpace.cli.options import (
     PROMPTS,
     SAMPLING,
     SHOW,
+    Bias,
     Data,
     Device,
     Dtype,
     Every,
+    FrequencyPenalty,
     Limit,
+    MaxNewTokens,
+    MinP,
+    PresencePenalty,
     PromptTexts,
+    RepetitionPenalty,
     RuleName,
     Target,
     TopK,
     TopP,
     read_prompts,
+    sampling_of,
 )
 from outpace.cli.show import note, progress
 
@@ -43,7 +50,7 @@ def sweep(
         typer.Option(
             "--draft",
             "-d",
-            metavar="lookup|ngram:FILE|MODEL",
+            metavar="lookup|ngram:FILE|MODEL|random",
             help="Who guesses; repeat it. Default: lookup.",
             rich_help_panel=MODELS,
         ),
@@ -77,13 +84,16 @@ def sweep(
     ] = None,
     top_k: TopK = None,
     top_p: TopP = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-m", min=1, rich_help_panel=SAMPLING)
-    ] = 128,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    logit_bias: Bias = None,
+    max_new_tokens: MaxNewTokens = 128,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=SAMPLING)
     ] = False,
-    seed: Annotated[int, typer.Option(rich_help_panel=SAMPLING)] = 0,
+    seed: Annotated[int, typer.Option(help="Of all draws.", rich_help_panel=SAMPLING)] = 0,
     prompt: PromptTexts = None,
     data: Data = None,
     limit: Limit = None,
@@ -123,7 +133,7 @@ def sweep(
     """
     from outpace.bench.machine import machine
     from outpace.bench.results import Results
-    from outpace.bench.sweep import LENGTHS, Sweep
+    from outpace.bench.sweep import LENGTHS, Sweep, check_lengths
     from outpace.cli import lineup
     from outpace.cli.bench import bare, command
     from outpace.cli.drafts import fitting, line_up
@@ -136,11 +146,13 @@ def sweep(
 
         backend(plot)  # what is missing is said before anything is measured
     check_out("--out", out)
-    lengths = [number(one, max_new_tokens) for one in length or LENGTHS]
-    samplings = [
-        Sampling(temperature=one, top_k=top_k or 0, top_p=1.0 if top_p is None else top_p)
-        for one in temperature or [0.0]
-    ]
+    lengths = [str(int(one)) if one.isdecimal() else one for one in length or LENGTHS]  # 05 is 5
+    check_lengths(lengths, max_new_tokens)
+    drawn = sampling_of(
+        logit_bias, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
+    ) or Sampling()  # fmt: skip
+    samplings = [replace(drawn, temperature=one) for one in temperature or [0.0]]
     drafts = list(dict.fromkeys(draft or ["lookup"]))
     if len({bare(one) for one in drafts}) < len(drafts):
         raise ValueError("--draft: two have the same name, but for their folders")
@@ -171,6 +183,7 @@ def sweep(
             "ignore_eos": ignore_eos,
             "repeats": repeats,
             "seed": seed,
+            "sampling": {k: v for k, v in asdict(drawn).items() if k not in ("temperature", "processors")},
         },
         "data": None if questions is None else questions.about,
         "prompts": len(prompts),
@@ -185,6 +198,7 @@ def sweep(
 def finish(made: Sweep, results: Results, out: Path, plot: Path | None) -> None:
     """Measure, show and save; what there is if it is interrupted."""
     from outpace.bench.forecast import figures
+    from outpace.counts import counted
 
     runs: list[Run] = []
     parts: Known = {}
@@ -218,7 +232,8 @@ def finish(made: Sweep, results: Results, out: Path, plot: Path | None) -> None:
             note(f"picture in {plot}")
     if stopped is None:
         if len(found) < len(made.cells):
-            note(f"of {len(made.cells) - len(found)} cells all texts ended before anything could be timed")
+            cells = counted(len(made.cells) - len(found), "cell")
+            note(f"of {cells} all texts ended before anything could be timed")
         note(f"figures in {out}")
         return
     if rounds:
@@ -267,12 +282,3 @@ def measure(made: Sweep, runs: list[Run], parts: Known, results: Results) -> Non
             runs += one
             keep(results, figures(runs, parts), parts, count)
             bar.update(line, completed=count)
-
-
-def number(length: str, tokens: int) -> str:
-    """As a cell names it, 05 as 5."""
-    from outpace.bench.sweep import check_length
-
-    length = str(int(length)) if length.isdecimal() else length
-    check_length(length, tokens)
-    return length

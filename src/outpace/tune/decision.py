@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outpace.bench.spread import Rate, faster
+from outpace.counts import too_few
 from outpace.tune.way import Interval, Way
 
 LEAST = 4  # prompts without which nothing is called sure
@@ -95,7 +96,7 @@ def verdict(choice: Choice, seen: Mapping[Way, Seen]) -> str:
     few = seen[best].prompts < LEAST
     known = f"the best that was measured, {best}, is {seen[best]} times as fast as plain decoding"
     if few:
-        return f"Do not speculate yet: {known}, and {seen[best].prompts} prompts are too few to be sure."
+        return f"Do not speculate yet: {known}, and {too_few(seen[best].prompts, 'prompt')} to be sure."
     return f"Do not speculate: {known}, which is not surely faster."
 
 
@@ -128,7 +129,7 @@ def _unsure(found: Seen) -> str:
     if found.surely_slower:
         return "slower than plain decoding"
     if found.prompts < LEAST:
-        return f"{found.prompts} prompts are too few to be sure"
+        return f"{too_few(found.prompts, 'prompt')} to be sure"
     return "not surely faster than plain decoding"
 
 

@@ -13,6 +13,7 @@ from outpace.bench.estimate import estimate
 from outpace.bench.prompts import Asked
 from outpace.bench.results import Results
 from outpace.bench.runs import AUTO, BEGINNING
+from outpace.counts import too_few
 from outpace.decode import Decoder
 from outpace.draft.lookup import LookupDrafter
 from outpace.draft.ngram import NGramDrafter
@@ -78,7 +79,8 @@ class Tuning:
         for side in sides:
             self.findings.add(plainly(side.dtype), *(self._auto(name, side) for name in side.drafts))
         if fit and not held_back:
-            self._give_up(NGRAM, f"{len(mixed)} prompts are too few to hold some back; it takes {2 * LEAST}")
+            few = too_few(len(mixed), "prompt")
+            self._give_up(NGRAM, f"{few} to hold some back; it takes {2 * LEAST}")
 
     def run(self) -> None:
         """Everything, written down after each stage."""
