@@ -446,3 +446,8 @@ def test_values_that_do_not_fit_are_named(values: dict[str, Any], error: type[Ex
 def test_arguments_that_do_not_fit_are_named(call: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         call(torch.zeros(2, 3, 9))
+
+
+def test_a_sampling_can_be_a_key_with_a_bias_too() -> None:
+    known = {Sampling(logit_bias={5: -1.0}): 1, Sampling(logit_bias={5: 1.0}): 2}
+    assert known[Sampling(logit_bias={5: 1.0})] == 2

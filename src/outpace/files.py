@@ -13,15 +13,27 @@ def check_out(flag: str, path: Path) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"{flag}: {folder}: no such folder")
-    if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+    if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
         raise ValueError(f"{flag}: {path}: it may not be written")
+    beside = _beside(path)
+    try:
+        beside.touch()
+        beside.unlink()
+    except OSError as error:
+        raise ValueError(f"{flag}: {path}: it cannot be written ({error.strerror})") from None
 
 
 def write_whole(path: Path, text: str) -> None:
     """All of it, or nothing: an interruption leaves what was there."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = _beside(path)
     try:
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
+    except OSError as error:
+        raise OSError(f"{path}: it cannot be written ({error.strerror})") from error
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")

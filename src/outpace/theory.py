@@ -121,21 +121,21 @@ def rejection_acceptance(p: npt.ArrayLike, q: npt.ArrayLike) -> Found:
 def _share(name: str, value: Any) -> npt.NDArray[np.float64]:
     found = np.asarray(value, float)
     if not ((found >= 0) & (found <= 1)).all():
-        raise ValueError(f"{name}: got {value!r}; it must be in [0, 1]")
+        raise ValueError(f"{name}: got {_said(value)}; it must be in [0, 1]")
     return found
 
 
 def _cost(name: str, value: Any) -> npt.NDArray[np.float64]:
     found = np.asarray(value, float)
     if not ((found >= 0) & np.isfinite(found)).all():
-        raise ValueError(f"{name}: got {value!r}; it must be a number >= 0")
+        raise ValueError(f"{name}: got {_said(value)}; it must be a finite number >= 0")
     return found
 
 
 def _drafts(value: Any) -> npt.NDArray[np.float64]:
     found = np.asarray(value, float)
     if not ((found >= 0) & (found == np.floor(found))).all():
-        raise ValueError(f"g: got {value!r}; it must be an int >= 0")
+        raise ValueError(f"g: got {_said(value)}; it must be an int >= 0")
     return found
 
 
@@ -144,6 +144,12 @@ def _distribution(name: str, value: Any) -> npt.NDArray[np.float64]:
     if found.ndim < 1 or (found < 0).any() or not np.allclose(found.sum(-1), 1, atol=1e-6):
         raise ValueError(f"{name}: it must hold probabilities that sum to 1 over its last dimension")
     return found
+
+
+def _said(value: Any) -> str:
+    """A number as one, however it is wrapped."""
+    found = np.asarray(value)
+    return repr(found.item()) if found.size == 1 else repr(value)
 
 
 def _plain(value: Any) -> Found:

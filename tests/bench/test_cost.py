@@ -129,6 +129,20 @@ def test_where_passes_are_flat_the_prediction_is_the_papers() -> None:
     assert found.speedup == pytest.approx(theory.speedup(0.8, found.g, 0.05), abs=1e-4)
 
 
+def test_a_speed_is_foretold_over_the_interval_of_alpha() -> None:
+    parts = Parts(1, Drafting(2.0), FLAT, [])
+    found = parts.best(0.5, 1.0, (0.1, 0.8))
+    assert found.g == 1
+    assert found.interval == pytest.approx([theory.speedup(end, 1, 0.2) for end in (0.1, 0.8)], abs=1e-4)
+    assert parts.best(0.5).interval is None
+    # What does not pay may do so at the upper end, by the g that is best there.
+    found = parts.best(0.1, 1.0, (0.0, 0.8))
+    g = theory.best_length(0.8, 0.2)
+    assert (found.g, found.speedup) == (0, 1.0)
+    assert found.interval == pytest.approx([theory.speedup(end, g, 0.2) for end in (0.0, 0.8)], abs=1e-4)
+    assert parts.best(0.1, 1.0, (0.0, 0.15)).interval == (1.0, 1.0)
+
+
 def test_where_passes_cost_as_much_as_their_tokens_no_draft_pays() -> None:
     found = Parts(1, Drafting(0.0), STEEP, []).best(0.9, 1.0)
     assert (found.g, found.speedup) == (0, 1.0)

@@ -59,6 +59,14 @@ def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
     assert 336 <= held <= 384
 
 
+def test_a_share_is_never_off_by_more_than_it_can_be() -> None:
+    found = estimate([np.zeros(4), np.ones(4)])
+    assert found is not None
+    assert found.half is not None
+    assert found.half > 1
+    assert (found.interval, found.off) == ([0.0, 1.0], 0.5)
+
+
 def test_one_cluster_has_no_interval_and_none_no_mean() -> None:
     alone = estimate([np.array([0.2, 0.4])])
     assert alone is not None

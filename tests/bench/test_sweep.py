@@ -42,7 +42,7 @@ def test_cells_take_turns_and_another_one_comes_first_each_time(decoder: Decoder
     # Those with the most room first; then what is told is what is run.
     assert told[0].startswith("warming up: ")
     assert told[0].endswith("g = auto")
-    assert told[6:8] == ["small, temperature 0, g = 0", "small, temperature 0, g = 2"]
+    assert told[6:8] == [f"round 1 of 6: small, temperature 0, g = {g}" for g in (0, 2)]
 
 
 def test_groups_are_filled_up() -> None:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import errno
 import io
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +57,18 @@ def saved(folder: Path, seed: int) -> str:
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def full_disk(patch: pytest.MonkeyPatch, after: int) -> None:
+    """There is room for so many writes."""
+    write, left = Path.write_text, iter(range(after))
+
+    def write_text(path: Path, *arguments: Any, **options: Any) -> int:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, *arguments, **options)
+
+    patch.setattr(Path, "write_text", write_text)
 
 
 def interrupted(

@@ -11,7 +11,7 @@ import pytest
 import outpace
 from outpace.bench.results import load
 from outpace.cli.show import KINDS
-from tests.cli.conftest import Run, interrupted, saved
+from tests.cli.conftest import Run, full_disk, interrupted, saved
 
 SMALL = ["--dtype", "float32", "--device", "cpu", "-m", "12", "--context", "8"]
 SIZES = ["--pass", "1", "--pass", "3", "--batch", "1", "--batch", "2", "--drafts", "2"]
@@ -88,6 +88,9 @@ def check(one: dict[str, Any], counted: bool) -> None:
     assert one["predicted"] >= 1
     assert (one["predicted"] > 1) == (one["best_g"] > 0)
     assert [at["B"] for at in one["by_batch"]] == [1, 2]
+    for at in one["by_batch"]:
+        low, high = at["predicted_interval"]
+        assert low <= at["predicted"] <= high or at["best_g"] == 0
     if one["lenience"] == 1:
         assert one["divergence"] == pytest.approx(1 - one["alpha"])
     if not counted:
@@ -181,6 +184,49 @@ def test_an_interruption_leaves_a_file_and_tables_of_what_there_was(
     assert [one for one in tmp_path.iterdir() if one.name.startswith(".")] == []
 
 
+def test_an_interruption_before_anything_was_measured_says_that_nothing_was_kept(
+    run: Run, model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outpace.bench.alpha.measure", stop)
+    status, table, errors = run("measure", "--target", model, *SMALL, *SIZES)
+    assert (status, table) == (130, "")
+    assert "cut short: nothing was measured yet, and nothing was kept" in errors
+    assert not list(folder.iterdir())
+
+
+def test_results_that_cannot_be_written_are_not_said_to_be_kept(
+    run: Run, model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_disk(monkeypatch, after=1)
+    status, table, errors = run("measure", "--target", model, "--prompt", "ab", *SMALL, *SIZES)
+    assert status == 2
+    assert "1 prompt, 12 tokens of the target" in table
+    assert errors.splitlines()[-2:] == [
+        "cut short: the tables have what there is",
+        "outpace: measure.json: it cannot be written (No space left on device)",
+    ]
+
+
+def test_where_stderr_is_no_terminal_there_is_a_line_for_each_part(run: Run, model: str) -> None:
+    status, _, errors = run("measure", "--target", model, "--limit", "5", *SMALL, *SIZES)
+    assert status == 0
+    lines = errors.splitlines()
+    at = lines.index("α of 0 of 5 prompts")
+    assert lines[at : at + 7] == [
+        "α of 0 of 5 prompts",
+        "α of 4 of 5 prompts",
+        "runs with g = 2: lookup",
+        "passes of the target",
+        "verification",
+        "steps of a draft: lookup",
+        lines[at + 6],
+    ]
+    assert lines[at + 6].startswith("a trace with g = ")
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
@@ -210,6 +256,8 @@ def test_an_interruption_leaves_a_file_and_tables_of_what_there_was(
         ),
         (["-m", "0"], "--max-new-tokens"),
         (["--device", "meta"], "device: meta holds no weights"),
+        (["-o", "/proc/x.json"], "--out: /proc/x.json: it cannot be written ("),
+        (["-o", "/dev/null"], "--out: /dev/null: it may not be written"),
         (["--dtype", "int3"], "dtype: got 'int3'"),
         (["--nonsense"], "--nonsense"),
     ],

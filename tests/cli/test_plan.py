@@ -17,6 +17,7 @@ def test_the_plan_is_the_papers(run: Run) -> None:
     found = json.loads(out)
     assert found["best"]["speedup"] == round(theory.speedup(0.8, 8, 0.05), 3)
     assert [one["g"] for one in found["lengths"]] == [1, 2, 3, 4, 5, 8]
+    assert found["needed"][0] == {"speedup": 1.0, "more": True, "alpha": 0.05}
     for one in found["needed"]:
         best = theory.speedup(one["alpha"], theory.best_length(one["alpha"], 0.05, 32), 0.05)
         assert abs(best - one["speedup"]) < 0.01
@@ -31,9 +32,13 @@ def test_a_draft_that_does_not_pay_is_not_recommended(run: Run) -> None:
     assert "Do not speculate: a draft pays only if its α is above c = 0.2." in out
     status, out, _ = run("plan", "--alpha", "0.9", "--c", "2")
     assert "none is enough" in out
+    status, out, _ = run("plan", "--alpha", "0.9", "--c", "2", "--json")
+    assert [one["alpha"] for one in json.loads(out)["needed"]] == [None] * 4
 
 
 def test_wrong_numbers_are_a_line(run: Run) -> None:
+    status, _, errors = run("plan", "--alpha", "0.8", "--c", "inf")
+    assert (status, errors) == (2, "outpace: c: got inf; it must be a finite number >= 0\n")
     for words in (("--alpha", "1.2"), ("--alpha", "0.5", "--c", "-1"), ("--alpha", "x"), ()):
         status, _, errors = run("plan", *words)
         assert status == 2

@@ -25,6 +25,12 @@ def test_files_become_a_page(run: Run, tmp_path: Path) -> None:
     assert {one.name for one in tmp_path.iterdir()} == {"measure.json", "page.html", "tune.json"}
 
 
+def test_one_of_a_kind_is_one(run: Run, tmp_path: Path) -> None:
+    content = {name: one for name, one in measured().items() if name not in ("drafts", "trace", "verify")}
+    out = tmp_path / "page.html"
+    assert run("report", *save(tmp_path, measure=content), "-o", str(out))[2] == f"{out}: 1 figure, 1 table\n"
+
+
 def test_it_is_report_html_by_default_and_needs_no_pytorch(tmp_path: Path) -> None:
     save(tmp_path, tune=tuned())
     code = (
@@ -57,6 +63,7 @@ def test_what_is_no_result_is_a_line(run: Run, tmp_path: Path) -> None:
     for given, said in (
         ((str(missing),), f"{missing}: no such file"),
         ((str(text), tune), f"{text}: not a JSON file"),
+        ((str(tmp_path),), f"{tmp_path} is a folder"),
         (
             (tune, bench),
             f"{bench}: it was not written by `outpace measure` or `outpace sweep` or `outpace tune`",
@@ -83,11 +90,16 @@ def test_where_a_page_cannot_be_is_a_line(run: Run, tmp_path: Path) -> None:
     assert json.loads(Path(tune).read_text()) == tuned()
 
 
-def test_without_matplotlib_it_names_what_to_install(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("package", "said"),
+    [("matplotlib", "a plot needs matplotlib"), ("jinja2", "this needs jinja2")],
+)
+def test_what_is_missing_is_named_with_what_to_install(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, said: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "outpace.report.page", raising=False)
     (path,) = save(tmp_path, sweep=swept())
     status, _, errors = run("report", path, "-o", str(tmp_path / "report.html"))
-    assert (status, errors) == (2, "outpace: a plot needs matplotlib: pip install 'outpace[plot]'\n")
+    assert (status, errors) == (2, f"outpace: {said}: pip install 'outpace[plot]'\n")
     assert not (tmp_path / "report.html").exists()

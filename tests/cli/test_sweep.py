@@ -9,7 +9,7 @@ import pytest
 
 from outpace.bench import results, synthetic
 from tests.bench.test_synthetic import DRAFT, TARGET
-from tests.cli.conftest import Run, interrupted
+from tests.cli.conftest import Run, full_disk, interrupted
 from tests.tiny import byte_tokenizer, tiny
 
 
@@ -69,6 +69,18 @@ def test_every_cell_is_measured_shown_and_written_down(run: Run, models: Path, t
     assert "small, temperature 1, top-k 9, auto" in picture.read_text()
 
 
+def test_texts_are_drawn_as_flags_say(run: Run, models: Path, tmp_path: Path) -> None:
+    out = tmp_path / "sweep.json"
+    flags = ["--draft", "random", "--length", "1", "--prompt", "ab ab", "--out", str(out)]
+    drawn = ["--temperature", "1", "--min-p", "0.1", "--presence-penalty", "0.5", "--logit-bias", "97=-inf"]
+    code, shown, errors = run("sweep", *common(models), *flags, *drawn)
+    assert code == 0, errors
+    assert "1 text" in shown
+    assert "1 texts" not in shown
+    found = results.load(out)["settings"]["sampling"]
+    assert (found["min_p"], found["presence_penalty"], found["logit_bias"]) == (0.1, 0.5, {"97": "-inf"})
+
+
 def test_a_pair_is_measured_too(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(synthetic.PAIRS, "tiny/er", (TARGET, DRAFT))
     out = tmp_path / "sweep.json"
@@ -111,24 +123,61 @@ def test_ctrl_c_keeps_whole_rounds(models: Path, tmp_path: Path) -> None:
     assert [one["texts"] for one in found["figures"]] == [found["rounds"]] * 2
     assert "ms of 128 tokens" in shown
     last = errors.splitlines()[-1]
-    assert last.startswith(f"interrupted after {found['rounds']} of 200000 rounds: what is shown is of those")
+    said = f"interrupted after {found['rounds']} of 200000 rounds: what is shown is of those, and in {out}"
+    assert last == said
     assert not [one for one in tmp_path.iterdir() if one != out]
 
 
-def test_ctrl_c_before_the_first_round_says_that_there_is_nothing(
-    run: Run, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("timed", [False, True])
+def test_ctrl_c_before_the_first_round_keeps_the_times_of_parts_if_there_are_any(
+    run: Run, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timed: bool
 ) -> None:
+    from outpace.bench import cost
     from outpace.bench.sweep import Sweep
 
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Sweep, "warm", interrupted)
+    if timed:
+        monkeypatch.setattr(Sweep, "warm", interrupted)
+    else:
+        monkeypatch.setattr(cost, "curve", interrupted)
     out = tmp_path / "sweep.json"
     code, shown, errors = run("sweep", *common(models), "--length", "2", "--out", str(out))
     assert (code, shown) == (130, "")
-    assert errors.splitlines()[-1] == "interrupted after 0 of 12 rounds: nothing was kept"
-    assert not out.exists()
+    kept = f"times of parts are in {out}" if timed else "nothing was kept"
+    assert errors.splitlines()[-1] == f"interrupted after 0 of 12 rounds: {kept}"
+    assert out.exists() == timed
+    if timed:
+        found = results.load(out, ("sweep",))
+        assert (found["complete"], found["rounds"], found["figures"]) == (False, 0, [])
+        assert [one["draft"] for one in found["parts"]] == ["lookup"]
+
+
+def test_where_stderr_is_no_terminal_there_is_a_line_for_each_part_and_round(
+    run: Run, models: Path, tmp_path: Path
+) -> None:
+    flags = ["--length", "2", "--prompt", "ab", "--prompt", "cd", "--out", str(tmp_path / "sweep.json")]
+    code, _, errors = run("sweep", *common(models), *flags)
+    assert code == 0
+    parts = [line.partition(":")[0] for line in errors.splitlines()]
+    assert parts[-5:-1] == ["timing parts", "warming up", "round 1 of 2", "round 2 of 2"]
+
+
+def test_results_that_cannot_be_written_are_not_said_to_be_kept(
+    run: Run, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_disk(monkeypatch, after=2)
+    out = tmp_path / "sweep.json"
+    flags = ["--length", "2", "--prompt", "ab", "--prompt", "cd", "--out", str(out)]
+    code, shown, errors = run("sweep", *common(models), *flags)
+    assert code == 2
+    assert "ms of 128 tokens" in shown
+    said = [
+        "failed after 2 of 2 rounds: what is shown is of those",
+        f"outpace: {out}: it cannot be written (No space left on device)",
+    ]
+    assert errors.splitlines()[-2:] == said
 
 
 def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Path) -> None:
@@ -151,6 +200,7 @@ def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Pat
         (["--length", "far"], "length: got 'far'; it must be a number, auto or heuristic"),
         (["--length", "-1"], "length: got '-1'"),
         (["--length", "8"], "length: 8 does not fit texts of 16 tokens"),
+        (["--length", "2", "--length", "12", "--length", "8"], "27 tokens would do (-m 27)"),
         (["--length", "600", "-m", "2000"], "length: Fixed(600) does not fit a context of 512 tokens"),
         (["--pair", "gpt5/gpt4"], "--target: given together with --pair"),
         (["--draft", "none"], "--draft: none is plain decoding"),
@@ -164,6 +214,7 @@ def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Pat
         (["--batch", "0"], "--batch"),
         (["--plot", "/nowhere/at/all.svg"], "--plot: /nowhere/at: no such folder"),
         (["--out", "/tmp"], "--out: /tmp is a folder"),
+        (["--out", "/proc/x.json"], "--out: /proc/x.json: it cannot be written ("),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

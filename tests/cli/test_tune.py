@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 
@@ -131,6 +132,13 @@ def test_no_draft_that_pays_is_said_and_written_down(
     assert "Do not speculate: no draft was named." in shown
 
 
+def test_biased_texts_are_raced_too(run: Run, target: str, data: str, tmp_path: Path) -> None:
+    words = ["-d", "lookup", "--budget", "8", "-m", "24", "--batch", "1", "--logit-bias", "0=-inf"]
+    code, _, errors = run("tune", *common(target, data), *words, "-o", str(tmp_path / "outpace.toml"))
+    assert code == 0, errors
+    assert config.read(tmp_path / "outpace.toml")["measured"]["sampling"]["logit_bias"] == {"0": -math.inf}
+
+
 def test_ctrl_c_keeps_what_there_was(target: str, data: str, tmp_path: Path) -> None:
     out, kept = tmp_path / "outpace.toml", tmp_path / "found.json"
     flags = ["-d", "lookup", "--budget", "2000", "-m", "48", "-o", str(out), "--results", str(kept)]
@@ -165,13 +173,37 @@ def test_ctrl_c_before_anything_is_sure_writes_no_configuration(
     assert code == 130
     assert not out.exists()
     if rounds:
-        assert "Do not speculate: there was no time to measure whole texts; lookup" in " ".join(shown.split())
+        said = "Whether it pays is not known: it was interrupted before whole texts were measured; lookup"
+        assert said in " ".join(shown.split())
         assert errors.splitlines()[-1].endswith("and no configuration was written")
         assert results.load(tmp_path / "outpace-tune.json")["complete"] is False
     else:
         assert shown == ""
         assert errors.splitlines()[-1] == "interrupted: nothing was measured yet, and nothing is kept"
         assert not list(tmp_path.iterdir())
+
+
+def test_no_time_is_no_verdict_and_leaves_the_configuration_as_it_is(
+    run: Run, target: str, data: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "outpace.toml"
+    out.write_text("an earlier one")
+    words = ["-d", "lookup", "--budget", "0.01", "-o", str(out)]
+    code, shown, errors = run("tune", *common(target, data), *words)
+    assert code == 1
+    assert out.read_text() == "an earlier one"
+    said = " ".join(shown.split())
+    assert "Whether it pays is not known: there was no time to measure whole texts in 0.01 s; about " in said
+    assert "Do not speculate" not in said
+    assert "model.generate" not in said
+    assert errors.splitlines()[-1].endswith("of 0.01 s, and no configuration was written")
+    kept = tmp_path / "outpace-tune.json"
+    found = results.load(kept, ("tune",))
+    assert (found["complete"], found["config"], found["chosen"]) == (False, None, None)
+    page = tmp_path / "report.html"
+    assert run("report", str(kept), "-o", str(page))[0] == 0
+    assert "Whether it pays is not known" in page.read_text()
+    assert "Do not speculate" not in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -221,6 +253,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
         ('rule = "coin"', "rule: got 'coin'"),
         ('length = "far"', "--length: got 'far'"),
         ('draft = "ngram:nowhere"', "nowhere: no such file"),
+        ('device = "meta"', "device: meta holds no weights"),
     ],
 )
 def test_a_wrong_configuration_is_one_line(
@@ -229,9 +262,23 @@ def test_a_wrong_configuration_is_one_line(
     path = tmp_path / "outpace.toml"
     if text is not None:
         path.write_text(text)
-    code, shown, errors = run(command, *(["ab"] if command == "generate" else []), "--config", str(path))
+    words = [command, *(["ab"] if command == "generate" else []), "--config", str(path)]
+    code, shown, errors = run(*words)
     assert (code, shown) == (2, "")
+    assert errors.splitlines()[-1].startswith(f"outpace: config: {path}: ")
     assert why in errors.splitlines()[-1]
+
+
+def test_a_wrong_flag_is_not_blamed_on_the_configuration(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "outpace.toml"
+    path.write_text('rule = "coin"\ntarget = "/nowhere/model"\n')
+    code, _, errors = run("generate", "ab", "--config", str(path), "--rule", "dice")
+    assert (code, errors.splitlines()[-1].partition(";")[0]) == (2, "outpace: rule: got 'dice'")
+    code, _, errors = run("generate", "ab", "--config", str(path), "--rule", "token")
+    assert (code, errors.splitlines()[-1].partition(";")[0]) == (
+        2,
+        f"outpace: config: {path}: /nowhere/model: no such file or folder",
+    )
 
 
 def test_flags_win_over_the_configuration(run: Run, target: str, other: str, tmp_path: Path) -> None:

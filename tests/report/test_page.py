@@ -163,6 +163,9 @@ def test_nothing_to_draw_is_an_error() -> None:
 def test_the_verdict_is_the_best_there_is() -> None:
     fast, slow = swept(), swept()
     assert verdict([measured(), fast, tuned()]) == tuned()["verdict"]
+    open_ = tuned() | {"chosen": None, "verdict": "Whether it pays is not known: there was no time."}
+    assert verdict([open_]) == open_["verdict"]
+    assert verdict([open_, fast]) == verdict([fast])
     best = theory.speedup(0.812, 6, 1.9 / 20.5)
     said = f"Guess with org/Draft-0.5B, g = 6, greedy: {best:.2f} times as fast as plain decoding"
     assert verdict([measured(), fast]).startswith(said)
@@ -174,12 +177,35 @@ def test_the_verdict_is_the_best_there_is() -> None:
     for one in slow["figures"]:
         one |= {"speedup": 1.01, "interval": [0.97, 1.05]}
     assert verdict([slow]).startswith("It is not sure that speculation pays")
-    assert verdict([measured()]).startswith("Guess with org/Draft-0.5B, g = 5: 2.13 times as fast")
+    said = "Guess with org/Draft-0.5B, g = 5: 2.13 times as fast as plain decoding (2.08 to 2.19 over α's"
+    assert verdict([measured()]).startswith(said)
     lenient = measured()
-    lenient["drafts"] = [one | {"best_g": 0, "predicted": 1.0} for one in lenient["drafts"]]
+    lenient["drafts"] = [
+        one | {"best_g": 0, "predicted": 1.0, "predicted_interval": None} for one in lenient["drafts"]
+    ]
     lenient["drafts"].append(lenient["drafts"][0] | {"lenience": 0.1, "best_g": 5, "predicted": 3.0})
     assert verdict([lenient]).startswith("Do not speculate")  # what is faster is not exact
     assert verdict([only("passes")]) == ""
+
+
+def test_a_draft_is_recommended_only_if_it_pays_in_all_of_the_interval_of_alpha() -> None:
+    content = measured()
+    fast, sure = content["drafts"]
+    fast["predicted_interval"] = [0.71, 2.9]
+    assert verdict([content]).startswith("Guess with ngram:texts.arpa, g = 3: 1.31 times as fast")
+    sure["predicted_interval"] = [1.0, 1.4]
+    assert verdict([content]).startswith(
+        "It is not known whether speculation pays: org/Draft-0.5B, g = 5: 2.13 times as fast as plain "
+        "decoding (0.71 to 2.90 over α's interval)"
+    )
+    for one in (fast, sure):
+        one |= {"best_g": 0, "predicted": 1.0}
+    assert verdict([content]).startswith(
+        "It is not known whether speculation pays: org/Draft-0.5B is expected to be 0.71 to 2.90 times"
+    )
+    for one in (fast, sure):
+        one["predicted_interval"] = [1.0, 1.0]
+    assert verdict([content]).startswith("Do not speculate")
 
 
 def test_blocks_of_the_trace_are_to_scale() -> None:

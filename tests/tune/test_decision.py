@@ -59,7 +59,8 @@ def test_few_prompts_are_not_enough() -> None:
     found = decided(lookup=turns(2.0, prompts=3))
     assert found.way == PLAIN
     assert found.why[LOOKUP] == "3 prompts are too few to be sure"
-    said = verdict(found, {LOOKUP: compare(turns(2.0, prompts=3), turns(1.0))}, "")  # type: ignore[dict-item]
+    assert decided(lookup=turns(2.0, prompts=1)).why[LOOKUP] == "1 prompt is too few to be sure"
+    said = verdict(found, {LOOKUP: compare(turns(2.0, prompts=3), turns(1.0))})  # type: ignore[dict-item]
     assert said.startswith("Do not speculate yet: the best that was measured, lookup, g = auto, is 2.0")
     assert said.endswith("and 3 prompts are too few to be sure.")
 
@@ -82,10 +83,8 @@ def test_a_prompt_that_came_twice_counts_once() -> None:
     assert compare(turns(1.0, 2), {}) is None
 
 
-def test_nothing_measured_is_plain_decoding_and_says_why() -> None:
-    found = choose({}, {}, PLAIN)
-    assert found.way == PLAIN
-    assert verdict(found, {}, "no draft was named") == "Do not speculate: no draft was named."
+def test_nothing_measured_is_plain_decoding() -> None:
+    assert choose({}, {}, PLAIN) == Choice(PLAIN, {})
 
 
 def test_the_verdict_has_speed_interval_and_prompts() -> None:
@@ -93,7 +92,7 @@ def test_the_verdict_has_speed_interval_and_prompts() -> None:
     seen = compare(turns(1.5), turns(1.0, seed=1))
     assert seen is not None
     low, high = seen.interval or (0, 0)
-    assert verdict(found, {LOOKUP: seen}, "") == (
+    assert verdict(found, {LOOKUP: seen}) == (
         f"Guess with lookup, g = auto: {seen.speed:.2f} ({low:.2f} to {high:.2f}) times as fast as plain "
         "decoding, measured with 8 prompts."
     )
@@ -107,7 +106,7 @@ def test_another_precision_alone_may_be_the_best() -> None:
         {other: turns(1.4), LOOKUP: turns(1.39, seed=2)}, dict.fromkeys((other, LOOKUP), turns(1.0)), PLAIN
     )
     assert found.way == other
-    assert verdict(found, {other: seen}, "").startswith("Do not speculate, but compute in bfloat16: 1.4")
+    assert verdict(found, {other: seen}).startswith("Do not speculate, but compute in bfloat16: 1.4")
 
 
 @pytest.mark.parametrize(("count", "kept"), [(1, 1), (2, 1), (3, 2), (4, 2)])

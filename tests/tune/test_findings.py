@@ -10,6 +10,7 @@ from outpace.tune.way import Way, plainly
 from tests.tune.test_decision import turns
 
 AUTO = Way("lookup", "auto", "token", "float32")
+NGRAM = Way("ngram", "auto", "token", "float32")
 
 
 @pytest.mark.parametrize(
@@ -49,3 +50,39 @@ def test_a_length_has_to_pay_against_plain_decoding_in_the_same_dtype() -> None:
     assert findings.nearest() == 3
     findings.expected[plainly("bfloat16")] = 1.8, None
     assert findings.nearest() is None
+
+
+def test_plain_decoding_is_recommended_only_where_something_speaks_for_it() -> None:
+    findings = Findings(plainly("float32"))
+    assert findings.unknown() is None
+    assert findings.verdict() == "Do not speculate: no draft was named."
+    findings.add(AUTO)
+    assert findings.unknown() == "no whole text was measured yet"
+    assert findings.content()["chosen"] is None
+    findings.ended = "there was no time"
+    findings.expect(AUTO, (1.3, (1.1, 1.5)), 1.0, (1.4, (1.2, 1.6)))
+    told = "there was no time; lookup, g = auto is expected to be 1.30 times as fast"
+    assert findings.verdict() == f"Whether it pays is not known: {told}."
+    findings.dropped[AUTO] = "cannot pay"
+    assert findings.unknown() is None
+    assert findings.verdict().startswith("Do not speculate: no draft can pay, by how often")
+    findings.add(NGRAM)
+    findings.untried[NGRAM] = "2 prompts are too few"
+    assert findings.unknown() is None
+    assert findings.verdict().startswith("Do not speculate: no draft that could be looked at can pay")
+
+
+def test_a_draft_that_could_not_be_looked_at_is_not_known() -> None:
+    findings = Findings(plainly("float32"))
+    findings.add(NGRAM)
+    findings.untried[NGRAM] = "2 prompts are too few"
+    assert findings.verdict() == "Whether it pays is not known: ngram: 2 prompts are too few."
+    findings.add(AUTO)
+    findings.record.rounds = 1
+    assert findings.unknown() == "all texts ended before anything could be timed"
+
+
+def test_another_precision_that_was_not_measured_is_not_known_either() -> None:
+    findings = Findings(plainly("float32"))
+    findings.add(plainly("bfloat16"))
+    assert findings.unknown() is not None

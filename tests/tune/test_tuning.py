@@ -78,7 +78,7 @@ def test_the_table_is_of_prompts_that_are_not_measured_with(target: Any, tmp_pat
     assert not measured & held
     few = Tuning([side(target)], asked(7), Plan(Sampling()), Budget(9), Results(None, "tune", {}), fit=True)
     assert (len(few.held), len(few.prompts)) == (0, 7)
-    (why,) = few.findings.dropped.values()
+    (why,) = few.findings.untried.values()
     assert why == "7 prompts are too few to hold some back; it takes 8"
 
 
@@ -101,8 +101,19 @@ def test_no_time_at_all_is_said(target: Any, tmp_path: Path) -> None:
     found = made(target, tmp_path / "tune.json", 1.0)
     found.budget = Budget(1.0, lambda: float(next(now)))
     found.run()
-    assert found.findings.choice.way.plain
-    assert found.findings.verdict() == "Do not speculate: there was no time to measure whole texts."
+    assert found.findings.verdict().startswith(
+        "Whether it pays is not known: there was no time to measure whole texts in 1 s; about "
+    )
+    assert load(tmp_path / "tune.json")["chosen"] is None
+
+
+def test_the_time_that_would_do_is_enough(target: Any, tmp_path: Path) -> None:
+    short = made(target, tmp_path / "tune.json", 1e-6)
+    short.run()
+    assert short.findings.unknown() is not None
+    found = made(target, tmp_path / "tune.json", 2 * short.enough() + 1)
+    found.run()
+    assert found.findings.unknown() is None
 
 
 def test_drafts_that_guess_nothing_are_left_out(target: Any, tmp_path: Path) -> None:

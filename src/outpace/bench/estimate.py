@@ -30,6 +30,13 @@ class Estimate:
             return None
         return [max(0.0, self.mean - self.half), min(1.0, self.mean + self.half)]
 
+    @property
+    def off(self) -> float | None:
+        """By how much it may be off at most, as a share."""
+        return (
+            None if self.interval is None else max(self.interval[1] - self.mean, self.mean - self.interval[0])
+        )
+
     def needed(self, within: float) -> int | None:
         """About how many clusters like these would make it known to ± `within`."""
         if self.half is None:

@@ -79,15 +79,15 @@ class Measurement:
 
     def measure_alpha(self) -> None:
         plan = self.plan
-        self.tell(f"α: 0 of {len(self.prompts)} prompts")
+        self.tell(f"α of 0 of {len(self.prompts)} prompts")
         walk = alpha.measure(
             self.target, self.drafts, self.prompts, plan.sampling,
             tokens=plan.tokens, lenience=plan.lenience, seed=plan.seed,
         )  # fmt: skip
         for one in walk:
             self.walked.append(one)
-            self.tell(f"α: {len(self.walked)} of {len(self.prompts)} prompts")
             if len(self.walked) % alpha.ROWS == 0:
+                self.tell(f"α of {len(self.walked)} of {len(self.prompts)} prompts")
                 self._estimate()
         if not self.walked:
             raise ValueError("prompts: not one of them could be written about")
@@ -122,14 +122,14 @@ class Measurement:
             "chance": None if found is None else 2 / math.sqrt(found.count),
             "counted": None, "by_position": [], "by_position_intervals": [],
             "blocks": None, "tokens_per_pass": None,
-            "step_ms": None, "start_ms": None, "behind_ms": None, "best_g": None, "predicted": None,
-            "by_batch": [],
+            "step_ms": None, "start_ms": None, "behind_ms": None,
+            "best_g": None, "predicted": None, "predicted_interval": None, "by_batch": [],
         }  # fmt: skip
 
     def count(self, name: str) -> None:
         """Real runs, at the strictest lenience."""
         plan, decoder = self.plan, self.drafts[name]
-        self.tell(f"{name}: runs with g = {plan.g}")
+        self.tell(f"runs with g = {plan.g}: {name}")
         found = blocks.counted(decoder, self.prompts, plan.sampling, tokens=plan.tokens, seed=plan.seed)
         share = self.entries[name, plan.strictest]["alpha"]
         if found.passes and share is not None:
@@ -163,19 +163,22 @@ class Measurement:
         ]
         self._put(verify=[asdict(one) for one in verify])
         for name, decoder in self.drafts.items():
-            self.tell(f"{name}: steps")
+            self.tell(f"steps of a draft: {name}")
             drafting = {B: cost.drafting(decoder, B, plan.context) for B in reversed(plan.batches)}
             cost.let_go(decoder)
             own = [one for one in verify if one.drawn == cost.draws(decoder, plan.sampling)]
             for lenience in plan.lenience:
                 entry = self.entries[name, lenience]
-                share, coverage = entry["alpha"] or 0.0, entry["coverage"]
-                fastest = [Parts(B, drafting[B], passes, own).best(share, coverage) for B in plan.batches]
+                share, coverage, interval = entry["alpha"] or 0.0, entry["coverage"], entry["interval"]
+                fastest = [
+                    Parts(B, drafting[B], passes, own).best(share, coverage, interval) for B in plan.batches
+                ]
                 found = [
                     {
                         **{f"{part}_ms": ms for part, ms in asdict(one.drafting).items()},
                         "best_g": one.g,
                         "predicted": one.speedup,
+                        "predicted_interval": one.interval,
                     }
                     for one in fastest
                 ]
@@ -187,7 +190,7 @@ class Measurement:
         """The first prompt with the first draft, at the g that is best for it, or at that of the counts."""
         plan, (name, decoder) = self.plan, next(iter(self.drafts.items()))
         g = self.entries[name, plan.strictest]["best_g"] or plan.g
-        self.tell(f"{name}: a trace with g = {g}")
+        self.tell(f"a trace with g = {g}: {name}")
         own = Decoder(
             decoder.scorer, decoder.drafter, decoder.tokenizer, rule=decoder.rule,
             lenience=decoder.lenience, length=Fixed(g), engine=decoder._engines is not None,
@@ -209,7 +212,7 @@ class Measurement:
             whose = name if lenience == 1 else f"{name} at lenience {lenience:g}"
             if found is None:
                 lines.append(f"{whose}: it guessed nothing, so nothing is known of its α")
-            elif found.half is None:
+            elif found.half is None or found.off is None:
                 lines.append(
                     f"{whose}: it guessed in one prompt of {len(self.walked)}, and α of a single one has no "
                     "interval; give more"
@@ -217,7 +220,7 @@ class Measurement:
             elif found.half > within:
                 each = len(self.walked) / found.clusters  # it may have no guess in some
                 lines.append(
-                    f"{whose}: α is known to ±{found.half:.3f}, not to ±{within:g}: {len(self.walked)} "
+                    f"{whose}: α is known to ±{found.off:.3f}, not to ±{within:g}: {len(self.walked)} "
                     f"prompts are too few, about {math.ceil((found.needed(within) or 0) * each)} would do"
                 )
         return lines

@@ -16,12 +16,17 @@ from outpace.bench.cost import Drafting, Pass, Verification
 
 @dataclass(frozen=True)
 class Best:
-    """The fastest g and its speed over plain decoding; 0, and 1, where no draft pays."""
+    """The fastest g and its speed over plain decoding; 0, and 1, where no draft pays.
+
+    interval  the speed at the ends of α's interval, if it has one; where no draft pays, that of the g which
+              would be fastest at the upper end
+    """
 
     B: int
     drafting: Drafting
     g: int
     speedup: float
+    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,17 @@ class Parts:
     passes: Sequence[Pass]
     verify: Sequence[Verification]
 
-    def best(self, alpha: float, coverage: float = 1.0) -> Best:
-        """The best of all lengths that passes of B rows were timed for."""
-        speeds = self.speedups(alpha, coverage)
-        g = int(np.argmax(np.round(speeds, 4)))
-        return Best(self.B, self.drafting, g, round(float(speeds[g]), 4))
+    def best(self, alpha: float, coverage: float = 1.0, interval: tuple[float, float] | None = None) -> Best:
+        """The best of all lengths that passes of B rows were timed for; interval is that of α."""
+        speeds = self.speedups(alpha, coverage).round(4)
+        g = int(np.argmax(speeds))
+        between = None
+        if interval is not None:
+            ends = [self.speedups(end, coverage).round(4) for end in interval]
+            shown = g or int(np.argmax(ends[1]))
+            low, high = sorted(float(one[shown]) for one in ends)
+            between = low, high
+        return Best(self.B, self.drafting, g, float(speeds[g]), between)
 
     def speedups(self, alpha: float, coverage: float = 1.0) -> theory.Found:
         """Over plain decoding, for g = 0, 1, ... as far as passes were timed; between sizes they are

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from outpace.text import chat_ids
@@ -50,6 +51,54 @@ class Asked:
     domain: str
 
 
+@dataclass(frozen=True)
+class Questions:
+    """What is to be written about, before there is a model.
+
+    texts     each with its kind
+    name      of the file or data set they are from, if there is one
+    left_out  rows of it that cannot be used: where each stands, and why
+    """
+
+    texts: Sequence[tuple[str, str]]
+    name: str | None = None
+    left_out: Sequence[str] = ()
+
+    def to(self, tokenizer: Any) -> list[Asked]:
+        """With a chat template they are what a user says."""
+        return [Asked(_ids(tokenizer, text), domain) for domain, text in self.texts]
+
+    @property
+    def rows(self) -> int:
+        return len(self.texts) + len(self.left_out)
+
+    @property
+    def about(self) -> dict[str, Any] | None:
+        """To be written down with what was measured; None where no data were named."""
+        if self.name is None:
+            return None
+        return {"name": self.name, "rows": self.rows, "left_out": len(self.left_out)}
+
+
+def questions(
+    texts: Sequence[str] = (), data: str | None = None, limit: int | None = None, every: int = 1
+) -> Questions:
+    """From texts, from a file or data set (as `outpace eval` reads them), or our own."""
+    if data is None:
+        rows = [("prompt", text) for text in texts] or list(OWN)
+        return Questions(rows[::every][:limit])
+    from outpace.tasks.items import category, read
+
+    found = read(data, limit=limit, every=every)
+    where = "line" if found.local else "row"
+    name = Path(data).name if found.local else data
+    left_out = [f"{where} {one.place}: {one.problem}" for one in found.items if one.problem is not None]
+    usable = [(category(one), one.turns[0]) for one in found.items if one.problem is None]
+    if not usable:
+        raise ValueError(f"data: {data} has no row that can be used: {left_out[0]}")
+    return Questions(usable, name, left_out)
+
+
 def asked(
     tokenizer: Any,
     texts: Sequence[str] = (),
@@ -57,19 +106,8 @@ def asked(
     limit: int | None = None,
     every: int = 1,
 ) -> list[Asked]:
-    """Prompts from texts, from a file or data set (as `outpace eval` reads them), or our own. With a chat
-    template they are what a user says."""
-    if data is not None:
-        from outpace.tasks.items import category, read
-
-        items = [one for one in read(data, limit=limit, every=every).items if one.problem is None]
-        rows = [(category(one), one.turns[0]) for one in items]
-        if not rows:
-            raise ValueError(f"data: {data} has no row that can be used")
-    else:
-        rows = [("prompt", text) for text in texts] or list(OWN)
-        rows = rows[::every][:limit]
-    return [Asked(_ids(tokenizer, text), domain) for domain, text in rows]
+    """Prompts, as token ids, of `questions`."""
+    return questions(texts, data, limit, every).to(tokenizer)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

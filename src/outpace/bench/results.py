@@ -17,10 +17,11 @@ class Results:
 
     kind      "measure", "sweep", "tune"
     about     what it is of: command, machine, target, settings
+    kept      the file has all of it
     """
 
     def __init__(self, path: Path | None, kind: str, about: Mapping[str, Any]) -> None:
-        self.path = path
+        self.path, self.kept = path, False
         self.content: dict[str, Any] = {"kind": kind, **about, "complete": False}
 
     def put(self, **found: Any) -> None:
@@ -34,9 +35,11 @@ class Results:
         self._write()
 
     def _write(self) -> None:
+        self.kept = False
         if self.path is None:
             return
         write_whole(self.path, json.dumps(finite(self.content), indent=1, allow_nan=False) + "\n")
+        self.kept = True
 
 
 def finite(value: Any) -> Any:
@@ -54,6 +57,8 @@ def load(path: Path, kinds: tuple[str, ...] = ()) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a folder") from None
     except (UnicodeDecodeError, json.JSONDecodeError):
         raise ValueError(f"{path}: not a JSON file") from None
     kind = content.get("kind") if isinstance(content, dict) else None

@@ -67,8 +67,7 @@ class Sweep:
             for sampling in dict.fromkeys(samplings)
             for length in lengths
         ]
-        for length in lengths:
-            check_length(length, tokens)
+        check_lengths(lengths, tokens)
         # Policies learn: each cell has its own.
         self.writers = {cell: _writer(cell, decoders[cell.draft]) for cell in self.cells}
         self.prompts, self.tokens, self.ignore_eos = prompts, tokens, ignore_eos
@@ -90,16 +89,17 @@ class Sweep:
 
     def rounds(self, tell: Callable[[str], None] = lambda line: None) -> Iterator[list[Run]]:
         """What all cells of a block came to with one group of prompts, group after group."""
-        for block in self.blocks:
+        for i, block in enumerate(self.blocks):
             # What needs the most room first, or an engine would be made several times.
             for cell in sorted(block, key=lambda one: -self.writers[one].length.most):
                 tell(f"warming up: {cell}")
                 self.warm(cell)
-            for turn in range(self.repeats * len(self.groups)):
+            turns = self.repeats * len(self.groups)
+            for turn in range(turns):
                 repeat, group = divmod(turn, len(self.groups))
                 runs = []
                 for cell in rotated(block, turn):
-                    tell(str(cell))
+                    tell(f"round {i * turns + turn + 1} of {self.total}: {cell}")
                     runs.append(self.run(cell, group, repeat))
                 yield runs
 
@@ -192,13 +192,15 @@ def _writer(cell: Cell, own: Decoder) -> Decoder:
     return made
 
 
-def check_length(length: str, tokens: int) -> None:
-    """Whether something of texts of so many tokens is left to be counted."""
-    if not length.isdecimal() and length not in (AUTO, HEURISTIC):
-        raise ValueError(f"length: got {length!r}; it must be a number, {AUTO} or {HEURISTIC}")
-    beginning = BEGINNING * ((int(length) if length.isdecimal() else 0) + 1)
+def check_lengths(lengths: Sequence[str], tokens: int) -> None:
+    """Whether something of texts of so many tokens is left to be counted, with each."""
+    for length in lengths:
+        if not length.isdecimal() and length not in (AUTO, HEURISTIC):
+            raise ValueError(f"length: got {length!r}; it must be a number, {AUTO} or {HEURISTIC}")
+    longest = max(int(length) if length.isdecimal() else 0 for length in lengths)
+    beginning = BEGINNING * (longest + 1)
     if tokens <= beginning:
         raise ValueError(
-            f"length: {length} does not fit texts of {tokens} tokens: the first {beginning} may be their "
-            "beginning, which is not counted"
+            f"length: {longest} does not fit texts of {tokens} tokens: the first {beginning} may be their "
+            f"beginning, which is not counted; {beginning + 1} tokens would do (-m {beginning + 1})"
         )

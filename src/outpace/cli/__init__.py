@@ -19,6 +19,7 @@ from outpace.cli.doctor import doctor
 from outpace.cli.eval import eval
 from outpace.cli.generate import generate
 from outpace.cli.measure import measure
+from outpace.cli.options import blamed
 from outpace.cli.plan import plan
 from outpace.cli.report import report
 from outpace.cli.sweep import sweep
@@ -72,9 +73,11 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     gc.disable()  # imports make millions of objects that stay: a fifth of a start went into looking at them
     command = typer.main.get_command(app)
+    meta: dict[str, Any] = {}
     try:
         # Not `app()`, which has its own way with errors.
         with command.make_context("outpace", sys.argv[1:]) as context:
+            meta = context.meta
             command.invoke(context)
     except typer.Exit as done:
         raise SystemExit(done.exit_code) from None
@@ -91,7 +94,9 @@ def main() -> None:
         if os.environ.get("OUTPACE_TRACEBACK"):
             raise
         expected = isinstance(error, ValueError | TypeError | OSError | MemoryError | ImportError)
-        fail(str(error) if expected else f"{type(error).__name__}: {error} (OUTPACE_TRACEBACK=1 shows where)")
+        if expected:
+            fail(blamed(meta, str(error)))
+        fail(f"{type(error).__name__}: {error} (OUTPACE_TRACEBACK=1 shows where)")
     finally:
         gc.enable()
         gc.unfreeze()

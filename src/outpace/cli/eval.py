@@ -88,7 +88,7 @@ def eval(
     ] = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
-    seed: Annotated[int, typer.Option(rich_help_panel=SAMPLING)] = 0,
+    seed: Annotated[int, typer.Option(help="Of all draws.", rich_help_panel=SAMPLING)] = 0,
     out: Annotated[
         Path | None,
         typer.Option(

@@ -9,6 +9,7 @@ from outpace.bench.forecast import SPAN, Figure
 from outpace.bench.loops import kind_of, name_of
 from outpace.bench.runs import PLAIN
 from outpace.cli.show import screen
+from outpace.counts import counted
 
 Said = Callable[[Figure], str]
 
@@ -21,7 +22,10 @@ def show(figures: Sequence[Figure]) -> None:
     console = screen(sys.stdout)
     for kind in dict.fromkeys(map(kind_of, figures)):
         mine, name = [one for one in figures if kind_of(one) == kind], name_of(kind)
-        titles = f"{name}: ms of {SPAN} tokens, {mine[0].texts} texts", f"{name}: speed over plain decoding"
+        titles = (
+            f"{name}: ms of {SPAN} tokens, {counted(mine[0].texts, 'text')}",
+            f"{name}: speed over plain decoding",
+        )
         for title, columns in zip(titles, (TIMES, SPEEDS), strict=True):
             table = Table(title=title)
             for heading in columns:

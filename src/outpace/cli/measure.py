@@ -28,7 +28,7 @@ from outpace.cli.options import (
     Temperature,
     TopK,
     TopP,
-    check_prompts,
+    read_prompts,
     sampling_of,
 )
 from outpace.cli.show import note, progress
@@ -87,10 +87,16 @@ def measure(
     ] = 5,
     passes: Annotated[
         list[int] | None,
-        typer.Option("--pass", min=1, help="Tokens of a pass; repeat it.", rich_help_panel=COSTS),
+        typer.Option(
+            "--pass",
+            min=1,
+            help="Tokens of a pass; repeat it. Default: 1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17.",
+            rich_help_panel=COSTS,
+        ),
     ] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Rows, B; repeat it.", rich_help_panel=COSTS)
+        list[int] | None,
+        typer.Option(min=1, help="Rows, B; repeat it. Default: 1, 4, 8.", rich_help_panel=COSTS),
     ] = None,
     context: Annotated[
         int, typer.Option(min=1, help="Tokens before a pass that is timed.", rich_help_panel=COSTS)
@@ -110,7 +116,8 @@ def measure(
     """
     names = list(dict.fromkeys(draft or ["lookup"]))
     values = list(dict.fromkeys(lenience or LENIENCE))
-    check(names, values, within, confidence, prompt, data, out)
+    check(names, values, within, confidence, out)
+    questions = read_prompts(prompt, data, limit, every)
     sampling = sampling_of(
         logit_bias, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
@@ -119,7 +126,6 @@ def measure(
     from outpace.bench import cost
     from outpace.bench.machine import machine
     from outpace.bench.measure import Measurement, Plan
-    from outpace.bench.prompts import asked
     from outpace.bench.results import Results
     from outpace.cli.bench import bare, command
     from outpace.cli.drafts import fitting, line_up
@@ -128,7 +134,7 @@ def measure(
     from outpace.sampling import from_generation_config
 
     plain, decoders = line_up(target, names, device, dtype, lenience=max(values), g=drafts)
-    texts = fitting(plain, asked(plain.tokenizer, prompt or (), data, limit, every))
+    texts = fitting(plain, questions.to(plain.tokenizer))
     if sampling is None:
         sampling = from_generation_config(plain.scorer.generation_config)
     # A pass over a single token is what every other is compared with.
@@ -147,6 +153,7 @@ def measure(
         "target": bare(target or DEFAULT),
         "models": plain.describe().splitlines()[:1],
         "sampling": {k: v for k, v in dataclasses.asdict(sampling).items() if k != "processors"},
+        "data": questions.about,
         **{k: getattr(plan, k) for k in ("confidence", "g", "context", "seed")},
     }
     measurement = Measurement(plain, decoders, texts, plan, Results(out, "measure", about), tell=progress)
@@ -158,19 +165,11 @@ def check(
     lenience: list[float],
     within: float | None,
     confidence: float,
-    prompt: list[str] | None,
-    data: str | None,
     out: Path,
 ) -> None:
     """Flags that do not fit, before anything big is loaded."""
     from outpace.files import check_out
-    from outpace.pair import check_draft_name
 
-    for name in names:
-        if name == "none":
-            raise ValueError("--draft: nothing is guessed with none, so there is nothing to measure")
-        if name != "random":
-            check_draft_name(name)
     for one in lenience:
         if not 0 < one <= 1:
             raise ValueError(f"--lenience: got {one:g}; it must be in (0, 1]")
@@ -178,8 +177,14 @@ def check(
         raise ValueError(f"--within: got {within:g}; it must lie between 0 and 1, as α does")
     if not 0 < confidence < 1:
         raise ValueError(f"--confidence: got {confidence:g}; it must lie between 0 and 1")
-    check_prompts(prompt, data)
     check_out("--out", out)
+    from outpace.pair import check_draft_name
+
+    for name in names:
+        if name == "none":
+            raise ValueError("--draft: nothing is guessed with none, so there is nothing to measure")
+        if name != "random":
+            check_draft_name(name)
 
 
 def finish(measurement: Measurement, within: float | None, out: Path) -> None:
@@ -191,13 +196,12 @@ def finish(measurement: Measurement, within: float | None, out: Path) -> None:
         measurement.run()
     except (KeyboardInterrupt, Exception):
         progress("")
-        some = "drafts" in content
-        if some:
+        if "drafts" in content:
             show(content)
-        note(
-            "cut short: "
-            + (f"the tables have what there is, and so has {out}" if some else "nothing was measured yet")
-        )
+            kept = f", and so has {out}" if measurement.results.kept else ""
+            note(f"cut short: the tables have what there is{kept}")
+        else:
+            note("cut short: nothing was measured yet, and nothing was kept")
         raise
     progress("")
     show(content)

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from outpace.counts import counted
+
 Content = Mapping[str, Any]
 
 
@@ -32,7 +34,8 @@ def show(content: Content) -> None:
 def of_drafts(content: Content) -> Any:
     names = ("draft", "lenience", "α", "interval", "guesses", "coverage", "D_LK", "counted", "step ms",
              "best g", "speed")  # fmt: skip
-    table = _table(f"{content['prompts']} prompts, {content['tokens']} tokens of the target", names)
+    of = ", ".join(counted(content[f"{noun}s"], noun) for noun in ("prompt", "token"))
+    table = _table(f"{of} of the target", names)
     for one in content["drafts"]:
         table.add_row(
             one["draft"],
@@ -116,13 +119,22 @@ def verdicts(content: Content) -> list[str]:
     for one in content["drafts"]:
         if one["lenience"] != strictest or not one["by_batch"]:
             continue
-        each = [
-            f"B = {at['B']}: "
-            + (f"g = {at['best_g']}, {at['predicted']:.2f} times as fast" if at["best_g"] else "does not pay")
-            for at in one["by_batch"]
-        ]
+        each = [f"B = {at['B']}: {_pays(at)}" for at in one["by_batch"]]
         lines.append(f"{one['draft']}: " + "; ".join(each))
     return lines
+
+
+def _pays(at: Content) -> str:
+    """Whether a draft does, and what it brings, as far as α is known."""
+    interval = at["predicted_interval"]
+    unsure = interval is not None and interval[0] <= 1 < interval[1]
+    times = "" if interval is None else "{:.2f} to {:.2f}".format(*interval)
+    if not at["best_g"]:
+        hope = f"not known whether it pays, {times} times as fast over α's interval"
+        return hope if unsure else "does not pay"
+    over = f" ({times} over α's interval)" if times else ""
+    doubt = ", so it is not known whether it pays" if unsure else ""
+    return f"g = {at['best_g']}, {at['predicted']:.2f} times as fast{over}{doubt}"
 
 
 def _table(title: str, names: tuple[str, ...], left: int = 1) -> Any:

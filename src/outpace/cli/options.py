@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,11 +13,13 @@ import typer
 from outpace.cli.show import note
 
 if TYPE_CHECKING:
+    from outpace.bench.prompts import Questions
     from outpace.decode import Decoder
     from outpace.length import Length
     from outpace.sampling import Sampling
 
 MODELS, PROMPTS, SAMPLING, SHOW = "Models", "Prompts", "Sampling", "Output"
+CONFIGURED = "outpace.configured"  # where a context keeps a configuration's file
 
 Target = Annotated[
     str | None,
@@ -69,7 +72,9 @@ Dtype = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16, float16. Default: what suits the device.", rich_help_panel=MODELS),
 ]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-m", min=1, rich_help_panel=SAMPLING)]
+MaxNewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", "-m", min=1, help="Of a text.", rich_help_panel=SAMPLING)
+]
 Temperature = Annotated[
     float | None,
     typer.Option(
@@ -84,9 +89,18 @@ MinP = Annotated[
     float | None,
     typer.Option(help="Keep tokens this many times as likely as the likeliest.", rich_help_panel=SAMPLING),
 ]
-RepetitionPenalty = Annotated[float | None, typer.Option(rich_help_panel=SAMPLING)]
-FrequencyPenalty = Annotated[float | None, typer.Option(rich_help_panel=SAMPLING)]
-PresencePenalty = Annotated[float | None, typer.Option(rich_help_panel=SAMPLING)]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(help="Above 1, tokens of prompt and text are less likely.", rich_help_panel=SAMPLING),
+]
+FrequencyPenalty = Annotated[
+    float | None,
+    typer.Option(help="Taken off a token's logit for each time it was written.", rich_help_panel=SAMPLING),
+]
+PresencePenalty = Annotated[
+    float | None,
+    typer.Option(help="Taken off a token's logit once it was written.", rich_help_panel=SAMPLING),
+]
 Bias = Annotated[
     list[str] | None,
     typer.Option(
@@ -137,7 +151,23 @@ def _configured(context: typer.Context, path: Path | None) -> Path | None:
         from outpace.tune.config import flags
 
         context.default_map = {**(context.default_map or {}), **flags(path)}
+        context.meta[CONFIGURED] = path, context
     return path
+
+
+def blamed(meta: Mapping[str, Any], why: str) -> str:
+    """What is wrong, with the configuration's name if it is a value of that."""
+    if CONFIGURED not in meta:
+        return why
+    from outpace.tune.config import FLAGS
+
+    path, context = meta[CONFIGURED]
+    for name in FLAGS:
+        source = context.get_parameter_source(name)
+        starts = f"{name}:", f"--{name}:", f"{context.params.get(name)}:"
+        if source is not None and source.name == "DEFAULT_MAP" and why.startswith(starts):
+            return f"config: {path}: {why}"
+    return why
 
 
 Config = Annotated[
@@ -170,11 +200,18 @@ def _bias(text: str) -> tuple[int, float]:
         raise ValueError(f"--logit-bias: got {text!r}; it must be like 42=-1.5 or 42=-inf") from None
 
 
-def check_prompts(prompt: list[str] | None, data: str | None) -> None:
+def read_prompts(prompt: list[str] | None, data: str | None, limit: int | None, every: int) -> Questions:
+    """What the flags name, before anything big is loaded; what cannot be used of it is said."""
+    from outpace.bench.prompts import questions
+
     if prompt and data is not None:
         raise ValueError("--prompt: given together with --data; give one or the other")
     if prompt and not all(one.strip() for one in prompt):
         raise ValueError("--prompt: it is empty; a model needs something to go on from")
+    found = questions(prompt or (), data, limit, every)
+    if found.left_out:
+        note(f"{found.name}: {len(found.left_out)} of {found.rows} rows left out: {found.left_out[0]}")
+    return found
 
 
 def read_text(path: Path) -> str:

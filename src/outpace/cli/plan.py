@@ -74,11 +74,12 @@ def planned(alpha: float, c: float, ops: float, drafts: list[int], most: int) ->
         shares = [1 - (1 - alpha) * one for one in lost]
         ends = [at(share, theory.best_length(share, c, most)) for share in shares]
         lenient.append({"lenience": lenience, "alpha": [round(one, 3) for one in shares], "best": ends})
-    needed = []
+    needed: list[dict[str, Any]] = [{"speedup": 1.0, "more": True, "alpha": c if c < 1 else None}]
     for speed in SPEEDS:
         each = [(float(theory.needed_alpha(c, speed, g)), g) for g in range(1, most + 1)]
         enough = [one for one in each if one[0] == one[0]]
-        needed.append({"speedup": speed, "alpha": round(min(enough)[0], 3) if enough else None})
+        least = round(min(enough)[0], 3) if enough else None
+        needed.append({"speedup": speed, "more": False, "alpha": least})
     return {
         "alpha": alpha,
         "c": c,
@@ -122,8 +123,7 @@ def show(found: dict[str, Any]) -> None:
         )
     console.print(table)
     table = Table("for a speed of", "an α of at least")
-    table.add_row("more than 1", f"{c:.2f}" if c < 1 else "none is enough")
     for one in found["needed"]:
         enough = "none is enough" if one["alpha"] is None else f"{one['alpha']:.2f}"
-        table.add_row(f"{one['speedup']:g}", enough)
+        table.add_row(f"{'more than ' if one['more'] else ''}{one['speedup']:g}", enough)
     console.print(table)

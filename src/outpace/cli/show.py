@@ -18,6 +18,7 @@ KINDS = {
     "plain": ("nothing was guessed", "", "", ""),
 }
 CODES = {"green": "32", "red": "31", "cyan": "36", "dim": "2"}
+_part = ""  # of the work, that was said last
 
 
 class Painter:
@@ -113,6 +114,12 @@ def as_json(stats: Stats) -> dict[str, Any]:
 
 
 def progress(line: str) -> None:
-    """Overwrite the last such line, on a terminal; an empty one wipes it."""
+    """Overwrite the last such line, on a terminal; an empty one wipes it. Elsewhere there is a line for each
+    part of the work, which is what stands before a colon."""
+    global _part
     if sys.stderr.isatty():
         print(f"\r{line:60.60}" if line else "\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
+        return
+    before, _part = _part, line.partition(":")[0]
+    if _part and _part != before:
+        note(line)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,19 +15,26 @@ from outpace.cli.options import (
     PROMPTS,
     SAMPLING,
     SHOW,
+    Bias,
     Data,
     Device,
     Dtype,
     Every,
+    FrequencyPenalty,
     Limit,
+    MaxNewTokens,
+    MinP,
+    PresencePenalty,
     PromptTexts,
+    RepetitionPenalty,
     RuleName,
     Target,
     TopK,
     TopP,
-    check_prompts,
+    read_prompts,
+    sampling_of,
 )
-from outpace.cli.show import note
+from outpace.cli.show import note, progress
 
 if TYPE_CHECKING:
     from outpace.bench.forecast import Figure, Known
@@ -42,7 +50,7 @@ def sweep(
         typer.Option(
             "--draft",
             "-d",
-            metavar="lookup|ngram:FILE|MODEL",
+            metavar="lookup|ngram:FILE|MODEL|random",
             help="Who guesses; repeat it. Default: lookup.",
             rich_help_panel=MODELS,
         ),
@@ -76,13 +84,16 @@ def sweep(
     ] = None,
     top_k: TopK = None,
     top_p: TopP = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-m", min=1, rich_help_panel=SAMPLING)
-    ] = 128,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    logit_bias: Bias = None,
+    max_new_tokens: MaxNewTokens = 128,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=SAMPLING)
     ] = False,
-    seed: Annotated[int, typer.Option(rich_help_panel=SAMPLING)] = 0,
+    seed: Annotated[int, typer.Option(help="Of all draws.", rich_help_panel=SAMPLING)] = 0,
     prompt: PromptTexts = None,
     data: Data = None,
     limit: Limit = None,
@@ -121,9 +132,8 @@ def sweep(
     Ctrl-C ends it; the table and the file are then of the rounds so far.
     """
     from outpace.bench.machine import machine
-    from outpace.bench.prompts import asked
     from outpace.bench.results import Results
-    from outpace.bench.sweep import LENGTHS, Sweep
+    from outpace.bench.sweep import LENGTHS, Sweep, check_lengths
     from outpace.cli import lineup
     from outpace.cli.bench import bare, command
     from outpace.cli.drafts import fitting, line_up
@@ -136,26 +146,28 @@ def sweep(
 
         backend(plot)  # what is missing is said before anything is measured
     check_out("--out", out)
-    lengths = [number(one, max_new_tokens) for one in length or LENGTHS]
-    samplings = [
-        Sampling(temperature=one, top_k=top_k or 0, top_p=1.0 if top_p is None else top_p)
-        for one in temperature or [0.0]
-    ]
+    lengths = [str(int(one)) if one.isdecimal() else one for one in length or LENGTHS]  # 05 is 5
+    check_lengths(lengths, max_new_tokens)
+    drawn = sampling_of(
+        logit_bias, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
+    ) or Sampling()  # fmt: skip
+    samplings = [replace(drawn, temperature=one) for one in temperature or [0.0]]
     drafts = list(dict.fromkeys(draft or ["lookup"]))
     if len({bare(one) for one in drafts}) < len(drafts):
         raise ValueError("--draft: two have the same name, but for their folders")
+    questions = None
     if pair is not None:
         lineup.refuse_with_pair(target=target, draft=draft, prompt=prompt, data=data)
         decoders, prompts = lineup.synthetic(
             pair, alpha, rule, device, dtype, limit or lineup.SYNTHETIC, context
         )
     else:
-        check_prompts(prompt, data)
         if "none" in drafts:
             raise ValueError("--draft: none is plain decoding, which is always there as g = 0")
+        questions = read_prompts(prompt, data, limit, every)
         plain, decoders = line_up(target, drafts, device, dtype, rule=rule)
-        texts = fitting(plain, asked(plain.tokenizer, prompt or (), data, limit, every))
-        prompts = [one.ids for one in texts]
+        prompts = [one.ids for one in fitting(plain, questions.to(plain.tokenizer))]
     made = Sweep(
         decoders, samplings, lengths, prompts,
         tokens=max_new_tokens, batch=batch, repeats=repeats, seed=seed, ignore_eos=ignore_eos,
@@ -171,7 +183,9 @@ def sweep(
             "ignore_eos": ignore_eos,
             "repeats": repeats,
             "seed": seed,
+            "sampling": {k: v for k, v in asdict(drawn).items() if k not in ("temperature", "processors")},
         },
+        "data": None if questions is None else questions.about,
         "prompts": len(prompts),
         "batch": batch,
         "rounds": 0,
@@ -183,6 +197,9 @@ def sweep(
 
 def finish(made: Sweep, results: Results, out: Path, plot: Path | None) -> None:
     """Measure, show and save; what there is if it is interrupted."""
+    from outpace.bench.forecast import figures
+    from outpace.counts import counted
+
     runs: list[Run] = []
     parts: Known = {}
     stopped: BaseException | None = None
@@ -193,8 +210,11 @@ def finish(made: Sweep, results: Results, out: Path, plot: Path | None) -> None:
         stopped, how = SystemExit(130), "interrupted"
     except Exception as error:
         stopped, how = error, "failed"
+    progress("")
     rounds = len(runs) // len(made.blocks[0])
-    found = keep(results, runs, parts, rounds) if rounds else []
+    found = figures(runs, parts) if rounds else []
+    if how == "interrupted" and parts:
+        keep(results, found, parts, rounds)
     if stopped is None:
         if not found:
             raise ValueError(
@@ -212,54 +232,53 @@ def finish(made: Sweep, results: Results, out: Path, plot: Path | None) -> None:
             note(f"picture in {plot}")
     if stopped is None:
         if len(found) < len(made.cells):
-            note(f"of {len(made.cells) - len(found)} cells all texts ended before anything could be timed")
+            cells = counted(len(made.cells) - len(found), "cell")
+            note(f"of {cells} all texts ended before anything could be timed")
         note(f"figures in {out}")
         return
-    kept = f"what is shown is of those, and in {out}" if rounds else "nothing was kept"
+    if rounds:
+        kept = "what is shown is of those" + (f", and in {out}" if results.kept else "")
+    else:
+        kept = f"times of parts are in {out}" if results.kept else "nothing was kept"
     note(f"{how} after {rounds} of {made.total} rounds: {kept}")
     raise stopped
 
 
-def keep(results: Results, runs: list[Run], parts: Known, rounds: int) -> list[Figure]:
-    from outpace.bench.forecast import figures
-
-    found = figures(runs, parts)
+def keep(results: Results, found: Sequence[Figure], parts: Known, rounds: int) -> None:
     timed = [
         {"draft": draft, "temperature": sampling.temperature, **asdict(one)}
         for (draft, sampling), one in parts.items()
     ]
     results.put(rounds=rounds, figures=[asdict(one) for one in found], parts=timed)
-    return found
 
 
 def measure(made: Sweep, runs: list[Run], parts: Known, results: Results) -> None:
     """What iterations consist of, and all rounds, each kept as a whole, with a bar on a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from outpace.bench.forecast import figures
     from outpace.bench.sweep import timed
 
-    columns = BarColumn(), MofNCompleteColumn(), TextColumn("rounds"), TimeRemainingColumn()
     bar = Progress(
         TextColumn("{task.description}"),
-        *columns,
+        BarColumn(),
+        TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
         disable=not sys.stderr.isatty(),
     )
     with bar:
         line = bar.add_task("", total=made.total)
-        timed(made, parts, lambda said: bar.update(line, description=said))
-        for count, one in enumerate(made.rounds(lambda said: bar.update(line, description=said)), 1):
+
+        def tell(said: str) -> None:
+            if bar.disable:
+                progress(said)
+            bar.update(line, description=said)
+
+        timed(made, parts, tell)
+        keep(results, [], parts, 0)
+        for count, one in enumerate(made.rounds(tell), 1):
             runs += one
-            keep(results, runs, parts, count)
+            keep(results, figures(runs, parts), parts, count)
             bar.update(line, completed=count)
-
-
-def number(length: str, tokens: int) -> str:
-    """As a cell names it, 05 as 5."""
-    from outpace.bench.sweep import check_length
-
-    length = str(int(length)) if length.isdecimal() else length
-    check_length(length, tokens)
-    return length

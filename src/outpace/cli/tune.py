@@ -28,7 +28,7 @@ from outpace.cli.options import (
     Temperature,
     TopK,
     TopP,
-    check_prompts,
+    read_prompts,
     sampling_of,
 )
 from outpace.cli.show import note, progress
@@ -108,7 +108,8 @@ def tune(
     verified the one that was measured, with an interval that holds it in 95 of
     100 cases. Nothing is recommended that is not surely faster.
 
-    Ctrl-C ends it with what there is.
+    Ctrl-C ends it with what there is. Exit status: 1 if there was no time to
+    find anything out; no configuration is written then.
     """
     from outpace.tune.budget import Budget
 
@@ -116,14 +117,14 @@ def tune(
     kept = results or out.parent / "outpace-tune.json"
     names = [one for one in dict.fromkeys([*(draft or ()), *(more or ())] or DRAFTS) if one != "none"]
     kinds: list[str | None] = list(dict.fromkeys(dtype or ())) or [None]
-    check(names, kinds, device, prompt, data, out, kept)
+    check(names, kinds, device, out, kept)
+    questions = read_prompts(prompt, data, limit, every)
     sampling = sampling_of(
         logit_bias, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
     )  # fmt: skip
     from outpace.bench.machine import machine
-    from outpace.bench.prompts import asked
     from outpace.bench.results import Results
     from outpace.cli.bench import bare, command
     from outpace.cli.drafts import fitting, line_up
@@ -138,7 +139,7 @@ def tune(
         plain, decoders = line_up(target, loaded, device, kind)
         sides.append(Side(str(plain.scorer.dtype).removeprefix("torch."), plain, decoders))
     plain = sides[0].plain
-    prompts = fitting(plain, asked(plain.tokenizer, prompt or (), data, limit, every))
+    prompts = fitting(plain, questions.to(plain.tokenizer))
     sampling = sampling or from_generation_config(plain.scorer.generation_config)
     about: dict[str, Any] = {
         "command": command(),
@@ -146,6 +147,7 @@ def tune(
         "target": bare(target or DEFAULT),
         "models": plain.describe().splitlines()[:1],
         "sampling": {k: v for k, v in dataclasses.asdict(sampling).items() if k != "processors"},
+        "data": questions.about,
         "prompts": len(prompts),
         "max_new_tokens": max_new_tokens,
         "budget_seconds": budget,
@@ -163,8 +165,6 @@ def check(
     names: list[str],
     dtypes: list[str | None],
     device: str | None,
-    prompt: list[str] | None,
-    data: str | None,
     out: Path,
     results: Path,
 ) -> None:
@@ -175,7 +175,6 @@ def check(
         check_out(flag, path)
     if out.absolute() == results.absolute():
         raise ValueError(f"--results: {results} is the configuration's file, too")
-    check_prompts(prompt, data)
     if "random" in names:
         raise ValueError("--drafts: random guesses are never worth running; `outpace measure` has them")
     from outpace.cli.bench import bare
@@ -211,15 +210,21 @@ def finish(tuning: Tuning, names: Names, out: Path, results: Path) -> None:
         note(f"{how}: nothing was measured yet, and nothing is kept")
         raise stopped
     findings = tuning.findings
-    wanted = stopped is None or not findings.choice.way.plain
+    if stopped is not None:
+        findings.ended = f"it {'was ' if how == 'interrupted' else ''}{how} before whole texts were measured"
+    known = findings.unknown() is None
+    wanted = known and (stopped is None or not findings.choice.way.plain)
     content = keep(tuning, names, out if wanted else None)
     show(content)
     spent, budget = tuning.budget.spent, tuning.budget.seconds
     if wanted:
         note(f"configuration in {out}: outpace generate --config {shlex.quote(str(out))}")
+    nothing = "" if wanted else ", and no configuration was written"
     if stopped is not None:
-        nothing = "" if wanted else ", and no configuration was written"
         note(f"{how} after {spent:.0f} s: this is what there was, also in {results}{nothing}")
         raise stopped
+    if not known:
+        note(f"all there is in {results}, after {spent:.0f} of {budget:g} s{nothing}")
+        raise typer.Exit(1)
     tuning.results.done()
     note(f"all of it in {results}, after {spent:.0f} of {budget:g} s")

@@ -53,7 +53,8 @@ def lasting(name: str) -> str:
 
 
 def keep(tuning: Tuning, names: Names, out: Path | None) -> Content:
-    """The configuration, if a file is named for it, and everything in the results."""
+    """The configuration, if a file is named for it, and everything in the results. Where nothing is known, no
+    way is recommended to others either."""
     findings, content = tuning.findings, tuning.results.content
     chosen, near = findings.chosen(), findings.nearest()
     draft = names.draft(chosen.draft)
@@ -91,12 +92,15 @@ def keep(tuning: Tuning, names: Names, out: Path | None) -> Content:
         if chosen.draft == NGRAM and tuning.ngram is not None:
             tuning.ngram.save(names.table)
         write_whole(out, text)
+    known = findings.unknown() is None
     tuning.results.put(
         spent_seconds=round(tuning.budget.spent, 1),
         **findings.content(),
         config=text if out is not None else None,
-        transformers=elsewhere.transformers(models, found_here, chosen.length, chosen.rule, near),
-        vllm=elsewhere.vllm(models, draft, chosen.length, near),
+        transformers=(
+            elsewhere.transformers(models, found_here, chosen.length, chosen.rule, near) if known else None
+        ),
+        vllm=elsewhere.vllm(models, draft, chosen.length, near) if known else None,
     )
     return content
 
@@ -125,6 +129,8 @@ def show(content: Content) -> None:
     if content["max_batch"] is not None:
         console.print(_rows(content))
     for name, title in ELSEWHERE.items():
+        if content[name] is None:
+            continue
         console.print(f"\n{title}:\n{content[name]}", markup=False, soft_wrap=True)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from outpace.bench.curves import Point
+from outpace.counts import counted
 from outpace.report import formulas, run
 from outpace.report.figures import Line, lines
 from outpace.report.section import Content, Figure, Section, Table
@@ -94,7 +95,9 @@ def _part(found: dict[str, Any] | None) -> str:
 
 def _setting(content: Content) -> str:
     counts = [
-        f"{said(content[name])} {name}" for name in ("prompts", "tokens") if content.get(name) is not None
+        counted(content[f"{noun}s"], noun)
+        for noun in ("prompt", "token")
+        if content.get(f"{noun}s") is not None
     ]
     how = [sampled(content["sampling"])] if content.get("sampling") else []
     return f"Measured over {', '.join(counts + how)}." if counts else ""

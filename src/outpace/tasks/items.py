@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Item:
     audio      a file of speech, or its bytes
     extra      the row as it is
     problem    why it cannot be used; None if it can
+    place      its line in the file, or its number in the data set, from 1
     """
 
     name: str
@@ -39,6 +40,7 @@ class Item:
     audio: Path | bytes | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
+    place: int = 1
 
 
 @dataclass(frozen=True)
@@ -71,40 +73,44 @@ def read(
     if path.is_dir() and (path / "manifest.jsonl").is_file():
         path = path / "manifest.jsonl"
     if path.is_file():
-        rows: Sequence[Any] = lines(path, stop)[::every]
+        rows: Sequence[tuple[int, Any]] = lines(path, stop)[::every]
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     elif path.exists():
         raise ValueError(f"data: {path} is a folder without a manifest.jsonl; name a file of JSON lines")
     elif path.suffix in FILES or name.partition(":")[0].count("/") > 1:
         raise ValueError(f"data: {name}: no such file")
     else:
-        rows = hub(name, speech, stop)[::every]
-        digest = hashlib.sha256(repr(rows).encode("utf-8", "surrogatepass")).hexdigest()
+        found = hub(name, speech, stop)[::every]
+        digest = hashlib.sha256(repr(found).encode("utf-8", "surrogatepass")).hexdigest()
+        rows = [(every * i + 1, row) for i, row in enumerate(found)]
     items = [
-        Item(f"{path.name}:{i + 1}", problem=row)
+        Item(f"{path.name}:{place}", problem=row, place=place)
         if isinstance(row, str)
-        else item(row, i, path.parent, speech, languages)
-        for i, row in enumerate(rows)
+        else replace(item(row, i, path.parent, speech, languages), place=place)
+        for i, (place, row) in enumerate(rows)
     ]
     if not items:
         raise ValueError(f"data: {name} has no rows")
     return Data(name, items, digest, path.is_file())
 
 
-def lines(path: Path, limit: int | None) -> list[dict[str, Any] | str]:
-    """Of each line its object, or what is wrong with it."""
-    found: list[dict[str, Any] | str] = []
+def lines(path: Path, limit: int | None) -> list[tuple[int, dict[str, Any] | str]]:
+    """Of each line that is not empty its number, and its object, or what is wrong with it."""
+    found: list[tuple[int, dict[str, Any] | str]] = []
     try:
         with path.open(encoding="utf-8") as file:
-            for line in itertools.islice(filter(str.strip, file), limit):
+            there = ((place, line) for place, line in enumerate(file, 1) if line.strip())
+            for place, line in itertools.islice(there, limit):
                 try:
                     row = json.loads(line)
                 except json.JSONDecodeError as error:
-                    found.append(f"not JSON ({error.msg})")
+                    found.append((place, f"not JSON ({error.msg})"))
                     continue
-                found.append(row if isinstance(row, dict) else "not a JSON object")
+                found.append((place, row if isinstance(row, dict) else "not a JSON object"))
     except UnicodeDecodeError:
         raise ValueError(f"data: {path} is not a text file in UTF-8") from None
+    except OSError as error:
+        raise ValueError(f"data: {path}: it cannot be read ({error.strerror})") from None
     return found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outpace.bench.spread import Rate, faster
+from outpace.counts import too_few
 from outpace.tune.way import Interval, Way
 
 LEAST = 4  # prompts without which nothing is called sure
@@ -82,8 +83,8 @@ def choose(rates: Mapping[Way, Rates], yardsticks: Mapping[Way, Rates], plain: W
     return Choice(chosen, why)
 
 
-def verdict(choice: Choice, seen: Mapping[Way, Seen], unmeasured: str) -> str:
-    """In a sentence, which says why nothing was measured if nothing was."""
+def verdict(choice: Choice, seen: Mapping[Way, Seen]) -> str:
+    """In a sentence, of what was measured."""
     way = choice.way
     if way in seen:
         found = f"{seen[way]} times as fast as plain decoding"
@@ -91,13 +92,11 @@ def verdict(choice: Choice, seen: Mapping[Way, Seen], unmeasured: str) -> str:
         if way.plain:
             return f"Do not speculate, but compute in {way.dtype}: {found}, {prompts}."
         return f"Guess with {way}: {found}, {prompts}."
-    if not seen:
-        return f"Do not speculate: {unmeasured}."
     best = max(seen, key=lambda one: seen[one].speed)
     few = seen[best].prompts < LEAST
     known = f"the best that was measured, {best}, is {seen[best]} times as fast as plain decoding"
     if few:
-        return f"Do not speculate yet: {known}, and {seen[best].prompts} prompts are too few to be sure."
+        return f"Do not speculate yet: {known}, and {too_few(seen[best].prompts, 'prompt')} to be sure."
     return f"Do not speculate: {known}, which is not surely faster."
 
 
@@ -130,7 +129,7 @@ def _unsure(found: Seen) -> str:
     if found.surely_slower:
         return "slower than plain decoding"
     if found.prompts < LEAST:
-        return f"{found.prompts} prompts are too few to be sure"
+        return f"{too_few(found.prompts, 'prompt')} to be sure"
     return "not surely faster than plain decoding"
 
 

@@ -13,6 +13,7 @@ from outpace.tune.replay import Speed
 from outpace.tune.way import Candidate, Way, plainly
 
 PAYS = 1.02  # what a draft must promise
+UNMEASURED = "no whole text was measured yet"
 
 
 class Findings:
@@ -21,7 +22,9 @@ class Findings:
     known     all ways
     beta      acceptance at the tokens of texts, by draft
     expected  speeds by acceptance and costs
-    dropped   why some were not measured with whole texts
+    dropped   why some cannot pay, which are not measured with whole texts
+    untried   why some could not be looked at
+    ended     why no whole text was measured, where none was
     record    what whole texts came to
     crowds    the choice with more rows at a time
     """
@@ -32,6 +35,8 @@ class Findings:
         self.beta: dict[str, list[Floats]] = {}
         self.expected: dict[Way, Speed] = {}
         self.dropped: dict[Way, str] = {}
+        self.untried: dict[Way, str] = {}
+        self.ended = UNMEASURED
         self.record = Record()
         self.crowds: list[Candidate] = []
         self.choice = Choice(first, {})
@@ -49,7 +54,8 @@ class Findings:
 
     def promising(self) -> list[Way]:
         """What is left to be measured, the best first."""
-        left = [way for way in self.known if way not in self.dropped and way != self.first]
+        out = {self.first, *self.dropped, *self.untried}
+        left = [way for way in self.known if way not in out]
         return sorted(left, key=lambda way: -self.expected.get(way, (1.0, None))[0])
 
     def decide(self) -> None:
@@ -91,7 +97,28 @@ class Findings:
         return most
 
     def verdict(self) -> str:
-        return verdict(self.choice, self.seen(), self._unmeasured())
+        seen, unknown = self.seen(), self.unknown()
+        if unknown is not None:
+            return f"Whether it pays is not known: {unknown}."
+        if seen:
+            return verdict(self.choice, seen)
+        if not self.dropped:
+            return "Do not speculate: no draft was named."
+        which = "no draft that could be looked at" if self.untried else "no draft"
+        return f"Do not speculate: {which} can pay, by how often guesses are right and what they cost."
+
+    def unknown(self) -> str | None:
+        """Why nothing speaks for any way, not for plain decoding either; None if something does."""
+        hopes = self.promising()
+        if self.seen() or not (hopes or (self.untried and not self.dropped)):
+            return None
+        if self.record.rounds:
+            return "all texts ended before anything could be timed"
+        if not hopes:
+            return next(f"{way.draft}: {why}" for way, why in self.untried.items())
+        told = next(((way, self.expected[way][0]) for way in hopes if way in self.expected), None)
+        hope = "" if told is None else f"; {told[0]} is expected to be {told[1]:.2f} times as fast"
+        return f"{self.ended}{hope}"
 
     def content(self) -> Mapping[str, Any]:
         """To be written down."""
@@ -99,28 +126,16 @@ class Findings:
             "rounds": self.record.rounds,
             "drafts": [self._alpha(name) for name in self.beta],
             "candidates": [asdict(one) for one in self.candidates()],
-            "chosen": asdict(self.chosen()),
+            "chosen": asdict(self.chosen()) if self.unknown() is None else None,
             "max_batch": self.most_rows(),
             "verdict": self.verdict(),
         }
 
-    def _unmeasured(self) -> str:
-        """Why no whole text was."""
-        if len(self.known) == 1:
-            return "no draft was named"
-        if self.record.rounds:
-            return "all texts ended before anything could be timed"
-        hopes = [way for way in self.promising() if not way.plain]
-        if not hopes:
-            return "no draft can pay, by how often guesses are right and what they cost"
-        told = self.expected.get(hopes[0])
-        hope = "" if told is None else f"; {hopes[0]} is expected to be {told[0]:.2f} times as fast"
-        return f"there was no time to measure whole texts{hope}"
-
     def _candidate(self, way: Way) -> Candidate:
         expected, interval = self.expected.get(way, (None, None))
         seen = self.record.seen(way)
-        why = self.choice.why.get(way) or self.record.dropped.get(way) or self.dropped.get(way, "")
+        reasons = (self.choice.why, self.record.dropped, self.dropped, self.untried)
+        why = next((some[way] for some in reasons if way in some), "")
         if way == self.first:
             expected, why = 1.0, "what the others are compared with"
         verified = None

@@ -15,6 +15,7 @@ from outpace.bench.cost import let_go
 from outpace.bench.runs import PLAIN, Cell, Run
 from outpace.bench.spread import Rate
 from outpace.bench.sweep import Sweep, rotated
+from outpace.counts import counted
 from outpace.decode import Decoder, WithModel
 from outpace.sampling import Sampling
 from outpace.tune.decision import Seen, better_half, compare
@@ -171,7 +172,7 @@ class Race:
         for way in runners:
             if way not in kept:
                 prompts = len({prompt for prompt, _ in self.record.rates.get(way, {})})
-                self.record.dropped[way] = f"in the slower half after {prompts} prompts"
+                self.record.dropped[way] = f"in the slower half after {counted(prompts, 'prompt')}"
         return kept
 
     def _clear(self, runners: Sequence[Way]) -> bool:

@@ -3,6 +3,7 @@ texts, the rule, larger batches. What there is at any moment is written down, an
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from outpace.bench.estimate import estimate
 from outpace.bench.prompts import Asked
 from outpace.bench.results import Results
 from outpace.bench.runs import AUTO, BEGINNING
+from outpace.counts import too_few
 from outpace.decode import Decoder
 from outpace.draft.lookup import LookupDrafter
 from outpace.draft.ngram import NGramDrafter
@@ -77,7 +79,8 @@ class Tuning:
         for side in sides:
             self.findings.add(plainly(side.dtype), *(self._auto(name, side) for name in side.drafts))
         if fit and not held_back:
-            self._drop(NGRAM, f"{len(mixed)} prompts are too few to hold some back; it takes {2 * LEAST}")
+            few = too_few(len(mixed), "prompt")
+            self._give_up(NGRAM, f"{few} to hold some back; it takes {2 * LEAST}")
 
     def run(self) -> None:
         """Everything, written down after each stage."""
@@ -126,14 +129,14 @@ class Tuning:
                 self.findings.add(self._auto(NGRAM, side))
                 self.costs.time_verification(side, 1)
         elif self.held:
-            self._drop(NGRAM, "no time to let the target write what would be counted")
+            self._give_up(NGRAM, "no time to let the target write what would be counted")
 
     def foresee(self) -> None:
         """Acceptance on the target's own texts, and what follows from it and from costs."""
         every = [(side, name) for side in self.sides for name in side.drafts]
         for side, name in every:
             if self.budget.left(FORESEEN) > 0:
-                self.tell(f"{name}: steps")
+                self.tell(f"steps of a draft: {name}")
                 self.costs.time_step(side, name)
         self._walk()
         for side, name in every:
@@ -184,7 +187,17 @@ class Tuning:
 
     def race(self) -> None:
         """Whole texts, by what may pay and by plain decoding in turn."""
+        enough = self.enough()
         self._race(self.findings.promising(), JUDGED if self.plan.sampling.greedy else RACED)
+        self.findings.ended = (
+            f"there was no time to measure whole texts in {self.budget.seconds:g} s; "
+            f"about {math.ceil(enough)} s would do"
+        )
+
+    def enough(self) -> float:
+        """About so many seconds leave time for a race, after what came before it."""
+        race = ROUNDS * WAYS * SHORT * self.costs.plain(self.sides[0].dtype)
+        return max((self.budget.spent + race) / RACED, race / (RACED - FORESEEN))
 
     def judge(self) -> None:
         """Rule block beside token, where they differ."""
@@ -251,7 +264,7 @@ class Tuning:
     def _auto(self, name: str, side: Side) -> Way:
         return Way(name, AUTO, "token", side.dtype)
 
-    def _drop(self, name: str, why: str) -> None:
+    def _give_up(self, name: str, why: str) -> None:
         way = self._auto(name, self.sides[0])
         self.findings.add(way)
-        self.findings.dropped[way] = why
+        self.findings.untried[way] = why
