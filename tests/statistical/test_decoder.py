@@ -12,7 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import pytest
@@ -146,14 +146,22 @@ def exact(way: str, stops: bool, family: str = "llama") -> dict[tuple[int, ...],
         given = {"decoder_input_ids": ids, name: source.expand(len(texts), *source.shape)}
     with torch.inference_mode():
         logits = target(family)(**given).logits.double()
-    for row, text in enumerate(texts):
-        processors, mass = WAYS[way].reference(), 1.0
-        for i, token in enumerate(text):
-            at = len(start) + i
-            scores = logits[row, at - 1][None]
+
+    @cache
+    def chances(row: int, text: tuple[int, ...]) -> list[float]:
+        """After a beginning of a text, which is that row's."""
+        processors = WAYS[way].reference()
+        for i in range(len(text) + 1):
+            scores = logits[row, len(start) + i - 1][None]
             for processor in processors:
                 scores = processor(torch.tensor([[*start, *text[:i]]]), scores)
-            mass *= float(scores.softmax(-1)[0, token])
+        return list(scores.softmax(-1)[0].tolist())
+
+    for row, text in enumerate(texts):
+        mass = 1.0
+        for i, token in enumerate(text):
+            first = row - row % V ** (LENGTH - i)  # of those that begin so
+            mass *= chances(first, text[:i])[token]
         cut = text[: text.index(END) + 1] if stops and END in text else text
         found[cut] = found.get(cut, 0.0) + mass
     return found
