@@ -15,7 +15,6 @@ from torch import Tensor
 from outpace import random
 from outpace.random import Stream
 from tests.statistical import chisquare
-from tests.statistical.checks import check_race
 
 WORD = st.integers(0, 2**32 - 1)
 ZERO = torch.tensor(0)
@@ -298,8 +297,3 @@ def test_races_and_draws_follow_the_softmax(V: int) -> None:
                 tokens = random.draw(weights, random.uniform(seeds, ZERO, ZERO, Stream.RESIDUAL))
             counts += torch.bincount(tokens, minlength=V)
         chisquare.agrees(counts.numpy(), p.numpy(), f"{name} over {V}")
-
-
-@pytest.mark.statistical
-def test_no_race_is_won_by_rounding() -> None:
-    check_race()

@@ -305,6 +305,12 @@ def test_few_tokens_that_were_missed_say_nothing_of_what_reading_takes() -> None
     assert costs.missed(Load(1, unread=100)) == pytest.approx(0.1)
 
 
+def test_few_tokens_say_something_where_reading_them_is_timed_by_itself() -> None:
+    costs = Costs(4)
+    costs.note_draft(Load(2, unread=8), 0, 0.0, 0.4)
+    assert costs.missed(Load(2, unread=16)) == pytest.approx(0.8)
+
+
 def test_passes_take_some_time_whatever_smaller_batches_were_like() -> None:
     costs = Costs(4)
     for _ in range(4):

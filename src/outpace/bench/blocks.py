@@ -96,15 +96,19 @@ def trace(
 
 
 def divided(iterations: Sequence[Mapping[str, Any]], parts: Phases) -> list[Mapping[str, Any]]:
-    """Of iterations that are one graph each, the target's time in proportion to what their parts take by
-    themselves; what is left is verification."""
+    """Of iterations that are one graph each, the target's time, as their parts by themselves have it in one
+    that takes as long as most: what is left there is verification. What others take longer, as where a prompt
+    is read, is the target's."""
     if not iterations:
         return []
+    usual = float(np.median([one["phases"]["target"] for one in iterations]))
     draft, target = parts.draft / 1000, parts.target / 1000
-    whole = max(float(np.median([one["phases"]["target"] for one in iterations])), draft + target)
-    shares = {"draft": draft / whole, "target": target / whole, "verify": 1 - (draft + target) / whole}
-    return [
-        {**one, "phases": phases | {part: phases["target"] * share for part, share in shares.items()}}
-        for one in iterations
-        for phases in [one["phases"]]
-    ]
+    whole = max(usual, draft + target)
+    shares = {"draft": draft / whole, "verify": 1 - (draft + target) / whole}
+    found = list[Mapping[str, Any]]()
+    for one in iterations:
+        seconds = one["phases"]["target"]
+        beside = {part: min(seconds, usual) * share for part, share in shares.items()}
+        phases = one["phases"] | beside | {"target": seconds - sum(beside.values())}
+        found.append({**one, "phases": phases})
+    return found

@@ -190,7 +190,7 @@ class Costs:
             least = seconds / (steps + load.unread / load.batch)
             self._least[size] = max(least, self._least.get(size, 0.0))
             return
-        if not few:
+        if catching_up or not few:
             self._note_reading(load, reading)
 
     def _note_reading(self, load: Load, seconds: float) -> None:
