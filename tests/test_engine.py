@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from outpace import Decoder, Fixed, Goodput, Heuristic, RandomDrafter, Sampling
+from outpace.advance import advance
 from outpace.audit import audit
 from outpace.length import Done, Hint, Length, Load
 from outpace.models.fused import FusedModel
@@ -428,3 +430,38 @@ def test_a_policy_is_told_what_texts_have_use_for(inside: bool, engine: bool) ->
     assert rooms[-1][0] <= 3
     assert {load.way for load in policy.loads} == {"engine" if engine else ""}
     assert {load.padded for load in policy.loads} == {inside and engine}
+
+
+class Told(NowAndThen):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Done] = []
+
+    def observe(self, done: Done) -> None:
+        self.told.append(done)
+
+
+@pytest.mark.parametrize("where", ["decoder", "user"])
+def test_what_the_device_waits_for_is_part_of_guessing_on_the_host(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain iterations are started while the host reads what came of the last; what users do is theirs."""
+    policy, pause = Told(), 0.05
+
+    def slow(*given: Any) -> Any:
+        time.sleep(pause)
+        return advance(*given)
+
+    decoder = Decoder(tiny(), RandomDrafter(V), length=policy, engine=True)
+    if where == "decoder":
+        monkeypatch.setattr("outpace.engined.advance", slow)
+    for _ in decoder.stream([1, 2, 3], temperature=0, max_new_tokens=30, ignore_eos=True):
+        if where == "user":
+            time.sleep(pause)
+    guessed = [done for done in policy.told if done.g]
+    assert len(guessed) >= 3
+    waited = [done.draft_seconds >= pause and (done.seconds or pause) >= pause for done in guessed]
+    assert waited == [where == "decoder"] * len(guessed)
+    assert all(done.draft_seconds == 0 for done in policy.told if not done.g)

@@ -34,6 +34,7 @@ class Begun:
     rows: dict[int, Row]  # that took part, by slot
     load: Load
     proposal: Proposal | None = None  # what the host's drafter guessed
+    waited: float = 0.0  # seconds before that, in which the host read the last outcome and nothing was run
     catching_up: float = 0.0  # seconds that the draft took to read what it had missed
     reading_made: float = 0.0  # seconds in which that was made ready
 
@@ -56,6 +57,7 @@ class Run:
         self._smooth = True  # nothing else was done beside the last iteration
         self._chosen: dict[int, int] | None = None  # by slot, for an iteration that has to wait
         self._drafted = 0.0  # seconds that the host's drafter took
+        self._after = 0.0  # seconds of what was done about the last outcome, before the next choice
 
     def steps(self, waiting: deque[Row]) -> Generator[Step]:
         try:
@@ -71,6 +73,7 @@ class Run:
                 if begun.proposal is not None:
                     clock.took("draft", self._drafted)
                 outcome = begun.pending.read()
+                read = time.perf_counter()
                 # A row that ended meanwhile has no use for what came of its slot.
                 rows = [row for slot, row in begun.rows.items() if self._active.get(slot) is row]
                 clock.lap("target")
@@ -79,6 +82,7 @@ class Run:
                 phases = clock.share([row.stats for row in rows])
                 self._observe(rows, outcome, begun, spare, sum(phases.values()))
                 self._end(rows)
+                self._after = time.perf_counter() - read
                 yield from (dataclasses.replace(step, phases=phases) for step in steps)
         finally:
             for slot in self._active:
@@ -133,7 +137,7 @@ class Run:
         given = Given(list(rows), proposal.draft) if proposal is not None and g else None
         pending = self.engine.start(g, self.sampling, self.slots, given)
         self._smooth = self._smooth and pending.ready
-        return Begun(pending, g, rows, load, proposal)
+        return Begun(pending, g, rows, load, proposal, 0.0 if proposal is None else self._after)
 
     def _load(self, rows: dict[int, Row]) -> Load:
         load = self.guesser.load(list(rows.values()), self.slots, self._ready(), len(self._begun), "engine")
@@ -209,8 +213,8 @@ class Run:
         if proposal is not None:
             place = [list(begun.rows).index(slot) for slot in slots]
             asked = [proposal.asked[i] for i in place] if proposal.asked else lengths
-            if proposal.state is not None:
-                steps, drafted = proposal.steps, self._drafted
+            if proposal.state is not None:  # for which the device had to wait
+                steps, drafted = proposal.steps, self._drafted + begun.waited
             if proposal.spare:
                 followed = [outcome.next_token[slot] for slot in slots]
                 unused = right([proposal.spare[i] for i in place], followed)

@@ -13,15 +13,29 @@ from outpace.length.account import DEAR, FIRST, INCOME, LEAST, MOST, SELDOM, SHA
 def test_what_is_won_and_lost_is_remembered_within_bounds() -> None:
     one = Account()
     one.book(1.0)
-    assert one.balance == pytest.approx(FIRST + 1 + INCOME)
+    assert one.balance == FIRST + 1
     for _ in range(40):
         one.book(1.0)
     assert one.balance == MOST
     assert one.overdrawn == 0
     for _ in range(40):
         one.book(-1.0)
-    assert one.balance == LEAST
-    assert one.overdrawn == -LEAST
+    assert one.balance == pytest.approx(LEAST + INCOME)
+    assert one.overdrawn == pytest.approx(-LEAST - INCOME)
+
+
+def test_what_is_given_makes_up_for_losses_and_does_not_pile_up() -> None:
+    one = Account()
+    for _ in range(10_000):
+        one.book(0.0)
+    assert one.balance == FIRST
+    one.book(-1.0)
+    for _ in range(round(1 / INCOME) + 1):
+        one.book(0.0)
+    assert one.balance == FIRST
+    one.book(2.0)
+    one.book(0.0)
+    assert one.balance == FIRST + 2  # nor is what was won taken away
 
 
 def test_an_accident_is_not_booked_but_what_was_expected_is() -> None:
@@ -45,7 +59,9 @@ def test_a_try_is_due_by_what_it_takes_of_the_time() -> None:
 
 def test_a_try_is_due_when_there_is_enough_for_it() -> None:
     one = Account()
-    assert one.wait(Price(1.0, 0.0, 12.0), 1000) == pytest.approx((13 - FIRST) / INCOME)
+    assert one.wait(Price(1.0, 0.0, 12.0), 1000) == pytest.approx(13 / INCOME - 1000)
+    one.balance = 14.0  # won
+    assert one.wait(Price(1.0, 0.0, 12.0), 1000) <= 0
     one.balance = LEAST
     assert one.wait(Price(0.5), math.inf) == pytest.approx((0.5 - LEAST) / INCOME)
 
@@ -69,6 +85,6 @@ def test_what_takes_more_than_can_be_saved_waits_until_it_is_as_little_of_the_ti
 def test_what_takes_more_than_can_be_saved_needs_all_that_can(since: float) -> None:
     one = Account()
     one.balance = LEAST
-    assert one.wait(Price(0.5, 1000.0), since) == pytest.approx((MOST - LEAST) / INCOME)
+    assert one.wait(Price(0.5, 1000.0), since) == pytest.approx((FIRST - LEAST) / INCOME)
     one.balance = MOST
     assert one.wait(Price(0.5, 1000.0), since) <= 0

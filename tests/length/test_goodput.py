@@ -379,10 +379,12 @@ def test_longer_ones_are_made_ready_where_the_first_one_does_not_pay() -> None:
     def cost(batch: int, g: int) -> float:
         return 1.0 if g == 0 else 1.95 + 0.03 * g
 
-    best = max(expected(0.7, cost, 1, 0, g) for g in range(17))
-    for seed in SEEDS:
+    best, found = max(expected(0.7, cost, 1, 0, g) for g in range(17)), list[float]()
+    for seed in range(12):  # in some, luck decides when it is found out
         world = World(lambda t, row: 0.7, cost, 1, seed=seed, making=40.0).run(Goodput(), 1500)
-        assert np.mean([expected(0.7, cost, 1, 0, g) for g in world.lengths[500:]]) >= 0.9 * best
+        found.append(float(np.mean([expected(0.7, cost, 1, 0, g) for g in world.lengths[500:]])))
+    assert np.mean(found) >= 0.93 * best
+    assert np.median(found) >= 0.97 * best
 
 
 def test_longer_ones_are_made_ready_however_late_they_pay() -> None:

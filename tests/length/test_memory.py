@@ -168,6 +168,10 @@ def test_guesses_beyond_a_texts_end_are_not_booked_as_won() -> None:
     policy.account.balance = 0.0
     policy.observe(Done([0], [4], [4], 4, Load(1, room=(1,), padded=True), 1.5))
     assert 0 < policy.account.balance < 0.6
+    for room in (0, -1):  # it may have ended by then
+        policy.account.balance = 0.0
+        policy.observe(Done([0], [4], [4], 4, Load(1, room=(room,), padded=True), 1.5))
+        assert policy.account.balance == pytest.approx(-0.5, abs=0.1)
 
 
 @pytest.mark.parametrize(("alpha", "step", "miss"), [(0.8, 0.9, 0.09), (0.02, 0.3, 0.05)])
@@ -321,3 +325,24 @@ def test_passes_take_some_time_whatever_smaller_batches_were_like() -> None:
     found = costs.passes(Load(64, 100))
     assert (found > 0).all()
     assert (np.diff(found) >= 0).all()
+
+
+def test_few_plain_passes_are_measured_while_nothing_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that takes time; but a machine that has become slower is still noticed, and all of them count."""
+    noted, note = list[int](), Costs.note
+
+    def counted(costs: Costs, load: Load, g: int, seconds: float) -> None:
+        noted.append(g)
+        note(costs, load, g, seconds)
+
+    monkeypatch.setattr(Costs, "note", counted)
+    policy, slow = Goodput(), 1.0
+    world = World(lambda t, row: 0.02, lambda batch, g: slow * flat(batch, g), 1, 0.9).run(policy, 2000)
+    assert world.lengths.count(0) > 1900
+    assert noted.count(0) < 800
+    costs = policy.outlook.at(Load(1))
+    assert costs.count(Load(1)) == 2000
+    assert costs.plain(Load(1)) == pytest.approx(1.0, rel=0.1)
+    slow = 2.0
+    world.run(policy, 200)
+    assert costs.plain(Load(1)) == pytest.approx(2.0, rel=0.1)

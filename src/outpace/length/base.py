@@ -76,6 +76,11 @@ class Done:
     making: float = 0.0
     reading_made: float = 0.0
 
+    @property
+    def plain(self) -> bool:
+        """Whether it was measured and there was nothing but a pass."""
+        return not (self.g or self.steps or self.draft_seconds or self.seconds is None)
+
 
 class Length(Protocol):
     """A policy may hold any memory, of each slot and of all.

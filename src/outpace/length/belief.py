@@ -32,8 +32,8 @@ class Belief:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._places = np.arange(1, most + 1)
-        self._steady = ALPHAS[:, None] ** self._places  # [len(ALPHAS), most]
+        self._steady = ALPHAS[:, None] ** np.arange(1, most + 1)  # [len(ALPHAS), most]
+        self.first = np.tri(most + 1, most, -1)  # [most + 1, most]: 1 for the first 0, 1, ... guesses
         # [2, most + 1, len(ALPHAS)]: of 0, 1, ... kept guesses, without one more that was lost and with it
         runs = ALPHAS ** np.arange(most + 1)[:, None]
         self._likely = np.stack((runs, runs * (1 - ALPHAS)))
@@ -54,11 +54,13 @@ class Belief:
         slots = np.asarray(rows)
         found: Array = self._rows[slots]
         seen = self._seen[slots]
-        if (seen != self.time).any():
+        oldest = seen.min()
+        if oldest < self.time:
             stayed = (1 - CHANGE) ** (self.time - seen)
             jumped = _open(self.usual, OPEN)
             found = jumped + stayed[:, None] * (found - jumped)
-            found[seen < 0] = _open(self.usual, NEW)
+            if oldest < 0:
+                found[seen < 0] = _open(self.usual, NEW)
             self._rows[slots], self._seen[slots] = found, self.time
         return found
 
@@ -89,8 +91,8 @@ class Belief:
             hoped = (belief[:, None] @ self._runs(alphas))[:, 0]
             likely = alphas ** good[:, None] * np.where(lost[:, None], 1 - alphas, 1.0)
         fade = FADE ** len(rows)
-        self._came = fade * self._came + (self._places <= good[:, None]).sum(0)
-        self._expected = fade * self._expected + (hoped * (self._places <= tries[:, None])).sum(0)
+        self._came = fade * self._came + self.first[good].sum(0)
+        self._expected = fade * self._expected + (hoped * self.first[tries]).sum(0)
         belief = belief * likely
         belief /= belief.sum(axis=1, keepdims=True)
         self._rows[np.asarray(rows)] = belief

@@ -148,6 +148,7 @@ class Costs:
         self._drafted: dict[int, int] = {}  # how many there were, by size
         self._last_draft: dict[tuple[int, int], int] = {}  # the last of each size and number of steps
         self._least: dict[int, float] = {}  # of a step, where none was timed by itself
+        self._draft_lines: dict[int, tuple[float, float]] = {}  # what follows from them, by size of the batch
         self._missed: dict[int, tuple[float, float]] = {}  # seconds and tokens that were read belatedly
         self.making = 0.0  # of making a length ready, about
         self.made = 0  # how many were
@@ -170,6 +171,11 @@ class Costs:
         self._curves.clear()
         self._noted[size] = self._last[size, g] = self._noted.get(size, 0) + 1
 
+    def skip(self, load: Load) -> None:
+        """A pass that is not looked at."""
+        size = size_of(load)
+        self._noted[size] = self._noted.get(size, 0) + 1
+
     def note_making(self, seconds: float) -> None:
         """Of making passes of some length ready."""
         self.made += 1
@@ -184,11 +190,13 @@ class Costs:
         if steps and (apart or (few and not drafts)):
             drafts.setdefault(steps, Mean()).add(seconds)
             self._drafted[size] = self._last_draft[size, steps] = self._drafted.get(size, 0) + 1
+            self._draft_lines.pop(size, None)
         elif steps and drafts:
             reading = max(0.0, seconds - float(self.drafts(load)[min(steps, self.most)]))
         elif steps:  # at least so much, as if each token had taken a step
             least = seconds / (steps + load.unread / load.batch)
             self._least[size] = max(least, self._least.get(size, 0.0))
+            self._draft_lines.pop(size, None)
             return
         if catching_up or not few:
             self._note_reading(load, reading)
@@ -212,7 +220,10 @@ class Costs:
 
     def plain(self, load: Load) -> float | None:
         """Of a pass without guesses; None if it was measured with no such batch."""
-        return self.passes(load).item(0) if 0 in self._measured(size_of(load), True) else None
+        size = size_of(load)
+        measured = self._measured(size, True)
+        # More tokens never take less.
+        return min(measured.values()) * self._slopes[size].times(load.context) if 0 in measured else None
 
     def count(self, load: Load) -> int:
         """How many passes were measured with such a batch."""
@@ -224,40 +235,46 @@ class Costs:
 
     def drafts(self, load: Load) -> Array:
         """`[most + 1]`: of so many steps of a drafter; 0 while nothing is known."""
-        start, step = self._draft(size_of(load))
+        start, step = self._draft_line(size_of(load))
         found: Array = start + step * np.arange(self.most + 1.0)
         found[0] = 0.0
         return found
 
     def step(self, load: Load) -> float:
         """Of another step of a drafter."""
-        return self._draft(size_of(load))[1]
+        return self._draft_line(size_of(load))[1]
 
-    def _draft(self, size: int) -> tuple[float, float]:
+    def _draft_line(self, size: int) -> tuple[float, float]:
         """Of beginning with steps, and of each: the line that is closest to what was measured. The first step
         takes longer than others, where caches were another's meanwhile; how much longer is not known as long
         as there always were as many."""
+        if size not in self._draft_lines:
+            self._draft_lines[size] = self._closest(size)
+        return self._draft_lines[size]
+
+    def _closest(self, size: int) -> tuple[float, float]:
         drafts = self._drafts.get(size, {})
         if not drafts:
             return 0.0, self._least.get(size, 0.0)
         sure = any(one.sure for one in drafts.values())  # otherwise it may have been a warm-up
-        points = [(STILL, 0, 0.0)]
+        weight, steps, seconds, squares, products = STILL, 0.0, 0.0, 0.0, 0.0
         for n, one in drafts.items():
             if one.sure or not sure:
                 faded = PAST ** (self._drafted[size] - self._last_draft[size, n])
-                points.append((faded * min(one.count, 1 / NEW), n, one.value))
-        weight = sum(w for w, _, _ in points)
-        steps = sum(w * n for w, n, _ in points) / weight
-        seconds = sum(w * value for w, _, value in points) / weight
-        squares = sum(w * (n - steps) ** 2 for w, n, _ in points)
-        step = sum(w * (n - steps) * (value - seconds) for w, n, value in points) / squares
+                each = faded * min(one.count, 1 / NEW)
+                weight, steps, seconds = weight + each, steps + each * n, seconds + each * one.value
+                squares, products = squares + each * n * n, products + each * n * one.value
+        steps, seconds = steps / weight, seconds / weight
+        step = (products - weight * steps * seconds) / (squares - weight * steps**2)
         if 0 <= step * steps <= seconds:
             return seconds - step * steps, step
         return 0.0, seconds / steps
 
     def missed(self, load: Load) -> float:
         """Of reading what was not read, by what a token took; at first by what a step takes."""
-        seconds, tokens = self._missed.get(size_of(load), (self._at_first(load), 1.0))
+        if not load.unread:
+            return 0.0
+        seconds, tokens = self._missed.get(size_of(load)) or (self._at_first(load), 1.0)
         return load.unread * seconds / tokens
 
     def _at_first(self, load: Load) -> float:

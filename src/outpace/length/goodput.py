@@ -7,7 +7,7 @@ their quotient decides, with g = 0 among the choices: docs/length.md derives it,
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,6 +29,7 @@ WARY = 0.05  # and for each plain pass that was lost more than may be
 HORIZON = 64  # iterations in which speculation has to make up for what it takes to begin with it
 ASKING = 1e-2  # seconds of a draft's step: between shorter ones, asking would take longer than it saves
 THINKING = 0.005  # of the time, that it takes while nothing is guessed
+NOTED = 4  # plain passes while it rests, of which one is measured: that takes time, too
 CLOSE = 1.12  # times as fast as plain decoding, and no more
 REFRESH = 256  # iterations until a plain pass is measured anew; a quarter of that where it is close
 
@@ -53,6 +54,7 @@ class Goodput(Length):
         self._plan: Plan | None = None
         self._hinted = False  # whether the drafter's guesses are known before a choice
         self._since_plain = 0
+        self._rested = 0  # choices in a row that were made without a thought
         self._begun = 0.0  # when a choice was
         self._asking = Asking()
         # Seconds that lengths would have saved, if they had been ready, by way, size of the batch and g
@@ -65,7 +67,8 @@ class Goodput(Length):
         self._texts.update(rows)
         self._plan, self._hinted = None, hint is not None
         nothing = [0] * len(rows)
-        if self.tries.rest() if hint is None else not any(hint.lengths):
+        self._rested = self._rested + 1 if hint is None and self.tries.rest() else 0
+        if self._rested or (hint is not None and not any(hint.lengths)):
             return nothing
         if costs.plain(load) is None or (load.room is not None and max(load.room) < 1):
             return nothing
@@ -104,22 +107,22 @@ class Goodput(Length):
         nearly as good, or would be better if they took no more than shorter ones; of those that would have to
         be made ready, one that promises enough for that."""
         if plan.g and self.account.balance > 0:
-            near = plan.tokens >= NEARLY * plan.rate * plan.seconds
-            since = {g: plan.costs.since(plan.load, g) for g in plan.known}
+            since = {g: plan.costs.since(plan.load, g) for g in plan.tried}
             late = [
                 g
-                for g in plan.tried
-                if (since[g] > REVISIT and near[g])
-                or (since[g] > STALE and self._may_be_better(plan, g, since))
+                for g, passed in since.items()
+                if (passed > REVISIT and plan.tokens[g] >= NEARLY * plan.rate * plan.seconds[g])
+                or (passed > STALE and self._may_be_better(plan, g))
             ]
             if late:
                 return max(late, key=since.__getitem__)
         return self._made(plan)
 
-    def _may_be_better(self, plan: Plan, g: int, since: Mapping[int, int]) -> bool:
+    def _may_be_better(self, plan: Plan, g: int) -> bool:
         """Whether a length would be the best if its pass took no more than that of a shorter one does, which
         was run lately; and what it is thought to lose can be spent."""
-        shorter = max(one for one in plan.known if one == 0 or (one < g and since[one] <= STALE))
+        lately = (one for one in plan.known if one < g and plan.costs.since(plan.load, one) <= STALE)
+        shorter = max(lately, default=0)
         drafts = plan.costs.drafts(plan.load)
         least = plan.seconds[shorter] + drafts[g] - drafts[shorter]
         affordable = plan.losses()[g] < self.account.balance
@@ -192,7 +195,9 @@ class Goodput(Length):
 
     def observe(self, done: Done) -> None:
         outlook, costs = self.outlook, self.outlook.at(done.load)
-        if done.seconds is None:
+        if self._rested % NOTED and done.plain:
+            costs.skip(done.load)
+        elif done.seconds is None:
             costs.note_making(done.making)
             such = done.load.way, size_of(done.load)  # the others are to be better than this one
             self._hopes = {key: hope for key, hope in self._hopes.items() if key[:2] != such}

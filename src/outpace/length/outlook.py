@@ -104,13 +104,12 @@ class Outlook:
         """For these slots, with a batch of which a plain pass was measured. sure: what was seen once may have
         been an accident."""
         belief, costs = self.belief.now(rows), self.at(load)
-        room, levels = np.full(len(rows), self.most), []
-        if load.room is not None:
-            room = np.clip(load.room, 0, self.most)
+        room, levels = self._used(np.full(len(rows), self.most), load), []
         if hint is not None:
             room = np.minimum(hint.lengths, room)
             levels.append(self.signal.level(hint.confidence))
-        known, grown = costs.known(load), self._grown(load)
+        known = costs.known(load)
+        grown = self._grown(known)
         if load.ready is not None:
             grown = grown[[_fits(g, load, int(room.max())) for g in grown.tolist()]]
         passes = costs.passes(load, sure)
@@ -131,9 +130,9 @@ class Outlook:
             hoped=self._hoped(passes, known, load) + drafts,
         )
 
-    def _grown(self, load: Load) -> Levels:
-        """Lengths up to some way beyond those that were run with such a batch."""
-        most = max(START, GROWTH * self.at(load).known(load)[-1])
+    def _grown(self, known: list[int]) -> Levels:
+        """Lengths up to some way beyond those that were run."""
+        most = max(START, GROWTH * known[-1])
         return self._lengths[: np.searchsorted(self._lengths, most, side="right")]
 
     def _tokens(self, belief: Array, room: Levels, levels: Sequence[Levels]) -> Array:
@@ -142,8 +141,9 @@ class Outlook:
             kept = (belief[:, None] @ by_level[levels[0]])[:, 0]
         else:
             kept = belief @ self.belief.reach()
-        total = (kept * (self._places[1:] <= room[:, None])).sum(0)
-        return len(belief) + np.concatenate(([0.0], total.cumsum()))
+        found = np.full(self.most + 1, float(len(belief)))
+        found[1:] += (kept * self.belief.first[room]).sum(0).cumsum()
+        return found
 
     def _hoped(self, passes: Array, known: list[int], load: Load) -> Array:
         """A pass of a length that was never run may take less than is thought: no more than the longest that
@@ -174,10 +174,15 @@ class Outlook:
         """Guesses of a row that such an iteration keeps and that the row has use for, by what is believed
         now: luck would soon be larger than what is to be seen."""
         reach = self.belief.now(done.rows) @ self.belief.reach()  # [R, most]
-        asked = np.array(done.asked or done.drafted)
-        if done.load.room is not None:
-            asked = np.minimum(asked, done.load.room)
-        return float((reach * (self._places[:-1] < asked[:, None])).sum()) / len(done.rows)
+        asked = self._used(np.minimum(done.asked or done.drafted, self.most), done.load)
+        return float((reach * self.belief.first[asked]).sum()) / len(done.rows)
+
+    def _used(self, guesses: Levels, load: Load) -> Levels:
+        """Of so many of each row, those that it has use for."""
+        if load.room is None:
+            return guesses
+        found: Levels = np.maximum(np.minimum(guesses, load.room), 0)
+        return found
 
     def would_pay(self, done: Done, margin: float) -> bool:
         """Whether some length would pay if as many were kept always as of these guesses, and one more."""
@@ -187,7 +192,7 @@ class Outlook:
             return False
         rates = (((kept.sum() + 1) / (judged + 1)) ** self._places).cumsum()
         rates /= costs.passes(done.load) + costs.drafts(done.load)
-        return bool(rates[self._grown(done.load)].max() > (1 + margin) * rates[0])
+        return bool(rates[self._grown(costs.known(done.load))].max() > (1 + margin) * rates[0])
 
     def learn(self, done: Done, plan: Plan | None) -> bool:
         """From an iteration: what was scored, and the guess after it that was not; whether there was any."""
@@ -201,9 +206,11 @@ class Outlook:
             if right is not None and kept[i] == tested[i]:
                 tested[i] += 1
                 kept[i] += right
-        some = np.flatnonzero(tested)
-        tested, kept = tested[some], kept[some]
-        rows = [done.rows[i] for i in some.tolist()]
+        rows = done.rows
+        if not tested.all():
+            some = np.flatnonzero(tested)
+            tested, kept = tested[some], kept[some]
+            rows = [rows[i] for i in some.tolist()]
         if plan is None or not plan.levels:
             self.belief.learn(rows, tested, kept)
             return True
