@@ -34,7 +34,7 @@ class Begun:
     rows: dict[int, Row]  # that took part, by slot
     load: Load
     proposal: Proposal | None = None  # what the host's drafter guessed
-    waited: float = 0.0  # seconds before that, in which the host read the last outcome and nothing was run
+    waited: float = 0.0  # seconds in which nothing was run, as the host had to see the last outcome first
     catching_up: float = 0.0  # seconds that the draft took to read what it had missed
     reading_made: float = 0.0  # seconds in which that was made ready
 
@@ -57,7 +57,7 @@ class Run:
         self._smooth = True  # nothing else was done beside the last iteration
         self._chosen: dict[int, int] | None = None  # by slot, for an iteration that has to wait
         self._drafted = 0.0  # seconds that the host's drafter took
-        self._after = 0.0  # seconds of what was done about the last outcome, before the next choice
+        self._after = 0.0  # seconds that the last outcome took, after it was read
 
     def steps(self, waiting: deque[Row]) -> Generator[Step]:
         try:
@@ -80,7 +80,9 @@ class Run:
                 spare = self._spare(rows, outcome, begun.g)
                 steps = self._gained(rows, outcome, begun)
                 phases = clock.share([row.stats for row in rows])
-                self._observe(rows, outcome, begun, spare, sum(phases.values()))
+                # Without another one under way, what follows is waited for in the next.
+                wall = sum(phases.values()) - (phases["other"] if begun.proposal is not None else 0.0)
+                self._observe(rows, outcome, begun, spare, wall)
                 self._end(rows)
                 self._after = time.perf_counter() - read
                 yield from (dataclasses.replace(step, phases=phases) for step in steps)
@@ -137,7 +139,8 @@ class Run:
         given = Given(list(rows), proposal.draft) if proposal is not None and g else None
         pending = self.engine.start(g, self.sampling, self.slots, given)
         self._smooth = self._smooth and pending.ready
-        return Begun(pending, g, rows, load, proposal, 0.0 if proposal is None else self._after)
+        waited = self._after if proposal is not None and self.engine.goes_on else 0.0
+        return Begun(pending, g, rows, load, proposal, waited)
 
     def _load(self, rows: dict[int, Row]) -> Load:
         load = self.guesser.load(list(rows.values()), self.slots, self._ready(), len(self._begun), "engine")
@@ -213,15 +216,15 @@ class Run:
         if proposal is not None:
             place = [list(begun.rows).index(slot) for slot in slots]
             asked = [proposal.asked[i] for i in place] if proposal.asked else lengths
-            if proposal.state is not None:  # for which the device had to wait
-                steps, drafted = proposal.steps, self._drafted + begun.waited
+            if proposal.state is not None:
+                steps, drafted = proposal.steps, self._drafted
             if proposal.spare:
                 followed = [outcome.next_token[slot] for slot in slots]
                 unused = right([proposal.spare[i] for i in place], followed)
         if seconds is not None:
             # The host may be what takes longer; where it is the device, its time is another iteration's.
-            waited = wall if self._smooth and self.engine.graphs.on else 0.0
-            seconds = max(seconds + drafted, waited)
+            longer = wall if self._smooth and self.engine.goes_on else 0.0
+            seconds = max(seconds + drafted, longer)
         self.length.observe(
             Done(
                 slots,
@@ -233,6 +236,7 @@ class Run:
                 draft_seconds=drafted,
                 steps=steps,
                 catching_up=begun.catching_up,
+                waited=begun.waited,
                 asked=asked,
                 unused=unused,
                 making=begun.pending.making,

@@ -7,13 +7,13 @@ import math
 import pytest
 
 from outpace.length import account
-from outpace.length.account import DEAR, FIRST, INCOME, LEAST, MOST, SELDOM, SHARE, Account, Price
+from outpace.length.account import DEAR, FIRST, INCOME, LEAST, MOST, SAVED, SELDOM, SHARE, Account, Price
 
 
 def test_what_is_won_and_lost_is_remembered_within_bounds() -> None:
     one = Account()
     one.book(1.0)
-    assert one.balance == FIRST + 1
+    assert one.balance == pytest.approx(FIRST + 1 + INCOME)
     for _ in range(40):
         one.book(1.0)
     assert one.balance == MOST
@@ -28,14 +28,14 @@ def test_what_is_given_makes_up_for_losses_and_does_not_pile_up() -> None:
     one = Account()
     for _ in range(10_000):
         one.book(0.0)
-    assert one.balance == FIRST
+    assert one.balance == SAVED
     one.book(-1.0)
     for _ in range(round(1 / INCOME) + 1):
         one.book(0.0)
-    assert one.balance == FIRST
+    assert one.balance == SAVED
     one.book(2.0)
     one.book(0.0)
-    assert one.balance == FIRST + 2  # nor is what was won taken away
+    assert one.balance == SAVED + 2  # nor is what was won taken away
 
 
 def test_an_accident_is_not_booked_but_what_was_expected_is() -> None:
@@ -59,9 +59,9 @@ def test_a_try_is_due_by_what_it_takes_of_the_time() -> None:
 
 def test_a_try_is_due_when_there_is_enough_for_it() -> None:
     one = Account()
-    assert one.wait(Price(1.0, 0.0, 12.0), 1000) == pytest.approx(13 / INCOME - 1000)
-    one.balance = 14.0  # won
-    assert one.wait(Price(1.0, 0.0, 12.0), 1000) <= 0
+    assert one.wait(Price(1.0, 0.0, 9.0), 1000) == pytest.approx((10 - FIRST) / INCOME)
+    one.balance = SAVED  # all that can be saved, though making something takes more
+    assert one.wait(Price(1.0, 0.0, 20.0), 0) == pytest.approx(1.0 / SHARE)
     one.balance = LEAST
     assert one.wait(Price(0.5), math.inf) == pytest.approx((0.5 - LEAST) / INCOME)
 
@@ -85,6 +85,6 @@ def test_what_takes_more_than_can_be_saved_waits_until_it_is_as_little_of_the_ti
 def test_what_takes_more_than_can_be_saved_needs_all_that_can(since: float) -> None:
     one = Account()
     one.balance = LEAST
-    assert one.wait(Price(0.5, 1000.0), since) == pytest.approx((FIRST - LEAST) / INCOME)
+    assert one.wait(Price(0.5, 1000.0), since) == pytest.approx((SAVED - LEAST) / INCOME)
     one.balance = MOST
     assert one.wait(Price(0.5, 1000.0), since) <= 0

@@ -385,6 +385,7 @@ def test_longer_ones_are_made_ready_where_the_first_one_does_not_pay() -> None:
         found.append(float(np.mean([expected(0.7, cost, 1, 0, g) for g in world.lengths[500:]])))
     assert np.mean(found) >= 0.93 * best
     assert np.median(found) >= 0.97 * best
+    assert sum(one < 0.9 * best for one in found) <= 3
 
 
 def test_longer_ones_are_made_ready_however_late_they_pay() -> None:
@@ -396,8 +397,9 @@ def test_longer_ones_are_made_ready_however_late_they_pay() -> None:
         world = World(lambda t, row: 0.05 if t < 400 else 0.8, cost, 1, seed=seed, making=40.0)
         lengths = world.run(Goodput(), 2000).lengths[1200:]
         found.append(float(np.mean([expected(0.8, cost, 1, 0, g) for g in lengths])))
-        assert seed not in SEEDS or found[-1] >= 0.9 * best
     assert np.mean(found) >= 0.9 * best
+    assert np.median(found) >= 0.95 * best
+    assert sum(one < 0.9 * best for one in found) <= 3
 
 
 def test_nothing_is_made_ready_again_for_a_drafter_that_cannot_help() -> None:

@@ -327,15 +327,21 @@ def test_passes_take_some_time_whatever_smaller_batches_were_like() -> None:
     assert (np.diff(found) >= 0).all()
 
 
-def test_few_plain_passes_are_measured_while_nothing_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that takes time; but a machine that has become slower is still noticed, and all of them count."""
-    noted, note = list[int](), Costs.note
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths whose passes were measured."""
+    found, note = list[int](), Costs.note
 
     def counted(costs: Costs, load: Load, g: int, seconds: float) -> None:
-        noted.append(g)
+        found.append(g)
         note(costs, load, g, seconds)
 
     monkeypatch.setattr(Costs, "note", counted)
+    return found
+
+
+def test_few_plain_passes_are_measured_while_nothing_is_guessed(noted: list[int]) -> None:
+    """As that takes time; but a machine that has become slower is still noticed, and all of them count."""
     policy, slow = Goodput(), 1.0
     world = World(lambda t, row: 0.02, lambda batch, g: slow * flat(batch, g), 1, 0.9).run(policy, 2000)
     assert world.lengths.count(0) > 1900
@@ -344,5 +350,53 @@ def test_few_plain_passes_are_measured_while_nothing_is_guessed(monkeypatch: pyt
     assert costs.count(Load(1)) == 2000
     assert costs.plain(Load(1)) == pytest.approx(1.0, rel=0.1)
     slow = 2.0
-    world.run(policy, 200)
+    world.run(policy, 80)
     assert costs.plain(Load(1)) == pytest.approx(2.0, rel=0.1)
+
+
+def test_plain_passes_between_guesses_are_measured(noted: list[int]) -> None:
+    """They are run for that."""
+    lengths = World(lambda t, row: 0.8, flat, 1, 0.05).run(Goodput(), 1000).lengths
+    assert 5 < lengths.count(0) < 40
+    assert noted == lengths
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.4])
+def test_a_device_that_waits_for_guesses_loses_that(wait: float) -> None:
+    """Before guesses and after them; so of those that are tried now and then, twice."""
+    policy, slots = Goodput(), [0]
+    seconds, guesses, last = 0.0, 0, 0
+    for t in range(1500):
+        (g,) = policy.choose(slots, load=Load(1, t + 1))
+        waited = wait if g or last else 0.0
+        policy.observe(Done(slots, [g], [0], g, Load(1, t + 1), 1 + 0.3 * g, 0.1 * g, g, waited=waited))
+        seconds, guesses, last = seconds + 1 + 0.3 * g + waited, guesses + (g > 0), g
+    assert guesses > 5
+    assert policy.outlook.at(Load(1)).wait(Load(1)) == wait
+    assert seconds <= 1500 + 8 + 0.0075 * 1500 + 3
+
+
+def test_waiting_is_no_part_of_a_step() -> None:
+    costs = Costs(16)
+    costs.note_draft(Load(1), 2, 0.2, 0.0)
+    costs.note_draft(Load(1), 2, 0.2, 0.0)
+    before = costs.drafts(Load(1))
+    costs.note_wait(Load(1), 0.5)
+    assert costs.drafts(Load(1))[0] == 0
+    assert costs.drafts(Load(1))[1:] == pytest.approx(before[1:] + 0.5)
+    assert costs.step(Load(1)) == pytest.approx(0.1)
+
+
+def test_a_decoder_that_was_asked_for_single_tokens_is_not_taken_for_a_bad_one() -> None:
+    """They leave no room for guesses; nothing is known of them, and a length has to be made ready."""
+    policy = Goodput()
+    policy.observe(Done([0], [0], [0], 0, Load(1, ready=frozenset()), None, making=0.3))
+    for _ in range(40):
+        policy.reset([0])
+        for context in (10, 11):
+            load = Load(1, context, ready=frozenset({0}), room=(0,))
+            assert policy.choose([0], load=load) == [0]
+            policy.observe(Done([0], [0], [0], 0, load, 0.008))
+    world = World(lambda t, row: 1.0, lambda batch, g: 0.008 * flat(batch, g), making=0.3, made={0: 0})
+    lengths = world.run(policy, 100).lengths
+    assert next(t for t, g in enumerate(lengths) if g) < 60

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FIRST = 8.0  # to begin with
-INCOME = 0.0075  # of each iteration, until there is as much again: a long rest is no reason to lose more
+INCOME = 0.0075  # of each iteration
+SAVED = 12.0  # that there is of that, at most: a long rest is no reason to lose much more
 MOST = 24.0  # that is remembered as won
 LEAST = -4.0  # and as lost: a machine may have slept
 ACCIDENT = 3.0  # no more than which is booked for one iteration beyond what was expected
@@ -45,7 +46,7 @@ class Account:
     def book(self, gain: float, expected: float = 0.0, once: float = 0.0) -> None:
         """Of an iteration, which was expected to lose so much; once: what making something ready took."""
         balance = min(MOST, max(LEAST, self.balance + max(gain, -ACCIDENT - expected) - once))
-        self.balance = max(balance, min(FIRST, balance + INCOME))
+        self.balance = max(balance, min(SAVED, balance + INCOME))
 
     @property
     def overdrawn(self) -> float:
@@ -55,7 +56,7 @@ class Account:
         """Iterations until a try at this price is due, so many after the last."""
         due = max(price.loss / SHARE, price.each_time / READING) if price.each_time <= DEAR else SELDOM
         enough = price.each_time + price.once
-        waits = [min(SELDOM, due) - since, (min(enough, FIRST) - self.balance) / INCOME]
-        if enough > max(FIRST, self.balance):  # there may never be as much: as if that had been saved since
-            waits.append(enough / INCOME - since)
+        waits = [min(SELDOM, due) - since, (min(enough, SAVED) - self.balance) / INCOME]
+        if price.each_time > max(SAVED, self.balance):  # there may never be as much to spend
+            waits.append(price.each_time / INCOME - since)
         return max(waits)

@@ -55,6 +55,8 @@ class Done:
     draft_seconds  of that, drafting, or asking a drafter that costs nothing; 0 where that cannot be told
     steps          steps that the drafter made
     catching_up    seconds before it, in which a draft read what had been written without it
+    waited         seconds before it, in which a device was idle, as the host had to see the last outcome:
+                   to guess, or as there had been guesses
     making         seconds before it, in which such iterations were made ready; its own were then not measured
     reading_made   seconds before it, in which a draft's reading was made ready; its own are then not known
     asked          guesses that were paid for, whether they came or not; by default those that were drafted
@@ -71,14 +73,15 @@ class Done:
     draft_seconds: float = 0.0
     steps: int = 0
     catching_up: float = 0.0
+    waited: float = 0.0
     asked: Sequence[int] = ()
     unused: Sequence[bool | None] = ()
     making: float = 0.0
     reading_made: float = 0.0
 
     @property
-    def plain(self) -> bool:
-        """Whether it was measured and there was nothing but a pass."""
+    def only_a_pass(self) -> bool:
+        """Whether there was nothing else, and it was measured."""
         return not (self.g or self.steps or self.draft_seconds or self.seconds is None)
 
 

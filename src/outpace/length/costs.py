@@ -149,6 +149,7 @@ class Costs:
         self._last_draft: dict[tuple[int, int], int] = {}  # the last of each size and number of steps
         self._least: dict[int, float] = {}  # of a step, where none was timed by itself
         self._draft_lines: dict[int, tuple[float, float]] = {}  # what follows from them, by size of the batch
+        self._waits: dict[int, Mean] = {}  # of a device that waits for guesses, by size of the batch
         self._missed: dict[int, tuple[float, float]] = {}  # seconds and tokens that were read belatedly
         self.making = 0.0  # of making a length ready, about
         self.made = 0  # how many were
@@ -192,7 +193,7 @@ class Costs:
             self._drafted[size] = self._last_draft[size, steps] = self._drafted.get(size, 0) + 1
             self._draft_lines.pop(size, None)
         elif steps and drafts:
-            reading = max(0.0, seconds - float(self.drafts(load)[min(steps, self.most)]))
+            reading = max(0.0, seconds + self.wait(load) - float(self.drafts(load)[min(steps, self.most)]))
         elif steps:  # at least so much, as if each token had taken a step
             least = seconds / (steps + load.unread / load.batch)
             self._least[size] = max(least, self._least.get(size, 0.0))
@@ -200,6 +201,10 @@ class Costs:
             return
         if catching_up or not few:
             self._note_reading(load, reading)
+
+    def note_wait(self, load: Load, seconds: float) -> None:
+        """Of a device, before guesses."""
+        self._waits.setdefault(size_of(load), Mean()).add(seconds)
 
     def _note_reading(self, load: Load, seconds: float) -> None:
         """Of what was missed: tokens count alike, as of few it is hard to tell."""
@@ -226,7 +231,7 @@ class Costs:
         return min(measured.values()) * self._slopes[size].times(load.context) if 0 in measured else None
 
     def count(self, load: Load) -> int:
-        """How many passes were measured with such a batch."""
+        """How many passes there were with such a batch."""
         return self._noted.get(size_of(load), 0)
 
     def plainly(self, load: Load) -> int:
@@ -234,11 +239,16 @@ class Costs:
         return self._passes[size_of(load)][0].count
 
     def drafts(self, load: Load) -> Array:
-        """`[most + 1]`: of so many steps of a drafter; 0 while nothing is known."""
+        """`[most + 1]`: of so many steps of a drafter, and of waiting for them; 0 while nothing is known."""
         start, step = self._draft_line(size_of(load))
-        found: Array = start + step * np.arange(self.most + 1.0)
+        found: Array = start + self.wait(load) + step * np.arange(self.most + 1.0)
         found[0] = 0.0
         return found
+
+    def wait(self, load: Load) -> float:
+        """Of a device that waits for guesses, or after them; 0 while nothing is known."""
+        known = self._waits.get(size_of(load))
+        return 0.0 if known is None else known.value
 
     def step(self, load: Load) -> float:
         """Of another step of a drafter."""

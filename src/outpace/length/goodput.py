@@ -29,7 +29,8 @@ WARY = 0.05  # and for each plain pass that was lost more than may be
 HORIZON = 64  # iterations in which speculation has to make up for what it takes to begin with it
 ASKING = 1e-2  # seconds of a draft's step: between shorter ones, asking would take longer than it saves
 THINKING = 0.005  # of the time, that it takes while nothing is guessed
-NOTED = 4  # plain passes while it rests, of which one is measured: that takes time, too
+NOTED = 4  # plain passes while nothing is guessed, of which one is measured: that takes time, too
+SLACK = 16  # of which one is, though it was thought before it
 CLOSE = 1.12  # times as fast as plain decoding, and no more
 REFRESH = 256  # iterations until a plain pass is measured anew; a quarter of that where it is close
 
@@ -54,7 +55,8 @@ class Goodput(Length):
         self._plan: Plan | None = None
         self._hinted = False  # whether the drafter's guesses are known before a choice
         self._since_plain = 0
-        self._rested = 0  # choices in a row that were made without a thought
+        self._thought = True  # before the last choice
+        self._unnoted = 0  # plain passes on end since the last that was measured
         self._begun = 0.0  # when a choice was
         self._asking = Asking()
         # Seconds that lengths would have saved, if they had been ready, by way, size of the batch and g
@@ -67,8 +69,8 @@ class Goodput(Length):
         self._texts.update(rows)
         self._plan, self._hinted = None, hint is not None
         nothing = [0] * len(rows)
-        self._rested = self._rested + 1 if hint is None and self.tries.rest() else 0
-        if self._rested or (hint is not None and not any(hint.lengths)):
+        self._thought = hint is not None or not self.tries.rest()
+        if not self._thought or (hint is not None and not any(hint.lengths)):
             return nothing
         if costs.plain(load) is None or (load.room is not None and max(load.room) < 1):
             return nothing
@@ -158,11 +160,12 @@ class Goodput(Length):
             return 0
         losses = plan.losses(MARGIN)[lengths]
         g, loss = int(lengths[losses.argmin()]), float(losses.min())
+        loss += costs.wait(load) / plan.plain  # once more, after it
         reading = costs.missed(load) / plan.plain
         if loss < 0:  # what is believed to be won speaks for reading what was missed
             loss, reading = 0.0, max(0.0, reading + HORIZON * loss)
         made = load.ready is None or g in load.ready
-        once = 0.0 if made else booked(costs.making, plan.plain)
+        once = 0.0 if made or self.tries.untried else booked(costs.making, plan.plain)
         thinking = (time.perf_counter() - self._begun) / plan.plain / THINKING
         return g if self.tries.make_if_due(Price(loss, reading, once), plan.hopeless, thinking) else 0
 
@@ -195,7 +198,7 @@ class Goodput(Length):
 
     def observe(self, done: Done) -> None:
         outlook, costs = self.outlook, self.outlook.at(done.load)
-        if self._rested % NOTED and done.plain:
+        if self._to_be_skipped(done):
             costs.skip(done.load)
         elif done.seconds is None:
             costs.note_making(done.making)
@@ -205,6 +208,8 @@ class Goodput(Length):
             costs.note(done.load, done.g, done.seconds - done.draft_seconds)
         if done.steps or done.catching_up:
             costs.note_draft(done.load, done.steps, done.draft_seconds, done.catching_up)
+        if done.steps and done.waited:
+            costs.note_wait(done.load, done.waited)
         guessed = done.g > 0 or done.steps > 0
         tried = self.tries.over(guessed)
         if outlook.learn(done, self._plan):
@@ -213,21 +218,36 @@ class Goodput(Length):
         self._book(done, guessed, tried)
         self._since_plain = self._since_plain + 1 if done.g else 0
 
+    def _to_be_skipped(self, done: Done) -> bool:
+        """Whether a pass need not be measured, as many like it were: of those on end the first is, while it
+        rests one in four, and otherwise, as thinking may be part of their time, one in sixteen."""
+        if not done.only_a_pass:
+            self._unnoted = SLACK
+            return False
+        self._unnoted += 1
+        few = self._unnoted < (SLACK if self._thought else NOTED)
+        if few and self.outlook.at(done.load).plain(done.load) is not None:
+            return True
+        self._unnoted = 0
+        return False
+
     def _book(self, done: Done, guessed: bool, tried: Price | None) -> None:
         """What was won and lost against plain decoding."""
         self._asking.over()
         asked = done.draft_seconds > 0 and not done.steps
-        plain = self.outlook.at(done.load).plain(done.load) if guessed or asked else None
+        plain = self.outlook.at(done.load).plain(done.load) if guessed or asked or done.waited else None
         gain = once = 0.0
+        if plain is not None and not asked:
+            gain = -done.waited / plain
         if plain is not None and guessed:
             if done.seconds is not None:
                 # Of guesses whose confidence is known before, what is believed of all says little.
                 kept = sum(done.accepted) / len(done.rows) if self._hinted else self.outlook.keeps(done)
-                gain = 1 + kept - (done.seconds + done.catching_up) / plain
+                gain += 1 + kept - (done.seconds + done.catching_up) / plain
             if tried is not None:
                 once = booked(done.making + done.reading_made, plain)
         if plain is not None and asked:
-            taken = done.draft_seconds / plain
+            taken = (done.draft_seconds + done.waited) / plain
             self._asking.book(taken, gain + taken if guessed else 0.0, any(done.unused))
         self.account.book(gain, tried.each_time if tried is not None else 0.0, once)
 

@@ -22,11 +22,13 @@ class Tries:
 
     account    pays for them
     went_well  whether the last guess was one that went well, or followed one: then the next may be at once
+    untried    whether nothing was ever heard of any guess
     """
 
     def __init__(self, account: Account) -> None:
         self.account = account
         self.went_well = False
+        self.untried = True
         self._time = 0  # iterations so far
         self._blind = 0  # iterations since anything was learnt of guesses
         self._rested = 0  # iterations since the last guess
@@ -84,7 +86,7 @@ class Tries:
 
     def heard(self, went_well: bool) -> None:
         """Something was learnt of guesses in this iteration."""
-        self.went_well, self._blind = went_well, 0
+        self.went_well, self.untried, self._blind = went_well, False, 0
 
     def another_text(self) -> None:
         """It may be another matter."""

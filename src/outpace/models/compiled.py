@@ -294,6 +294,11 @@ class Engine:
             )
             return Pending(result, begun, making)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether an iteration that was started runs while the host does something else."""
+        return self.graphs.on
+
     def ready(self, sampling: Sampling, rows: int, given: bool) -> frozenset[int] | None:
         """Lengths of iterations that nothing has to be made for first, with guesses from outside or not; None
         if nothing has to be for any."""
