@@ -171,7 +171,8 @@ class Run:
         begun.pending.read()
         own = begun.pending.seconds
         spent = time.perf_counter() - began - own if not made and own is not None else 0.0
-        return dataclasses.replace(begun, catching_up=spent, reading_made=made)
+        waited = self._after if self.engine.goes_on else 0.0
+        return dataclasses.replace(begun, catching_up=spent, reading_made=made, waited=waited)
 
     def _spare(self, rows: list[Row], outcome: Outcome, g: int) -> list[bool]:
         """Whether a drafter that costs nothing would have guessed right, if it was not asked. Nothing guessed

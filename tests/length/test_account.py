@@ -44,8 +44,12 @@ def test_an_accident_is_not_booked_but_what_was_expected_is() -> None:
     assert stalled.balance == pytest.approx(FIRST - account.ACCIDENT + INCOME)
     dear.book(-6.0, expected=6.0)
     assert dear.balance == pytest.approx(FIRST - 6 + INCOME)
+    made.book(-1.0, once=5.0)
+    assert made.balance == pytest.approx(FIRST - 6 + INCOME)
+    made.book(-1.0, once=9.0)  # more than there is
+    assert made.balance == pytest.approx(INCOME)
     made.book(-1.0, once=9.0)
-    assert made.balance == pytest.approx(FIRST - 10 + INCOME)
+    assert made.balance == pytest.approx(2 * INCOME - 1)
 
 
 def test_a_try_is_due_by_what_it_takes_of_the_time() -> None:
@@ -61,7 +65,8 @@ def test_a_try_is_due_when_there_is_enough_for_it() -> None:
     one = Account()
     assert one.wait(Price(1.0, 0.0, 9.0), 1000) == pytest.approx((10 - FIRST) / INCOME)
     one.balance = SAVED  # all that can be saved, though making something takes more
-    assert one.wait(Price(1.0, 0.0, 20.0), 0) == pytest.approx(1.0 / SHARE)
+    assert one.wait(Price(1.0, 0.0, 20.0), 0) == pytest.approx((21 - SAVED) / INCOME)
+    assert one.wait(Price(1.0, 0.0, 20.0), 9 / INCOME) <= 0
     one.balance = LEAST
     assert one.wait(Price(0.5), math.inf) == pytest.approx((0.5 - LEAST) / INCOME)
 
@@ -77,7 +82,7 @@ def test_what_takes_much_is_tried_seldom_but_not_never(loss: float) -> None:
 def test_what_takes_more_than_can_be_saved_waits_until_it_is_as_little_of_the_time() -> None:
     one = Account()
     one.balance = MOST
-    assert one.wait(Price(0.5, 1000.0), SELDOM) == pytest.approx(1000.5 / INCOME - SELDOM)
+    assert one.wait(Price(0.5, 1000.0), SELDOM) == pytest.approx((1000.5 - MOST) / INCOME - SELDOM)
     assert one.wait(Price(0.5, 1000.0), 1001 / INCOME) <= 0
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from outpace import Goodput
-from outpace.length import Done, Load
+from outpace.length import Done, Hint, Load
 from outpace.length.costs import BEYOND, STALE, Costs
 from outpace.length.goodput import REVISIT
 from tests.length.test_goodput import expected
@@ -327,40 +327,6 @@ def test_passes_take_some_time_whatever_smaller_batches_were_like() -> None:
     assert (np.diff(found) >= 0).all()
 
 
-@pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lengths whose passes were measured."""
-    found, note = list[int](), Costs.note
-
-    def counted(costs: Costs, load: Load, g: int, seconds: float) -> None:
-        found.append(g)
-        note(costs, load, g, seconds)
-
-    monkeypatch.setattr(Costs, "note", counted)
-    return found
-
-
-def test_few_plain_passes_are_measured_while_nothing_is_guessed(noted: list[int]) -> None:
-    """As that takes time; but a machine that has become slower is still noticed, and all of them count."""
-    policy, slow = Goodput(), 1.0
-    world = World(lambda t, row: 0.02, lambda batch, g: slow * flat(batch, g), 1, 0.9).run(policy, 2000)
-    assert world.lengths.count(0) > 1900
-    assert noted.count(0) < 800
-    costs = policy.outlook.at(Load(1))
-    assert costs.count(Load(1)) == 2000
-    assert costs.plain(Load(1)) == pytest.approx(1.0, rel=0.1)
-    slow = 2.0
-    world.run(policy, 80)
-    assert costs.plain(Load(1)) == pytest.approx(2.0, rel=0.1)
-
-
-def test_plain_passes_between_guesses_are_measured(noted: list[int]) -> None:
-    """They are run for that."""
-    lengths = World(lambda t, row: 0.8, flat, 1, 0.05).run(Goodput(), 1000).lengths
-    assert 5 < lengths.count(0) < 40
-    assert noted == lengths
-
-
 @pytest.mark.parametrize("wait", [0.0, 0.4])
 def test_a_device_that_waits_for_guesses_loses_that(wait: float) -> None:
     """Before guesses and after them; so of those that are tried now and then, twice."""
@@ -400,3 +366,20 @@ def test_a_decoder_that_was_asked_for_single_tokens_is_not_taken_for_a_bad_one()
     world = World(lambda t, row: 1.0, lambda batch, g: 0.008 * flat(batch, g), making=0.3, made={0: 0})
     lengths = world.run(policy, 100).lengths
     assert next(t for t, g in enumerate(lengths) if g) < 60
+
+
+@pytest.mark.parametrize("waited", [0.0, 0.5])
+def test_guesses_that_win_less_than_the_wait_for_them_are_seldom_asked_for(waited: float) -> None:
+    """Of a drafter on the host that costs nothing else."""
+    policy, slots = Goodput(), [0]
+    asked = 0
+    for t in range(600):
+        load = Load(1, t + 1)
+        if policy.idle:
+            policy.observe(Done(slots, [0], [0], 0, load, 1.0))
+            continue
+        asked += 1
+        (g,) = policy.choose(slots, load=load, hint=Hint([2], [0.9]))
+        seconds = ((1 + g) / 1.15 if g else 1.0) + 0.01
+        policy.observe(Done(slots, [g], [g], g, load, seconds, 0.01, waited=waited, unused=[None]))
+    assert (asked > 500) == (waited == 0.0)

@@ -45,7 +45,8 @@ class Account:
 
     def book(self, gain: float, expected: float = 0.0, once: float = 0.0) -> None:
         """Of an iteration, which was expected to lose so much; once: what making something ready took."""
-        balance = min(MOST, max(LEAST, self.balance + max(gain, -ACCIDENT - expected) - once))
+        balance = min(MOST, max(LEAST, self.balance + max(gain, -ACCIDENT - expected)))
+        balance -= min(once, max(0.0, balance))  # for which guesses are not to blame
         self.balance = max(balance, min(SAVED, balance + INCOME))
 
     @property
@@ -57,6 +58,7 @@ class Account:
         due = max(price.loss / SHARE, price.each_time / READING) if price.each_time <= DEAR else SELDOM
         enough = price.each_time + price.once
         waits = [min(SELDOM, due) - since, (min(enough, SAVED) - self.balance) / INCOME]
-        if price.each_time > max(SAVED, self.balance):  # there may never be as much to spend
-            waits.append(price.each_time / INCOME - since)
+        lacking = enough - max(SAVED, self.balance)
+        if lacking > 0:  # there may never be as much: as if it had been saved since
+            waits.append(lacking / INCOME - since)
         return max(waits)

@@ -79,11 +79,6 @@ class Done:
     making: float = 0.0
     reading_made: float = 0.0
 
-    @property
-    def only_a_pass(self) -> bool:
-        """Whether there was nothing else, and it was measured."""
-        return not (self.g or self.steps or self.draft_seconds or self.seconds is None)
-
 
 class Length(Protocol):
     """A policy may hold any memory, of each slot and of all.

@@ -23,6 +23,8 @@ WILD = 1.3  # times as long, or as short, as expected: more than that is an acci
 FAR = 256  # tokens: after a text that much longer or shorter much may be expected
 BEYOND = 0.2  # of a plain pass, that a longer text adds by what is thought: further, it is to be measured
 STALE = 384  # passes after which what was measured may no longer hold
+SOME = 16  # passes of a length that are all looked at for what a text adds to them,
+OF_MANY = 4  # and of how many later ones one is: that takes time, too
 LATELY = 0.8  # what is left of what reading took after another
 ODD = 2.0  # times as long as expected: more of a reading is an accident
 
@@ -164,18 +166,13 @@ class Costs:
         elif mean.count == 2:  # of the first two, the one that was no accident
             slope.add(g, mean.at, mean.value)
         usual = mean.add(seconds, load.context, slope)
-        if mean.count > 2 and usual is not None:
+        if mean.count > 2 and usual is not None and (mean.count < SOME or mean.count % OF_MANY == 0):
             slope.add(g, load.context, usual)
         if g == 0 and usual is not None:
             self._furthest[size] = max(self._furthest.get(size, 0.0), load.context)
         self._seconds.clear()
         self._curves.clear()
         self._noted[size] = self._last[size, g] = self._noted.get(size, 0) + 1
-
-    def skip(self, load: Load) -> None:
-        """A pass that is not looked at."""
-        size = size_of(load)
-        self._noted[size] = self._noted.get(size, 0) + 1
 
     def note_making(self, seconds: float) -> None:
         """Of making passes of some length ready."""
@@ -231,7 +228,7 @@ class Costs:
         return min(measured.values()) * self._slopes[size].times(load.context) if 0 in measured else None
 
     def count(self, load: Load) -> int:
-        """How many passes there were with such a batch."""
+        """How many passes were measured with such a batch."""
         return self._noted.get(size_of(load), 0)
 
     def plainly(self, load: Load) -> int:

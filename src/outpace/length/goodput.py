@@ -29,8 +29,6 @@ WARY = 0.05  # and for each plain pass that was lost more than may be
 HORIZON = 64  # iterations in which speculation has to make up for what it takes to begin with it
 ASKING = 1e-2  # seconds of a draft's step: between shorter ones, asking would take longer than it saves
 THINKING = 0.005  # of the time, that it takes while nothing is guessed
-NOTED = 4  # plain passes while nothing is guessed, of which one is measured: that takes time, too
-SLACK = 16  # of which one is, though it was thought before it
 CLOSE = 1.12  # times as fast as plain decoding, and no more
 REFRESH = 256  # iterations until a plain pass is measured anew; a quarter of that where it is close
 
@@ -55,8 +53,6 @@ class Goodput(Length):
         self._plan: Plan | None = None
         self._hinted = False  # whether the drafter's guesses are known before a choice
         self._since_plain = 0
-        self._thought = True  # before the last choice
-        self._unnoted = 0  # plain passes on end since the last that was measured
         self._begun = 0.0  # when a choice was
         self._asking = Asking()
         # Seconds that lengths would have saved, if they had been ready, by way, size of the batch and g
@@ -69,8 +65,7 @@ class Goodput(Length):
         self._texts.update(rows)
         self._plan, self._hinted = None, hint is not None
         nothing = [0] * len(rows)
-        self._thought = hint is not None or not self.tries.rest()
-        if not self._thought or (hint is not None and not any(hint.lengths)):
+        if self.tries.rest() if hint is None else not any(hint.lengths):
             return nothing
         if costs.plain(load) is None or (load.room is not None and max(load.room) < 1):
             return nothing
@@ -198,9 +193,7 @@ class Goodput(Length):
 
     def observe(self, done: Done) -> None:
         outlook, costs = self.outlook, self.outlook.at(done.load)
-        if self._to_be_skipped(done):
-            costs.skip(done.load)
-        elif done.seconds is None:
+        if done.seconds is None:
             costs.note_making(done.making)
             such = done.load.way, size_of(done.load)  # the others are to be better than this one
             self._hopes = {key: hope for key, hope in self._hopes.items() if key[:2] != such}
@@ -218,26 +211,13 @@ class Goodput(Length):
         self._book(done, guessed, tried)
         self._since_plain = self._since_plain + 1 if done.g else 0
 
-    def _to_be_skipped(self, done: Done) -> bool:
-        """Whether a pass need not be measured, as many like it were: of those on end the first is, while it
-        rests one in four, and otherwise, as thinking may be part of their time, one in sixteen."""
-        if not done.only_a_pass:
-            self._unnoted = SLACK
-            return False
-        self._unnoted += 1
-        few = self._unnoted < (SLACK if self._thought else NOTED)
-        if few and self.outlook.at(done.load).plain(done.load) is not None:
-            return True
-        self._unnoted = 0
-        return False
-
     def _book(self, done: Done, guessed: bool, tried: Price | None) -> None:
         """What was won and lost against plain decoding."""
         self._asking.over()
         asked = done.draft_seconds > 0 and not done.steps
         plain = self.outlook.at(done.load).plain(done.load) if guessed or asked or done.waited else None
         gain = once = 0.0
-        if plain is not None and not asked:
+        if plain is not None and (guessed or not asked):
             gain = -done.waited / plain
         if plain is not None and guessed:
             if done.seconds is not None:
