@@ -208,7 +208,7 @@ def test_warpers_are_native_where_order_allows_and_processors_elsewhere() -> Non
 
     assert made(temperature, k, p)[0] == outpace.Sampling(temperature=0.7, top_k=9, top_p=0.8)
     assert made(penalty, temperature)[1] == outpace.Sampling(temperature=0.7, repetition_penalty=1.2)
-    padded = made(penalty, temperature)[0]  # the penalty of Transformers counts padding
+    padded = made(penalty, temperature)[0]  # before 5.23, the penalty of Transformers counts padding
     assert (padded.temperature, padded.repetition_penalty) == (0.7, 1)
     (given,) = padded.processors
     assert isinstance(given, Given)
@@ -222,13 +222,35 @@ def test_warpers_are_native_where_order_allows_and_processors_elsewhere() -> Non
     )
 
 
+def test_a_penalty_that_ignores_padding_ignores_each_rows_own() -> None:
+    """As Transformers prepares it since 5.23: with a number for each row, or for each prompt."""
+    penalty = transformers.RepetitionPenaltyLogitsProcessor(1.2)
+    penalty.prompt_ignore_length = torch.tensor([2, 0, 4])
+    first, whole, last = samplings([penalty], True, IDS, [[5, 6, 7], [9, 8, 7, 6, 5], [3]], IDS.device)
+    assert whole == outpace.Sampling(repetition_penalty=1.2)
+    for sampling, padding in ((first, 2), (last, 4)):
+        (given,) = sampling.processors
+        assert isinstance(given, Given)
+        (own,) = given.processors
+        assert own.prompt_ignore_length == padding  # type: ignore[attr-defined]
+    twice = samplings([penalty], True, IDS.repeat_interleave(2, 0), [[1] * 5] * 6, IDS.device)
+    assert [one.repetition_penalty for one in twice] == [1, 1, 1.2, 1.2, 1, 1]
+    penalty.prompt_ignore_length = torch.tensor([0, 0, 0])
+    each = samplings([penalty], True, IDS, [[1] * 5] * 3, IDS.device)
+    assert each[0] is each[1] is each[2]
+    assert each[0] == outpace.Sampling(repetition_penalty=1.2)
+    assert isinstance(penalty.prompt_ignore_length, Tensor)  # it was left as it is
+
+
 def test_sampled_scores_are_what_transformers_says_of_the_same_text() -> None:
     way = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
     way |= {"repetition_penalty": 1.2, "typical_p": 0.95}
     asked = batch(**way, return_dict_in_generate=True, output_scores=True)
     out = target().generate(**asked, custom_generate=ours, draft=small(), seed=3)
     config = transformers.GenerationConfig(**way)
-    processors = target()._get_logits_processor(config, IDS.shape[1], device="cpu")
+    processors = target()._get_logits_processor(
+        config, IDS.shape[1], device="cpu", model_kwargs={"attention_mask": MASK}
+    )
     for i, scores in enumerate(out.scores):
         texts, mask = out.sequences[:, : 5 + i], torch.cat((MASK, MASK.new_ones(3, i)), 1)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)

@@ -44,9 +44,10 @@ def samplings(
 
     Equal by construction: processors are called in their order, with the very ids that plain generation
     would show them, padding included. Two kinds are left to the Sampling's own batched code, and only where
-    its order is theirs: a repetition penalty that comes first, on rows without padding (the penalty counts
-    padding as text), and what remains of temperature, top-k, top-p, min-p at the end, with their usual
-    settings. tests/test_sampling.py shows that arithmetic and ties are Transformers' own.
+    its order is theirs: a repetition penalty that comes first, on rows without padding (which the penalty
+    counts as text, before Transformers 5.23), and what remains of temperature, top-k, top-p, min-p at the
+    end, with their usual settings. tests/test_sampling.py shows that arithmetic and ties are Transformers'
+    own.
     """
     rows, width = input_ids.shape
     known = [_faster(one) for one in processors]
@@ -97,6 +98,8 @@ def _is_plain_penalty(processor: Any) -> bool:
 
 def _faster(processor: Any) -> Any:
     """One that does the same faster, if there is one."""
+    if _ignores_padding(processor) and not processor.prompt_ignore_length.any():
+        return _ignoring(processor, 0)
     if type(processor) is SuppressTokensLogitsProcessor:
         return Suppressed(processor.suppress_tokens)
     if type(processor) is SuppressTokensAtBeginLogitsProcessor:
@@ -106,6 +109,8 @@ def _faster(processor: Any) -> Any:
 
 def _of_row(processor: Any, row: int, rows: int) -> Any:
     """A processor that knows the batch by its rows, for one of them; any other as it is."""
+    if _ignores_padding(processor):
+        return _ignoring(processor, int(_share(processor.prompt_ignore_length, row, rows)))
     if rows == 1:
         return processor
     own = copy.copy(processor)
@@ -124,6 +129,19 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
                 own.unconditional_context[name] = _share(own.unconditional_context[name], row, rows)
     else:
         return processor
+    return own
+
+
+def _ignores_padding(processor: Any) -> bool:
+    """Whether it is a penalty that knows how many tokens each row is padded with."""
+    return isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(
+        getattr(processor, "prompt_ignore_length", None), Tensor
+    )
+
+
+def _ignoring(processor: Any, padding: int) -> Any:
+    own = copy.copy(processor)
+    own.prompt_ignore_length = padding or None
     return own
 
 
