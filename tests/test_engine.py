@@ -471,3 +471,19 @@ def test_what_the_device_waits_for_is_part_of_guessing_on_the_host(
     around = [one > 0 or before > 0 for before, one in itertools.pairwise(lengths)]
     assert waited[1:] == [where == "decoder" and one for one in around]
     assert all(done.draft_seconds < pause for done in policy.told)
+
+
+def test_the_device_waits_for_a_draft_that_has_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses that are part of the iteration are not waited for, once the draft knows the text."""
+    policy, pause = Told(), 0.05
+
+    def slow(*given: Any) -> Any:
+        time.sleep(pause)
+        return advance(*given)
+
+    monkeypatch.setattr("outpace.engined.advance", slow)
+    monkeypatch.setattr(Engine, "goes_on", True)
+    decoder = Decoder(tiny(), tiny(seed=1), length=policy, engine=True)
+    decoder.generate([1, 2, 3], temperature=0, max_new_tokens=30, ignore_eos=True)
+    assert sum(done.g > 0 for done in policy.told) >= 3
+    assert [done.waited >= pause for done in policy.told] == [done.g > 0 for done in policy.told]
