@@ -43,7 +43,7 @@ def test_table_4_is_given_to_the_digit_or_within_its_rounding(
         assert round(theory.speedup(alpha, g, c), 1) == expected
 
 
-def test_table_5s_speeds_follow_from_its_acceptances() -> None:
+def test_table_5s_speeds_are_above_those_of_its_rounded_acceptances() -> None:
     """As printed they are 2.5, 3.1, 3.6 and 5, of values that were rounded less."""
     found = [theory.speedup(a, theory.best_length(a, 0.015), 0.015) for a in (0.62, 0.71, 0.76, 0.84)]
     assert [round(one, 2) for one in found] == [2.33, 2.94, 3.45, 4.79]

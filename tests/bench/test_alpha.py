@@ -144,7 +144,7 @@ def test_texts_are_measured_in_groups_with_all_drafts_and_drafters_are_free_agai
         "lookup": Decoder(model, "lookup"),
     }
     found = list(alpha.measure(plain, drafts, PROMPTS, Sampling(), tokens=10, lenience=[0.5], seed=3))
-    assert [one.domain for one in found] == ["a", "b", "a", "c", "c"]
+    assert [one.asked.domain for one in found] == ["a", "b", "a", "c", "c"]
     assert all(one.tokens == 10 and set(one.beta) == set(drafts) for one in found)
     for one in found:
         np.testing.assert_allclose(one.beta["self"][1.0], 1.0, atol=1e-5)

@@ -73,6 +73,14 @@ def test_alpha_and_c_of_a_forecast_are_those_of_all_lengths() -> None:
     assert found["auto"].alpha == pytest.approx(400 / 410, abs=1e-4)
 
 
+def test_a_cell_without_a_prompt_of_plain_decoding_has_no_line_yet() -> None:
+    plain = run("0", 10.0, 100, NEVER, group=1)
+    two = run("2", 8.0, 50, Counter({2: 50}), kept=60, lost=30)
+    assert [line.length for line in figures([plain, two])] == ["0"]
+    both = figures([plain, two, run("2", 5.0, 50, Counter({2: 50}), kept=60, lost=30, group=1)])
+    assert [line.speedup for line in both] == [1.0, 2.0]
+
+
 def test_without_phases_c_is_what_the_first_guess_adds() -> None:
     plain = run("0", 10.0, 100, NEVER)
     two = run("2", 8.0, 50, Counter({2: 50}), kept=60, lost=30)

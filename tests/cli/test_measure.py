@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 import outpace
+from outpace.bench import alpha, blocks
 from outpace.bench.results import load
+from outpace.cli import drafts
 from outpace.cli.show import KINDS
 from tests.cli.conftest import Run, full_disk, interrupted, saved
 
@@ -274,3 +276,47 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert why in errors.splitlines()[-1]
     assert len([line for line in errors.splitlines() if line.startswith("outpace: ")]) == 1
     assert not out.exists()
+
+
+def test_a_first_prompt_that_fails_is_left_out_of_the_trace_too(
+    run: Run, model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, traced = alpha.written, blocks.trace
+    asked: list[Any] = []
+
+    def but_the_first(target: Any, prompts: Any, *more: Any) -> Any:
+        asked.extend(prompts)
+        return written(target, prompts, *more)[1:]
+
+    def second(decoder: Any, prompt: Any, *more: Any, **given: Any) -> Any:
+        assert prompt == asked[1] != asked[0]
+        return traced(decoder, prompt, *more, **given)
+
+    monkeypatch.setattr(alpha, "written", but_the_first)
+    monkeypatch.setattr(blocks, "trace", second)
+    words = ["--prompt", "abc", "--prompt", "de", "--prompt", "fg", *SMALL, *SIZES]
+    status, _, errors = run("measure", "--target", model, *words)
+    assert status == 0, errors
+    assert load(folder / "measure.json")["complete"]
+
+
+@pytest.mark.parametrize("command", ["measure", "sweep", "generate"])
+def test_a_table_has_to_be_named(run: Run, model: str, command: str) -> None:
+    words = ["ab"] if command == "generate" else []
+    status, _, errors = run(command, *words, "--target", model, "-d", "ngram")
+    assert status == 2
+    assert errors.splitlines()[-1].startswith("outpace: --draft: ngram needs a table, ngram:FILE")
+
+
+def test_a_draft_that_is_not_there_is_noticed_before_the_target_is_loaded(
+    run: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(name: str, **options: Any) -> None:
+        raise OSError(f"{name}: cannot be loaded")
+
+    loaded: list[str] = []
+    monkeypatch.setattr(drafts, "load_drafter", nothing)
+    monkeypatch.setattr(drafts, "load_model", lambda name, **options: loaded.append(name))
+    status, _, errors = run("measure", "--target", model, "-d", "nobody/has-this")
+    assert (status, errors.splitlines()[-1]) == (2, "outpace: nobody/has-this: cannot be loaded")
+    assert not loaded

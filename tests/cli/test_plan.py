@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from outpace import theory
+from outpace.bench.curves import Point
 from tests.cli.conftest import Run
 
 
@@ -51,3 +52,20 @@ def test_curves_are_drawn(run: Run, tmp_path: Path) -> None:
     text = picture.read_text()
     for said in ("expected tokens a pass", "best g", "oracle", "α = 0.8, c = 0.05, g = 8"):
         assert said in text
+
+
+def test_the_picture_is_of_what_was_asked(run: Run, tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    words = ["--alpha", "0.8", "--c", "0.05", "--ops", "0.2", "--most", "4", "--plot", str(picture)]
+    status, out, _ = run("plan", *words)
+    assert status == 0
+    assert "Guess g = 4:" in out
+    text = picture.read_text()
+    for said in ("α = 0.8, c = 0.05, g = 4", "speed over plain decoding, c = 0.05", "ĉ = 0.2"):
+        assert said in text
+
+
+def test_operations_of_a_point_are_by_its_own_share() -> None:
+    point = Point(0.8, 0.05, ops=0.2, most=4)
+    assert point.operations == theory.operations(0.8, 4, 0.2)
+    assert Point(0.8, 0.05).operations == theory.operations(0.8, 8, 0.05)

@@ -203,6 +203,8 @@ def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Pat
         (["--length", "2", "--length", "12", "--length", "8"], "27 tokens would do (-m 27)"),
         (["--length", "600", "-m", "2000"], "length: Fixed(600) does not fit a context of 512 tokens"),
         (["--pair", "gpt5/gpt4"], "--target: given together with --pair"),
+        (["--alpha", "0.5"], "--alpha: it is of a synthetic pair, and no --pair was given"),
+        (["--context", "9"], "--context: it is of a synthetic pair, and no --pair was given"),
         (["--draft", "none"], "--draft: none is plain decoding"),
         (["--draft", "/nowhere/model"], "/nowhere/model: no such file or folder"),
         (["--draft", "/a/model", "--draft", "/b/model"], "--draft: two have the same name"),

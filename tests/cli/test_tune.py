@@ -11,7 +11,7 @@ import pytest
 
 from outpace.bench import results
 from outpace.tune import config
-from tests.cli.conftest import Run, interrupted
+from tests.cli.conftest import Run, full_disk, interrupted
 from tests.tiny import byte_tokenizer, trained
 
 WORDS = "the sea and the sky and "
@@ -86,7 +86,7 @@ def test_it_recommends_what_is_fastest_and_others_take_its_configuration(
     assert {one.name for one in tmp_path.iterdir()} == {"best.toml", "outpace-tune.json"}
 
     text, _ = generated(run, out)
-    plain, errors = generated(run, out, "--draft", "none", "--length", "0")
+    plain, errors = generated(run, out, "--draft", "none")
     assert text == plain
     assert "kept" not in errors
     page = tmp_path / "report.html"
@@ -156,6 +156,21 @@ def test_ctrl_c_keeps_what_there_was(target: str, data: str, tmp_path: Path) -> 
     assert f"this is what there was, also in {kept}" in errors.splitlines()[-1]
     assert config.read(out)["draft"] == "lookup"
     assert not [one for one in tmp_path.iterdir() if one not in (out, kept)]
+
+
+def test_a_full_disk_leaves_the_table_on_the_screen(
+    run: Run, target: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_disk(monkeypatch, after=3)  # costs, n-grams, acceptance
+    out = tmp_path / "outpace.toml"
+    words = ["-d", "lookup", "--budget", "20", "-m", "24", "-o", str(out)]
+    code, shown, errors = run("tune", *common(target, data), *words)
+    assert code == 2
+    assert "speed over plain decoding" in shown
+    *_, said, why = errors.splitlines()
+    assert said.endswith("s: this is what there was, and no configuration was written")
+    assert why == f"outpace: {tmp_path / 'outpace-tune.json'}: it cannot be written (No space left on device)"
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("rounds", [False, True])
@@ -293,3 +308,7 @@ def test_flags_win_over_the_configuration(run: Run, target: str, other: str, tmp
     said = json.loads(shown)["settings"]
     assert {"rule     block", "length   Goodput(16)"} <= set(said)
     assert f"{target}: float32 on cpu" in errors
+    code, shown, errors = run(*words, "--draft", "none")  # whose length was found for another draft
+    assert code == 0, errors
+    code, _, errors = run(*words, "--draft", "none", "--length", "4")
+    assert (code, errors.splitlines()[-1]) == (2, "outpace: --length: nothing is guessed with --draft none")

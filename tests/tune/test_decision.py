@@ -60,7 +60,7 @@ def test_few_prompts_are_not_enough() -> None:
     assert found.way == PLAIN
     assert found.why[LOOKUP] == "3 prompts are too few to be sure"
     assert decided(lookup=turns(2.0, prompts=1)).why[LOOKUP] == "1 prompt is too few to be sure"
-    said = verdict(found, {LOOKUP: compare(turns(2.0, prompts=3), turns(1.0))})  # type: ignore[dict-item]
+    said = verdict(found, {LOOKUP: compare(turns(2.0, prompts=3), turns(1.0))}, PLAIN)  # type: ignore[dict-item]
     assert said.startswith("Do not speculate yet: the best that was measured, lookup, g = auto, is 2.0")
     assert said.endswith("and 3 prompts are too few to be sure.")
 
@@ -92,7 +92,7 @@ def test_the_verdict_has_speed_interval_and_prompts() -> None:
     seen = compare(turns(1.5), turns(1.0, seed=1))
     assert seen is not None
     low, high = seen.interval or (0, 0)
-    assert verdict(found, {LOOKUP: seen}) == (
+    assert verdict(found, {LOOKUP: seen}, PLAIN) == (
         f"Guess with lookup, g = auto: {seen.speed:.2f} ({low:.2f} to {high:.2f}) times as fast as plain "
         "decoding, measured with 8 prompts."
     )
@@ -106,7 +106,22 @@ def test_another_precision_alone_may_be_the_best() -> None:
         {other: turns(1.4), LOOKUP: turns(1.39, seed=2)}, dict.fromkeys((other, LOOKUP), turns(1.0)), PLAIN
     )
     assert found.way == other
-    assert verdict(found, {other: seen}).startswith("Do not speculate, but compute in bfloat16: 1.4")
+    assert found.why[LOOKUP] == "no faster to speak of than plain decoding in bfloat16, which is simpler"
+    assert verdict(found, {other: seen}, PLAIN).startswith("Do not speculate, but compute in bfloat16: 1.4")
+    unsure = verdict(Choice(PLAIN, {}), {other: seen}, PLAIN)
+    assert "the best that was measured, plain decoding in bfloat16, is 1.4" in unsure
+
+
+def test_the_same_draft_in_two_precisions_is_told_apart() -> None:
+    other = Way("lookup", "auto", "token", "bfloat16")
+    found = choose(
+        {LOOKUP: turns(1.4), other: turns(1.41, seed=2)}, dict.fromkeys((other, LOOKUP), turns(1.0)), PLAIN
+    )
+    assert found.way == other
+    assert found.why[LOOKUP] == "no faster to speak of than lookup, g = auto, in bfloat16"  # nor simpler
+    seen = compare(turns(1.41), turns(1.0, seed=1))
+    assert seen is not None
+    assert verdict(found, {other: seen}, PLAIN).startswith("Guess with lookup, g = auto, in bfloat16: 1.4")
 
 
 @pytest.mark.parametrize(("count", "kept"), [(1, 1), (2, 1), (3, 2), (4, 2)])

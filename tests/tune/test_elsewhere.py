@@ -60,11 +60,11 @@ def test_what_is_printed_guesses_as_far_as_it_says() -> None:
 
     small = tiny(seed=1)
     small.__class__ = Counted
+    models = {"org/big": target, "org/small": small}
     names = {
-        "model": target,
         "outpace": outpace,
         "inputs": {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 20},
-        "AutoModelForCausalLM": SimpleNamespace(from_pretrained=lambda name, dtype: small),
+        "AutoModelForCausalLM": SimpleNamespace(from_pretrained=lambda name, dtype: models[name]),
     }
     exec(transformers(PAIR, "org/small", "3", "token", 3), names)
     assert set(seen[:4]) == {3}
@@ -83,6 +83,17 @@ def test_lookup_and_models_have_their_names_in_transformers() -> None:
     assert "AutoModelForSeq2SeqLM" in other
     assert "assistant_tokenizer=theirs" in other
     assert "has no n-gram tables" in transformers(PAIR, "ngram:t", "4", "token", 4)
+    assert transformers(PAIR, "none", "0", "token", None).splitlines() == [
+        'model = AutoModelForCausalLM.from_pretrained("org/big", dtype="bfloat16")',
+        "model.generate(**inputs)  # nothing more",
+    ]
+
+
+def test_gguf_files_are_loaded_as_such() -> None:
+    found = transformers(Models("org/big", "float32", other=True), "/models/small.gguf", "5", "token", 5)
+    place = '"/models", gguf_file="small.gguf"'
+    assert f'small = AutoModelForCausalLM.from_pretrained({place}, dtype="float32")' in found
+    assert f"theirs = AutoTokenizer.from_pretrained({place})" in found
 
 
 @pytest.mark.parametrize("draft", ["lookup", "org/small"])

@@ -6,7 +6,7 @@ import pytest
 
 from outpace.tune.decision import Choice
 from outpace.tune.findings import Findings
-from outpace.tune.way import Way, plainly
+from outpace.tune.way import Candidate, Way, plainly
 from tests.tune.test_decision import turns
 
 AUTO = Way("lookup", "auto", "token", "float32")
@@ -86,3 +86,16 @@ def test_another_precision_that_was_not_measured_is_not_known_either() -> None:
     findings = Findings(plainly("float32"))
     findings.add(plainly("bfloat16"))
     assert findings.unknown() is not None
+
+
+def test_rows_are_told_only_where_several_were_looked_at() -> None:
+    findings = Findings(plainly("float32"))
+    findings.choice = Choice(AUTO, {})
+    assert findings.most_rows() is None
+    for B, speed, most in ((4, 1.3, 4), (8, 1.01, 4), (16, 1.5, 4)):
+        findings.crowds.append(Candidate("lookup", "auto", "float32", "token", B, speed))
+        assert findings.most_rows() == most
+    findings.crowds[0] = Candidate("lookup", "auto", "float32", "token", 4, 0.9)
+    assert findings.most_rows() == 1
+    findings.choice = Choice(plainly("float32"), {})
+    assert findings.most_rows() is None

@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from outpace.bench.cost import Pass
 from outpace.bench.prompts import Asked
 from outpace.bench.results import Results, load
 from outpace.decode import Decoder
@@ -16,8 +18,11 @@ from outpace.draft.ngram import NGramDrafter
 from outpace.sampling import Sampling
 from outpace.tune import tuning
 from outpace.tune.budget import Budget
-from outpace.tune.costs import Side
+from outpace.tune.costs import Costs, Side
+from outpace.tune.decision import Choice
+from outpace.tune.replay import Replay
 from outpace.tune.tuning import Plan, Tuning
+from outpace.tune.way import Way
 from tests.tiny import V, trained
 
 PERIOD = [5, 9, 17, 30, 2, 41]
@@ -125,3 +130,44 @@ def test_drafts_that_guess_nothing_are_left_out(target: Any, tmp_path: Path) -> 
     found.time()
     found.foresee()
     assert "had no guess at all" in found.findings.dropped.values()
+
+
+def test_a_long_choice_is_looked_at_with_more_rows_at_its_own_length(target: Any, tmp_path: Path) -> None:
+    found = made(target, tmp_path / "tune.json", 600.0)
+    found.time()
+    found.findings.beta["lookup"] = [np.ones(64), np.ones(64)]
+    way = Way("lookup", "12", "token", "float32")
+    found.findings.add(way)
+    found.findings.choice = Choice(way, {})
+    found.crowd()
+    (one,) = found.findings.crowds
+    assert (one.length, one.batch) == ("12", 2)
+    assert {each.n for each in found.costs.passes["float32", 2]} == {1, 3, 6, 13}
+    iterations = found.costs.iterations(found.sides[0], "lookup", 1.0, 2)
+    replay = Replay(found.findings.beta["lookup"], iterations, iterations[0], 2)
+    assert one.expected == replay.fixed(12)[0] != replay.fixed(5)[0]
+
+
+def test_passes_are_bounded_by_those_that_were_timed() -> None:
+    costs = Costs(Sampling())
+    costs.passes["float32", 1] = [Pass(1, 1, 10.0), Pass(1, 3, 14.0), Pass(1, 9, 30.0)]
+    assert costs.longest("float32", (1,)) == pytest.approx(0.010)
+    assert costs.longest("float32", (1, 2, 3)) == pytest.approx(0.010 + 0.014 + 0.014)
+    assert costs.longest("float32", (6,)) == pytest.approx(0.028)  # twice three
+    assert costs.longest("float32", (17,)) == pytest.approx(0.060)
+
+
+def test_no_length_of_a_draft_that_cannot_pay_is_raced(
+    target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though that of a single length is known less well."""
+    found = made(target, tmp_path / "tune.json", 30.0)
+    found.time()
+    found.costs.time_step(found.sides[0], "lookup")
+    found.findings.beta["lookup"] = [np.zeros(32), np.zeros(32)]
+    monkeypatch.setattr(Replay, "chosen", lambda self: (0.9, (0.89, 0.91)))
+    monkeypatch.setattr(Replay, "fixed", lambda self, g: (0.8, (0.4, 1.2)))
+    found._foresee(found.sides[0], "lookup")
+    ways = [way for way in found.findings.known if way.draft == "lookup"]
+    assert len(ways) == 2
+    assert set(ways) <= set(found.findings.dropped)

@@ -35,7 +35,7 @@ class Text:
     start: list[int]
     tokens: list[int]
     scores: Tensor  # [tokens, V], adjusted; of greedy ones, what the argmax was taken of
-    domain: str
+    asked: Asked
     source: Source | None = None
 
 
@@ -43,7 +43,7 @@ class Text:
 class Walked:
     """β at each of a text's tokens, by draft and lenience; NaN where the draft had no guess."""
 
-    domain: str
+    asked: Asked
     tokens: int
     beta: Mapping[str, Mapping[float, Floats]]
 
@@ -71,7 +71,7 @@ def measure(
         texts = written(target, some, sampling, tokens, range(seed + first, seed + first + len(some)))
         beta = {name: walk(decoder, texts, sampling, values, name) for name, decoder in drafts.items()}
         for i, text in enumerate(texts):
-            yield Walked(text.domain, len(text.tokens), {name: found[i] for name, found in beta.items()})
+            yield Walked(text.asked, len(text.tokens), {name: found[i] for name, found in beta.items()})
 
 
 def written(
@@ -87,7 +87,7 @@ def written(
             one.ids if source is None else list(source.start or []),
             out.tokens,
             out.scores,
-            one.domain,
+            one,
             source,
         )
         for one, source, out in zip(prompts, sources, outs, strict=True)

@@ -21,27 +21,39 @@ ALPHAS = np.linspace(0, 0.99, 199)
 
 @dataclass(frozen=True)
 class Point:
-    """A draft, at the g that suits it best."""
+    """A draft, at the g that suits it best.
+
+    ops   operations of a step, of the target's for a token; None is c
+    most  guesses to think of
+    """
 
     alpha: float
     c: float
     name: str = ""
+    ops: float | None = None
+    most: int = LONGEST
 
     @property
     def g(self) -> int:
-        return int(theory.best_length(self.alpha, self.c, LONGEST))
+        return int(theory.best_length(self.alpha, self.c, self.most))
+
+    @property
+    def operations(self) -> float:
+        return float(theory.operations(self.alpha, self.g, self.c if self.ops is None else self.ops))
 
     @property
     def label(self) -> str:
         return self.name or f"α = {self.alpha:g}, c = {self.c:g}, g = {self.g}"
 
 
-def draw(path: Path, alpha: float, c: float) -> None:
+def draw(path: Path, point: Point) -> None:
     """Leviathan et al. 2023, figures 2 to 4: expected tokens, best lengths, speed and operations over α."""
     pyplot = backend()
     found, axes = pyplot.subplots(2, 2, figsize=(10, 7.5), layout="constrained")
-    for panel, axis in zip((tokens, lengths, speed, operations), axes.flat, strict=True):
-        panel(axis, [Point(alpha, c)], c)
+    ops = point.c if point.ops is None else point.ops
+    panels = (tokens, point.c), (lengths, point.c), (speed, point.c), (operations, ops)
+    for (panel, cost), axis in zip(panels, axes.flat, strict=True):
+        panel(axis, [point], cost)
         axis.legend(fontsize=7)
     found.savefig(path)
     pyplot.close(found)
@@ -74,7 +86,7 @@ def operations(axis: Any, points: Sequence[Point], c: float) -> None:
     for g in LENGTHS:
         axis.plot(ALPHAS, theory.operations(ALPHAS, g, c), label=f"g = {g}")
     axis.set(title=f"operations over plain decoding, ĉ = {c:.3g}", ylim=(1, 8))
-    _dots(axis, points, [theory.operations(one.alpha, one.g, one.c) for one in points])
+    _dots(axis, points, [one.operations for one in points])
 
 
 def _dots(axis: Any, points: Sequence[Point], values: Sequence[float]) -> None:

@@ -63,15 +63,16 @@ class Figure:
 
 
 def figures(runs: Iterable[Run], parts: Mapping[tuple[str, Sampling], Parts] | None = None) -> list[Figure]:
-    """A line for each cell that has texts to speak of, in the order in which they come first."""
+    """A line for each cell that has texts to speak of, about prompts that plain decoding has some of, too; in
+    the order in which they come first."""
     by_cell: dict[Cell, list[Run]] = {}
     for run in runs:
         if run.texts:
             by_cell.setdefault(run.cell, []).append(run)
     found = []
     for cell, mine in by_cell.items():
-        plain = by_cell.get(Cell(cell.draft, cell.sampling, PLAIN))
-        if plain is not None:
+        plain = by_cell.get(Cell(cell.draft, cell.sampling, PLAIN), [])
+        if any(_paired(mine, plain)):
             alike = [
                 one
                 for other, theirs in by_cell.items()

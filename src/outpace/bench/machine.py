@@ -18,7 +18,7 @@ NAMES = ("model name", "machdep.cpu.brand_string")
 
 def machine(place: torch.device) -> dict[str, str | int | None]:
     return {
-        "device": torch.cuda.get_device_name() if place.type == "cuda" else cpu(),
+        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else cpu(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         **{package: version(package) for package in ("torch", "transformers", "triton")},

@@ -108,8 +108,8 @@ class Measurement:
         exact = estimate([one.beta[name][1.0] for one in self.walked], confidence)
         tokens = sum(one.tokens for one in self.walked)
         domains = {}
-        for domain in dict.fromkeys(one.domain for one in self.walked):
-            some = [each for each, one in zip(beta, self.walked, strict=True) if one.domain == domain]
+        for domain in dict.fromkeys(one.asked.domain for one in self.walked):
+            some = [each for each, one in zip(beta, self.walked, strict=True) if one.asked.domain == domain]
             domains[domain] = _said(estimate(some, confidence))
         return {
             "draft": name,
@@ -187,7 +187,8 @@ class Measurement:
             self._put()
 
     def trace(self) -> None:
-        """The first prompt with the first draft, at the g that is best for it, or at that of the counts."""
+        """The first prompt that could be written about, with the first draft, at the g that is best for it,
+        or at that of the counts."""
         plan, (name, decoder) = self.plan, next(iter(self.drafts.items()))
         g = self.entries[name, plan.strictest]["best_g"] or plan.g
         self.tell(f"a trace with g = {g}: {name}")
@@ -196,7 +197,7 @@ class Measurement:
             lenience=decoder.lenience, length=Fixed(g), engine=decoder._engines is not None,
         )  # fmt: skip
         tokens = min(plan.tokens, blocks.TRACED)
-        trace = partial(blocks.trace, own, self.prompts[0], plan.sampling, tokens=tokens, seed=plan.seed)
+        trace = partial(blocks.trace, own, self.walked[0].asked, plan.sampling, tokens=tokens, seed=plan.seed)
         if own._engines is not None:  # graphs are made
             trace()
         found, parts = trace(), cost.inside(own, g, plan.context)

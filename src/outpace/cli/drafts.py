@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from outpace.bench.prompts import Asked
 from outpace.cli.bench import bare
+from outpace.cli.options import check_table
 from outpace.cli.show import note
 from outpace.decode import Decoder, WithModel
 from outpace.draft.base import Drafter
@@ -32,9 +33,12 @@ def line_up(
     """A decoder without a draft, and one with each, all with the same target. They guess g tokens, or as many
     as their own policy says. Of paths the last part names them, unless two would have one name."""
     check.lenience(lenience, parse(rule))
-    for name in names:
-        if name != "random":
-            check_draft_name(name)
+    named = [name for name in names if name != "random"]
+    for name in named:
+        check_table(name)
+        check_draft_name(name)
+    # Before the target, which is larger: a name may be that of nothing.
+    loaded = {name: load_drafter(name, device=device, dtype=dtype, tell=note) for name in named}
     model, tokenizer = load_model(target, device=device, dtype=dtype, tell=note)
     scorer, pack = scorer_of(model), worth_packing(model)
     if pack:
@@ -45,8 +49,7 @@ def line_up(
         if name == "random":
             drafter = RandomDrafter(scorer.vocab_size)
         else:
-            drafter = load_drafter(name, device=device, dtype=dtype, tell=note)
-            drafter = through_text(drafter, tokenizer, name, note)
+            drafter = through_text(loaded[name], tokenizer, name, note)
         if pack and isinstance(drafter, WithModel):
             drafter.scorer.pack()
         shown = name if bare(name) in decoders else bare(name)

@@ -11,12 +11,19 @@ from outpace.cli.bench import where
 from outpace.decode import Decoder
 
 SYNTHETIC = 12  # prompts of a synthetic pair, unless another number is named
+ALPHA, CONTEXT = 0.8, 128  # what it is made for, and tokens of such a prompt
 
 
 def refuse_with_pair(**given: object) -> None:
     for name, value in given.items():
         if value:
             raise ValueError(f"--{name}: given together with --pair, which has its own")
+
+
+def refuse_without_pair(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"--{name}: it is of a synthetic pair, and no --pair was given")
 
 
 def synthetic(

@@ -31,11 +31,22 @@ Target = Annotated[
         rich_help_panel=MODELS,
     ),
 ]
+
+
+def _drafted(context: typer.Context, draft: str) -> str:
+    """Without a draft, a configuration's length has nothing to say: it was found for another one."""
+    source = context.get_parameter_source("draft")
+    if draft == "none" and context.default_map and source is not None and source.name == "COMMANDLINE":
+        context.default_map = {name: one for name, one in context.default_map.items() if name != "length"}
+    return draft
+
+
 Drafted = Annotated[
     str,
     typer.Option(
         "--draft",
         "-d",
+        callback=_drafted,
         metavar="lookup|ngram:FILE|MODEL|none",
         help="Who guesses: copy from the context, a saved n-gram table, a smaller model, nobody.",
         rich_help_panel=MODELS,
@@ -221,6 +232,15 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: not a text file in UTF-8") from None
 
 
+def check_table(draft: str) -> None:
+    """A name that only `outpace tune` knows what to do with."""
+    if draft == "ngram" and not Path(draft).exists():
+        raise ValueError(
+            "--draft: ngram needs a table, ngram:FILE, which NGramDrafter.save writes; "
+            "`outpace tune` counts one by itself"
+        )
+
+
 def _check_rule(rule: str, lenience: float, draft: str, length: str | None) -> None:
     from outpace.verify import check
     from outpace.verify.rules import parse
@@ -245,6 +265,7 @@ def open_decoder(
     from outpace.pair import load
 
     _check_rule(rule, lenience, draft, length)
+    check_table(draft)
     decoder = load(
         target,
         draft,

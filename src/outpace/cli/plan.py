@@ -50,9 +50,9 @@ def plan(
     else:
         show(found)
     if plot is not None:
-        from outpace.bench.curves import draw
+        from outpace.bench.curves import Point, draw
 
-        draw(plot, alpha, c)
+        draw(plot, Point(alpha, c, ops=ops, most=most))
 
 
 def planned(alpha: float, c: float, ops: float, drafts: list[int], most: int) -> dict[str, Any]:

@@ -63,9 +63,10 @@ def sweep(
         ),
     ] = None,
     alpha: Annotated[
-        float,
-        typer.Option(min=0.0, max=1.0, help="Acceptance that the pair is made for.", rich_help_panel=MODELS),
-    ] = 0.8,
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Acceptance that the pair is made for. Default: 0.8.",
+                     rich_help_panel=MODELS),
+    ] = None,
     rule: RuleName = "token",
     length: Annotated[
         list[str] | None,
@@ -99,8 +100,10 @@ def sweep(
     limit: Limit = None,
     every: Every = 1,
     context: Annotated[
-        int, typer.Option(min=1, help="Tokens of a pair's prompts, at random.", rich_help_panel=PROMPTS)
-    ] = 128,
+        int | None,
+        typer.Option(min=1, help="Tokens of a pair's prompts, at random. Default: 128.",
+                     rich_help_panel=PROMPTS),
+    ] = None,
     batch: Annotated[
         int, typer.Option(min=1, help="Prompts at a time, B.", rich_help_panel=PROMPTS)
     ] = 1,
@@ -159,10 +162,12 @@ def sweep(
     questions = None
     if pair is not None:
         lineup.refuse_with_pair(target=target, draft=draft, prompt=prompt, data=data)
+        alpha = lineup.ALPHA if alpha is None else alpha
         decoders, prompts = lineup.synthetic(
-            pair, alpha, rule, device, dtype, limit or lineup.SYNTHETIC, context
+            pair, alpha, rule, device, dtype, limit or lineup.SYNTHETIC, context or lineup.CONTEXT
         )
     else:
+        lineup.refuse_without_pair(alpha=alpha, context=context)
         if "none" in drafts:
             raise ValueError("--draft: none is plain decoding, which is always there as g = 0")
         questions = read_prompts(prompt, data, limit, every)
@@ -178,7 +183,7 @@ def sweep(
         "target": pair or bare(target or DEFAULT),
         "settings": {
             "models": {name: one.describe().splitlines() for name, one in decoders.items()},
-            "alpha": None if pair is None else alpha,
+            "alpha": alpha,
             "max_new_tokens": max_new_tokens,
             "ignore_eos": ignore_eos,
             "repeats": repeats,

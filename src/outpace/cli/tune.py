@@ -214,14 +214,18 @@ def finish(tuning: Tuning, names: Names, out: Path, results: Path) -> None:
         findings.ended = f"it {'was ' if how == 'interrupted' else ''}{how} before whole texts were measured"
     known = findings.unknown() is None
     wanted = known and (stopped is None or not findings.choice.way.plain)
-    content = keep(tuning, names, out if wanted else None)
-    show(content)
+    try:
+        keep(tuning, names, out if wanted else None)
+    except OSError as error:
+        stopped, how, wanted = stopped or error, how or "failed", False
+    show(tuning.results.content)
     spent, budget = tuning.budget.spent, tuning.budget.seconds
     if wanted:
         note(f"configuration in {out}: outpace generate --config {shlex.quote(str(out))}")
     nothing = "" if wanted else ", and no configuration was written"
     if stopped is not None:
-        note(f"{how} after {spent:.0f} s: this is what there was, also in {results}{nothing}")
+        kept = f", also in {results}" if tuning.results.kept else ""
+        note(f"{how} after {spent:.0f} s: this is what there was{kept}{nothing}")
         raise stopped
     if not known:
         note(f"all there is in {results}, after {spent:.0f} of {budget:g} s{nothing}")

@@ -15,7 +15,7 @@ from outpace.models.hub import DEFAULT
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.tune import config, elsewhere
 from outpace.tune.tuning import Tuning
-from outpace.tune.way import NGRAM
+from outpace.tune.way import NGRAM, NONE
 
 Content = Mapping[str, Any]
 ELSEWHERE = {"transformers": "Transformers", "vllm": "vLLM"}
@@ -31,16 +31,16 @@ class Names:
     table: Path
     device: str
 
-    @property
-    def hub(self) -> str:
-        """Where others find the target."""
-        return f"HuggingFaceTB/{DEFAULT}" if self.target == DEFAULT else self.target
-
     def draft(self, shown: str) -> str:
         """So that it is found from any folder, and a table beside the configuration."""
         if shown == NGRAM:
             return f"ngram:{self.table.name}"
         return lasting(self.drafts.get(shown, shown))
+
+
+def on_hub(name: str) -> str:
+    """Where others find a model."""
+    return f"HuggingFaceTB/{DEFAULT}" if name == DEFAULT else name
 
 
 def lasting(name: str) -> str:
@@ -52,8 +52,8 @@ def lasting(name: str) -> str:
     return str(path_here.absolute()) if path_here.exists() and name not in ("lookup", "none") else name
 
 
-def keep(tuning: Tuning, names: Names, out: Path | None) -> Content:
-    """The configuration, if a file is named for it, and everything in the results. Where nothing is known, no
+def keep(tuning: Tuning, names: Names, out: Path | None) -> None:
+    """Everything in the results, and the configuration, if a file is named for it. Where nothing is known, no
     way is recommended to others either."""
     findings, content = tuning.findings, tuning.results.content
     chosen, near = findings.chosen(), findings.nearest()
@@ -82,27 +82,26 @@ def keep(tuning: Tuning, names: Names, out: Path | None) -> Content:
     side = tuning.sides[0]
     drafter = side.drafts[chosen.draft].drafter if chosen.draft in side.drafts else None
     models = elsewhere.Models(
-        names.hub,
+        on_hub(names.target),
         chosen.dtype,
         isinstance(side.plain.scorer, Seq2SeqScorer),
         isinstance(drafter, TextDrafter),
     )
-    found_here = f"ngram:{names.table}" if chosen.draft == NGRAM else draft
-    if out is not None:
-        if chosen.draft == NGRAM and tuning.ngram is not None:
-            tuning.ngram.save(names.table)
-        write_whole(out, text)
+    there = f"ngram:{names.table}" if chosen.draft == NGRAM else on_hub(draft)
     known = findings.unknown() is None
     tuning.results.put(
         spent_seconds=round(tuning.budget.spent, 1),
         **findings.content(),
         config=text if out is not None else None,
         transformers=(
-            elsewhere.transformers(models, found_here, chosen.length, chosen.rule, near) if known else None
+            elsewhere.transformers(models, there, chosen.length, chosen.rule, near) if known else None
         ),
-        vllm=elsewhere.vllm(models, draft, chosen.length, near) if known else None,
+        vllm=elsewhere.vllm(models, there, chosen.length, near) if known else None,
     )
-    return content
+    if out is not None:
+        if chosen.draft == NGRAM and tuning.ngram is not None:
+            tuning.ngram.save(names.table)
+        write_whole(out, text)
 
 
 def show(content: Content) -> None:
@@ -126,7 +125,7 @@ def show(content: Content) -> None:
         table.add_row(one["draft"], one["length"], *cells, *speeds, one["why"], style=style)
     console.print(table)
     console.print(content["verdict"])
-    if content["max_batch"] is not None:
+    if content["chosen"] is not None and content["chosen"]["draft"] != NONE:
         console.print(_rows(content))
     for name, title in ELSEWHERE.items():
         if content[name] is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -94,6 +95,12 @@ class Costs:
     def plain(self, dtype: str, B: int = 1) -> float:
         """Seconds of the target's pass over a token."""
         return min(one.ms for one in self.passes[dtype, B] if one.n == 1) / 1e3
+
+    def longest(self, dtype: str, sizes: Sequence[int]) -> float:
+        """Seconds that passes over so many tokens of a row take together, at most: none takes longer than one
+        over more tokens, or than shorter ones after each other."""
+        known = self.passes[dtype, 1]
+        return sum(min(one.ms * max(1, math.ceil(n / one.n)) for one in known) for n in sizes) / 1e3
 
     def iterations(self, side: Side, name: str, alpha: float, B: int = 1) -> list[float]:
         """Seconds of those with g = 0, 1, ... guesses, of which such a share is kept."""

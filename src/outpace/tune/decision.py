@@ -69,32 +69,37 @@ def choose(rates: Mapping[Way, Rates], yardsticks: Mapping[Way, Rates], plain: W
     first = _fastest(sure, rates)
     alike = [first, *(way for way in sure if way != first and _as_fast(rates[way], rates[first]))]
     chosen = min(alike, key=lambda way: (way.effort, -seen[way].speed))
+    fastest, taken = first.among(plain), chosen.among(plain)
     for way in sure:
         behind = compare(rates[way], rates[chosen])
         if way == chosen:
-            reason = "the fastest" if way == first else f"as fast as {first}, and simpler"
+            simpler = ", and simpler" if way.effort < first.effort else ""
+            reason = "the fastest" if way == first else f"as fast as {fastest}{simpler}"
         elif way in alike:
-            reason = f"no faster to speak of than {chosen}, which is simpler"
+            simpler = ", which is simpler" if chosen.effort < way.effort else ""
+            reason = f"no faster to speak of than {taken}{simpler}"
         elif behind is not None and behind.surely_slower:
-            reason = f"slower than {chosen}"
+            reason = f"slower than {taken}"
         else:
-            reason = f"not as fast as {chosen}, as far as was seen"
+            reason = f"not as fast as {taken}, as far as was seen"
         why[way] = reason
     return Choice(chosen, why)
 
 
-def verdict(choice: Choice, seen: Mapping[Way, Seen]) -> str:
-    """In a sentence, of what was measured."""
+def verdict(choice: Choice, seen: Mapping[Way, Seen], first: Way) -> str:
+    """In a sentence, of what was measured; the first way is what they were compared with."""
     way = choice.way
     if way in seen:
         found = f"{seen[way]} times as fast as plain decoding"
         prompts = f"measured with {seen[way].prompts} prompts"
         if way.plain:
             return f"Do not speculate, but compute in {way.dtype}: {found}, {prompts}."
-        return f"Guess with {way}: {found}, {prompts}."
+        return f"Guess with {way.among(first)}: {found}, {prompts}."
     best = max(seen, key=lambda one: seen[one].speed)
     few = seen[best].prompts < LEAST
-    known = f"the best that was measured, {best}, is {seen[best]} times as fast as plain decoding"
+    known = (
+        f"the best that was measured, {best.among(first)}, is {seen[best]} times as fast as plain decoding"
+    )
     if few:
         return f"Do not speculate yet: {known}, and {too_few(seen[best].prompts, 'prompt')} to be sure."
     return f"Do not speculate: {known}, which is not surely faster."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 from outpace.bench.runs import AUTO
 from outpace.tune.way import LOOKUP, NONE
@@ -31,9 +32,11 @@ class Models:
 
 
 def transformers(models: Models, draft: str, length: str, rule: str, near: int | None) -> str:
-    """Calls of `model.generate`; `near` is a number for what is not a fixed length, None if none pays."""
+    """A model, and calls of its `generate`; `near` is a number for what is not a fixed length, None if none
+    pays."""
+    loaded = f"model = {_loaded(models, models.target)}"
     if draft == NONE:
-        return "model.generate(**inputs)  # nothing more"
+        return f"{loaded}\nmodel.generate(**inputs)  # nothing more"
     given = "length=" + ("outpace.Goodput()" if length == AUTO else length)
     given += "" if rule == "token" else f', rule="{rule}"'
     why = f", though {NO_POLICY}" if length == AUTO else ""
@@ -42,16 +45,17 @@ def transformers(models: Models, draft: str, length: str, rule: str, near: int |
         own = f"# not by its own assisted generation: {NONE_PAYS}"
     if draft == LOOKUP:
         theirs = f"prompt_lookup_num_tokens={near}, max_matching_ngram_size={LONGEST}"
-        lines = [_call("outpace.LookupDrafter(min_ngram=1)", given), own]
+        lines = [loaded, _call("outpace.LookupDrafter(min_ngram=1)", given), own]
         return "\n".join([*lines, f"model.generate(**inputs, {theirs})"] if near is not None else lines)
     if draft.startswith("ngram:"):
         table = f"outpace.NGramDrafter.load({json.dumps(draft.removeprefix('ngram:'))})"
-        return f"{_call(table, given)}\n# Transformers' own assisted generation has no n-gram tables"
-    name, kind = json.dumps(draft), "AutoModelForSeq2SeqLM" if models.encoder else "AutoModelForCausalLM"
-    lines = [f'small = {kind}.from_pretrained({name}, dtype="{models.dtype}")']
+        return (
+            f"{loaded}\n{_call(table, given)}\n# Transformers' own assisted generation has no n-gram tables"
+        )
+    lines = [loaded, f"small = {_loaded(models, draft)}"]
     drafter, tokenizers = "small", ""
     if models.other:
-        lines.append(f"theirs = AutoTokenizer.from_pretrained({name})")
+        lines.append(f"theirs = AutoTokenizer.from_pretrained({_where(draft)})")
         drafter = "outpace.TextDrafter(small, theirs, tokenizer)"
         tokenizers = ", tokenizer=tokenizer, assistant_tokenizer=theirs"
     lines += [_call(drafter, given), own]
@@ -64,6 +68,19 @@ def transformers(models: Models, draft: str, length: str, rule: str, near: int |
         f"model.generate(**inputs, assistant_model=small{tokenizers})",
     ]
     return "\n".join(lines)
+
+
+def _loaded(models: Models, name: str) -> str:
+    kind = "AutoModelForSeq2SeqLM" if models.encoder else "AutoModelForCausalLM"
+    return f'{kind}.from_pretrained({_where(name)}, dtype="{models.dtype}")'
+
+
+def _where(name: str) -> str:
+    """As arguments: a GGUF file is named by its folder and itself."""
+    if not name.endswith(".gguf"):
+        return json.dumps(name)
+    path = Path(name)
+    return f"{json.dumps(str(path.parent))}, gguf_file={json.dumps(path.name)}"
 
 
 def _call(drafter: str, given: str) -> str:

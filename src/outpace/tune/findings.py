@@ -86,8 +86,9 @@ class Findings:
         return max(pays, key=pays.__getitem__, default=None)
 
     def most_rows(self) -> int | None:
-        """Rows at a time up to which the choice is expected to pay; None if it is plain decoding."""
-        if self.choice.way.plain:
+        """Rows at a time up to which the choice is expected to pay; None if it is plain decoding, or if no
+        more than one were looked at."""
+        if self.choice.way.plain or not self.crowds:
             return None
         most = 1
         for one in self.crowds:
@@ -101,7 +102,7 @@ class Findings:
         if unknown is not None:
             return f"Whether it pays is not known: {unknown}."
         if seen:
-            return verdict(self.choice, seen)
+            return verdict(self.choice, seen, self.first)
         if not self.dropped:
             return "Do not speculate: no draft was named."
         which = "no draft that could be looked at" if self.untried else "no draft"
@@ -117,8 +118,10 @@ class Findings:
         if not hopes:
             return next(f"{way.draft}: {why}" for way, why in self.untried.items())
         told = next(((way, self.expected[way][0]) for way in hopes if way in self.expected), None)
-        hope = "" if told is None else f"; {told[0]} is expected to be {told[1]:.2f} times as fast"
-        return f"{self.ended}{hope}"
+        if told is None:
+            return self.ended
+        way, speed = told
+        return f"{self.ended}; {way.among(self.first)} is expected to be {speed:.2f} times as fast"
 
     def content(self) -> Mapping[str, Any]:
         """To be written down."""

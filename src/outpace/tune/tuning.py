@@ -34,7 +34,7 @@ FEWEST = 8  # tokens of such a text, at least
 SHORT = 24  # tokens of a text that is timed, at least, and fewer than asked for if there would be no time for
 ROUNDS, WAYS = 12, 3  # this many texts by this many ways
 GRAMS = 3  # n of the table that is fitted
-CROWD = (1, 3, 6)  # tokens of passes that are timed with larger batches
+CROWD = 1, 3, 6  # tokens of passes that are timed with larger batches, beside those of the choice
 
 Tell = Callable[[str], None]
 
@@ -179,16 +179,15 @@ class Tuning:
             return
         g, alone = replay.best(), plain / iterations[0]  # what this precision brings by itself
         auto, fixed = self._auto(name, side), Way(name, str(g), "token", side.dtype)
-        speed = replay.fixed(g)
-        self.findings.expect(
-            auto, max(speed, (alone, None), key=lambda one: one[0]), PAYS * alone, replay.chosen()
-        )
-        self.findings.expect(fixed, speed, PAYS * alone, speed)
+        speed, hope = replay.fixed(g), replay.chosen()
+        self.findings.expect(auto, max(speed, (alone, None), key=lambda one: one[0]), PAYS * alone, hope)
+        # No fixed length does better than the best one of each text, whichever of the two is known better.
+        self.findings.expect(fixed, speed, PAYS * alone, hope if auto in self.findings.dropped else speed)
 
     def race(self) -> None:
         """Whole texts, by what may pay and by plain decoding in turn."""
         enough = self.enough()
-        self._race(self.findings.promising(), JUDGED if self.plan.sampling.greedy else RACED)
+        self._race(self.findings.promising(), RACED)
         self.findings.ended = (
             f"there was no time to measure whole texts in {self.budget.seconds:g} s; "
             f"about {math.ceil(enough)} s would do"
@@ -231,18 +230,19 @@ class Tuning:
         if way.plain or texts is None or found is None:
             return
         side = next(one for one in self.sides if one.dtype == way.dtype)
+        near = self.findings.nearest()
+        sizes = tuple(sorted({*CROWD, *(() if near is None else (near + 1,))}))
         # No pass takes longer than its rows one after the other.
-        row = 2 * (cost.ROUNDS + 1) * sum(CROWD) * self.costs.plain(way.dtype)
+        row = 2 * (cost.ROUNDS + 1) * self.costs.longest(way.dtype, sizes)
         for B in sorted({*self.plan.batches} - {1}):
             if self.budget.left() < B * row:
                 return
             self.tell(f"passes over B = {B} rows")
-            self.costs.time(side, B, self.budget.left(), CROWD)
+            self.costs.time(side, B, self.budget.left(), sizes)
             self.costs.time_step(side, way.draft, B)
             iterations = self.costs.iterations(side, way.draft, found.mean, B)
             replay = Replay(texts, iterations, iterations[0], B)
-            fits = way.length.isdecimal() and int(way.length) in replay.lengths
-            speed, interval = replay.fixed(int(way.length) if fits else replay.best())
+            speed, interval = replay.fixed(int(way.length) if way.length.isdecimal() else replay.best())
             why = "expected to pay" if speed > PAYS else "not expected to pay"
             self.findings.crowds.append(
                 Candidate(way.draft, way.length, way.dtype, way.rule, B, speed, interval, None, why)

@@ -36,6 +36,12 @@ class Way:
             return "plain decoding"
         return f"{self.draft}, g = {self.length}" + ("" if self.rule == "token" else f", rule {self.rule}")
 
+    def among(self, first: Way) -> str:
+        """With its precision, where that is not the first one's."""
+        if self.dtype == first.dtype:
+            return f"{self}"
+        return f"{self} in {self.dtype}" if self.plain else f"{self}, in {self.dtype}"
+
 
 def plainly(dtype: str) -> Way:
     return Way(NONE, PLAIN, "token", dtype)
