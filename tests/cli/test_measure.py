@@ -320,3 +320,5 @@ def test_a_draft_that_is_not_there_is_noticed_before_the_target_is_loaded(
     status, _, errors = run("measure", "--target", model, "-d", "nobody/has-this")
     assert (status, errors.splitlines()[-1]) == (2, "outpace: nobody/has-this: cannot be loaded")
     assert not loaded
+    status, _, errors = run("measure", "--target", "/nowhere/model", "-d", "nobody/has-this")
+    assert (status, errors.splitlines()[-1]) == (2, "outpace: /nowhere/model: no such file or folder")

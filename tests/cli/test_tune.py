@@ -8,8 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from outpace.bench import results
+from outpace.cli.tuned import Names
+from outpace.draft.ngram import NGramDrafter
+from outpace.models.hub import DEFAULT
 from outpace.tune import config
 from tests.cli.conftest import Run, full_disk, interrupted
 from tests.tiny import byte_tokenizer, trained
@@ -171,6 +175,36 @@ def test_a_full_disk_leaves_the_table_on_the_screen(
     assert said.endswith("s: this is what there was, and no configuration was written")
     assert why == f"outpace: {tmp_path / 'outpace-tune.json'}: it cannot be written (No space left on device)"
     assert not out.exists()
+
+
+def test_a_table_that_cannot_be_saved_leaves_what_was_found_on_the_screen(
+    run: Run, target: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr(NGramDrafter, "save", full)
+    out = tmp_path / "outpace.toml"
+    words = ["--drafts", "ngram", "--budget", "12", "-m", "32", "--batch", "1", "-o", str(out)]
+    code, shown, errors = run("tune", *common(target, data), *words)
+    assert code != 0
+    assert "Guess with ngram" in shown
+    assert "and no configuration was written" in errors
+    assert not out.exists()
+
+
+def test_others_are_told_names_that_they_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "big").mkdir()
+    drafts = {"small": "org/small", DEFAULT: DEFAULT, "big": "big"}
+    names = Names("~/big", drafts, Path("outpace.ngram.safetensors"), "cpu")
+    assert names.theirs() == names.theirs("big") == str(tmp_path / "big")
+    assert names.theirs("small") == "org/small"
+    assert names.theirs("lookup") == "lookup"
+    assert names.theirs(DEFAULT) == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert names.theirs("ngram") == f"ngram:{tmp_path / 'outpace.ngram.safetensors'}"
+    assert Names(DEFAULT, {}, Path("t"), "cpu").theirs() == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @pytest.mark.parametrize("rounds", [False, True])

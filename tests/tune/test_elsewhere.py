@@ -82,6 +82,9 @@ def test_lookup_and_models_have_their_names_in_transformers() -> None:
     other = transformers(Models("org/big", "float32", encoder=True, other=True), "org/small", "5", "token", 5)
     assert "AutoModelForSeq2SeqLM" in other
     assert "assistant_tokenizer=theirs" in other
+    on_gpu = transformers(Models("org/big", "bfloat16", "cuda:1"), "org/small", "5", "token", 5)
+    for name in ("big", "small"):
+        assert f'from_pretrained("org/{name}", dtype="bfloat16").to("cuda:1")' in on_gpu
     assert "has no n-gram tables" in transformers(PAIR, "ngram:t", "4", "token", 4)
     assert transformers(PAIR, "none", "0", "token", None).splitlines() == [
         'model = AutoModelForCausalLM.from_pretrained("org/big", dtype="bfloat16")',

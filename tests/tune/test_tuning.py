@@ -101,6 +101,17 @@ def test_sampled_texts_try_the_other_rule(
     assert (block.draft, block.length) == ("ngram", found.findings.choice.way.length)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_a_race_leaves_time_for_larger_batches(target: Any, temperature: float) -> None:
+    plan, ends = Plan(Sampling(temperature=temperature)), []
+    found = Tuning([side(target)], asked(8), plan, Budget(9), Results(None, "tune", {}))
+    found.time()
+    found._race = lambda ways, share: ends.append(share)  # type: ignore[method-assign]
+    found.race()
+    assert ends == [tuning.RACED]
+    assert tuning.RACED < tuning.JUDGED < 1
+
+
 def test_no_time_at_all_is_said(target: Any, tmp_path: Path) -> None:
     now = iter(range(0, 100000, 50))
     found = made(target, tmp_path / "tune.json", 1.0)

@@ -38,8 +38,13 @@ class Point:
         return int(theory.best_length(self.alpha, self.c, self.most))
 
     @property
+    def step(self) -> float:
+        """ĉ."""
+        return self.c if self.ops is None else self.ops
+
+    @property
     def operations(self) -> float:
-        return float(theory.operations(self.alpha, self.g, self.c if self.ops is None else self.ops))
+        return float(theory.operations(self.alpha, self.g, self.step))
 
     @property
     def label(self) -> str:
@@ -50,8 +55,7 @@ def draw(path: Path, point: Point) -> None:
     """Leviathan et al. 2023, figures 2 to 4: expected tokens, best lengths, speed and operations over α."""
     pyplot = backend()
     found, axes = pyplot.subplots(2, 2, figsize=(10, 7.5), layout="constrained")
-    ops = point.c if point.ops is None else point.ops
-    panels = (tokens, point.c), (lengths, point.c), (speed, point.c), (operations, ops)
+    panels = (tokens, point.c), (lengths, point.c), (speed, point.c), (operations, point.step)
     for (panel, cost), axis in zip(panels, axes.flat, strict=True):
         panel(axis, [point], cost)
         axis.legend(fontsize=7)

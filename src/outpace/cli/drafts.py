@@ -13,7 +13,7 @@ from outpace.decode import Decoder, WithModel
 from outpace.draft.base import Drafter
 from outpace.draft.random import RandomDrafter
 from outpace.length import Fixed
-from outpace.models.hub import load_model
+from outpace.models.hub import check_name, load_model
 from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
 from outpace.pair import check_draft_name, load_drafter, through_text, worth_packing
 from outpace.verify import check
@@ -33,6 +33,8 @@ def line_up(
     """A decoder without a draft, and one with each, all with the same target. They guess g tokens, or as many
     as their own policy says. Of paths the last part names them, unless two would have one name."""
     check.lenience(lenience, parse(rule))
+    if target is not None:
+        check_name(target)
     named = [name for name in names if name != "random"]
     for name in named:
         check_table(name)

@@ -216,7 +216,7 @@ def finish(tuning: Tuning, names: Names, out: Path, results: Path) -> None:
     wanted = known and (stopped is None or not findings.choice.way.plain)
     try:
         keep(tuning, names, out if wanted else None)
-    except OSError as error:
+    except Exception as error:
         stopped, how, wanted = stopped or error, how or "failed", False
     show(tuning.results.content)
     spent, budget = tuning.budget.spent, tuning.budget.seconds

@@ -37,10 +37,12 @@ class Names:
             return f"ngram:{self.table.name}"
         return lasting(self.drafts.get(shown, shown))
 
-
-def on_hub(name: str) -> str:
-    """Where others find a model."""
-    return f"HuggingFaceTB/{DEFAULT}" if name == DEFAULT else name
+    def theirs(self, shown: str | None = None) -> str:
+        """As others find it: a draft, or the target."""
+        if shown == NGRAM:
+            return f"ngram:{self.table.absolute()}"
+        name = lasting(self.target) if shown is None else self.draft(shown)
+        return f"HuggingFaceTB/{DEFAULT}" if name == DEFAULT else name
 
 
 def lasting(name: str) -> str:
@@ -57,12 +59,11 @@ def keep(tuning: Tuning, names: Names, out: Path | None) -> None:
     way is recommended to others either."""
     findings, content = tuning.findings, tuning.results.content
     chosen, near = findings.chosen(), findings.nearest()
-    draft = names.draft(chosen.draft)
     plain = findings.choice.way.plain
     text = config.written(
         {
             "target": lasting(names.target),
-            "draft": draft,
+            "draft": names.draft(chosen.draft),
             "length": None if plain else int(chosen.length) if chosen.length.isdecimal() else chosen.length,
             "rule": chosen.rule,
             "dtype": chosen.dtype,
@@ -82,12 +83,13 @@ def keep(tuning: Tuning, names: Names, out: Path | None) -> None:
     side = tuning.sides[0]
     drafter = side.drafts[chosen.draft].drafter if chosen.draft in side.drafts else None
     models = elsewhere.Models(
-        on_hub(names.target),
+        names.theirs(),
         chosen.dtype,
+        names.device,
         isinstance(side.plain.scorer, Seq2SeqScorer),
         isinstance(drafter, TextDrafter),
     )
-    there = f"ngram:{names.table}" if chosen.draft == NGRAM else on_hub(draft)
+    there = names.theirs(chosen.draft)
     known = findings.unknown() is None
     tuning.results.put(
         spent_seconds=round(tuning.budget.spent, 1),

@@ -21,12 +21,14 @@ class Models:
 
     target      as the hub has it
     dtype       of both
+    device      of both
     encoder     the target has one
     other       the draft has another tokenizer than the target
     """
 
     target: str
     dtype: str
+    device: str = "cpu"
     encoder: bool = False
     other: bool = False
 
@@ -72,7 +74,8 @@ def transformers(models: Models, draft: str, length: str, rule: str, near: int |
 
 def _loaded(models: Models, name: str) -> str:
     kind = "AutoModelForSeq2SeqLM" if models.encoder else "AutoModelForCausalLM"
-    return f'{kind}.from_pretrained({_where(name)}, dtype="{models.dtype}")'
+    there = "" if models.device == "cpu" else f'.to("{models.device}")'
+    return f'{kind}.from_pretrained({_where(name)}, dtype="{models.dtype}"){there}'
 
 
 def _where(name: str) -> str:
