@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import sync_playwright
 
 from outpace.report.page import page
 from tests.report.written import measured, swept, tuned
@@ -16,12 +15,13 @@ from tests.report.written import measured, swept, tuned
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 A4 = 718  # pixels of its width, within the margins
 
+playwright = pytest.importorskip("playwright.sync_api")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_playwright() as run:
+    with playwright.sync_playwright() as run:
         found = run.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield found
         found.close()
