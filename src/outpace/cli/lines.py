@@ -9,7 +9,7 @@ from outpace.bench.forecast import SPAN, Figure
 from outpace.bench.loops import kind_of, name_of
 from outpace.bench.runs import PLAIN
 from outpace.cli.show import screen
-from outpace.counts import counted
+from outpace.wording import counted
 
 Said = Callable[[Figure], str]
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from outpace.counts import counted
+from outpace.wording import counted
 
 Content = Mapping[str, Any]
 

@@ -27,9 +27,9 @@ def report(
     from outpace.bench.pictures import backend
     from outpace.bench.results import load
     from outpace.cli.show import note
-    from outpace.counts import counted
     from outpace.files import check_out, write_whole
     from outpace.tasks.extra import needed
+    from outpace.wording import counted
 
     check_out("--out", out)
     if out.resolve() in {one.resolve() for one in results}:

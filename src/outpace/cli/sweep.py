@@ -203,7 +203,7 @@ def sweep(
 def finish(made: Sweep, results: Results, out: Path, plot: Path | None) -> None:
     """Measure, show and save; what there is if it is interrupted."""
     from outpace.bench.forecast import figures
-    from outpace.counts import counted
+    from outpace.wording import counted
 
     runs: list[Run] = []
     parts: Known = {}

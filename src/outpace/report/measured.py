@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from outpace.bench.curves import Point
-from outpace.counts import counted
 from outpace.report import formulas, run
 from outpace.report.figures import Line, lines
 from outpace.report.section import Content, Figure, Section, Table
 from outpace.report.words import between, said, sampled, short
+from outpace.wording import counted
 
 Draft = dict[str, Any]
 

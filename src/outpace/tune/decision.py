@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outpace.bench.spread import Rate, faster
-from outpace.counts import too_few
 from outpace.tune.way import Interval, Way
+from outpace.wording import too_few
 
 LEAST = 4  # prompts without which nothing is called sure
 CLOSE = 0.03  # as fast as the fastest, if no difference was shown, and none larger than this was seen

@@ -15,11 +15,11 @@ from outpace.bench.cost import let_go
 from outpace.bench.runs import PLAIN, Cell, Run
 from outpace.bench.spread import Rate
 from outpace.bench.sweep import Sweep, rotated
-from outpace.counts import counted
 from outpace.decode import Decoder, WithModel
 from outpace.sampling import Sampling
 from outpace.tune.decision import Seen, better_half, compare
 from outpace.tune.way import Way
+from outpace.wording import counted
 
 SETTLED = 6  # prompts after which what is surely slower leaves
 SHARP = 0.05  # half an interval, of its speed: known well enough

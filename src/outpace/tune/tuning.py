@@ -13,7 +13,6 @@ from outpace.bench.estimate import estimate
 from outpace.bench.prompts import Asked
 from outpace.bench.results import Results
 from outpace.bench.runs import AUTO, BEGINNING
-from outpace.counts import too_few
 from outpace.decode import Decoder
 from outpace.draft.lookup import LookupDrafter
 from outpace.draft.ngram import NGramDrafter
@@ -25,6 +24,7 @@ from outpace.tune.findings import PAYS, Findings
 from outpace.tune.race import Race
 from outpace.tune.replay import Replay
 from outpace.tune.way import NGRAM, Candidate, Way, plainly
+from outpace.wording import too_few
 
 # Shares of the time after which stages end: what one does not need, the next has.
 TIMED, FITTED, FORESEEN, RACED, JUDGED = 0.12, 0.25, 0.4, 0.88, 0.95
