@@ -281,7 +281,7 @@ def open_decoder(
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> Decoder:
-    """Load the models that the flags name; values that do not fit are refused before anything big is loaded."""
+    """Load the models that the flags name; refuse values that do not fit before anything big is loaded."""
     from outpace.pair import load
 
     _check_rule(rule, lenience, draft, length)
