@@ -221,7 +221,7 @@ def test_a_text_that_the_context_ends_says_so(run: Run, model: str) -> None:
     flags = ["generate", PROMPT, "--raw", *common(model)]
     _, _, err = run(*flags, "-m", "100000")
     line = err.splitlines()[-1]
-    assert f"{128 - len(PROMPT)} tokens | " in line
+    assert f"{128 - len(byte_tokenizer()(PROMPT).input_ids)} tokens | " in line
     assert line.endswith(" | the model's context of 128 tokens is full")
     assert "context" not in run(*flags)[2]
     for most, full in (("100000", True), ("24", False)):

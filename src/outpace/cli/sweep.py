@@ -230,7 +230,7 @@ def lengths_of(given: Sequence[str], tokens: int, own: bool) -> list[str]:
         long = [one for one in LENGTHS if least_tokens(one) > tokens]
         if long:
             note(
-                f"--length {' '.join(long)}: left out, as texts of {tokens} tokens are too short to time it; "
+                f"length {', '.join(long)}: left out, as texts of {tokens} tokens are too short; "
                 f"--max-new-tokens {max(map(least_tokens, long))} is enough"
             )
         lengths = [*(one for one in LENGTHS if one not in long), *lengths]
