@@ -14,6 +14,7 @@ from outpace.cli import checks
 from outpace.cli.bench import bare, command
 from outpace.cli.options import (
     MODELS,
+    MOST_ROWS,
     PROMPTS,
     SAMPLING,
     SHOW,
@@ -121,7 +122,7 @@ def sweep(
                      rich_help_panel=PROMPTS),
     ] = None,
     batch: Annotated[
-        int, typer.Option(min=1, help="Prompts at a time, B.", rich_help_panel=PROMPTS)
+        int, typer.Option(min=1, max=MOST_ROWS, help="Prompts at a time, B.", rich_help_panel=PROMPTS)
     ] = 1,
     repeats: Annotated[
         int, typer.Option(min=1, help="Times that all prompts come.", rich_help_panel=PROMPTS)
