@@ -133,7 +133,9 @@ def test_the_comparison_rule_is_accepted_but_not_offered() -> None:
 @pytest.mark.parametrize("name", sorted(set(checks.RANGES) - {"lenience", "seed", "first seed"}))
 def test_ranges_of_sampling_flags_are_those_of_sampling(name: str) -> None:
     whole = name == "top_k"
-    values = [-1, 0, 1, 2] if whole else [-math.inf, -1.0, -0.1, 0.0, 0.5, 1.0, 1.1, 3.0, math.inf, math.nan]
+    values: list[Any] = (
+        [-1, 0, 1, 2] if whole else [-math.inf, -1.0, -0.1, 0.0, 0.5, 1.0, 1.1, 3.0, math.inf, math.nan]
+    )
     accepted = [accepts(lambda: checks.number(name)(one)) for one in values]  # noqa: B023
     assert accepted == [accepts(lambda: Sampling(**{name: one})) for one in values]  # noqa: B023
     assert True in accepted
@@ -170,7 +172,8 @@ def test_dtypes_have_short_names(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["cpu", "cuda", "cuda:1", "mps", "xpu:0"])
 def test_devices_that_the_flag_accepts_are_known_to_pytorch(text: str) -> None:
-    assert torch.device(checks.device(text)).type == text.partition(":")[0]
+    assert checks.device(text) == text
+    assert torch.device(text).type == text.partition(":")[0]
 
 
 def accepts(call: Any) -> bool:

@@ -223,7 +223,8 @@ def sweep(
 
 def lengths_of(given: Sequence[str], tokens: int, own: bool) -> list[str]:
     """Return the lengths that are measured: those given, and our own that fit texts of so many tokens."""
-    from outpace.bench.sweep import LENGTHS, PLAIN, check_lengths, least_tokens
+    from outpace.bench.runs import PLAIN
+    from outpace.bench.sweep import LENGTHS, check_lengths, least_tokens
 
     check_lengths([PLAIN], tokens)
     lengths = [str(int(one)) if one.isdecimal() else one for one in given]  # 05 is 5
