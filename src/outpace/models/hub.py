@@ -96,12 +96,11 @@ def load_model(
     try:
         if where is None:  # a GGUF file whose converted copy cannot be kept
             model, tokenizer = gguf.read(_path(shown), precision, device_map)
+            model = model if device_map else model.to(place)
         else:
             given = {"device_map": device_map, "quantization_config": quantization_config}
             options = _options(trust_remote_code, revision)
             model, tokenizer = _read(where, shown, place, precision, given, options)
-        if getattr(model, "hf_device_map", None) is None:  # neither quantized nor placed by a map
-            model = model.to(place)
     except torch.OutOfMemoryError as error:
         raise MemoryError(f"{shown} in {precision} does not fit on {place}") from error
     if hold is not None:
@@ -126,10 +125,12 @@ def _read(
             quantized = given["quantization_config"] or getattr(config, "quantization_config", None)
             if quantized and given["device_map"] is None:
                 given = {**given, "device_map": {"": place}}  # such weights cannot be moved afterwards
+            placed = given["device_map"] is not None
             given = {name: one for name, one in given.items() if one is not None}
             model = auto_class(config).from_pretrained(
                 where, config=config, dtype=precision, **given, **options
             )
+            model = model if placed else model.to(place)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
