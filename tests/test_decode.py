@@ -597,7 +597,7 @@ def test_a_drafter_serves_one_decoder_at_a_time() -> None:
     one, other = Decoder(tiny(), drafter), Decoder(tiny(), drafter)
     stream = one.stream(PROMPT, temperature=0, max_new_tokens=9)
     next(stream)
-    with pytest.raises(RuntimeError, match="this LookupDrafter is drafting for another Decoder"):
+    with pytest.raises(RuntimeError, match="this LookupDrafter is at work for another Decoder"):
         other.generate(PROMPT)
     stream.close()
     assert other.generate(PROMPT, temperature=0, max_new_tokens=9).tokens == greedy(tiny(), PROMPT, 9)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 import warnings
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -17,7 +16,8 @@ from torch import Tensor
 from outpace import engined
 from outpace.advance import advance
 from outpace.arguments import kind, on_device
-from outpace.draft import claim, drafter_of, release
+from outpace.claims import claim, release
+from outpace.draft import drafter_of
 from outpace.draft.base import Draft, Drafter, one_for_all
 from outpace.draft.model import ModelDrafter
 from outpace.draft.text import TextDrafter
@@ -106,7 +106,6 @@ class Decoder:
         self._engines = Engines(self.scorer, self.drafter, self.rule, self.lenience) if engine else None
         self.tokenizer = tokenizer
         self._reader = Reader(self.scorer, tokenizer, draft_sampling)
-        self._lock = threading.Lock()
 
     @overload
     def generate(
@@ -323,6 +322,11 @@ class Decoder:
 
     def _check_encoders(self) -> None:
         """Two that are the same work once; a draft's alone would have nothing to read."""
+        if isinstance(self.drafter, WithModel) and self.drafter.scorer is self.scorer:
+            raise ValueError(
+                "drafter: it has the target's own scorer, and each needs a KV cache of its own; give it the "
+                "model"
+            )
         encoders = self.encoders()
         if len(encoders) == 2:
             encoders[1].share_encoder(encoders[0])
@@ -333,22 +337,13 @@ class Decoder:
 
     def _run(self, rows: list[Row], batch_size: int | None) -> Generator[Step]:
         """All rows to their ends, as many at a time as there are slots."""
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "this Decoder is generating already: in another thread, or in a stream that was neither "
-                "read to its end nor closed; wait for it, or give each thread a Decoder of its own"
-            )
-        if self.drafter is not None:
-            try:
-                claim(self.drafter)
-            except RuntimeError:
-                self._lock.release()
-                raise
-        self._guesser = Guesser(self.scorer, self.drafter, self.length, self.rule)
-        slots = min(batch_size or len(rows), len(rows))
+        owner = object()
         waiting, active = deque(rows), list[Row]()
         sound = False  # whether what the caches hold is what the rows say
         try:
+            self._claim(owner)
+            self._guesser = Guesser(self.scorer, self.drafter, self.length, self.rule)
+            slots = min(batch_size or len(rows), len(rows))
             longest = max(min(row.prompt_length + row.max_new_tokens, self.scorer.context) for row in rows)
             if self._engines is not None:
                 engine = self._engines.take(rows, slots, longest + 2 * (self.length.most + 1))
@@ -389,9 +384,21 @@ class Decoder:
         finally:
             for row in active:
                 self._release(row, keep=sound)
-            if self.drafter is not None:
-                release(self.drafter)
-            self._lock.release()
+            release(owner)
+
+    def _claim(self, owner: object) -> None:
+        """Take this Decoder and all that it decodes with, or raise RuntimeError."""
+        if not claim(self, owner):
+            raise RuntimeError(
+                "this Decoder is generating already: in another thread, or in a stream that was neither "
+                "read to its end nor closed; wait for it, or give each thread a Decoder of its own"
+            )
+        for part in (self.drafter, *self._scorers()):
+            if part is not None and not claim(part, owner):
+                raise RuntimeError(
+                    f"this {type(part).__name__} is at work for another Decoder, whose sequences it holds: "
+                    "wait for that call, close that stream, or give each Decoder its own"
+                )
 
     def _release(self, row: Row, keep: bool) -> None:
         self.scorer.reset([row.slot], [row.tokens] if keep else None)

@@ -613,7 +613,7 @@ def test_a_drafter_that_is_at_work_says_so() -> None:
     drafter = outpace.LookupDrafter()
     stream = outpace.Decoder(tiny(), drafter).stream([1, 2], temperature=0, max_new_tokens=5)
     next(stream)
-    with pytest.raises(RuntimeError, match="this LookupDrafter is drafting for another Decoder"):
+    with pytest.raises(RuntimeError, match="this LookupDrafter is at work for another Decoder"):
         target().generate(**batch(), custom_generate=ours, draft=drafter)
     stream.close()
     target().generate(**batch(), custom_generate=ours, draft=drafter)

@@ -9,20 +9,6 @@ import torch
 from outpace.arguments import kind
 from outpace.draft.base import Drafter
 
-_busy: set[int] = set()  # drafters at work: their memory is of one decoder's rows
-
-
-def claim(drafter: Drafter) -> None:
-    if id(drafter) in _busy:
-        raise RuntimeError(
-            f"this {type(drafter).__name__} is drafting for another Decoder; give each Decoder its own"
-        )
-    _busy.add(id(drafter))
-
-
-def release(drafter: Drafter) -> None:
-    _busy.discard(id(drafter))
-
 
 def drafter_of(drafter: Any) -> Drafter | None:
     """A drafter from what a user may name it by."""
