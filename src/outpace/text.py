@@ -7,10 +7,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for bytes that are no character yet
+PARTS = ("role", "content")  # of a message
 
 
 def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Token ids of a conversation that the model is to answer, by its chat template."""
+    """Return the token ids of a conversation that the model is to answer, by its chat template."""
+    for place, message in enumerate(messages):
+        role, content = (message.get(name) if isinstance(message, Mapping) else None for name in PARTS)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ValueError(
+                f"messages[{place}]: got {f'{message!r}'[:80]}; it must be "
+                '{"role": "user", "content": "..."}, both strings'
+            )
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "prompt: got messages, and the tokenizer has no chat template; pass a string, or set "
+            "tokenizer.chat_template"
+        )
     try:
         ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
     except Exception as error:  # templates raise what they like
