@@ -558,6 +558,10 @@ def test_unknown_names_come_with_the_known_one() -> None:
         Sampling(topk=5)  # type: ignore[call-arg]
     with pytest.raises(AttributeError, match="outpace has no 'Decodr'; did you mean \"Decoder\""):
         outpace.Decodr  # noqa: B018
+    with pytest.raises(
+        AttributeError, match="integrations has no 'transformer'; did you mean \"transformers\""
+    ):
+        outpace.integrations.transformer  # noqa: B018
 
 
 def test_numbers_of_numpy_and_torch_are_taken_for_what_they_are() -> None:

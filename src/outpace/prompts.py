@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outpace.arguments import kind
 from outpace.models.source import Source
-from outpace.text import chat_ids
+from outpace.text import chat_ids, check_text
 
 FITS = "a string, messages, token ids [n] (or [B, n], a batch), a tokenizer's encoding, or a list of prompts"
 BESIDE = {"token_type_ids", "special_tokens_mask", "offset_mapping", "length"}
@@ -45,6 +45,7 @@ def token_ids(prompt: Any, tokenizer: Any) -> list[int]:
         got = "messages" if messages else "a string"
         raise ValueError(f"prompt: got {got}, and the Decoder has no tokenizer; pass tokenizer=, or ids")
     if isinstance(prompt, str):
+        check_text("prompt", prompt)
         return list(tokenizer(prompt).input_ids)
     if messages:
         return chat_ids(tokenizer, prompt)
@@ -101,7 +102,8 @@ def _split_encoding(encoding: Mapping[str, Any]) -> tuple[list[Any], bool]:
     mask = given.get("attention_mask")
     if name == "input_features" or mask is None:  # the encoder of speech reads its padding, too
         return prompts, single
-    masks, _ = split(mask)
+    masks = _listed(mask)
+    masks = [masks] if not masks or _is_scalar(masks[0]) else masks
     if len(masks) != len(prompts):
         raise ValueError(
             f"attention_mask: got {len(masks)} rows; input_ids has {len(prompts)}, and it must have the same"
@@ -112,9 +114,11 @@ def _split_encoding(encoding: Mapping[str, Any]) -> tuple[list[Any], bool]:
 
 def _unpadded(ids: list[int], mask: Any) -> list[int]:
     """Return the ids that the mask shows: all but padding, on the left or on the right."""
-    shown = [bool(one) for one in (mask.tolist() if hasattr(mask, "tolist") else mask)]
+    shown = [one == 1 for one in _listed(mask)]
     if len(shown) != len(ids):
         raise ValueError(f"attention_mask: got {len(shown)} values for {len(ids)} input_ids; give as many")
+    if not all(one in (0, 1) for one in _listed(mask)):
+        raise ValueError("attention_mask: got other values than 0 and 1; it must be [n] or [B, n] of those")
     if True not in shown:
         return []
     first, last = shown.index(True), len(shown) - shown[::-1].index(True)
@@ -125,15 +129,20 @@ def _unpadded(ids: list[int], mask: Any) -> list[int]:
     return ids[first:last]
 
 
+def _listed(values: Any) -> list[Any]:
+    return list(values.tolist() if hasattr(values, "tolist") else values)
+
+
 def _integers(values: Any) -> list[int]:
-    if hasattr(values, "tolist"):
-        ids: list[Any] = values.tolist()
-        got = f"{values.dtype} values" if hasattr(values, "dtype") else ""
-    else:
-        ids, got = [one.item() if hasattr(one, "item") else one for one in values], ""
+    array = hasattr(values, "tolist")
+    ids: list[Any] = values.tolist() if array else values
+    if set(map(type, ids)) <= {int}:
+        return list(ids)
+    ids = [one.item() if hasattr(one, "item") else one for one in ids]  # numbers of NumPy and PyTorch
     for place, value in enumerate(ids):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"prompt: got {got or f'{kind(value)[:80]} at {place}'}; token ids must be ints")
+            got = f"{values.dtype} values" if array else f"{kind(value)[:80]} at {place}"
+            raise TypeError(f"prompt: got {got}; token ids must be ints")
     return ids
 
 

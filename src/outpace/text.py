@@ -19,6 +19,7 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]
                 f"messages[{place}]: got {f'{message!r}'[:80]}; it must be "
                 '{"role": "user", "content": "..."}, both strings'
             )
+        check_text(f"messages[{place}]", content)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "prompt: got messages, and the tokenizer has no chat template; pass a string, or set "
@@ -29,6 +30,15 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]
     except Exception as error:  # templates raise what they like
         raise ValueError(f"prompt: the model's chat template refuses it ({error})") from error
     return list(ids)
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise if a string cannot be written in UTF-8, which tokenizers say in words of their own."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        got = f"{text[error.start]!r} at {error.start}, which is no character"
+        raise ValueError(f"{name}: got {got}; it must be text in UTF-8") from None
 
 
 class Text:
