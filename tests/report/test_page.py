@@ -11,6 +11,7 @@ import pytest
 from outpace import theory
 from outpace.report import timeline, tokens
 from outpace.report.page import page
+from outpace.report.section import Speed
 from outpace.report.verdict import verdicts
 from tests.report.markup import Markup
 from tests.report.written import DRAFTS, measured, swept, tuned
@@ -266,6 +267,25 @@ def test_a_section_that_measured_the_same_with_other_prompts_says_so() -> None:
     assert "“What was tried” also has speeds of org/Draft-0.5B, g = 5" in said
     assert "prompts: 40 prompts of questions.jsonl there, 12 prompts, built in here" in said
     assert "verified 2.07 (1.98 to 2.15) there, speedup 0.92 (0.85 to 0.99) here" in said
+
+
+def test_speeds_that_chance_explains_do_not_disagree() -> None:
+    assert Speed("a", 1.03, (0.92, 1.14)).contradicts(Speed("b", 0.97, (0.90, 1.05))) is False
+    assert Speed("a", 1.52, (1.3, 1.7)).contradicts(Speed("b", 0.92, (0.8, 1.4))) is True
+    assert Speed("a", 1.52, (1.4, 1.7)).contradicts(Speed("b", 1.2, (1.1, 1.3))) is True
+    assert Speed("a", 1.5).contradicts(Speed("b", 0.9, (0.8, 1.0))) is True
+    assert Speed("a", 1.004).contradicts(Speed("b", 0.996)) is False  # both are said to be 1.00
+
+
+def test_many_sections_of_the_same_drafts_are_named_in_one_sentence() -> None:
+    files = [(f"{n}.json", swept() | {"prompts": n}) for n in (10, 20, 30)]
+    for _, content in files:
+        content["figures"] = [one for one in content["figures"] if one["temperature"] == 0]
+    made = page(files)
+    assert paragraphs(made, "doubt")[-1] == (
+        "Also with speeds of the same drafts: “Speed by g, greedy: 10.json” (other prompts); “Speed by g, "
+        "greedy: 20.json” (other prompts)."
+    )
 
 
 def test_the_answer_names_a_section_that_contradicts_it() -> None:

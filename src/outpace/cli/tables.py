@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.cells import cell_len
 
 BORDER = 3  # characters of a column beside its cells
-LINE = 24  # characters of words after which they may go on in the next line
+LINE = 16  # characters of words after which they may go on in the next line
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,13 @@ class Column:
         longest = max([0, *map(cell_len, self.cells)])
         return max([min(longest, LINE) if self.words else longest, *map(cell_len, self.head.split())])
 
+    @property
+    def narrow(self) -> int:
+        """Return the characters that it needs if an interval stands below its figure."""
+        if self.words:
+            return self.width
+        return max(cell_len(word) for text in (self.head, *self.cells) for word in text.split() or [""])
+
 
 def show(console: Any, title: str, columns: Sequence[Column], keys: int = 1, bold: int | None = None) -> None:
     """Print one table, or several that each begin with the first columns.
@@ -35,30 +42,36 @@ def show(console: Any, title: str, columns: Sequence[Column], keys: int = 1, bol
     """
     from rich.table import Table
 
-    for part in fitting(columns, keys, console.width):
+    widths = {one.head: one.width for one in columns}
+    below = {one.head: one.narrow for one in columns}
+    if len(fitting(columns, keys, console.width, below)) < len(fitting(columns, keys, console.width, widths)):
+        widths = below
+    for part in fitting(columns, keys, console.width, widths):
         table = Table(title=title)
         for one in part:
             if one.words:
-                table.add_column(one.head, overflow="fold", min_width=one.width)
+                table.add_column(one.head, overflow="fold", min_width=widths[one.head])
             else:
-                table.add_column(one.head, justify="right", width=one.width)
+                table.add_column(one.head, justify="right", width=widths[one.head])
         for i, row in enumerate(zip(*(one.cells for one in part), strict=True)):
             table.add_row(*row, style="bold" if i == bold else None)
         console.print(table)
 
 
-def fitting(columns: Sequence[Column], keys: int, width: int) -> list[list[Column]]:
+def fitting(
+    columns: Sequence[Column], keys: int, width: int, widths: Mapping[str, int]
+) -> list[list[Column]]:
     """Return the columns of each table, none of which is wider than `width` if one column fits."""
     names, rest = list(columns[:keys]), columns[keys:]
-    free = width - 1 - sum(one.width + BORDER for one in names)
+    free = width - 1 - sum(widths[one.head] + BORDER for one in names)
     parts: list[list[Column]] = [[]]
     left = free
     for one in rest:
-        if one.width + BORDER > left and parts[-1]:
+        if widths[one.head] + BORDER > left and parts[-1]:
             parts.append([])
             left = free
         parts[-1].append(one)
-        left -= one.width + BORDER
+        left -= widths[one.head] + BORDER
     return [[*names, *some] for some in parts]
 
 

@@ -118,7 +118,7 @@ def show(content: Content) -> None:
         console,
         f"{content['target']}: speed over plain decoding (95 % interval)",
         tables.columns(list(shown), rows, words=("draft", "why")),
-        keys=2,
+        keys=list(shown).index("expected"),
         bold=candidates.index(chosen) if chosen in candidates else None,
     )
     console.print(content["verdict"])

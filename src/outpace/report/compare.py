@@ -7,29 +7,44 @@ from collections.abc import Sequence
 from outpace.report.section import Section, Speed, Way
 from outpace.report.source import differences
 
-SHOWN = 3  # contradictions that are spelt out
+SHOWN = 3  # drafts and g that are spelt out
+SAME = "It was measured under the same conditions as far as the files tell, at another time."
 
 
-def note(there: Section, here: Section) -> str:
-    """Say that another section has speeds of the same drafts, on what, and where the two disagree.
+def notes(earlier: Sequence[Section], here: Section) -> list[str]:
+    """Say which earlier sections have speeds of the same drafts, on what, and where they disagree."""
+    alike = [there for there in earlier if _both(there, here)]
+    apart = [there for there in alike if _apart(there, here)]
+    rest = [there for there in alike if there not in apart]
+    if len(rest) <= 1:
+        return [_note(there, here) for there in alike]
+    each = []
+    for there in rest:
+        other = ", ".join(differences(there.source, here.source))
+        each.append(f"“{there.title}” ({f'other {other}' if other else 'the same conditions'})")
+    return [
+        *(_note(there, here) for there in apart),
+        f"Also with speeds of the same drafts: {'; '.join(each)}.",
+    ]
 
-    Empty if they share no draft and g.
-    """
-    both = [way for way in here.speeds if way in there.speeds]
-    if not both:
-        return ""
-    other = differences(there.source, here.source)
-    words = f"“{there.title}” also has speeds of {_ways(both)}. "
+
+def _both(there: Section, here: Section) -> list[Way]:
+    return [way for way in here.speeds if way in there.speeds]
+
+
+def _apart(there: Section, here: Section) -> list[Way]:
+    return [way for way in _both(there, here) if there.speeds[way].contradicts(here.speeds[way])]
+
+
+def _note(there: Section, here: Section) -> str:
+    other = [f"{name}: {both}" for name, both in differences(there.source, here.source).items()]
+    words = f"“{there.title}” also has speeds of {_ways(_both(there, here))}. "
     words += f"It was measured under other conditions: {'; '.join(other)}." if other else SAME
-    apart = [way for way in both if there.speeds[way].contradicts(here.speeds[way])]
-    if apart:
+    if apart := _apart(there, here):
         each = [f"{_way(way)}: {there.speeds[way]} there, {here.speeds[way]} here" for way in apart[:SHOWN]]
         more = f"; and {len(apart) - SHOWN} more" if len(apart) > SHOWN else ""
         words += f" The two disagree: {'; '.join(each)}{more}."
     return words
-
-
-SAME = "It was measured under the same conditions as far as the files tell, at another time."
 
 
 def doubts(way: Way | None, speed: Speed | None, others: Sequence[Section]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from outpace.models.hub import DEFAULT
 from outpace.report.section import Content
 
 KINDS = ("measure", "sweep", "tune")  # one JSON object each
@@ -76,6 +77,7 @@ def _journal(path: Path, header: dict[str, Any], text: str) -> Content:
     return {
         **header,
         "kind": "eval",
+        "target": header.get("target") or DEFAULT,
         "records": records,
         "sides": sides,
         "complete": bool(records) and wanted <= records.keys() and not again,

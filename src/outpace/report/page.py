@@ -73,8 +73,8 @@ def _compared(found: Sequence[tuple[str, Section]]) -> list[tuple[str, Section]]
     """Add to each section how it fits in with earlier ones of other files."""
     made = []
     for i, (name, section) in enumerate(found):
-        notes = [compare.note(there, section) for other, there in found[:i] if other != name]
-        made.append((name, dataclasses.replace(section, notes=[one for one in notes if one])))
+        earlier = [there for other, there in found[:i] if other != name]
+        made.append((name, dataclasses.replace(section, notes=compare.notes(earlier, section))))
     return made
 
 

@@ -65,12 +65,18 @@ class Speed:
         return f"{self.column} {self.value:.2f}{known}"
 
     def contradicts(self, other: Speed) -> bool:
-        """Return whether one is faster than plain decoding and the other slower, or intervals lie apart."""
-        mine, theirs = round(self.value, 2) - 1, round(other.value, 2) - 1
-        apart = False
+        """Return whether the two cannot both be right.
+
+        Their intervals lie apart; or one is faster than plain decoding and the other slower, and they do not
+        lie in each other's intervals.
+        """
         if self.interval and other.interval:
-            apart = self.interval[1] < other.interval[0] or other.interval[1] < self.interval[0]
-        return mine * theirs < 0 or apart
+            (low, high), (least, most) = self.interval, other.interval
+            if high < least or most < low:
+                return True
+            if low <= other.value <= high and least <= self.value <= most:
+                return False
+        return (round(self.value, 2) - 1) * (round(other.value, 2) - 1) < 0
 
 
 @dataclass(frozen=True)

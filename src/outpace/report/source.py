@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from outpace.models.hub import DEFAULT
 from outpace.report.section import Content
 from outpace.report.words import sampled
 from outpace.wording import counted
@@ -25,17 +24,19 @@ def source(content: Content, sampling: str = "") -> Source:
         "length": _most(content.get("max_new_tokens") or settings.get("max_new_tokens")),
         "sampling": sampling or _sampling(content, settings),
         "batch": f"{content['batch']} at a time" if content.get("batch") else "",
-        "model": ", ".join(filter(None, (str(content.get("target") or DEFAULT), dtype(content)))),
+        "model": ", ".join(
+            filter(None, (str(content.get("target") or "model not recorded"), dtype(content)))
+        ),
         "machine": _machine(content.get("machine") or {}),
         "date": str(content["date"])[:10] if content.get("date") else "date not recorded",
     }
     return {name: said for name, said in found.items() if said}
 
 
-def differences(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """Return the settings that differ, but for the date: "prompts: A there, B here"."""
+def differences(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings that differ, but for the date, with both values in words."""
     both = [name for name in here if name in there and name != "date" and there[name] != here[name]]
-    return [f"{name}: {there[name]} there, {here[name]} here" for name in both]
+    return {name: f"{there[name]} there, {here[name]} here" for name in both}
 
 
 def dtype(content: Content) -> str:
