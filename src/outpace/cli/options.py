@@ -83,6 +83,23 @@ Dtype = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16, float16. Default: what suits the device.", rich_help_panel=MODELS),
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run Python code that comes with a model, on this machine. Only for models you trust.",
+        rich_help_panel=MODELS,
+    ),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(
+        "--revision",
+        metavar="COMMIT|TAG|BRANCH",
+        help="Version of the target on the hub. Default: main.",
+        rich_help_panel=MODELS,
+    ),
+]
 MaxNewTokens = Annotated[
     int, typer.Option("--max-new-tokens", "-m", min=1, help="Of a text.", rich_help_panel=SAMPLING)
 ]
@@ -260,12 +277,18 @@ def open_decoder(
     rule: str,
     lenience: float,
     length: str | None,
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
 ) -> Decoder:
-    """What the flags name; those that do not fit are said before anything big is loaded."""
+    """Load the models that the flags name; refuse values that do not fit before anything big is loaded."""
     from outpace.pair import load
 
     _check_rule(rule, lenience, draft, length)
     check_table(draft)
+    loading: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    if revision is not None:
+        loading["revision"] = revision
     decoder = load(
         target,
         draft,
@@ -275,6 +298,7 @@ def open_decoder(
         lenience=lenience,
         length=length_of(length),
         tell=note,
+        **loading,
     )
     # What was made so far stays until the end: `main` had it not looked through for garbage, nor is it now.
     gc.freeze()
