@@ -1,8 +1,8 @@
 """The new process of `sandbox.run`: this file is run as a script, and imports nothing of ours.
 
 A watcher forks; its child runs the program, with limits, under an audit hook, and in namespaces of its own
-where the kernel lets it. Both write lines to standard output: the token that came in with the task, a word for
-the verdict, a reason. Only the word PASSED means that the program passed.
+where the kernel lets it. Both write lines to standard output: the token that came in with the task, the
+verdict in a word, a reason. Only the word PASSED means that the program passed.
 """
 
 from __future__ import annotations
