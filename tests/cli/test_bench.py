@@ -77,8 +77,12 @@ def test_the_sampling_step_is_profiled_and_written_down(run: Run, tmp_path: Path
 @pytest.mark.parametrize(
     ("flag", "value", "line"),
     [
-        ("--device", "xpu", "device: got 'xpu'; it must be cpu or cuda"),
-        ("--dtype", "int8", "dtype: got 'int8'; it must be bfloat16, float16 or float32"),
+        ("--device", "xpu", "--device: got 'xpu'; it must be cpu or cuda"),
+        (
+            "--dtype",
+            "int8",
+            '--dtype: got \'int8\'; it must be "float32", "bfloat16" or "float16" (fp32, bf16, fp16)',
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(

@@ -286,7 +286,7 @@ def test_the_audit_passes_and_a_planted_fault_fails_it(
     [
         (["generate", ""], "prompt: it is empty"),
         (["generate", "a", "--file", "b"], "--file: given together with a prompt"),
-        (["generate", "--file", "/nowhere/at/all"], "No such file"),
+        (["generate", "--file", "/nowhere/at/all"], "/nowhere/at/all: no such file"),
         (["generate", "a", "--json", "--marks"], "--json: text in JSON has no marks"),
         (["generate", "a", "--raw", "--system", "b"], "--raw: a raw prompt has no system message"),
         (["generate", "a", "--length", "3", "--draft", "none"], "--length: nothing is guessed"),

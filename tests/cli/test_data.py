@@ -109,11 +109,11 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(folder: Path) -> None:
         ("measure", ["--lenience", "0"], "--lenience: got 0"),
         ("measure", ["--within", "2"], "--within: got 2"),
         ("measure", ["--confidence", "1"], "--confidence: got 1"),
-        ("measure", ["--top-p", "2"], "top_p: got 2"),
+        ("measure", ["--top-p", "2"], "--top-p: got 2.0"),
         ("sweep", ["--rule", "coin"], "rule: got 'coin'"),
-        ("sweep", ["--top-p", "2"], "top_p: got 2"),
+        ("sweep", ["--top-p", "2"], "--top-p: got 2.0"),
         ("tune", ["--budget", "0"], "budget: got 0"),
-        ("tune", ["--top-p", "2"], "top_p: got 2"),
+        ("tune", ["--top-p", "2"], "--top-p: got 2.0"),
     ],
 )
 def test_numbers_are_checked_before_a_model_is_read(

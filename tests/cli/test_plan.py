@@ -39,7 +39,7 @@ def test_a_draft_that_does_not_pay_is_not_recommended(run: Run) -> None:
 
 def test_wrong_numbers_are_a_line(run: Run) -> None:
     status, _, errors = run("plan", "--alpha", "0.8", "--c", "inf")
-    assert (status, errors) == (2, "outpace: c: got inf; it must be a finite number >= 0\n")
+    assert (status, errors) == (2, "outpace: --c: got inf; it must be a number from 0 to 1000\n")
     for words in (("--alpha", "1.2"), ("--alpha", "0.5", "--c", "-1"), ("--alpha", "x"), ()):
         status, _, errors = run("plan", *words)
         assert status == 2

@@ -197,10 +197,13 @@ def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--length", "far"], "length: got 'far'; it must be a number, auto or heuristic"),
+        (["--length", "far"], "--length: got 'far'; it must be a number, auto, heuristic"),
         (["--length", "-1"], "length: got '-1'"),
-        (["--length", "8"], "length: 8 does not fit texts of 16 tokens"),
-        (["--length", "2", "--length", "12", "--length", "8"], "27 tokens would do (-m 27)"),
+        (["--length", "8"], "length: got 8 for texts of 16 tokens"),
+        (
+            ["--length", "2", "--length", "12", "--length", "8"],
+            "or at least 27 tokens (--max-new-tokens 27)",
+        ),
         (["--length", "600", "-m", "2000"], "length: Fixed(600) does not fit a context of 512 tokens"),
         (["--pair", "gpt5/gpt4"], "--target: given together with --pair"),
         (["--alpha", "0.5"], "--alpha: it is of a synthetic pair, and no --pair was given"),
@@ -211,7 +214,7 @@ def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Pat
         (["--prompt", "a", "--data", "b"], "--prompt: given together with --data"),
         (["--data", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["--temperature", "-1"], "--temperature"),
-        (["--top-p", "2"], "top_p: got 2.0"),
+        (["--top-p", "2"], "--top-p: got 2.0"),
         (["--rule", "coin"], "rule: got 'coin'"),
         (["--batch", "0"], "--batch"),
         (["--plot", "/nowhere/at/all.svg"], "--plot: /nowhere/at: no such folder"),

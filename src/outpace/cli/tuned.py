@@ -30,6 +30,7 @@ class Names:
     drafts: Mapping[str, str]
     table: Path
     device: str
+    revision: str | None = None
 
     def draft(self, shown: str) -> str:
         """So that it is found from any folder, and a table beside the configuration."""
@@ -68,6 +69,7 @@ def keep(tuning: Tuning, names: Names, out: Path | None) -> None:
             "rule": chosen.rule,
             "dtype": chosen.dtype,
             "device": names.device,
+            "revision": names.revision,
             "max_batch": findings.most_rows(),
         },
         {
