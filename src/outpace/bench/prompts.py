@@ -92,13 +92,10 @@ def questions(
     from outpace.tasks.items import category, read
 
     found = read(data, limit=limit, every=every)
-    where = "line" if found.local else "row"
+    found.check()
     name = Path(data).name if found.local else data
-    left_out = [f"{where} {one.place}: {one.problem}" for one in found.items if one.problem is not None]
     usable = [(category(one), one.turns[0]) for one in found.items if one.problem is None]
-    if not usable:
-        raise ValueError(f"data: {data} has no row that can be used: {left_out[0]}")
-    return Questions(usable, name, left_out)
+    return Questions(usable, name, found.left_out)
 
 
 def asked(
