@@ -23,6 +23,15 @@ def check_out(flag: str, path: Path) -> None:
         raise ValueError(f"{flag}: {path}: it cannot be written ({error.strerror})") from None
 
 
+def check_folder(flag: str, path: Path) -> None:
+    """Refuse a folder that no file can be written to, before anything is done for it; it may be missing."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{flag}: {path} is not a folder")
+    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise ValueError(f"{flag}: {path}: it cannot be written")
+
+
 def write_whole(path: Path, text: str) -> None:
     """All of it, or nothing: an interruption leaves what was there."""
     beside = _beside(path)

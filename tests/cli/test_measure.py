@@ -236,7 +236,7 @@ def test_where_stderr_is_no_terminal_there_is_a_line_for_each_part(run: Run, mod
         (["-d", "ngram:/nowhere"], "/nowhere: no such file"),
         (["-d", "/nowhere/model"], "/nowhere/model: no such file or folder"),
         (["--target", "/nowhere/model"], "/nowhere/model: no such file or folder"),
-        (["--lenience", "0"], "--lenience: got 0; it must be in (0, 1]"),
+        (["--lenience", "0"], "--lenience: got 0.0; it must be a number in (0, 1]"),
         (["--lenience", "1.5"], "--lenience: got 1.5"),
         (["--within", "0"], "--within: got 0; it must lie between 0 and 1"),
         (["--within", "nan"], "--within: got nan"),

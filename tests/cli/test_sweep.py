@@ -10,6 +10,7 @@ import pytest
 from outpace.bench import results, synthetic
 from tests.bench.test_synthetic import DRAFT, TARGET
 from tests.cli.conftest import Run, full_disk, interrupted
+from tests.cli.test_tables import heads
 from tests.tiny import byte_tokenizer, tiny
 
 
@@ -62,8 +63,10 @@ def test_every_cell_is_measured_shown_and_written_down(run: Run, models: Path, t
         assert one["interval"] is None  # of a single group
         if one["length"] == "0":
             assert (one["speedup"], one["tokens_per_call"]) == (1.0, 1.0)
-    for said in ("small, temperature 0, top-k 9: ms of 128 tokens, 2 texts", "P99", "loop", "thm 3.8"):
-        assert said in shown
+    assert "small, temperature 0, top-k 9: ms of 128 tokens, 2 texts" in shown
+    assert {"P99", "loop ms", "tokens per pass", "α counted", "speedup", "thm 3.8"} <= heads(shown)
+    assert found["date"].startswith("20")
+    assert found["data"] == {"name": "--prompt", "rows": 2, "left_out": 0}
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
     assert "small, temperature 1, top-k 9, auto" in picture.read_text()
@@ -197,10 +200,13 @@ def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--length", "far"], "length: got 'far'; it must be a number, auto or heuristic"),
+        (["--length", "far"], "--length: got 'far'; it must be a number, auto, heuristic"),
         (["--length", "-1"], "length: got '-1'"),
-        (["--length", "8"], "length: 8 does not fit texts of 16 tokens"),
-        (["--length", "2", "--length", "12", "--length", "8"], "27 tokens would do (-m 27)"),
+        (["--length", "8"], "length: got 8 for texts of 16 tokens"),
+        (
+            ["--length", "2", "--length", "12", "--length", "8"],
+            "or at least 27 tokens (--max-new-tokens 27)",
+        ),
         (["--length", "600", "-m", "2000"], "length: Fixed(600) does not fit a context of 512 tokens"),
         (["--pair", "gpt5/gpt4"], "--target: given together with --pair"),
         (["--alpha", "0.5"], "--alpha: it is of a synthetic pair, and no --pair was given"),
@@ -211,7 +217,7 @@ def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Pat
         (["--prompt", "a", "--data", "b"], "--prompt: given together with --data"),
         (["--data", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["--temperature", "-1"], "--temperature"),
-        (["--top-p", "2"], "top_p: got 2.0"),
+        (["--top-p", "2"], "--top-p: got 2.0"),
         (["--rule", "coin"], "rule: got 'coin'"),
         (["--batch", "0"], "--batch"),
         (["--plot", "/nowhere/at/all.svg"], "--plot: /nowhere/at: no such folder"),

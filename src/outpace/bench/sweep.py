@@ -197,10 +197,18 @@ def check_lengths(lengths: Sequence[str], tokens: int) -> None:
     for length in lengths:
         if not length.isdecimal() and length not in (AUTO, HEURISTIC):
             raise ValueError(f"length: got {length!r}; it must be a number, {AUTO} or {HEURISTIC}")
-    longest = max(int(length) if length.isdecimal() else 0 for length in lengths)
-    beginning = BEGINNING * (longest + 1)
-    if tokens <= beginning:
+    longest = max(lengths, key=least_tokens)
+    needed = least_tokens(longest)
+    if tokens < needed:
+        why = f"the first {needed - 1} tokens of a text are not timed"
+        if longest in (PLAIN, AUTO, HEURISTIC):
+            raise ValueError(f"max_new_tokens: got {tokens}; it must be at least {needed}, as {why}")
         raise ValueError(
-            f"length: {longest} does not fit texts of {tokens} tokens: the first {beginning} may be their "
-            f"beginning, which is not counted; {beginning + 1} tokens would do (-m {beginning + 1})"
+            f"length: got {longest} for texts of {tokens} tokens, but with it {why}; name a shorter one "
+            f"(--length), or at least {needed} tokens (--max-new-tokens {needed})"
         )
+
+
+def least_tokens(length: str) -> int:
+    """Return the fewest new tokens that a text needs so that this draft length can be timed."""
+    return BEGINNING * ((int(length) if length.isdecimal() else 0) + 1) + 1

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 import warnings
@@ -23,6 +24,7 @@ from outpace.cli.options import blamed
 from outpace.cli.plan import plan
 from outpace.cli.report import report
 from outpace.cli.sweep import sweep
+from outpace.cli.threads import bound_spinning
 from outpace.cli.transcribe import transcribe
 from outpace.cli.tune import tune
 
@@ -68,9 +70,11 @@ def options(
 
 def main() -> None:
     """Run the command; what a user did wrong is one line on stderr and exit status 2."""
+    _open_streams()
     warnings.showwarning = lambda message, *_: print(f"outpace: {message}", file=sys.stderr)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    bound_spinning()
     gc.disable()  # imports make millions of objects that stay: a fifth of a start went into looking at them
     command = typer.main.get_command(app)
     meta: dict[str, Any] = {}
@@ -79,6 +83,7 @@ def main() -> None:
         with command.make_context("outpace", sys.argv[1:]) as context:
             meta = context.meta
             command.invoke(context)
+        sys.stdout.flush()  # here, what cannot be written is still one line
     except typer.Exit as done:
         raise SystemExit(done.exit_code) from None
     except WrongUse as error:
@@ -87,8 +92,7 @@ def main() -> None:
         print("outpace: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:
-        # Whoever read our output is gone; Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         fail("the output was closed before the end")
     except Exception as error:
         if os.environ.get("OUTPACE_TRACEBACK"):
@@ -101,6 +105,23 @@ def main() -> None:
         gc.enable()
         gc.unfreeze()
     raise SystemExit(0)
+
+
+def _open_streams() -> None:
+    """Open what the caller closed (`<&-`), or a file opened later would take its number."""
+    closed = sys.stdout is None
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if number else "r"))
+    if closed:
+        fail("stdout is closed; send it to a file, or to /dev/null")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # commands look for bytes that are no text
+
+
+def _discard_output() -> None:
+    """Nobody can take it any more; Python would complain once more when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def fail(why: str) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+
+from outpace.cli import checks
+from outpace.cli.show import screen
+from outpace.files import check_folder, check_out, write_whole
+from outpace.wording import suggestion
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +29,7 @@ bench = typer.Typer(help="Measure, and compare with others in the same run.", no
 Vocab = Annotated[list[int] | None, typer.Option(min=2, help="Vocabulary sizes; repeat it.")]
 Drafts = Annotated[list[int] | None, typer.Option(min=1, help="Drafted tokens, g; repeat it.")]
 Device = Annotated[str, typer.Option(help="cuda or cpu; by default a GPU if there is one.")]
-Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+Dtype = Annotated[str, typer.Option(callback=checks.dtype, help="bfloat16, float16 or float32.")]
 Out = Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")]
 
 One = TypeVar("One")
@@ -58,6 +64,7 @@ def kernel(
     """Time verification (rule token): our kernels, our eager path, Transformers' function, and peers."""
     if peers is not None and not peers.is_dir():
         raise ValueError(f"peers: {peers} is no folder")
+    check_files(out)
     place, kind = where(device, dtype)
     from outpace.bench import kernel as timing
 
@@ -86,8 +93,9 @@ def profile(
     dtype: Annotated[
         str,
         typer.Option(
+            callback=checks.dtype,
             help="bfloat16, float16 or float32, which is what Transformers' assisted generation has its "
-            "logits in."
+            "logits in.",
         ),
     ] = "float32",
     out: Out = None,
@@ -110,6 +118,7 @@ def profile(
     of the token after drafts that were all kept. The last table has them for
     several scales of the sigmoid.
     """
+    check_files(out)
     place, kind = where(device, dtype)
     from outpace.bench import distance, vocabulary
     from outpace.bench import profile as timing
@@ -184,18 +193,16 @@ def engine(
     the measured time of a draft's step; floor what reading all weights and
     caches of an iteration takes at a large copy's bandwidth.
     """
+    check_files(out, plot)
     place, kind = where(device, dtype)
     from outpace.bench import engine as timing
     from outpace.bench.synthetic import PAIRS
 
-    if plot is not None:
-        from outpace.bench.pictures import backend
-        from outpace.bench.plot import draw
-
-        backend()  # what is missing is said before anything is measured
     unknown = sorted(set(pair or ()) - set(PAIRS))
     if unknown:
-        raise ValueError(f"pair: got {unknown[0]!r}; there are {', '.join(PAIRS)}")
+        raise ValueError(
+            f"pair: got {unknown[0]!r}; there are {', '.join(PAIRS)}{suggestion(unknown[0], PAIRS)}"
+        )
     cases = timing.chosen(full)
     if pair or alpha or drafts or batch or context:
         cases = [
@@ -210,7 +217,11 @@ def engine(
     if out is not None and out.exists():
         from outpace.bench.machine import machine
 
-        before = json.loads(out.read_text())
+        try:
+            before = json.loads(out.read_text(encoding="utf-8"))
+            before["figures"], before["command"]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"--out: {out}: it was not written by `outpace bench engine`") from None
         if (before.get("machine"), before.get("dtype")) != (machine(place), dtype):
             raise ValueError(f"out: the figures in {out} are of another machine, version or dtype")
         known, earlier = [timing.Figure(**one) for one in before["figures"]], before["command"]
@@ -230,15 +241,28 @@ def engine(
         [dataclasses.astuple(one) for one in figures.values()],
     )  # fmt: skip
     if plot is not None:
+        from outpace.bench.plot import draw
+
         draw([*figures.values()], plot)
+
+
+def check_files(out: Path | None, plot: Path | None = None) -> None:
+    """Refuse files that cannot be written, before anything is measured."""
+    if out is not None:
+        check_folder("--out", out.parent)  # it is made if it is missing
+        if out.parent.exists():
+            check_out("--out", out)
+    if plot is not None:
+        from outpace.bench.pictures import backend
+
+        backend(plot)
 
 
 def where(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     """What the flags name; wrong ones are said before anything is measured."""
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"dtype: got {dtype!r}; it must be bfloat16, float16 or float32")
-    if device.split(":")[0] not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device: got {device!r}; it must be cpu or cuda")
+    dtype = checks.dtype(dtype)
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise ValueError(f"--device: got {device!r}; it must be cpu or cuda")
     import torch
 
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
@@ -259,7 +283,6 @@ def watched(figures: Iterable[One], total: int) -> list[One]:
 
 def show(title: str, names: Sequence[str], rows: Iterable[Sequence[str | float | None]]) -> None:
     """A table on stdout, numbers to the right."""
-    from rich.console import Console
     from rich.table import Table
 
     made, table = [*rows], Table(title=title)
@@ -267,7 +290,10 @@ def show(title: str, names: Sequence[str], rows: Iterable[Sequence[str | float |
         table.add_column(name, justify="left" if isinstance(first, str) else "right")
     for row in made:
         table.add_row(*map(said, row))
-    Console(width=160 if not sys.stdout.isatty() else None).print(table)
+    console = screen(sys.stdout)
+    if not sys.stdout.isatty():
+        console.width = 160
+    console.print(table)
 
 
 def said(value: str | float | None) -> str:
@@ -301,7 +327,7 @@ def write(
     report: dict[str, Any] = {"command": "; ".join(commands), "machine": machine(place), **(settings or {})}
     report |= {name: [dataclasses.asdict(one) for one in some] for name, some in figures.items()}
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    write_whole(out, json.dumps(report, indent=1) + "\n")
 
 
 def command() -> str:

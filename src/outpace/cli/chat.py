@@ -24,6 +24,7 @@ from outpace.cli.options import (
     NoColor,
     PresencePenalty,
     RepetitionPenalty,
+    Revision,
     RuleName,
     Seed,
     Stop,
@@ -31,10 +32,13 @@ from outpace.cli.options import (
     Temperature,
     TopK,
     TopP,
+    TrustRemoteCode,
+    check_models,
+    check_text,
     open_decoder,
     sampling_of,
 )
-from outpace.cli.show import Painter, figures, note
+from outpace.cli.show import Painter, note
 
 
 def chat(
@@ -47,6 +51,8 @@ def chat(
     length: LengthName = None,
     device: Device = None,
     dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
+    revision: Revision = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -62,6 +68,8 @@ def chat(
     marks: Marks = False,
 ) -> None:
     """Talk with a model. /new begins again, /exit or Ctrl-D ends; Ctrl-C cuts an answer short."""
+    check_models(target, draft, rule, lenience, length)
+    check_text("--system", system)
     sampling = sampling_of(
         logit_bias,
         temperature=temperature,
@@ -72,7 +80,17 @@ def chat(
         frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
     )
-    decoder = open_decoder(target, draft, device, dtype, rule, lenience, length)
+    decoder = open_decoder(
+        target,
+        draft,
+        device,
+        dtype,
+        rule,
+        lenience,
+        length,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+    )
     if not getattr(decoder.tokenizer, "chat_template", None):
         raise ValueError(f"{target}: this model has no chat template; use outpace generate --raw")
     painter = Painter(sys.stdout, no_color=no_color, marks=marks)
@@ -89,6 +107,11 @@ def chat(
         if said.startswith("/"):
             note(f"{said}: known are /new and /exit")
             continue
+        try:
+            check_text("prompt", said)
+        except ValueError as error:
+            note(f"{error}; type it again")
+            continue
         messages.append({"role": "user", "content": said})
         try:
             ids = encode(decoder, messages, None)
@@ -100,10 +123,10 @@ def chat(
         with closing(
             decoder.stream(ids, sampling, max_new_tokens=max_new_tokens, seed=seed, stop=stop)
         ) as steps:
-            stats, _ = show(steps, painter)
+            shown = show(steps, painter, 1, max_new_tokens)
         answer = "".join(text for text, _ in painter.history).removesuffix("\n")
         messages.append({"role": "assistant", "content": answer})
-        note(figures(stats))
+        note(shown.line(decoder.scorer.context) + ("; /new begins again" if shown.context_full else ""))
 
 
 def _ask() -> str | None:

@@ -29,6 +29,14 @@ class Side:
     runs: list[float] = field(default_factory=list)
 
 
+def check_comparable(decoder: Decoder) -> None:
+    """Refuse what cannot be compared, before anything is generated."""
+    from outpace.models.seq2seq import Seq2SeqScorer
+
+    if isinstance(decoder.scorer, Seq2SeqScorer):
+        raise ValueError("--compare: models with an encoder cannot be compared yet; leave out --compare")
+
+
 def compare(
     decoder: Decoder, ids: list[int], sampling: Sampling | None, options: dict[str, Any]
 ) -> list[Side]:
@@ -36,11 +44,8 @@ def compare(
 
     Sides take turns, each as often early as late; nothing of a prompt is kept from run to run.
     """
-    from outpace.models.seq2seq import Seq2SeqScorer
     from outpace.sampling import from_generation_config
 
-    if isinstance(decoder.scorer, Seq2SeqScorer):
-        raise ValueError("--compare: models with an encoder cannot be compared yet")
     sampling = sampling or from_generation_config(decoder.scorer.generation_config)
     sides = _sides(decoder, ids, sampling, options)
     times = {name: Side(name) for name in sides}

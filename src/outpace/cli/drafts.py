@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from typing import Any
 
 from outpace.bench.prompts import Asked
 from outpace.cli.bench import bare
-from outpace.cli.options import check_table
+from outpace.cli.options import check_models, refuse_speech
 from outpace.cli.show import note
 from outpace.decode import Decoder, WithModel
 from outpace.draft.base import Drafter
 from outpace.draft.random import RandomDrafter
 from outpace.length import Fixed
-from outpace.models.hub import check_name, load_model
+from outpace.models.hub import load_model
 from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
 from outpace.pair import check_draft_name, load_drafter, through_text, worth_packing
 from outpace.verify import check
@@ -29,20 +30,23 @@ def line_up(
     rule: str = "token",
     lenience: float = 1.0,
     g: int | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
 ) -> tuple[Decoder, dict[str, Decoder]]:
     """A decoder without a draft, and one with each, all with the same target. They guess g tokens, or as many
     as their own policy says. Of paths the last part names them, unless two would have one name."""
     check.lenience(lenience, parse(rule))
-    if target is not None:
-        check_name(target)
+    check_models(target, names)
     named = [name for name in names if name != "random"]
     for name in named:
-        check_table(name)
         check_draft_name(name)
+    trusted: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    version: dict[str, Any] = {} if revision is None else {"revision": revision}
     # Before the target, which is larger: a name may be that of nothing.
-    loaded = {name: load_drafter(name, device=device, dtype=dtype, tell=note) for name in named}
-    model, tokenizer = load_model(target, device=device, dtype=dtype, tell=note)
+    loaded = {name: load_drafter(name, device=device, dtype=dtype, tell=note, **trusted) for name in named}
+    model, tokenizer = load_model(target, device=device, dtype=dtype, tell=note, **trusted, **version)
     scorer, pack = scorer_of(model), worth_packing(model)
+    refuse_speech(scorer, target)
     if pack:
         scorer.pack()
     decoders: dict[str, Decoder] = {}

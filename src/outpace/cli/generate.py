@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +29,7 @@ from outpace.cli.options import (
     NoColor,
     PresencePenalty,
     RepetitionPenalty,
+    Revision,
     RuleName,
     Seed,
     Stop,
@@ -35,15 +37,19 @@ from outpace.cli.options import (
     Temperature,
     TopK,
     TopP,
+    TrustRemoteCode,
+    check_models,
+    check_text,
     open_decoder,
     read_text,
     sampling_of,
 )
 from outpace.cli.show import Painter, as_json, figures, note
+from outpace.files import check_out
 
 if TYPE_CHECKING:
     from outpace.decode import Decoder
-    from outpace.rows import Step
+    from outpace.rows import Output, Step
     from outpace.stats import Stats
 
 
@@ -62,6 +68,8 @@ def generate(
     length: LengthName = None,
     device: Device = None,
     dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
+    revision: Revision = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -102,8 +110,9 @@ def generate(
     if svg is not None:
         if as_json_:
             raise ValueError("--svg: a picture is drawn of text; leave out --json")
-        if not svg.absolute().parent.is_dir():
-            raise ValueError(f"--svg: {svg.absolute().parent}: no such folder")
+        check_out("--svg", svg)
+    check_models(target, draft, rule, lenience, length)
+    check_text("--system", system)
     text = read_prompt(prompt, file)
     sampling = sampling_of(
         logit_bias,
@@ -115,7 +124,21 @@ def generate(
         frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
     )
-    decoder = open_decoder(target, draft, device, dtype, rule, lenience, length)
+    decoder = open_decoder(
+        target,
+        draft,
+        device,
+        dtype,
+        rule,
+        lenience,
+        length,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+    )
+    if compare:
+        from outpace.cli.compare import check_comparable
+
+        check_comparable(decoder)
     ids = encode(decoder, [*_system(system), {"role": "user", "content": text}], None if not raw else text)
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -125,7 +148,7 @@ def generate(
     }
     steps = decoder.stream(ids, sampling, n=n, **options)
     if as_json_:
-        rows, interrupted = collect(steps, n)
+        rows, interrupted = collect(steps, n, max_new_tokens)
         report = {"prompt": text, "prompt_tokens": len(ids), "settings": decoder.describe().splitlines()}
         report["outputs"] = rows
         if compare and not interrupted:
@@ -139,14 +162,15 @@ def generate(
     painter = Painter(sys.stdout, no_color=no_color, marks=marks)
     if legend := painter.legend():
         note(legend)
-    stats, interrupted = show(steps, painter, n)
-    note(figures(stats) + (" | interrupted" if interrupted else ""))
+    shown = show(steps, painter, n, max_new_tokens)
+    line = shown.line(decoder.scorer.context)
+    note(line)
     if svg is not None:
         from outpace.cli.picture import draw
 
-        draw(painter.history, figures(stats), svg)
+        draw(painter.history, line, svg)
         note(f"picture in {svg}")
-    if interrupted:
+    if shown.interrupted:
         raise SystemExit(130)
     if compare:
         from outpace.cli.compare import compare as measure
@@ -167,8 +191,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     else:
         text = prompt or ""
     text = text.removesuffix("\n")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError("prompt: not text in UTF-8")
+    check_text("prompt", text)
     if not text.strip():
         raise ValueError("prompt: it is empty; a model needs something to go on from")
     return text
@@ -186,15 +209,37 @@ def encode(decoder: Decoder, messages: list[dict[str, str]], raw: str | None) ->
     return decoder.encode(chat_ids(tokenizer, messages))
 
 
-def show(steps: Iterable[Step], painter: Painter, n: int = 1) -> tuple[Stats, bool]:
-    """Print the rows one after the other, the first unfinished one live; statistics, and whether Ctrl-C cut
-    it short."""
+@dataclass(frozen=True)
+class Shown:
+    """Texts that were printed.
+
+    stats         of all of them
+    interrupted   Ctrl-C ended them
+    context_full  the model's context ended one of them, before --max-new-tokens
+    """
+
+    stats: Stats
+    interrupted: bool
+    context_full: bool
+
+    def line(self, context: int) -> str:
+        """Return the statistics line, with the reason why a text is shorter than was asked for."""
+        parts = [figures(self.stats)]
+        if self.context_full:
+            parts.append(f"the model's context of {context} tokens is full")
+        if self.interrupted:
+            parts.append("interrupted")
+        return " | ".join(parts)
+
+
+def show(steps: Iterable[Step], painter: Painter, n: int, max_new_tokens: int) -> Shown:
+    """Print the texts one after the other, the first unfinished one as it is generated."""
     from outpace.stats import Stats
 
     stats, begun = Stats(), time.perf_counter()
     waiting: dict[int, list[Step]] = {row: [] for row in range(n)}
     ended: set[int] = set()
-    current, interrupted = 0, False
+    current, interrupted, full = 0, False, False
     if n > 1:
         note(f"1 of {n}")
     try:
@@ -205,6 +250,7 @@ def show(steps: Iterable[Step], painter: Painter, n: int = 1) -> tuple[Stats, bo
             waiting[step.row].append(step)
             if step.output is not None:
                 ended.add(step.row)
+                full |= context_full(step.output, max_new_tokens)
             while current < n:
                 for one in waiting[current]:
                     painter.step(one)
@@ -224,13 +270,18 @@ def show(steps: Iterable[Step], painter: Painter, n: int = 1) -> tuple[Stats, bo
                 painter.step(one)
             painter.end()
     stats.other_seconds = time.perf_counter() - begun
-    return stats, interrupted
+    return Shown(stats, interrupted, full)
 
 
-def collect(steps: Iterable[Step], n: int) -> tuple[list[dict[str, Any]], bool]:
+def context_full(output: Output, max_new_tokens: int) -> bool:
+    """Return whether a text ended because the model's context holds no more."""
+    return output.finish_reason == "length" and len(output.tokens) < max_new_tokens
+
+
+def collect(steps: Iterable[Step], n: int, max_new_tokens: int) -> tuple[list[dict[str, Any]], bool]:
     """What each row came to, and whether Ctrl-C cut it short."""
     rows: list[dict[str, Any]] = [
-        {"text": "", "tokens": [], "finish_reason": "interrupted"} for _ in range(n)
+        {"text": "", "tokens": [], "finish_reason": "interrupted", "context_full": False} for _ in range(n)
     ]
     try:
         for step in steps:
@@ -239,6 +290,7 @@ def collect(steps: Iterable[Step], n: int) -> tuple[list[dict[str, Any]], bool]:
             row["tokens"] += step.tokens
             if step.output is not None:
                 row["finish_reason"] = step.output.finish_reason
+                row["context_full"] = context_full(step.output, max_new_tokens)
                 row["stats"] = as_json(step.output.stats)
     except KeyboardInterrupt:
         return rows, True

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outpace.cli import checks
 from outpace.cli.options import (
     MODELS,
     PROMPTS,
-    SAMPLING,
     SHOW,
+    AllSeeds,
     Bias,
+    Config,
     Data,
     Device,
     Dtype,
@@ -24,14 +26,18 @@ from outpace.cli.options import (
     PresencePenalty,
     PromptTexts,
     RepetitionPenalty,
+    Revision,
     Target,
     Temperature,
     TopK,
     TopP,
+    TrustRemoteCode,
+    check_models,
     read_prompts,
     sampling_of,
 )
 from outpace.cli.show import note, progress
+from outpace.files import check_out
 
 if TYPE_CHECKING:
     from outpace.bench.measure import Measurement
@@ -41,6 +47,7 @@ LENIENCE = (1.0, 0.5, 0.3, 0.1)
 
 
 def measure(
+    config: Config = None,
     target: Target = None,
     draft: Annotated[
         list[str] | None,
@@ -48,16 +55,22 @@ def measure(
             "--draft",
             "-d",
             metavar="lookup|ngram:FILE|MODEL|random",
-            help="Who guesses; repeat it. Default: lookup.",
+            help="Who guesses; repeat it. Default: the draft of --config, or lookup.",
             rich_help_panel=MODELS,
         ),
     ] = None,
     lenience: Annotated[
         list[float] | None,
-        typer.Option(help="Values of l; repeat it. Default: 1, 0.5, 0.3, 0.1.", rich_help_panel=MODELS),
+        typer.Option(
+            callback=checks.number("lenience"),
+            help="Values of l; repeat it. Default: 1, 0.5, 0.3, 0.1.",
+            rich_help_panel=MODELS,
+        ),
     ] = None,
     device: Device = None,
     dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
+    revision: Revision = None,
     prompt: PromptTexts = None,
     data: Data = None,
     limit: Limit = None,
@@ -81,7 +94,7 @@ def measure(
     frequency_penalty: FrequencyPenalty = None,
     presence_penalty: PresencePenalty = None,
     logit_bias: Bias = None,
-    seed: Annotated[int, typer.Option(help="Of all draws.", rich_help_panel=SAMPLING)] = 0,
+    seed: AllSeeds = 0,
     drafts: Annotated[
         int, typer.Option(min=1, help="g of the runs that are counted.", rich_help_panel=COSTS)
     ] = 5,
@@ -111,12 +124,14 @@ def measure(
     of Σ min(p, q). Real runs are counted beside it. Then passes, steps and verification are timed, and the
     length that is fastest by all that is named.
 
+    Of a --config, target, draft, dtype, device and revision count; lengths are what is measured.
+
     Ctrl-C ends it with what there is, in --out, too. Exit status: 1 if α is known less well than --within
     asks.
     """
     names = list(dict.fromkeys(draft or ["lookup"]))
     values = list(dict.fromkeys(lenience or LENIENCE))
-    check(names, values, within, confidence, out)
+    check(target, names, within, confidence, out)
     questions = read_prompts(prompt, data, limit, every)
     sampling = sampling_of(
         logit_bias, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
@@ -133,7 +148,10 @@ def measure(
     from outpace.models.hub import DEFAULT
     from outpace.sampling import from_generation_config
 
-    plain, decoders = line_up(target, names, device, dtype, lenience=max(values), g=drafts)
+    plain, decoders = line_up(
+        target, names, device, dtype, lenience=max(values), g=drafts,
+        trust_remote_code=trust_remote_code, revision=revision,
+    )  # fmt: skip
     texts = fitting(plain, questions.to(plain.tokenizer))
     if sampling is None:
         sampling = from_generation_config(plain.scorer.generation_config)
@@ -161,30 +179,23 @@ def measure(
 
 
 def check(
+    target: str | None,
     names: list[str],
-    lenience: list[float],
     within: float | None,
     confidence: float,
     out: Path,
 ) -> None:
     """Flags that do not fit, before anything big is loaded."""
-    from outpace.files import check_out
-
-    for one in lenience:
-        if not 0 < one <= 1:
-            raise ValueError(f"--lenience: got {one:g}; it must be in (0, 1]")
     if within is not None and not 0 < within < 1:
         raise ValueError(f"--within: got {within:g}; it must lie between 0 and 1, as α does")
     if not 0 < confidence < 1:
         raise ValueError(f"--confidence: got {confidence:g}; it must lie between 0 and 1")
     check_out("--out", out)
-    from outpace.pair import check_draft_name
-
-    for name in names:
-        if name == "none":
-            raise ValueError("--draft: nothing is guessed with none, so there is nothing to measure")
-        if name != "random":
-            check_draft_name(name)
+    if "none" in names:
+        raise ValueError(
+            "--draft: nothing is guessed with none, so there is nothing to measure; name a draft"
+        )
+    check_models(target, names)
 
 
 def finish(measurement: Measurement, within: float | None, out: Path) -> None:

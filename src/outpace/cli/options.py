@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import gc
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outpace.cli import checks
 from outpace.cli.show import note
 
 if TYPE_CHECKING:
     from outpace.bench.prompts import Questions
     from outpace.decode import Decoder
     from outpace.length import Length
+    from outpace.models.causal import CausalScorer
     from outpace.sampling import Sampling
 
 MODELS, PROMPTS, SAMPLING, SHOW = "Models", "Prompts", "Sampling", "Output"
@@ -33,10 +34,9 @@ Target = Annotated[
 ]
 
 
-def _drafted(context: typer.Context, draft: str) -> str:
+def drafted(context: typer.Context, draft: str) -> str:
     """Without a draft, a configuration's length has nothing to say: it was found for another one."""
-    source = context.get_parameter_source("draft")
-    if draft == "none" and context.default_map and source is not None and source.name == "COMMANDLINE":
+    if draft == "none" and context.default_map and _source(context, "draft") == "COMMANDLINE":
         context.default_map = {name: one for name, one in context.default_map.items() if name != "length"}
     return draft
 
@@ -46,7 +46,7 @@ Drafted = Annotated[
     typer.Option(
         "--draft",
         "-d",
-        callback=_drafted,
+        callback=drafted,
         metavar="lookup|ngram:FILE|MODEL|none",
         help="Who guesses: copy from the context, a saved n-gram table, a smaller model, nobody.",
         rich_help_panel=MODELS,
@@ -56,6 +56,7 @@ RuleName = Annotated[
     str,
     typer.Option(
         "--rule",
+        callback=checks.rule,
         metavar="token|block|match|sigmoid(A,B)",
         help="How guesses are judged; all but sigmoid are exact.",
         rich_help_panel=MODELS,
@@ -65,6 +66,7 @@ LengthName = Annotated[
     str | None,
     typer.Option(
         "--length",
+        callback=checks.length,
         metavar="G|auto|heuristic[:START]",
         help="Tokens to guess per pass: a fixed number, what is fastest by the clock, or by what was kept so "
         "far. Default: auto.",
@@ -73,15 +75,53 @@ LengthName = Annotated[
 ]
 Lenience = Annotated[
     float,
-    typer.Option(help="Below 1 keeps more guesses of rule token, and is not exact.", rich_help_panel=MODELS),
+    typer.Option(
+        callback=checks.number("lenience"),
+        help="Below 1 keeps more guesses of rule token, and is not exact.",
+        rich_help_panel=MODELS,
+    ),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(help="cpu, cuda, cuda:1. Default: CUDA where there is one.", rich_help_panel=MODELS),
+    typer.Option(
+        callback=checks.device,
+        help="cpu, cuda, cuda:1. Default: CUDA where there is one.",
+        rich_help_panel=MODELS,
+    ),
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(help="float32, bfloat16, float16. Default: what suits the device.", rich_help_panel=MODELS),
+    typer.Option(
+        callback=checks.dtype,
+        help="float32, bfloat16, float16. Default: what suits the device.",
+        rich_help_panel=MODELS,
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run Python code that comes with a model, on this machine. Only for models you trust.",
+        rich_help_panel=MODELS,
+    ),
+]
+
+
+def _revised(context: typer.Context, revision: str | None) -> str | None:
+    """Drop a configuration's revision if another target is named: it is a version of the file's own."""
+    other = configured(context, "revision") and _source(context, "target") == "COMMANDLINE"
+    return None if other else revision
+
+
+Revision = Annotated[
+    str | None,
+    typer.Option(
+        "--revision",
+        callback=_revised,
+        metavar="COMMIT|TAG|BRANCH",
+        help="Version of the target on the hub. Default: main.",
+        rich_help_panel=MODELS,
+    ),
 ]
 MaxNewTokens = Annotated[
     int, typer.Option("--max-new-tokens", "-m", min=1, help="Of a text.", rich_help_panel=SAMPLING)
@@ -89,33 +129,62 @@ MaxNewTokens = Annotated[
 Temperature = Annotated[
     float | None,
     typer.Option(
-        help="0 is greedy. Without any sampling flag the model's own settings hold.", rich_help_panel=SAMPLING
+        callback=checks.number("temperature"),
+        help="0 is greedy. Without any sampling flag the model's own settings hold.",
+        rich_help_panel=SAMPLING,
     ),
 ]
-TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.", rich_help_panel=SAMPLING)]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        callback=checks.number("top_k"), help="Keep the k likeliest tokens.", rich_help_panel=SAMPLING
+    ),
+]
 TopP = Annotated[
-    float | None, typer.Option(help="Keep tokens up to this probability.", rich_help_panel=SAMPLING)
+    float | None,
+    typer.Option(
+        callback=checks.number("top_p"),
+        help="Keep tokens up to this probability.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 MinP = Annotated[
     float | None,
-    typer.Option(help="Keep tokens this many times as likely as the likeliest.", rich_help_panel=SAMPLING),
+    typer.Option(
+        callback=checks.number("min_p"),
+        help="Keep tokens this many times as likely as the likeliest.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 RepetitionPenalty = Annotated[
     float | None,
-    typer.Option(help="Above 1, tokens of prompt and text are less likely.", rich_help_panel=SAMPLING),
+    typer.Option(
+        callback=checks.number("repetition_penalty"),
+        help="Above 1, tokens of prompt and text are less likely.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 FrequencyPenalty = Annotated[
     float | None,
-    typer.Option(help="Taken off a token's logit for each time it was written.", rich_help_panel=SAMPLING),
+    typer.Option(
+        callback=checks.number("frequency_penalty"),
+        help="Taken off a token's logit for each time it was written.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 PresencePenalty = Annotated[
     float | None,
-    typer.Option(help="Taken off a token's logit once it was written.", rich_help_panel=SAMPLING),
+    typer.Option(
+        callback=checks.number("presence_penalty"),
+        help="Taken off a token's logit once it was written.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 Bias = Annotated[
     list[str] | None,
     typer.Option(
         "--logit-bias",
+        callback=checks.bias,
         metavar="ID=NUMBER",
         help="Add to a token's logit; -inf forbids it. May be repeated.",
         rich_help_panel=SAMPLING,
@@ -124,14 +193,20 @@ Bias = Annotated[
 Seed = Annotated[
     int | None,
     typer.Option(
+        callback=checks.number("seed"),
         help="The same seed gives the same text, greedily, with --rule match, or with a --length other than "
         "auto, which goes by the clock.",
         rich_help_panel=SAMPLING,
     ),
 ]
+AllSeeds = Annotated[
+    int, typer.Option(callback=checks.number("seed"), help="Of all draws.", rich_help_panel=SAMPLING)
+]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(help="End before this string. May be repeated.", rich_help_panel=SAMPLING),
+    typer.Option(
+        callback=checks.stop, help="End before this string. May be repeated.", rich_help_panel=SAMPLING
+    ),
 ]
 PromptTexts = Annotated[
     list[str] | None,
@@ -157,13 +232,34 @@ Marks = Annotated[
 
 
 def _configured(context: typer.Context, path: Path | None) -> Path | None:
-    """What the file says takes the place of defaults; a flag has its own say."""
+    """Let the values of a file take the place of defaults; flags on the command line win."""
     if path is not None:
         from outpace.tune.config import flags
 
-        context.default_map = {**(context.default_map or {}), **flags(path)}
+        found, known = flags(path), {one.name: one for one in context.command.params}
+        if "rule" not in known and found.get("rule", "token") != "token":
+            raise ValueError(
+                f"config: {path}: rule: got {found['rule']!r}; `outpace {context.info_name}` runs rule token "
+                "alone, so leave the key out"
+            )
+        values = {
+            name: [value] if getattr(known[name], "multiple", False) else value
+            for name, value in found.items()
+            if name in known
+        }
+        context.default_map = {**(context.default_map or {}), **values}
         context.meta[CONFIGURED] = path, context
     return path
+
+
+def configured(context: typer.Context, name: str) -> bool:
+    """Return whether a flag's value comes from the file that --config names."""
+    return _source(context, name) == "DEFAULT_MAP"
+
+
+def _source(context: typer.Context, name: str) -> str | None:
+    source = context.get_parameter_source(name)
+    return None if source is None else source.name
 
 
 def blamed(meta: Mapping[str, Any], why: str) -> str:
@@ -174,9 +270,10 @@ def blamed(meta: Mapping[str, Any], why: str) -> str:
 
     path, context = meta[CONFIGURED]
     for name in FLAGS:
-        source = context.get_parameter_source(name)
-        starts = f"{name}:", f"--{name}:", f"{context.params.get(name)}:"
-        if source is not None and source.name == "DEFAULT_MAP" and why.startswith(starts):
+        value = context.params.get(name)
+        values = value if isinstance(value, list) else [value]
+        starts = f"{name}:", f"--{name}:", *(f"{one}:" for one in values)
+        if configured(context, name) and why.startswith(starts):
             return f"config: {path}: {why}"
     return why
 
@@ -187,7 +284,8 @@ Config = Annotated[
         "--config",
         is_eager=True,
         callback=_configured,
-        help="A file of `outpace tune`: what it names is the default of these flags.",
+        help="A file that `outpace tune` wrote: its target, draft, length, rule, dtype, device and revision "
+        "are the defaults of the flags with these names.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -199,16 +297,8 @@ def sampling_of(logit_bias: list[str] | None, **fields: Any) -> Sampling | None:
 
     given = {name: value for name, value in fields.items() if value is not None}
     if logit_bias:
-        given["logit_bias"] = dict(_bias(one) for one in logit_bias)
+        given["logit_bias"] = dict(checks.logit_bias(one) for one in logit_bias)
     return Sampling(**given) if given else None
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token, _, number = text.partition("=")
-    try:
-        return int(token), float(number)
-    except ValueError:
-        raise ValueError(f"--logit-bias: got {text!r}; it must be like 42=-1.5 or 42=-inf") from None
 
 
 def read_prompts(prompt: list[str] | None, data: str | None, limit: int | None, every: int) -> Questions:
@@ -219,6 +309,8 @@ def read_prompts(prompt: list[str] | None, data: str | None, limit: int | None, 
         raise ValueError("--prompt: given together with --data; give one or the other")
     if prompt and not all(one.strip() for one in prompt):
         raise ValueError("--prompt: it is empty; a model needs something to go on from")
+    for one in prompt or ():
+        check_text("--prompt", one)
     found = questions(prompt or (), data, limit, every)
     if found.left_out:
         note(f"{found.name}: {len(found.left_out)} of {found.rows} rows left out: {found.left_out[0]}")
@@ -228,8 +320,20 @@ def read_prompts(prompt: list[str] | None, data: str | None, limit: int | None, 
 def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a folder; it must be a text file") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path}: not a text file in UTF-8") from None
+    except OSError as error:
+        raise ValueError(f"{path}: it cannot be read ({error.strerror})") from None
+
+
+def check_text(name: str, text: str | None) -> None:
+    """Refuse what Python makes of bytes that are not UTF-8."""
+    if any("\ud800" <= character <= "\udfff" for character in text or ""):
+        raise ValueError(f"{name}: not text in UTF-8")
 
 
 def check_table(draft: str) -> None:
@@ -241,15 +345,26 @@ def check_table(draft: str) -> None:
         )
 
 
-def _check_rule(rule: str, lenience: float, draft: str, length: str | None) -> None:
-    from outpace.verify import check
-    from outpace.verify.rules import parse
+def check_models(
+    target: str | None,
+    drafts: str | Sequence[str],
+    rule: str = "token",
+    lenience: float = 1.0,
+    length: str | None = None,
+) -> None:
+    """Refuse names and settings that do not fit together, before PyTorch is imported."""
+    from outpace.models.hub import check_name
 
-    check.lenience(lenience, parse(rule))
-    if draft == "none" and length not in (None, "0", "auto"):
+    if lenience < 1 and rule != "token":
+        raise ValueError(f"--lenience: got {lenience:g} with --rule {rule}; only rule token has lenience")
+    if drafts == "none" and length not in (None, "0", "auto"):
         raise ValueError("--length: nothing is guessed with --draft none")
-    if draft == "none" and lenience < 1:
+    if drafts == "none" and lenience < 1:
         raise ValueError("--lenience: nothing is guessed with --draft none")
+    for one in [drafts] if isinstance(drafts, str) else drafts:
+        check_table(one)
+    if target is not None:
+        check_name(target)
 
 
 def open_decoder(
@@ -260,12 +375,17 @@ def open_decoder(
     rule: str,
     lenience: float,
     length: str | None,
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
 ) -> Decoder:
-    """What the flags name; those that do not fit are said before anything big is loaded."""
+    """Load the models that the flags name; refuse values that do not fit before anything big is loaded."""
+    check_models(target, draft, rule, lenience, length)
     from outpace.pair import load
 
-    _check_rule(rule, lenience, draft, length)
-    check_table(draft)
+    loading: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    if revision is not None:
+        loading["revision"] = revision
     decoder = load(
         target,
         draft,
@@ -275,11 +395,23 @@ def open_decoder(
         lenience=lenience,
         length=length_of(length),
         tell=note,
+        **loading,
     )
+    refuse_speech(decoder.scorer, target)
     # What was made so far stays until the end: `main` had it not looked through for garbage, nor is it now.
     gc.freeze()
     gc.enable()
     return decoder
+
+
+def refuse_speech(scorer: CausalScorer, target: str | None) -> None:
+    """Name the command that transcribes, where a target's input is speech."""
+    from outpace.models.seq2seq import Seq2SeqScorer
+
+    if isinstance(scorer, Seq2SeqScorer) and scorer.hears:
+        raise ValueError(
+            f"{target}: its input is speech; use `outpace transcribe`, or `outpace eval asr` to measure it"
+        )
 
 
 def length_of(text: str | None) -> Length | None:
@@ -288,10 +420,8 @@ def length_of(text: str | None) -> Length | None:
         return None
     from outpace.length import Fixed, Heuristic
 
+    checks.length(text)
     if text.isdecimal():
         return Fixed(int(text))
-    found = re.fullmatch(r"heuristic(?::(\d+))?", text)
-    if found is None:
-        raise ValueError(f"--length: got {text!r}; it must be a number, auto, heuristic, or heuristic:START")
-    start = int(found[1] or 5)
+    start = int(text.partition(":")[2] or 5)
     return Heuristic(start, max(20, start))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outpace.cli.show import KINDS
+from outpace.files import write_whole
 
 WIDTH = 92  # characters
 
@@ -25,6 +26,4 @@ def draw(pieces: Sequence[tuple[str, str]], figures: str, path: Path) -> None:
     for what, color, _, _ in KINDS.values():
         console.print(Text("■ ", style=color or "default").append(what, style="dim"))
     console.print(Text(figures, style="dim"))
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(console.export_svg(title="outpace generate"), encoding="utf-8")
-    part.replace(path)
+    write_whole(path, console.export_svg(title="outpace generate"))

@@ -13,17 +13,19 @@ import typer
 # Leviathan et al. 2023, Table 5: the share of lost drafts that is still lost, for T5-small and T5-base.
 LENIENT = {0.5: (0.29 / 0.38, 0.20 / 0.32), 0.3: (0.24 / 0.38, 0.17 / 0.32), 0.1: (0.16 / 0.38, 0.10 / 0.32)}
 SPEEDS = (1.5, 2.0, 3.0)
+LONGEST = 1000  # draft tokens a pass; nothing that pays is near it
+COSTLIEST = 1000.0  # a draft as slow as that is a mistake
 
 
 def plan(
     alpha: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of drafts that are kept.")],
-    c: Annotated[float, typer.Option(min=0.0, help="Time of a draft's step, of a target's pass.")] = 0.0,
+    c: Annotated[float, typer.Option(help="Time of a draft's step, of a target's pass.")] = 0.0,
     ops: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Operations of a draft's step, of the target's for a token. Default: c."),
+        typer.Option(help="Operations of a draft's step, of the target's for a token. Default: c."),
     ] = None,
-    drafts: Annotated[list[int] | None, typer.Option(min=0, help="Show these g, too; repeat it.")] = None,
-    most: Annotated[int, typer.Option(min=1, help="Longest draft to think of.")] = 32,
+    drafts: Annotated[list[int] | None, typer.Option(help="Show these g, too; repeat it.")] = None,
+    most: Annotated[int, typer.Option(help=f"Longest draft to think of, up to {LONGEST}.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
     plot: Annotated[
         Path | None,
@@ -40,6 +42,14 @@ def plan(
 
     Lenience: if it keeps as many more drafts as Leviathan et al. measured for T5 (Table 5).
     """
+    for name, cost in (("--c", c), ("--ops", ops)):
+        if cost is not None and not 0 <= cost <= COSTLIEST:
+            raise ValueError(f"{name}: got {cost:g}; it must be a number from 0 to {COSTLIEST:g}")
+    if not 1 <= most <= LONGEST:
+        raise ValueError(f"--most: got {most}; it must be from 1 to {LONGEST}")
+    for g in drafts or ():
+        if not 0 <= g <= LONGEST:
+            raise ValueError(f"--drafts: got {g}; it must be from 0 to {LONGEST}")
     if plot is not None:
         from outpace.bench.pictures import backend
 
@@ -76,9 +86,9 @@ def planned(alpha: float, c: float, ops: float, drafts: list[int], most: int) ->
         lenient.append({"lenience": lenience, "alpha": [round(one, 3) for one in shares], "best": ends})
     needed: list[dict[str, Any]] = [{"speedup": 1.0, "more": True, "alpha": c if c < 1 else None}]
     for speed in SPEEDS:
-        each = [(float(theory.needed_alpha(c, speed, g)), g) for g in range(1, most + 1)]
-        enough = [one for one in each if one[0] == one[0]]
-        least = round(min(enough)[0], 3) if enough else None
+        each = theory.needed_alpha(c, speed, range(1, most + 1))
+        enough = [one for one in each.tolist() if not math.isnan(one)]
+        least = round(min(enough), 3) if enough else None
         needed.append({"speedup": speed, "more": False, "alpha": least})
     return {
         "alpha": alpha,

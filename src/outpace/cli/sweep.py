@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outpace.cli import checks
+from outpace.cli.bench import bare, command
 from outpace.cli.options import (
     MODELS,
     PROMPTS,
     SAMPLING,
     SHOW,
+    AllSeeds,
     Bias,
+    Config,
     Data,
     Device,
     Dtype,
@@ -27,14 +31,19 @@ from outpace.cli.options import (
     PresencePenalty,
     PromptTexts,
     RepetitionPenalty,
+    Revision,
     RuleName,
     Target,
     TopK,
     TopP,
+    TrustRemoteCode,
+    check_models,
+    configured,
     read_prompts,
     sampling_of,
 )
 from outpace.cli.show import note, progress
+from outpace.files import check_out
 
 if TYPE_CHECKING:
     from outpace.bench.forecast import Figure, Known
@@ -44,6 +53,8 @@ if TYPE_CHECKING:
 
 
 def sweep(
+    command_line: typer.Context,
+    config: Config = None,
     target: Target = None,
     draft: Annotated[
         list[str] | None,
@@ -51,7 +62,7 @@ def sweep(
             "--draft",
             "-d",
             metavar="lookup|ngram:FILE|MODEL|random",
-            help="Who guesses; repeat it. Default: lookup.",
+            help="Who guesses; repeat it. Default: the draft of --config, or lookup.",
             rich_help_panel=MODELS,
         ),
     ] = None,
@@ -71,17 +82,22 @@ def sweep(
     length: Annotated[
         list[str] | None,
         typer.Option(
+            callback=checks.length,
             metavar="G|auto|heuristic",
-            help="Guesses an iteration; repeat it. Default: 0 1 2 3 5 8 12 and auto, the decoder's own "
-            "choice. 0 is always there.",
+            help="Guesses an iteration; repeat it. Default: those of 0 1 2 3 5 8 12 that fit "
+            "--max-new-tokens, auto, the decoder's own choice, and the length of --config. 0 is always "
+            "there.",
             rich_help_panel=MODELS,
         ),
     ] = None,
     device: Device = None,
     dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
+    revision: Revision = None,
     temperature: Annotated[
         list[float] | None,
-        typer.Option(min=0.0, help="0 is greedy; repeat it. Default: 0.", rich_help_panel=SAMPLING),
+        typer.Option(callback=checks.number("temperature"), help="0 is greedy; repeat it. Default: 0.",
+                     rich_help_panel=SAMPLING),
     ] = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -94,7 +110,7 @@ def sweep(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=SAMPLING)
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of all draws.", rich_help_panel=SAMPLING)] = 0,
+    seed: AllSeeds = 0,
     prompt: PromptTexts = None,
     data: Data = None,
     limit: Limit = None,
@@ -122,45 +138,49 @@ def sweep(
     """Time texts with every draft, sampling and length, in turn: what each brings over plain decoding.
 
     Times are milliseconds of 128 tokens, without the prompt, over texts: mean,
-    standard deviation, percentiles. loop is the milliseconds of an iteration,
-    a pass the tokens it brings a text, kept the share of guesses that were
-    kept, and α that of the guesses that were judged.
+    standard deviation, percentiles. loop ms is the time of an iteration,
+    tokens per pass what it brings a text. acceptance is the share of draft
+    tokens accepted, α counted the same of those that were verified.
 
-    measured is tokens a second over those of plain decoding, in the same
-    rounds, with an interval that holds it in 95 of 100 cases; predicted the
-    same by α and what passes, steps and verification take by themselves, with
-    its error; thm 3.8 that of Leviathan et al. 2023, from α and c alone, the
-    time of a draft's step.
+    speedup is tokens a second over those of plain decoding in the same rounds,
+    with an interval that holds it in 95 of 100 cases. predicted is the same by
+    α and the times of passes, draft steps and verification; error says by how
+    much it is off. thm 3.8 is that of Leviathan et al. 2023, from α and c
+    alone; c is the time of a draft step over that of a plain iteration.
 
     Ctrl-C ends it; the table and the file are then of the rounds so far.
     """
-    from outpace.bench.machine import machine
-    from outpace.bench.results import Results
-    from outpace.bench.sweep import LENGTHS, Sweep, check_lengths
-    from outpace.cli import lineup
-    from outpace.cli.bench import bare, command
-    from outpace.cli.drafts import fitting, line_up
-    from outpace.files import check_out
-    from outpace.models.hub import DEFAULT
-    from outpace.sampling import Sampling
-
     if plot is not None:
         from outpace.bench.pictures import backend
 
         backend(plot)  # what is missing is said before anything is measured
     check_out("--out", out)
-    lengths = [str(int(one)) if one.isdecimal() else one for one in length or LENGTHS]  # 05 is 5
-    check_lengths(lengths, max_new_tokens)
+    drafts = list(dict.fromkeys(draft or ["lookup"]))
+    if len({bare(one) for one in drafts}) < len(drafts):
+        raise ValueError("--draft: two have the same name, but for their folders")
+    questions = None
+    if pair is None:
+        if "none" in drafts:
+            raise ValueError("--draft: none is plain decoding, which is always there as g = 0; name a draft")
+        check_models(target, drafts)
+        questions = read_prompts(prompt, data, limit, every)
+    from outpace.bench.machine import machine
+    from outpace.bench.results import Results
+    from outpace.bench.sweep import Sweep
+    from outpace.cli import lineup
+    from outpace.cli.drafts import fitting, line_up
+    from outpace.models.hub import DEFAULT
+    from outpace.sampling import Sampling
+
+    own = length is None or configured(command_line, "length")
+    lengths = lengths_of(length or (), max_new_tokens, own)
     drawn = sampling_of(
         logit_bias, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
     ) or Sampling()  # fmt: skip
     samplings = [replace(drawn, temperature=one) for one in temperature or [0.0]]
-    drafts = list(dict.fromkeys(draft or ["lookup"]))
-    if len({bare(one) for one in drafts}) < len(drafts):
-        raise ValueError("--draft: two have the same name, but for their folders")
-    questions = None
-    if pair is not None:
+    if questions is None:
+        assert pair is not None
         lineup.refuse_with_pair(target=target, draft=draft, prompt=prompt, data=data)
         alpha = lineup.ALPHA if alpha is None else alpha
         decoders, prompts = lineup.synthetic(
@@ -168,10 +188,10 @@ def sweep(
         )
     else:
         lineup.refuse_without_pair(alpha=alpha, context=context)
-        if "none" in drafts:
-            raise ValueError("--draft: none is plain decoding, which is always there as g = 0")
-        questions = read_prompts(prompt, data, limit, every)
-        plain, decoders = line_up(target, drafts, device, dtype, rule=rule)
+        plain, decoders = line_up(
+            target, drafts, device, dtype, rule=rule,
+            trust_remote_code=trust_remote_code, revision=revision,
+        )  # fmt: skip
         prompts = [one.ids for one in fitting(plain, questions.to(plain.tokenizer))]
     made = Sweep(
         decoders, samplings, lengths, prompts,
@@ -198,6 +218,24 @@ def sweep(
         "figures": [],
     }
     finish(made, Results(out, "sweep", about), out, plot)
+
+
+def lengths_of(given: Sequence[str], tokens: int, own: bool) -> list[str]:
+    """Return the lengths that are measured: those given, and our own that fit texts of so many tokens."""
+    from outpace.bench.sweep import LENGTHS, PLAIN, check_lengths, least_tokens
+
+    check_lengths([PLAIN], tokens)
+    lengths = [str(int(one)) if one.isdecimal() else one for one in given]  # 05 is 5
+    if own:
+        long = [one for one in LENGTHS if least_tokens(one) > tokens]
+        if long:
+            note(
+                f"length {', '.join(long)}: left out, as texts of {tokens} tokens are too short; "
+                f"--max-new-tokens {max(map(least_tokens, long))} is enough"
+            )
+        lengths = [*(one for one in LENGTHS if one not in long), *lengths]
+    check_lengths(lengths, tokens)
+    return lengths
 
 
 def finish(made: Sweep, results: Results, out: Path, plot: Path | None) -> None:

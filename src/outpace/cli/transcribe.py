@@ -6,12 +6,27 @@ import sys
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.cli.options import MODELS, SHOW, Device, Dtype, LengthName, RuleName, length_of
+from outpace.cli import checks
+from outpace.cli.options import (
+    MODELS,
+    SHOW,
+    Config,
+    Device,
+    Dtype,
+    LengthName,
+    Revision,
+    RuleName,
+    TrustRemoteCode,
+    check_models,
+    drafted,
+    length_of,
+)
 from outpace.cli.show import note
+from outpace.files import check_folder, write_whole
 
 if TYPE_CHECKING:
     from outpace.tasks.transcribe import Transcriber, Transcript
@@ -25,6 +40,7 @@ Task = StrEnum("Task", {"TRANSCRIBE": "transcribe", "TRANSLATE": "translate"})
 
 def transcribe(
     files: Annotated[list[Path], typer.Argument(help="Sound: wav, flac, mp3, ogg, ... of any length.")],
+    config: Config = None,
     target: Annotated[
         str,
         typer.Option(
@@ -40,6 +56,7 @@ def transcribe(
         typer.Option(
             "--draft",
             "-d",
+            callback=drafted,
             metavar="MODEL|lookup|none",
             help="Who guesses: a smaller Whisper model, copies of the text, nobody.",
             rich_help_panel=MODELS,
@@ -51,8 +68,15 @@ def transcribe(
     dtype: Dtype = None,
     draft_dtype: Annotated[
         str | None,
-        typer.Option(help="Of the draft, if not the target's.", metavar="DTYPE", rich_help_panel=MODELS),
+        typer.Option(
+            callback=checks.dtype,
+            help="Of the draft, if not the target's.",
+            metavar="DTYPE",
+            rich_help_panel=MODELS,
+        ),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    revision: Revision = None,
     language: Annotated[
         str | None,
         typer.Option(
@@ -72,7 +96,12 @@ def transcribe(
         ),
     ] = True,
     seed: Annotated[
-        int | None, typer.Option(help="Of the draws at higher temperatures.", rich_help_panel=SPEECH)
+        int | None,
+        typer.Option(
+            callback=checks.number("seed"),
+            help="Of the draws at higher temperatures.",
+            rich_help_panel=SPEECH,
+        ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Files at once.", rich_help_panel=SPEECH)] = 8,
     output: Annotated[
@@ -87,18 +116,27 @@ def transcribe(
 
     Windows, timestamps, silence and fallback are Whisper's usual ones, as Transformers has them.
     """
-    from outpace.tasks.transcribe import Transcriber
-
-    if output is not None and output.exists() and not output.is_dir():
-        raise ValueError(f"--output: {output} is not a folder")
+    if output is not None:
+        check_folder("--output", output)
     names = [path.stem for path in files]
     if output is not None and len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"--output: several files are named {twice}, and would be written over each other")
     if output is None and len(files) > 1 and format in (Format.srt, Format.vtt):
         raise ValueError(f"--format: {format} of several files needs a folder for them; give --output")
+    check_models(target, draft, rule, length=length)
+    if not any(path.is_file() for path in files):
+        raise ValueError(f"{files[0]}: no such file")
+    from outpace.pair import check_draft_name
+    from outpace.tasks.transcribe import Transcriber
+
+    check_draft_name(draft)
     wanted = length_of(length)
-    options = {} if wanted is None else {"length": wanted}
+    options: dict[str, Any] = {} if wanted is None else {"length": wanted}
+    if trust_remote_code:
+        options["trust_remote_code"] = True
+    if revision is not None:
+        options["revision"] = revision
     one = Transcriber.load(
         target,
         draft,
@@ -143,7 +181,7 @@ def written(
     text = shown(transcript, format, timestamps)
     if output is not None:
         path = output / f"{Path(transcript.name).stem}.{format}"
-        path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+        write_whole(path, text if text.endswith("\n") else text + "\n")
         note(f"{transcript.name}: {path}")
         return
     if not alone and format is Format.txt:

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outpace.cli import checks
+from outpace.cli.bench import bare, command
 from outpace.cli.options import (
     MODELS,
     PROMPTS,
-    SAMPLING,
     SHOW,
+    AllSeeds,
     Bias,
+    Config,
     Data,
     Device,
     Every,
@@ -24,14 +27,19 @@ from outpace.cli.options import (
     PresencePenalty,
     PromptTexts,
     RepetitionPenalty,
+    Revision,
     Target,
     Temperature,
     TopK,
     TopP,
+    TrustRemoteCode,
+    check_models,
+    configured,
     read_prompts,
     sampling_of,
 )
 from outpace.cli.show import note, progress
+from outpace.files import check_out
 
 if TYPE_CHECKING:
     from outpace.cli.tuned import Names
@@ -42,9 +50,11 @@ BATCHES = (1, 4, 8)
 
 
 def tune(
+    command_line: typer.Context,
     more: Annotated[
         list[str] | None, typer.Argument(metavar="[DRAFT]...", help="More drafts, as after --drafts.")
     ] = None,
+    config: Config = None,
     target: Target = None,
     draft: Annotated[
         list[str] | None,
@@ -54,7 +64,8 @@ def tune(
             "-d",
             metavar="lookup|ngram|ngram:FILE|MODEL|none",
             help="Who may guess: --drafts A B lookup, or repeat it. ngram is a table of what the target "
-            "itself writes. Default: lookup ngram none. Plain decoding is always there.",
+            "itself writes. Default: lookup ngram none, and the draft of --config. Plain decoding is always "
+            "there.",
             rich_help_panel=MODELS,
         ),
     ] = None,
@@ -62,10 +73,13 @@ def tune(
     dtype: Annotated[
         list[str] | None,
         typer.Option(
+            callback=checks.dtype,
             help="float32, bfloat16, float16; repeat it to compare them. Default: what suits the device.",
             rich_help_panel=MODELS,
         ),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    revision: Revision = None,
     budget: Annotated[
         float, typer.Option(help="Seconds that it may take, loading included.", rich_help_panel=PROMPTS)
     ] = 300.0,
@@ -90,7 +104,7 @@ def tune(
     frequency_penalty: FrequencyPenalty = None,
     presence_penalty: PresencePenalty = None,
     logit_bias: Bias = None,
-    seed: Annotated[int, typer.Option(help="Of all draws.", rich_help_panel=SAMPLING)] = 0,
+    seed: AllSeeds = 0,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="The configuration, for --config.", rich_help_panel=SHOW)
     ] = Path("outpace.toml"),
@@ -108,6 +122,9 @@ def tune(
     verified the one that was measured, with an interval that holds it in 95 of
     100 cases. Nothing is recommended that is not surely faster.
 
+    Of a --config, target, draft, dtype, device and revision count; the draft is
+    one more to measure.
+
     Ctrl-C ends it with what there is. Exit status: 1 if there was no time to
     find anything out; no configuration is written then.
     """
@@ -115,10 +132,14 @@ def tune(
 
     time = Budget(budget)
     kept = results or out.parent / "outpace-tune.json"
-    names = [one for one in dict.fromkeys([*(draft or ()), *(more or ())] or DRAFTS) if one != "none"]
+    given = [*(draft or ()), *(more or ())]
+    if not more and configured(command_line, "draft"):
+        given = [*DRAFTS, *given]
+    names = [one for one in dict.fromkeys(given or DRAFTS) if one != "none"]
     kinds: list[str | None] = list(dict.fromkeys(dtype or ())) or [None]
-    check(names, kinds, device, out, kept)
+    check(target, names, out, kept)
     questions = read_prompts(prompt, data, limit, every)
+    check_places(names, kinds, device)
     sampling = sampling_of(
         logit_bias, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
@@ -126,7 +147,6 @@ def tune(
     )  # fmt: skip
     from outpace.bench.machine import machine
     from outpace.bench.results import Results
-    from outpace.cli.bench import bare, command
     from outpace.cli.drafts import fitting, line_up
     from outpace.cli.tuned import Names
     from outpace.models.hub import DEFAULT
@@ -136,7 +156,9 @@ def tune(
 
     loaded, sides = [name for name in names if name != "ngram"], []
     for kind in kinds:
-        plain, decoders = line_up(target, loaded, device, kind)
+        plain, decoders = line_up(
+            target, loaded, device, kind, trust_remote_code=trust_remote_code, revision=revision
+        )
         sides.append(Side(str(plain.scorer.dtype).removeprefix("torch."), plain, decoders))
     plain = sides[0].plain
     prompts = fitting(plain, questions.to(plain.tokenizer))
@@ -156,33 +178,36 @@ def tune(
     plan = Plan(sampling, max_new_tokens, batch or BATCHES, seed)
     found = Results(kept, "tune", about)
     tuning = Tuning(sides, prompts, plan, time, found, progress, fit="ngram" in names)
-    table = out.with_suffix(".ngram.safetensors")
-    given = dict(zip(sides[0].drafts, loaded, strict=True))
-    finish(tuning, Names(target or DEFAULT, given, table, str(plain.scorer.device)), out, kept)
+    called = dict(zip(sides[0].drafts, loaded, strict=True))
+    named = Names(target or DEFAULT, called, table_of(out), str(plain.scorer.device), revision)
+    finish(tuning, named, out, kept)
 
 
-def check(
-    names: list[str],
-    dtypes: list[str | None],
-    device: str | None,
-    out: Path,
-    results: Path,
-) -> None:
-    """Flags that do not fit, before anything big is loaded."""
-    from outpace.files import check_out
+def table_of(out: Path) -> Path:
+    """Return the file of an n-gram table, beside the configuration that names it."""
+    return out.with_suffix(".ngram.safetensors")
 
+
+def check(target: str | None, names: list[str], out: Path, results: Path) -> None:
+    """Flags that do not fit, before PyTorch is imported."""
     for flag, path in (("--out", out), ("--results", results)):
         check_out(flag, path)
+    if "ngram" in names:
+        check_out("--out", table_of(out))
     if out.absolute() == results.absolute():
         raise ValueError(f"--results: {results} is the configuration's file, too")
     if "random" in names:
         raise ValueError("--drafts: random guesses are never worth running; `outpace measure` has them")
-    from outpace.cli.bench import bare
+    if len({bare(name) for name in names}) < len(names):
+        raise ValueError("--drafts: two have the same name, but for their folders")
+    check_models(target, [name for name in names if name != "ngram"])
+
+
+def check_places(names: list[str], dtypes: list[str | None], device: str | None) -> None:
+    """Drafts, device and dtypes that are not there, before anything big is loaded."""
     from outpace.models.hub import place_of, precision_of
     from outpace.pair import check_draft_name
 
-    if len({bare(name) for name in names}) < len(names):
-        raise ValueError("--drafts: two have the same name, but for their folders")
     for name in names:
         if name != "ngram":
             check_draft_name(name)

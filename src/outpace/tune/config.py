@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from outpace.wording import suggestion
+
 FLAGS: dict[str, tuple[type, ...]] = {
     "target": (str,),
     "draft": (str,),
@@ -16,6 +18,7 @@ FLAGS: dict[str, tuple[type, ...]] = {
     "rule": (str,),
     "dtype": (str,),
     "device": (str,),
+    "revision": (str,),
 }
 KNOWN: dict[str, tuple[type, ...]] = {**FLAGS, "max_batch": (int,), "measured": (dict,)}
 WORDS = {str: "a string", int: "a whole number", dict: "a table"}
@@ -23,6 +26,7 @@ COMMENTS = {
     "draft": 'who guesses; "none" decodes plainly',
     "length": 'tokens to guess per pass: a number, or "auto", by the clock',
     "rule": "how guesses are judged",
+    "revision": "of the target, on the hub",
     "max_batch": "rows at a time up to which this is expected to pay; not verified",
 }
 
@@ -49,9 +53,13 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"config: {path} is a folder") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"config: {path}: not a TOML file ({error})") from None
+    except OSError as error:
+        raise ValueError(f"config: {path}: it cannot be read ({error.strerror})") from None
     for name, value in content.items():
         if name not in KNOWN:
-            raise ValueError(f"config: {path}: unknown key {name!r}; known are {', '.join(KNOWN)}")
+            raise ValueError(
+                f"config: {path}: unknown key {name!r}; known are {', '.join(KNOWN)}{suggestion(name, KNOWN)}"
+            )
         if not isinstance(value, KNOWN[name]) or isinstance(value, bool):
             fits = " or ".join(WORDS[one] for one in KNOWN[name])
             raise ValueError(f"config: {path}: {name}: got {value!r}; it must be {fits}")

@@ -1,0 +1,130 @@
+"""Check flag values without importing PyTorch, so that a wrong one is refused at once.
+
+Each function here is the callback of an option: it returns the value to use, or raises. The classes that
+take the values check them again, for callers from Python.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from outpace.wording import suggestion
+
+RULES = ("token", "block", "match")
+DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+DTYPES |= {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DEVICES = ("cpu", "cuda", "hpu", "mps", "npu", "xla", "xpu")  # types; an index may follow
+SEEDS = "an int in -2**63..2**64-1"
+RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("a number >= 0 (0 is greedy)", lambda t: 0 <= t < math.inf),
+    "top_k": ("an int >= 0 (0 keeps all)", lambda k: k >= 0),
+    "top_p": ("a number between 0 and 1", lambda p: 0 <= p <= 1),
+    "min_p": ("a number between 0 and 1", lambda p: 0 <= p <= 1),
+    "repetition_penalty": ("a number > 0", lambda r: 0 < r < math.inf),
+    "frequency_penalty": ("a finite number", math.isfinite),
+    "presence_penalty": ("a finite number", math.isfinite),
+    "lenience": ("a number in (0, 1]", lambda l: 0 < l <= 1),
+    "seed": (SEEDS, lambda s: -(2**63) <= s < 2**64),
+}
+
+
+def number(name: str) -> Callable[[Any], Any]:
+    """Return the callback of a flag whose range is in RANGES; it takes one value, or a list of them."""
+    flag, (fits, ok) = f"--{name.replace('_', '-')}", RANGES[name]
+
+    def check(value: Any) -> Any:
+        for one in _each(value):
+            if math.isnan(one) or not ok(one):
+                raise ValueError(f"{flag}: got {one!r}; it must be {fits}")
+        return value
+
+    return check
+
+
+def rule(value: str) -> str:
+    """Return the name of a verification rule."""
+    if value in (*RULES, "rejection"):  # the last is for comparison, and not offered
+        return value
+    wrong = ValueError(
+        f'--rule: got {value!r}; it must be "token", "block", "match" or "sigmoid(ALPHA, BETA)"'
+        f"{suggestion(value, RULES)}"
+    )
+    call = re.fullmatch(r"sigmoid\(([^,]+),([^,]+)\)", value)
+    if call is None:
+        raise wrong
+    try:
+        low, high = map(float, call.groups())
+    except ValueError:
+        raise wrong from None
+    if not -math.inf < low < high < math.inf:
+        raise ValueError(f"--rule: got {value!r}; it must have finite numbers with ALPHA < BETA")
+    return value
+
+
+def length(value: Any) -> Any:
+    """Return one draft length, or a list of them, as text."""
+    for one in _each(value):
+        if not re.fullmatch(r"\d+|auto|heuristic(:0*[1-9]\d*)?", one):
+            raise ValueError(
+                f"--length: got {one!r}; it must be a number, auto, heuristic, or heuristic:START with "
+                f"START >= 1{suggestion(one, ('auto', 'heuristic'))}"
+            )
+    return value
+
+
+def device(value: str | None) -> str | None:
+    """Return the name of a device, as PyTorch spells it; whether it is there is not known yet."""
+    if value == "meta":
+        raise ValueError("--device: meta holds no weights")
+    if value is not None and not re.fullmatch(rf"({'|'.join(DEVICES)})(:\d+)?", value):
+        raise ValueError(f'--device: got {value!r}; it must be "cpu", "cuda", "cuda:1", ...')
+    return value
+
+
+def dtype(value: Any) -> Any:
+    """Return the full name of a dtype, or of each in a list; None stays None."""
+    if isinstance(value, list | tuple):
+        return [dtype(one) for one in value]
+    if value is not None and value not in DTYPES:
+        raise ValueError(
+            f'--dtype: got {value!r}; it must be "float32", "bfloat16" or "float16" '
+            f"(fp32, bf16, fp16){suggestion(value, DTYPES)}"
+        )
+    return value and DTYPES[value]
+
+
+def bias(value: Sequence[str] | None) -> Sequence[str] | None:
+    """Return the texts of --logit-bias."""
+    for one in value or ():
+        logit_bias(one)
+    return value
+
+
+def logit_bias(text: str) -> tuple[int, float]:
+    """Return the token id and the number of a text such as 42=-1.5."""
+    token, _, added = text.partition("=")
+    try:
+        found = int(token), float(added)
+    except ValueError:
+        raise ValueError(f"--logit-bias: got {text!r}; it must be like 42=-1.5 or 42=-inf") from None
+    if found[0] < 0 or not found[1] < math.inf:
+        raise ValueError(
+            f"--logit-bias: got {text!r}; it must be a token id >= 0 and a finite number or -inf"
+        )
+    return found
+
+
+def stop(value: Sequence[str] | None) -> Sequence[str] | None:
+    """Return stop strings."""
+    if not all(value or ()):
+        raise ValueError("--stop: it is empty; a stop string has at least one character")
+    return value
+
+
+def _each(value: Any) -> Sequence[Any]:
+    if value is None:
+        return ()
+    return value if isinstance(value, list | tuple) else (value,)

@@ -1,0 +1,198 @@
+"""Wrong flags are refused at once: before PyTorch is imported, before files are written or models loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outpace.cli import checks
+from outpace.cli.options import length_of
+from outpace.models.hub import precision_of
+from outpace.sampling import Sampling
+from outpace.verify.rules import parse
+from tests.cli import test_help
+from tests.cli.conftest import Run
+
+ALL = ["generate ab", "chat", "measure", "sweep", "tune", "audit", "eval code --data x", "transcribe x.wav"]
+SHARED = {"--rule", "--dtype", "--device", "--length", "--lenience"}
+WRONG = {
+    "--rule tokn": (
+        '--rule: got \'tokn\'; it must be "token", "block", "match" or "sigmoid(ALPHA, BETA)"; '
+        'did you mean "token"?'
+    ),
+    "--rule sigmoid(3,1)": "--rule: got 'sigmoid(3,1)'",
+    "--dtype fp8": "--dtype: got 'fp8'",
+    "--device gpu": "--device: got 'gpu'",
+    "--length atuo": 'did you mean "auto"?',
+    "--length heuristic:0": "--length: got 'heuristic:0'",
+    "--lenience 0": "--lenience: got 0.0",
+    "--temperature -1": "--temperature: got -1.0",
+    "--temperature nan": "--temperature: got nan",
+    "--top-k -1": "--top-k: got -1",
+    "--top-p 2": "--top-p: got 2.0",
+    "--min-p 2": "--min-p: got 2.0",
+    "--repetition-penalty 0": "--repetition-penalty: got 0.0",
+    "--frequency-penalty inf": "--frequency-penalty: got inf",
+    "--presence-penalty inf": "--presence-penalty: got inf",
+    "--logit-bias 3": "--logit-bias: got '3'",
+    "--logit-bias 3=inf": "--logit-bias: got '3=inf'",
+    "--seed 99999999999999999999": "--seed: got 99999999999999999999",
+    "--config /nowhere.toml": "config: /nowhere.toml: no such file",
+    "--target /nowhere/at/all": "/nowhere/at/all: no such file or folder",
+    "--prompt ab --data x": "--prompt: given together with --data",
+}
+# Of checks that a command makes itself, those that other commands do not make
+OWN = {
+    "generate ab --lenience 0.5 --rule block": "--lenience: got 0.5 with --rule block",
+    "generate ab --draft none --length 3": "--length: nothing is guessed",
+    "generate ab --svg .": "--svg: . is a folder",
+    "generate --file .": ". is a folder; it must be a text file",
+    "chat --draft ngram": "--draft: ngram needs a table",
+    "measure --out .": "--out: . is a folder",
+    "measure --draft none": "--draft: nothing is guessed with none",
+    "sweep --out .": "--out: . is a folder",
+    "sweep --plot /nowhere/at/all.svg": "--plot: /nowhere/at: no such folder",
+    "sweep --temperature inf": "--temperature: got inf",
+    "tune --out .": "--out: . is a folder",
+    "tune --results /nowhere/at/all.json": "--results: /nowhere/at: no such folder",
+    "transcribe /nowhere.wav": "/nowhere.wav: no such file",
+    "transcribe /nowhere.wav --output pyproject.toml": "--output: pyproject.toml is not a folder",
+    "transcribe x.wav --draft-dtype int8": "--dtype: got 'int8'",
+    "bench kernel --out .": "--out: . is a folder",
+    "bench profile --out .": "--out: . is a folder",
+    "bench engine --out .": "--out: . is a folder",
+    "bench engine --plot /nowhere/at/all.svg": "--plot: /nowhere/at: no such folder",
+    "bench engine --dtype fp8": "--dtype: got 'fp8'",
+    "plan --alpha 0.8 --plot .": "--plot: .",
+}
+SEVERAL = """
+import json, shlex, sys
+from outpace.cli import main
+import contextlib, io
+for line in json.load(sys.stdin):
+    sys.argv, errors = ["outpace", *shlex.split(line)], io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        try:
+            main()
+        except SystemExit as stopped:
+            code = stopped.code
+    print(json.dumps([line, code, errors.getvalue(), "torch" in sys.modules]))
+"""
+
+
+def test_a_wrong_flag_is_refused_before_pytorch_is_imported() -> None:
+    takes = {name: flags_of(name.split()[0]) for name in ALL}
+    for name in ("audit", "eval code --data x"):
+        takes[name] &= SHARED
+    lines = {
+        f"{name} {' '.join(quoted(one) for one in words.split())}": why
+        for name in ALL
+        for words, why in WRONG.items()
+        if all(one in takes[name] for one in words.split() if one.startswith("--"))
+    }
+    assert len(lines) > 100
+    lines |= OWN
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL], input=json.dumps(list(lines)), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(one) for one in done.stdout.splitlines()]
+    assert [one[0] for one in found] == list(lines)
+    for line, code, errors, imported in found:
+        assert code == 2, (line, errors)
+        assert len(errors.splitlines()) == 1, (line, errors)
+        assert lines[line] in errors, line
+        assert not imported, line
+
+
+def flags_of(command: str) -> set[str]:
+    return {flag for one in test_help.ALL[command].params for flag in one.opts}
+
+
+def quoted(word: str) -> str:
+    return f"'{word}'"
+
+
+def test_the_comparison_rule_is_accepted_but_not_offered() -> None:
+    assert checks.rule("rejection") == "rejection"
+    with pytest.raises(ValueError, match="--rule") as wrong:
+        checks.rule("rejectoin")
+    assert "rejection" not in str(wrong.value)
+
+
+@pytest.mark.parametrize("name", sorted(set(checks.RANGES) - {"lenience", "seed"}))
+def test_ranges_of_sampling_flags_are_those_of_sampling(name: str) -> None:
+    whole = name == "top_k"
+    values = [-1, 0, 1, 2] if whole else [-math.inf, -1.0, -0.1, 0.0, 0.5, 1.0, 1.1, 3.0, math.inf, math.nan]
+    accepted = [accepts(lambda: checks.number(name)(one)) for one in values]  # noqa: B023
+    assert accepted == [accepts(lambda: Sampling(**{name: one})) for one in values]  # noqa: B023
+    assert True in accepted
+    assert False in accepted
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["token", "block", "match", "rejection", "tokn", "", "sigmoid", "sigmoid(-1, 1)", "sigmoid(1,-1)",
+     "sigmoid(1e4, 2e4)", "sigmoid(a, b)", "sigmoid(1)", "sigmoid(0, inf)", "sigmoid(nan, 1)", "Token"],
+)  # fmt: skip
+def test_rules_that_the_flag_accepts_are_those_that_verification_knows(text: str) -> None:
+    assert accepts(lambda: checks.rule(text)) == accepts(lambda: parse(text))
+
+
+@pytest.mark.parametrize("text", ["42=-1.5", "42=-inf", "42=inf", "42=nan", "-1=2"])
+def test_a_bias_that_the_flag_accepts_is_one_that_sampling_knows(text: str) -> None:
+    token, _, number = text.partition("=")
+    known = accepts(lambda: Sampling(logit_bias={int(token): float(number)}))
+    assert accepts(lambda: checks.logit_bias(text)) == known
+
+
+@pytest.mark.parametrize("text", ["0", "5", "auto", "heuristic", "heuristic:3"])
+def test_a_length_that_the_flag_accepts_is_a_policy(text: str) -> None:
+    assert checks.length(text) == text
+    policy = length_of(text)
+    assert policy is None if text == "auto" else policy is not None
+
+
+@pytest.mark.parametrize("text", sorted(checks.DTYPES))
+def test_dtypes_have_short_names(text: str) -> None:
+    assert precision_of(checks.dtype(text), torch.device("cpu")).is_floating_point
+
+
+@pytest.mark.parametrize("text", ["cpu", "cuda", "cuda:1", "mps", "xpu:0"])
+def test_devices_that_the_flag_accepts_are_known_to_pytorch(text: str) -> None:
+    assert torch.device(checks.device(text)).type == text.partition(":")[0]
+
+
+def accepts(call: Any) -> bool:
+    try:
+        call()
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "measure", "sweep", "tune"])
+@pytest.mark.parametrize("draft", ["/nowhere/at/all", "ngram:/nowhere/at/all"])
+def test_a_draft_that_is_not_there_is_said_before_a_model_is_loaded(
+    run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, draft: str
+) -> None:
+    from outpace import pair
+    from outpace.cli import drafts
+
+    def load(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(drafts, "load_model", load)
+    monkeypatch.setattr(pair, "load_model", load)
+    code, _, errors = run(command, *(["ab"] if command == "generate" else []), "-t", model, "-d", draft)
+    assert code == 2
+    assert "/nowhere/at/all: no such file" in errors.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
