@@ -80,12 +80,17 @@ __all__ = [
 ]
 
 
+_MODULES = ("audit", "integrations", "random", "sampling", "theory", "verify")  # the last can be called
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("audit", "integrations", "random", "sampling", "theory", "verify"):  # the last can be called
+    if name in _MODULES:
         return importlib.import_module(f"outpace.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'outpace' has no attribute {name!r}")
+    from outpace.wording import suggestion
+
+    raise AttributeError(f"outpace has no {name!r}{suggestion(name, (*_HOMES, *_MODULES))}")
 
 
 def __dir__() -> list[str]:

@@ -88,3 +88,17 @@ def interrupted(
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
     return process.returncode, out, err
+
+
+def outpace(*words: str, stdin: bytes = b"", redirect: str = "") -> tuple[int, str, str]:
+    """Runs the real command: exit status, stdout, stderr.
+
+    redirect  as a shell writes it, such as >&-, which closes stdout
+    """
+    command = f'exec "$@" {redirect}'
+    done = subprocess.run(
+        ["bash", "-c", command, "bash", sys.executable, "-m", "outpace", *words],
+        input=stdin,
+        capture_output=True,
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()

@@ -90,7 +90,34 @@ def test_what_cannot_be_measured_is_one_line(
 ) -> None:
     status, _, errors = run("bench", command, flag, value)
     assert status == 2
-    assert errors.strip() == f"outpace: {line}"
+    assert errors.startswith(f"outpace: {line}")
+    assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["kernel", "profile", "engine"])
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(
+    run: Run, tmp_path: Path, command: str
+) -> None:
+    assert run("bench", command, "--out", str(tmp_path)) == (
+        2,
+        "",
+        f"outpace: --out: {tmp_path} is a folder\n",
+    )
+    (tmp_path / "file").touch()
+    inside = str(tmp_path / "file" / "new" / "out.json")
+    assert run("bench", command, "--out", inside)[::2] == (
+        2,
+        f"outpace: --out: {tmp_path / 'file' / 'new'}: it cannot be written\n",
+    )
+
+
+def test_a_file_of_something_else_is_not_gone_on_with(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "engine.json"
+    for text in ("", "[1]", '{"kind": "sweep"}'):
+        out.write_text(text)
+        code, _, err = run("bench", "engine", "--device", "cpu", "--out", str(out))
+        assert (code, err) == (2, f"outpace: --out: {out}: it was not written by `outpace bench engine`\n")
+        assert out.read_text() == text
 
 
 def test_figures_of_whole_texts_that_are_there_are_not_made_again(run: Run, tmp_path: Path) -> None:

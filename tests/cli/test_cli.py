@@ -15,7 +15,7 @@ import pytest
 
 from outpace.decode import Decoder
 from tests.cli.conftest import Run
-from tests.tiny import byte_tokenizer, tiny
+from tests.tiny import byte_tokenizer, tiny, tiny_seq2seq
 
 PROMPT = "ab ab ab ab ab"
 
@@ -207,6 +207,63 @@ def test_a_picture_is_drawn(run: Run, model: str, tmp_path: Path) -> None:
     assert "a&#160;guess&#160;that&#160;was&#160;kept" in drawn
 
 
+def test_a_picture_that_cannot_be_written_is_said_before_anything_is_generated(
+    run: Run, model: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out.svg"
+    folder.mkdir()
+    code, out, err = run("generate", PROMPT, "--raw", "--svg", str(folder), *common(model))
+    assert (code, out, err) == (2, "", f"outpace: --svg: {folder} is a folder\n")
+    assert [*tmp_path.iterdir()] == [folder]
+
+
+def test_a_text_that_the_context_ends_says_so(run: Run, model: str) -> None:
+    flags = ["generate", PROMPT, "--raw", *common(model)]
+    _, _, err = run(*flags, "-m", "100000")
+    line = err.splitlines()[-1]
+    assert f"{128 - len(byte_tokenizer()(PROMPT).input_ids)} tokens | " in line
+    assert line.endswith(" | the model's context of 128 tokens is full")
+    assert "context" not in run(*flags)[2]
+    for most, full in (("100000", True), ("24", False)):
+        (only,) = json.loads(run(*flags, "--json", "-m", most)[1])["outputs"]
+        assert (only["finish_reason"], only["context_full"]) == ("length", full)
+    _, _, err = run("chat", *common(model), "-m", "100000", stdin="ab\n")
+    assert err.splitlines()[-1].endswith("the model's context of 128 tokens is full; /new begins again")
+
+
+@pytest.mark.parametrize("command", ["generate", "measure", "sweep", "tune"])
+def test_a_speech_model_is_sent_to_the_command_for_speech(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = seq2seq(tmp_path, "whisper")
+    code, out, err = run(command, *(["ab"] if command == "generate" else []), "-t", folder)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith(
+        f"outpace: {folder}: its input is speech; use `outpace transcribe`"
+    )
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "marian"])
+def test_models_with_an_encoder_generate_from_a_prompt(run: Run, tmp_path: Path, family: str) -> None:
+    flags = ["generate", PROMPT, "-t", seq2seq(tmp_path, family), "-m", "4", "--temperature", "0"]
+    code, out, err = run(*flags, "--json")
+    assert code == 0, err
+    expected = Decoder(tiny_seq2seq(family, vocab_size=272), None, byte_tokenizer()).generate(
+        PROMPT, temperature=0, max_new_tokens=4
+    )
+    assert json.loads(out)["outputs"][0]["tokens"] == expected.tokens
+    code, out, err = run(*flags, "--compare")
+    assert (code, out) == (2, "")
+    assert "--compare: models with an encoder cannot be compared yet" in err
+
+
+def seq2seq(folder: Path, family: str) -> str:
+    tiny_seq2seq(family, vocab_size=272).save_pretrained(folder / family)
+    byte_tokenizer().save_pretrained(folder / family)
+    return str(folder / family)
+
+
 def test_ctrl_c_prints_what_there_is(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     honest, calls = Decoder._iteration, []
 
@@ -328,12 +385,13 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(
     assert len([line for line in err.splitlines() if line.startswith("outpace: ")]) == 1
 
 
-@pytest.mark.parametrize("command", ["generate", "audit", "doctor"])
+@pytest.mark.parametrize("command", ["generate", "audit", "doctor", "plan"])
 def test_a_closed_pipe_is_one_line_too(model: str, command: str) -> None:
     arguments = {
         "generate": [PROMPT, *common(model)],
         "audit": ["--target", model, "--draft", model, "--samples", "0"],
         "doctor": [],
+        "plan": ["--alpha", "0.8", "--json"],
     }[command]
     reading, writing = os.pipe()
     os.close(reading)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
+
+import pytest
 
 from outpace import theory
 from outpace.bench.curves import Point
@@ -44,6 +47,45 @@ def test_wrong_numbers_are_a_line(run: Run) -> None:
         status, _, errors = run("plan", *words)
         assert status == 2
         assert len(errors.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--most", "100000000"], "--most: got 100000000; it must be from 1 to 1000"),
+        (["--most", "0"], "--most: got 0; it must be from 1 to 1000"),
+        (["--drafts", "10000000000"], "--drafts: got 10000000000; it must be from 0 to 1000"),
+        (["--drafts", f"{10**400}"], "it must be from 0 to 1000"),
+        (["--c", "1e308"], "--c: got 1e+308; it must be a number from 0 to 1000"),
+        (["--ops", "1e308"], "--ops: got 1e+308; it must be a number from 0 to 1000"),
+        (["--ops", "nan"], "--ops: got nan; it must be a number from 0 to 1000"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_numbers_that_nothing_can_be_planned_with_are_a_line(run: Run, words: list[str], why: str) -> None:
+    status, out, errors = run("plan", "--alpha", "0.8", *words)
+    assert (status, out) == (2, "")
+    assert why in errors
+    assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize("alpha", ["0", "0.8", "1"])
+@pytest.mark.parametrize("c", ["0", "0.05", "1000"])
+def test_extreme_plans_are_finite_and_without_warnings(run: Run, alpha: str, c: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flags = ["--alpha", alpha, "--c", c, "--most", "1000", "--drafts", "1000"]
+        status, out, errors = run("plan", *flags, "--json")
+        assert (status, errors) == (0, "")
+        json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        assert run("plan", *flags)[0] == 0
+
+
+def test_formulas_at_the_ends_of_floats_do_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert theory.speedup(0.8, 5, 1e308) == 0
+        assert theory.operations(0.8, 5, 1e308) == float("inf")
 
 
 def test_curves_are_drawn(run: Run, tmp_path: Path) -> None:

@@ -322,7 +322,7 @@ def test_a_wrong_flag_is_not_blamed_on_the_configuration(run: Run, tmp_path: Pat
     path = tmp_path / "outpace.toml"
     path.write_text('rule = "coin"\ntarget = "/nowhere/model"\n')
     code, _, errors = run("generate", "ab", "--config", str(path), "--rule", "dice")
-    assert (code, errors.splitlines()[-1].partition(";")[0]) == (2, "outpace: rule: got 'dice'")
+    assert (code, errors.splitlines()[-1].partition(";")[0]) == (2, "outpace: --rule: got 'dice'")
     code, _, errors = run("generate", "ab", "--config", str(path), "--rule", "token")
     assert (code, errors.splitlines()[-1].partition(";")[0]) == (
         2,

@@ -14,6 +14,7 @@ from outpace.bench.pictures import backend
 
 LENGTHS = (1, 3, 5, 7, 10)
 COSTS = (0.01, 0.02, 0.05, 0.1)
+MOST = 6  # curves of a panel that can be told apart
 LONGEST = 32  # of a point
 MARKERS = "osD^vPX*"
 ALPHAS = np.linspace(0, 0.99, 199)
@@ -72,7 +73,9 @@ def tokens(axis: Any, points: Sequence[Point], c: float) -> None:
 
 
 def lengths(axis: Any, points: Sequence[Point], c: float) -> None:
-    for cost in COSTS:
+    """The points' own c are among the curves, as far as there are colours."""
+    own = dict.fromkeys(round(one.c, 4) for one in points)
+    for cost in sorted({*COSTS, *list(own)[: MOST - len(COSTS)]}):
         axis.plot(ALPHAS, theory.best_length(ALPHAS, cost), label=f"c = {cost:g}")
     axis.set(title="best g", ylim=(0, 40))
     _dots(axis, points, [one.g for one in points])
@@ -91,6 +94,17 @@ def operations(axis: Any, points: Sequence[Point], c: float) -> None:
         axis.plot(ALPHAS, theory.operations(ALPHAS, g, c), label=f"g = {g}")
     axis.set(title=f"operations over plain decoding, ĉ = {c:.3g}", ylim=(1, 8))
     _dots(axis, points, [one.operations for one in points])
+
+
+def hollow(axis: Any, marks: Sequence[tuple[float, float | None]]) -> None:
+    """Plot a hollow mark over each α, with the shapes of `Point`s in the same order."""
+    for i, (alpha, value) in enumerate(marks):
+        if value is not None:
+            low, high = axis.get_ylim()
+            axis.set_ylim(low, max(high, 1.05 * value))
+            mark = "k" + MARKERS[i % len(MARKERS)]
+            name = "by times measured" if i == 0 else None
+            axis.plot([alpha], [value], mark, ms=6, mfc="none", clip_on=False, ls="", label=name)
 
 
 def _dots(axis: Any, points: Sequence[Point], values: Sequence[float]) -> None:

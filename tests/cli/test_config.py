@@ -1,0 +1,153 @@
+"""A configuration gives every command that names models its defaults, in a sense that fits the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.cli import drafts
+from tests.cli.conftest import Run
+from tests.cli.test_help import ALL
+
+NAMING = ["generate", "chat", "transcribe", "measure", "sweep", "tune"]
+PROMPTS = ["--prompt", "ab ab ab ab", "--prompt", "ba ba ba"]
+
+
+@pytest.fixture
+def config(model: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("outpace.toml").write_text(
+        f'target = "{model}"\ndraft = "{other}"\nlength = 4\nrule = "token"\ndtype = "fp32"\ndevice = "cpu"\n'
+        'revision = "v1"\nmax_batch = 4\n'
+    )
+    return "outpace.toml"
+
+
+def stop(patch: pytest.MonkeyPatch, module: Any, name: str) -> list[dict[str, Any]]:
+    """Put an end to a command where it loads models; with what arguments it would have."""
+    calls: list[dict[str, Any]] = []
+
+    def load(*arguments: Any, **options: Any) -> None:
+        calls.append({"arguments": arguments, **options})
+        raise ValueError("models are loaded here")
+
+    patch.setattr(module, name, load)
+    return calls
+
+
+@pytest.mark.parametrize("command", NAMING)
+def test_every_command_that_names_models_has_the_flags_about_them(command: str) -> None:
+    flags = {flag for one in ALL[command].params for flag in one.opts}
+    assert {"--config", "--trust-remote-code", "--revision", "--target", "--device", "--dtype"} <= flags
+
+
+def test_generate_takes_the_revision_of_the_target_that_it_belongs_to(
+    run: Run, config: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = stop(monkeypatch, generate_module(), "open_decoder")
+    run("generate", "ab", "--config", config)
+    run("generate", "ab", "--config", config, "--target", other)
+    run("generate", "ab", "--config", config, "--revision", "v2", "--trust-remote-code")
+    assert [one["revision"] for one in calls] == ["v1", None, "v2"]
+    assert [one["trust_remote_code"] for one in calls] == [False, False, True]
+    assert calls[0]["arguments"][2:4] == ("cpu", "float32")
+
+
+def generate_module() -> Any:
+    import importlib
+
+    return importlib.import_module("outpace.cli.generate")
+
+
+@pytest.mark.parametrize("command", ["measure", "sweep", "tune"])
+def test_measuring_commands_measure_the_models_of_the_configuration(
+    run: Run, config: str, model: str, other: str, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    calls = stop(monkeypatch, drafts, "line_up")
+    assert run(command, "--config", config)[0] == 2
+    (call,) = calls
+    found = ["lookup", other] if command == "tune" else [other]
+    assert call["arguments"] == (model, found, "cpu", "float32")
+    assert (call["revision"], call["trust_remote_code"]) == ("v1", False)
+    calls.clear()
+    run(command, "--config", config, "--draft", "lookup", "--target", other, "--trust-remote-code")
+    (call,) = calls
+    assert call["arguments"] == (other, ["lookup"], "cpu", "float32")
+    assert (call["revision"], call["trust_remote_code"]) == (None, True)
+
+
+def test_more_drafts_are_measured_beside_that_of_the_configuration(
+    run: Run, config: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = stop(monkeypatch, drafts, "line_up")
+    run("tune", "lookup", "--config", config)
+    assert calls[0]["arguments"][1] == [other, "lookup"]
+
+
+def test_the_length_of_the_configuration_is_one_of_those_that_a_sweep_measures(run: Run, config: str) -> None:
+    without_revision(config)
+    code, _, errors = run("sweep", "--config", config, "-m", "16", *PROMPTS)
+    assert code == 0, errors
+    line = "length 8, 12: left out, as texts of 16 tokens are too short; --max-new-tokens 27 is enough"
+    assert line in errors.splitlines()
+    found = json.loads(Path("sweep.json").read_text())["figures"]
+    assert [one["length"] for one in found] == ["0", "1", "2", "3", "5", "auto", "4"]
+    code, _, errors = run("sweep", "--config", config, "-m", "16", "--length", "1", *PROMPTS)
+    assert code == 0, errors
+    assert "left out" not in errors
+    found = json.loads(Path("sweep.json").read_text())["figures"]
+    assert [one["length"] for one in found] == ["0", "1"]
+
+
+def test_measure_runs_with_a_configuration(run: Run, config: str, other: str) -> None:
+    small = ["-m", "6", "--context", "8", "--pass", "1", "--batch", "1", "--drafts", "1", "--lenience", "1"]
+    without_revision(config)
+    code, _, errors = run("measure", "--config", config, *small, *PROMPTS)
+    assert code == 0, errors
+    found = json.loads(Path("measure.json").read_text())
+    assert [one["draft"] for one in found["drafts"]] == [Path(other).name]
+
+
+def without_revision(config: str) -> None:
+    """The models of these tests are folders."""
+    Path(config).write_text(Path(config).read_text().replace('revision = "v1"\n', ""))
+
+
+@pytest.mark.parametrize("command", ["measure", "tune"])
+def test_a_rule_that_a_command_does_not_run_is_refused(run: Run, config: str, command: str) -> None:
+    Path(config).write_text('rule = "match"\n')
+    code, out, errors = run(command, "--config", config)
+    assert (code, out) == (2, "")
+    line = f"rule: got 'match'; `outpace {command}` runs rule token alone, so leave the key out"
+    assert errors == f"outpace: config: outpace.toml: {line}\n"
+
+
+@pytest.mark.parametrize("command", ["measure", "sweep"])
+def test_a_configuration_without_a_draft_is_blamed_where_one_is_needed(
+    run: Run, config: str, command: str
+) -> None:
+    Path(config).write_text('draft = "none"\n')
+    code, _, errors = run(command, "--config", config)
+    assert code == 2
+    assert errors.startswith("outpace: config: outpace.toml: --draft: ")
+    assert errors.endswith("; name a draft\n")
+
+
+@pytest.mark.parametrize("command", NAMING)
+def test_a_misspelt_key_is_refused_with_a_suggestion(run: Run, config: str, command: str) -> None:
+    Path(config).write_text("lenght = 4\n")
+    words = {"generate": ["ab"], "transcribe": ["x.wav"]}.get(command, [])
+    code, _, errors = run(command, *words, "--config", config)
+    assert code == 2
+    assert errors.startswith("outpace: config: outpace.toml: unknown key 'lenght'; known are target, draft, ")
+    assert errors.endswith('; did you mean "length"?\n')
+
+
+def test_a_configuration_may_not_allow_code_to_run(run: Run, config: str) -> None:
+    Path(config).write_text("trust_remote_code = true\n")
+    code, _, errors = run("generate", "ab", "--config", config)
+    assert code == 2
+    assert "unknown key 'trust_remote_code'" in errors

@@ -1,0 +1,70 @@
+"""Streams that are closed, full or no text, and Ctrl-C before anything has begun: one line each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.conftest import Run, outpace
+from tests.cli.test_cli import PROMPT, common
+
+PLAN = ("plan", "--alpha", "0.8")
+NOWHERE = "outpace: stdout is closed; send it to a file, or to /dev/null\n"
+
+
+@pytest.mark.parametrize("words", [PLAN, ("generate", "ab"), ("chat",), ("doctor",), ("bench", "kernel")])
+def test_a_closed_stdout_is_said_before_anything_is_done(words: tuple[str, ...]) -> None:
+    assert outpace(*words, redirect=">&-") == (2, "", NOWHERE)
+    assert outpace(*words, redirect="<&- >&- 2>&-") == (2, "", "")
+
+
+def test_with_a_closed_stderr_stdout_has_the_text_alone(model: str) -> None:
+    assert outpace(*PLAN, redirect="2>&-") == outpace(*PLAN)
+    words = ("generate", PROMPT, "--raw", "--length", "2", *common(model))
+    assert outpace(*words, redirect="2>&-")[:2] == outpace(*words)[:2]
+
+
+def test_a_closed_stdin_is_an_empty_one(model: str) -> None:
+    code, out, err = outpace("generate", redirect="<&-")
+    assert (code, out) == (2, "")
+    assert err == "outpace: prompt: it is empty; a model needs something to go on from\n"
+    assert outpace("chat", *common(model), redirect="<&-")[:2] == (0, "")
+
+
+@pytest.mark.parametrize("words", [PLAN, (*PLAN, "--json")])
+def test_a_full_disk_is_one_line(words: tuple[str, ...]) -> None:
+    assert outpace(*words, redirect=">/dev/full") == (2, "", "outpace: [Errno 28] No space left on device\n")
+
+
+def test_a_prompt_that_is_not_utf8_is_said(run: Run, model: str) -> None:
+    code, out, err = outpace("generate", stdin=b"a\xff\xfeb\n")
+    assert (code, out, err) == (2, "", "outpace: prompt: not text in UTF-8\n")
+    code, out, err = outpace("chat", *common(model), stdin=b"a\xff\xfeb\nab\n")
+    assert code == 0
+    assert "prompt: not text in UTF-8; type it again" in err.splitlines()
+    assert "24 tokens | " in err  # of the line after it
+    for command in ("generate", "chat"):
+        words = ["ab"] if command == "generate" else []
+        code, _, err = run(command, *words, "--system", "a\udcff")
+        assert (code, err) == (2, "outpace: --system: not text in UTF-8\n")
+
+
+@pytest.mark.parametrize("module", ["typer", "outpace.cli.show", "torch", "transformers"])
+def test_ctrl_c_while_modules_are_imported_is_one_line(model: str, module: str) -> None:
+    code = f"""
+import sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+from outpace.__main__ import main
+main()
+"""
+    words = ["generate", PROMPT, *common(model)]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.splitlines()[-1] == "outpace: interrupted"
+    assert "Traceback" not in done.stderr
