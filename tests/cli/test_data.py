@@ -271,6 +271,26 @@ def test_eval_takes_defaults_from_a_configuration(run: Run, model: str, folder: 
     assert "length   Fixed(2)" in header["settings"]["models"]
 
 
+def test_eval_tells_loaders_of_code_and_revision(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, Any] = {}
+
+    def load(*names: Any, **options: Any) -> None:
+        told.update(options)
+        raise ValueError("that is enough")
+
+    monkeypatch.setattr(pair, "load", load)
+    (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    words = "eval", "dialog", "--data", "rows.jsonl", "-t", "owner/name"
+    assert "that is enough" in run(*words, "--trust-remote-code", "--revision", "v2")[2]
+    assert (told["trust_remote_code"], told["revision"]) == (True, "v2")
+    told.clear()
+    run(*words)
+    assert not told.get("trust_remote_code")
+    assert told.get("revision") is None
+
+
 def test_eval_says_what_its_exit_status_means(run: Run) -> None:
     _, shown, _ = run("eval", "--help")
     assert "The exit status is 0 if all rows were evaluated" in " ".join(shown.split())

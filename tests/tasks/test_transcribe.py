@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from typer.testing import CliRunner
 from outpace import Decoder, Fixed
 from outpace.cli import app
 from outpace.models.hub import cache_folder
-from outpace.tasks import subtitles
+from outpace.tasks import subtitles, transcribe
 from outpace.tasks.audio import duration, read
 from outpace.tasks.subtitles import Segment
 from outpace.tasks.transcribe import Transcriber
 from tests.tasks.whisper import ENGLISH, PROCESSOR, RATE, Words, hearing
+from tests.tiny import byte_tokenizer, tiny
 
 soundfile = pytest.importorskip(
     "soundfile", reason="soundfile is not installed: pip install 'outpace[tasks]'"
@@ -164,6 +166,54 @@ def test_subtitles_are_written_as_players_read_them() -> None:
     assert json.loads(subtitles.as_json("a.wav", "é", "fr", 2.0, some))["segments"][0] == {
         "start": 0.0, "end": 2.5, "text": " Hello",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "said"),
+    [
+        (None, {}, "takes no speech; name a Whisper model"),
+        ("ngram:nothing", {}, "draft: nothing: no such file"),
+        ("./nothing", {}, "./nothing: no such file or folder"),
+        (None, {"rule": "coin"}, "rule: got 'coin'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_weights_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: str | None, options: dict[str, Any], said: str
+) -> None:
+    tiny().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+
+    def load(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(transcribe, "load_model", load)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Transcriber.load(tmp_path, draft, **options)
+
+
+def test_loaders_are_told_of_code_and_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+
+    def load(name: Any, **options: Any) -> Any:
+        told.append(options)
+        return PROCESSOR if len(told) == 1 else (hearing(), None)
+
+    def load_drafter(draft: Any, **options: Any) -> None:
+        told.append(options)
+
+    monkeypatch.setattr(transcribe, "load_processor", load)
+    monkeypatch.setattr(transcribe, "load_model", load)
+    monkeypatch.setattr(transcribe, "load_drafter", load_drafter)
+    Transcriber.load("owner/name", trust_remote_code=True, revision="v2")
+    assert [one.get("trust_remote_code") for one in told] == [True] * 3
+    assert [one.get("revision") for one in told] == ["v2", "v2", None]
+
+
+def test_a_language_that_is_none_is_refused(files: list[Path]) -> None:
+    one = Transcriber(Decoder(hearing()), PROCESSOR)
+    with pytest.raises(ValueError, match=r"language: got 'germn'; .* did you mean \"german\"\?"):
+        one(files, language="germn")
+    assert transcribe.language_code("German") == transcribe.language_code("de") == "de"
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
