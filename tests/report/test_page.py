@@ -239,7 +239,7 @@ def test_every_section_says_what_it_was_measured_on(whole: str) -> None:
 @pytest.mark.parametrize(
     ("data", "count", "said"),
     [
-        ({"name": "built-in", "rows": 12, "left_out": 0}, 12, "12 prompts, built in"),
+        ({"name": "built-in", "rows": 12, "left_out": 0}, 12, "12 built-in prompts"),
         ({"name": "--prompt", "rows": 1, "left_out": 0}, 1, "1 prompt given with --prompt"),
         ({"name": "a.jsonl", "rows": 9, "left_out": 2}, 7, "7 prompts of a.jsonl"),
         (None, 3, "3 prompts, built in or given with --prompt"),
@@ -267,7 +267,7 @@ def test_a_section_that_measured_the_same_with_other_prompts_says_so() -> None:
     section = made[made.index("Speed by g, greedy</h2>") :]
     (said,) = paragraphs(section, "doubt")
     assert "“What was tried” also has speeds of org/Draft-0.5B, g = 5" in said
-    assert "prompts: 40 prompts of questions.jsonl there, 12 prompts, built in here" in said
+    assert "prompts: 40 prompts of questions.jsonl there, 12 built-in prompts here" in said
     assert "verified 2.07 (1.98 to 2.15) there, speedup 0.92 (0.85 to 0.99) here" in said
 
 
@@ -301,7 +301,7 @@ def test_the_answer_names_a_section_that_contradicts_it() -> None:
     answer, *_ = paragraphs(page([("t.json", tuned()), ("s.json", other_prompts())]), "doubt")
     assert answer == (
         "But “Speed by g, greedy” has speedup 0.92 (0.85 to 0.99) for org/Draft-0.5B, g = auto, with 12 "
-        "prompts, built in."
+        "built-in prompts."
     )
     agreeing = page([("t.json", tuned()), ("m.json", measured())])
     assert "But “" not in agreeing
