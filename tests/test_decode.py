@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 import outpace
 from outpace import Decoder, Draft, Fixed, Heuristic, Output, Sampling, Stats
 from outpace.length import Done, Length, Load
-from tests.tiny import V, byte_tokenizer, greedy, tiny
+from tests.tiny import V, byte_tokenizer, greedy, greedy_of, sources, tiny, tiny_seq2seq
 
 PROMPT = [9, 8, 7, 6, 5, 4]
 TOKENIZER = byte_tokenizer()
@@ -129,6 +130,16 @@ def test_the_context_is_an_end_like_any_other() -> None:
         assert len(PROMPT) + len(out.tokens) == 32
         assert out.finish_reason == "length"
         assert out.tokens == greedy(model, PROMPT, 26)
+
+
+def test_an_output_says_whether_the_context_was_full() -> None:
+    decoder = Decoder(tiny(max_position_embeddings=32), "lookup", length=Fixed(3))
+    for max_new_tokens, full in ((25, False), (26, False), (27, True), (1000, True)):
+        out = decoder.generate(PROMPT, temperature=0, max_new_tokens=max_new_tokens)
+        assert (out.finish_reason, out.context_full) == ("length", full)
+    *_, last = decoder.stream(PROMPT, temperature=0, max_new_tokens=1000)
+    assert last.output is not None
+    assert last.output.context_full
 
 
 def test_learned_positions_are_never_overrun() -> None:
@@ -371,6 +382,93 @@ def test_two_decoders_of_one_model_work_in_two_threads() -> None:
     assert found == {name: greedy(model, [name], 30) for name in (1, 2, 3)}
 
 
+# Prompts of a list that cannot be read
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+UNREADABLE: dict[str, Any] = {
+    "too long": "x" * 9000,
+    "empty": "",
+    "unknown ids": [1, 999],
+    "no prompt": None,
+    "floats": torch.tensor([1.0, 2.0]),
+    "a batch": [[1], [2]],
+    "messages without a template": MESSAGES,
+    "half a message": [{"role": "user"}],
+    "a source": outpace.Source([1, 2]),
+    "a hole in the mask": {"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]},
+}
+
+
+@pytest.mark.parametrize("bad", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_prompt_that_cannot_be_read_leaves_the_others_alone(bad: Any) -> None:
+    decoder = texts()
+    options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 6}
+    others = decoder.generate(["first", "last"], **options, seed=[1, 3])
+    with pytest.warns(UserWarning, match=r"^row 1: \S+: ") as warned:
+        outs = decoder.generate(["first", bad, "last"], **options, seed=[1, 2, 3])
+    assert [str(one.message) for one in warned] == [f"row 1: {outs[1].error}"]
+    assert [outs[0].text, outs[2].text] == [out.text for out in others]
+    assert (outs[1].finish_reason, outs[1].text, outs[1].tokens, outs[1].stats) == ("error", "", [], Stats())
+    assert isinstance(outs[1].error, ValueError | TypeError)
+    if bad is not UNREADABLE["a batch"]:  # which by itself is one
+        with pytest.raises(type(outs[1].error), match=re.escape(str(outs[1].error))):
+            decoder.generate(bad, **options)
+
+
+def test_samplings_seeds_and_samples_stay_with_their_prompts() -> None:
+    decoder = texts()
+    samplings = [Sampling(), Sampling(temperature=0.5), Sampling(top_k=3)]
+    options: dict[str, Any] = {"max_new_tokens": 5, "n": 2, "batch_size": 2, "logprobs": 1}
+    with pytest.warns(UserWarning, match="row [23]: prompt: it is empty"):
+        outs = decoder.generate(["first", "", "last"], samplings, seed=[7, 8, 9], **options)
+    others = decoder.generate(["first", "last"], samplings[::2], seed=[7, 9], **options)
+    assert [out.tokens for out in outs] == [
+        others[0].tokens,
+        others[1].tokens,
+        [],
+        [],
+        others[2].tokens,
+        others[3].tokens,
+    ]
+    assert [out.finish_reason for out in outs[2:4]] == ["error"] * 2
+    assert (outs[2].logprobs, outs[2].top_logprobs) == ([], [])
+    torch.manual_seed(5)
+    with pytest.warns(UserWarning, match="row 1: prompt: it is empty"):
+        outs = decoder.generate(["first", "", "last"], temperature=1.0, max_new_tokens=5)
+    torch.manual_seed(5)
+    others = decoder.generate(["first", "good", "last"], temperature=1.0, max_new_tokens=5)
+    assert (outs[0].tokens, outs[2].tokens) == (others[0].tokens, others[2].tokens)
+
+
+def test_a_list_of_unreadable_prompts_gives_a_list_of_errors() -> None:
+    decoder = Decoder(tiny())
+    with pytest.warns(UserWarning, match="row [01]: prompt: "):
+        outs = decoder.generate([[], [999]], temperature=0, max_new_tokens=3)
+    assert [(out.finish_reason, out.text) for out in outs] == [("error", None)] * 2
+    assert decoder.generate(PROMPT, temperature=0, max_new_tokens=3).tokens == greedy(tiny(), PROMPT, 3)
+
+
+def test_a_stream_of_a_batch_has_one_step_of_a_prompt_that_cannot_be_read() -> None:
+    decoder = texts()
+    steps = list(decoder.stream(["first", "", "last"], temperature=0, max_new_tokens=5))
+    (step,) = [step for step in steps if step.row == 1]
+    assert (step.text, step.tokens, step.kinds, step.finish_reason) == ("", [], [], "error")
+    assert step.output is not None
+    assert "it is empty" in str(step.output.error)
+    assert {step.row for step in steps if step.finish_reason == "length"} == {0, 2}
+    with pytest.raises(ValueError, match="it is empty"):
+        decoder.stream("")
+
+
+def test_features_that_do_not_fit_are_an_error_of_their_row_alone() -> None:
+    model = tiny_seq2seq("whisper")
+    good, bad = sources("whisper", 1)[0], outpace.Source(features=torch.randn(8, 30))
+    with pytest.warns(UserWarning, match=r"row 0: features: got \[8, 30\]; this model hears \[8, 40\]"):
+        outs = Decoder(model).generate([bad, good], temperature=0, max_new_tokens=5)
+    assert outs[0].finish_reason == "error"
+    assert outs[1].tokens == greedy_of(model, good, 5)
+
+
 # Bad input
 
 
@@ -379,20 +477,34 @@ def test_two_decoders_of_one_model_work_in_two_threads() -> None:
     [
         ({"prompt": []}, "prompt: it is empty"),
         ({"prompt": ""}, "prompt: it is empty"),
-        ({"prompt": [PROMPT, []]}, "prompt: it is empty"),
         ({"prompt": [1] * 128}, "prompt: got 128 tokens; the model's context holds 128"),
         ({"prompt": [1, 999]}, r"prompt: got ids 1\.\.999; the model knows 0\.\.271"),
-        ({"prompt": [[1.5]]}, "it must be a string, a list of token ids"),
-        ({"prompt": torch.ones(2, 3, dtype=torch.int64)}, "it must be a string, a list of token ids"),
+        ({"prompt": None}, "prompt: got NoneType None; it must be a string, messages, token ids"),
+        ({"prompt": b"ab"}, "prompt: got bytes b'ab'; it must be a string"),
+        ({"prompt": [1, True]}, "prompt: got bool True at 1; token ids must be ints"),
         ({"max_new_tokens": 0}, "max_new_tokens: got 0; it must be an int >= 1"),
         ({"n": 0}, "n: got 0"),
         ({"batch_size": 0}, "batch_size: got 0"),
+        ({"max_new_tokens": "5"}, "max_new_tokens: got str '5'; it must be an int >= 1"),
         ({"stop": ""}, "stop: got ''"),
+        ({"stop": {"a": 1}}, "stop: got {'a': 1}"),
+        ({"stop_tokens": "5"}, "stop_tokens: got str '5'"),
+        ({"stop_when": 5}, "stop_when: got int 5; it must be a function of a row"),
+        ({"ignore_eos": "no"}, "ignore_eos: got str 'no'; it must be True or False"),
+        ({"scores": 1}, "scores: got int 1; it must be True or False"),
+        ({"logits": "yes"}, "logits: got str 'yes'; it must be True or False"),
         ({"seed": [1, 2]}, "seed: got 2 for 1 prompts"),
         ({"seed": 1.5}, "seed: got float 1.5"),
+        ({"seed": True}, "seed: got bool True"),
+        ({"seed": np.True_}, "seed: got bool True"),
         ({"logprobs": -1}, "logprobs: got -1"),
         ({"temperature": -1}, "temperature: got -1"),
-        ({"tempreature": 1}, "tempreature: no such argument"),
+        ({"temperature": None}, "temperature: got NoneType None; it must be a number"),
+        ({"top_k": None}, "top_k: got NoneType None; it must be an int"),
+        ({"tempreature": 1}, 'tempreature: no such argument; did you mean "temperature"'),
+        ({"max_tokens": 5}, 'max_tokens: no such argument; did you mean "max_new_tokens"'),
+        ({"prompt": ["ok", ""], "max_tokens": 5}, "max_tokens: no such argument"),
+        ({"prompt": ["", ""], "seed": [1]}, "seed: got 1 for 2 prompts"),
         ({"sampling": Sampling(), "top_k": 3}, "sampling: given together with top_k"),
         ({"sampling": [Sampling()] * 2}, "sampling: got 2 for 1 rows"),
     ],
@@ -408,14 +520,66 @@ def test_bad_parts_are_named() -> None:
     model = tiny()
     with pytest.raises(ValueError, match=r"length: Fixed\(128\) does not fit a context of 128 tokens"):
         Decoder(model, model, length=Fixed(128))
-    with pytest.raises(TypeError, match="drafter: got str 'nobody'"):
+    with pytest.raises(TypeError, match=r"drafter: got str 'nobody'.*outpace\.load takes a model's name"):
         Decoder(model, "nobody")
+    for wrong, message in (
+        ({"drafter": "lokup"}, "drafter: got str 'lokup'.*did you mean \"lookup\""),
+        ({"drafter": outpace.LookupDrafter}, "drafter: got the class LookupDrafter; it must be a Drafter"),
+        ({"draft": "lookup"}, 'draft: no such argument; did you mean "drafter"'),
+        ({"rule": "tokn"}, "rule: got 'tokn'; known are token, block, match and .*did you mean \"token\""),
+        ({"length": "goodput"}, "length: got str 'goodput'; it must be an int, Fixed.*mean \"Goodput\""),
+        ({"length": Fixed}, "length: got .*Fixed'>; it must be an int, Fixed"),
+        ({"length": True}, "length: got bool True; it must be an int >= 0"),
+        ({"length": -1}, "length: got -1; it must be an int >= 0"),
+        ({"pack": "no"}, "pack: got str 'no'; it must be True or False"),
+        ({"engine": 0}, "engine: got int 0; it must be True or False"),
+        ({"tokenizer": "gpt2"}, "tokenizer: got str 'gpt2'; it must be the target's tokenizer"),
+        ({"target": "gpt2"}, "target: got str 'gpt2'; it must be a model; outpace.load takes a name"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            Decoder(**{"target": model, **wrong})
     with pytest.raises(ValueError, match=r'lenience: got 0\.5 with rule "block"'):
         Decoder(model, rule="block", lenience=0.5)
     with pytest.raises(ValueError, match="prompt: got a string, and the Decoder has no tokenizer"):
         Decoder(model).generate("hello")
     with pytest.raises(ValueError, match="stop: stop strings need a tokenizer"):
         Decoder(model).generate([1], stop="x")
+
+
+def test_errors_about_rules_name_no_rule_that_is_for_comparison_only() -> None:
+    with pytest.raises(ValueError, match="known are") as caught:
+        Decoder(tiny(), rule="rejektion")
+    assert "rejection" not in str(caught.value)
+    assert str(Decoder(tiny(), rule="rejection").rule) == "rejection"
+
+
+def test_unknown_names_come_with_the_known_one() -> None:
+    with pytest.raises(TypeError, match='topk: no such argument; did you mean "top_k"'):
+        Sampling(topk=5)  # type: ignore[call-arg]
+    with pytest.raises(AttributeError, match="outpace has no 'Decodr'; did you mean \"Decoder\""):
+        outpace.Decodr  # noqa: B018
+    with pytest.raises(
+        AttributeError, match="integrations has no 'transformer'; did you mean \"transformers\""
+    ):
+        outpace.integrations.transformer  # noqa: B018
+
+
+def test_numbers_of_numpy_and_torch_are_taken_for_what_they_are() -> None:
+    three: Any = np.int64(3)
+    decoder = Decoder(tiny(), "lookup", length=three)
+    assert repr(decoder.length) == "Fixed(3)"
+    plain = greedy(tiny(), PROMPT, 9)
+    end = plain[4]
+    ends: list[Any] = [[end], np.int64(end), torch.tensor(end), torch.tensor([end]), (one for one in [end])]
+    for stop_tokens in ends:
+        out = decoder.generate(PROMPT, temperature=0, max_new_tokens=9, stop_tokens=stop_tokens)
+        assert (out.tokens, out.finish_reason) == (plain[: plain.index(end) + 1], "stop")
+    assert decoder.generate(PROMPT, temperature=0, max_new_tokens=9, stop_tokens=None).tokens == plain
+    assert len(decoder.generate(PROMPT, max_new_tokens=three).tokens) == 3
+    seeds: list[Any] = [[3, 4], np.array([3, 4]), torch.tensor([3, 4])]
+    prompts = [PROMPT, [1]]
+    found = [decoder.generate(prompts, temperature=1.0, seed=seed, max_new_tokens=5) for seed in seeds]
+    assert len({tuple(tuple(out.tokens) for out in outs) for outs in found}) == 1
 
 
 def test_a_draft_with_another_tokenizer_is_refused() -> None:
@@ -533,6 +697,18 @@ def test_an_error_in_a_processor_or_drafter_leaves_nothing_half_done() -> None:
     assert decoder.generate(PROMPT, temperature=0, max_new_tokens=9).tokens == greedy(model, PROMPT, 9)
 
 
+def test_a_decoder_gives_back_its_parts() -> None:
+    target, draft = tiny(vocab_size=272), tiny(seed=1, vocab_size=272)
+    decoder = Decoder(target, draft, TOKENIZER)
+    assert decoder.target is target
+    assert decoder.tokenizer is TOKENIZER
+    assert isinstance(decoder.drafter, outpace.ModelDrafter)
+    assert decoder.drafter.scorer.model is draft
+    assert Decoder(decoder.scorer).target is target
+    with pytest.raises(AttributeError):
+        decoder.tokenizer = None  # type: ignore[misc]
+
+
 def test_a_decoder_describes_itself() -> None:
     said = Decoder(tiny(), tiny("gpt2"), rule="token", lenience=0.5).describe()
     for part in ("LlamaForCausalLM", "GPT2LMHeadModel", "KiB a token", "lenience 0.5", "Goodput(16)"):
@@ -551,6 +727,41 @@ def test_a_drafter_without_a_possible_token_costs_guesses_not_the_row() -> None:
     assert out.stats.drafted == 0
 
 
+class Forgetful:
+    """A drafter that lacks a method."""
+
+    def propose(self, state: Any, g: int) -> Draft:
+        return Draft.chosen([[] for _ in state.rows])
+
+    def reset(self, rows: Sequence[int]) -> None: ...
+
+
+def test_a_drafter_that_lacks_a_method_is_refused_by_the_constructor() -> None:
+    with pytest.raises(TypeError, match=r"Forgetful has no method commit; derive it from outpace\.Drafter"):
+        Decoder(tiny(), Forgetful())  # type: ignore[arg-type]
+
+    class Derived(Forgetful, outpace.Drafter): ...
+
+    out = Decoder(tiny(), Derived(), length=2).generate(PROMPT, temperature=0, max_new_tokens=5)
+    assert out.tokens == greedy(tiny(), PROMPT, 5)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([[1]], r"Says.propose returned list \[\[1\]\]; it must return an outpace.Draft"),
+        (None, "Says.propose returned NoneType None; it must return an outpace.Draft"),
+        (torch.zeros(1, 2, dtype=torch.int64), "Says.propose returned a tensor of torch.int64; it must"),
+        (Draft([[1, 2]]), r"draft: got tokens that are list \[\[1, 2\]\], from Says; they must be a tensor"),  # type: ignore[arg-type]
+        (Draft(torch.zeros(1, 2, dtype=torch.int64), [0.5]), r"draft: got logits that are list"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_drafter_that_returns_something_else_is_told_what_to_return(returned: Any, message: str) -> None:
+    decoder = Decoder(tiny(), Says(lambda state, g: returned), length=2)
+    with pytest.raises(TypeError, match=message):
+        decoder.generate(PROMPT, max_new_tokens=5)
+
+
 class Says:
     """Drafts what it is told to."""
 
@@ -567,6 +778,7 @@ class Says:
     [
         (Draft(torch.zeros(1, 2, dtype=torch.int64), None, [3]), r"draft: got lengths \[3\] for 2 tokens"),
         (Draft(torch.zeros(1, 2, dtype=torch.int64), None, [-1]), r"draft: got lengths \[-1\]"),
+        (Draft(torch.zeros(1, 2, dtype=torch.int64), None, [1, 1]), "draft: got 2 lengths; it must be one"),
         (Draft(torch.zeros(2, 2, dtype=torch.int64)), "draft: got tokens of torch.int64"),
         (Draft(torch.full((1, 2), V)), r"draft: got token ids 61\.\.61; the target knows 0\.\.60"),
         (Draft(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, 5)), "draft: got logits"),
@@ -597,7 +809,7 @@ def test_a_drafter_serves_one_decoder_at_a_time() -> None:
     one, other = Decoder(tiny(), drafter), Decoder(tiny(), drafter)
     stream = one.stream(PROMPT, temperature=0, max_new_tokens=9)
     next(stream)
-    with pytest.raises(RuntimeError, match="this LookupDrafter is drafting for another Decoder"):
+    with pytest.raises(RuntimeError, match="this LookupDrafter is at work for another Decoder"):
         other.generate(PROMPT)
     stream.close()
     assert other.generate(PROMPT, temperature=0, max_new_tokens=9).tokens == greedy(tiny(), PROMPT, 9)

@@ -41,10 +41,14 @@ def test_the_decoder_page_runs() -> None:
         "small": tiny(seed=1, vocab_size=272),
         "tokenizer": byte_tokenizer(),
     }
-    first, *_ = blocks("decoder.md")
+    names["tokenizer"].pad_token = "<end>"
+    names["tokenizer"].chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    first, second, *_ = blocks("decoder.md")
     exec(first, names)
     assert names["out"].finish_reason == "length"
     assert len(names["out"].tokens) == 64
+    exec(second, names)
+    assert [len(out.tokens) for out in names["outs"]] == [64, 64]
 
 
 def test_the_transformers_page_runs_and_after_is_before() -> None:

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from outpace import random
 from outpace.random import Stream
 from tests.statistical import chisquare
+
+pytest.importorskip("hypothesis", reason="hypothesis is not installed: pip install 'outpace[dev]'")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 WORD = st.integers(0, 2**32 - 1)
 ZERO = torch.tensor(0)

@@ -9,13 +9,15 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from outpace.sampling import Prefix, Sampling, adjust, process
+
+pytest.importorskip("hypothesis", reason="hypothesis is not installed: pip install 'outpace[dev]'")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 SAMPLINGS = [
     Sampling(),

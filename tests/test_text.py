@@ -1,10 +1,13 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import pytest
 
 from outpace.text import Text
 from tests.tiny import byte_tokenizer
+
+pytest.importorskip("hypothesis", reason="hypothesis is not installed: pip install 'outpace[dev]'")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 TOKENIZER = byte_tokenizer()
 

@@ -8,6 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from outpace.upstream import silence_torchao
+
+silence_torchao()  # before anything imports Transformers
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -80,12 +84,17 @@ __all__ = [
 ]
 
 
+_MODULES = ("audit", "integrations", "random", "sampling", "theory", "verify")  # the last can be called
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("audit", "integrations", "random", "sampling", "theory", "verify"):  # the last can be called
+    if name in _MODULES:
         return importlib.import_module(f"outpace.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'outpace' has no attribute {name!r}")
+    from outpace.wording import suggestion
+
+    raise AttributeError(f"outpace has no {name!r}{suggestion(name, (*_HOMES, *_MODULES))}")
 
 
 def __dir__() -> list[str]:

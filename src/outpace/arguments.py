@@ -3,14 +3,21 @@ device."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from outpace.wording import suggestion
+
+P = ParamSpec("P")
+R = TypeVar("R")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -27,6 +34,31 @@ def integer(name: str, value: Any, fits: str, ok: Callable[[Any], bool]) -> None
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"{name}: got {kind(value)}; it must be {fits}")
     number(name, value, fits, ok)
+
+
+def boolean(name: str, value: Any) -> None:
+    """Raise unless `value` is True or False, of Python or of NumPy."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name}: got {kind(value)[:80]}; it must be True or False")
+
+
+def unknown(name: str, known: Iterable[str]) -> TypeError:
+    """Return the error of an argument that does not exist, with the name that may have been meant."""
+    return TypeError(f"{name}: no such argument{suggestion(name, known)}")
+
+
+def suggests(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function that is given an unknown argument name the known one close to it."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in known:
+                raise unknown(name, known)
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def integers(name: str, value: Any, fits: str) -> None:

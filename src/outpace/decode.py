@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
+import numbers
+import os
 import warnings
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from outpace import engined
 from outpace.advance import advance
-from outpace.arguments import kind, on_device
-from outpace.draft import claim, drafter_of, release
+from outpace.arguments import boolean, integer, kind, on_device, suggests
+from outpace.claims import claim, release
+from outpace.draft import drafter_of
 from outpace.draft.base import Draft, Drafter, one_for_all
 from outpace.draft.model import ModelDrafter
 from outpace.draft.text import TextDrafter
@@ -27,13 +29,14 @@ from outpace.length import Fixed, Goodput, Length
 from outpace.logprobs import adjusted, keep, note
 from outpace.models.causal import CausalScorer
 from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
-from outpace.request import Options, Prompt, Prompts, Reader
+from outpace.request import Arrays, Options, Prompt, Prompts, Reader
 from outpace.rows import Output, Row, Step
 from outpace.sampling import Prefix, Sampling
 from outpace.stats import Clock
 from outpace.verify import Rule, Verdict, check, settle
 from outpace.verify.block import Block
 from outpace.verify.rules import parse
+from outpace.wording import suggestion
 
 WithModel = ModelDrafter | TextDrafter
 MOST = 16  # guesses an iteration, where the caller does not say
@@ -58,8 +61,12 @@ class Decoder:
                     allow it (`describe` says whether the models do); by default on CUDA
 
     One call at a time: a second one, from another thread or while a stream is unfinished, raises.
+
+    Attributes: `target`, the model as it was given; `tokenizer`; `drafter`, a Drafter or None. The model of a
+    ModelDrafter or TextDrafter is `drafter.scorer.model`.
     """
 
+    @suggests
     def __init__(
         self,
         target: Any,
@@ -73,6 +80,16 @@ class Decoder:
         pack: bool = False,
         engine: bool | None = None,
     ) -> None:
+        if isinstance(target, str | os.PathLike):
+            raise TypeError(f"target: got {kind(target)[:80]}; it must be a model; outpace.load takes a name")
+        if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+            raise TypeError(
+                f"tokenizer: got {kind(tokenizer)[:80]}; it must be the target's tokenizer, such as "
+                "AutoTokenizer.from_pretrained(name)"
+            )
+        boolean("pack", pack)
+        if engine is not None:
+            boolean("engine", engine)
         self.scorer = scorer_of(target)
         self.drafter = drafter_of(drafter)
         self._check_encoders()
@@ -81,12 +98,7 @@ class Decoder:
         self.lenience = lenience
         if length is None:
             length = Fixed(0) if drafter is None else Goodput(min(MOST, self.scorer.context - 1))
-        self.length: Length = Fixed(length) if isinstance(length, int) else length
-        lacks = [name for name in POLICY if not hasattr(self.length, name)]
-        if "choose" in lacks:
-            raise TypeError(f"length: got {kind(length)}; it must be a length policy or an int")
-        if lacks:
-            raise TypeError(f"length: {kind(length)} has no {lacks[0]}; derive it from outpace.length.Length")
+        self.length: Length = length_of(length)
         if self.length.most >= self.scorer.context:
             raise ValueError(
                 f"length: {self.length!r} does not fit a context of {self.scorer.context} tokens"
@@ -104,9 +116,17 @@ class Decoder:
         if engine is None:
             engine = self.scorer.device.type == "cuda"
         self._engines = Engines(self.scorer, self.drafter, self.rule, self.lenience) if engine else None
-        self.tokenizer = tokenizer
         self._reader = Reader(self.scorer, tokenizer, draft_sampling)
-        self._lock = threading.Lock()
+
+    @property
+    def target(self) -> Any:
+        """The Transformers model, as it was given."""
+        return self.scorer.model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer; None if none was given."""
+        return self._reader.tokenizer
 
     @overload
     def generate(
@@ -128,9 +148,19 @@ class Decoder:
         **options: Unpack[Options],
     ) -> list[Output]: ...
 
+    @overload
     def generate(
         self,
-        prompt: Prompt | Prompts,
+        prompt: Arrays,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        n: int | None = None,
+        **options: Unpack[Options],
+    ) -> Any: ...
+
+    def generate(
+        self,
+        prompt: Prompt | Arrays | Prompts,
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         n: int | None = None,
@@ -138,7 +168,10 @@ class Decoder:
     ) -> Output | list[Output]:
         """Generate from a prompt, or from a list of them, as one ragged batch.
 
-        prompt          a string (with a tokenizer), token ids, or a list of those
+        prompt          a string, messages (`[{"role": "user", "content": "Hello"}]`), token ids, or what a
+                        tokenizer returns; or a list of prompts. Messages go through the chat template. Of
+                        tensors, arrays and encodings, `[n]` and `[1, n]` are one prompt, `[B, n]` is B; an
+                        encoding's attention_mask takes padding out
         sampling        a `Sampling`, or one per prompt; or name its fields: temperature=0.8, top_p=0.95, ...
                         With neither, the target's generation_config decides, as in Transformers
         max_new_tokens  at most so many; by default the generation_config's, or 256
@@ -153,12 +186,13 @@ class Decoder:
         stop_when       called with each row after every token it gained; True ends the row there
         batch_size      at most so many rows at a time; the next takes the place of one that is done
 
-        A single prompt gives an `Output`, with n= a list of n, and raises if it fails. A list gives a list,
-        and a row that fails has finish_reason "error" and leaves the others alone.
+        A single prompt gives an `Output`, with n= a list of n, and raises if it fails. A list gives a list. A
+        prompt of a list that fails, or that cannot be read, has finish_reason "error" and its `error`, and a
+        warning names its index; the others go on.
         """
         rows, single = self._reader.rows(prompt, sampling, n, **options)
         outputs: dict[int, Output] = {}
-        for step in self._run(rows, options.get("batch_size")):
+        for step in self._steps(rows, options.get("batch_size")):
             if step.output is not None:
                 outputs[step.row] = step.output
         for row, output in outputs.items():
@@ -170,7 +204,7 @@ class Decoder:
 
     def stream(
         self,
-        prompt: Prompt | Prompts,
+        prompt: Prompt | Arrays | Prompts,
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         n: int | None = None,
@@ -180,13 +214,20 @@ class Decoder:
         rows, single = self._reader.rows(prompt, sampling, n, **options)
 
         def steps() -> Generator[Step]:
-            with contextlib.closing(self._run(rows, options.get("batch_size"))) as run:
+            with contextlib.closing(self._steps(rows, options.get("batch_size"))) as run:
                 for step in run:
                     if single and step.output is not None and step.output.error is not None:
                         raise step.output.error
                     yield step
 
         return steps()
+
+    def _steps(self, rows: list[Row], batch_size: int | None) -> Generator[Step]:
+        """Yield one step for each prompt that could not be read, then the steps of the others."""
+        yield from (row.refused() for row in rows if row.error is not None)
+        readable = [row for row in rows if row.error is None]
+        if readable:
+            yield from self._run(readable, batch_size)
 
     def forget(self) -> None:
         """Keep nothing of earlier prompts, nor of weights. Weights that change are noticed, unless through
@@ -196,8 +237,17 @@ class Decoder:
         if isinstance(self.drafter, WithModel):
             self.drafter.forget()
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt that this decoder can go on from."""
+    @overload
+    def encode(self, prompt: Prompt) -> list[int]: ...
+
+    @overload
+    def encode(self, prompt: Prompts) -> list[list[int]]: ...
+
+    @overload
+    def encode(self, prompt: Arrays) -> Any: ...
+
+    def encode(self, prompt: Prompt | Arrays | Prompts) -> list[int] | list[list[int]]:
+        """Return the token ids of a prompt that `generate` takes; of a list, those of each."""
         return self._reader.encode(prompt)
 
     def describe(self) -> str:
@@ -323,6 +373,11 @@ class Decoder:
 
     def _check_encoders(self) -> None:
         """Two that are the same work once; a draft's alone would have nothing to read."""
+        if isinstance(self.drafter, WithModel) and self.drafter.scorer is self.scorer:
+            raise ValueError(
+                "drafter: it has the target's own scorer, and each needs a KV cache of its own; give it the "
+                "model"
+            )
         encoders = self.encoders()
         if len(encoders) == 2:
             encoders[1].share_encoder(encoders[0])
@@ -333,22 +388,13 @@ class Decoder:
 
     def _run(self, rows: list[Row], batch_size: int | None) -> Generator[Step]:
         """All rows to their ends, as many at a time as there are slots."""
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "this Decoder is generating already: in another thread, or in a stream that was neither "
-                "read to its end nor closed; wait for it, or give each thread a Decoder of its own"
-            )
-        if self.drafter is not None:
-            try:
-                claim(self.drafter)
-            except RuntimeError:
-                self._lock.release()
-                raise
-        self._guesser = Guesser(self.scorer, self.drafter, self.length, self.rule)
-        slots = min(batch_size or len(rows), len(rows))
+        owner = object()
         waiting, active = deque(rows), list[Row]()
         sound = False  # whether what the caches hold is what the rows say
         try:
+            self._claim(owner)
+            self._guesser = Guesser(self.scorer, self.drafter, self.length, self.rule)
+            slots = min(batch_size or len(rows), len(rows))
             longest = max(min(row.prompt_length + row.max_new_tokens, self.scorer.context) for row in rows)
             if self._engines is not None:
                 engine = self._engines.take(rows, slots, longest + 2 * (self.length.most + 1))
@@ -389,12 +435,39 @@ class Decoder:
         finally:
             for row in active:
                 self._release(row, keep=sound)
-            if self.drafter is not None:
-                release(self.drafter)
-            self._lock.release()
+            release(owner)
+
+    def _claim(self, owner: object) -> None:
+        """Take this Decoder and all that it decodes with, or raise RuntimeError."""
+        if not claim(self, owner):
+            raise RuntimeError(
+                "this Decoder is generating already: in another thread, or in a stream that was neither "
+                "read to its end nor closed; wait for it, or give each thread a Decoder of its own"
+            )
+        for part in (self.drafter, *self._scorers()):
+            if part is not None and not claim(part, owner):
+                raise RuntimeError(
+                    f"this {type(part).__name__} is at work for another Decoder, whose sequences it holds: "
+                    "wait for that call, close that stream, or give each Decoder its own"
+                )
 
     def _release(self, row: Row, keep: bool) -> None:
         self.scorer.reset([row.slot], [row.tokens] if keep else None)
         if self.drafter is not None:
             self.drafter.reset([row.slot])
         self.length.reset([row.slot])
+
+
+def length_of(length: Any) -> Length:
+    """Return the draft-length policy that a user gave, or named by an int."""
+    if isinstance(length, numbers.Integral):
+        integer("length", length, "an int >= 0, or a length policy", lambda g: g >= 0)
+        return Fixed(int(length))
+    lacks = [name for name in POLICY if not hasattr(length, name)]
+    if isinstance(length, type) or "choose" in lacks:  # a class is no policy yet
+        close = suggestion(length, ("Fixed", "Heuristic", "Goodput")) if isinstance(length, str) else ""
+        fits = "an int, Fixed(g), Heuristic(start) or Goodput()"
+        raise TypeError(f"length: got {kind(length)[:80]}; it must be {fits}{close}")
+    if lacks:
+        raise TypeError(f"length: {kind(length)} has no {lacks[0]}; derive it from outpace.length.Length")
+    return length  # type: ignore[no-any-return]

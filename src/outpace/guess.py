@@ -168,7 +168,7 @@ class Guesser:
     def _asked(self, state: State, limits: list[int]) -> Draft:
         assert self.drafter is not None
         draft = self.drafter.propose(state, max(limits))
-        check_draft(draft, len(limits), self.scorer.vocab_size, self.scorer.device)
+        check_draft(draft, self.drafter, len(limits), self.scorer.vocab_size, self.scorer.device)
         given = [draft.tokens.shape[1]] * len(limits) if draft.lengths is None else map(int, draft.lengths)
         return replace(draft, lengths=[min(pair) for pair in zip(limits, given, strict=True)])
 

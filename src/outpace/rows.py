@@ -29,6 +29,7 @@ class Output:
     scores         with scores=True: the adjusted logits `[tokens, V]` that each token was drawn from
                    (for greedy rows: that the argmax was taken of)
     logits         with logits=True: alike, the target's own before any adjustment
+    context_full   whether generation ended, before max_new_tokens, because the model's context was full
     """
 
     text: str | None
@@ -40,6 +41,7 @@ class Output:
     error: Exception | None = None
     scores: Tensor | None = None
     logits: Tensor | None = None
+    context_full: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Step:
     tokens         new token ids: kept drafts, then the target's own, cut where the row ends
     drafted        tokens that were guessed
     accepted       guesses that were kept
-    token          the target's own token after them
+    token          the target's own token after them; -1 where a prompt could not be read
     draft_tokens   the guesses
     finish_reason  of the row, if this is its last step
     output         the row's Output, if this is its last step
@@ -106,6 +108,7 @@ class Row:
     stats: Stats = field(default_factory=Stats)
     finish_reason: str | None = None
     error: Exception | None = None
+    context_full: bool = False
 
     @property
     def new_tokens(self) -> list[int]:
@@ -122,6 +125,7 @@ class Row:
                 self.finish_reason = "stop"
             elif self.stats.new_tokens == self.max_new_tokens or len(self.tokens) >= context:
                 self.finish_reason = "length"
+                self.context_full = self.stats.new_tokens < self.max_new_tokens
             if self.finish_reason is not None:
                 return count
         return len(tokens)
@@ -138,7 +142,14 @@ class Row:
             self.error,
             self._stacked(self.scores),
             self._stacked(self.logits),
+            self.context_full,
         )
+
+    def refused(self) -> Step:
+        """Return the only step of a prompt that could not be read."""
+        assert self.error is not None
+        pieces: list[tuple[int, str]] | None = None if self.text is None else []
+        return Step(self.index, pieces, [], 0, 0, -1, [], self.finish_reason, self.output())
 
     def _stacked(self, kept: list[Tensor] | None) -> Tensor | None:
         return torch.stack(kept[: self.stats.new_tokens]) if kept else None

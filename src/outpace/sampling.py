@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.arguments import floats, integer, integers, kind, moved, number, on_device
+from outpace.arguments import floats, integer, integers, kind, moved, number, on_device, suggests
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """`(input_ids [1, T], scores [1, V]) -> scores [1, V]`: any Transformers `LogitsProcessor`."""
@@ -120,6 +120,9 @@ class Sampling:
         if not self.processors:
             return self
         return dataclasses.replace(self, processors=_copies(self.processors))
+
+
+Sampling.__init__ = suggests(Sampling.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

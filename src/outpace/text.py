@@ -7,15 +7,38 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for bytes that are no character yet
+PARTS = ("role", "content")  # of a message
 
 
 def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Token ids of a conversation that the model is to answer, by its chat template."""
+    """Return the token ids of a conversation that the model is to answer, by its chat template."""
+    for place, message in enumerate(messages):
+        role, content = (message.get(name) if isinstance(message, Mapping) else None for name in PARTS)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ValueError(
+                f"messages[{place}]: got {f'{message!r}'[:80]}; it must be "
+                '{"role": "user", "content": "..."}, both strings'
+            )
+        check_text(f"messages[{place}]", content)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "prompt: got messages, and the tokenizer has no chat template; pass a string, or set "
+            "tokenizer.chat_template"
+        )
     try:
         ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
     except Exception as error:  # templates raise what they like
         raise ValueError(f"prompt: the model's chat template refuses it ({error})") from error
     return list(ids)
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise if a string cannot be written in UTF-8, which tokenizers say in words of their own."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        got = f"{text[error.start]!r} at {error.start}, which is no character"
+        raise ValueError(f"{name}: got {got}; it must be text in UTF-8") from None
 
 
 class Text:

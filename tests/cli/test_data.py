@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from outpace import pair
 from outpace.cli import drafts
-from tests.cli.conftest import Run
+from outpace.tasks import transcribe
+from outpace.tasks.items import read
+from outpace.tasks.journal import Journal
+from tests.cli.conftest import Run, interrupted
 
 COMMANDS = {
     "measure": ["-m", "6", "--context", "8", "--pass", "1", "--batch", "1", "--drafts", "1"],
     "sweep": ["-m", "8", "--length", "1"],
     "tune": ["-m", "24", "--budget", "4", "--drafts", "lookup"],
+    "eval": ["specbench", "-m", "4"],
 }
+PROMPTED = [name for name in COMMANDS if name != "eval"]  # eval says it in its table
+ROW = {"prompt": "ab ab", "source": "ab ab", "test": "def check(f): 0", "entry_point": "f", "audio": "a.wav",
+       "text": "a", "reference": "b"}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", PROMPTED)
 def test_rows_that_cannot_be_used_are_said_and_counted(
     run: Run, model: str, folder: Path, command: str
 ) -> None:
@@ -44,11 +54,24 @@ def test_rows_that_cannot_be_used_are_said_and_counted(
     [
         (None, "data: rows.jsonl: no such file"),
         (b"", "data: rows.jsonl has no rows"),
-        (b'{"prompt": "\xff"}', "data: rows.jsonl is not a text file in UTF-8"),
+        (b"\n \n\r\n", "data: rows.jsonl has no rows"),
+        (b"\xef\xbb\xbf", "data: rows.jsonl has no row that can be used: line 1: not JSON ("),
+        (b'{"a": 1}\n{"prompt": "\xff"}', "data: rows.jsonl is not a text file in UTF-8 (line 2)"),
+        ('{"prompt": "a"}'.encode("utf-16"), "not a text file in UTF-8 (it starts as UTF-16 does)"),
         (b'{"nothing": 1}\n', "has no row that can be used: line 1: there is no text to start from"),
+        (b"{}\n", "has no row that can be used: line 1: there is no text to start from"),
+        (b'{"turns": [""]}\n', "has no row that can be used: line 1: there is no text to start from"),
+        (b"\nnull\n", "data: rows.jsonl has no row that can be used: line 2: not a JSON object"),
+        (b"3", "data: rows.jsonl has no row that can be used: line 1: not a JSON object"),
+        (b"[]\n", "data: rows.jsonl has no row that can be used: line 1: not a JSON object"),
+        (b'"text"\n', "data: rows.jsonl has no row that can be used: line 1: not a JSON object"),
+        (b"[" * 100_000, "has no row that can be used: line 1: not JSON that can be read ("),
+        (b'{"prompt": ' + b"9" * 100_000 + b"}", "line 1: not JSON that can be read ("),
+        (b'{"prompt": "' + b"a" * (1 << 22), "has no row that can be used: line 1: not JSON ("),
     ],
-    ids=["missing", "empty", "no text", "no prompts"],
-)
+    ids=["missing", "empty", "blank", "mark", "no text", "UTF-16", "no prompts", "{}", "no turns", "null",
+         "3", "[]", "string", "deep", "number", "long"],
+)  # fmt: skip
 def test_data_are_read_before_a_model_is(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, command: str, text: bytes | None, why: str
 ) -> None:
@@ -58,6 +81,26 @@ def test_data_are_read_before_a_model_is(
     status, _, errors = run(command, *COMMANDS[command], "--data", "rows.jsonl")
     assert status == 2
     assert why in errors.splitlines()[-1]
+    assert len(errors.splitlines()[-1]) < 300
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_data_are_a_file(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    refuse_models(monkeypatch)
+    (folder / "rows").mkdir()
+    os.mkfifo(folder / "pipe")
+    for name, why in (
+        ("rows", "rows is a folder without a manifest.jsonl"),
+        ("pipe", "pipe is not a regular"),
+    ):
+        status, _, errors = run(command, *COMMANDS[command], "--data", name)
+        assert status == 2
+        assert f"data: {why}" in errors.splitlines()[-1]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(folder: Path) -> None:
+    (folder / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "ab"}\r\n{"prompt": "ba"}\r\n')
+    assert [list(one.turns) for one in read("rows.jsonl").items] == [["ab"], ["ba"]]
 
 
 @pytest.mark.parametrize(
@@ -82,8 +125,181 @@ def test_numbers_are_checked_before_a_model_is_read(
     assert why in errors.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("task", "flags", "why"),
+    [
+        ("dialog", ["--sides", "fast"], "--sides: got 'fast'"),
+        ("dialog", ["--sides", "plian"], 'did you mean "plain"?'),
+        ("dialog", ["--sides", "exact", "-d", "none"], "--sides: none of exact can be: nobody drafts"),
+        ("dialog", ["--sides", "sigmoid"], "--sides: none of sigmoid can be: where the likeliest token"),
+        ("dialog", ["--rule", "tokn"], "rule: got 'tokn'"),
+        ("dialog", ["--dtype", "float31"], "dtype: got 'float31'"),
+        ("dialog", ["--device", "abacus"], "device: got 'abacus'"),
+        ("dialog", ["--length", "some"], "--length: got 'some'"),
+        ("dialog", ["--length", "3", "-d", "none"], "--length: nothing is guessed with --draft none"),
+        ("dialog", ["-t", "./nothing"], "./nothing: no such file or folder"),
+        ("dialog", ["-d", "./nothing"], "./nothing: no such file or folder"),
+        ("dialog", ["-d", "ngram:nothing"], "draft: nothing: no such file"),
+        ("dialog", ["--top-p", "2"], "top_p: got 2"),
+        ("dialog", ["--seed", str(2**64 - 1)], "seed: got"),
+        ("dialog", ["--scale", "inf"], "--scale: got inf"),
+        ("dialog", ["--language", "en"], "--language: of speech"),
+        ("dialog", ["-o", "."], "--out: . is a folder"),
+        ("dialog", ["-o", "rows.jsonl/x"], "--out: rows.jsonl: no such folder can be made"),
+        ("dialog", ["-o", "x"], "--out: x.md is a folder"),
+        ("dialog", ["-o", "rows.jsonl"], "rows.jsonl is not of this kind"),
+        ("translate", ["--languages", "en-"], "--languages: got 'en-'"),
+        ("asr", ["--language", "germn"], 'did you mean "german"?'),
+        ("code", ["--data", "untested.jsonl"], "no row that can be used: line 1: there is no test"),
+        ("summarize", ["--data", "untested.jsonl"], "no row that can be used: line 1: there is no summary"),
+        (
+            "translate",
+            ["--data", "untested.jsonl"],
+            "no row that can be used: line 1: there is no translation",
+        ),
+        ("asr", ["--data", "untested.jsonl"], "no row that can be used: line 1: there is no audio"),
+    ],
+)
+def test_eval_looks_at_everything_before_a_model_is_read(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, task: str, flags: list[str], why: str
+) -> None:
+    refuse_models(monkeypatch)
+    (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    (folder / "untested.jsonl").write_text('{"source": "ab", "entry_point": "f"}\n')
+    (folder / "x.md").mkdir()
+    status, _, errors = run("eval", task, "--data", "rows.jsonl", *flags)
+    assert status == 2
+    assert why in errors.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("task", "package"), [("asr", "jiwer"), ("asr", "soundfile"), ("summarize", "rouge_score"),
+                          ("translate", "sacrebleu")],
+)  # fmt: skip
+def test_a_package_that_is_missing_is_said_before_a_model_is_read(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, task: str, package: str
+) -> None:
+    refuse_models(monkeypatch)
+    monkeypatch.setitem(sys.modules, package, None)
+    (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    status, _, errors = run("eval", task, "--data", "rows.jsonl")
+    assert status == 2
+    assert errors.splitlines()[-1] == f"outpace: this needs {package}: pip install 'outpace[tasks]'"
+
+
+def test_a_run_that_is_there_is_looked_at_before_a_model_is_read(
+    run: Run, model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "rows.jsonl").write_text((json.dumps(ROW) + "\n") * 2)
+    words = "eval", "dialog", "--data", "rows.jsonl", "-m", "4", "-o", "out.jsonl"
+    status, shown, errors = run(*words, "-t", model, "--dtype", "float32")
+    assert status == 0, errors
+    saved = Path("out.jsonl.md").read_text()
+    whole = Path("out.jsonl").read_text()
+    refuse_models(monkeypatch)
+
+    status, again, errors = run(*words, "-t", model, "--dtype", "float32")
+    assert (status, again) == (0, shown), errors
+    assert "out.jsonl has all of them; --fresh runs them again" in errors
+    assert Path("out.jsonl.md").read_text() == saved
+
+    status, _, errors = run(*words, "-t", model, "--dtype", "float32", "--seed", "3")
+    assert status == 2
+    assert "is of another run (seed: 0 there, 3 here); name another file, or --fresh" in errors
+
+    with Journal(folder / "out.jsonl"):
+        status, _, errors = run(*words, "-t", model, "--dtype", "float32")
+    assert status == 2
+    assert "another run is writing to out.jsonl" in errors
+
+    for other in (
+        ["--dtype", "bfloat16"],
+        ["--dtype", "float32", "--fresh"],
+        ["--dtype", "float32", "--length", "2"],
+    ):
+        _, _, errors = run(*words, "-t", model, *other)
+        assert "a model was loaded" in errors  # as something may be left to do
+
+    Path("out.jsonl").write_text(whole[: len(whole) - 20])
+    _, _, errors = run(*words, "-t", model, "--dtype", "float32")
+    assert "its last line was cut off; that row is run again" in errors
+    assert "a model was loaded" in errors
+    assert Path("out.jsonl").read_text() == whole[: len(whole) - 20]
+
+
+def test_a_run_with_a_row_missing_is_not_complete(run: Run, model: str, folder: Path) -> None:
+    (folder / "rows.jsonl").write_text((json.dumps(ROW) + "\n") * 2)
+    words = "eval", "dialog", "--data", "rows.jsonl", "-m", "4", "-o", "out.jsonl", "-t", model
+    assert run(*words)[0] == 0
+    lines = Path("out.jsonl").read_text().splitlines(keepends=True)
+    Path("out.jsonl").write_text("".join(lines[:3] + lines[4:]))
+    status, _, errors = run(*words)
+    assert status == 0, errors
+    assert f"out.jsonl has {len(lines) - 2} of {len(lines) - 1}; going on" in errors
+    found = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()[1:]]
+    untimed = {(one["side"], one["row"]): one["texts"] for one in found}
+    before = [json.loads(line) for line in lines[1:]]
+    assert untimed == {(one["side"], one["row"]): one["texts"] for one in before}
+
+
+def test_an_interrupted_eval_goes_on(run: Run, model: str, folder: Path) -> None:
+    rows = [{"prompt": f"count to {i}"} for i in range(40)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["eval", "dialog", "--data", "rows.jsonl", "-m", "24", "-t", model, "--sides", "plain,exact"]
+    out = folder / "eval-dialog.jsonl"
+    status, _, errors = interrupted(words, lambda: out.exists() and out.read_bytes().count(b"\n") > 3)
+    assert status == 130
+    there = out.read_bytes().count(b"\n") - 1
+    assert there < 80
+    assert f"{there} are in eval-dialog.jsonl; the same command goes on" in errors
+    assert not Path(f"{out}.lock").exists()
+    before = out.read_bytes()
+    status, _, errors = run(*words)
+    assert status == 0, errors
+    assert f"eval-dialog.jsonl has {there} of 80; going on" in errors
+    assert out.read_bytes().startswith(before)
+    assert out.read_bytes().count(b"\n") == 81
+
+
+def test_eval_takes_defaults_from_a_configuration(run: Run, model: str, folder: Path) -> None:
+    (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    (folder / "tuned.toml").write_text(f'target = "{model}"\ndraft = "lookup"\nlength = 2\n')
+    status, _, errors = run("eval", "dialog", "--data", "rows.jsonl", "-m", "4", "--config", "tuned.toml")
+    assert status == 0, errors
+    header = json.loads(Path("eval-dialog.jsonl").read_text().splitlines()[0])
+    assert header["target"] == Path(model).name
+    assert "length   Fixed(2)" in header["settings"]["models"]
+
+
+def test_eval_tells_loaders_of_code_and_revision(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, Any] = {}
+
+    def load(*names: Any, **options: Any) -> None:
+        told.update(options)
+        raise ValueError("that is enough")
+
+    monkeypatch.setattr(pair, "load", load)
+    (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    words = "eval", "dialog", "--data", "rows.jsonl", "-t", "owner/name"
+    assert "that is enough" in run(*words, "--trust-remote-code", "--revision", "v2")[2]
+    assert (told["trust_remote_code"], told["revision"]) == (True, "v2")
+    told.clear()
+    run(*words)
+    assert not told.get("trust_remote_code")
+    assert told.get("revision") is None
+
+
+def test_eval_says_what_its_exit_status_means(run: Run) -> None:
+    _, shown, _ = run("eval", "--help")
+    assert "The exit status is 0 if all rows were evaluated" in " ".join(shown.split())
+
+
 def refuse_models(patch: pytest.MonkeyPatch) -> None:
     def load(*arguments: Any, **options: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    patch.setattr(drafts, "load_model", load)
+    for module in (drafts, pair, transcribe):
+        patch.setattr(module, "load_model", load)
+    patch.setattr(transcribe, "load_processor", load)

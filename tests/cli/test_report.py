@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.report.markup import Markup
-from tests.report.written import measured, save, swept, tuned
+from tests.report.written import evaluated, measured, save, save_journal, swept, tuned
 
 
 def test_files_become_a_page(run: Run, tmp_path: Path) -> None:
@@ -48,31 +48,81 @@ def test_it_is_report_html_by_default_and_needs_no_pytorch(tmp_path: Path) -> No
 
 def test_it_explains_itself(run: Run) -> None:
     status, out, _ = run("report", "--help")
+    words = " ".join(out.replace("│", " ").split())
     assert status == 0
-    assert "Usage: outpace report" in out
+    assert "Usage: outpace report" in words
+    for said in ("`outpace measure`, `sweep`, `tune` (.json) and `eval` (.jsonl)", "or folders that hold"):
+        assert said in words
+
+
+def test_a_folder_gives_all_of_its_results_and_names_what_it_leaves_out(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    save(folder, tune=tuned(), other={"kind": "bench"})
+    save_journal(folder / "eval-summarize.jsonl", evaluated())
+    (folder / "eval-summarize.jsonl.md").write_text("| summarize |\n")
+    (folder / "questions.jsonl").write_text('{"prompt": "Why?"}\n')
+    out = tmp_path / "page.html"
+    status, _, errors = run("report", str(folder), "-o", str(out))
+    assert status == 0
+    left = [line for line in errors.splitlines() if line.startswith("left out: ")]
+    assert left == [
+        f"left out: {folder / name} was not written by outpace measure, sweep, tune or eval"
+        for name in ("other.json", "questions.jsonl")
+    ]
+    titles = Markup(out.read_text(encoding="utf-8")).titles
+    assert titles == ["What was tried", "Quality and speed: summarize", "How this was measured"]
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(run: Run, tmp_path: Path) -> None:
+    paths = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        paths += save(tmp_path / name, tune=tuned())
+    out = tmp_path / "page.html"
+    assert run("report", *paths, "-o", str(out))[0] == 0
+    titles = Markup(out.read_text(encoding="utf-8")).titles
+    assert titles[:2] == [f"What was tried: {path}" for path in paths]
 
 
 def test_what_is_no_result_is_a_line(run: Run, tmp_path: Path) -> None:
     odd = {"kind": "measure", "passes": [{"B": 1}]}
-    bench, tune, other = save(tmp_path, bench={"kind": "bench"}, tune=tuned(), odd=odd)
-    missing = tmp_path / "none.json"
-    empty, text = tmp_path / "empty.json", tmp_path / "text.json"
-    empty.write_text(json.dumps({"kind": "sweep", "figures": []}))
-    text.write_text("{")
-    out = tmp_path / "report.html"
+    bench, tune, other, none = save(
+        tmp_path, bench={"kind": "bench"}, tune=tuned(), odd=odd, none={"kind": "sweep", "figures": []}
+    )
+    made = {"empty.json": b"", "text.json": b"{", "bytes.json": b"\xff\xfe\x00", "list.json": b"[1, 2]",
+            "null.jsonl": b"null\n", "rows.jsonl": b'{"prompt": "a"}\n{"prompt": "b"}\n'}  # fmt: skip
+    path = {name: tmp_path / name for name in made}
+    for name, content in made.items():
+        path[name].write_bytes(content)
+    missing, out = tmp_path / "none" / "none.json", tmp_path / "report.html"
+    damaged = save_journal(tmp_path / "damaged.jsonl", [evaluated()[0], {"odd": 1}, evaluated()[1]])
+    begun = save_journal(tmp_path / "begun.jsonl", evaluated()[:1])
+    headless = save_journal(tmp_path / "headless.jsonl", [{"task": "asr", "settings": {}, "data": None}])
+    wanted = "it must be one that `outpace measure`, `sweep`, `tune` or `eval` wrote"
     for given, said in (
         ((str(missing),), f"{missing}: no such file"),
-        ((str(text), tune), f"{text}: not a JSON file"),
-        ((str(tmp_path),), f"{tmp_path} is a folder"),
-        (
-            (tune, bench),
-            f"{bench}: it was not written by `outpace measure` or `outpace sweep` or `outpace tune`",
-        ),
+        ((str(path["empty.json"]), tune), f"{path['empty.json']}: the file is empty; {wanted}"),
+        ((str(path["text.json"]), tune), f"{path['text.json']}: not a JSON file; {wanted}"),
+        ((str(path["bytes.json"]), tune), f"{path['bytes.json']}: not a text file; {wanted}"),
+        ((str(path["list.json"]), tune), f"{path['list.json']}: a file of something else; {wanted}"),
+        ((str(path["null.jsonl"]), tune), f"{path['null.jsonl']}: not a JSON file; {wanted}"),
+        ((str(path["rows.jsonl"]), tune), f"{path['rows.jsonl']}: a file of something else; {wanted}"),
+        ((tune, bench), f"{bench}: a file of something else; {wanted}"),
+        ((tune, damaged), f"{damaged}: line 2 is not as `outpace eval` writes it"),
+        ((tune, headless), f"{headless}: line 1 is not as `outpace eval` writes it"),
         ((tune, other), "odd.json: it is not as `outpace measure` writes it: KeyError('n')"),
-        ((str(empty),), "results: there is nothing to draw in empty.json"),
+        (
+            (none, begun),
+            "results: nothing was measured yet in none.json, begun.jsonl; run the command to its end",
+        ),
     ):
         status, _, errors = run("report", *given, "-o", str(out))
         assert (status, errors) == (2, f"outpace: {said}\n")
+    (tmp_path / "folder").mkdir()
+    status, _, errors = run("report", str(tmp_path / "folder"), "-o", str(out))
+    said = "no file in this folder was written by `outpace measure`, `sweep`, `tune` or `eval`"
+    assert (status, errors) == (2, f"outpace: {tmp_path / 'folder'}: {said}\n")
     assert run("report")[0] == 2
     assert not out.exists()
 

@@ -10,6 +10,7 @@ import pytest
 from outpace.bench import results, synthetic
 from tests.bench.test_synthetic import DRAFT, TARGET
 from tests.cli.conftest import Run, full_disk, interrupted
+from tests.cli.test_tables import heads
 from tests.tiny import byte_tokenizer, tiny
 
 
@@ -62,8 +63,10 @@ def test_every_cell_is_measured_shown_and_written_down(run: Run, models: Path, t
         assert one["interval"] is None  # of a single group
         if one["length"] == "0":
             assert (one["speedup"], one["tokens_per_call"]) == (1.0, 1.0)
-    for said in ("small, temperature 0, top-k 9: ms of 128 tokens, 2 texts", "P99", "loop", "thm 3.8"):
-        assert said in shown
+    assert "small, temperature 0, top-k 9: ms of 128 tokens, 2 texts" in shown
+    assert {"P99", "loop ms", "tokens per pass", "α counted", "speedup", "thm 3.8"} <= heads(shown)
+    assert found["date"].startswith("20")
+    assert found["data"] == {"name": "--prompt", "rows": 2, "left_out": 0}
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
     assert "small, temperature 1, top-k 9, auto" in picture.read_text()

@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import outpace
 from outpace import LookupDrafter, ModelDrafter, NGramDrafter, RandomDrafter, Sampling
 from outpace.draft import lookup
 from outpace.draft.base import Draws, State
 from tests.tiny import V, byte_tokenizer, greedy, tiny
+
+pytest.importorskip("hypothesis", reason="hypothesis is not installed: pip install 'outpace[dev]'")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 def state(

@@ -475,6 +475,30 @@ def test_an_iterator_streamer_ends_and_gets_blocks_as_they_come() -> None:
     assert [len(put) for put in puts[1:]] == [1, *[4] * 7, 1]
 
 
+def test_arguments_that_transformers_keeps_back_are_found_in_its_frame() -> None:
+    """Fails with a version of Transformers in which a streamer or an assistant would be ignored silently."""
+    found: list[dict[str, Any]] = []
+
+    def custom(model: Any, input_ids: Tensor, **_: Any) -> Tensor:
+        found.append(outpace.integrations.transformers._kept_back(model))
+        return input_ids
+
+    given = {"streamer": transformers.TextStreamer(byte_tokenizer()), "synced_gpus": False}
+    target().generate(IDS[1:2], **given, assistant_model=small(), custom_generate=custom, max_new_tokens=3)
+    assert found == [{**given, "assistant_model": small()}]
+    assert set(found[0]) == set(outpace.integrations.transformers.KEPT)
+
+
+def test_an_argument_that_transformers_no_longer_shows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outpace.integrations.transformers, "KEPT", ("streamer", "renamed"))
+    with pytest.raises(RuntimeError, match="renamed: outpace cannot see whether generate was given it"):
+        target().generate(**batch(), custom_generate=ours, draft="lookup")
+
+
+def test_a_call_outside_transformers_has_nothing_kept_back() -> None:
+    assert outpace.integrations.transformers._kept_back(target()) == {}
+
+
 def test_a_streamer_takes_one_row() -> None:
     class Silent(transformers.generation.streamers.BaseStreamer):  # type: ignore[misc]
         def put(self, value: Tensor) -> None: ...
@@ -613,7 +637,7 @@ def test_a_drafter_that_is_at_work_says_so() -> None:
     drafter = outpace.LookupDrafter()
     stream = outpace.Decoder(tiny(), drafter).stream([1, 2], temperature=0, max_new_tokens=5)
     next(stream)
-    with pytest.raises(RuntimeError, match="this LookupDrafter is drafting for another Decoder"):
+    with pytest.raises(RuntimeError, match="this LookupDrafter is at work for another Decoder"):
         target().generate(**batch(), custom_generate=ours, draft=drafter)
     stream.close()
     target().generate(**batch(), custom_generate=ours, draft=drafter)
@@ -649,6 +673,7 @@ def test_the_output_is_transformers_own_with_stats() -> None:
     [
         ({"draft": None}, 'draft: nothing was given; pass a smaller model, a Drafter .* or "lookup"'),
         ({"draft": "gpt2"}, "draft: got 'gpt2'; it must be a smaller model, a Drafter"),
+        ({"draft": "lokup"}, "draft: got 'lokup'; .*did you mean \"lookup\""),
         ({"draft": 3}, "draft: got int 3; it must be a smaller model, a Drafter"),
         ({"draft": outpace.LookupDrafter}, "draft: got type .*; it must be a smaller model"),
         ({"draft": tiny(vocab_size=5000)}, "drafter: it knows 5000 tokens and the target 61"),

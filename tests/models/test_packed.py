@@ -1,4 +1,4 @@
-"""Packed weights compute the same, only while they are in use, and follow the weights."""
+"""Packed weights compute the same, leave the model alone, and follow its weights."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import torch
 
 from outpace import Decoder, Fixed
 from outpace.models.packed import X86, Packed, layers, packed_bytes
+from outpace.models.view import view_of
 from tests.tiny import tiny
 
 
 def packable() -> torch.nn.Module:
-    model: torch.nn.Module = tiny().to(torch.bfloat16)
-    if not layers(model):
-        pytest.skip("this processor's PyTorch has no oneDNN for bfloat16")
-    return model
+    for dtype in (torch.bfloat16, torch.float32):
+        model: torch.nn.Module = tiny().to(dtype)
+        if layers(model):
+            return model
+    pytest.skip("this processor's PyTorch packs no small layers, neither of bfloat16 nor of float32")
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (1, 7), (3, 5), (1, 64), (2, 40)])
@@ -25,8 +27,7 @@ def test_packed_layers_compute_what_the_others_do(shape: tuple[int, int]) -> Non
     ids = torch.randint(61, shape)
     with torch.inference_mode():
         expected = model(ids).logits
-        with Packed(model).use():
-            found = model(ids).logits
+        found = view_of(model, Packed(model).forwards)(ids).logits
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, atol=0.05 * float(expected.abs().max()), rtol=0)
 
@@ -37,8 +38,9 @@ def test_a_bias_is_added() -> None:
     if not layers(model):
         pytest.skip("this processor's PyTorch has no oneDNN for bfloat16")
     x = torch.randn(3, 8, dtype=torch.bfloat16)
-    with torch.inference_mode(), Packed(model).use():
-        torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+    with torch.inference_mode():
+        found = view_of(model, Packed(model).forwards)(x)
+        torch.testing.assert_close(found, torch.nn.functional.linear(x, layer.weight, layer.bias))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 300])
@@ -51,17 +53,19 @@ def test_large_layers_of_float32_compute_what_the_others_do(rows: int) -> None:
     x = torch.randn(rows, 600)
     with torch.inference_mode():
         expected = model(x)
-        with Packed(model).use():
-            assert "forward" in model[0].__dict__
-            torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
+        packed = view_of(model, Packed(model).forwards)
+        assert "forward" in packed.get_submodule("0").__dict__
+        torch.testing.assert_close(packed(x), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_model_is_as_it_was_afterwards_even_after_an_error() -> None:
+def test_a_forward_pass_with_packed_weights_leaves_the_model_alone() -> None:
     model = packable()
-    packed = Packed(model)
-    with pytest.raises(RuntimeError, match="on purpose"), packed.use():
-        raise RuntimeError("on purpose")
-    assert not any("forward" in layer.__dict__ for layer in model.modules())
+    seen = []
+    model.register_forward_hook(
+        lambda *_: seen.append(any("forward" in layer.__dict__ for layer in model.modules()))
+    )
+    Decoder(model, length=Fixed(0), pack=True).generate([5, 6, 7], temperature=0, max_new_tokens=2)
+    assert seen == [False, False]
 
 
 def test_layers_with_somebody_elses_hook_are_left_alone() -> None:
@@ -121,7 +125,7 @@ def test_a_hook_set_after_packing_is_called_and_stays() -> None:
         return honest(x)
 
     layer.forward = hook  # type: ignore[method-assign,assignment]
-    with torch.inference_mode(), packed.use():
-        model(torch.tensor([[1, 2]]))
+    with torch.inference_mode():
+        view_of(model, packed.forwards)(torch.tensor([[1, 2]]))
     assert calls == [1]
     assert layer.forward is hook

@@ -42,7 +42,7 @@ class Markup(HTMLParser):
         if "style" in self._open:
             return
         self.words += data
-        if self._open[-1:] in (["td"], ["th"]):
+        if {"td", "th"} & set(self._open):
             self.rows[-1][-1] += data
         elif self._open[-1:] == ["h2"]:
             self.titles[-1] += data

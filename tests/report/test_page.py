@@ -11,7 +11,10 @@ import pytest
 from outpace import theory
 from outpace.report import timeline, tokens
 from outpace.report.page import page
-from outpace.report.verdict import verdict
+from outpace.report.section import Speed
+from outpace.report.source import source
+from outpace.report.verdict import verdicts
+from outpace.wording import small
 from tests.report.markup import Markup
 from tests.report.written import DRAFTS, measured, swept, tuned
 
@@ -21,6 +24,11 @@ EVIL = "<script>alert('$x$ & \"y\"')</script>"
 @pytest.fixture(scope="module")
 def whole() -> str:
     return page([("tune.json", tuned()), ("sweep.json", swept()), ("measure.json", measured())])
+
+
+def verdict(contents: list[dict[str, Any]]) -> str:
+    """The first answer of some files."""
+    return next((one.words for one in verdicts([(str(i), one) for i, one in enumerate(contents)])), "")
 
 
 def only(*parts: str) -> dict[str, Any]:
@@ -50,7 +58,7 @@ def test_it_has_every_section_from_the_answer_to_the_commands(whole: str) -> Non
         "What was tried",
         "Speed by g, greedy",
         "Speed by g, temperature 1",
-        "How often guesses are kept",
+        "How often draft tokens are accepted",
         "What the formulas say",
         "Acceptance by position",
         "What a pass costs",
@@ -74,7 +82,7 @@ def test_every_figure_has_words_and_a_caption(whole: str) -> None:
     assert (
         len(found.all("figcaption")) == len(found.all("figure")) == len(figures) + 1
     )  # the text is no picture
-    position = next(one for one in figures if (one["aria-label"] or "").startswith("kept, by position"))
+    position = next(one for one in figures if (one["aria-label"] or "").startswith("accepted, by position"))
     assert "Draft-0.5B: 1: 0.812, 2: 0.802, 3: 0.792, 4: 0.782" in (position["aria-label"] or "")
     assert "#0" not in re.sub(r'(href="|url\()#', "", whole).split("</style>")[1]  # stand-ins are replaced
 
@@ -82,30 +90,33 @@ def test_every_figure_has_words_and_a_caption(whole: str) -> None:
 def test_numbers_are_those_of_the_files(whole: str) -> None:
     rows = Markup(whole).rows
     for one in swept()["figures"]:
-        start = [one["draft"], one["length"], f"{one['speedup']:.2f}"]
-        row = next(row for row in rows if row[:3] == start and f"{one['mean_ms']:.1f}" in row)
-        interval = one["interval"] and "{:.2f} to {:.2f}".format(*one["interval"])
-        assert row[3] == (interval or "–")
-        assert row[-2:] == ["40", "5120"]
-        assert row[7] == ("–" if one["length"] == "0" else f"{one['acceptance']:.3f}")
+        start = [one["draft"], one["length"]]
+        interval = "" if one["length"] == "0" else " ({:.2f}–{:.2f})".format(*one["interval"])
+        assert any(row[:2] == start and row[4] == f"{one['speedup']:.2f}{interval}" for row in rows)
+        times = next(row for row in rows if row[:2] == start and row[-2:] == ["40", "5120"])
+        assert times[2] == (f"{one['mean_ms']:.0f}" if one["mean_ms"] >= 1000 else f"{one['mean_ms']:.1f}")
+        assert times[9] == ("–" if one["length"] == "0" else f"{one['acceptance']:.2f}")
     for name, (alpha, step) in DRAFTS.items():
         c = step / measured()["passes"][0]["ms"]
-        row = next(row for row in rows if row[:3] == [name, "1", f"{alpha:.3f}"])
-        assert row[3:5] == [f"{alpha - 0.011:.3f} to {alpha + 0.012:.3f}", f"{c:.3g}"]
-    assert ["Draft-0.5B", "0.863 (0.81 to 0.91)", "0.759"] in rows
+        known = f"{alpha:.3f} ({alpha - 0.011:.3f}–{alpha + 0.012:.3f})"
+        row = next(row for row in rows if row[:3] == [name, "1", known])
+        assert row[-1] == small(c)
+    assert ["Draft-0.5B", "code", "0.863 (0.812–0.912)", "5120"] in rows
     for one in tuned()["candidates"]:
         row = next(row for row in rows if row[0] == one["draft"] and row[-1] == one["why"])
-        assert row[1:3] == [one["length"], f"{one['expected']:.2f}"]
+        assert row[1] == one["length"]
+        assert row[2].startswith(f"{one['expected']:.2f}")
 
 
 def test_what_was_chosen_is_marked(whole: str) -> None:
-    assert len([one for one in Markup(whole).all("tr") if one.get("class") == "chosen"]) == 3
+    marked = [one for one in Markup(whole).all("tr") if one.get("class") == "chosen"]
+    assert len(marked) == 1 + 2 * 2  # tuned; speeds and times of two ways to sample
 
 
 @pytest.mark.parametrize(
     ("part", "titles"),
     [
-        ("drafts", ["How often guesses are kept", "Acceptance by position"]),
+        ("drafts", ["How often draft tokens are accepted", "Acceptance by position"]),
         ("passes", ["What a pass costs"]),
         ("verify", ["What a pass costs"]),
         ("trace", ["Where the time goes", "Token by token"]),
@@ -127,7 +138,7 @@ def test_a_draft_of_which_nothing_is_known_yet_is_a_row_of_dashes() -> None:
         {"draft": "lookup", "lenience": 1.0, "alpha": None, "by_position": [], "blocks": None}
     ]
     del content["machine"], content["command"], content["target"]
-    assert ["lookup", "1", *["–"] * 8] in Markup(page([("m.json", content)])).rows
+    assert ["lookup", "1", *["–"] * 9] in Markup(page([("m.json", content)])).rows
 
 
 def test_several_files_of_a_kind_are_told_apart() -> None:
@@ -156,7 +167,7 @@ def test_names_and_texts_are_words_and_never_markup() -> None:
 
 
 def test_nothing_to_draw_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"results: there is nothing to draw in m.json, s.json"):
+    with pytest.raises(ValueError, match=r"results: nothing was measured yet in m.json, s.json"):
         page([("m.json", only()), ("s.json", swept() | {"figures": []})])
 
 
@@ -206,6 +217,172 @@ def test_a_draft_is_recommended_only_if_it_pays_in_all_of_the_interval_of_alpha(
     for one in (fast, sure):
         one["predicted_interval"] = [1.0, 1.0]
     assert verdict([content]).startswith("Do not speculate")
+
+
+def paragraphs(made: str, kind: str) -> list[str]:
+    """Paragraphs of a class, in their order."""
+    return [" ".join(one.split()) for one in re.findall(rf'<p class="{kind}">(.*?)</p>', made, re.DOTALL)]
+
+
+def test_every_section_says_what_it_was_measured_on(whole: str) -> None:
+    said = paragraphs(whole, "source")
+    assert len(said) == 1 + whole.count("<section>")  # the answer, too
+    for one in said:
+        assert one.endswith("org/Target-7B, bfloat16; Some GPU &lt;80 GB&gt;; 2026-11-02.")
+    assert said[0].startswith(
+        "Measured on: 40 prompts of questions.jsonl; at most 64 new tokens each; greedy;"
+    )
+    costs = whole[whole.index("What a pass costs") :]
+    assert "Measured on: random tokens;" in costs
+
+
+@pytest.mark.parametrize(
+    ("data", "count", "said"),
+    [
+        ({"name": "built-in", "rows": 12, "left_out": 0}, 12, "12 built-in prompts"),
+        ({"name": "--prompt", "rows": 1, "left_out": 0}, 1, "1 prompt given with --prompt"),
+        ({"name": "a.jsonl", "rows": 9, "left_out": 2}, 7, "7 prompts of a.jsonl"),
+        (None, 3, "3 prompts, built in or given with --prompt"),
+    ],
+)
+def test_prompts_are_named_as_far_as_a_file_tells(data: dict[str, Any] | None, count: int, said: str) -> None:
+    content = swept() | {"data": data, "prompts": count}
+    del content["date"]
+    found = source(content)
+    assert (found["prompts"], found["date"]) == (said, "date not recorded")
+
+
+def other_prompts() -> dict[str, Any]:
+    """A sweep of what `tuned` chose, with other prompts and another outcome."""
+    content = swept() | {"data": {"name": "built-in", "rows": 12, "left_out": 0}, "prompts": 12}
+    content["figures"] = [one for one in content["figures"] if one["temperature"] == 0]
+    for one in content["figures"]:
+        if (one["draft"], one["length"]) == ("org/Draft-0.5B", "auto"):
+            one |= {"speedup": 0.92, "interval": [0.85, 0.99]}
+    return content
+
+
+def test_a_section_that_measured_the_same_with_other_prompts_says_so() -> None:
+    made = page([("t.json", tuned()), ("s.json", other_prompts())])
+    section = made[made.index("Speed by g, greedy</h2>") :]
+    (said,) = paragraphs(section, "doubt")
+    assert "“What was tried” also has speeds of org/Draft-0.5B, g = 5" in said
+    assert "prompts: 40 prompts of questions.jsonl there, 12 built-in prompts here" in said
+    assert "verified 2.07 (1.98 to 2.15) there, speedup 0.92 (0.85 to 0.99) here" in said
+
+
+def test_only_settings_that_differ_are_said_to_differ() -> None:
+    greedy = measured() | {"sampling": {"temperature": 0.0}, "tokens": 2560}
+    made = page([("t.json", tuned()), ("m.json", greedy)])
+    (said,) = [one for one in paragraphs(made, "doubt") if one.startswith("“What was tried”")]
+    assert "It was measured under the same conditions as far as the files tell, at another time." in said
+
+
+def test_speeds_that_chance_explains_do_not_disagree() -> None:
+    assert Speed("a", 1.03, (0.92, 1.14)).contradicts(Speed("b", 0.97, (0.90, 1.05))) is False
+    assert Speed("a", 1.52, (1.3, 1.7)).contradicts(Speed("b", 0.92, (0.8, 1.4))) is True
+    assert Speed("a", 1.52, (1.4, 1.7)).contradicts(Speed("b", 1.2, (1.1, 1.3))) is True
+    assert Speed("a", 1.5).contradicts(Speed("b", 0.9, (0.8, 1.0))) is True
+    assert Speed("a", 1.004).contradicts(Speed("b", 0.996)) is False  # both are said to be 1.00
+
+
+def test_many_sections_of_the_same_drafts_are_named_in_one_sentence() -> None:
+    files = [(f"{n}.json", swept() | {"prompts": n}) for n in (10, 20, 30)]
+    for _, content in files:
+        content["figures"] = [one for one in content["figures"] if one["temperature"] == 0]
+    made = page(files)
+    assert paragraphs(made, "doubt")[-1] == (
+        "Also with speeds of the same drafts: “Speed by g, greedy: 10.json” (other prompts); “Speed by g, "
+        "greedy: 20.json” (other prompts)."
+    )
+
+
+def test_the_answer_names_a_section_that_contradicts_it() -> None:
+    answer, *_ = paragraphs(page([("t.json", tuned()), ("s.json", other_prompts())]), "doubt")
+    assert answer == (
+        "But “Speed by g, greedy” has speedup 0.92 (0.85 to 0.99) for org/Draft-0.5B, g = auto, with 12 "
+        "built-in prompts."
+    )
+    agreeing = page([("t.json", tuned()), ("m.json", measured())])
+    assert "But “" not in agreeing
+    none = tuned() | {"verdict": "Do not speculate.", "chosen": {"draft": "none", "length": "0"}}
+    doubts = paragraphs(page([("t.json", none), ("s.json", swept())]), "doubt")
+    assert doubts[0].startswith("But “Speed by g, greedy” has speedup")
+
+
+def test_several_files_of_a_kind_have_an_answer_each() -> None:
+    slow = tuned() | {"target": "other", "verdict": "Do not speculate: nothing pays."}
+    said = paragraphs(page([("a.json", tuned()), ("b.json", slow)]), "verdict")
+    assert said == [f"a.json: {tuned()['verdict']}", "b.json: Do not speculate: nothing pays."]
+
+
+def test_an_interval_stands_in_the_cell_of_its_own_figure() -> None:
+    rows = Markup(page([("t.json", tuned())])).rows
+    heads = rows[0]
+    assert heads == ["draft", "g", "expected", "verified", "why"]
+    cells = [dict(zip(heads, row, strict=True)) for row in rows[1:]]
+    assert [(one["expected"], one["verified"]) for one in cells] == [
+        ("2.21", "2.07 (1.98–2.15)"), ("2.30", "2.02 (1.95–2.09)"), ("0.81 (0.70–0.95)", "–"),
+    ]  # fmt: skip
+
+
+def test_a_prediction_that_speculation_does_not_pay_has_no_interval_of_another_g() -> None:
+    content = only("drafts")
+    content["drafts"][0] |= {"best_g": 0, "predicted": 1.0, "predicted_interval": [0.6, 1.6]}
+    content["drafts"][0]["by_batch"] = [
+        {"B": 1, "best_g": 0, "predicted": 1.0, "predicted_interval": [0.6, 1.6]}
+    ]
+    rows = Markup(page([("m.json", content)])).rows
+    assert any(row[0] == "org/Draft-0.5B" and row[-2] == "1.00" for row in rows)
+    said = "not known whether it pays, 0.60 to 1.60 times as fast over α's interval"
+    assert ["Draft-0.5B", "1", said] in rows
+
+
+def test_panels_have_letters_and_captions_name_no_place(whole: str) -> None:
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", whole, re.DOTALL)
+    assert [one[:10] for one in captions[:4]] == [f"<b>({letter})</b> "[:10] for letter in "abcd"]
+    for one in captions:
+        assert not re.search(r"\b(left|middle|right)\b", one)
+
+
+def sweep_caption(loops: list[float]) -> str:
+    """What is said of the time of iterations that take so long at g = 0, 1, 2, ..."""
+    content = swept()
+    some = [one for one in content["figures"] if one["temperature"] == 0 and one["draft"] == "org/Draft-0.5B"]
+    content["figures"] = [one | {"loop_ms": ms} for one, ms in zip(some, loops, strict=False)]
+    made = page([("s.json", content)])
+    found = re.search(r"</b> (Time of an iteration\..*?)</figcaption>", made)
+    return found[1] if found else ""
+
+
+@pytest.mark.parametrize(
+    ("loops", "said"),
+    [
+        ([50.0, 50.5, 49.9, 51.0], "is level within 5%: 50 at g = 0, 51 at g = 3"),
+        ([50.0, 60.0, 70.0, 80.0], "rises at every point: 50 at g = 0, 80 at g = 3"),
+        ([80.0, 70.0, 60.0, 50.0], "falls at every point: 80 at g = 0, 50 at g = 3"),
+        ([50.0, 80.0, 60.0, 70.0], "neither rises nor falls throughout: 50 at g = 0, 70 at g = 3"),
+    ],
+)
+def test_a_caption_says_how_a_line_goes_only_as_it_does(loops: list[float], said: str) -> None:
+    assert sweep_caption(loops) == f"Time of an iteration. Draft-0.5B {said}."
+
+
+def test_formulas_say_why_their_best_g_is_not_the_measured_one(whole: str) -> None:
+    section = whole[whole.index("<h2>What the formulas say") :]
+    section = section[: section.index("</section>")]
+    words = Markup(section).words
+    assert "assume that a pass over g + 1 tokens costs as much as one over a single token" in words
+    assert "B = 1: a pass over 17 tokens takes 1.10 times as long as one over a single token." in words
+    assert "They differ as the formulas take every pass to cost the same" in words
+    alpha, step = DRAFTS["org/Draft-0.5B"]
+    c = step / measured()["passes"][0]["ms"]
+    g = theory.best_length(alpha, c, 32)
+    assert g != 5
+    thm = f"{theory.speedup(alpha, g, c):.2f}"
+    assert ["Draft-0.5B", f"{alpha:.3f}", small(c), str(g), thm, "5", "2.13"] in Markup(section).rows
+    assert f"c = {small(c)}" in section  # among the curves
+    assert "by times measured" in section
 
 
 def test_blocks_of_the_trace_are_to_scale() -> None:

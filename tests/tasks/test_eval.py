@@ -17,18 +17,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import soundfile
 from typer.testing import CliRunner, Result
 
 from outpace import Decoder, Fixed, Sampling
 from outpace.cli import app
 from outpace.tasks import items, kinds, sandbox, score, table
-from outpace.tasks.evaluate import SIDES, Evaluation
+from outpace.tasks.evaluate import Evaluation
 from outpace.tasks.items import Item
 from outpace.tasks.journal import Journal
+from outpace.tasks.kinds import SIDES
 from outpace.tasks.sides import Ours, Wanted
 from outpace.tasks.theirs import until
-from tests.tasks.test_transcribe import PROCESSOR, RATE, hearing
+from tests.tasks.whisper import PROCESSOR, RATE, hearing
 from tests.tiny import byte_tokenizer, tiny, tiny_seq2seq
 
 
@@ -55,6 +55,15 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
+PACKAGES = {"asr": ("jiwer", "soundfile", "soxr"), "summarize": ("rouge_score",), "translate": ("sacrebleu",)}
+
+
+def measured_by(*tasks: str) -> None:
+    """Skip a test where the packages that measure these tasks are not installed."""
+    for package in itertools.chain(*(PACKAGES.get(task, ()) for task in tasks)):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install 'outpace[tasks]'")
+
+
 def run(models: Path, task: str, *words: str) -> Result:
     command = ["eval", task, "-t", str(models / "target"), "--dtype", "float32", *words]
     return CliRunner().invoke(app, command)
@@ -77,6 +86,7 @@ def untimed(path: Path) -> list[str]:
 def test_greedy_sides_write_the_same(
     models: Path, prompts: Path, tmp_path: Path, task: str, draft: str
 ) -> None:
+    measured_by(task)
     out = tmp_path / "out.jsonl"
     drafter = str(models / "draft") if draft == "draft" else draft
     done = run(models, task, "-d", drafter, "--data", str(prompts), "-m", "12", "-o", str(out))
@@ -140,6 +150,7 @@ def test_a_stop_ends_an_answer_and_its_count() -> None:
 
 
 def test_a_side_that_cannot_be_is_left_out(prompts: Path, tmp_path: Path) -> None:
+    measured_by("summarize")
     tiny_seq2seq("t5", vocab_size=272).save_pretrained(tmp_path / "target")
     tiny(vocab_size=272).save_pretrained(tmp_path / "draft")
     for name in ("target", "draft"):
@@ -169,7 +180,33 @@ def test_a_side_on_which_all_failed_does_not_empty_the_others() -> None:
     assert table.failures(found, [Item("a"), Item("b")]) == [
         "a (baseline): x", "b (plain): no", "b (baseline): x"
     ]  # fmt: skip
-    assert len(table.by_category(found)) == 1
+    assert table.by_category(found) == [("other (1)", ["3.00, 1.00x", "–", "3.00, 1.00x"])]
+
+
+def test_columns_are_of_the_rows_that_all_sides_did() -> None:
+    good = {"texts": ["x"], "judged": [{}], "seconds": 1.0, "stats": {"new_tokens": 3, "target_calls": 1}}
+    every: dict[tuple[str, int], dict[str, Any]] = {
+        ("plain", 0): good,
+        ("plain", 1): good,
+        ("exact", 0): good,
+    }
+    found = table.columns(kinds.TASKS["dialog"], [Item("a"), Item("b")], every, ("plain", "exact"))
+    assert dict(table.table(found))["rows"] == ["1", "1"]
+
+
+def test_a_table_of_nothing_but_failures_has_no_figures() -> None:
+    every: dict[tuple[str, int], dict[str, Any]] = {(side, 0): {"error": "x"} for side in SIDES[:3]}
+    found = table.columns(kinds.TASKS["specbench"], [Item("a")], every, SIDES[:3])
+    assert table.table(found) == [("rows", ["0"] * 3), ("failed", ["1"] * 3)]
+    assert table.by_category(found) == []
+
+
+def test_what_no_token_was_written_for_has_no_speed() -> None:
+    none = {"texts": [""], "judged": [{}], "seconds": 1.0, "stats": {"new_tokens": 0, "target_calls": 1}}
+    every: dict[tuple[str, int], dict[str, Any]] = {(side, 0): none for side in ("plain", "exact")}
+    found = table.columns(kinds.TASKS["specbench"], [Item("a")], every, ("plain", "exact"))
+    assert "over plain" not in dict(table.table(found))
+    assert table.by_category(found) == [("other (1)", ["0.00", "0.00"])]
 
 
 def test_a_failure_of_the_machine_is_tried_again(
@@ -201,7 +238,8 @@ def test_sampling_steps_are_timed_in_rows_of_their_own(tmp_path: Path, temperatu
     wanted = Wanted(kinds.TASKS["dialog"], Sampling(temperature=temperature), 12)
     one = Evaluation(decoder, None, wanted, SIDES, seed=1, profile=True)
     rows = [Item(str(i), ["abc"]) for i in range(5)]
-    with Journal(tmp_path / "a.jsonl", {"task": "dialog"}, {}) as journal:
+    with Journal(tmp_path / "a.jsonl") as journal:
+        journal.begin({"task": "dialog"}, {})
         one.run(rows, journal)
     found = table.columns(wanted.task, rows, journal.records, list(one.sides))
     assert not table.failures(found, rows)
@@ -276,6 +314,7 @@ def test_a_run_killed_anywhere_goes_on_to_the_same_table(models: Path, prompts: 
 
 
 def test_bad_rows_are_named_and_the_others_go_on(models: Path, tmp_path: Path) -> None:
+    measured_by("summarize")
     rows = ['{"id": "good", "source": "abc", "reference": "x"}', "{oops", '{"id": "none"}', "[1]",
             json.dumps({"id": "long", "source": "abc" * 200, "reference": "x"}),
             '{"id": "unknown", "source": "abc"}']  # fmt: skip
@@ -334,10 +373,40 @@ def test_programs_are_run(models: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(kinds, "program", lambda item, text: own(item, answers[item.name]))
     words = "-d", "lookup", "--data", str(data), "-m", "2", "--samples", "2", "--sides", "plain"
     done = run(models, "code", *words, "-o", str(out))
-    assert done.exit_code == 1
-    assert "| pass@1 % | 25.00 |" in Path(f"{out}.md").read_text()
-    said = [line for line in done.stderr.splitlines() if line.startswith("failed: ")]
+    assert done.exit_code == 0, done.output
+    saved = Path(f"{out}.md").read_text()
+    assert "| pass@1 % | 25.00 |" in saved
+    assert "| stopped programs | 4 |\n| failed | 0 |" in saved
+    assert "- hangs (plain): the program took longer than 5 s\n" in saved
+    assert "failed: " not in done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("stopped: ")]
     assert {line.split(" ")[1] for line in said} == {"hangs", "writes"}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"test": None}, "there is no test"),
+        ({"test": "  "}, "there is no test"),
+        ({"test": "assert True"}, "the test defines no function check"),
+        ({"entry_point": None}, "there is no entry_point"),
+        ({"entry_point": ""}, "there is no entry_point"),
+    ],
+)
+def test_a_row_without_tests_is_not_passed(
+    models: Path, tmp_path: Path, change: dict[str, Any], why: str
+) -> None:
+    """Not even by an answer that brings its own."""
+    row = {"prompt": "def f(x):\n", "test": "def check(f):\n    assert f(1) == 2\n", "entry_point": "f"}
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps(row) + "\n" + json.dumps(row | change) + "\n")
+    done = run(
+        models, "code", "--data", str(data), "-m", "2", "--sides", "plain", "-o", str(tmp_path / "out")
+    )
+    assert done.exit_code == 1
+    found = records(tmp_path / "out")
+    assert "judged" in found["plain", 0]
+    assert why in found["plain", 1]["error"]
 
 
 @pytest.mark.parametrize(
@@ -364,6 +433,9 @@ def test_programs_are_found_in_answers(answer: str) -> None:
 
 
 def test_speech_is_judged_by_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured_by("asr")
+    import soundfile
+
     from outpace.tasks.transcribe import Transcriber
 
     noise = np.random.default_rng(3)
@@ -401,6 +473,7 @@ def test_speech_is_judged_by_its_words(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_measures_are_those_of_their_papers() -> None:
+    measured_by("asr", "summarize", "translate")
     normal = str.lower
     assert score.word_errors("a b c d", "A x c", normal) == {"errors": 2, "words": 4}
     with pytest.raises(ValueError, match="no words"):
@@ -450,7 +523,8 @@ def test_data_sets_of_the_hub_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     library = SimpleNamespace(load_dataset=load_dataset, Audio=lambda decode: "undecoded")
     monkeypatch.setitem(sys.modules, "datasets", library)
     found = items.read("owner/name:clean:validation", speech=True, limit=2).items
-    assert asked == [(("owner/name", "clean"), {"split": "validation", "streaming": True})]
+    named = {"split": "validation", "streaming": True, "trust_remote_code": False}
+    assert asked == [(("owner/name", "clean"), named)]
     assert [one.audio for one in found] == [b"RIFF", b"RIFF"]
     assert found[0].reference == "hello"
     items.read("owner/name:3.0.0", limit=1)
@@ -460,21 +534,87 @@ def test_data_sets_of_the_hub_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
         items.read("owner/name")
 
 
+DONE = {"texts": ["x"], "judged": [{}], "seconds": 1.0, "stats": {}}
+
+
 def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
+    path, link = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    link.symlink_to(path)
     header = {"task": "code", "settings": {"seed": 1}}
-    with Journal(path, header, {}) as journal:
-        journal.add({"side": "plain", "row": 0})
-        with pytest.raises(ValueError, match="another run is writing"):
-            Journal(path, header, {})
+    with Journal(path) as journal:
+        assert not path.exists()
+        journal.begin(header, {})
+        journal.add({"side": "plain", "row": 0, **DONE})
+        journal.add({"side": "plain", "row": 1, "error": "x", "again": True})
+        for name in (path, link):
+            with pytest.raises(ValueError, match="another run is writing"):
+                Journal(name)
     assert not Path(f"{path}.lock").exists()
-    with Journal(path, header, {}) as journal:
-        assert list(journal.records) == [("plain", 0)]
-    with pytest.raises(ValueError, match="seed: 1 there, 2 here"):
-        Journal(path, {"task": "code", "settings": {"seed": 2}}, {})
-    with Journal(path, {"task": "code", "settings": {"seed": 2}}, {}, fresh=True) as journal:
+    before = path.read_bytes()
+    with Journal(link) as journal:
+        journal.check({"task": "code"})
+        journal.begin(header, {})
+        assert list(journal.records) == [("plain", 0), ("plain", 1)]
+        assert [journal.has("plain", row) for row in range(3)] == [True, False, False]
+    with Journal(path) as journal, pytest.raises(ValueError, match="seed: 1 there, 2 here"):
+        journal.check({"settings": {"seed": 2}})
+    with Journal(path, fresh=True) as journal:
+        journal.check({"settings": {"seed": 2}})
         assert not journal.records
-    path.write_text("dear diary\n")
+    assert path.read_bytes() == before  # until a run begins
+    with Journal(path, fresh=True) as journal:
+        journal.begin({"task": "code", "settings": {"seed": 2}}, {})
+    assert path.read_bytes().count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    "content", ["dear diary\n", "dear diary", '{"task": "mine"}', '{"a": 1}\n', "[1]\n", "3"]
+)
+def test_a_file_of_somebody_else_is_not_written_over(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
     with pytest.raises(ValueError, match="not of this kind"):
-        Journal(path, header, {})
-    assert path.read_text() == "dear diary\n"
+        Journal(path)
+    assert path.read_text() == content
+    assert not Path(f"{path}.lock").exists()
+
+
+@pytest.mark.parametrize(
+    "end", ['{"side": "exact", "row": 1, "te', '{"side": "exact", "row": 1}\n', "\0\0", "x\n"]
+)
+def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "a.jsonl"
+    whole = json.dumps({"task": "code"}) + "\n" + json.dumps({"side": "plain", "row": 0, **DONE}) + "\n"
+    path.write_text(whole + end)
+    with Journal(path) as journal:
+        assert journal.cut
+        assert list(journal.records) == [("plain", 0)]
+        journal.begin({"task": "code"}, {})
+    assert path.read_text() == whole
+    with Journal(path) as journal:
+        assert not journal.cut
+
+
+@pytest.mark.parametrize("start", ["{", '{"task": "co'])
+def test_a_first_line_that_was_cut_off_begins_anew_if_it_is_ours(tmp_path: Path, start: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(start)
+    if start == "{":
+        with pytest.raises(ValueError, match="not of this kind"):
+            Journal(path)
+        return
+    with Journal(path) as journal:
+        assert journal.cut
+        journal.begin({"task": "code"}, {})
+    assert path.read_text() == '{"task": "code"}\n'
+
+
+@pytest.mark.parametrize("line", ["{", '{"side": "exact", "row": 0}', '{"row": 0, "error": "x"}', "null", ""])
+def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    good = json.dumps({"side": "plain", "row": 0, **DONE})
+    path.write_text("\n".join((json.dumps({"task": "code"}), good, line, good)) + "\n")
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="line 3 is damaged; delete it to run its row again, or --fresh"):
+        Journal(path)
+    assert path.read_bytes() == before

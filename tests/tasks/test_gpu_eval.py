@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from outpace import Decoder, Fixed, Sampling
-from outpace.tasks.evaluate import SIDES, Evaluation
+from outpace.tasks.evaluate import Evaluation
 from outpace.tasks.items import Item
 from outpace.tasks.journal import Journal
-from outpace.tasks.kinds import TASKS
+from outpace.tasks.kinds import SIDES, TASKS
 from outpace.tasks.sides import Wanted
 from outpace.tasks.table import columns, failures, table
 from tests.tiny import byte_tokenizer, tiny
@@ -33,7 +33,8 @@ def test_sides_write_and_are_measured(tmp_path: Path, temperature: float) -> Non
     wanted = Wanted(task, Sampling(temperature=temperature), 24, likely=True)
     one = Evaluation(decoder, None, wanted, SIDES, seed=1)
     rows = [Item(str(i), ["abc", "de"][: 1 + i % 2]) for i in range(4)]
-    with Journal(tmp_path / "a.jsonl", {"task": "dialog"}, {}) as journal:
+    with Journal(tmp_path / "a.jsonl") as journal:
+        journal.begin({"task": "dialog"}, {})
         one.run(rows, journal)
     found = columns(task, rows, journal.records, list(one.sides))
     assert not failures(found, rows)

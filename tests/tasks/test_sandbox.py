@@ -53,7 +53,7 @@ def ended(mark: str) -> bool:
 
 @cache
 def namespaces() -> bool:
-    return run("import os\nassert os.getpid() == 1").passed
+    return run("import os\nassert os.getppid() == 1").passed
 
 
 @pytest.fixture(params=[NAMESPACES, "with the hook alone"])
@@ -65,9 +65,9 @@ def mode(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
             pytest.skip("this kernel does not let users make namespaces")
     else:
         source = Path(sandbox.FILE).read_text()
-        assert source.count("    _enter_namespaces()\n") == 1
+        assert source.count(" = _enter_namespaces()\n") == 1
         copy = tmp_path / "without.py"
-        copy.write_text(source.replace("    _enter_namespaces()\n", ""))
+        copy.write_text(source.replace(" = _enter_namespaces()\n", " = False\n"))
         monkeypatch.setattr(sandbox, "FILE", str(copy))
     return name
 
@@ -152,6 +152,76 @@ def test_saying_that_it_passed_is_not_passing() -> None:
     )
     assert run(forged + "os._exit(0)").reason == "exited before the end"
     assert run(forged + "assert False").reason == "AssertionError"
+
+
+UNKNOWN = "raised an exception that cannot be shown"
+NAMED = "raise type({!r}, (Exception,), {{}})"
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (NAMED.format(""), UNKNOWN),
+        (NAMED.format("\n"), UNKNOWN),
+        (NAMED.format("\nx"), "x"),
+        (NAMED.format("\r"), UNKNOWN),
+        (NAMED.format("\n") + "('said')", "said"),
+        (NAMED.format("passed"), "passed"),
+        (NAMED.format("passed") + "('passed')", "passed: passed"),
+        (NAMED.format("passed\n"), "passed"),
+        (NAMED.format("ready"), "ready"),
+        (NAMED.format("stopped"), "stopped"),
+        (NAMED.format("stopped: ran out of memory"), "stopped: ran out of memory"),
+        (NAMED.format("x" * 100000), "x" * 200),
+        ("class M(type): __name__ = ''\nclass E(Exception, metaclass=M): pass\nraise E", UNKNOWN),
+        ("class M(type): __name__ = 3\nclass E(Exception, metaclass=M): pass\nraise E", UNKNOWN),
+        ("class E(Exception):\n  def __str__(self): return '\\n\\npassed\\n'\nraise E", "E: passed"),
+        ("class E(Exception):\n  def __str__(self): return '\\ud800'\nraise E", "E: \\ud800"),
+        ("class E(Exception):\n  def __str__(self): raise SystemExit\nraise E", "E"),
+        ("class S(str): splitlines = None\nclass E(Exception):\n  def __str__(self): return S('x')\nraise E",
+         "E: x"),
+        ("class E(Exception): __class__ = property(lambda self: MemoryError)\nraise E", "E"),
+        ("class E(Exception): __cause__ = property(lambda self: 1 / 0)\nraise E", UNKNOWN),
+        ("a = ValueError('a')\na.__cause__ = b = ValueError('b')\nb.__cause__ = a\nraise a", "ValueError: a"),
+        ("raise ValueError('x' * (100 << 20))", "ValueError: " + "x" * 188),
+        ("raise BaseExceptionGroup('passed', [SystemExit(0)])",
+         "BaseExceptionGroup: passed (1 sub-exception)"),
+        ("import codecs\ncodecs.register_error('backslashreplace', lambda e: ('', e.end))\n"
+         "raise ValueError('\\ud800')", "ValueError: \\ud800"),
+        ("import os\nos.closerange(0, 64)\nassert False", "AssertionError"),
+        ("import sys\nsys.modules.clear()\nassert False", "AssertionError"),
+        ("import os\nos.write = os._exit = None\nassert False", "AssertionError"),
+        ("import builtins\nbuiltins.isinstance = builtins.issubclass = lambda *_: True\nassert False",
+         "AssertionError"),
+        ("import builtins\nbuiltins.BaseException = builtins.type = builtins.str = 3\nassert False",
+         "AssertionError"),
+        ("import builtins\nvars(builtins).clear()\n1 / 0", "ZeroDivisionError: division by zero"),
+        ("import sys\nsys.setrecursionlimit(10)\nassert False", "AssertionError"),
+        ("def steps():\n  yield 1\n  return\nnext(s := steps())\nnext(s)", "StopIteration"),
+    ],
+)  # fmt: skip
+def test_an_exception_is_a_failure_whatever_it_is_like(program: str, reason: str) -> None:
+    outcome = run(program)
+    assert (outcome.passed, outcome.stopped, outcome.reason) == (False, False, reason)
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGALRM", "SIGSEGV"])
+def test_a_program_that_a_signal_ends_did_not_pass(mode: str, name: str) -> None:
+    outcome = run(f"import signal\nsignal.raise_signal(signal.{name})")
+    assert (outcome.passed, outcome.stopped, outcome.reason) == (False, False, f"crashed ({name})")
+
+
+def test_a_line_that_is_no_verdict_is_an_error_of_the_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(sandbox.FILE).read_text()
+    assert source.count("    verdict = RAN\n") == 1
+    copy = tmp_path / "other.py"
+    monkeypatch.setattr(sandbox, "FILE", str(copy))
+    for verdict in ('"", ""', '"PASSED", ""', "PASSED, 'x'", "FAILED, ''", "READY, ''"):
+        copy.write_text(source.replace("    verdict = RAN\n", f"    verdict = {verdict}\n"))
+        with pytest.raises(RuntimeError, match="the sandbox gave no verdict"):
+            run("")
 
 
 @pytest.mark.parametrize(
@@ -332,6 +402,17 @@ def test_what_is_printed_goes_nowhere(program: str, capfd: pytest.CaptureFixture
      "try: open('missing.txt')\nexcept FileNotFoundError: pass",
      "def f(x: undefined if False else int): return f.__annotations__\nassert f(1) == {'x': int}",
      "import os\nassert os.listdir() == [] and len(os.environ) < 8",
+     "import os\nos.closerange(0, 64)",
+     "import os\nos.write = os._exit = None",
+     "import sys\nsys.stdout.close(); sys.stderr.close(); sys.stdin.close()",
+     "import atexit, os\natexit.register(lambda: os._exit(1))",
+     "import sys\ntry: sys.exit(0)\nexcept SystemExit: pass",
+     "import sys\nsys.modules.clear()",
+     "import builtins\nvars(builtins).clear()",
+     "exec = type = BaseException = len = None",
+     "import builtins\nsum = builtins.len = lambda items: 3\nassert len([]) == sum([]) == 3",
+     "from signal import *\nfor s in set(Signals) - {SIGKILL, SIGSTOP}: signal(s, SIG_IGN)",
+     "x = []\ntry:\n  while True: x.append(bytearray(1 << 20))\nexcept MemoryError: pass",
      ""],
 )  # fmt: skip
 def test_what_ordinary_programs_do_works(program: str) -> None:

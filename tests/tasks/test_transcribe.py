@@ -4,74 +4,33 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import soundfile
 import torch
-import transformers
 from typer.testing import CliRunner
 
 from outpace import Decoder, Fixed
 from outpace.cli import app
 from outpace.models.hub import cache_folder
-from outpace.tasks import subtitles
+from outpace.tasks import subtitles, transcribe
 from outpace.tasks.audio import duration, read
 from outpace.tasks.subtitles import Segment
 from outpace.tasks.transcribe import Transcriber
-from tests.tiny import tiny_seq2seq
+from tests.tasks.whisper import ENGLISH, PROCESSOR, RATE, Words, hearing
+from tests.tiny import byte_tokenizer, tiny
 
-RATE = 16000
-LASTING = 0.8, 2.3, 0.5, 3.1  # seconds
-END, START, ENGLISH, GERMAN, TRANSLATE, TRANSCRIBE, PREVIOUS, SILENCE, UNTIMED = range(60, 69)
-V = UNTIMED + 1 + 51  # and a token for each fiftieth of a second
-WHISPER = Path(os.environ.get("OUTPACE_WHISPER", cache_folder() / "whisper"))
-SPEECH = Path(__file__).parents[3] / "shared" / "data" / "speech"
-
-
-def hearing(seed: int = 0, **changes: Any) -> Any:
-    """A tiny Whisper that hears a second at a time."""
-    own = {
-        "vocab_size": V, "max_source_positions": 50, "decoder_start_token_id": START,
-        "pad_token_id": END, "eos_token_id": END, "max_target_positions": 40,
-    }  # fmt: skip
-    model = tiny_seq2seq("whisper", seed, **own | changes)
-    known = {
-        "is_multilingual": True,
-        "lang_to_id": {"<|en|>": ENGLISH, "<|de|>": GERMAN},
-        "task_to_id": {"transcribe": TRANSCRIBE, "translate": TRANSLATE},
-        "no_timestamps_token_id": UNTIMED,
-        "prev_sot_token_id": PREVIOUS,
-        "suppress_tokens": [3, 4, START, ENGLISH, GERMAN, TRANSLATE, TRANSCRIBE, PREVIOUS, SILENCE],
-        "begin_suppress_tokens": [7, END],
-        "max_initial_timestamp_index": 25,
-        "eos_token_id": END,
-        "pad_token_id": END,
-        "decoder_start_token_id": START,
-        "max_length": 40,
-        "return_timestamps": False,
-    }
-    for name, value in known.items():
-        setattr(model.generation_config, name, value)
-    return model
-
-
-class Words:
-    """A tokenizer whose words are numbers."""
-
-    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
-        return "".join(f" {int(one)}" for one in ids if int(one) < END)
-
-    def batch_decode(self, rows: Any, skip_special_tokens: bool = True) -> list[str]:
-        return [self.decode(row) for row in rows]
-
-
-PROCESSOR = SimpleNamespace(
-    feature_extractor=transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1), tokenizer=Words()
+soundfile = pytest.importorskip(
+    "soundfile", reason="soundfile is not installed: pip install 'outpace[tasks]'"
 )
+pytest.importorskip("soxr", reason="soxr is not installed: pip install 'outpace[tasks]'")
+
+LASTING = 0.8, 2.3, 0.5, 3.1  # seconds
+WHISPER = Path(os.environ.get("OUTPACE_WHISPER", cache_folder() / "whisper"))
+SPEECH = Path(os.environ.get("OUTPACE_SPEECH", cache_folder() / "speech"))
 
 
 @pytest.fixture
@@ -209,6 +168,54 @@ def test_subtitles_are_written_as_players_read_them() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("draft", "options", "said"),
+    [
+        (None, {}, "takes no speech; name a Whisper model"),
+        ("ngram:nothing", {}, "draft: nothing: no such file"),
+        ("./nothing", {}, "./nothing: no such file or folder"),
+        (None, {"rule": "coin"}, "rule: got 'coin'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_weights_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: str | None, options: dict[str, Any], said: str
+) -> None:
+    tiny().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+
+    def load(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(transcribe, "load_model", load)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Transcriber.load(tmp_path, draft, **options)
+
+
+def test_loaders_are_told_of_code_and_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+
+    def load(name: Any, **options: Any) -> Any:
+        told.append(options)
+        return PROCESSOR if len(told) == 1 else (hearing(), None)
+
+    def load_drafter(draft: Any, **options: Any) -> None:
+        told.append(options)
+
+    monkeypatch.setattr(transcribe, "load_processor", load)
+    monkeypatch.setattr(transcribe, "load_model", load)
+    monkeypatch.setattr(transcribe, "load_drafter", load_drafter)
+    Transcriber.load("owner/name", trust_remote_code=True, revision="v2")
+    assert [one.get("trust_remote_code") for one in told] == [True] * 3
+    assert [one.get("revision") for one in told] == ["v2", "v2", None]
+
+
+def test_a_language_that_is_none_is_refused(files: list[Path]) -> None:
+    one = Transcriber(Decoder(hearing()), PROCESSOR)
+    with pytest.raises(ValueError, match=r"language: got 'germn'; .* did you mean \"german\"\?"):
+        one(files, language="germn")
+    assert transcribe.language_code("German") == transcribe.language_code("de") == "de"
+
+
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["transcribe", "x.wav", "-t", str(tmp_path)])
     assert done.exit_code != 0
@@ -243,7 +250,7 @@ def test_the_command_writes_all_formats_and_its_status_tells_of_failures(
 
 @pytest.mark.skipif(
     not (WHISPER / "base").is_dir() or not SPEECH.is_dir(),
-    reason=f"no Whisper in {WHISPER} (or $OUTPACE_WHISPER), or no speech in {SPEECH}",
+    reason=f"no Whisper in {WHISPER} ($OUTPACE_WHISPER), or no speech in {SPEECH} ($OUTPACE_SPEECH)",
 )
 def test_base_with_tiny_transcribes_as_base_alone(tmp_path: Path) -> None:
     """Real weights, real speech: the same texts one by one, in a batch, with a draft; and beyond 30 s."""

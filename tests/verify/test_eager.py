@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import outpace
@@ -18,6 +16,10 @@ from outpace.random import Stream
 from outpace.verify import eager, oracle
 from outpace.verify.block import Block
 from outpace.verify.rules import parse
+
+pytest.importorskip("hypothesis", reason="hypothesis is not installed: pip install 'outpace[dev]'")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 RULES = ("token", "block", "match", "rejection", "sigmoid(-3, 5)")
 Row = list[float]

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from outpace import Sampling, random
@@ -22,6 +20,10 @@ from outpace.sampling import warp
 from outpace.verify import eager, oracle
 from outpace.verify.block import Block, Verdict
 from outpace.verify.rules import parse
+
+pytest.importorskip("hypothesis", reason="hypothesis is not installed: pip install 'outpace[dev]'")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 kernels = pytest.importorskip("outpace.verify.triton", reason="needs triton", exc_type=ImportError)
 device = pytest.importorskip("outpace.verify.kernels.pieces", reason="needs triton", exc_type=ImportError)

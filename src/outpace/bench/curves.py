@@ -11,9 +11,11 @@ import numpy as np
 
 from outpace import theory
 from outpace.bench.pictures import backend
+from outpace.wording import small
 
 LENGTHS = (1, 3, 5, 7, 10)
 COSTS = (0.01, 0.02, 0.05, 0.1)
+MOST = 6  # curves of a panel that can be told apart
 LONGEST = 32  # of a point
 MARKERS = "osD^vPX*"
 ALPHAS = np.linspace(0, 0.99, 199)
@@ -72,8 +74,13 @@ def tokens(axis: Any, points: Sequence[Point], c: float) -> None:
 
 
 def lengths(axis: Any, points: Sequence[Point], c: float) -> None:
-    for cost in COSTS:
-        axis.plot(ALPHAS, theory.best_length(ALPHAS, cost), label=f"c = {cost:g}")
+    """The points' own c are among the curves, as far as there are colours."""
+    costs = {cost: f"{cost:g}" for cost in COSTS}
+    for one in points:
+        if len(costs) < MOST and small(one.c) not in map(small, costs):
+            costs[one.c] = small(one.c)
+    for cost, said in sorted(costs.items()):
+        axis.plot(ALPHAS, theory.best_length(ALPHAS, cost), label=f"c = {said}")
     axis.set(title="best g", ylim=(0, 40))
     _dots(axis, points, [one.g for one in points])
 
@@ -82,15 +89,26 @@ def speed(axis: Any, points: Sequence[Point], c: float) -> None:
     for g in LENGTHS:
         axis.plot(ALPHAS, theory.speedup(ALPHAS, g, c), label=f"g = {g}")
     axis.plot(ALPHAS, theory.oracle_speedup(ALPHAS, c), "k:", lw=1, label="oracle")
-    axis.set(title=f"speed over plain decoding, c = {c:.3g}", ylim=(0, 10))
+    axis.set(title=f"speed over plain decoding, c = {small(c)}", ylim=(0, 10))
     _dots(axis, points, [theory.speedup(one.alpha, one.g, one.c) for one in points])
 
 
 def operations(axis: Any, points: Sequence[Point], c: float) -> None:
     for g in LENGTHS:
         axis.plot(ALPHAS, theory.operations(ALPHAS, g, c), label=f"g = {g}")
-    axis.set(title=f"operations over plain decoding, ĉ = {c:.3g}", ylim=(1, 8))
+    axis.set(title=f"operations over plain decoding, ĉ = {small(c)}", ylim=(1, 8))
     _dots(axis, points, [one.operations for one in points])
+
+
+def hollow(axis: Any, marks: Sequence[tuple[float, float | None]]) -> None:
+    """Plot a hollow mark over each α, with the shapes of `Point`s in the same order."""
+    for i, (alpha, value) in enumerate(marks):
+        if value is not None:
+            low, high = axis.get_ylim()
+            axis.set_ylim(low, max(high, 1.05 * value))
+            mark = "k" + MARKERS[i % len(MARKERS)]
+            name = "by times measured" if i == 0 else None
+            axis.plot([alpha], [value], mark, ms=6, mfc="none", clip_on=False, ls="", label=name)
 
 
 def _dots(axis: Any, points: Sequence[Point], values: Sequence[float]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from outpace.text import chat_ids
 
+BUILT_IN, GIVEN = "built-in", "--prompt"  # names of prompts that no file holds
+
 # Where nobody names others: a few of every kind, some of which ask for their own words back.
 OWN = (
     ("story", "Write a short story about a keeper of a lighthouse who finds a message in a bottle."),
@@ -56,7 +58,7 @@ class Questions:
     """What is to be written about, before there is a model.
 
     texts     each with its kind
-    name      of the file or data set they are from, if there is one
+    name      of the file or data set they are from, "built-in", or "--prompt"
     left_out  rows of it that cannot be used: where each stands, and why
     """
 
@@ -74,7 +76,7 @@ class Questions:
 
     @property
     def about(self) -> dict[str, Any] | None:
-        """To be written down with what was measured; None where no data were named."""
+        """Return what to write down with the results; None where nobody said where the texts are from."""
         if self.name is None:
             return None
         return {"name": self.name, "rows": self.rows, "left_out": len(self.left_out)}
@@ -86,17 +88,14 @@ def questions(
     """From texts, from a file or data set (as `outpace eval` reads them), or our own."""
     if data is None:
         rows = [("prompt", text) for text in texts] or list(OWN)
-        return Questions(rows[::every][:limit])
+        return Questions(rows[::every][:limit], GIVEN if texts else BUILT_IN)
     from outpace.tasks.items import category, read
 
     found = read(data, limit=limit, every=every)
-    where = "line" if found.local else "row"
+    found.check()
     name = Path(data).name if found.local else data
-    left_out = [f"{where} {one.place}: {one.problem}" for one in found.items if one.problem is not None]
     usable = [(category(one), one.turns[0]) for one in found.items if one.problem is None]
-    if not usable:
-        raise ValueError(f"data: {data} has no row that can be used: {left_out[0]}")
-    return Questions(usable, name, left_out)
+    return Questions(usable, name, found.left_out)
 
 
 def asked(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ class Results:
     interruption is kept, and says that it is not all ("complete").
 
     kind      "measure", "sweep", "tune"
-    about     what it is of: command, machine, target, settings
+    about     what it is of: command, machine, target, settings; the date is added
     kept      the file has all of it
     """
 
     def __init__(self, path: Path | None, kind: str, about: Mapping[str, Any]) -> None:
         self.path, self.kept = path, False
-        self.content: dict[str, Any] = {"kind": kind, **about, "complete": False}
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        self.content: dict[str, Any] = {"kind": kind, "date": date, **about, "complete": False}
 
     def put(self, **found: Any) -> None:
         """Measurements, by the name of their part; a part that is there is replaced."""

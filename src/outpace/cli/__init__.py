@@ -24,6 +24,7 @@ from outpace.cli.options import blamed
 from outpace.cli.plan import plan
 from outpace.cli.report import report
 from outpace.cli.sweep import sweep
+from outpace.cli.threads import bound_spinning
 from outpace.cli.transcribe import transcribe
 from outpace.cli.tune import tune
 
@@ -73,6 +74,7 @@ def main() -> None:
     warnings.showwarning = lambda message, *_: print(f"outpace: {message}", file=sys.stderr)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    bound_spinning()
     gc.disable()  # imports make millions of objects that stay: a fifth of a start went into looking at them
     command = typer.main.get_command(app)
     meta: dict[str, Any] = {}

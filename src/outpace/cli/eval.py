@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import StrEnum
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outpace import __version__
 from outpace.cli.options import (
     SAMPLING,
     SHOW,
+    AllSeeds,
+    Config,
     Device,
     Drafted,
     Dtype,
     LengthName,
+    Revision,
     RuleName,
     Target,
     TopK,
     TopP,
+    TrustRemoteCode,
+    check_models,
+    check_text,
 )
 from outpace.cli.show import note
+from outpace.wording import suggestion
 
 if TYPE_CHECKING:
     from outpace.decode import Decoder
     from outpace.tasks.evaluate import Evaluation
     from outpace.tasks.items import Data, Item
     from outpace.tasks.journal import Journal
+    from outpace.tasks.kinds import Task
+    from outpace.tasks.sides import Wanted
 
 TASK = "Task"
+WHISPER = "openai/whisper-base"  # the target of asr, unless one is named
 Kind = StrEnum("Kind", ["asr", "summarize", "translate", "code", "specbench", "dialog"])
 
 
@@ -48,6 +63,9 @@ def eval(
     length: LengthName = None,
     device: Device = None,
     dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
+    revision: Revision = None,
+    config: Config = None,
     sides: Annotated[
         str,
         typer.Option(
@@ -88,7 +106,7 @@ def eval(
     ] = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
-    seed: Annotated[int, typer.Option(help="Of all draws.", rich_help_panel=SAMPLING)] = 0,
+    seed: AllSeeds = 0,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -104,31 +122,26 @@ def eval(
 ) -> None:
     """Do a task with every way of decoding, and print quality and speed side by side.
 
-    Rows that cannot be used, or whose program had to be stopped, are named; the exit status is then 1.
+    The exit status is 0 if all rows were evaluated, also where programs failed their tests or had to be
+    stopped; 1 if some rows could not be evaluated, which are named; 2 if a setting, a file or a model does
+    not fit; 130 after Ctrl-C. The same command goes on with a run that was stopped.
     """
-    from outpace.bench.machine import machine
     from outpace.cli.bench import bare
-    from outpace.tasks.evaluate import SIDES
     from outpace.tasks.items import read
     from outpace.tasks.kinds import task_of
 
-    wanted_sides = [one.strip() for one in sides.split(",") if one.strip()]
-    unknown = [one for one in wanted_sides if one not in SIDES]
-    if unknown or not wanted_sides:
-        raise ValueError(f"--sides: got {sides!r}; there are {', '.join(SIDES)}")
-    if samples > 1 and task is not Kind.code:
-        raise ValueError("--samples: several samples of a row are for code")
-    if prompt is not None and "{source}" not in prompt:
-        raise ValueError("--prompt: it must say {source} where the row's text goes")
-    if task is Kind.asr and (prompt is not None or max_new_tokens is not None):
-        name = "--prompt" if prompt is not None else "--max-new-tokens"
-        raise ValueError(f"{name}: not for asr, where Whisper's own settings hold")
+    names = sides_of(sides, draft, temperature)
+    check_flags(task, prompt, language, samples, max_new_tokens)
     codes = tuple(languages.split("-"))
-    if len(codes) != 2:
+    if len(codes) != 2 or not all(codes):
         raise ValueError(f"--languages: got {languages!r}; it must be like en-de")
     chosen = task_of(str(task), codes)
-    if scale is not None:
-        chosen = type(chosen)(**{**vars(chosen), "scale": scale})
+    chosen = replace(chosen, scale=chosen.scale if scale is None else scale)
+    if task is Kind.asr:
+        target = target or WHISPER
+    if length is None and temperature > 0 and draft != "none":
+        length = "heuristic"  # by the clock, a run that was stopped would not go on to the same texts
+    check_models(target, draft, rule, length=length)
     rows = read(
         data,
         speech=task is Kind.asr,
@@ -136,22 +149,20 @@ def eval(
         limit=limit,
         every=every,
     )
+    rows = usable(rows, chosen)
     packages(str(task))
-    if length is None and temperature > 0 and draft != "none":
-        length = "heuristic"  # by the clock, a run that was stopped would not go on to the same texts
-    decoder, processor = models(task, target, draft, device, dtype, rule, length)
-    evaluation = evaluation_of(
-        decoder, processor, chosen, wanted_sides, prompt, language, samples, max_new_tokens, temperature,
-        top_k, top_p, seed,
-    )  # fmt: skip
     path = out or Path(f"eval-{task}.jsonl")
+    check_files(path)
+    check_loading(draft, device)
+    wanted = wanted_of(
+        chosen, rows, prompt, language, samples, max_new_tokens, temperature, top_k, top_p, seed
+    )  # fmt: skip
     header = {
         "task": str(task),
         "target": target and bare(target),
         "draft": bare(draft),
         "settings": {
-            "models": decoder.describe().splitlines(),
-            "max_new_tokens": None if task is Kind.asr else evaluation.wanted.max_new_tokens,
+            "max_new_tokens": None if task is Kind.asr else wanted.max_new_tokens,
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "samples": samples, "seed": seed,
             "prompt": prompt, "language": language, "languages": languages, "scale": chosen.scale,
         },
@@ -159,13 +170,66 @@ def eval(
         "data": {
             "name": Path(data).name if rows.local else data, "sha256": rows.digest, "rows": len(rows.items)
         },
-        "machine": machine(decoder.scorer.device),
     }  # fmt: skip
-    finish(evaluation, rows, path, header, fresh)
+    flags = {
+        "target": located(target), "draft": located(draft), "rule": rule, "length": length,
+        "device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code,
+        "outpace": __version__,
+    }  # fmt: skip
+
+    def load() -> Evaluation:
+        decoder, processor = models(
+            task, target, draft, device, dtype, rule, length, trust_remote_code, revision
+        )
+        return evaluation_of(decoder, processor, wanted, names, seed)
+
+    evaluate(path, fresh, header, flags, rows, chosen, names, load)
+
+
+def sides_of(text: str, draft: str, temperature: float) -> list[str]:
+    """Return the sides that --sides names, of which at least one can be."""
+    from outpace.tasks.kinds import SIDES, no_side
+
+    names = list(dict.fromkeys(one.strip() for one in text.split(",") if one.strip()))
+    if not names or any(one not in SIDES for one in names):
+        wrong = next((one for one in names if one not in SIDES), "")
+        raise ValueError(f"--sides: got {text!r}; there are {', '.join(SIDES)}{suggestion(wrong, SIDES)}")
+    reasons = [no_side(one, draft != "none", temperature == 0) for one in names]
+    if all(reasons):
+        raise ValueError(f"--sides: none of {', '.join(names)} can be: {reasons[0]}")
+    return names
+
+
+def check_flags(
+    task: Kind, prompt: str | None, language: str | None, samples: int, max_new_tokens: int | None
+) -> None:
+    """Refuse flags that do not belong to a task."""
+    if samples > 1 and task is not Kind.code:
+        raise ValueError("--samples: several samples of a row are for code")
+    check_text("--prompt", prompt)
+    if prompt is not None and "{source}" not in prompt:
+        raise ValueError("--prompt: it must say {source} where the row's text goes")
+    if task is Kind.asr and (prompt is not None or max_new_tokens is not None):
+        name = "--prompt" if prompt is not None else "--max-new-tokens"
+        raise ValueError(f"{name}: not for asr, where Whisper's own settings hold")
+    if language is not None:
+        if task is not Kind.asr:
+            raise ValueError("--language: of speech, so for asr alone; translate has --languages")
+        from outpace.tasks.transcribe import language_code
+
+        language_code(language)
+
+
+def usable(rows: Data, task: Task) -> Data:
+    """Return the rows with what each lacks for the task; refuse data of which no row can be used."""
+    found = [replace(one, problem=task.lacking(one)) if one.problem is None else one for one in rows.items]
+    rows = replace(rows, items=found)
+    rows.check()
+    return rows
 
 
 def packages(task: str) -> None:
-    """What the task is judged by, before anything big is loaded."""
+    """Refuse a task whose measures need what is not installed."""
     from outpace.tasks import sandbox
     from outpace.tasks.extra import needed
 
@@ -177,35 +241,34 @@ def packages(task: str) -> None:
         needed(package, "tasks")
 
 
-def models(
-    task: Kind,
-    target: str | None,
-    draft: str,
-    device: str | None,
-    dtype: str | None,
-    rule: str,
-    length: str | None,
-) -> tuple[Decoder, Any]:
-    """The decoder, and for speech the target's processor."""
-    from outpace.cli.options import length_of, open_decoder
+def check_files(path: Path) -> None:
+    """Refuse files that cannot be written; their folder is made."""
+    from outpace.files import check_out
 
-    if task is not Kind.asr:
-        return open_decoder(target, draft, device, dtype, rule, 1.0, length), None
-    from outpace.tasks.transcribe import Transcriber
-
-    wanted = length_of(length)
-    options = {} if wanted is None else {"length": wanted}
-    one = Transcriber.load(
-        target or "openai/whisper-base", draft, device=device, dtype=dtype, tell=note, rule=rule, **options
-    )
-    return one.decoder, one.processor
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out: {path.parent}: no such folder can be made ({error.strerror})") from None
+    for one in (path, table_file(path)):
+        check_out("--out", one)
 
 
-def evaluation_of(
-    decoder: Decoder,
-    processor: Any,
-    task: Any,
-    sides: list[str],
+def table_file(path: Path) -> Path:
+    return Path(f"{path}.md")
+
+
+def check_loading(draft: str, device: str | None) -> None:
+    """Refuse a draft that cannot be loaded, and a device that is not there; this imports PyTorch."""
+    from outpace.models.hub import place_of
+    from outpace.pair import check_draft_name
+
+    check_draft_name(draft)
+    place_of(device)
+
+
+def wanted_of(
+    task: Task,
+    rows: Data,
     prompt: str | None,
     language: str | None,
     samples: int,
@@ -214,64 +277,148 @@ def evaluation_of(
     top_k: int | None,
     top_p: float | None,
     seed: int,
-) -> Evaluation:
-    from outpace.models.seq2seq import Seq2SeqScorer
+) -> Wanted:
+    """Return how everyone writes; refuse numbers that do not fit."""
+    from outpace.arguments import integer, number
     from outpace.sampling import Sampling
-    from outpace.tasks.evaluate import Evaluation, likely
+    from outpace.tasks.evaluate import seed_of
     from outpace.tasks.sides import Wanted
 
+    number("--scale", task.scale, "a finite number >= 1", lambda s: 1 <= s < inf)
+    last = seed_of(0, len(rows.items))
+    integer("--seed", seed, f"an int in -2**63..2**64-1-{last}", lambda s: -(2**63) <= s < 2**64 - last)
     sampling = Sampling(temperature=temperature, top_k=top_k or 0, top_p=1.0 if top_p is None else top_p)
-    wanted = Wanted(
-        task,
-        sampling,
-        max_new_tokens or task.max_new_tokens,
-        samples,
-        prompt,
-        language,
-        likely(task) and not isinstance(decoder.scorer, Seq2SeqScorer),
+    return Wanted(task, sampling, max_new_tokens or task.max_new_tokens, samples, prompt, language)
+
+
+def located(name: str | None) -> str | None:
+    """Return a name; of a file or folder a digest of where it lies, as that is nobody's business."""
+    path = Path((name or "").removeprefix("ngram:")).expanduser()
+    if not name or not path.exists():
+        return name
+    return hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def models(
+    task: Kind,
+    target: str | None,
+    draft: str,
+    device: str | None,
+    dtype: str | None,
+    rule: str,
+    length: str | None,
+    trust_remote_code: bool,
+    revision: str | None,
+) -> tuple[Decoder, Any]:
+    """The decoder, and for speech the target's processor."""
+    from outpace.cli.options import length_of, open_decoder
+
+    source: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
+    if task is not Kind.asr:
+        return open_decoder(target, draft, device, dtype, rule, 1.0, length, **source), None
+    from outpace.tasks.transcribe import Transcriber
+
+    wanted = length_of(length)
+    options = source if wanted is None else {"length": wanted, **source}
+    one = Transcriber.load(
+        target or WHISPER, draft, device=device, dtype=dtype, tell=note, rule=rule, **options
     )
-    found = Evaluation(decoder, processor, wanted, sides, seed)
+    return one.decoder, one.processor
+
+
+def evaluation_of(
+    decoder: Decoder, processor: Any, wanted: Wanted, sides: Sequence[str], seed: int
+) -> Evaluation:
+    from outpace.models.seq2seq import Seq2SeqScorer
+    from outpace.tasks.evaluate import Evaluation, likely
+
+    is_likely = likely(wanted.task) and not isinstance(decoder.scorer, Seq2SeqScorer)
+    found = Evaluation(decoder, processor, replace(wanted, likely=is_likely), sides, seed)
     for name, why in found.missing.items():
         note(f"no column {name}: {why}")
     if not found.sides:
-        raise ValueError("--sides: none of them can be")
+        raise ValueError(f"--sides: none of {', '.join(sides)} can be")
     return found
 
 
-def finish(evaluation: Evaluation, rows: Data, path: Path, header: dict[str, Any], fresh: bool) -> None:
-    """Run what is left, and print and save the table."""
+def evaluate(
+    path: Path,
+    fresh: bool,
+    header: dict[str, Any],
+    flags: dict[str, Any],
+    rows: Data,
+    task: Task,
+    sides: Sequence[str],
+    load: Callable[[], Evaluation],
+) -> None:
+    """Load models and run what is left, if anything is, and print and save the table.
+
+    Args:
+        header: What must be the same for a run to go on, as far as it is known without models.
+        flags: What else models are loaded by.
+    """
+    from outpace.bench.machine import machine
     from outpace.cli.bench import command
-    from outpace.tasks import table as tables
     from outpace.tasks.journal import Journal
 
-    with Journal(path, header, {"command": command()}, fresh) as journal:
-        there = len(journal.records)
-        if there:
-            note(f"{path} has {there} of {len(rows.items) * len(evaluation.sides)}; going on")
-        try:
-            run(evaluation, rows.items, journal)
-        except KeyboardInterrupt:
-            note(f"{len(journal.records)} are in {path}; the same command goes on")
-            raise
-        found = tables.columns(evaluation.wanted.task, rows.items, journal.records, list(evaluation.sides))
-    failed = tables.failures(found, rows.items)
-    lines = tables.table(found)
-    parts = [(header["task"], lines)]
-    if header["task"] == "specbench":
-        parts.append(("tokens per pass, speed over plain", tables.by_category(found)))
-    names = list(evaluation.sides)
-    saved = "\n".join(tables.markdown(title, names, some) for title, some in parts)
-    if failed:
-        saved += "\nFailed:\n\n" + "".join(f"- {one}\n" for one in failed)
-    beside = Path(f"{path}.md")
-    beside.write_text(saved, encoding="utf-8")
-    for title, some in parts:
-        show(title, names, some)
-    for one in failed:
-        note(f"failed: {one}")
-    note(f"rows in {path}, table in {beside}")
+    with Journal(path, fresh) as journal:
+        journal.check(header)
+        if journal.cut:
+            note(f"{path}: its last line was cut off; that row is run again")
+        done = complete(journal, flags, sides, len(rows.items))
+        if done is not None:
+            note(f"{path} has all of them; --fresh runs them again")
+        else:
+            evaluation = load()
+            decoder, done = evaluation.decoder, list(evaluation.sides)
+            header["settings"] = {"models": decoder.describe().splitlines(), **header["settings"]}
+            header["machine"] = machine(decoder.scorer.device)
+            told = {"command": command(), "flags": flags, "left_out": evaluation.missing}
+            journal.begin(header, told)
+            if journal.records:
+                note(f"{path} has {len(journal.records)} of {len(rows.items) * len(done)}; going on")
+            try:
+                run(evaluation, rows.items, journal)
+            except KeyboardInterrupt:
+                note(f"{len(journal.records)} are in {path}; the same command goes on")
+                raise
+        failed = report(path, task, rows, journal, done)
     if failed:
         raise typer.Exit(1)
+
+
+def complete(journal: Journal, flags: dict[str, Any], sides: Sequence[str], rows: int) -> list[str] | None:
+    """Return the sides of a run that nothing is left of to do, by the same models; None of any other."""
+    if journal.before is None or journal.before.get("flags") != flags:
+        return None
+    found = [one for one in sides if one not in journal.before.get("left_out", {})]
+    whole = all(journal.has(side, row) for side in found for row in range(rows))
+    return found if found and whole else None
+
+
+def report(path: Path, task: Task, rows: Data, journal: Journal, sides: Sequence[str]) -> bool:
+    """Print and save the table; return whether rows failed."""
+    from outpace.files import write_whole
+    from outpace.tasks import table as tables
+
+    found = tables.columns(task, rows.items, journal.records, sides)
+    failed, stopped = tables.failures(found, rows.items), tables.stopped(found)
+    parts = [(task.name, tables.table(found))]
+    if task.name == "specbench":
+        parts.append(("tokens per pass, speed over plain", tables.by_category(found)))
+    saved = "\n".join(tables.markdown(title, sides, some) for title, some in parts)
+    for title, some in (("Failed", failed), ("Stopped", stopped)):
+        if some:
+            saved += f"\n{title}:\n\n" + "".join(f"- {one}\n" for one in some)
+    write_whole(table_file(path), saved)
+    for title, lines in parts:
+        show(title, sides, lines)
+    for one in failed:
+        note(f"failed: {one}")
+    for one in stopped:
+        note(f"stopped: {one}")
+    note(f"rows in {path}, table in {table_file(path)}")
+    return bool(failed)
 
 
 def run(evaluation: Evaluation, items: list[Item], journal: Journal) -> None:
@@ -297,7 +444,7 @@ def run(evaluation: Evaluation, items: list[Item], journal: Journal) -> None:
         evaluation.run(items, journal, step)
 
 
-def show(title: str, sides: list[str], lines: Any) -> None:
+def show(title: str, sides: Sequence[str], lines: Any) -> None:
     from rich.table import Table
 
     from outpace.cli.show import screen

@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
-KINDS = ("measure", "sweep", "tune")
-
 
 def report(
     results: Annotated[
-        list[Path], typer.Argument(help="Files that `outpace measure`, `sweep` and `tune` wrote.")
+        list[Path],
+        typer.Argument(
+            help="Files that `outpace measure`, `sweep`, `tune` (.json) and `eval` (.jsonl) wrote, or "
+            "folders that hold such files."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Write the page to this file.")] = Path(
         "report.html"
@@ -20,21 +22,34 @@ def report(
 ) -> None:
     r"""Make one page of figures and tables that needs nothing beside it, for a screen, a phone or paper.
 
-    It has what the files have: the answer in a sentence, speed by g, the papers' curves with a dot for each
-    draft, acceptance by position, where the time of a run went, its text token by token, the commands and
-    the machine. Needs `pip install 'outpace\[plot]'`.
+    Every section names the prompts, model, machine and date that it was
+    measured on. Where two files measured the same thing, the page says how
+    they differ. Of an eval run it has quality and speed of each way of
+    decoding, with intervals, and some of the texts.
+
+    Needs `pip install 'outpace\[plot]'`.
     """
     from outpace.bench.pictures import backend
-    from outpace.bench.results import load
     from outpace.cli.show import note
     from outpace.files import check_out, write_whole
+    from outpace.report.files import named, read, within
     from outpace.tasks.extra import needed
     from outpace.wording import counted
 
     check_out("--out", out)
-    if out.resolve() in {one.resolve() for one in results}:
+    paths: list[Path] = []
+    for path in results:
+        if path.is_dir():
+            taken, others = within(path)
+            paths += taken
+            for one in others:
+                note(f"left out: {one} was not written by outpace measure, sweep, tune or eval")
+        else:
+            paths.append(path)
+    paths = list(dict.fromkeys(paths))
+    if out.resolve() in {one.resolve() for one in paths}:
         raise ValueError(f"out: {out} is one of the results")
-    files = [(path.name, load(path, KINDS)) for path in dict.fromkeys(results)]
+    files = list(zip(named(paths), map(read, paths), strict=True))
     backend()  # what is missing is said before anything is drawn
     needed("jinja2", "plot")
     from outpace.report.page import page

@@ -139,15 +139,15 @@ def sweep(
     """Time texts with every draft, sampling and length, in turn: what each brings over plain decoding.
 
     Times are milliseconds of 128 tokens, without the prompt, over texts: mean,
-    standard deviation, percentiles. loop is the milliseconds of an iteration,
-    a pass the tokens it brings a text, kept the share of guesses that were
-    kept, and α that of the guesses that were judged.
+    standard deviation, percentiles. loop ms is the time of an iteration,
+    tokens per pass what it brings a text. acceptance is the share of draft
+    tokens accepted, α counted the same of those that were verified.
 
-    measured is tokens a second over those of plain decoding, in the same
-    rounds, with an interval that holds it in 95 of 100 cases; predicted the
-    same by α and what passes, steps and verification take by themselves, with
-    its error; thm 3.8 that of Leviathan et al. 2023, from α and c alone, the
-    time of a draft's step.
+    speedup is tokens a second over those of plain decoding in the same rounds,
+    with an interval that holds it in 95 of 100 cases. predicted is the same by
+    α and the times of passes, draft steps and verification; error says by how
+    much it is off. thm 3.8 is that of Leviathan et al. 2023, from α and c
+    alone; c is the time of a draft step over that of a plain iteration.
 
     Ctrl-C ends it; the table and the file are then of the rounds so far.
     """

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outpace.cli import tables
 from outpace.cli.show import screen
 from outpace.draft.text import TextDrafter
 from outpace.files import write_whole
 from outpace.models.hub import DEFAULT
 from outpace.models.seq2seq import Seq2SeqScorer
+from outpace.report.columns import tune_columns
 from outpace.tune import config, elsewhere
 from outpace.tune.tuning import Tuning
 from outpace.tune.way import NGRAM, NONE
@@ -110,24 +112,17 @@ def keep(tuning: Tuning, names: Names, out: Path | None) -> None:
 
 def show(content: Content) -> None:
     """A table, the verdict, and how to have the same elsewhere."""
-    from rich.table import Table
-
     console = screen(sys.stdout)
-    if not sys.stdout.isatty():
-        console.width = 110
-    candidates = content["candidates"]
-    varied = [name for name in ("rule", "dtype", "batch") if len({one[name] for one in candidates}) > 1]
-    heads = ("draft", "g", *varied, "expected", "verified", "95 %", "why")
-    table = Table(title=f"{content['target']}: speed over plain decoding")
-    for head in heads:
-        words = head in ("draft", "rule", "dtype", "why")
-        table.add_column(head, justify="left" if words else "right", no_wrap=head != "why")
-    for one in candidates:
-        style = "bold" if one == content["chosen"] else None
-        cells = [str(one[name]) for name in varied]
-        speeds = [_two(one["expected"]), _two(one["verified"]), _between(one["interval"])]
-        table.add_row(one["draft"], one["length"], *cells, *speeds, one["why"], style=style)
-    console.print(table)
+    candidates, chosen = content["candidates"], content["chosen"]
+    shown = tune_columns(candidates)
+    rows = [[cell(one) for cell in shown.values()] for one in candidates]
+    tables.show(
+        console,
+        f"{content['target']}: speed over plain decoding (95 % interval)",
+        tables.columns(list(shown), rows, words=("draft", "why")),
+        keys=list(shown).index("expected"),
+        bold=candidates.index(chosen) if chosen in candidates else None,
+    )
     console.print(content["verdict"])
     if content["chosen"] is not None and content["chosen"]["draft"] != NONE:
         console.print(_rows(content))
@@ -144,11 +139,3 @@ def _rows(content: Content) -> str:
     most = content["max_batch"]
     rows = "1 row" if most == 1 else f"{most} rows"
     return f"It is expected to pay with up to {rows} at a time; {max(tried)} were tried."
-
-
-def _two(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
-
-
-def _between(interval: tuple[float, float] | None) -> str:
-    return "–" if interval is None else "{:.2f}–{:.2f}".format(*interval)

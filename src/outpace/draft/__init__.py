@@ -8,25 +8,20 @@ import torch
 
 from outpace.arguments import kind
 from outpace.draft.base import Drafter
+from outpace.wording import suggestion
 
-_busy: set[int] = set()  # drafters at work: their memory is of one decoder's rows
-
-
-def claim(drafter: Drafter) -> None:
-    if id(drafter) in _busy:
-        raise RuntimeError(
-            f"this {type(drafter).__name__} is drafting for another Decoder; give each Decoder its own"
-        )
-    _busy.add(id(drafter))
-
-
-def release(drafter: Drafter) -> None:
-    _busy.discard(id(drafter))
+METHODS = ("propose", "commit", "reset")  # of a drafter
+FITS = 'it must be a Drafter, a model, "lookup" or None'
 
 
 def drafter_of(drafter: Any) -> Drafter | None:
-    """A drafter from what a user may name it by."""
-    if drafter == "lookup":
+    """Return the drafter that a user named, gave as a model, or wrote."""
+    if drafter is None:
+        return None
+    if isinstance(drafter, str):
+        if drafter != "lookup":
+            instead = suggestion(drafter, ["lookup"]) or "; outpace.load takes a model's name"
+            raise TypeError(f"drafter: got {kind(drafter)[:80]}; {FITS}{instead}")
         from outpace.draft.lookup import LookupDrafter
 
         return LookupDrafter()
@@ -34,6 +29,14 @@ def drafter_of(drafter: Any) -> Drafter | None:
         from outpace.draft.model import ModelDrafter
 
         return ModelDrafter(drafter)
-    if drafter is not None and not hasattr(drafter, "propose"):
-        raise TypeError(f'drafter: got {kind(drafter)[:80]}; it must be a Drafter, a model, "lookup" or None')
+    if isinstance(drafter, type):
+        raise TypeError(f"drafter: got the class {drafter.__name__}; {FITS}")
+    lacks = [name for name in METHODS if not callable(getattr(drafter, name, None))]
+    if "propose" in lacks:
+        raise TypeError(f"drafter: got {kind(drafter)[:80]}; {FITS}")
+    if lacks:
+        raise TypeError(
+            f"drafter: {type(drafter).__name__} has no method {lacks[0]}; derive it from outpace.Drafter, "
+            "whose commit and reset do nothing (docs/drafters.md)"
+        )
     return drafter  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outpace import random
-from outpace.arguments import on_device
+from outpace.arguments import kind, on_device
 from outpace.models.source import Source
 from outpace.random import Stream
 from outpace.sampling import Prefix, Sampling, adjust, process
@@ -109,7 +109,7 @@ class State:
 
 
 class Drafter(Protocol):
-    """Anything that guesses. A drafter without memory can leave `commit` and `reset` empty.
+    """Anything that guesses. A drafter without memory derives from this and writes `propose` alone.
 
     One that costs next to nothing and chooses its tokens can say so by an attribute `free = True`: it is then
     asked before it is decided what is worth scoring of its guesses, at every iteration unless that takes too
@@ -121,9 +121,11 @@ class Drafter(Protocol):
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
         """Of the rows last proposed for: `[R]` tokens kept, and the token that came after them."""
+        return
 
     def reset(self, rows: Sequence[int]) -> None:
         """These slots are free; the next text in them is another."""
+        return
 
 
 class Draws:
@@ -254,13 +256,26 @@ def has_kernel(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def check_draft(draft: Draft, rows: int, vocab_size: int, device: torch.device) -> None:
-    """Name what a drafter got wrong."""
+def check_draft(draft: Any, drafter: Any, rows: int, vocab_size: int, device: torch.device) -> None:
+    """Raise an error that names what a drafter got wrong."""
+    if not isinstance(draft, Draft):
+        raise TypeError(
+            f"drafter: {type(drafter).__name__}.propose returned {kind(draft)[:80]}; it must return an "
+            "outpace.Draft, such as Draft.chosen(lists of token ids): docs/drafters.md"
+        )
     tokens, logits = draft.tokens, draft.logits
+    for name, value in (("tokens", tokens), ("logits", logits)):
+        if not isinstance(value, Tensor) and (name, value) != ("logits", None):
+            raise TypeError(
+                f"draft: got {name} that are {kind(value)[:80]}, from {type(drafter).__name__}; they must be "
+                "a tensor"
+            )
     if tokens.dtype is not torch.int64 or tokens.dim() != 2 or tokens.shape[0] != rows:
         raise ValueError(
             f"draft: got tokens of {tokens.dtype} {tuple(tokens.shape)}; they must be int64 [{rows}, g]"
         )
+    if draft.lengths is not None and len(draft.lengths) != rows:
+        raise ValueError(f"draft: got {len(draft.lengths)} lengths; it must be one for each of {rows} rows")
     if draft.lengths is not None and not all(0 <= n <= tokens.shape[1] for n in draft.lengths):
         raise ValueError(f"draft: got lengths {draft.lengths} for {tokens.shape[1]} tokens a row")
     if logits is not None and logits.shape != (*tokens.shape, vocab_size):

@@ -9,4 +9,6 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     if name == "transformers":
         return importlib.import_module("outpace.integrations.transformers")
-    raise AttributeError(f"module 'outpace.integrations' has no attribute {name!r}")
+    from outpace.wording import suggestion
+
+    raise AttributeError(f"outpace.integrations has no {name!r}{suggestion(name, ['transformers'])}")

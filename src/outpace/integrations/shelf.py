@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from outpace.draft.model import ModelDrafter
-from outpace.models.causal import CausalScorer, accepted
+from outpace.models.causal import CausalScorer
 from outpace.models.seq2seq import Seq2SeqScorer
 
 Made = TypeVar("Made", CausalScorer, ModelDrafter)
@@ -39,7 +39,7 @@ class Shelf(Generic[Made]):
         scorer = _scorer(made)
         if isinstance(scorer, Seq2SeqScorer):  # what it holds of the model is more than can be taken away
             return
-        scorer.model = scorer.base = None
+        scorer.detach()
         with self._lock:
             self._waiting[model] = made
 
@@ -54,7 +54,7 @@ def _scorer(made: CausalScorer | ModelDrafter) -> CausalScorer:
 
 def _take_up(scorer: CausalScorer, model: Any) -> bool:
     """Give a scorer its model back; whether it is still the model that it was set up for."""
-    scorer.model, scorer.base = model, accepted(model)
+    scorer.attach(model)
     if hasattr(scorer.base, "peft_config"):  # adapters are switched without a trace in the weights
         scorer.forget()
     return scorer.config is scorer.base.config and (scorer.vocab_size, scorer.device, scorer.dtype) == (

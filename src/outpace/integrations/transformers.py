@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     EosTokenCriteria,
@@ -35,6 +35,7 @@ from outpace.request import seed_of
 from outpace.rows import Output, Row
 from outpace.stats import Stats
 from outpace.verify import Rule
+from outpace.wording import suggestion
 
 __all__ = ["Generation", "forget", "generate", "patch", "patched", "unpatch"]
 
@@ -84,16 +85,16 @@ def generate(
 
     Everything else is as Transformers has it: docs/transformers.md.
     """
-    swallowed = _swallowed(model)
+    kept = _kept_back(model)
     if decoder is None:
-        _check_draft(draft, swallowed.get("assistant_model"))
+        _check_draft(draft, kept.get("assistant_model"))
     else:
         _check_decoder(decoder, model, draft)
-    _refuse_other_modes(generation_config, swallowed.get("synced_gpus"))
+    _refuse_other_modes(generation_config, kept.get("synced_gpus"))
     theirs = encoded(model, inputs_tensor, model_kwargs, len(input_ids))
     prompts = _prompts(input_ids, model_kwargs)
     logits_processor = listen(model, logits_processor, input_ids, theirs)
-    streamer = _streamer(streamer, swallowed.get("streamer"), input_ids)
+    streamer = _streamer(streamer, kept.get("streamer"), input_ids)
     with contextlib.ExitStack() as lent:
         if decoder is None:
             target = lent.enter_context(_targets.lend(model))
@@ -163,17 +164,33 @@ def forget() -> None:
 # What comes in
 
 
-def _swallowed(model: Any) -> dict[str, Any]:
-    """Arguments that Transformers takes and does not hand on to a callable.
+KEPT = ("streamer", "assistant_model", "synced_gpus")
+"""Arguments of Transformers' `generate` that it does not pass on to a callable."""
+SEEN = "5.17.0 and 5.23.0"
+"""Versions of Transformers in which `_kept_back` was seen to find them."""
 
-    Without them a streamer would show the prompt and never end, and an assistant would be ignored. They are
-    still in the frame of the `generate` that called.
+
+def _kept_back(model: Any) -> dict[str, Any]:
+    """Return the arguments that Transformers' `generate` was given and keeps from a callable.
+
+    There is no public way to them: `generate` passes a callable those of its `**kwargs` that the callable
+    names, and these three are named arguments of its own. Without them a streamer would be shown the prompt
+    and never end, an assistant would be ignored, and processes in step would wait for each other. They are
+    read from the frame of the `generate` that called: `SEEN` has the versions. A caller of `outpace.generate`
+    itself has no such frame, and nothing is kept back.
     """
-    code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code is code and frame.f_locals.get("self") is model:
-            return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
+        theirs = frame.f_globals.get("__name__") == GenerationMixin.__module__
+        known = frame.f_locals if theirs else {}
+        if known.get("self") is model:
+            missing = [name for name in KEPT if name not in known]
+            if missing:
+                raise RuntimeError(
+                    f"{missing[0]}: outpace cannot see whether generate was given it in Transformers "
+                    f"{transformers.__version__}; it was seen in {SEEN}"
+                )
+            return {name: known[name] for name in KEPT}
         frame = frame.f_back  # type: ignore[assignment]
     return {}
 
@@ -195,7 +212,7 @@ def _check_draft(draft: Any, assistant_model: Any) -> None:
         raise ValueError(f"draft: nothing was given; pass {fits}")
     if isinstance(draft, str):
         if draft != "lookup":
-            raise ValueError(f"draft: got {draft!r}; it must be {fits}")
+            raise ValueError(f"draft: got {draft!r}; it must be {fits}{suggestion(draft, ['lookup'])}")
     elif isinstance(draft, type) or not (isinstance(draft, torch.nn.Module) or hasattr(draft, "propose")):
         raise TypeError(f"draft: got {kind(draft)[:80]}; it must be {fits}")
 
@@ -261,12 +278,12 @@ def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]
     return [row[own].tolist() for row, own in zip(input_ids, real, strict=True)]
 
 
-def _streamer(own: Any, swallowed: Any, input_ids: Tensor) -> Any:
+def _streamer(own: Any, kept: Any, input_ids: Tensor) -> Any:
     """The streamer, with the prompt put in."""
-    streamer = swallowed if own is None else own
+    streamer = kept if own is None else own
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"streamer: got {len(input_ids)} rows; a streamer takes a single one")
-    if own is not None:  # of the other Transformers knew, and put it in
+    if own is not None and own is not kept:  # of the other Transformers knew, and put it in
         own.put(input_ids.cpu())
     return streamer
 

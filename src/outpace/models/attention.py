@@ -7,8 +7,7 @@ become queries of one head instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
 from typing import Any
 
 import torch
@@ -46,15 +45,10 @@ def grouped(
 AttentionInterface.register(NAME, grouped)
 
 
-@contextmanager
-def use_grouped(config: Any) -> Iterator[None]:
-    """The model of this configuration attends as above, if it used sdpa; afterwards as before."""
-    before = config._attn_implementation
-    if before != "sdpa":
-        yield
-        return
-    config._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+def grouped_config(config: Any) -> Any | None:
+    """Return a copy of a configuration that attends as above; None where the model does not use sdpa."""
+    if config._attn_implementation != "sdpa":
+        return None
+    ours = copy.copy(config)
+    ours._attn_implementation_internal = NAME  # the public name would reach nested configurations, too
+    return ours

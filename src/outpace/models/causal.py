@@ -12,7 +12,6 @@ import inspect
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,11 @@ import torch
 from torch import Tensor
 
 from outpace.arguments import kind
-from outpace.models.attention import NAME as GROUPED
-from outpace.models.attention import use_grouped
+from outpace.models.attention import grouped_config
 from outpace.models.cache import RaggedCache, Span
 from outpace.models.packed import Packed, packed_bytes
 from outpace.models.source import Source
+from outpace.models.view import view_of
 
 log = logging.getLogger("outpace")
 
@@ -73,8 +72,9 @@ class CausalScorer:
         self._order: list[int] = []  # the slot that each row of the cache belongs to
         self._lengths: dict[int, int] = {}  # of each slot
         self._held: dict[int, list[int]] = {}  # tokens known to lie at a slot's beginning
-        self._weights = self._fingerprint()
         self._packed: Packed | None = None
+        self._view: Any = None
+        self._weights = self._fingerprint()
 
     def _new_cache(self) -> RaggedCache:
         return RaggedCache(self.layers)
@@ -86,6 +86,7 @@ class CausalScorer:
         if size > free:
             raise MemoryError(f"packed weights take {size >> 20} MiB, and {free >> 20} MiB are free")
         self._packed = Packed(self.base)
+        self._view = None
 
     def repack(self) -> None:
         """Lay the weights out again, if they were: they may have changed."""
@@ -93,9 +94,27 @@ class CausalScorer:
             self._packed = None
             self.pack()
 
+    def attach(self, model: Any) -> None:
+        """Take up a model, the one this scorer was made for, after `detach`."""
+        self.model, self.base, self._view = model, accepted(model), None
+
+    def detach(self) -> None:
+        """Hold no reference to the model, so that it can be freed."""
+        self.model = self.base = self._view = None
+
+    @property
+    def _runner(self) -> Any:
+        """The model that forward passes go through: the user's, or a view of it with faster parts."""
+        if self._view is None:
+            config = grouped_config(self.config) if self._grouped else None
+            forwards = {} if self._packed is None else self._packed.forwards
+            faster = config is not None or forwards
+            self._view = view_of(self.model, forwards, config) if faster else self.model
+        return self._view
+
     def _fingerprint(self) -> int:
-        """Changes when weights do: then what the cache holds is no longer theirs."""
-        return fingerprint(self.base)
+        """Changes when weights or modules do: then what the cache holds is no longer theirs."""
+        return hash((fingerprint(self.base), getattr(self.config, "_attn_implementation", None)))
 
     @property
     def generation_config(self) -> Any:
@@ -110,7 +129,8 @@ class CausalScorer:
         return frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
 
     def forget(self) -> None:
-        """Use nothing again of what rows hold."""
+        """Use nothing again of what rows hold, nor of modules as they were."""
+        self._view = None
         self._held = {slot: [] for slot in self._held}
 
     # What rows hold
@@ -267,18 +287,15 @@ class CausalScorer:
         """Logits `[R, n or 1, V]` of tokens `[R, n]` at positions `[R, n]`, which lie on the CPU."""
         positions, reach = self._place(first, positions, start)
         alone = ids.shape == (1, 1) and self._one_token_needs_no_mask
-        grouped = use_grouped(self.config) if self._grouped and not alone else nullcontext()
-        packed = nullcontext() if self._packed is None else self._packed.use()
-        with grouped, packed:
-            out = self.model(
-                input_ids=ids.to(self.device),
-                # Past the context there is only padding, whose position does not matter but must exist.
-                position_ids=positions if reach <= self.context else positions.clamp(max=self.context - 1),
-                attention_mask=None if alone else self._masks(positions, start, reach),
-                past_key_values=self.cache,
-                use_cache=True,
-                **last_only,
-            )
+        out = self._runner(
+            input_ids=ids.to(self.device),
+            # Past the context there is only padding, whose position does not matter but must exist.
+            position_ids=positions if reach <= self.context else positions.clamp(max=self.context - 1),
+            attention_mask=None if alone else self._masks(positions, start, reach),
+            past_key_values=self.cache,
+            use_cache=True,
+            **last_only,
+        )
         logits: Tensor = out.logits
         return logits if logits.device == self.device else logits.to(self.device)
 
@@ -408,7 +425,7 @@ def accepted(given: Any) -> Any:
     if not hasattr(base, "generate") or base.get_output_embeddings() is None:
         raise refusal(base, "has no language-model head; load it with AutoModelForCausalLM")
     attention = getattr(config, "_attn_implementation", None)
-    if attention not in ("sdpa", "eager", GROUPED):
+    if attention not in ("sdpa", "eager"):
         softcap = getattr(config, "attn_logit_softcapping", None)
         instead = "eager" if softcap is not None else "sdpa"
         warnings.warn(f"{attention} cannot take ragged rows: switched to {instead}", stacklevel=4)
@@ -438,8 +455,9 @@ def refusal(base: Any, why: str) -> ValueError:
 
 
 def fingerprint(module: torch.nn.Module) -> int:
-    """Changes when weights do."""
-    return hash(tuple((p.data_ptr(), version(p)) for p in module.parameters()))
+    """Changes when weights or modules do."""
+    weights = tuple((p.data_ptr(), version(p)) for p in module.parameters())
+    return hash((weights, tuple(map(id, module.modules()))))
 
 
 def version(parameter: Tensor) -> int:

@@ -9,11 +9,8 @@ memory for time.
 from __future__ import annotations
 
 import platform
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,29 +22,17 @@ X86 = platform.machine() in ("x86_64", "AMD64")
 LARGE = 2**19  # entries of a weight
 
 
-_locks: WeakKeyDictionary[torch.nn.Module, threading.RLock] = WeakKeyDictionary()
-
-
 class Packed:
-    """The linear layers of a model with packed weights, in use during `with packed.use():`."""
+    """The linear layers of a model with packed weights.
+
+    Attributes:
+        forwards: By layer, a forward with its packed weights.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._forwards = [(layer.__dict__, _forward(layer)) for layer in layers(model)]
-        self._lock = _locks.setdefault(model, threading.RLock())
-
-    @contextmanager
-    def use(self) -> Iterator[None]:
-        """Of one model, one pass at a time."""
-        with self._lock:
-            # Straight into the instances' dictionaries: there are hundreds of layers, and a pass is short.
-            taken = [pair for pair in self._forwards if "forward" not in pair[0]]  # not somebody else's hook
-            for attributes, forward in taken:
-                attributes["forward"] = forward
-            try:
-                yield
-            finally:
-                for attributes, _ in taken:
-                    del attributes["forward"]
+        self.forwards: dict[torch.nn.Module, Callable[[Tensor], Tensor]] = {
+            layer: _forward(layer) for layer in layers(model)
+        }
 
 
 def layers(model: torch.nn.Module) -> list[Linear]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ class Seq2SeqScorer(CausalScorer):
         self.config = base.config
         self.own_encoder: torch.nn.Module = base.get_encoder()
         self.encoder = self.own_encoder  # or another's that is the same
+        self._grouped = False  # attention is the stack's own
         self.stack = Stack(base)
         self.vocab_size = base.get_output_embeddings().weight.shape[0]
         self.context = self.stack.context
@@ -219,7 +219,11 @@ class Seq2SeqScorer(CausalScorer):
     def forget(self) -> None:
         """Use nothing again."""
         super().forget()
-        self.stack = Stack(self.base)  # modules come and go with adapters
+        self.stack = Stack(self._runner)  # modules come and go with adapters
+
+    def pack(self) -> None:
+        super().pack()
+        self.stack = Stack(self._runner)
 
     def reset(self, rows: Sequence[int], texts: Sequence[Sequence[int]] | None = None) -> None:
         """Rows are free. What a row held is of its source alone, and serves no other."""
@@ -244,14 +248,13 @@ class Seq2SeqScorer(CausalScorer):
     ) -> Tensor:
         positions, reach = self._place(first, positions, start)
         rows = slice(first, first + len(ids))
-        with nullcontext() if self._packed is None else self._packed.use():
-            x = self.stack.embedded(ids.to(self.device), positions.clamp(max=self.context - 1))
-            mask = self._mask(ids, positions, start, reach)
-            hidden, tokens = self._hidden(rows)
-            for i, layer in enumerate(self.stack.layers):
-                source = self._crossed[i][0][rows, :, :tokens], self._crossed[i][1][rows, :, :tokens]
-                x = layer(x, self.cache.layers[i].update, mask, source, hidden)
-            return self.stack.logits(x[:, -1:] if last_only else x)
+        x = self.stack.embedded(ids.to(self.device), positions.clamp(max=self.context - 1))
+        mask = self._mask(ids, positions, start, reach)
+        hidden, tokens = self._hidden(rows)
+        for i, layer in enumerate(self.stack.layers):
+            source = self._crossed[i][0][rows, :, :tokens], self._crossed[i][1][rows, :, :tokens]
+            x = layer(x, self.cache.layers[i].update, mask, source, hidden)
+        return self.stack.logits(x[:, -1:] if last_only else x)
 
     def _mask(self, ids: Tensor, positions: Tensor, start: int | None, reach: int) -> Tensor | None:
         """What is added to scores of the text, `[R or 1, heads or 1, n, reach]`."""

@@ -3,26 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from outpace.bench.curves import Point
 from outpace.report import formulas, run
+from outpace.report.columns import MEASURE, Columns, pays, value
 from outpace.report.figures import Line, lines
-from outpace.report.section import Content, Figure, Section, Table
-from outpace.report.words import between, said, sampled, short
+from outpace.report.section import Content, Figure, Section, Speed, Table, Way
+from outpace.report.source import Source, source
+from outpace.report.words import said, short
 from outpace.wording import counted
 
 Draft = dict[str, Any]
+BY_DOMAIN: Columns = {
+    "draft": value("draft"),
+    "kind of text": value("kind"),
+    "α": value("alpha", ".3f", "interval"),
+    "draft tokens": value("tokens"),
+}
+BY_BATCH: Columns = {"draft": value("draft"), "B": value("B"), "predicted": pays}
 
 
 def sections(content: Content) -> list[Section]:
+    about = source(content)
+    if content.get("tokens") is not None:
+        of = f"{counted(content['tokens'], 'token')} of the target"
+        about = {"prompts": about.pop("prompts", ""), "tokens": of, **about}
+    traced = {**about, "prompts": "one run: the first prompt"}
     return [
-        _drafts(content),
-        _formulas(content),
-        _positions(content),
-        _costs(content),
-        *run.sections(content),
+        replace(_drafts(content), source=about, speeds=speeds(content)),
+        replace(_formulas(content), source=about),
+        replace(_positions(content), source=about),
+        replace(_costs(content), source=_timed(content, about)),
+        *(replace(one, source=traced) for one in run.sections(content)),
     ]
+
+
+def speeds(content: Content) -> dict[Way, Speed]:
+    """Return what each draft is predicted to bring at its best g."""
+    return {
+        (one["draft"], str(one["best_g"])): Speed(
+            "predicted", one["predicted"], one.get("predicted_interval")
+        )
+        for one in content.get("drafts") or ()
+        if one.get("lenience") in (None, 1) and one.get("best_g") and one.get("predicted") is not None
+    }
 
 
 def cost(content: Content, draft: Draft) -> float | None:
@@ -44,72 +70,57 @@ def strictest(content: Content) -> list[Draft]:
     return [one for one in drafts if (one.get("lenience") or 1.0) == largest]
 
 
+def _timed(content: Content, about: Source) -> Source:
+    """Passes are timed on random tokens, so prompts and sampling do not matter."""
+    context = content.get("context")
+    after = f" after a context of {counted(context, 'token')}" if context else ""
+    return {name: said for name, said in about.items() if name != "sampling"} | {
+        "prompts": f"random tokens{after}"
+    }
+
+
+def _table(words: str, columns: Columns, rows: Sequence[Draft], left: Sequence[int] = (0,)) -> Table:
+    return Table(words, list(columns), [[cell(row) for cell in columns.values()] for row in rows], left)
+
+
 def _drafts(content: Content) -> Section:
-    heads = ("draft", "l", "α", "interval", "c", "best g", "speed", "counted", "coverage", "guesses")
-    rows = [
-        (
-            *(said(one.get("draft")), said(one.get("lenience")), said(one.get("alpha"), ".3f")),
-            *(between(one.get("interval"), ".3f"), said(cost(content, one), ".3g"), said(one.get("best_g"))),
-            *(said(one.get("predicted"), ".2f"), said(one.get("counted"), ".3f")),
-            *(said(one.get("coverage"), ".1%"), said(one.get("tokens"))),
-        )
-        for one in content.get("drafts") or ()
-    ]
+    columns = {**MEASURE, "c": value("c", "small")}
+    rows = [{**one, "c": cost(content, one)} for one in content.get("drafts") or ()]
     sure = said(float(content.get("confidence", 0.95)) * 100)
     words = (
-        f"α is the mean of Σ min(p, q) at the target's own tokens, with a {sure}\u00a0% interval, at "
-        "lenience l; c the time of a draft's step, of a target's pass; speed what the best g is expected "
-        "to bring over plain decoding, by the times measured; counted the share that real runs "
-        "kept of the guesses that were judged; coverage the share of tokens that there was a guess for."
+        f"α is the mean of Σ min(p, q) at the target's own tokens, with a {sure}\u00a0% interval. D_LK is "
+        "1 − α at lenience 1. coverage is the share of tokens that had a draft token. α counted is the share "
+        "that real runs accepted, of the draft tokens verified. step ms is the time of a draft step, and c "
+        "the same over a target's pass. predicted is the speed over plain decoding at the best g, by α, "
+        "coverage and the times measured, with its values at the ends of α's interval."
     )
-    tables = [Table(words, heads, rows)] if rows else []
-    return Section("How often guesses are kept", _setting(content), tables=[*tables, *_parts(content)])
+    tables = [_table(words, columns, rows)] if rows else []
+    return Section("How often draft tokens are accepted", tables=[*tables, *_parts(content)])
 
 
 def _parts(content: Content) -> Iterator[Table]:
     """By kind of text, and by rows."""
     drafts = strictest(content)
-    for words, parts in (
-        ("α by kind of text: a draft helps more with some.", [one.get("by_domain") or {} for one in drafts]),
-        (
-            "Best g, and the speed expected of it, by rows at a time.",
-            [{f"B = {at['B']}": at for at in one.get("by_batch") or ()} for one in drafts],
-        ),
-    ):
-        heads = list(dict.fromkeys(name for one in parts for name in one))
-        if heads:
-            cells = [[_part(one.get(name)) for name in heads] for one in parts]
-            named_cells = [[named(draft), *row] for draft, row in zip(drafts, cells, strict=True)]
-            yield Table(words, ("draft", *heads), named_cells)
-
-
-def _part(found: dict[str, Any] | None) -> str:
-    if found is None:
-        return "–"
-    if "best_g" in found:
-        g, speed = found["best_g"], said(found.get("predicted"), ".2f")
-        return f"g = {g}: {speed}" if g else "does not pay"
-    known = found.get("interval")
-    return said(found.get("alpha"), ".3f") + (f" ({between(known, '.2f')})" if known else "")
-
-
-def _setting(content: Content) -> str:
-    counts = [
-        counted(content[f"{noun}s"], noun)
-        for noun in ("prompt", "token")
-        if content.get(f"{noun}s") is not None
+    domains = [
+        {"draft": named(one), "kind": kind, **at}
+        for one in drafts
+        for kind, at in (one.get("by_domain") or {}).items()
     ]
-    how = [sampled(content["sampling"])] if content.get("sampling") else []
-    return f"Measured over {', '.join(counts + how)}." if counts else ""
+    if domains:
+        yield _table("α by kind of text.", BY_DOMAIN, domains, (0, 1))
+    batches = [{"draft": named(one), **at} for one in drafts for at in one.get("by_batch") or ()]
+    if batches:
+        yield _table("The predicted speed at the best g, with B rows at a time.", BY_BATCH, batches, (0, 2))
 
 
 def _formulas(content: Content) -> Section:
-    points = [
-        Point(one["alpha"], c, named(one))
+    drafts = [
+        formulas.Draft(Point(one["alpha"], c, named(one)), one.get("best_g"), one.get("predicted"))
         for one in content.get("drafts") or ()
         if one.get("alpha") is not None and (c := cost(content, one)) is not None
     ]
-    return formulas.section(points)
+    passes = {one["n"]: one["ms"] for one in content.get("passes") or () if one["B"] == 1}
+    return formulas.section(drafts, passes)
 
 
 def _positions(content: Content) -> Section:
@@ -117,26 +128,37 @@ def _positions(content: Content) -> Section:
     figures = []
     if shown := _over(drafts, lambda one: one.get("by_position"), 1, spread="by_position_intervals"):
         words = (
-            "Share of guesses kept at each position, if all before them were kept, with its interval: the "
-            "formulas take it to be the same everywhere."
+            "Share of draft tokens accepted at each position, if all before them were, with its interval. "
+            "The formulas take it to be the same everywhere."
         )
-        figures.append(Figure(lines("kept, by position", "position of the guess", shown), words))
+        figures.append(Figure(lines("accepted, by position", "position of the draft token", shown), words))
     if shown := _over(drafts, lambda one: (one.get("blocks") or {}).get("observed"), 0):
         foretold = _over(drafts, lambda one: (one.get("blocks") or {}).get("predicted"), 0, predicted=True)
-        words = (
-            "Shares of iterations that kept so many guesses; dotted, what follows from α if each is kept "
-            "independently of the others."
-        )
-        figures.append(
-            Figure(lines("iterations, by guesses kept", "guesses kept", [*shown, *foretold]), words)
-        )
+        words = "Shares of iterations by how many draft tokens they accepted."
+        if foretold:
+            words += " Dotted: as α predicts if each is accepted independently of the others."
+        title = "iterations, by draft tokens accepted"
+        figures.append(Figure(lines(title, "draft tokens accepted", [*shown, *foretold]), words))
     if shown := _over(drafts, lambda one: one.get("autocorrelation"), 1):
-        words = (
-            "How much the acceptance at a token says of that some tokens later: near 0, they are "
-            "independent, as the formulas assume."
-        )
-        figures.append(Figure(lines("autocorrelation of acceptance", "tokens later", shown), words))
+        words = f"Correlation of acceptance at a token with that some tokens later. {_dependence(drafts)}"
+        figures.append(Figure(lines("autocorrelation of acceptance", "tokens later", shown), words.strip()))
     return Section("Acceptance by position", figures=figures)
+
+
+def _dependence(drafts: Iterable[Draft]) -> str:
+    """Say of each draft whether neighbours are independent, as the formulas assume."""
+    found = []
+    for one in drafts:
+        known, chance = [x for x in one.get("autocorrelation") or () if x is not None], one.get("chance")
+        if known and chance is not None:
+            beyond = sum(abs(x) > chance for x in known)
+            if beyond:
+                found.append(
+                    f"{named(one)}: {beyond} of {len(known)} lie beyond ±{chance:.2f}, so not independent"
+                )
+            else:
+                found.append(f"{named(one)}: all lie within ±{chance:.2f}, as independent tokens would")
+    return "; ".join(found) + "." * bool(found)
 
 
 def _over(
@@ -171,23 +193,22 @@ def _costs(content: Content) -> Section:
         for i, B in enumerate(sorted({one["B"] for one in passes})):
             mine = sorted((one["n"], one["ms"]) for one in passes if one["B"] == B)
             drawn.append(Line(f"B = {B}", [n for n, _ in mine], [ms for _, ms in mine], i))
-        words = "Time of a pass over the tokens in it: where the line is level, checking guesses is free."
-        figures.append(Figure(lines("milliseconds of a target's pass", "tokens of a text, n", drawn), words))
-        tables.append(
-            _times("Milliseconds of a target's pass over n tokens of each of B texts.", passes, "n")
+        words = "Time of a target's pass over n tokens of each of B rows. "
+        words += " ".join(formulas.dearer(dict(zip(one.x, one.y, strict=True)), one.name) for one in drawn)
+        figures.append(
+            Figure(lines("milliseconds of a target's pass", "tokens of a row, n", drawn), words.strip())
         )
+        tables.append(_times("Milliseconds of a target's pass over n tokens of each of B rows.", passes, "n"))
     verify = content.get("verify") or ()
     for kind in dict.fromkeys(one.get("drawn") for one in verify):
-        of = {None: "guesses", True: "guesses drawn from a distribution", False: "guesses that were chosen"}[
-            kind
-        ]
-        words = f"Milliseconds of verifying g {of}, of each of B texts."
+        of = {None: "", True: " sampled from a distribution", False: " that are each the likeliest"}[kind]
+        words = f"Milliseconds of verifying g draft tokens{of}, of each of B rows."
         tables.append(_times(words, [one for one in verify if one.get("drawn") == kind], "g"))
     return Section("What a pass costs", figures=figures, tables=tables)
 
 
 def _times(words: str, times: Sequence[dict[str, Any]], over: str) -> Table:
-    known = {(one["B"], one[over]): one["ms"] for one in times}
-    rows, columns = sorted({B for B, _ in known}), sorted({n for _, n in known})
-    cells = [[str(B), *(said(known.get((B, n)), ".2f") for n in columns)] for B in rows]
-    return Table(words, ("B", *(f"{over} = {n}" for n in columns)), cells)
+    known = {(one[over], one["B"]): one["ms"] for one in times}
+    rows, columns = sorted({n for n, _ in known}), sorted({B for _, B in known})
+    cells = [[str(n), *(said(known.get((n, B)), ".2f") for B in columns)] for n in rows]
+    return Table(words, (over, *(f"B = {B}" for B in columns)), cells, words=())

@@ -7,34 +7,29 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
-from outpace.report import measured, swept, tuned
+from outpace.report import compare, evaluated, measured, swept, tuned
 from outpace.report.section import Content, Section
-from outpace.report.verdict import verdict
+from outpace.report.source import models, source
+from outpace.report.verdict import Files, Verdict, verdicts
 
 # In the order of the page: the answer first.
 KINDS: dict[str, Callable[[Content], list[Section]]] = {
     "tune": tuned.sections,
     "sweep": swept.sections,
     "measure": measured.sections,
+    "eval": evaluated.sections,
 }
 
 
-def page(files: Sequence[tuple[str, Content]]) -> str:
+def page(files: Files) -> str:
     """One page of files, each with its name."""
     contents = [content for _, content in files]
-    found: list[Section] = []
-    for kind, sections in KINDS.items():
-        several = sum(content["kind"] == kind for content in contents) > 1
-        for name, content in files:
-            if content["kind"] == kind:
-                try:
-                    made = [one for one in sections(content) if not one.empty]
-                except (AttributeError, KeyError, TypeError) as error:
-                    raise ValueError(f"{name}: it is not as `outpace {kind}` writes it: {error!r}") from error
-                found += [_titled(one, name) for one in made] if several else made
+    found = _sections(files)
     if not found:
-        raise ValueError(f"results: there is nothing to draw in {', '.join(name for name, _ in files)}")
+        names = ", ".join(name for name, _ in files)
+        raise ValueError(f"results: nothing was measured yet in {names}; run the command to its end")
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -42,29 +37,63 @@ def page(files: Sequence[tuple[str, Content]]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    answers = verdicts(files)
     return environment.get_template("page.html").render(
         targets=_all(contents, "target"),
         devices=list(
             dict.fromkeys((one.get("machine") or {}).get("device") or "a machine" for one in contents)
         ),
-        verdict=verdict(contents),
+        verdicts=[(one, source(one.content), _doubts(one, found)) for one in answers],
         partial=[name for name, content in files if not content.get("complete")],
-        sections=found,
+        sections=[section for _, section in _compared(found)],
         files=files,
-        models=_models,
+        models=models,
+        parted=_parted,
     )
+
+
+def _sections(files: Files) -> list[tuple[str, Section]]:
+    """Return all sections, each with the name of its file; those of several files of a kind have it in their
+    title."""
+    found: list[tuple[str, Section]] = []
+    for kind, sections in KINDS.items():
+        several = sum(content["kind"] == kind for _, content in files) > 1
+        for name, content in files:
+            if content["kind"] != kind:
+                continue
+            try:
+                made = [one for one in sections(content) if not one.empty]
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{name}: it is not as `outpace {kind}` writes it: {error!r}") from error
+            found += [(name, _titled(one, name) if several else one) for one in made]
+    return found
+
+
+def _compared(found: Sequence[tuple[str, Section]]) -> list[tuple[str, Section]]:
+    """Add to each section how it fits in with earlier ones of other files."""
+    made = []
+    for i, (name, section) in enumerate(found):
+        earlier = [there for other, there in found[:i] if other != name]
+        made.append((name, dataclasses.replace(section, notes=compare.notes(earlier, section))))
+    return made
+
+
+def _doubts(verdict: Verdict, found: Sequence[tuple[str, Section]]) -> list[str]:
+    others = [section for name, section in found if name != verdict.file]
+    return compare.doubts(verdict.way, verdict.speed, others)
+
+
+def _parted(cell: str) -> Markup:
+    """Return a cell whose interval comes as a whole, if need be on a line of its own."""
+    figure, bracket, interval = cell.partition(" (")
+    if not bracket or not interval.endswith(")"):
+        return Markup("{}").format(cell)
+    return Markup('{} <span class="whole">({}</span>').format(figure, interval)
 
 
 def _titled(section: Section, name: str) -> Section:
     """Of several files of a kind, each says which."""
     return dataclasses.replace(section, title=f"{section.title}: {name}")
-
-
-def _models(content: Content) -> list[str]:
-    """What was loaded, in the words of the decoders."""
-    found = content.get("models") or (content.get("settings") or {}).get("models") or []
-    every = found.values() if isinstance(found, dict) else [found]
-    return list(dict.fromkeys(" ".join(line.split()) for lines in every for line in lines))
 
 
 def _all(contents: Sequence[Content], part: str) -> list[str]:

@@ -27,12 +27,16 @@ def _time(content: Content) -> Section:
     words = (
         f"The first {len(iterations)} iterations of a run with {short(trace.get('draft'))} at g = "
         f"{said(trace.get('g'))}, to scale (as in Leviathan et al. 2023, Figure 5): steps of the draft, "
-        "then a pass of the target, and below it how many tokens came of both"
+        "then a pass of the target. Below the pass is how many tokens came of both."
     )
     if trace.get("divided"):
-        words += " (each is one graph, here divided by what its parts take by themselves)"
-    below = "; below, plain decoding of as many, with the time measured for a pass." if plain else "."
-    return Section("Where the time goes", figures=[Figure(drawn, words + below, wide=True)])
+        words += " Each iteration is one graph, here divided by what its parts take by themselves."
+    if plain:
+        words += (
+            " The second row is plain decoding of as many tokens, at the time measured for a pass alone. "
+            "One run is no measurement of speed."
+        )
+    return Section("Where the time goes", figures=[Figure(drawn, words, wide=True)])
 
 
 def _text(content: Content) -> Section:

@@ -6,23 +6,25 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from outpace.report.columns import SWEEP_SPEEDS, SWEEP_TIMES, Columns, value
 from outpace.report.figures import Line, lines
-from outpace.report.section import Content, Figure, Section, Table
-from outpace.report.words import between, said, sampled, short
+from outpace.report.section import Content, Figure, Section, Speed, Table, Way
+from outpace.report.source import source
+from outpace.report.words import course, said, sampled, short
 
 Row = dict[str, Any]
 Value = Callable[[Row], float | None]
 SAMPLING = ("temperature", "top_k", "top_p")
 
-# What matters most comes first: a phone shows no more without scrolling.
-COLUMNS = (
-    ("draft", "draft", ""), ("g", "length", ""), ("speed", "speedup", ".2f"), ("interval", "interval", ".2f"),
-    ("predicted", "predicted", ".2f"), ("by α, c", "predicted_simple", ".2f"),
-    ("tokens/s", "tokens_per_second", ".1f"), ("kept", "acceptance", ".3f"),
-    ("a pass", "tokens_per_call", ".2f"), ("loop ms", "loop_ms", ".2f"), ("mean ms", "mean_ms", ".1f"),
-    ("deviation", "deviation_ms", ".1f"), ("P50", "p50_ms", ".1f"), ("P90", "p90_ms", ".1f"),
-    ("P99", "p99_ms", ".1f"), ("texts", "texts", ""), ("tokens", "tokens", ""),
-)  # fmt: skip
+DRAFT: Columns = {"draft": value("draft")}
+SPEEDS: Columns = {**DRAFT, **SWEEP_SPEEDS}
+TIMES: Columns = {
+    **DRAFT,
+    **SWEEP_TIMES,
+    "tokens/s": value("tokens_per_second", ".1f"),
+    "texts": value("texts"),
+    "tokens": value("tokens"),
+}
 
 
 def sections(content: Content) -> list[Section]:
@@ -44,25 +46,41 @@ def best(rows: Sequence[Row]) -> Row | None:
     return max(there, key=lambda row: float(row["speedup"]), default=None)
 
 
+def speeds(rows: Sequence[Row]) -> dict[Way, Speed]:
+    """Return what each draft and g came to."""
+    return {
+        (row["draft"], str(row["length"])): Speed("speedup", row["speedup"], row.get("interval"))
+        for row in rows
+        if row.get("length") != "0" and row.get("speedup") is not None
+    }
+
+
 def _section(content: Content, name: str, rows: Sequence[Row]) -> Section:
     fastest = best(rows)
-    table = Table(
-        "speed is over plain decoding of the same prompts, with a 95\u00a0% interval; predicted follows "
-        "from the acceptance and from what passes, steps and verification take by themselves, by α, c from "
-        "Theorem 3.8 alone. kept is the share "
-        "of guesses kept, a pass the tokens that a pass brought, loop ms the time of an iteration; the "
-        "times after it are of 128 tokens. The fastest row is marked.",
-        [head for head, _, _ in COLUMNS],
-        [[_cell(row.get(part), form) for _, part, form in COLUMNS] for row in rows],
-        chosen=None if fastest is None else list(rows).index(fastest),
+    chosen = None if fastest is None else list(rows).index(fastest)
+    tables = [
+        Table(words, list(columns), [[cell(row) for cell in columns.values()] for row in rows], chosen=chosen)
+        for columns, words in (
+            (
+                SPEEDS,
+                "speedup is over plain decoding of the same prompts, with a 95\u00a0% interval. predicted "
+                "follows from acceptance and the times of passes, draft steps and verification; error says "
+                "by how much it is off. thm 3.8 follows from α and c alone. α counted is the share of draft "
+                "tokens accepted, of those that were verified. c is the time of a draft step over that of a "
+                "plain iteration. The fastest row is marked.",
+            ),
+            (
+                TIMES,
+                "mean, ± (standard deviation) and percentiles are milliseconds of 128 tokens, over texts. "
+                "loop ms is the time of an iteration, tokens per pass what it brought, acceptance the share "
+                "of draft tokens accepted, of all that were proposed.",
+            ),
+        )
+    ]
+    about = source(content, name)
+    return Section(
+        f"Speed by g, {name}", figures=_figures(rows), tables=tables, source=about, speeds=speeds(rows)
     )
-    lead = [f"{said(content['prompts'])} prompts"] if content.get("prompts") else []
-    lead += [f"{said(content['batch'])} at a time"] if content.get("batch") else []
-    return Section(f"Speed by g, {name}", ", ".join(lead) + "." * bool(lead), _figures(rows), [table])
-
-
-def _cell(value: Any, form: str) -> str:
-    return between(value, form) if isinstance(value, list | tuple) else said(value, form)
 
 
 def _figures(rows: Sequence[Row]) -> list[Figure]:
@@ -71,37 +89,63 @@ def _figures(rows: Sequence[Row]) -> list[Figure]:
     ticks = _ticks(places)
 
     def figure(title: str, caption: str, *shown: Line) -> list[Figure]:
-        return [Figure(lines(title, "guesses an iteration, g", shown, ticks), caption)] if shown else []
+        return [Figure(lines(title, "draft tokens an iteration, g", shown, ticks), caption)] if shown else []
 
     def of(value: Value, spread: Callable[[Row], Sequence[float]] | None = None) -> list[Line]:
         return _lines(rows, places, value, spread)
 
+    times = of(lambda row: row.get("mean_ms"), lambda row: [row.get("deviation_ms") or 0.0] * 2)
+    shares, loops = of(_efficiency), of(lambda row: row.get("loop_ms"))
+    measured = of(lambda row: row.get("speedup"), _ends)
     return [
         *figure(
             "milliseconds of 128 tokens",
-            "Time of 128 tokens, with standard deviations over texts: the lowest point is the best g (as in "
-            "Chen et al. 2023, Figure 1, left).",
-            *of(lambda row: row.get("mean_ms"), lambda row: [row.get("deviation_ms") or 0.0] * 2),
+            "Time of 128 tokens, with standard deviations over texts (as in Chen et al. 2023, Figure 1). "
+            + _extremes(times, places, min, "lowest"),
+            *times,
         ),
         *figure(
             "tokens of a pass, of g + 1",
-            "Tokens that a pass brought, divided by g + 1 that it could have: the longer the guess, the more "
-            "of it is in vain (middle).",
-            *of(_efficiency),
+            "Tokens that a pass brought, divided by the g + 1 that it could bring. "
+            + _courses(shares, places),
+            *shares,
         ),
+        *figure("milliseconds of an iteration", "Time of an iteration. " + _courses(loops, places), *loops),
         *figure(
-            "milliseconds of an iteration",
-            "Time of an iteration: it grows with every step of the draft (right).",
-            *of(lambda row: row.get("loop_ms")),
-        ),
-        *figure(
-            "speed over plain decoding",
-            "How many times as fast as plain decoding, with 95\u00a0% intervals; dotted, as predicted from "
-            "the acceptance and from what the parts of an iteration take by themselves.",
-            *of(lambda row: row.get("speedup"), _ends),
+            "speedup over plain decoding",
+            "Speedup over plain decoding, with 95\u00a0% intervals. "
+            + _extremes(measured, places, max, "highest")
+            + " Dotted: as predicted from acceptance and the times of an iteration's parts.",
+            *measured,
             *_lines(rows, places, lambda row: row.get("predicted"), None, predicted=True),
         ),
     ]
+
+
+def _extremes(shown: Sequence[Line], places: dict[str, float], pick: Callable[..., float], word: str) -> str:
+    """Return where each line is lowest, or highest."""
+    names = {at: name for name, at in places.items()}
+    found = []
+    for one in shown:
+        there = [(x, y) for x, y in zip(one.x, one.y, strict=True) if not math.isnan(y)]
+        x, _ = next(point for point in there if point[1] == pick(y for _, y in there))
+        found.append(f"{one.name} is {word} at g = {names[x]}")
+    return "; ".join(found) + "."
+
+
+def _courses(shown: Sequence[Line], places: dict[str, float]) -> str:
+    """Return how each line goes over fixed g, from its first point to its last."""
+    fixed = {at: name for name, at in places.items() if name.isdecimal()}
+    found = []
+    for one in shown:
+        there = [(x, y) for x, y in zip(one.x, one.y, strict=True) if x in fixed and not math.isnan(y)]
+        if len(there) > 1:
+            (first, low), (last, high) = there[0], there[-1]
+            found.append(
+                f"{one.name} {course([y for _, y in there])}: {said(low)} at g = {fixed[first]}, "
+                f"{said(high)} at g = {fixed[last]}"
+            )
+    return "; ".join(found) + "." * bool(found)
 
 
 def _places(rows: Sequence[Row]) -> dict[str, float]:

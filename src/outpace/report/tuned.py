@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from outpace.report.columns import tune_columns
+from outpace.report.section import Content, Section, Speed, Table, Text, Way
+from outpace.report.source import source
+from outpace.report.words import said
 
-from outpace.report.section import Content, Section, Table, Text
-from outpace.report.words import between, said
-
-HEADS = ("draft", "g", "speed", "interval", "verified", "batch", "dtype", "rule", "why")
+TITLE = "What was tried"
+LEFT = ("draft", "dtype", "rule", "why")  # columns of words
 TEXTS = {
     "config": "The configuration to run.",
     "transformers": "The same inside Transformers.",
@@ -20,15 +21,30 @@ def sections(content: Content) -> list[Section]:
     chosen = content.get("chosen")
     tables = []
     if candidates:
-        rows = [_cells(one) for one in candidates]
+        columns = tune_columns(candidates)
+        heads = list(columns)
+        rows = [[cell(one) for cell in columns.values()] for one in candidates]
         at = candidates.index(chosen) if chosen in candidates else None
         words = (
-            "speed is what was expected over plain decoding, verified what whole texts came to; the interval "
-            "is of the latter where there is one. What was chosen is marked."
+            "Speeds are over plain decoding, with 95\u00a0% intervals. expected follows from acceptance and "
+            "costs; verified was measured on whole texts."
         )
-        tables.append(Table(words, HEADS, rows, words=(0, 6, 7, 8), chosen=at))
+        words += " The chosen row is marked." if at is not None else " Nothing was chosen."
+        left = [i for i, head in enumerate(heads) if head in LEFT]
+        tables.append(Table(words, heads, rows, words=left, chosen=at))
     texts = [Text(words, content[name]) for name, words in TEXTS.items() if content.get(name)]
-    return [Section("What was tried", _spent(content), tables=tables, texts=texts)]
+    about = source(content)
+    return [Section(TITLE, _spent(content), tables=tables, texts=texts, source=about, speeds=speeds(content))]
+
+
+def speeds(content: Content) -> dict[Way, Speed]:
+    """Return what was verified, and else expected, of every draft with one row at a time."""
+    found = {}
+    for one in content.get("candidates") or ():
+        name = "expected" if one.get("verified") is None else "verified"
+        if one.get(name) is not None and one.get("length") != "0" and one.get("batch") == 1:
+            found[one["draft"], str(one["length"])] = Speed(name, one[name], one.get("interval"))
+    return found
 
 
 def _spent(content: Content) -> str:
@@ -36,11 +52,3 @@ def _spent(content: Content) -> str:
     if spent is None:
         return ""
     return f"{said(spent)} seconds were spent" + ("." if budget is None else f", of {said(budget)} given.")
-
-
-def _cells(one: dict[str, Any]) -> list[str]:
-    return [
-        *(said(one.get("draft")), said(one.get("length")), said(one.get("expected"), ".2f")),
-        *(between(one.get("interval"), ".2f"), said(one.get("verified")), said(one.get("batch"))),
-        *(said(one.get(name)) for name in ("dtype", "rule", "why")),
-    ]

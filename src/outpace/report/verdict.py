@@ -4,60 +4,113 @@ there is none."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from outpace.report import swept
-from outpace.report.section import Content
+from outpace.report import evaluated, measured, swept, tuned
+from outpace.report.section import Content, Speed, Way
 from outpace.report.words import between, said
 
 UNKNOWN = "It is not known whether speculation pays"
+Files = Sequence[tuple[str, Content]]
 
 
-def verdict(contents: Sequence[Content]) -> str:
-    """Empty where nothing allows one."""
-    return _tuned(contents) or _swept(contents) or _measured(contents) or _tuned(contents, known=False)
+@dataclass(frozen=True)
+class Verdict:
+    """An answer, and the file that it follows from.
+
+    way, speed  of what it recommends, or calls the best; None where the answer names none
+    """
+
+    words: str
+    file: str
+    content: Content
+    way: Way | None = None
+    speed: Speed | None = None
 
 
-def _tuned(contents: Sequence[Content], known: bool = True) -> str:
-    """Of those that came to a choice, or of the others."""
-    tuned = (one for one in contents if one["kind"] == "tune" and (one.get("chosen") is not None) == known)
-    return next((one["verdict"] for one in tuned if one.get("verdict")), "")
+def verdicts(files: Files) -> list[Verdict]:
+    """Return an answer for each file of the first kind that has one; none where nothing allows one."""
+    for kind, answer in (
+        ("tune", _tuned),
+        ("sweep", _swept),
+        ("measure", _measured),
+        ("eval", _evaluated),
+        ("tune", _open),
+    ):
+        found = [one for name, content in files if content["kind"] == kind and (one := answer(name, content))]
+        if found:
+            return found
+    return []
 
 
-def _swept(contents: Sequence[Content]) -> str:
-    rows = [row for one in contents if one["kind"] == "sweep" for row in one.get("figures") or ()]
-    row = swept.best(rows)
+def _tuned(name: str, content: Content) -> Verdict | None:
+    """Of those that came to a choice."""
+    chosen = content.get("chosen")
+    if chosen is None or not content.get("verdict"):
+        return None
+    way = (chosen.get("draft"), str(chosen.get("length")))
+    speed = tuned.speeds(content).get(way)
+    return Verdict(content["verdict"], name, content, way if speed else None, speed)
+
+
+def _open(name: str, content: Content) -> Verdict | None:
+    """Of those that came to none."""
+    return Verdict(content["verdict"], name, content) if content.get("verdict") else None
+
+
+def _swept(name: str, content: Content) -> Verdict | None:
+    row = swept.best(content.get("figures") or ())
     if row is None:
-        return ""
+        return None
     speed, interval = row["speedup"], row.get("interval")
     what = f"{row.get('draft')}, g = {row['length']}, {swept.way(row)}"
     known = f"{speed:.2f} times as fast as plain decoding"
     known += f" ({between(interval, '.2f')})" if interval else ""
+    way, at = (str(row.get("draft")), str(row["length"])), Speed("speedup", speed, interval)
     if speed <= 1:
-        return f"Do not speculate: the best that was measured, {what}, is {known}."
+        words = f"Do not speculate: the best that was measured, {what}, is {known}."
+        return Verdict(words, name, content, way, at)
     if not interval or interval[0] <= 1:
-        return f"It is not sure that speculation pays: {what} is {known}."
-    return f"Guess with {what}: {known}."
+        return Verdict(f"It is not sure that speculation pays: {what} is {known}.", name, content, way, at)
+    return Verdict(f"Guess with {what}: {known}.", name, content, way, at)
 
 
-def _measured(contents: Sequence[Content]) -> str:
-    drafts = [draft for one in contents if one["kind"] == "measure" for draft in one.get("drafts") or ()]
+def _measured(name: str, content: Content) -> Verdict | None:
+    drafts = content.get("drafts") or ()
     exact = [one for one in drafts if one.get("predicted") is not None and one.get("lenience") in (None, 1)]
     if not exact:
-        return ""
+        return None
     best = max(exact, key=_promise)
-    name, g, speed = said(best.get("draft")), best.get("best_g"), best["predicted"]
+    draft, g, speed = said(best.get("draft")), best.get("best_g"), best["predicted"]
     interval = best.get("predicted_interval")
     times = between(interval, ".2f")
+    way = (draft, str(g)) if g else None
+    at = measured.speeds(content).get(way) if way else None
+
+    def found(words: str) -> Verdict:
+        return Verdict(words, name, content, way, at)
+
     if not g:
         if interval and interval[1] > 1:
-            return f"{UNKNOWN}: {name} is expected to be {times} times as fast, over α's interval."
-        return f"Do not speculate: no draft is expected to pay, not even {name}, the best of them."
+            return found(f"{UNKNOWN}: {draft} is expected to be {times} times as fast, over α's interval.")
+        return found(f"Do not speculate: no draft is expected to pay, not even {draft}, the best of them.")
     over = f" ({times} over α's interval)" if interval else ""
-    known = f"{name}, g = {g}: {speed:.2f} times as fast as plain decoding{over}"
+    known = f"{draft}, g = {g}: {speed:.2f} times as fast as plain decoding{over}"
     if not interval or interval[0] <= 1:
-        return f"{UNKNOWN}: {known}, by the acceptance and times measured."
-    return f"Guess with {known}, by the acceptance and times measured."
+        return found(f"{UNKNOWN}: {known}, by the acceptance and times measured.")
+    return found(f"Guess with {known}, by the acceptance and times measured.")
+
+
+def _evaluated(name: str, content: Content) -> Verdict | None:
+    for way, speed in evaluated.speeds(content).items():
+        known = f"{content['task']} with {way[0]}, g = {way[1]}"
+        times = f"{speed.value:.2f} times as fast as plain decoding"
+        times += f" ({between(speed.interval, '.2f')})" if speed.interval else ""
+        sure = speed.interval and not speed.interval[0] <= 1 <= speed.interval[1]
+        doubt = "" if sure else ", so it is not sure whether it pays"
+        return Verdict(f"{known} is {times}{doubt}.", name, content, way, speed)
+    return None
 
 
 def _promise(draft: dict[str, Any]) -> tuple[bool, float, float]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from outpace.wording import small
+
+LEVEL = 0.05  # values no further apart than this, as a share of the largest, are called level
 
 # Settings that change nothing.
 NEUTRAL = {
@@ -18,18 +23,47 @@ NEUTRAL = {
 
 
 def said(value: Any, form: str = "") -> str:
-    """A cell, with numbers in this form; a dash for what was not measured."""
+    """A cell, with numbers in this form; a dash for what was not measured.
+
+    The form "ms" has one digit after the point below 1000; "small" has two digits that count.
+    """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if form == "small":
+        return small(value)
+    if form == "ms":
+        form = ".0f" if value >= 1000 else ".1f"
     if isinstance(value, float) or (isinstance(value, int) and form):
-        return format(value, form or ".3g")
+        return format(value, form or (".3g" if abs(value) < 1000 else ".0f"))
     return str(value)
 
 
 def between(interval: Sequence[float] | None, form: str) -> str:
     return " to ".join(said(end, form) for end in interval) if interval else "–"
+
+
+def with_interval(value: Any, interval: Sequence[float] | None, form: str) -> str:
+    """Return a figure with its own interval: "1.14 (1.05–1.24)"."""
+    if value is None or not interval:
+        return said(value, form)
+    dash = " to " if min(interval) < 0 else "–"
+    return f"{said(value, form)} ({dash.join(said(end, form) for end in interval)})"
+
+
+def course(y: Sequence[float]) -> str:
+    """Return how a line goes: level, rising, falling, or none of these."""
+    values = [one for one in y if not math.isnan(one)]
+    low, high = min(values), max(values)
+    steps = [b - a for a, b in itertools.pairwise(values)]
+    if high - low <= LEVEL * max(abs(low), abs(high)):
+        return f"is level within {LEVEL:.0%}"
+    if all(step > 0 for step in steps):
+        return "rises at every point"
+    if all(step < 0 for step in steps):
+        return "falls at every point"
+    return "neither rises nor falls throughout"
 
 
 def short(name: str | None, most: int = 24) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from outpace.decode import Decoder
 from outpace.tasks.items import Item
 from outpace.tasks.journal import Journal
-from outpace.tasks.kinds import no_measure
+from outpace.tasks.kinds import no_measure, no_side
 from outpace.tasks.probe import Probe
 from outpace.tasks.score import normal_form
 from outpace.tasks.sides import Ours, Side, Wanted, Written
@@ -24,7 +24,6 @@ from outpace.tasks.theirs import Theirs
 from outpace.verify import Rule
 from outpace.verify.rules import sigmoid
 
-SIDES = ("plain", "baseline", "exact", "sigmoid")
 PROBED = 4  # first rows that are decoded once more, to be looked into
 WARM = 4  # tokens before anything is timed
 
@@ -70,18 +69,17 @@ class Evaluation:
         return sigmoid(-self.wanted.task.scale, self.wanted.task.scale)
 
     def _side(self, name: str) -> Side:
+        why = no_side(name, self.decoder.drafter is not None, self.wanted.sampling.greedy)
+        if why is not None:
+            raise ValueError(why)
         if name == "plain":
             return self._ours(Decoder(self.decoder.scorer, None, self.decoder.tokenizer))
-        if self.decoder.drafter is None:
-            raise ValueError("nobody drafts")
         if name == "exact":
             return self._ours(self.decoder)
         if name == "baseline":
             if self.processor is None:
                 return Theirs(self.decoder, self.wanted)
             return TheirsHearing(self.decoder, self.processor, self.wanted)
-        if self.wanted.sampling.greedy:
-            raise ValueError("where the likeliest token is taken it is exact; give a temperature")
         return self._ours(self._like(Decoder, self.sigmoid))
 
     def _ours(self, decoder: Decoder) -> Side:
@@ -107,13 +105,8 @@ class Evaluation:
         step: Callable[[str, int], None] = lambda side, row: None,
     ) -> None:
         """Whatever the journal does not have yet; `step` is called before each."""
-        left = [
-            (row, name)
-            for row in range(len(items))
-            for name in self.sides
-            if journal.records.get((name, row), {"again": True}).get("again")
-        ]
-        first = next((one for one in items if one.problem is None), None)
+        left = [(row, name) for row in range(len(items)) for name in self.sides if not journal.has(name, row)]
+        first = next((one for one in items if self._problem(one) is None), None)
         if left and first is not None:
             self._warm(first)
         for row, name in left:
@@ -132,10 +125,11 @@ class Evaluation:
             used.wanted = before
 
     def _record(self, name: str, item: Item, row: int) -> dict[str, Any]:
-        seed = self.seed + (row << 8)
+        seed = seed_of(self.seed, row)
         try:
-            if item.problem is not None:
-                raise ValueError(item.problem)
+            problem = self._problem(item)
+            if problem is not None:
+                raise ValueError(problem)
             written = self.sides[name].write(item, seed)
             record = self._written(written)
             record["judged"] = [self.wanted.task.judge(item, text, self.normal) for text in written.texts]
@@ -149,6 +143,9 @@ class Evaluation:
             return {"error": first_line(error).removeprefix("prompt: ").removeprefix(f"{item.audio!s}: ")}
         except Exception as error:  # one row, of one side; a run that goes on tries it again
             return {"error": f"{type(error).__name__}: {first_line(error)}", "again": True}
+
+    def _problem(self, item: Item) -> str | None:
+        return item.problem or self.wanted.task.lacking(item)
 
     def _looked_into(self, name: str, item: Item, seed: int) -> dict[str, Any]:
         """What one can only see by going slower: the row is written once more."""
@@ -184,6 +181,11 @@ class Evaluation:
             record["log_probability"] = written.log_probability
             record["likely_tokens"] = len(written.tokens[0])
         return record
+
+
+def seed_of(seed: int, row: int) -> int:
+    """Return the seed of a row, of which its turns take the next ones."""
+    return seed + (row << 8)
 
 
 def first_line(error: Exception) -> str:

@@ -1,7 +1,8 @@
 """The new process of `sandbox.run`: this file is run as a script, and imports nothing of ours.
 
 A watcher forks; its child runs the program, with limits, under an audit hook, and in namespaces of its own
-where the kernel lets it. Both write to standard output, with the token that came in with the task.
+where the kernel lets it. Both write lines to standard output: the token that came in with the task, the
+verdict in a word, a reason. Only the word PASSED means that the program passed.
 """
 
 from __future__ import annotations
@@ -20,10 +21,20 @@ if TYPE_CHECKING:  # typing takes a third of the start
     from collections.abc import Callable
     from typing import Any
 
-READY = "ready"
-STOPPED = "stopped: "  # before reasons that are not the program's own
-FULL = f"{STOPPED}ran out of memory"
+    Verdict = tuple[str, str]  # a word, and the reason
+
+# Functions below look built-in names up in this copy, which no program changes.
+globals()["__builtins__"] = dict(vars(builtins))
+
+READY, PASSED, FAILED = "ready", "passed", "failed"  # the first word of a line
+STOPPED = "stopped"  # the same, for what a program may not do
 EARLY = "exited before the end"
+# Verdicts and reasons that are said when there may be no memory left to make them.
+RAN = PASSED, ""
+FULL = STOPPED, "ran out of memory"
+UNKNOWN = FAILED, "raised an exception that cannot be shown"
+LONGEST_REASON = 200  # characters
+REPORT = 100  # a file descriptor that programs do not close: they may open 64
 
 
 class RefusedError(PermissionError):
@@ -31,47 +42,59 @@ class RefusedError(PermissionError):
 
 
 def watch() -> None:
-    """Runs the task of standard input in a process of its own, and says how that ended if it does not."""
+    """Run the task of standard input in a process of its own, and say how that ended if it does not."""
     head, _, program = sys.stdin.buffer.read().partition(b"\n")
     token, seconds, memory = head.decode().split()
-    report = os.dup(1)
+    os.dup2(1, REPORT, inheritable=False)
+    write, leave = os.write, os._exit  # a program may replace those of the module
 
-    def line(what: str) -> bytes:
-        return f"{token} {what}\n".encode(errors="backslashreplace")
+    def line(verdict: Verdict) -> bytes:
+        return f"{token} {verdict[0]} {verdict[1]}\n".encode(errors="backslashreplace")
 
-    lines = {what: line(what) for what in ("", FULL)}  # now, as there may be no memory left then
+    lines = {verdict: line(verdict) for verdict in (RAN, FULL, UNKNOWN)}
 
-    def say(what: str) -> None:
-        os.write(report, lines.get(what) or line(what))
+    def say(verdict: Verdict) -> None:
+        write(REPORT, lines.get(verdict) or line(verdict))
 
-    _enter_namespaces()
+    inside = _enter_namespaces()
     _die_with_parent()
     child = os.fork()
     if not child:
         try:
             _die_with_parent()
-            _run(program.decode("utf-8", "surrogatepass"), int(seconds), int(memory), say)
+            # The first process of a namespace survives its own signals, so a program is the second.
+            first = os.fork() if inside else 0
+            if first:
+                _say_end(first, say)
+            else:
+                _run(program.decode("utf-8", "surrogatepass"), int(seconds), int(memory), say)
         except BaseException as error:  # ours: the program's own are reported
-            os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="backslashreplace"))
+            write(2, f"{type(error).__name__}: {error}\n".encode(errors="backslashreplace"))
         finally:
-            os._exit(0)  # threads may be left
+            leave(0)  # threads may be left
     for cue in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(cue, lambda *_: os.kill(child, signal.SIGKILL))
     signal.alarm(int(seconds) + 10)  # should our parent be gone
+    _say_end(child, say)
+
+
+def _say_end(child: int, say: Callable[[Verdict], None]) -> None:
+    """Wait for a process that has not passed unless it said so before, and say how it ended."""
     _, status = os.waitpid(child, 0)
     for cue in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(cue, signal.SIG_IGN)
     code = os.waitstatus_to_exitcode(status)
-    say(EARLY if code >= 0 else f"crashed ({signal.Signals(-code).name})")
+    say((FAILED, EARLY if code >= 0 else f"crashed ({signal.Signals(-code).name})"))
 
 
-def _run(program: str, seconds: int, memory: int, say: Callable[[str], None]) -> None:
+def _run(program: str, seconds: int, memory: int, say: Callable[[Verdict], None]) -> None:
     import resource
 
     null = os.open(os.devnull, os.O_RDWR)
     for name in [name for name in sys.modules if name.partition(".")[0] in ("ctypes", "_ctypes")]:
         del sys.modules[name]  # so that importing it is seen
     main = ModuleType("program")  # what is for scripts alone does not run
+    vars(main)["__builtins__"] = builtins
     sys.modules["program"] = main  # where pickle and dataclasses look
     sys.modules["__main__"] = ModuleType("__main__")
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # -S leaves them out
@@ -85,7 +108,7 @@ def _run(program: str, seconds: int, memory: int, say: Callable[[str], None]) ->
         (resource.RLIMIT_CPU, 2 * seconds + 2),  # should nobody be left to look at the clock
     ):
         _limit(what, most)
-    say(READY)
+    say((READY, ""))
     for fd in range(3):
         os.dup2(null, fd)
     os.close(null)
@@ -94,31 +117,44 @@ def _run(program: str, seconds: int, memory: int, say: Callable[[str], None]) ->
             _limit(resource.RLIMIT_AS, memory)
             sys.addaudithook(hook)
             exec(compile(program, "<program>", "exec", dont_inherit=True), vars(main))
-            reason = ""
+            verdict = RAN
         except BaseException as error:
-            reason = _reason(error)
-        say(reason)
+            verdict = _verdict(error)
+        say(verdict)
     except MemoryError:
         say(FULL)
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, MemoryError):
+def _verdict(error: BaseException) -> Verdict:
+    """Return the verdict on a program that raised an exception, and the reason in one line."""
+    try:
+        word, reason = _reason(error)
+        reason = " ".join(reason.split())[:LONGEST_REASON]
+        return (word, reason) if reason else UNKNOWN
+    except MemoryError:
         return FULL
-    if isinstance(error, SystemExit):
-        return EARLY
+    except BaseException:  # of the program's own class
+        return UNKNOWN
+
+
+def _reason(error: BaseException) -> Verdict:
+    kind = type(error)  # error.__class__ may say anything
+    if issubclass(kind, MemoryError):
+        return FULL
+    if issubclass(kind, SystemExit):
+        return FAILED, EARLY
     cause: BaseException | None = error
     for _ in range(20):  # a chain may be a ring
         if isinstance(cause, RefusedError):
-            return f"{STOPPED}{cause}"[:200]
+            return STOPPED, str(cause)
         cause = cause and (cause.__cause__ or cause.__context__)
-    if isinstance(error, OSError) and error.errno == errno.EROFS:
-        return f"{STOPPED}wrote a file"
+    if issubclass(kind, OSError) and getattr(error, "errno", None) == errno.EROFS:
+        return STOPPED, "wrote a file"
     try:
-        said = str(error).strip().splitlines()
-    except Exception:  # the program's own class
+        said = str.strip(str(error))[:LONGEST_REASON].splitlines()
+    except BaseException:  # of the program's own class
         said = []
-    return ": ".join([type(error).__name__, *said[:1]])[:200]
+    return FAILED, ": ".join(part for part in (kind.__name__.strip(), *said[:1]) if part)
 
 
 def _limit(what: int, most: int) -> None:
@@ -202,12 +238,12 @@ def _libc() -> Any:
     return ctypes.CDLL(None)
 
 
-def _enter_namespaces() -> None:
-    """Leaves network, other processes and writable files behind, where the kernel lets us."""
+def _enter_namespaces() -> bool:
+    """Leave network, other processes and writable files behind, where the kernel lets us; tell if it does."""
     libc = _libc()
     # CLONE_NEWUSER, _NEWPID (for children), _NEWNET, _NEWNS (mounts), _NEWIPC
     if libc is None or libc.unshare(0x10000000 | 0x20000000 | 0x40000000 | 0x00020000 | 0x08000000):
-        return
+        return False
     # mount_setattr("/", AT_RECURSIVE): set MOUNT_ATTR_RDONLY, clear nothing, MS_PRIVATE, no user namespace
     how = struct.pack("QQQQ", 1, 0, 1 << 18, 0)
     libc.syscall(442, -100, b"/", 0x8000, how, len(how))  # Linux 5.12; before it, the hook has to do
@@ -216,6 +252,7 @@ def _enter_namespaces() -> None:
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     if not os.access(os.__file__, os.R_OK):  # root may be nobody in particular here
         raise PermissionError(f"{os.__file__} is not readable for its user: run as the owner of this Python")
+    return True
 
 
 def _die_with_parent() -> None:

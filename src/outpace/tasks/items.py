@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import itertools
 import json
@@ -52,6 +53,17 @@ class Data:
     digest: str
     local: bool
 
+    @property
+    def left_out(self) -> list[str]:
+        """Rows that cannot be used: where each stands, and why."""
+        where = "line" if self.local else "row"
+        return [f"{where} {one.place}: {one.problem}" for one in self.items if one.problem is not None]
+
+    def check(self) -> None:
+        """Refuse data of which no row can be used."""
+        if len(self.left_out) == len(self.items):
+            raise ValueError(f"data: {self.name} has no row that can be used: {self.left_out[0]}")
+
 
 def read(
     name: str,
@@ -76,7 +88,8 @@ def read(
         rows: Sequence[tuple[int, Any]] = lines(path, stop)[::every]
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     elif path.exists():
-        raise ValueError(f"data: {path} is a folder without a manifest.jsonl; name a file of JSON lines")
+        what = "a folder without a manifest.jsonl" if path.is_dir() else "not a regular file"
+        raise ValueError(f"data: {path} is {what}; name a file of JSON lines")
     elif path.suffix in FILES or name.partition(":")[0].count("/") > 1:
         raise ValueError(f"data: {name}: no such file")
     else:
@@ -95,23 +108,31 @@ def read(
 
 
 def lines(path: Path, limit: int | None) -> list[tuple[int, dict[str, Any] | str]]:
-    """Of each line that is not empty its number, and its object, or what is wrong with it."""
+    """Return the number of each line that is not empty, and its object, or what is wrong with it."""
     found: list[tuple[int, dict[str, Any] | str]] = []
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
             there = ((place, line) for place, line in enumerate(file, 1) if line.strip())
             for place, line in itertools.islice(there, limit):
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    found.append((place, f"not JSON ({error.msg})"))
-                    continue
-                found.append((place, row if isinstance(row, dict) else "not a JSON object"))
-    except UnicodeDecodeError:
-        raise ValueError(f"data: {path} is not a text file in UTF-8") from None
+                found.append((place, parsed(path, place, line)))
     except OSError as error:
         raise ValueError(f"data: {path}: it cannot be read ({error.strerror})") from None
     return found
+
+
+def parsed(path: Path, place: int, line: bytes) -> dict[str, Any] | str:
+    """Return the object of a line, or what is wrong with it."""
+    try:
+        row = json.loads(line.decode("utf-8-sig" if place == 1 else "utf-8"))
+    except UnicodeDecodeError:
+        marked = line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        why = "it starts as UTF-16 does" if marked else f"line {place}"
+        raise ValueError(f"data: {path} is not a text file in UTF-8 ({why}); convert it") from None
+    except json.JSONDecodeError as error:
+        return f"not JSON ({error.msg})"
+    except (ValueError, RecursionError) as error:  # a number too long, lists too deep
+        return f"not JSON that can be read ({error})"
+    return row if isinstance(row, dict) else "not a JSON object"
 
 
 def hub(name: str, speech: bool, limit: int | None) -> list[dict[str, Any]]:
@@ -123,7 +144,8 @@ def hub(name: str, speech: bool, limit: int | None) -> list[dict[str, Any]]:
     config = parts[1] if len(parts) > 1 and parts[1] else None
     split = parts[2] if len(parts) > 2 else "test"
     try:
-        found = datasets.load_dataset(parts[0], config, split=split, streaming=True)
+        # False, as versions below 4 would ask on stdin whether to run a data set's own code.
+        found = datasets.load_dataset(parts[0], config, split=split, streaming=True, trust_remote_code=False)
         if speech:
             found = found.cast_column("audio", datasets.Audio(decode=False))
         return list(found if limit is None else found.take(limit))
@@ -143,10 +165,11 @@ def item(
         reference = first(row, SPEECH_REFERENCES)
         problem = None if reference else "there is no transcript to compare with"
         audio = row.get("audio")
+        sound: Path | bytes | None = None
         if isinstance(audio, dict):
-            sound: Path | bytes | None = audio.get("bytes") or folder / str(audio.get("path"))
-        else:
-            sound = folder / audio if isinstance(audio, str) and audio else None
+            sound, audio = audio.get("bytes") or None, audio.get("path")
+        if sound is None and isinstance(audio, str) and audio:
+            sound = folder / audio
         if sound is None:
             problem = "there is no audio"
         return Item(name, (), reference, sound, row, problem)
@@ -156,7 +179,7 @@ def item(
         source = first(both, (languages[0], "source"))
         reference = first(both, (languages[1], "reference", "target"))
     turns = row.get("turns")
-    if not (isinstance(turns, list) and turns and all(isinstance(one, str) for one in turns)):
+    if not (isinstance(turns, list) and turns and all(isinstance(one, str) and one.strip() for one in turns)):
         turns = [source] if source else []
     kept = {key: value for key, value in row.items() if isinstance(value, str | int | float | list | dict)}
     return Item(name, turns, reference, None, kept, None if turns else "there is no text to start from")

@@ -12,6 +12,7 @@ from outpace.tasks import score
 from outpace.tasks.items import Item
 
 Judged = dict[str, Any]
+SIDES = ("plain", "baseline", "exact", "sigmoid")
 LANGUAGES = {
     "cs": "Czech", "de": "German", "en": "English", "es": "Spanish", "fi": "Finnish", "fr": "French",
     "hi": "Hindi", "it": "Italian", "ja": "Japanese", "nl": "Dutch", "pl": "Polish", "pt": "Portuguese",
@@ -32,6 +33,7 @@ class Task:
     judge           of an answer to a row: numbers, and a "reason" where it failed; speech is compared in
                     normal form
     overall         measures of all answers: what is printed
+    lacking         what a row must have to be judged and has not, in words; None if it has all
     """
 
     name: str
@@ -43,6 +45,7 @@ class Task:
     stop: tuple[str, ...]
     judge: Callable[[Item, str, score.Normal], Judged]
     overall: Callable[[Sequence[Item], Sequence[Sequence[str]], Sequence[Sequence[Judged]]], dict[str, float]]
+    lacking: Callable[[Item], str | None] = lambda item: None
 
 
 def task_of(name: str, languages: tuple[str, str] = ("en", "de")) -> Task:
@@ -61,6 +64,43 @@ def task_of(name: str, languages: tuple[str, str] = ("en", "de")) -> Task:
     return Task(**{**vars(one), "chat": told(one.chat), "bare": told(one.bare), "encoder": asked})
 
 
+def no_side(name: str, drafted: bool, greedy: bool) -> str | None:
+    """Return why there cannot be a side, as far as can be told without models; None if nothing is known.
+
+    Args:
+        name: One of `SIDES`.
+        drafted: Whether there is a drafter.
+        greedy: Whether the likeliest token is always taken.
+    """
+    if name != "plain" and not drafted:
+        return "nobody drafts"
+    if name == "sigmoid" and greedy:
+        return "where the likeliest token is taken it is exact; give a temperature"
+    return None
+
+
+# What rows must have. It is looked for before anything is generated for them.
+
+
+def no_summary(item: Item) -> str | None:
+    return None if item.reference else "there is no summary to compare with"
+
+
+def no_translation(item: Item) -> str | None:
+    return None if item.reference else "there is no translation to compare with"
+
+
+def no_tests(item: Item) -> str | None:
+    test, entry = item.extra.get("test"), item.extra.get("entry_point")
+    if not isinstance(entry, str) or not entry.isidentifier():
+        return "there is no entry_point, the name of the function to test"
+    if not isinstance(test, str) or not test.strip():
+        return "there is no test to run the program with"
+    if re.search(r"^def check\b", test, re.MULTILINE) is None:
+        return "the test defines no function check, which is called with the program's function"
+    return None
+
+
 # Judges
 
 
@@ -74,21 +114,11 @@ def heard(item: Item, text: str, normal: score.Normal) -> Judged:
 
 
 def summed_up(item: Item, text: str, normal: score.Normal) -> Judged:
-    if item.reference is None:
-        raise ValueError("there is no summary to compare with")
+    assert item.reference is not None
     return score.rouge(item.reference, text)
 
 
-def translated(item: Item, text: str, normal: score.Normal) -> Judged:
-    if item.reference is None:
-        raise ValueError("there is no translation to compare with")
-    return {}
-
-
 def programmed(item: Item, text: str, normal: score.Normal) -> Judged:
-    missing = [key for key in ("test", "entry_point") if not isinstance(item.extra.get(key), str)]
-    if missing:
-        raise ValueError(f"there is no {missing[0]} to run the program with")
     from outpace.tasks import sandbox
 
     verdict = sandbox.run(program(item, text))
@@ -155,7 +185,7 @@ def mean_rouge(
 def corpus_bleu(
     items: Sequence[Item], texts: Sequence[Sequence[str]], judged: Sequence[Sequence[Judged]]
 ) -> dict[str, float]:
-    pairs = [(item.reference or "", text) for item, row in zip(items, texts, strict=True) for text in row]
+    pairs = [(str(item.reference), text) for item, row in zip(items, texts, strict=True) for text in row]
     return {"BLEU": score.bleu(*zip(*pairs, strict=True))}
 
 
@@ -185,6 +215,7 @@ TASKS = {
             ("\n\n",),
             summed_up,
             mean_rouge,
+            no_summary,
         ),
         Task(
             "translate",
@@ -198,8 +229,9 @@ TASKS = {
             128,
             1e4,
             ("\n",),
-            translated,
+            nothing,
             corpus_bleu,
+            no_translation,
         ),
         Task(
             "code",
@@ -212,6 +244,7 @@ TASKS = {
             ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\nassert ", "\n@"),
             programmed,
             pass_rates,
+            no_tests,
         ),
         Task("specbench", "{source}", "{source}", {"": "{source}"}, 256, 1e4, (), nothing, no_measure),
         Task("dialog", "{source}", "{source}", {"": "{source}"}, 128, 1e4, (), nothing, no_measure),

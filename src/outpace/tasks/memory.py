@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,7 +23,10 @@ class Memory:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """While this lasts, the encoders remember; then all is forgotten."""
+        """Let the encoders remember what this thread asks them; forget all at the end.
+
+        Other threads that run the same encoders meanwhile get what they would get without this.
+        """
         with ExitStack() as undone:
             undone.callback(self._states.clear)
             for i, encoder in enumerate(self.encoders):
@@ -33,9 +37,13 @@ class Memory:
             yield
 
     def _remembering(self, which: int, forward: Any) -> Any:
-        def heard(input_features: Tensor, **options: Any) -> Any:
-            if any(options.get(name) for name in ("output_attentions", "output_hidden_states")):
-                return forward(input_features, **options)
+        thread = threading.get_ident()
+
+        def heard(*given: Any, **options: Any) -> Any:
+            more = any(options.get(name) for name in ("output_attentions", "output_hidden_states"))
+            if more or threading.get_ident() != thread:
+                return forward(*given, **options)
+            input_features: Tensor = given[0] if given else options.pop("input_features")
             keys = [(which, _digest(row)) for row in input_features]
             new = {key: row for key, row in zip(keys, input_features, strict=True) if key not in self._states}
             # On a CPU one window keeps all cores busy, and more of them leave its caches.

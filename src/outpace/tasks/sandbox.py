@@ -35,7 +35,7 @@ from math import ceil, inf
 
 from outpace.arguments import integer, number
 from outpace.tasks import inmate
-from outpace.tasks.inmate import EARLY, READY, STOPPED
+from outpace.tasks.inmate import EARLY, FAILED, PASSED, READY, STOPPED
 
 FILE = inmate.__file__
 START = 60.0  # seconds that Python may take to start, on a busy machine
@@ -45,8 +45,8 @@ START = 60.0  # seconds that Python may take to start, on a busy machine
 class Outcome:
     """How a program ended.
 
-    passed   it ran to its end
-    reason   why not, in a line; empty if it passed
+    passed   it ran to its end, and the sandbox said so
+    reason   why not, in a line; empty if it passed, and only then
     seconds  it took, without the start of Python
     stopped  it did what it may not: took too long or too much memory, or was refused something
     """
@@ -117,8 +117,9 @@ class _Report:
         self.pipe, self.rest = pipe, b""
         self._line = re.compile(rb"%b (.*)\n" % token.encode())
 
-    def line(self, seconds: float) -> str | None:
-        """The next, or None if there will be none; TimeoutError after so many seconds."""
+    def line(self, seconds: float) -> tuple[str, str] | None:
+        """Return the next verdict and reason, or None if there will be none; TimeoutError if none comes in
+        time."""
         end = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self.pipe, selectors.EVENT_READ)
@@ -131,7 +132,8 @@ class _Report:
                     return None
                 self.rest = (self.rest + said)[-(1 << 17) :]
         self.rest = self.rest[found.end() :]
-        return found[1].decode()
+        verdict, _, reason = found[1].decode().partition(" ")
+        return verdict, reason
 
 
 def _outcome(report: _Report, seconds: float) -> Outcome:
@@ -139,17 +141,20 @@ def _outcome(report: _Report, seconds: float) -> Outcome:
         first = report.line(START)
     except TimeoutError:
         raise RuntimeError(f"the sandbox did not start within {START:g} s") from None
-    if first != READY:
-        said = report.rest.decode(errors="replace").strip().splitlines()
-        raise RuntimeError(f"the sandbox did not start: {said[-1] if said else first}")
+    if first != (READY, ""):
+        said = report.rest.decode(errors="replace").strip().splitlines() or [" ".join(first or ())]
+        raise RuntimeError(f"the sandbox did not start: {said[-1]}")
     start = time.monotonic()
     try:
-        reason = report.line(seconds)
+        verdict, reason = report.line(seconds) or (FAILED, EARLY)
     except TimeoutError:
-        reason = f"{STOPPED}took longer than {seconds:g} s"
-    why = EARLY if reason is None else reason
+        verdict, reason = STOPPED, f"took longer than {seconds:g} s"
     spent = time.monotonic() - start
-    return Outcome(why == "", why.removeprefix(STOPPED), spent, why.startswith(STOPPED))
+    if (verdict, reason) == (PASSED, ""):
+        return Outcome(True, "", spent)
+    if verdict not in (FAILED, STOPPED) or not reason:
+        raise RuntimeError(f"the sandbox gave no verdict: {verdict} {reason}")
+    return Outcome(False, reason, spent, verdict == STOPPED)
 
 
 def _end(watcher: subprocess.Popen[bytes], report: _Report) -> None:

@@ -59,6 +59,8 @@ def bleu(references: Sequence[str], texts: Sequence[str]) -> float:
 
 def pass_at(k: int, samples: int, passed: int) -> float:
     """The probability that one of k programs passes, by n of which c did: 1 − C(n − c, k)/C(n, k)."""
+    if not (1 <= k <= samples and 0 <= passed <= samples):
+        raise ValueError(f"k, samples, passed: got {k}, {samples}, {passed}; pass@k needs k of n programs")
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 

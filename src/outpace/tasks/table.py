@@ -81,7 +81,7 @@ class Column:
         return sum(one.get("distance", 0.0) for one in self.records) / positions if positions else None
 
     @property
-    def limited(self) -> list[tuple[str, str]]:
+    def stopped(self) -> list[tuple[str, str]]:
         """Programs that had to be stopped, by row, and why."""
         return [
             (item.name, judged["reason"])
@@ -117,13 +117,16 @@ def table(found: Sequence[Column]) -> Table:
     lines = [(name, [some.get(name, NONE) for some in each]) for name in names]
     lines = [(name, line) for name, line in lines if any(cell != NONE for cell in line)]
     lines.append(("rows", [str(len(one.records)) for one in common]))
-    lines.append(("failed", [str(len(one.failed) + len(one.limited)) for one in found]))
+    if any(one.stopped for one in found):
+        lines.append(("stopped programs", [str(len(one.stopped)) for one in found]))
+    lines.append(("failed", [str(len(one.failed)) for one in found]))
     return lines
 
 
 def lost(found: Sequence[Column]) -> set[int]:
-    """Rows that failed on some side that did others."""
-    return {row for one in found if one.done for row in one.failed}
+    """Rows that are not done on some side that did others."""
+    rows = {row for one in found for row in (*one.done, *one.failed)}
+    return {row for one in found if one.done for row in rows - one.done.keys()}
 
 
 def cells(one: Column, plain: Column | None) -> dict[str, str]:
@@ -149,19 +152,19 @@ def cells(one: Column, plain: Column | None) -> dict[str, str]:
 def by_category(found: Sequence[Column]) -> Table:
     """As Spec-Bench reports: mean accepted tokens, and the speed over plain decoding, for each category."""
     failed = lost(found)
-    found = [one for one in found if one.done]
     kinds: dict[str, set[int]] = {}
-    for row, (item, _) in found[0].done.items():
-        if row not in failed:
-            kinds.setdefault(category(item), set()).add(row)
+    for one in found:
+        for row, (item, _) in one.done.items():
+            if row not in failed:
+                kinds.setdefault(category(item), set()).add(row)
     lines = []
     for kind, rows in kinds.items():
         some = [one.only(rows) for one in found]
-        plain = next((one for one in some if one.side == "plain"), None)
+        plain = next((mean_speed(one) for one in some if one.side == "plain" and one.done), 0.0)
         cells = []
         for one in some:
-            over = f", {mean_speed(one) / mean_speed(plain):.2f}x" if plain is not None else ""
-            cells.append(f"{one.stats.tokens_per_call:.2f}{over}")
+            over = f", {mean_speed(one) / plain:.2f}x" if plain and one.done else ""
+            cells.append(f"{one.stats.tokens_per_call:.2f}{over}" if one.done else NONE)
         lines.append((f"{kind} ({len(rows)})", cells))
     return lines
 
@@ -170,10 +173,10 @@ def speed(one: Column) -> float | None:
     return one.stats.new_tokens / one.seconds if one.seconds else None
 
 
-def ratio(one: Column, plain: Column) -> float:
-    """Tokens a second over plain decoding's."""
+def ratio(one: Column, plain: Column) -> float | None:
+    """Tokens a second over plain decoding's; None where that is not known."""
     own, other = speed(one), speed(plain)
-    return own / other if own and other else float("nan")
+    return own / other if own and other else None
 
 
 def mean_speed(one: Column) -> float:
@@ -192,8 +195,12 @@ def failures(found: Sequence[Column], items: Sequence[Item]) -> list[str]:
         for reason, sides in reasons.items():
             where = "" if len(sides) == len(found) else f" ({', '.join(sides)})"
             lines.append(f"{items[row].name}{where}: {reason}")
-    lines += [f"{name} ({one.side}): the program {reason}" for one in found for name, reason in one.limited]
     return lines
+
+
+def stopped(found: Sequence[Column]) -> list[str]:
+    """Which programs had to be stopped, where, and why: they count as programs that do not pass."""
+    return [f"{name} ({one.side}): the program {reason}" for one in found for name, reason in one.stopped]
 
 
 def markdown(title: str, sides: Sequence[str], lines: Table) -> str:

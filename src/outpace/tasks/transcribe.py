@@ -20,11 +20,13 @@ from outpace.decode import Decoder
 from outpace.draft.model import ModelDrafter
 from outpace.integrations.transformers import generate
 from outpace.models.hub import Say, load_model, load_processor, say
-from outpace.pair import Name, load_drafter
+from outpace.pair import Name, check_draft_name, load_drafter
 from outpace.stats import Stats
 from outpace.tasks.audio import packages, read
 from outpace.tasks.memory import Memory
 from outpace.tasks.subtitles import Segment
+from outpace.verify.rules import parse
+from outpace.wording import suggestion
 
 FALLBACK = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # temperatures, in turn while a text looks wrong
 # When it does: what repeats itself, what the model finds unlikely. The usual values of Whisper.
@@ -59,6 +61,18 @@ class Sound:
     name: str
     samples: Tensor
     duration: float
+
+
+def language_code(language: str) -> str:
+    """Return Whisper's code of a language, "de" of "de" or "German"; refuse what is none."""
+    name = language.strip().lower()
+    code = TO_LANGUAGE_CODE.get(name, name)
+    if code not in TO_LANGUAGE_CODE.values():
+        known = suggestion(name, TO_LANGUAGE_CODE)
+        raise ValueError(
+            f"language: got {language!r}; it must be a name or a code such as german or de{known}"
+        )
+    return code
 
 
 def features_of(processor: Any, sounds: Sequence[Tensor], long: bool) -> Any:
@@ -97,18 +111,28 @@ class Transcriber:
         device: str | None = None,
         dtype: Any = None,
         draft_dtype: Any = None,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
         tell: Say = say,
         **options: Any,
     ) -> Transcriber:
         """By names, as `outpace.load` takes them; options are those of `Decoder`. A draft may be less
-        precise than its target: texts stay the target's."""
-        packages()  # before anything big is loaded
-        model, tokenizer = load_model(target, device=device, dtype=dtype, tell=tell)
-        drafter = load_drafter(draft, device=device, dtype=draft_dtype or dtype, tell=tell)
+        precise than its target: texts stay the target's. What does not fit is refused before weights are
+        loaded."""
+        packages()
+        check_draft_name(draft)
+        parse(options.get("rule", "token"))
+        trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+        source = trust if revision is None else {**trust, "revision": revision}
+        processor = load_processor(target, **source)
+        if not hasattr(processor, "feature_extractor"):
+            raise ValueError(f"target: {target} takes no speech; name a Whisper model")
+        model, tokenizer = load_model(target, device=device, dtype=dtype, tell=tell, **source)
+        drafter = load_drafter(draft, device=device, dtype=draft_dtype or dtype, tell=tell, **trust)
         if isinstance(drafter, ModelDrafter):
             drafter.check(model.get_output_embeddings().weight.shape[0], tokenizer)
         options.setdefault("pack", model.device.type == "cpu")
-        return cls(Decoder(model, drafter, **options), load_processor(target))
+        return cls(Decoder(model, drafter, **options), processor)
 
     def __call__(
         self,
@@ -141,7 +165,7 @@ class Transcriber:
         integer("batch_size", batch_size, "an int >= 1", lambda n: n >= 1)
         multilingual = getattr(self.model.generation_config, "is_multilingual", True)
         if language is not None:
-            language = TO_LANGUAGE_CODE.get(language.lower(), language.lower())
+            language = language_code(language)
         if not multilingual and (language not in (None, "en") or task == "translate"):
             raise ValueError("language: this model knows English alone, and does not translate")
         if fallback and temperature:

@@ -17,9 +17,11 @@ import re
 from dataclasses import dataclass
 
 from outpace.arguments import number
+from outpace.wording import suggestion
 
-NAMES = ("token", "block", "match", "rejection")
-KNOWN = f'known are {", ".join(NAMES)} and "sigmoid(ALPHA, BETA)"'
+OFFERED = ("token", "block", "match")
+NAMES = (*OFFERED, "rejection")  # the last one only for comparison
+KNOWN = f'known are {", ".join(OFFERED)} and "sigmoid(ALPHA, BETA)"'
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def parse(rule: Rule | str) -> Rule:
         return _named[rule]
     call = re.fullmatch(r"sigmoid\(\s*([^,\s]+)\s*,\s*([^,\s]+)\s*\)", rule)
     if call is None:
-        raise ValueError(f"rule: got {rule!r}; {KNOWN}")
+        raise ValueError(f"rule: got {rule!r}; {KNOWN}{suggestion(rule, (*OFFERED, 'sigmoid(ALPHA, BETA)'))}")
     try:
         alpha, beta = map(float, call.groups())
     except ValueError:

@@ -1,0 +1,48 @@
+"""Views of models: the same parameters, with an attention function and linear layers of their own.
+
+Forward passes of a scorer go through a view, so the model itself never changes: other threads may run it at
+the same time, by a forward pass of their own, by `generate`, or through a second scorer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+
+def view_of(
+    model: Module, forwards: Mapping[Module, Callable[[Tensor], Tensor]], config: Any = None
+) -> Module:
+    """Return a copy of a module tree that shares parameters, buffers and hooks with the original.
+
+    Args:
+        model: The module to copy. It is only read.
+        forwards: The forward of each module whose copy gets another one. A module that has a forward of its
+            own, such as a hook of accelerate, keeps it.
+        config: A configuration that takes the place of the model's in every copied module. By default all
+            of them keep theirs.
+    """
+    replaced = getattr(model, "config", None)
+    copies: dict[Module, Module] = {}
+
+    def copied(module: Module) -> Module:
+        if module in copies:
+            return copies[module]
+        # Not `copy.copy`, which pickles: wrappers such as PyTorch's compiler have their own way with that.
+        copies[module] = new = object.__new__(type(module))
+        attributes = module.__dict__.copy()
+        attributes["_buffers"] = attributes["_buffers"].copy()  # rotary embeddings may replace theirs
+        attributes["_modules"] = {
+            name: None if child is None else copied(child) for name, child in attributes["_modules"].items()
+        }
+        if config is not None and attributes.get("config") is replaced:
+            attributes["config"] = config
+        if module in forwards:
+            attributes.setdefault("forward", forwards[module])
+        new.__dict__.update(attributes)
+        return new
+
+    return copied(model)

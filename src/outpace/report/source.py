@@ -1,0 +1,90 @@
+"""The prompts, models, machine and date that a file's figures come from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from outpace.report.section import Content
+from outpace.report.words import sampled
+from outpace.wording import counted
+
+Source = dict[str, str]  # by what each setting is called
+
+
+def source(content: Content, sampling: str = "") -> Source:
+    """Return what a file's figures were measured on; settings that it does not name are left out.
+
+    sampling  of some of the figures, where the file has several
+    """
+    settings = content.get("settings") or {}
+    found = {
+        "prompts": _prompts(content),
+        "length": _most(content.get("max_new_tokens") or settings.get("max_new_tokens")),
+        "sampling": sampling or _sampling(content, settings),
+        "batch": f"{content['batch']} at a time" if content.get("batch") else "",
+        "model": ", ".join(
+            filter(None, (str(content.get("target") or "model not recorded"), dtype(content)))
+        ),
+        "machine": _machine(content.get("machine") or {}),
+        "date": str(content["date"])[:10] if content.get("date") else "date not recorded",
+    }
+    return {name: said for name, said in found.items() if said}
+
+
+def differences(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings that differ, but for the date, with both values in words."""
+    both = [name for name in here if name in there and name != "date" and there[name] != here[name]]
+    return {name: f"{there[name]} there, {here[name]} here" for name in both}
+
+
+def dtype(content: Content) -> str:
+    """Return the precision that the target ran in, as far as the file tells."""
+    if content["kind"] == "tune":
+        kinds = dict.fromkeys(
+            str(one["dtype"]) for one in content.get("candidates") or () if one.get("dtype")
+        )
+        return " and ".join(kinds)
+    found = re.search(r"\b(?:b?float\d+)\b", " ".join(models(content)[:1]))
+    return found[0] if found else ""
+
+
+def models(content: Content) -> list[str]:
+    """Return the lines that the decoders describe their models with."""
+    found = content.get("models") or (content.get("settings") or {}).get("models") or []
+    every = found.values() if isinstance(found, dict) else [found]
+    return list(dict.fromkeys(" ".join(line.split()) for lines in every for line in lines))
+
+
+def _prompts(content: Content) -> str:
+    data, count = content.get("data"), content.get("prompts")
+    if content["kind"] == "eval":
+        return f"{counted(data['rows'], 'row')} of {data['name']}" if data else ""
+    if count is None:
+        return ""
+    number = counted(count, "prompt")
+    if data:
+        return {
+            "built-in": counted(count, "built-in prompt"),
+            "--prompt": f"{number} given with --prompt",
+        }.get(data["name"], f"{number} of {data['name']}")
+    if (content.get("settings") or {}).get("alpha") is not None:
+        return f"{number} of random tokens"
+    return f"{number}, built in or given with --prompt"
+
+
+def _most(tokens: int | None) -> str:
+    return "" if tokens is None else f"at most {counted(tokens, 'new token')} each"
+
+
+def _sampling(content: Content, settings: Mapping[str, Any]) -> str:
+    if content["kind"] == "eval":
+        return sampled({name: settings.get(name) for name in ("temperature", "top_k", "top_p")})
+    return sampled(content["sampling"]) if content.get("sampling") else ""
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    threads = machine.get("threads")
+    parts = (machine.get("device") or "machine not recorded", counted(threads, "thread") if threads else "")
+    return ", ".join(filter(None, parts))
