@@ -14,7 +14,7 @@ import torch
 
 from outpace.cli import checks
 from outpace.cli.options import length_of
-from outpace.models.hub import precision_of
+from outpace.models.hub import DTYPES, precision_of
 from outpace.sampling import Sampling
 from outpace.verify.rules import parse
 from tests.cli import test_help
@@ -165,7 +165,7 @@ def test_a_length_that_the_flag_accepts_is_a_policy(text: str) -> None:
     assert policy is None if text == "auto" else policy is not None
 
 
-@pytest.mark.parametrize("text", sorted(checks.DTYPES))
+@pytest.mark.parametrize("text", sorted(DTYPES))
 def test_dtypes_have_short_names(text: str) -> None:
     assert precision_of(checks.dtype(text), torch.device("cpu")).is_floating_point
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+import warnings
+from typing import Any
 
 import pytest
 
@@ -59,6 +62,19 @@ def test_a_prompt_that_is_not_utf8_is_said(run: Run, model: str) -> None:
         words = ["ab"] if command == "generate" else []
         code, _, err = run(command, *words, "--system", "a\udcff")
         assert (code, err) == (2, "outpace: --system: not text in UTF-8\n")
+
+
+def test_a_warning_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = importlib.import_module("outpace.cli.plan")
+    honest = plan.planned
+
+    def planned(*arguments: Any) -> Any:
+        warnings.warn("the first line\nframe #0: and the rest", stacklevel=1)
+        return honest(*arguments)
+
+    monkeypatch.setattr(plan, "planned", planned)
+    code, _, err = run(*PLAN)
+    assert (code, err) == (0, "outpace: the first line\n")
 
 
 @pytest.mark.parametrize("module", ["typer", "outpace.cli.show", "torch", "transformers"])

@@ -71,7 +71,7 @@ def options(
 def main() -> None:
     """Run the command; what a user did wrong is one line on stderr and exit status 2."""
     _open_streams()
-    warnings.showwarning = lambda message, *_: print(f"outpace: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_: _say(_first_line(str(message)))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     bound_spinning()
@@ -125,9 +125,13 @@ def _discard(stream: IO[str]) -> None:
 
 
 def fail(why: str) -> NoReturn:
-    line = next((one.strip() for one in why.splitlines() if one.strip()), "it failed without saying why")
-    _say(line)
+    _say(_first_line(why) or "it failed without saying why")
     raise SystemExit(2)
+
+
+def _first_line(text: str) -> str:
+    """Return the first line that is not empty: PyTorch's warnings and errors may carry a stack trace."""
+    return next((one.strip() for one in text.splitlines() if one.strip()), "")
 
 
 def _say(line: str) -> None:

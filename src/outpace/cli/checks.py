@@ -14,8 +14,6 @@ from typing import Any
 from outpace.wording import suggestion
 
 RULES = ("token", "block", "match")
-DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
-DTYPES |= {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DEVICES = ("cpu", "cuda", "hpu", "mps", "npu", "xla", "xpu")  # types; an index may follow
 RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "temperature": ("a number >= 0 (0 is greedy)", lambda t: 0 <= t < math.inf),
@@ -86,6 +84,8 @@ def device(value: str | None) -> str | None:
 
 def dtype(value: Any) -> Any:
     """Return the full name of a dtype, or of each in a list; None stays None."""
+    from outpace.models.hub import DTYPES
+
     if isinstance(value, list | tuple):
         return [dtype(one) for one in value]
     if value is not None and value not in DTYPES:

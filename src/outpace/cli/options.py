@@ -384,9 +384,6 @@ def open_decoder(
     check_models(target, draft, rule, lenience, length)
     from outpace.pair import load
 
-    loading: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    if revision is not None:
-        loading["revision"] = revision
     decoder = load(
         target,
         draft,
@@ -396,7 +393,8 @@ def open_decoder(
         lenience=lenience,
         length=length_of(length),
         tell=note,
-        **loading,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
     )
     refuse_speech(decoder.scorer, target)
     # What was made so far stays until the end: `main` had it not looked through for garbage, nor is it now.

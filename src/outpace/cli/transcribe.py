@@ -130,16 +130,12 @@ def transcribe(
     check_models(target, draft, rule, length=length)
     if not any(path.is_file() for path in files):
         raise ValueError(f"{files[0]}: no such file")
-    from outpace.pair import check_draft_name
-    from outpace.tasks.transcribe import Transcriber
+    from outpace.tasks.transcribe import Transcriber, language_code
 
-    check_draft_name(draft)
+    if language is not None:
+        language_code(language)
     wanted = length_of(length)
     options: dict[str, Any] = {} if wanted is None else {"length": wanted}
-    if trust_remote_code:
-        options["trust_remote_code"] = True
-    if revision is not None:
-        options["revision"] = revision
     one = Transcriber.load(
         target,
         draft,
@@ -147,6 +143,8 @@ def transcribe(
         dtype=dtype,
         draft_dtype=draft_dtype,
         tell=note,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
         rule=rule,
         **options,
     )
