@@ -185,9 +185,24 @@ def accepts(call: Any) -> bool:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "measure", "sweep", "tune"])
-@pytest.mark.parametrize("draft", ["/nowhere/at/all", "ngram:/nowhere/at/all"])
+@pytest.mark.parametrize(
+    ("draft", "why"),
+    [
+        ("/nowhere/at/all", "/nowhere/at/all: no such file"),
+        ("ngram:/nowhere/at/all", "/nowhere/at/all: no such file"),
+        (f"ngram:{__file__}", "holds no n-gram drafter"),
+        ("lokup", 'did you mean "lookup"?'),
+    ],
+    ids=["no model", "no table", "damaged table", "misspelt"],
+)
 def test_a_draft_that_is_not_there_is_said_before_a_model_is_loaded(
-    run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, draft: str
+    run: Run,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    draft: str,
+    why: str,
 ) -> None:
     from outpace import pair
     from outpace.cli import drafts
@@ -200,5 +215,5 @@ def test_a_draft_that_is_not_there_is_said_before_a_model_is_loaded(
     monkeypatch.setattr(pair, "load_model", load)
     code, _, errors = run(command, *(["ab"] if command == "generate" else []), "-t", model, "-d", draft)
     assert code == 2
-    assert "/nowhere/at/all: no such file" in errors.splitlines()[-1]
+    assert why in errors.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
