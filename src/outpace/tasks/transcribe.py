@@ -66,7 +66,7 @@ class Sound:
 def language_code(language: str) -> str:
     """Return Whisper's code of a language, "de" of "de" or "German"; refuse what is none."""
     name = language.strip().lower()
-    code = TO_LANGUAGE_CODE.get(name, name)
+    code: str = TO_LANGUAGE_CODE.get(name, name)
     if code not in TO_LANGUAGE_CODE.values():
         known = suggestion(name, TO_LANGUAGE_CODE)
         raise ValueError(
