@@ -8,6 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from outpace.upstream import silence_torchao
+
+silence_torchao()  # before anything imports Transformers
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:

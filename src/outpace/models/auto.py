@@ -1,0 +1,55 @@
+"""Transformers' loaders: the class for a config, and how much they print."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+def auto_class(config: Any) -> Any:
+    """Return Transformers' Auto class for models with this config."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
+    if not config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    return AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else AutoModelForSeq2SeqLM
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence Transformers' progress bars and warnings."""
+    from transformers.utils import logging
+
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def gguf_reading() -> Iterator[None]:
+    """Have Transformers parse a GGUF file once, and show its progress bar on a terminal alone.
+
+    It parses the file for the config, the tokenizer and the weights in turn, each of which takes many seconds
+    with a large vocabulary. The bar over the tensors is drawn with tqdm itself, so `quiet` does not reach it.
+    """
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils as reading
+
+    drawn, parsed = reading.tqdm, gguf.GGUFReader
+    parse_once = functools.cache(parsed)
+    reading.tqdm = functools.partial(drawn, disable=None)  # None: off where stderr is no terminal
+    gguf.GGUFReader = lambda path: parse_once(os.path.realpath(path))  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        reading.tqdm = drawn
+        gguf.GGUFReader = parsed  # type: ignore[misc]

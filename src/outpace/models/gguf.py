@@ -1,0 +1,459 @@
+"""GGUF files: converted once to safetensors and kept by content and dtype, up to a limit.
+
+The least recently used are removed first. A converted model is a folder that Transformers maps into memory.
+Its file `used` has the time of the last use; a process that uses the model holds a shared lock on it.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import math
+import mmap
+import os
+import shutil
+import struct
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from outpace.files import write_whole
+from outpace.models.auto import auto_class, gguf_reading, quiet
+from outpace.models.store import COMPLETE, Say, cache_folder, first_line, install, is_complete, locked
+
+try:
+    import fcntl
+except ImportError:  # Windows, where a file that is mapped into memory cannot be deleted anyway
+    fcntl = None  # type: ignore[assignment]
+
+LIMIT_GIB = 20.0  # all converted files together
+LIMIT_VARIABLE = "OUTPACE_GGUF_CACHE_GIB"
+RESERVE = 1 << 30  # bytes of the disk left free
+OVERHEAD = 64 << 20  # bytes of a converted model besides its weights: tokenizer and configs
+SETTLED = 2.0  # seconds after a file's last change from which on another change shows in its times
+FORMAT = 1  # raised when converted folders change
+
+USED, ABOUT, DIGESTS = "used", "about.json", "digests.json"
+
+
+# The file
+
+
+def count_weights(path: Path) -> int:
+    """Return the number of weights in a GGUF file, by its header alone.
+
+    Raises:
+        OSError: The header is damaged, or the file ends before its last tensor does.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Header(data).weights()
+    except (struct.error, ValueError, OverflowError) as error:
+        raise OSError(f"{path}: cannot be loaded, as it is damaged or cut off ({error})") from None
+
+
+# Types of values in a header: the bytes that a number takes, and the two that have a length.
+WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+STRING, ARRAY = 8, 9
+LENGTH = struct.Struct("<Q")
+
+
+class _Header:
+    """A GGUF header, read from its beginning to the end of the table of tensors."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 4
+        (version,) = self._take("<I")
+        if version not in (2, 3):
+            raise ValueError(f"version {version}; it must be 2 or 3")
+        self.tensors, self.entries = self._take("<QQ")
+
+    def weights(self) -> int:
+        from gguf import GGML_QUANT_SIZES
+
+        alignment = 32  # bytes, unless the file says otherwise
+        for _ in range(self.entries):
+            key = self._text()
+            (kind,) = self._take("<I")
+            if key == b"general.alignment" and kind == 4:
+                alignment = max(1, *struct.unpack_from("<I", self.data, self.at))
+            self._skip(kind)
+        total, ends = 0, [0]
+        for _ in range(self.tensors):
+            self._text()
+            (dimensions,) = self._take("<I")
+            shape = self._take(f"<{dimensions}Q")
+            kind, offset = self._take("<IQ")
+            total += math.prod(shape)
+            if kind in GGML_QUANT_SIZES:  # a type unknown here may be known to Transformers
+                block, size = GGML_QUANT_SIZES[kind]
+                ends.append(offset + math.prod(shape) // block * size)
+        needed = -(-self.at // alignment) * alignment + max(ends)
+        if needed > len(self.data):
+            raise ValueError(f"its tensors end at byte {needed}, the file at {len(self.data)}")
+        return total
+
+    def _take(self, form: str) -> Any:
+        found = struct.unpack_from(form, self.data, self.at)
+        self.at += struct.calcsize(form)
+        return found
+
+    def _text(self) -> bytes:
+        (length,) = self._take("<Q")
+        self._move(length)
+        return self.data[self.at - length : self.at]
+
+    def _move(self, count: int) -> None:
+        self.at += count
+        if self.at > len(self.data):
+            raise ValueError("its header is cut off")
+
+    def _skip(self, kind: int, count: int = 1) -> None:
+        if kind == STRING:
+            at = self.at
+            for _ in range(count):  # of a vocabulary, some hundred thousand
+                at += 8 + LENGTH.unpack_from(self.data, at)[0]
+            self._move(at - self.at)
+        elif kind == ARRAY:
+            for _ in range(count):
+                self._skip(*self._take("<IQ"))
+        elif kind in WIDTHS:
+            self._move(count * WIDTHS[kind])
+        else:
+            raise ValueError(f"its header has a value of type {kind}")
+
+
+def read(path: Path, precision: Any, device_map: Any = None) -> tuple[Any, Any]:
+    """Return the model and the tokenizer of a GGUF file, with dense weights.
+
+    Products with quantized weights would need kernels from the hub.
+
+    Raises:
+        OSError: Transformers cannot load the file.
+        ValueError: Some weights overflow float16.
+    """
+    import torch
+    from transformers import AutoConfig, AutoTokenizer, GgufConfig
+
+    named: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
+    try:
+        with _alone(path) as folder, quiet(), gguf_reading():
+            config = AutoConfig.from_pretrained(folder, **named)
+            tokenizer = AutoTokenizer.from_pretrained(folder, **named)
+            model = auto_class(config).from_pretrained(
+                folder,
+                config=config,
+                dtype=precision,
+                device_map=device_map,
+                quantization_config=GgufConfig(dequantize=True),
+                **named,
+            )
+    except Exception as error:
+        raise OSError(f"{path}: cannot be loaded ({first_line(error)})") from error
+    if precision == torch.float16 and not all(bool(one.isfinite().all()) for one in model.parameters()):
+        raise ValueError(f"dtype: float16 cannot hold all weights of {path}; give bfloat16 or float32")
+    return model, tokenizer
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[Path]:
+    """Yield a folder with nothing in it but the file: Transformers takes others that lie beside it."""
+    with tempfile.TemporaryDirectory() as name:
+        link = Path(name) / path.name
+        try:
+            link.symlink_to(path.absolute())
+        except OSError:  # Windows allows links to few users
+            yield path.parent
+        else:
+            yield Path(name)
+
+
+# What was converted
+
+
+class Hold:
+    """A converted model in use: it is not removed before `close`."""
+
+    def __init__(self, folder: Path, descriptor: int) -> None:
+        self.folder, self._descriptor = folder, descriptor
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def hold(folder: Path) -> Hold | None:
+    """Take a converted model into use; None if it is not there, or not whole."""
+    try:
+        taken = Hold(folder, os.open(folder / USED, os.O_RDONLY))
+    except OSError:
+        return None
+    with suppress(OSError):  # some network file systems have no locks
+        if fcntl is not None:
+            fcntl.flock(taken._descriptor, fcntl.LOCK_SH)
+    if not is_complete(folder):  # it may have been removed a moment ago
+        taken.close()
+        return None
+    with suppress(OSError):  # a cache that others own is read all the same
+        os.utime(folder / USED)
+    return taken
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A converted GGUF file in the cache.
+
+    name    of the GGUF file
+    dtype   of its weights
+    bytes   on disk
+    used    when it was last used, in seconds since 1970
+    in_use  whether a process uses it now
+    """
+
+    folder: Path
+    name: str
+    dtype: str
+    bytes: int
+    used: float
+    in_use: bool
+
+
+def converted() -> list[Converted]:
+    """Return the converted models in the cache, the most recently used first."""
+    found = []
+    for folder in _folders():
+        if not is_complete(folder):
+            continue
+        with suppress(OSError, ValueError, KeyError):
+            about = json.loads((folder / ABOUT).read_text())
+            size = sum(file.stat().st_size for file in folder.iterdir())
+            used = (folder / USED).stat().st_mtime
+            found.append(Converted(folder, about["name"], about["dtype"], size, used, not _removable(folder)))
+    return sorted(found, key=lambda one: -one.used)
+
+
+def clear(names: Iterable[str] = ()) -> tuple[list[Converted], list[Converted]]:
+    """Remove converted models, all or those of these names.
+
+    Returns:
+        Those removed, and those that are in use and stay.
+    """
+    wanted = set(names)
+    there = converted()
+    if missing := wanted - {one.name for one in there}:
+        known = ", ".join(dict.fromkeys(one.name for one in there)) or "nothing"
+        raise ValueError(f"{min(missing)}: no converted GGUF file has this name; there is {known}")
+    chosen = [one for one in there if not wanted or one.name in wanted]
+    removed = [one for one in chosen if _remove(one.folder)]
+    if not wanted:
+        _sweep()
+    return removed, [one for one in chosen if one not in removed]
+
+
+def convert_once(path: Path, precision: Any, tell: Say) -> Hold | None:
+    """Return the converted copy of a GGUF file, made now if there is none; None where it cannot be kept.
+
+    Raises:
+        OSError: The file cannot be loaded.
+        ValueError: Some weights overflow float16.
+    """
+    from safetensors import SafetensorError
+
+    dtype = str(precision).removeprefix("torch.")
+    before = _stamp(path)
+    folder = _place(path, dtype)
+    if found := hold(folder):
+        return found
+    needed = count_weights(path) * precision.itemsize + OVERHEAD
+
+    def not_kept(error: Exception) -> None:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        tell(f"{path}: converted at every start, as it cannot be kept in {folder.parent} ({why})")
+
+    with ExitStack() as stack:
+        try:
+            waiting = f"Another process is converting {path.name}; waiting for it."
+            stack.enter_context(locked(_lock(folder), waiting, tell))
+            if found := hold(folder):  # another process may have been faster
+                return found
+            _make_room(folder, needed)
+            beside = stack.enter_context(_temporary(folder))
+        except OSError as error:
+            return not_kept(error)
+        tell(f"{path}: converting it once to safetensors, {needed / 1e9:.1f} GB in {dtype}")
+        made = beside / "model"
+        model, tokenizer = read(path, precision)
+        if _stamp(path) != before:
+            return not_kept(OSError("the file changed meanwhile"))
+        try:
+            with quiet():
+                model.save_pretrained(made)
+                tokenizer.save_pretrained(made)
+            (made / ABOUT).write_text(json.dumps({"name": path.name, "dtype": dtype}))
+            (made / USED).touch()
+            install(made, folder)
+        except (OSError, SafetensorError) as error:  # a full disk may raise either
+            return not_kept(error)
+        finally:
+            del model
+            gc.collect()  # the command has switched it off, and the weights are about to be loaded again
+        return hold(folder)
+
+
+def _place(path: Path, dtype: str) -> Path:
+    """Return the folder for this content and dtype.
+
+    The version of Transformers counts too: a later one may read the file better.
+    """
+    made_of = f"{_digest(path)} {dtype} {metadata.version('transformers')} {FORMAT}"
+    return _root() / hashlib.sha256(made_of.encode()).hexdigest()[:24]
+
+
+def _root() -> Path:
+    return cache_folder() / "gguf"
+
+
+def _lock(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")
+
+
+def _folders() -> list[Path]:
+    root = _root()
+    return [one for one in root.iterdir() if one.is_dir() and "." not in one.name] if root.is_dir() else []
+
+
+@contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    """Yield a new folder beside this one; whoever calls it holds the lock."""
+    for left in folder.parent.glob(f"{folder.name}.tmp*"):  # of a process that was killed
+        shutil.rmtree(left)
+    prefix = f"{folder.name}.tmp"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+# Content
+
+
+def _stamp(path: Path) -> list[int]:
+    """Return numbers that change when the file does."""
+    seen = path.stat()
+    return [seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino, seen.st_dev]
+
+
+def _digest(path: Path) -> str:
+    """Return the SHA-256 of a file, remembered for as long as the file stays the same."""
+    index, name, stamp = _root() / DIGESTS, str(path.resolve()), _stamp(path)
+    known = _digests(index)
+    if name in known and known[name][:-1] == stamp:
+        return str(known[name][-1])
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if _stamp(path) == stamp and time.time() - max(stamp[1:3]) / 1e9 > SETTLED:
+        there = {one: noted for one, noted in known.items() if Path(one).exists()}
+        with suppress(OSError):  # a cache that cannot be written only costs the time to read the file again
+            index.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(index, json.dumps({**there, name: [*stamp, digest]}))
+    return digest
+
+
+def _digests(index: Path) -> dict[str, list[Any]]:
+    try:
+        return {str(name): list(noted) for name, noted in json.loads(index.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+# Room
+
+
+def limit() -> int:
+    """Return how many bytes all converted files together may take."""
+    given = os.environ.get(LIMIT_VARIABLE)
+    try:
+        number = LIMIT_GIB if given is None else float(given)
+    except ValueError:
+        number = -1
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{LIMIT_VARIABLE}: got {given!r}; it must be a number of GiB, 0 keeps nothing")
+    return int(number * 2**30)
+
+
+def _make_room(folder: Path, needed: int) -> None:
+    """Remove models, the least recently used first, until this many bytes fit; none if they would not."""
+    most = limit()
+    _sweep(but=folder)
+    there = converted()
+    total, free = sum(one.bytes for one in there), shutil.disk_usage(folder.parent).free
+    doomed: list[Converted] = []
+    for one in reversed(there):
+        if total + needed <= most and free >= needed + RESERVE:
+            break
+        if not one.in_use:
+            doomed.append(one)
+            total, free = total - one.bytes, free + one.bytes
+    if total + needed > most:
+        raise OSError(f"{LIMIT_VARIABLE} allows {most / 2**30:g} GiB, it takes {needed / 2**30:.1f}")
+    if free < needed + RESERVE:
+        raise OSError(f"the disk has {free / 2**30:.1f} GiB free, it takes {needed / 2**30:.1f}")
+    for one in doomed:
+        _remove(one.folder)
+
+
+@contextmanager
+def _exclusively(folder: Path) -> Iterator[bool]:
+    """Yield whether nobody uses the model, and keep it so."""
+    try:
+        descriptor = os.open(folder / USED, os.O_RDONLY)
+    except OSError:
+        yield False
+        return
+    alone = True
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        alone = False
+    except OSError:  # some network file systems have no locks
+        pass
+    try:
+        yield alone
+    finally:
+        os.close(descriptor)
+
+
+def _removable(folder: Path) -> bool:
+    with _exclusively(folder) as alone:
+        return alone
+
+
+def _remove(folder: Path) -> bool:
+    """Remove a model that nobody uses; return whether it is gone."""
+    with _exclusively(folder) as alone:
+        if alone:
+            with suppress(OSError):
+                (folder / COMPLETE).unlink()  # from here on nobody takes it for whole
+                shutil.rmtree(folder)
+        return alone and not folder.exists()
+
+
+def _sweep(but: Path | None = None) -> None:
+    """Remove what processes that were killed have left, and models that are not whole."""
+    from filelock import FileLock, Timeout
+
+    root = _root()
+    left = [one for one in root.glob("*.tmp*") if one.is_dir()] if root.is_dir() else []
+    for one in [*left, *(folder for folder in _folders() if not is_complete(folder))]:
+        key = one.name.split(".")[0]
+        if but is not None and key == but.name:
+            continue
+        with suppress(Timeout, OSError), FileLock(root / f"{key}.lock", timeout=0):
+            if one in left or not is_complete(one):
+                shutil.rmtree(one)

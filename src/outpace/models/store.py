@@ -1,0 +1,88 @@
+"""The model cache on disk: its folder, whole models in it, locks, and errors that say what to do."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+COMPLETE = "complete.json"  # written last: the sizes of all files of a converted model
+
+Say = Callable[[str], None]
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def cache_folder() -> Path:
+    """Where models are kept: $OUTPACE_CACHE, or `outpace` in the user's cache folder."""
+    if named := os.environ.get("OUTPACE_CACHE"):
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "outpace"
+
+
+def is_complete(folder: Path) -> bool:
+    try:
+        sizes = json.loads((folder / COMPLETE).read_text())
+        names = dict(sizes)
+        return bool(names) and all((folder / one).stat().st_size == size for one, size in names.items())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def install(made: Path, folder: Path) -> None:
+    """Move a model that was made elsewhere on the same disk to its place, as a whole."""
+    for file in made.iterdir():
+        file.chmod(0o644)  # others may share the cache; safetensors writes for its owner alone
+    sizes = {file.name: file.stat().st_size for file in made.iterdir()}
+    (made / COMPLETE).write_text(json.dumps(sizes))
+    if folder.exists():
+        shutil.rmtree(folder)
+    made.replace(folder)
+
+
+@contextmanager
+def locked(path: Path, waiting: str, tell: Say) -> Iterator[None]:
+    """Hold the lock at this path; say so once if another process has it."""
+    from filelock import FileLock, Timeout
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        tell(waiting)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def writing(cache: Path) -> Iterator[None]:
+    """Errors of the file system, in one sentence that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise OSError(
+                f"no space left in {cache} ({error.strerror}); free some, or name another folder in "
+                "OUTPACE_CACHE"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
+            raise OSError(
+                f"cannot write to {cache} ({error.strerror}); name another folder in OUTPACE_CACHE"
+            ) from error
+        raise

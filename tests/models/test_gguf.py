@@ -1,0 +1,395 @@
+"""GGUF files are converted once, kept by content, and removed by age."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import termios
+import threading
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import outpace
+from outpace.models import gguf, hub
+from tests.gguf_file import write_gguf
+from tests.tiny import greedy
+
+PROMPT = [1, 70, 70, 71, 256]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv(gguf.LIMIT_VARIABLE, raising=False)
+    monkeypatch.setattr(gguf, "OVERHEAD", 0)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "model.Q8_0.gguf")
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The GGUF files that were read as such, one entry per conversion."""
+    seen: list[Path] = []
+    honest = gguf.read
+
+    def read(path: Path, *rest: Any) -> Any:
+        seen.append(path)
+        return honest(path, *rest)
+
+    monkeypatch.setattr(gguf, "read", read)
+    return seen
+
+
+def load(file: Path, dtype: str = "float32", **options: Any) -> tuple[Any, Any, list[str]]:
+    lines: list[str] = []
+    model, tokenizer = hub.load_model(file, device="cpu", dtype=dtype, tell=lines.append, **options)
+    return model, tokenizer, lines
+
+
+def names() -> list[str]:
+    return [one.name for one in gguf.converted()]
+
+
+def settled(file: Path, seconds: float = 10) -> Path:
+    """The same file, last changed a while ago."""
+    then = file.stat().st_mtime - seconds
+    os.utime(file, (then, then))
+    return file
+
+
+def test_a_gguf_file_is_converted_once(file: Path, reads: list[Path]) -> None:
+    _, _, lines = load(file)
+    assert lines == [
+        f"{file}: converting it once to safetensors, 0.0 GB in float32",
+        f"{file}: float32 on cpu",
+    ]
+    assert load(file)[2] == [f"{file}: float32 on cpu"]
+    assert reads == [file]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_converted_copy_has_the_weights_text_and_tokenizer_of_the_file(file: Path, dtype: str) -> None:
+    model, tokenizer = gguf.read(file, getattr(torch, dtype))
+    load(file, dtype)
+    kept, of_kept, _ = load(file, dtype)
+    assert Path(kept.name_or_path).parent == hub.cache_folder() / "gguf"
+    theirs = kept.state_dict()
+    assert theirs.keys() == model.state_dict().keys()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in model.state_dict().items())
+    assert greedy(kept, PROMPT, 24) == greedy(model, PROMPT, 24)
+    assert kept.generation_config.eos_token_id == model.generation_config.eos_token_id == 261
+    assert of_kept.get_vocab() == tokenizer.get_vocab()
+    assert of_kept.chat_template == tokenizer.chat_template
+    assert of_kept.eos_token == tokenizer.eos_token == "<|end|>"
+    text = "abcde <|turn|> é\n"
+    assert of_kept(text).input_ids == tokenizer(text).input_ids
+    assert of_kept.decode(of_kept(text).input_ids) == tokenizer.decode(tokenizer(text).input_ids)
+
+
+def test_a_second_start_maps_the_weights_and_copies_none(file: Path) -> None:
+    load(file)
+    model, _, _ = load(file)
+    spans = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    (start, end) = next(
+        (int(low, 16), int(high, 16))
+        for span, *_, path in spans
+        if path.endswith("model.safetensors")
+        for low, high in [span.split("-")]
+    )
+    assert all(start <= weight.data_ptr() < end for weight in model.parameters())
+
+
+def test_copies_of_one_file_share_a_conversion_and_dtypes_do_not(file: Path, reads: list[Path]) -> None:
+    load(file)
+    load(Path(shutil.copy(file, file.with_name("other.gguf"))))
+    assert len(reads) == 1
+    load(file, "bfloat16")
+    assert len(reads) == 2
+    assert sorted(one.dtype for one in gguf.converted()) == ["bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_changed_file_of_the_same_name_and_size_is_converted_anew(file: Path, old: bool) -> None:
+    if old:
+        settled(file)
+    first, _, _ = load(file)
+    size = file.stat().st_size
+    write_gguf(file, seed=1)
+    assert file.stat().st_size == size
+    second, _, _ = load(file)
+    assert greedy(second, PROMPT, 24) != greedy(first, PROMPT, 24)
+    assert len(gguf.converted()) == 2
+
+
+def test_a_file_that_stays_the_same_is_hashed_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settled(file)
+    monkeypatch.setattr(gguf, "SETTLED", -60.0)  # its inode changed a moment ago
+    load(file)
+    monkeypatch.setattr(gguf.hashlib, "file_digest", lambda *_: pytest.fail("it was read again"))
+    load(file)
+
+
+def test_a_file_changed_a_moment_ago_is_not_taken_for_settled(file: Path, cache: Path) -> None:
+    load(file)
+    assert not (cache / "gguf" / gguf.DIGESTS).exists()
+
+
+def test_a_damaged_index_of_digests_costs_only_time(file: Path, cache: Path, reads: list[Path]) -> None:
+    load(file)
+    (cache / "gguf" / gguf.DIGESTS).write_text("[1]")
+    load(file)
+    assert reads == [file]
+
+
+def test_a_damaged_copy_is_made_anew(file: Path, reads: list[Path]) -> None:
+    load(file)
+    (one,) = gguf.converted()
+    weights = one.folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    load(file)
+    assert len(reads) == 2
+
+
+def test_only_the_file_itself_counts_not_what_lies_beside_it(file: Path) -> None:
+    clean = load(file)[1]
+    gguf.clear()
+    marker = file.with_name("marker")
+    file.with_name("tokenizer_config.json").write_text(
+        json.dumps({"chat_template": "other", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}})
+    )
+    file.with_name("mine.py").write_text(f"open({str(marker)!r}, 'w')")
+    assert load(file)[1].chat_template == clean.chat_template
+    assert not marker.exists()
+
+
+def test_weights_that_overflow_float16_are_an_error_not_infinite(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "large.gguf", quantization="BF16", scale=1e5)
+    with pytest.raises(
+        ValueError, match=r"dtype: float16 cannot hold all weights of .*; give bfloat16 or float32"
+    ):
+        load(file, "float16")
+    assert names() == []
+    assert all(bool(weight.isfinite().all()) for weight in load(file, "bfloat16")[0].parameters())
+
+
+# Room
+
+
+def size_of_one(file: Path) -> int:
+    load(file)
+    (one,) = gguf.converted()
+    return one.bytes
+
+
+def limited(patch: pytest.MonkeyPatch, size: float) -> None:
+    patch.setenv(gguf.LIMIT_VARIABLE, repr(size / 2**30))
+
+
+def aged(name: str, seconds: float) -> None:
+    (one,) = (one for one in gguf.converted() if one.name == name)
+    os.utime(one.folder / gguf.USED, (one.used - seconds, one.used - seconds))
+
+
+def test_the_least_recently_used_is_removed_first(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    second, third = (write_gguf(file.with_name(f"{name}.gguf"), i) for i, name in enumerate("bc", 1))
+    size = size_of_one(file)
+    limited(monkeypatch, 2.5 * size)
+    load(second)
+    aged(file.name, 100)
+    aged(second.name, 200)
+    assert names() == [file.name, second.name]
+    load(third)
+    assert names() == [third.name, file.name]
+    load(file)
+    assert names() == [file.name, third.name]
+
+
+def test_one_in_use_is_not_removed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    second, third = (write_gguf(file.with_name(f"{name}.gguf"), i) for i, name in enumerate("bc", 1))
+    size = size_of_one(file)
+    limited(monkeypatch, 2.5 * size)
+    load(second)
+    aged(file.name, 100)
+    model, _, _ = load(file)
+    aged(file.name, 300)
+    load(third)
+    assert names() == [third.name, file.name]
+    assert [one.in_use for one in gguf.converted()] == [False, True]
+    assert gguf.clear([file.name])[0] == []
+    del model
+    assert [one.name for one in gguf.clear()[0]] == [third.name, file.name]
+
+
+def test_another_process_that_uses_a_model_keeps_it(file: Path) -> None:
+    load(file)
+    (one,) = gguf.converted()
+    code = "import sys; from outpace.models import gguf; from pathlib import Path; "
+    code += "held = gguf.hold(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(one.folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        removed, in_use = gguf.clear()
+        assert (removed, [held.name for held in in_use]) == ([], [file.name])
+        process.communicate("")
+    assert [gone.name for gone in gguf.clear()[0]] == [file.name]
+
+
+def test_a_file_too_large_for_the_limit_is_loaded_directly_and_removes_nothing(
+    file: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = write_gguf(file.with_name("b.gguf"), 1)
+    size = size_of_one(other)
+    limited(monkeypatch, 0.5 * size)
+    model, _, lines = load(file)
+    assert len(lines) == 2
+    assert lines[0].startswith(f"{file}: converted at every start, as it cannot be kept in ")
+    assert f"({gguf.LIMIT_VARIABLE} allows" in lines[0]
+    assert greedy(model, PROMPT, 4)
+    load(file)
+    assert reads == [other, file, file]
+    assert names() == [other.name]
+
+
+def test_a_full_disk_is_one_line_and_the_model_is_loaded_directly(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 99, 1))
+    model, _, lines = load(file)
+    assert f"cannot be kept in {cache / 'gguf'} (the disk has 0.0 GiB free" in lines[0]
+    assert greedy(model, PROMPT, 4)
+
+
+def test_a_disk_that_fills_up_meanwhile_leaves_nothing(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors import SafetensorError
+    from transformers import PreTrainedModel
+
+    def full(self: Any, folder: Path, **options: Any) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    model, _, lines = load(file)
+    assert "(I/O error: No space left on device (os error 28))" in lines[1]
+    assert greedy(model, PROMPT, 4)
+    assert [one for one in (cache / "gguf").iterdir() if one.is_dir()] == []
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text").write_text("")
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "text" / "cache"))
+    model, _, lines = load(file)
+    assert lines[0].endswith("(Not a directory)")
+    assert lines[1:] == [f"{file}: float32 on cpu"]
+    assert greedy(model, PROMPT, 4)
+
+
+@pytest.mark.parametrize("wrong", ["many", "-1", "nan", "inf"])
+def test_a_limit_that_is_no_size_is_told(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    monkeypatch.setenv(gguf.LIMIT_VARIABLE, wrong)
+    with pytest.raises(ValueError, match=f"{gguf.LIMIT_VARIABLE}: got '{wrong}'; it must be a number of GiB"):
+        gguf.limit()
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_conversion(file: Path, cache: Path) -> None:
+    left = cache / "gguf" / "0123456789abcdef.tmpkilled"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
+    load(file)
+    assert not left.exists()
+
+
+def test_a_conversion_of_another_process_is_waited_for_and_left_alone(file: Path, reads: list[Path]) -> None:
+    threads = [threading.Thread(target=load, args=(file,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(reads) == 1
+    assert names() == [file.name]
+
+
+# Damage
+
+
+def test_a_file_cut_off_anywhere_is_noticed_before_it_is_read(file: Path, reads: list[Path]) -> None:
+    whole = file.read_bytes()
+    for end in [6, 20, 100, 5000, len(whole) // 2, len(whole) - 1]:
+        file.write_bytes(whole[:end])
+        with pytest.raises(OSError, match="cannot be loaded, as it is damaged or cut off"):
+            load(file)
+    assert reads == []
+
+
+def test_weights_are_counted_by_the_header(file: Path) -> None:
+    assert gguf.count_weights(file) == sum(weight.numel() for weight in load(file)[0].parameters())
+
+
+# Progress
+
+
+def convert_command(file: Path) -> list[str]:
+    code = "import sys; from outpace.models import hub; hub.load_model(sys.argv[1], device='cpu')"
+    return [sys.executable, "-c", code, str(file)]
+
+
+def test_progress_is_one_line_where_stderr_is_no_terminal(file: Path) -> None:
+    done = subprocess.run(convert_command(file), capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    first, second = done.stderr.splitlines()
+    assert first.startswith(f"{file}: converting it once to safetensors, ")
+    assert second == f"{file}: float32 on cpu"
+
+
+def test_progress_is_one_bar_on_a_terminal(file: Path) -> None:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    with subprocess.Popen(convert_command(file), stderr=theirs, stdout=theirs, text=True) as process:
+        os.close(theirs)
+        shown = io.BytesIO()
+        try:
+            while part := os.read(ours, 4096):
+                shown.write(part)
+        except OSError:  # its other end is closed
+            pass
+        os.close(ours)
+        assert process.wait() == 0
+    bars = {
+        part.split(":")[0]
+        for part in shown.getvalue().decode().replace("\n", "\r").split("\r")
+        if "%|" in part
+    }
+    assert bars == {"Converting and de-quantizing GGUF tensors..."}
+
+
+# As a model
+
+
+def test_a_gguf_file_decodes_and_drafts(file: Path) -> None:
+    decoder = outpace.load(file, file, device="cpu", dtype="float32", length=3, tell=lambda line: None)
+    out = decoder.generate(PROMPT, max_new_tokens=12, temperature=0)
+    assert out.tokens == greedy(load(file)[0], PROMPT, 12)[: len(out.tokens)]
+    assert out.stats.tokens_per_call > 2
