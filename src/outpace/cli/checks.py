@@ -11,11 +11,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from outpace.models.hub import DTYPES as DTYPES
 from outpace.wording import suggestion
 
 RULES = ("token", "block", "match")
-DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
-DTYPES |= {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DEVICES = ("cpu", "cuda", "hpu", "mps", "npu", "xla", "xpu")  # types; an index may follow
 SEEDS = "an int in -2**63..2**64-1"
 RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
@@ -91,7 +90,7 @@ def dtype(value: Any) -> Any:
     if value is not None and value not in DTYPES:
         raise ValueError(
             f'--dtype: got {value!r}; it must be "float32", "bfloat16" or "float16" '
-            f"(fp32, bf16, fp16){suggestion(value, DTYPES)}"
+            f"(fp32, float, bf16, fp16, half){suggestion(value, DTYPES)}"
         )
     return value and DTYPES[value]
 
