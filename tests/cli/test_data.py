@@ -140,6 +140,8 @@ def test_numbers_are_checked_before_a_model_is_read(
         ("dialog", ["-t", "./nothing"], "./nothing: no such file or folder"),
         ("dialog", ["-d", "./nothing"], "./nothing: no such file or folder"),
         ("dialog", ["-d", "ngram:nothing"], "draft: nothing: no such file"),
+        ("dialog", ["-d", "ngram:rows.jsonl"], "draft: rows.jsonl holds no n-gram drafter"),
+        ("dialog", ["-d", "lokup"], 'lokup: no such file, folder or hub model; did you mean "lookup"?'),
         ("dialog", ["--top-p", "2"], "--top-p: got 2"),
         ("dialog", ["--seed", str(2**64 - 1)], "seed: got"),
         ("dialog", ["--scale", "inf"], "--scale: got inf"),
