@@ -38,6 +38,16 @@ def test_a_full_disk_is_one_line(words: tuple[str, ...]) -> None:
     assert outpace(*words, redirect=">/dev/full") == (2, "", "outpace: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.parametrize("redirect", ["", ">/dev/null"])
+def test_where_nobody_reads_stderr_the_status_still_says_what_was_wrong(redirect: str) -> None:
+    words = "-m outpace plan --alpha 3"
+    command = f"trap '' PIPE; sleep 1; exec {sys.executable} {words} 2>&1 {redirect}"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; ({command}) | true"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
 def test_a_prompt_that_is_not_utf8_is_said(run: Run, model: str) -> None:
     code, out, err = outpace("generate", stdin=b"a\xff\xfeb\n")
     assert (code, out, err) == (2, "", "outpace: prompt: not text in UTF-8\n")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from outpace.sampling import Sampling
 
 MODELS, PROMPTS, SAMPLING, SHOW = "Models", "Prompts", "Sampling", "Output"
+MOST_ROWS = 4096  # sequences at a time; more is a mistake, which would fill the memory
 CONFIGURED = "outpace.configured"  # where a context keeps a configuration's file
 
 Target = Annotated[
@@ -200,7 +201,7 @@ Seed = Annotated[
     ),
 ]
 AllSeeds = Annotated[
-    int, typer.Option(callback=checks.number("seed"), help="Of all draws.", rich_help_panel=SAMPLING)
+    int, typer.Option(callback=checks.number("first seed"), help="Of all draws.", rich_help_panel=SAMPLING)
 ]
 Stop = Annotated[
     list[str] | None,

@@ -13,6 +13,7 @@ import typer
 from outpace.cli import checks
 from outpace.cli.options import (
     MODELS,
+    MOST_ROWS,
     SHOW,
     Config,
     Device,
@@ -103,7 +104,9 @@ def transcribe(
             rich_help_panel=SPEECH,
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Files at once.", rich_help_panel=SPEECH)] = 8,
+    batch_size: Annotated[
+        int, typer.Option(min=1, max=MOST_ROWS, help="Files at once.", rich_help_panel=SPEECH)
+    ] = 8,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write a file for each into this folder.", rich_help_panel=SHOW),
