@@ -189,10 +189,11 @@ def main() -> None:
     parser.add_argument("--only", choices=["overhead", "lookup", "plain"], help="one part alone")
     options = parser.parse_args()
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    named = {"pretrained_model_name_or_path": options.model, "trust_remote_code": False}
+    tokenizer = AutoTokenizer.from_pretrained(**named)
     dtype = getattr(torch, options.dtype)
-    target = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
-    draft = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, num_hidden_layers=DRAFT_LAYERS)
+    target = AutoModelForCausalLM.from_pretrained(**named, dtype=dtype)
+    draft = AutoModelForCausalLM.from_pretrained(**named, dtype=dtype, num_hidden_layers=DRAFT_LAYERS)
 
     def wanted(part: str) -> bool:
         return options.only in (None, part)

@@ -56,7 +56,7 @@ def fused_pass(model: Any, text: torch.Tensor) -> Pass:
 
 
 def load(name: str, dtype: torch.dtype) -> Any:
-    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False).eval()
 
 
 @torch.inference_mode()

@@ -51,11 +51,11 @@ def main() -> None:
     lines = [json.loads(line) for line in (given.speech / "manifest.jsonl").read_text().splitlines()]
     files = [given.speech / line["audio"] for line in lines]
     target, draft = (
-        WhisperForConditionalGeneration.from_pretrained(name).float().eval()
+        WhisperForConditionalGeneration.from_pretrained(name, trust_remote_code=False).float().eval()
         for name in (given.target, given.draft)
     )
     draft = draft.to(getattr(torch, given.draft_dtype))
-    processor = WhisperProcessor.from_pretrained(given.target)
+    processor = WhisperProcessor.from_pretrained(given.target, trust_remote_code=False)
     sides = {"plain": Transcriber(Decoder(target, pack=True), processor)}
     for g in given.lengths:
         decoder = Decoder(target, draft, length=Fixed(g), pack=True)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import outpace
 from outpace import pair
 from outpace.draft.ngram import NGramDrafter
 from outpace.models import hub
+from outpace.models.packed import packed_bytes
 from tests.gguf_file import write_gguf
 from tests.tiny import byte_tokenizer, greedy, tiny
 
@@ -229,12 +231,12 @@ def test_a_damaged_gguf_draft_is_told_before_the_target_is_read(good: Path, tmp_
     assert lines == []
 
 
-def table(path: Path, about: Any = None, drop: str = "", **arrays: Any) -> Path:
+def table(path: Path, *, about: Any = None, drop: str = "", arrays: Mapping[str, Any] | None = None) -> Path:
     """A saved n-gram drafter, with some of it changed."""
     from safetensors.numpy import load_file, save_file
 
     NGramDrafter.fit([1, 2, 3, 1, 2, 4] * 9, 2, 8).save(path)
-    whole = {**load_file(path), **arrays}
+    whole = {**load_file(path), **(arrays or {})}
     whole.pop(drop, None)
     said = {"kind": "ngram", "n": 2, "vocab_size": 8} if about is None else about
     save_file(whole, path, {"outpace": said if isinstance(said, str) else json.dumps(said)})
@@ -248,8 +250,8 @@ def table(path: Path, about: Any = None, drop: str = "", **arrays: Any) -> Path:
         ({"about": "{"}, "it is another's"),
         ({"about": {"kind": "ngram", "n": "2", "vocab_size": 8}}, "n 2, vocab_size 8"),
         ({"about": {"kind": "other", "n": 2, "vocab_size": 8}}, "it is of kind other"),
-        ({"counts.2": torch.zeros(1).long().numpy()}, "its 2-grams have shapes"),
-        ({"counts.1": torch.ones(4).numpy()}, "its 1-grams have shapes"),
+        ({"arrays": {"counts.2": torch.zeros(1).long().numpy()}}, "its 2-grams have shapes"),
+        ({"arrays": {"counts.1": torch.ones(4).numpy()}}, "its 1-grams have shapes"),
     ],
 )
 def test_a_damaged_table_is_told_before_the_target_is_read(
@@ -265,9 +267,9 @@ def test_a_table_that_is_cut_off_or_out_of_order_is_told(good: Path, tmp_path: P
     path = table(tmp_path / "table.safetensors")
     pair.check_draft_name(f"ngram:{path}")
     keys = torch.tensor([3, 2, 1, 0]).numpy()
-    why, _ = said(good, f"ngram:{table(path, **{'keys.1': keys})}")
+    why, _ = said(good, f"ngram:{table(path, arrays={'keys.1': keys})}")
     assert why.endswith("holds no n-gram drafter (its n-grams are out of order)")
-    why, _ = said(good, f"ngram:{table(path, **{'counts.1': 0 * keys})}")
+    why, _ = said(good, f"ngram:{table(path, arrays={'counts.1': 0 * keys})}")
     assert why.endswith("holds no n-gram drafter (it counts less than 1)")
     path.write_bytes(table(path).read_bytes()[:-8])
     with pytest.raises(ValueError, match=r"draft: .* holds no n-gram drafter"):
@@ -332,10 +334,30 @@ def test_a_wrong_dtype_lists_all_names() -> None:
         assert all(f'"{name}"' in str(raised.value) for name in hub.DTYPES)
 
 
-def test_a_device_map_places_the_target_and_it_decodes(good: Path) -> None:
+PARTS = (
+    "model.embed_tokens",
+    "model.layers.0",
+    "model.layers.2",
+    "model.norm",
+    "model.rotary_emb",
+    "lm_head",
+)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "places"),
+    [
+        ("auto", None),
+        ("cpu", "cpu"),
+        ({**dict.fromkeys(PARTS, "cpu"), "model.layers.1": "disk"}, "cpu, disk"),
+    ],
+)
+def test_a_device_map_places_the_target_and_it_decodes(
+    good: Path, device_map: Any, places: str | None
+) -> None:
     lines: list[str] = []
-    decoder = outpace.load(good, good, device_map="auto", dtype="float32", length=3, tell=lines.append)
-    assert lines[-1].startswith(f"{good}: float32 on ")
+    decoder = outpace.load(good, good, device_map=device_map, dtype="float32", length=3, tell=lines.append)
+    assert lines[-1].startswith(f"{good}: float32 on {places or ''}")
     out = decoder.generate(PROMPT, temperature=0, max_new_tokens=12)
     assert out.tokens == greedy(tiny(vocab_size=272), PROMPT, 12)
 
@@ -389,7 +411,7 @@ def test_a_revision_of_the_hub_is_the_one_that_is_loaded(tmp_path: Path) -> None
 
 def test_a_second_copy_of_the_weights_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(hidden_size=1024, num_hidden_layers=1)
-    size = pair.packed_bytes(model)
+    size = packed_bytes(model)
     assert size > 0
     assert pair.worth_packing(model)
     monkeypatch.setattr(pair, "MOST_PACKED", size - 1)

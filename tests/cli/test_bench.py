@@ -81,7 +81,8 @@ def test_the_sampling_step_is_profiled_and_written_down(run: Run, tmp_path: Path
         (
             "--dtype",
             "int8",
-            '--dtype: got \'int8\'; it must be "float32", "bfloat16" or "float16" (fp32, bf16, fp16)',
+            '--dtype: got \'int8\'; it must be "float32", "bfloat16" or "float16" '
+            "(fp32, float, bf16, fp16, half)",
         ),
     ],
 )

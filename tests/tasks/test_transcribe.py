@@ -174,7 +174,10 @@ def test_subtitles_are_written_as_players_read_them() -> None:
         (None, {}, "takes no speech; name a Whisper model"),
         ("ngram:nothing", {}, "draft: nothing: no such file"),
         ("./nothing", {}, "./nothing: no such file or folder"),
+        ("lokup", {}, 'lokup: no such file, folder or hub model; did you mean "lookup"?'),
         (None, {"rule": "coin"}, "rule: got 'coin'"),
+        (None, {"dtype": "float31"}, "dtype: got 'float31'"),
+        (None, {"device": "abacus"}, "device: got 'abacus'"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_weights_are_loaded(
@@ -192,21 +195,22 @@ def test_what_does_not_fit_is_refused_before_weights_are_loaded(
 
 
 def test_loaders_are_told_of_code_and_revision(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[dict[str, Any]] = []
+    told: dict[str, dict[str, Any]] = {}
 
-    def load(name: Any, **options: Any) -> Any:
-        told.append(options)
-        return PROCESSOR if len(told) == 1 else (hearing(), None)
+    def loader(name: str, found: Any) -> Any:
+        return lambda *names, **options: told.update({name: options}) or found
 
-    def load_drafter(draft: Any, **options: Any) -> None:
-        told.append(options)
-
-    monkeypatch.setattr(transcribe, "load_processor", load)
-    monkeypatch.setattr(transcribe, "load_model", load)
-    monkeypatch.setattr(transcribe, "load_drafter", load_drafter)
+    results = {
+        "check_model": None,
+        "load_processor": PROCESSOR,
+        "load_drafter": None,
+        "load_model": (hearing(), 0),
+    }
+    for name, found in results.items():
+        monkeypatch.setattr(transcribe, name, loader(name, found))
     Transcriber.load("owner/name", trust_remote_code=True, revision="v2")
-    assert [one.get("trust_remote_code") for one in told] == [True] * 3
-    assert [one.get("revision") for one in told] == ["v2", "v2", None]
+    assert [told[name]["trust_remote_code"] for name in results] == [True] * 4
+    assert [told[name].get("revision") for name in results] == ["v2", "v2", None, "v2"]
 
 
 def test_a_language_that_is_none_is_refused(files: list[Path]) -> None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from outpace.models.hub import DTYPES as DTYPES
 from outpace.wording import suggestion
 
 RULES = ("token", "block", "match")
@@ -91,7 +92,7 @@ def dtype(value: Any) -> Any:
     if value is not None and value not in DTYPES:
         raise ValueError(
             f'--dtype: got {value!r}; it must be "float32", "bfloat16" or "float16" '
-            f"(fp32, bf16, fp16){suggestion(value, DTYPES)}"
+            f"(fp32, float, bf16, fp16, half){suggestion(value, DTYPES)}"
         )
     return value and DTYPES[value]
 

@@ -6,6 +6,7 @@ Its file `used` has the time of the last use; a process that uses the model hold
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import json
@@ -51,6 +52,11 @@ def count_weights(path: Path) -> int:
     Raises:
         OSError: The header is damaged, or the file ends before its last tensor does.
     """
+    return _counted(path, tuple(_stamp(path)))
+
+
+@functools.lru_cache(maxsize=8)  # files are checked more than once before they are read
+def _counted(path: Path, stamp: tuple[int, ...]) -> int:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Header(data).weights()
@@ -286,12 +292,14 @@ def convert_once(path: Path, precision: Any, tell: Say) -> Hold | None:
             _make_room(folder, needed)
             beside = stack.enter_context(_temporary(folder))
         except OSError as error:
-            return not_kept(error)
+            not_kept(error)
+            return None
         tell(f"{path}: converting it once to safetensors, {needed / 1e9:.1f} GB in {dtype}")
         made = beside / "model"
         model, tokenizer = read(path, precision)
         if _stamp(path) != before:
-            return not_kept(OSError("the file changed meanwhile"))
+            not_kept(OSError("the file changed meanwhile"))
+            return None
         try:
             with quiet():
                 model.save_pretrained(made)
@@ -300,7 +308,8 @@ def convert_once(path: Path, precision: Any, tell: Say) -> Hold | None:
             (made / USED).touch()
             install(made, folder)
         except (OSError, SafetensorError) as error:  # a full disk may raise either
-            return not_kept(error)
+            not_kept(error)
+            return None
         finally:
             del model
             gc.collect()  # the command has switched it off, and the weights are about to be loaded again

@@ -101,8 +101,12 @@ def load_model(
             given = {"device_map": device_map, "quantization_config": quantization_config}
             options = _options(trust_remote_code, revision)
             model, tokenizer = _read(where, shown, place, precision, given, options)
-    except torch.OutOfMemoryError as error:
-        raise MemoryError(f"{shown} in {precision} does not fit on {place}") from error
+    except BaseException as error:
+        if hold is not None:
+            hold.close()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise MemoryError(f"{shown} in {precision} does not fit on {place}") from error
+        raise
     if hold is not None:
         weakref.finalize(model, hold.close)
     tell(f"{shown}: {_described(model, precision)}")

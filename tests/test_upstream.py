@@ -1,0 +1,46 @@
+"""PyTorch's advice to torchao's authors is not shown; all else is."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import logging.handlers
+import queue
+import subprocess
+import sys
+
+import pytest
+
+import outpace
+
+ADVICE = (
+    "%s is an Enum subclass and is now natively supported by torch.compile as an opaque value type. Calling "
+    "register_constant() on Enum subclasses is deprecated and will be an error in a future release."
+)
+
+
+def test_importing_transformers_after_outpace_writes_nothing() -> None:
+    pytest.importorskip("torchao")
+    code = "import outpace, transformers.modeling_utils, sys; assert 'torchao' in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("message", [ADVICE, "%s: something else"])
+@pytest.mark.parametrize("module", ["torchao.utils", "torchaos", "mine"])
+def test_only_this_advice_on_torchao_is_dropped(module: str, message: str) -> None:
+    assert outpace.__version__  # imported, which is when the filter is set
+    seen: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    handler = logging.handlers.QueueHandler(seen)
+
+    class Kind(enum.Enum):
+        ONE = 1
+
+    Kind.__module__ = module
+    logger = logging.getLogger("torch.utils._pytree")
+    logger.addHandler(handler)
+    try:
+        logger.warning(message, Kind)
+    finally:
+        logger.removeHandler(handler)
+    assert (not seen.empty()) == (module != "torchao.utils" or message != ADVICE)
