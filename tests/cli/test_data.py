@@ -175,9 +175,8 @@ def test_eval_looks_at_everything_before_a_model_is_read(
 
 
 @pytest.mark.parametrize(
-    ("task", "package"), [("asr", "jiwer"), ("asr", "soundfile"), ("summarize", "rouge_score"),
-                          ("translate", "sacrebleu")],
-)  # fmt: skip
+    ("task", "package"), [("asr", "jiwer"), ("summarize", "rouge_score"), ("translate", "sacrebleu")]
+)
 def test_a_package_that_is_missing_is_said_before_a_model_is_read(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, task: str, package: str
 ) -> None:
