@@ -60,6 +60,10 @@ def good(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def remote(tmp_path: Path) -> Path:
+    return needing_code(tmp_path)
+
+
+def needing_code(tmp_path: Path) -> Path:
     """A model that needs Python code of its own, which leaves a file `ran` when it runs."""
     folder = saved(tmp_path / "remote")
     maps = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}

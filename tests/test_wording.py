@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from outpace.wording import counted, suggestion, too_few
+from outpace.wording import counted, small, suggestion, too_few
 
 
 def test_one_is_not_many() -> None:
@@ -11,3 +11,9 @@ def test_one_is_not_many() -> None:
 def test_only_a_misspelling_of_a_known_name_is_suggested() -> None:
     assert suggestion("lokup", ("lookup", "none")) == '; did you mean "lookup"?'
     assert suggestion("org/model", ("lookup", "none")) == ""
+
+
+def test_a_small_number_keeps_two_digits_and_no_exponent() -> None:
+    assert [small(one) for one in (0.5, 0.0932, 0.0042, 6.8e-5, 0.0)] == [
+        "0.500", "0.093", "0.0042", "0.000068", "0",
+    ]  # fmt: skip

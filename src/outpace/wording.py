@@ -1,9 +1,10 @@
-"""Pieces of sentences that several rooms say: counts, and suggestions for misspelt names."""
+"""Pieces of sentences that several rooms say: counts, small numbers, suggestions for misspelt names."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from decimal import Decimal
 
 
 def counted(number: int, noun: str) -> str:
@@ -13,6 +14,11 @@ def counted(number: int, noun: str) -> str:
 
 def too_few(number: int, noun: str) -> str:
     return f"{counted(number, noun)} {'is' if number == 1 else 'are'} too few"
+
+
+def small(value: float) -> str:
+    """Return 0.093 for 0.0932, and 0.000068 for 6.8e-5: at least two digits that count."""
+    return f"{value:.3f}" if value >= 0.01 else format(Decimal(f"{value:.2g}"), "f")
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -47,6 +47,21 @@ def test_figure_3_the_best_length() -> None:
         assert (np.diff(lines[f"c = {c:g}"]) >= 0).all()
 
 
+def test_a_measured_c_is_among_the_curves_of_the_best_length() -> None:
+    points = [curves.Point(0.6, 6.8e-5), curves.Point(0.5, 6.8e-5), curves.Point(0.8, 0.05)]
+    pyplot = backend()
+    found, axis = pyplot.subplots()
+    curves.lengths(axis, points, 0.05)
+    labels = [str(line.get_label()) for line in axis.get_lines()]
+    assert [one for one in labels if one.startswith("c = ")] == [
+        "c = 0.000068", "c = 0.01", "c = 0.02", "c = 0.05", "c = 0.1",
+    ]  # fmt: skip
+    line = axis.get_lines()[0]
+    at = int(np.argmin(abs(ALPHAS - 0.6)))
+    assert line.get_ydata()[at] == pytest.approx(points[0].g, abs=1)  # the mark lies on its curve
+    pyplot.close(found)
+
+
 @pytest.mark.parametrize("c", [0.0, 0.05])
 def test_figure_4_speed_and_operations(c: float) -> None:
     speed, operations = drawn(curves.speed, c), drawn(curves.operations, c)

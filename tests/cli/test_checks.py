@@ -14,7 +14,7 @@ import torch
 
 from outpace.cli import checks
 from outpace.cli.options import length_of
-from outpace.models.hub import precision_of
+from outpace.models.hub import DTYPES, precision_of
 from outpace.sampling import Sampling
 from outpace.verify.rules import parse
 from tests.cli import test_help
@@ -44,6 +44,9 @@ WRONG = {
     "--logit-bias 3": "--logit-bias: got '3'",
     "--logit-bias 3=inf": "--logit-bias: got '3=inf'",
     "--seed 99999999999999999999": "--seed: got 99999999999999999999",
+    "--n 100000000": "less than or equal to 4096",
+    "--batch 100000000": "less than or equal to 4096",
+    "--limit 0": "greater than or equal to 1",
     "--config /nowhere.toml": "config: /nowhere.toml: no such file",
     "--target /nowhere/at/all": "/nowhere/at/all: no such file or folder",
     "--prompt ab --data x": "--prompt: given together with --data",
@@ -127,10 +130,12 @@ def test_the_comparison_rule_is_accepted_but_not_offered() -> None:
     assert "rejection" not in str(wrong.value)
 
 
-@pytest.mark.parametrize("name", sorted(set(checks.RANGES) - {"lenience", "seed"}))
+@pytest.mark.parametrize("name", sorted(set(checks.RANGES) - {"lenience", "seed", "first seed"}))
 def test_ranges_of_sampling_flags_are_those_of_sampling(name: str) -> None:
     whole = name == "top_k"
-    values = [-1, 0, 1, 2] if whole else [-math.inf, -1.0, -0.1, 0.0, 0.5, 1.0, 1.1, 3.0, math.inf, math.nan]
+    values: list[Any] = (
+        [-1, 0, 1, 2] if whole else [-math.inf, -1.0, -0.1, 0.0, 0.5, 1.0, 1.1, 3.0, math.inf, math.nan]
+    )
     accepted = [accepts(lambda: checks.number(name)(one)) for one in values]  # noqa: B023
     assert accepted == [accepts(lambda: Sampling(**{name: one})) for one in values]  # noqa: B023
     assert True in accepted
@@ -160,14 +165,15 @@ def test_a_length_that_the_flag_accepts_is_a_policy(text: str) -> None:
     assert policy is None if text == "auto" else policy is not None
 
 
-@pytest.mark.parametrize("text", sorted(checks.DTYPES))
+@pytest.mark.parametrize("text", sorted(DTYPES))
 def test_dtypes_have_short_names(text: str) -> None:
     assert precision_of(checks.dtype(text), torch.device("cpu")).is_floating_point
 
 
 @pytest.mark.parametrize("text", ["cpu", "cuda", "cuda:1", "mps", "xpu:0"])
 def test_devices_that_the_flag_accepts_are_known_to_pytorch(text: str) -> None:
-    assert torch.device(checks.device(text)).type == text.partition(":")[0]
+    assert checks.device(text) == text
+    assert torch.device(text).type == text.partition(":")[0]
 
 
 def accepts(call: Any) -> bool:
@@ -179,9 +185,24 @@ def accepts(call: Any) -> bool:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "measure", "sweep", "tune"])
-@pytest.mark.parametrize("draft", ["/nowhere/at/all", "ngram:/nowhere/at/all"])
+@pytest.mark.parametrize(
+    ("draft", "why"),
+    [
+        ("/nowhere/at/all", "/nowhere/at/all: no such file"),
+        ("ngram:/nowhere/at/all", "/nowhere/at/all: no such file"),
+        (f"ngram:{__file__}", "holds no n-gram drafter"),
+        ("lokup", 'did you mean "lookup"?'),
+    ],
+    ids=["no model", "no table", "damaged table", "misspelt"],
+)
 def test_a_draft_that_is_not_there_is_said_before_a_model_is_loaded(
-    run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, draft: str
+    run: Run,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    draft: str,
+    why: str,
 ) -> None:
     from outpace import pair
     from outpace.cli import drafts
@@ -194,5 +215,5 @@ def test_a_draft_that_is_not_there_is_said_before_a_model_is_loaded(
     monkeypatch.setattr(pair, "load_model", load)
     code, _, errors = run(command, *(["ab"] if command == "generate" else []), "-t", model, "-d", draft)
     assert code == 2
-    assert "/nowhere/at/all: no such file" in errors.splitlines()[-1]
+    assert why in errors.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []

@@ -11,6 +11,7 @@ import pytest
 from outpace.cli import drafts
 from tests.cli.conftest import Run
 from tests.cli.test_help import ALL
+from tests.test_pair import needing_code
 
 NAMING = ["generate", "chat", "transcribe", "measure", "sweep", "tune"]
 PROMPTS = ["--prompt", "ab ab ab ab", "--prompt", "ba ba ba"]
@@ -134,6 +135,23 @@ def test_a_configuration_without_a_draft_is_blamed_where_one_is_needed(
     assert code == 2
     assert errors.startswith("outpace: config: outpace.toml: --draft: ")
     assert errors.endswith("; name a draft\n")
+
+
+@pytest.mark.parametrize("role", ["--target", "--draft"])
+@pytest.mark.parametrize("command", ["chat", "measure", "sweep", "tune"])
+def test_code_that_comes_with_a_model_runs_only_with_the_flag(
+    run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, role: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    remote = needing_code(tmp_path)
+    words = [command, "--target", model, role, str(remote), "--device", "cpu", "--dtype", "float32"]
+    code, out, errors = run(*words, stdin="y\n" * 9)
+    assert (code, out) == (2, "")
+    assert errors.splitlines()[-1].endswith("--trust-remote-code, or trust_remote_code=True in Python")
+    assert not (tmp_path / "ran").exists()
+    stop(monkeypatch, drafts, "fitting")
+    run(*words, "--trust-remote-code")
+    assert (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("command", NAMING)

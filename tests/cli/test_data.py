@@ -140,7 +140,9 @@ def test_numbers_are_checked_before_a_model_is_read(
         ("dialog", ["-t", "./nothing"], "./nothing: no such file or folder"),
         ("dialog", ["-d", "./nothing"], "./nothing: no such file or folder"),
         ("dialog", ["-d", "ngram:nothing"], "draft: nothing: no such file"),
-        ("dialog", ["--top-p", "2"], "top_p: got 2"),
+        ("dialog", ["-d", "ngram:rows.jsonl"], "draft: rows.jsonl holds no n-gram drafter"),
+        ("dialog", ["-d", "lokup"], 'lokup: no such file, folder or hub model; did you mean "lookup"?'),
+        ("dialog", ["--top-p", "2"], "--top-p: got 2"),
         ("dialog", ["--seed", str(2**64 - 1)], "seed: got"),
         ("dialog", ["--scale", "inf"], "--scale: got inf"),
         ("dialog", ["--language", "en"], "--language: of speech"),
@@ -269,6 +271,26 @@ def test_eval_takes_defaults_from_a_configuration(run: Run, model: str, folder: 
     header = json.loads(Path("eval-dialog.jsonl").read_text().splitlines()[0])
     assert header["target"] == Path(model).name
     assert "length   Fixed(2)" in header["settings"]["models"]
+
+
+def test_eval_tells_loaders_of_code_and_revision(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, Any] = {}
+
+    def load(*names: Any, **options: Any) -> None:
+        told.update(options)
+        raise ValueError("that is enough")
+
+    monkeypatch.setattr(pair, "load", load)
+    (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    words = "eval", "dialog", "--data", "rows.jsonl", "-t", "owner/name"
+    assert "that is enough" in run(*words, "--trust-remote-code", "--revision", "v2")[2]
+    assert (told["trust_remote_code"], told["revision"]) == (True, "v2")
+    told.clear()
+    run(*words)
+    assert not told.get("trust_remote_code")
+    assert told.get("revision") is None
 
 
 def test_eval_says_what_its_exit_status_means(run: Run) -> None:

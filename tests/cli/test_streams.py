@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+import warnings
+from typing import Any
 
 import pytest
 
@@ -38,6 +41,16 @@ def test_a_full_disk_is_one_line(words: tuple[str, ...]) -> None:
     assert outpace(*words, redirect=">/dev/full") == (2, "", "outpace: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.parametrize("redirect", ["", ">/dev/null"])
+def test_where_nobody_reads_stderr_the_status_still_says_what_was_wrong(redirect: str) -> None:
+    words = "-m outpace plan --alpha 3"
+    command = f"trap '' PIPE; sleep 1; exec {sys.executable} {words} 2>&1 {redirect}"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; ({command}) | true"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
 def test_a_prompt_that_is_not_utf8_is_said(run: Run, model: str) -> None:
     code, out, err = outpace("generate", stdin=b"a\xff\xfeb\n")
     assert (code, out, err) == (2, "", "outpace: prompt: not text in UTF-8\n")
@@ -49,6 +62,19 @@ def test_a_prompt_that_is_not_utf8_is_said(run: Run, model: str) -> None:
         words = ["ab"] if command == "generate" else []
         code, _, err = run(command, *words, "--system", "a\udcff")
         assert (code, err) == (2, "outpace: --system: not text in UTF-8\n")
+
+
+def test_a_warning_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = importlib.import_module("outpace.cli.plan")
+    honest = plan.planned
+
+    def planned(*arguments: Any) -> Any:
+        warnings.warn("the first line\nframe #0: and the rest", stacklevel=1)
+        return honest(*arguments)
+
+    monkeypatch.setattr(plan, "planned", planned)
+    code, _, err = run(*PLAN)
+    assert (code, err) == (0, "outpace: the first line\n")
 
 
 @pytest.mark.parametrize("module", ["typer", "outpace.cli.show", "torch", "transformers"])

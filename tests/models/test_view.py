@@ -91,7 +91,7 @@ def test_interleaved_passes_of_threads_on_one_model_are_all_right(switching: Non
     def decode() -> int:
         out = decoder.generate(prompt[0], temperature=0, max_new_tokens=8, ignore_eos=True)
         assert out.tokens == expected[0, 3:].tolist()
-        return out.stats.target_calls
+        return int(out.stats.target_calls)
 
     def inside() -> int:
         stats = outpace.Stats()

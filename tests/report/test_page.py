@@ -12,7 +12,9 @@ from outpace import theory
 from outpace.report import timeline, tokens
 from outpace.report.page import page
 from outpace.report.section import Speed
+from outpace.report.source import source
 from outpace.report.verdict import verdicts
+from outpace.wording import small
 from tests.report.markup import Markup
 from tests.report.written import DRAFTS, measured, swept, tuned
 
@@ -98,7 +100,7 @@ def test_numbers_are_those_of_the_files(whole: str) -> None:
         c = step / measured()["passes"][0]["ms"]
         known = f"{alpha:.3f} ({alpha - 0.011:.3f}–{alpha + 0.012:.3f})"
         row = next(row for row in rows if row[:3] == [name, "1", known])
-        assert row[-1] == f"{c:.4f}"
+        assert row[-1] == small(c)
     assert ["Draft-0.5B", "code", "0.863 (0.812–0.912)", "5120"] in rows
     for one in tuned()["candidates"]:
         row = next(row for row in rows if row[0] == one["draft"] and row[-1] == one["why"])
@@ -237,17 +239,17 @@ def test_every_section_says_what_it_was_measured_on(whole: str) -> None:
 @pytest.mark.parametrize(
     ("data", "count", "said"),
     [
-        ({"name": "built-in", "rows": 12, "left_out": 0}, 12, "12 prompts, built in;"),
-        ({"name": "--prompt", "rows": 1, "left_out": 0}, 1, "1 prompt given with --prompt;"),
-        ({"name": "a.jsonl", "rows": 9, "left_out": 2}, 7, "7 prompts of a.jsonl;"),
-        (None, 3, "3 prompts, built in or given with --prompt;"),
+        ({"name": "built-in", "rows": 12, "left_out": 0}, 12, "12 built-in prompts"),
+        ({"name": "--prompt", "rows": 1, "left_out": 0}, 1, "1 prompt given with --prompt"),
+        ({"name": "a.jsonl", "rows": 9, "left_out": 2}, 7, "7 prompts of a.jsonl"),
+        (None, 3, "3 prompts, built in or given with --prompt"),
     ],
 )
 def test_prompts_are_named_as_far_as_a_file_tells(data: dict[str, Any] | None, count: int, said: str) -> None:
     content = swept() | {"data": data, "prompts": count}
     del content["date"]
-    made = page([("s.json", content)])
-    assert all(said in one and "date not recorded" in one for one in paragraphs(made, "source"))
+    found = source(content)
+    assert (found["prompts"], found["date"]) == (said, "date not recorded")
 
 
 def other_prompts() -> dict[str, Any]:
@@ -265,8 +267,15 @@ def test_a_section_that_measured_the_same_with_other_prompts_says_so() -> None:
     section = made[made.index("Speed by g, greedy</h2>") :]
     (said,) = paragraphs(section, "doubt")
     assert "“What was tried” also has speeds of org/Draft-0.5B, g = 5" in said
-    assert "prompts: 40 prompts of questions.jsonl there, 12 prompts, built in here" in said
+    assert "prompts: 40 prompts of questions.jsonl there, 12 built-in prompts here" in said
     assert "verified 2.07 (1.98 to 2.15) there, speedup 0.92 (0.85 to 0.99) here" in said
+
+
+def test_only_settings_that_differ_are_said_to_differ() -> None:
+    greedy = measured() | {"sampling": {"temperature": 0.0}, "tokens": 2560}
+    made = page([("t.json", tuned()), ("m.json", greedy)])
+    (said,) = [one for one in paragraphs(made, "doubt") if one.startswith("“What was tried”")]
+    assert "It was measured under the same conditions as far as the files tell, at another time." in said
 
 
 def test_speeds_that_chance_explains_do_not_disagree() -> None:
@@ -292,7 +301,7 @@ def test_the_answer_names_a_section_that_contradicts_it() -> None:
     answer, *_ = paragraphs(page([("t.json", tuned()), ("s.json", other_prompts())]), "doubt")
     assert answer == (
         "But “Speed by g, greedy” has speedup 0.92 (0.85 to 0.99) for org/Draft-0.5B, g = auto, with 12 "
-        "prompts, built in."
+        "built-in prompts."
     )
     agreeing = page([("t.json", tuned()), ("m.json", measured())])
     assert "But “" not in agreeing
@@ -342,7 +351,8 @@ def sweep_caption(loops: list[float]) -> str:
     some = [one for one in content["figures"] if one["temperature"] == 0 and one["draft"] == "org/Draft-0.5B"]
     content["figures"] = [one | {"loop_ms": ms} for one, ms in zip(some, loops, strict=False)]
     made = page([("s.json", content)])
-    return next(one for one in re.findall(r"</b> (Time of an iteration\..*?)</figcaption>", made))
+    found = re.search(r"</b> (Time of an iteration\..*?)</figcaption>", made)
+    return found[1] if found else ""
 
 
 @pytest.mark.parametrize(
@@ -370,8 +380,8 @@ def test_formulas_say_why_their_best_g_is_not_the_measured_one(whole: str) -> No
     g = theory.best_length(alpha, c, 32)
     assert g != 5
     thm = f"{theory.speedup(alpha, g, c):.2f}"
-    assert ["Draft-0.5B", f"{alpha:.3f}", f"{c:.4f}", str(g), thm, "5", "2.13"] in Markup(section).rows
-    assert f"c = {round(c, 4):g}" in section  # among the curves
+    assert ["Draft-0.5B", f"{alpha:.3f}", small(c), str(g), thm, "5", "2.13"] in Markup(section).rows
+    assert f"c = {small(c)}" in section  # among the curves
     assert "by times measured" in section
 
 

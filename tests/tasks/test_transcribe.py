@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from typer.testing import CliRunner
 from outpace import Decoder, Fixed
 from outpace.cli import app
 from outpace.models.hub import cache_folder
-from outpace.tasks import subtitles
+from outpace.tasks import subtitles, transcribe
 from outpace.tasks.audio import duration, read
 from outpace.tasks.subtitles import Segment
 from outpace.tasks.transcribe import Transcriber
 from tests.tasks.whisper import ENGLISH, PROCESSOR, RATE, Words, hearing
+from tests.tiny import byte_tokenizer, tiny
 
 soundfile = pytest.importorskip(
     "soundfile", reason="soundfile is not installed: pip install 'outpace[tasks]'"
@@ -164,6 +166,58 @@ def test_subtitles_are_written_as_players_read_them() -> None:
     assert json.loads(subtitles.as_json("a.wav", "é", "fr", 2.0, some))["segments"][0] == {
         "start": 0.0, "end": 2.5, "text": " Hello",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "said"),
+    [
+        (None, {}, "takes no speech; name a Whisper model"),
+        ("ngram:nothing", {}, "draft: nothing: no such file"),
+        ("./nothing", {}, "./nothing: no such file or folder"),
+        ("lokup", {}, 'lokup: no such file, folder or hub model; did you mean "lookup"?'),
+        (None, {"rule": "coin"}, "rule: got 'coin'"),
+        (None, {"dtype": "float31"}, "dtype: got 'float31'"),
+        (None, {"device": "abacus"}, "device: got 'abacus'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_weights_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: str | None, options: dict[str, Any], said: str
+) -> None:
+    tiny().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+
+    def load(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(transcribe, "load_model", load)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Transcriber.load(tmp_path, draft, **options)
+
+
+def test_loaders_are_told_of_code_and_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, dict[str, Any]] = {}
+
+    def loader(name: str, found: Any) -> Any:
+        return lambda *names, **options: told.update({name: options}) or found
+
+    results = {
+        "check_model": None,
+        "load_processor": PROCESSOR,
+        "load_drafter": None,
+        "load_model": (hearing(), 0),
+    }
+    for name, found in results.items():
+        monkeypatch.setattr(transcribe, name, loader(name, found))
+    Transcriber.load("owner/name", trust_remote_code=True, revision="v2")
+    assert [told[name]["trust_remote_code"] for name in results] == [True] * 4
+    assert [told[name].get("revision") for name in results] == ["v2", "v2", None, "v2"]
+
+
+def test_a_language_that_is_none_is_refused(files: list[Path]) -> None:
+    one = Transcriber(Decoder(hearing()), PROCESSOR)
+    with pytest.raises(ValueError, match=r"language: got 'germn'; .* did you mean \"german\"\?"):
+        one(files, language="germn")
+    assert transcribe.language_code("German") == transcribe.language_code("de") == "de"
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:

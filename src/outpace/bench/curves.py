@@ -11,6 +11,7 @@ import numpy as np
 
 from outpace import theory
 from outpace.bench.pictures import backend
+from outpace.wording import small
 
 LENGTHS = (1, 3, 5, 7, 10)
 COSTS = (0.01, 0.02, 0.05, 0.1)
@@ -74,9 +75,12 @@ def tokens(axis: Any, points: Sequence[Point], c: float) -> None:
 
 def lengths(axis: Any, points: Sequence[Point], c: float) -> None:
     """The points' own c are among the curves, as far as there are colours."""
-    own = dict.fromkeys(round(one.c, 4) for one in points)
-    for cost in sorted({*COSTS, *list(own)[: MOST - len(COSTS)]}):
-        axis.plot(ALPHAS, theory.best_length(ALPHAS, cost), label=f"c = {cost:g}")
+    costs = {cost: f"{cost:g}" for cost in COSTS}
+    for one in points:
+        if len(costs) < MOST and small(one.c) not in map(small, costs):
+            costs[one.c] = small(one.c)
+    for cost, said in sorted(costs.items()):
+        axis.plot(ALPHAS, theory.best_length(ALPHAS, cost), label=f"c = {said}")
     axis.set(title="best g", ylim=(0, 40))
     _dots(axis, points, [one.g for one in points])
 
@@ -85,14 +89,14 @@ def speed(axis: Any, points: Sequence[Point], c: float) -> None:
     for g in LENGTHS:
         axis.plot(ALPHAS, theory.speedup(ALPHAS, g, c), label=f"g = {g}")
     axis.plot(ALPHAS, theory.oracle_speedup(ALPHAS, c), "k:", lw=1, label="oracle")
-    axis.set(title=f"speed over plain decoding, c = {c:.3g}", ylim=(0, 10))
+    axis.set(title=f"speed over plain decoding, c = {small(c)}", ylim=(0, 10))
     _dots(axis, points, [theory.speedup(one.alpha, one.g, one.c) for one in points])
 
 
 def operations(axis: Any, points: Sequence[Point], c: float) -> None:
     for g in LENGTHS:
         axis.plot(ALPHAS, theory.operations(ALPHAS, g, c), label=f"g = {g}")
-    axis.set(title=f"operations over plain decoding, ĉ = {c:.3g}", ylim=(1, 8))
+    axis.set(title=f"operations over plain decoding, ĉ = {small(c)}", ylim=(1, 8))
     _dots(axis, points, [one.operations for one in points])
 
 

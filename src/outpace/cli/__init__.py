@@ -8,7 +8,7 @@ import io
 import os
 import sys
 import warnings
-from typing import Annotated, Any, NoReturn
+from typing import IO, Annotated, Any, NoReturn
 
 import typer
 
@@ -71,7 +71,7 @@ def options(
 def main() -> None:
     """Run the command; what a user did wrong is one line on stderr and exit status 2."""
     _open_streams()
-    warnings.showwarning = lambda message, *_: print(f"outpace: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_: _say(_first_line(str(message)))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     bound_spinning()
@@ -89,10 +89,10 @@ def main() -> None:
     except WrongUse as error:
         fail(error.format_message())
     except (typer.Abort, KeyboardInterrupt):
-        print("outpace: interrupted", file=sys.stderr)
+        _say("interrupted")
         raise SystemExit(130) from None
     except BrokenPipeError:
-        _discard_output()
+        _discard(sys.stdout)
         fail("the output was closed before the end")
     except Exception as error:
         if os.environ.get("OUTPACE_TRACEBACK"):
@@ -119,12 +119,23 @@ def _open_streams() -> None:
         sys.stdin.reconfigure(errors="surrogateescape")  # commands look for bytes that are no text
 
 
-def _discard_output() -> None:
-    """Nobody can take it any more; Python would complain once more when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _discard(stream: IO[str]) -> None:
+    """Let nobody read it: Python would complain once more about a closed pipe when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def fail(why: str) -> NoReturn:
-    line = next((one.strip() for one in why.splitlines() if one.strip()), "it failed without saying why")
-    print(f"outpace: {line}", file=sys.stderr)
+    _say(_first_line(why) or "it failed without saying why")
     raise SystemExit(2)
+
+
+def _first_line(text: str) -> str:
+    """Return the first line that is not empty: PyTorch's warnings and errors may carry a stack trace."""
+    return next((one.strip() for one in text.splitlines() if one.strip()), "")
+
+
+def _say(line: str) -> None:
+    try:
+        print(f"outpace: {line}", file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        _discard(sys.stderr)

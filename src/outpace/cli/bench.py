@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from outpace.cli import checks
+from outpace.cli.options import MOST_ROWS
 from outpace.cli.show import screen
 from outpace.files import check_folder, check_out, write_whole
 from outpace.wording import suggestion
@@ -43,7 +44,7 @@ def group() -> None: ...
 def kernel(
     vocab: Vocab = None,
     drafts: Drafts = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows, B; repeat it.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, max=MOST_ROWS, help="Rows, B; repeat it.")] = None,
     device: Device = "auto",
     dtype: Dtype = "bfloat16",
     peers: Annotated[
@@ -171,7 +172,7 @@ def engine(
         list[float] | None, typer.Option(min=0.0, max=1.0, help="Acceptances; repeat it.")
     ] = None,
     drafts: Drafts = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows, B; repeat it.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, max=MOST_ROWS, help="Rows, B; repeat it.")] = None,
     context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens before; repeat it.")] = None,
     device: Device = "auto",
     dtype: Dtype = "bfloat16",

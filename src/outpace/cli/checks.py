@@ -16,7 +16,6 @@ from outpace.wording import suggestion
 
 RULES = ("token", "block", "match")
 DEVICES = ("cpu", "cuda", "hpu", "mps", "npu", "xla", "xpu")  # types; an index may follow
-SEEDS = "an int in -2**63..2**64-1"
 RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "temperature": ("a number >= 0 (0 is greedy)", lambda t: 0 <= t < math.inf),
     "top_k": ("an int >= 0 (0 keeps all)", lambda k: k >= 0),
@@ -26,13 +25,14 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "frequency_penalty": ("a finite number", math.isfinite),
     "presence_penalty": ("a finite number", math.isfinite),
     "lenience": ("a number in (0, 1]", lambda l: 0 < l <= 1),
-    "seed": (SEEDS, lambda s: -(2**63) <= s < 2**64),
+    "seed": ("an int in -2**63..2**64-1", lambda s: -(2**63) <= s < 2**64),
+    "first seed": ("an int in -2**63..2**63-1", lambda s: -(2**63) <= s < 2**63),  # others follow it
 }
 
 
 def number(name: str) -> Callable[[Any], Any]:
     """Return the callback of a flag whose range is in RANGES; it takes one value, or a list of them."""
-    flag, (fits, ok) = f"--{name.replace('_', '-')}", RANGES[name]
+    flag, (fits, ok) = f"--{name.split()[-1].replace('_', '-')}", RANGES[name]
 
     def check(value: Any) -> Any:
         for one in _each(value):
@@ -85,6 +85,8 @@ def device(value: str | None) -> str | None:
 
 def dtype(value: Any) -> Any:
     """Return the full name of a dtype, or of each in a list; None stays None."""
+    from outpace.models.hub import DTYPES
+
     if isinstance(value, list | tuple):
         return [dtype(one) for one in value]
     if value is not None and value not in DTYPES:

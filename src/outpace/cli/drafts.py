@@ -14,7 +14,7 @@ from outpace.decode import Decoder, WithModel
 from outpace.draft.base import Drafter
 from outpace.draft.random import RandomDrafter
 from outpace.length import Fixed
-from outpace.models.hub import load_model
+from outpace.models.hub import check_model, load_model
 from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
 from outpace.pair import check_draft_name, load_drafter, through_text, worth_packing
 from outpace.verify import check
@@ -40,11 +40,10 @@ def line_up(
     named = [name for name in names if name != "random"]
     for name in named:
         check_draft_name(name)
-    trusted: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    version: dict[str, Any] = {} if revision is None else {"revision": revision}
-    # Before the target, which is larger: a name may be that of nothing.
-    loaded = {name: load_drafter(name, device=device, dtype=dtype, tell=note, **trusted) for name in named}
-    model, tokenizer = load_model(target, device=device, dtype=dtype, tell=note, **trusted, **version)
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    check_model(target, revision=revision, **options)
+    loaded = {name: load_drafter(name, tell=note, **options) for name in named}  # the target is larger
+    model, tokenizer = load_model(target, tell=note, revision=revision, **options)
     scorer, pack = scorer_of(model), worth_packing(model)
     refuse_speech(scorer, target)
     if pack:

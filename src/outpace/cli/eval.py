@@ -17,6 +17,7 @@ from outpace import __version__
 from outpace.cli.options import (
     SAMPLING,
     SHOW,
+    AllSeeds,
     Config,
     Device,
     Drafted,
@@ -28,6 +29,8 @@ from outpace.cli.options import (
     TopK,
     TopP,
     TrustRemoteCode,
+    check_models,
+    check_text,
 )
 from outpace.cli.show import note
 from outpace.wording import suggestion
@@ -103,7 +106,7 @@ def eval(
     ] = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
-    seed: Annotated[int, typer.Option(help="Of all draws.", rich_help_panel=SAMPLING)] = 0,
+    seed: AllSeeds = 0,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -134,6 +137,11 @@ def eval(
         raise ValueError(f"--languages: got {languages!r}; it must be like en-de")
     chosen = task_of(str(task), codes)
     chosen = replace(chosen, scale=chosen.scale if scale is None else scale)
+    if task is Kind.asr:
+        target = target or WHISPER
+    if length is None and temperature > 0 and draft != "none":
+        length = "heuristic"  # by the clock, a run that was stopped would not go on to the same texts
+    check_models(target, draft, rule, length=length)
     rows = read(
         data,
         speech=task is Kind.asr,
@@ -145,11 +153,7 @@ def eval(
     packages(str(task))
     path = out or Path(f"eval-{task}.jsonl")
     check_files(path)
-    if task is Kind.asr:
-        target = target or WHISPER
-    if length is None and temperature > 0 and draft != "none":
-        length = "heuristic"  # by the clock, a run that was stopped would not go on to the same texts
-    check_models(target, draft, device, dtype, rule, length)
+    check_loading(draft, device)
     wanted = wanted_of(
         chosen, rows, prompt, language, samples, max_new_tokens, temperature, top_k, top_p, seed
     )  # fmt: skip
@@ -202,6 +206,7 @@ def check_flags(
     """Refuse flags that do not belong to a task."""
     if samples > 1 and task is not Kind.code:
         raise ValueError("--samples: several samples of a row are for code")
+    check_text("--prompt", prompt)
     if prompt is not None and "{source}" not in prompt:
         raise ValueError("--prompt: it must say {source} where the row's text goes")
     if task is Kind.asr and (prompt is not None or max_new_tokens is not None):
@@ -252,24 +257,13 @@ def table_file(path: Path) -> Path:
     return Path(f"{path}.md")
 
 
-def check_models(
-    target: str | None, draft: str, device: str | None, dtype: str | None, rule: str, length: str | None
-) -> None:
-    """Refuse names and settings that no models can be loaded with."""
-    from outpace.cli.options import check_table, length_of
-    from outpace.models.hub import check_name, place_of, precision_of
+def check_loading(draft: str, device: str | None) -> None:
+    """Refuse a draft that cannot be loaded, and a device that is not there; this imports PyTorch."""
+    from outpace.models.hub import place_of
     from outpace.pair import check_draft_name
-    from outpace.verify.rules import parse
 
-    parse(rule)
-    length_of(length)
-    if draft == "none" and length not in (None, "0", "auto"):
-        raise ValueError("--length: nothing is guessed with --draft none")
-    precision_of(dtype, place_of(device))
-    if target is not None:
-        check_name(target)
-    check_table(draft)
     check_draft_name(draft)
+    place_of(device)
 
 
 def wanted_of(

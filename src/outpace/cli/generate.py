@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli.options import (
+    MOST_ROWS,
     SAMPLING,
     SHOW,
     Bias,
@@ -84,7 +85,9 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=SAMPLING)
     ] = False,
-    n: Annotated[int, typer.Option(min=1, help="Samples of the prompt.", rich_help_panel=SAMPLING)] = 1,
+    n: Annotated[
+        int, typer.Option(min=1, max=MOST_ROWS, help="Samples of the prompt.", rich_help_panel=SAMPLING)
+    ] = 1,
     compare: Annotated[
         bool,
         typer.Option(

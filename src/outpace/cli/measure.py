@@ -11,6 +11,7 @@ import typer
 from outpace.cli import checks
 from outpace.cli.options import (
     MODELS,
+    MOST_ROWS,
     PROMPTS,
     SHOW,
     AllSeeds,
@@ -109,7 +110,9 @@ def measure(
     ] = None,
     batch: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Rows, B; repeat it. Default: 1, 4, 8.", rich_help_panel=COSTS),
+        typer.Option(
+            min=1, max=MOST_ROWS, help="Rows, B; repeat it. Default: 1, 4, 8.", rich_help_panel=COSTS
+        ),
     ] = None,
     context: Annotated[
         int, typer.Option(min=1, help="Tokens before a pass that is timed.", rich_help_panel=COSTS)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from outpace.sampling import Sampling
 
 MODELS, PROMPTS, SAMPLING, SHOW = "Models", "Prompts", "Sampling", "Output"
+MOST_ROWS = 4096  # sequences at a time; more is a mistake, which would fill the memory
 CONFIGURED = "outpace.configured"  # where a context keeps a configuration's file
 
 Target = Annotated[
@@ -200,7 +201,7 @@ Seed = Annotated[
     ),
 ]
 AllSeeds = Annotated[
-    int, typer.Option(callback=checks.number("seed"), help="Of all draws.", rich_help_panel=SAMPLING)
+    int, typer.Option(callback=checks.number("first seed"), help="Of all draws.", rich_help_panel=SAMPLING)
 ]
 Stop = Annotated[
     list[str] | None,
@@ -383,9 +384,6 @@ def open_decoder(
     check_models(target, draft, rule, lenience, length)
     from outpace.pair import load
 
-    loading: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    if revision is not None:
-        loading["revision"] = revision
     decoder = load(
         target,
         draft,
@@ -395,7 +393,8 @@ def open_decoder(
         lenience=lenience,
         length=length_of(length),
         tell=note,
-        **loading,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
     )
     refuse_speech(decoder.scorer, target)
     # What was made so far stays until the end: `main` had it not looked through for garbage, nor is it now.

@@ -14,6 +14,7 @@ from outpace.cli import checks
 from outpace.cli.bench import bare, command
 from outpace.cli.options import (
     MODELS,
+    MOST_ROWS,
     PROMPTS,
     SAMPLING,
     SHOW,
@@ -121,7 +122,7 @@ def sweep(
                      rich_help_panel=PROMPTS),
     ] = None,
     batch: Annotated[
-        int, typer.Option(min=1, help="Prompts at a time, B.", rich_help_panel=PROMPTS)
+        int, typer.Option(min=1, max=MOST_ROWS, help="Prompts at a time, B.", rich_help_panel=PROMPTS)
     ] = 1,
     repeats: Annotated[
         int, typer.Option(min=1, help="Times that all prompts come.", rich_help_panel=PROMPTS)
@@ -222,7 +223,8 @@ def sweep(
 
 def lengths_of(given: Sequence[str], tokens: int, own: bool) -> list[str]:
     """Return the lengths that are measured: those given, and our own that fit texts of so many tokens."""
-    from outpace.bench.sweep import LENGTHS, PLAIN, check_lengths, least_tokens
+    from outpace.bench.runs import PLAIN
+    from outpace.bench.sweep import LENGTHS, check_lengths, least_tokens
 
     check_lengths([PLAIN], tokens)
     lengths = [str(int(one)) if one.isdecimal() else one for one in given]  # 05 is 5

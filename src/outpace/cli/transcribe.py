@@ -13,6 +13,7 @@ import typer
 from outpace.cli import checks
 from outpace.cli.options import (
     MODELS,
+    MOST_ROWS,
     SHOW,
     Config,
     Device,
@@ -103,7 +104,9 @@ def transcribe(
             rich_help_panel=SPEECH,
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Files at once.", rich_help_panel=SPEECH)] = 8,
+    batch_size: Annotated[
+        int, typer.Option(min=1, max=MOST_ROWS, help="Files at once.", rich_help_panel=SPEECH)
+    ] = 8,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write a file for each into this folder.", rich_help_panel=SHOW),
@@ -127,16 +130,12 @@ def transcribe(
     check_models(target, draft, rule, length=length)
     if not any(path.is_file() for path in files):
         raise ValueError(f"{files[0]}: no such file")
-    from outpace.pair import check_draft_name
-    from outpace.tasks.transcribe import Transcriber
+    from outpace.tasks.transcribe import Transcriber, language_code
 
-    check_draft_name(draft)
+    if language is not None:
+        language_code(language)
     wanted = length_of(length)
     options: dict[str, Any] = {} if wanted is None else {"length": wanted}
-    if trust_remote_code:
-        options["trust_remote_code"] = True
-    if revision is not None:
-        options["revision"] = revision
     one = Transcriber.load(
         target,
         draft,
@@ -144,6 +143,8 @@ def transcribe(
         dtype=dtype,
         draft_dtype=draft_dtype,
         tell=note,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
         rule=rule,
         **options,
     )

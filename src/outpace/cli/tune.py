@@ -13,6 +13,7 @@ from outpace.cli import checks
 from outpace.cli.bench import bare, command
 from outpace.cli.options import (
     MODELS,
+    MOST_ROWS,
     PROMPTS,
     SHOW,
     AllSeeds,
@@ -93,7 +94,7 @@ def tune(
     ] = 64,
     batch: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Rows at a time to look at; repeat it. Default: 1, 4, 8.",
+        typer.Option(min=1, max=MOST_ROWS, help="Rows at a time to look at; repeat it. Default: 1, 4, 8.",
                      rich_help_panel=PROMPTS),
     ] = None,
     temperature: Temperature = None,

@@ -49,7 +49,7 @@ def _predicted(row: Row) -> str:
 SWEEP_SPEEDS: Columns = {
     "g": value("length"),
     "α counted": value("alpha", ".2f"),
-    "c": lambda row: said(None if row.get("predicted_simple") is None else row.get("c"), ".3f"),
+    "c": lambda row: said(None if row.get("predicted_simple") is None else row.get("c"), "small"),
     "speedup": _speedup,
     "predicted": value("predicted", ".2f"),
     "error": _error,

@@ -12,6 +12,7 @@ from outpace.bench.curves import Point
 from outpace.report.figures import panel
 from outpace.report.section import Figure, Section, Table
 from outpace.report.words import LEVEL, said
+from outpace.wording import small
 
 Panel = Callable[[Any, Sequence[Point], float], None]
 
@@ -60,7 +61,9 @@ def section(drafts: Sequence[Draft], passes: Mapping[float, float]) -> Section:
         return Section(TITLE)
     points = [one.point for one in drafts]
     best = max(points, key=lambda one: float(theory.speedup(one.alpha, one.g, one.c)))
-    where = "; ".join(f"{one.name}: α = {one.alpha:.3f}, c = {one.c:.3f}, best g = {one.g}" for one in points)
+    where = "; ".join(
+        f"{one.name}: α = {one.alpha:.3f}, c = {small(one.c)}, best g = {one.g}" for one in points
+    )
     hollow: dict[Panel, list[tuple[float, float | None]]] = {
         curves.lengths: [(one.point.alpha, one.best_g) for one in drafts],
         curves.speed: [(one.point.alpha, one.predicted) for one in drafts],
@@ -82,7 +85,7 @@ def _table(drafts: Sequence[Draft], passes: Mapping[float, float]) -> Table:
     heads = ("draft", "α", "c", "best g by the formulas", "thm 3.8", "best g", "predicted")
     rows = [
         (
-            *(one.point.name, f"{one.point.alpha:.3f}", f"{one.point.c:.4f}", str(one.point.g)),
+            *(one.point.name, f"{one.point.alpha:.3f}", small(one.point.c), str(one.point.g)),
             f"{float(theory.speedup(one.point.alpha, one.point.g, one.point.c)):.2f}",
             *(said(one.best_g), said(one.predicted, ".2f")),
         )

@@ -28,7 +28,8 @@ BY_BATCH: Columns = {"draft": value("draft"), "B": value("B"), "predicted": pays
 def sections(content: Content) -> list[Section]:
     about = source(content)
     if content.get("tokens") is not None:
-        about["prompts"] += f", {counted(content['tokens'], 'token')} of the target"
+        of = f"{counted(content['tokens'], 'token')} of the target"
+        about = {"prompts": about.pop("prompts", ""), "tokens": of, **about}
     traced = {**about, "prompts": "one run: the first prompt"}
     return [
         replace(_drafts(content), source=about, speeds=speeds(content)),
@@ -83,7 +84,7 @@ def _table(words: str, columns: Columns, rows: Sequence[Draft], left: Sequence[i
 
 
 def _drafts(content: Content) -> Section:
-    columns = {**MEASURE, "c": value("c", ".4f")}
+    columns = {**MEASURE, "c": value("c", "small")}
     rows = [{**one, "c": cost(content, one)} for one in content.get("drafts") or ()]
     sure = said(float(content.get("confidence", 0.95)) * 100)
     words = (

@@ -65,9 +65,10 @@ def _prompts(content: Content) -> str:
         return ""
     number = counted(count, "prompt")
     if data:
-        return {"built-in": f"{number}, built in", "--prompt": f"{number} given with --prompt"}.get(
-            data["name"], f"{number} of {data['name']}"
-        )
+        return {
+            "built-in": counted(count, "built-in prompt"),
+            "--prompt": f"{number} given with --prompt",
+        }.get(data["name"], f"{number} of {data['name']}")
     if (content.get("settings") or {}).get("alpha") is not None:
         return f"{number} of random tokens"
     return f"{number}, built in or given with --prompt"

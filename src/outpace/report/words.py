@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from outpace.wording import small
+
 LEVEL = 0.05  # values no further apart than this, as a share of the largest, are called level
 
 # Settings that change nothing.
@@ -21,12 +23,16 @@ NEUTRAL = {
 
 
 def said(value: Any, form: str = "") -> str:
-    """A cell, with numbers in this form; a dash for what was not measured. The form "ms" has one digit after
-    the point below 1000."""
+    """A cell, with numbers in this form; a dash for what was not measured.
+
+    The form "ms" has one digit after the point below 1000; "small" has two digits that count.
+    """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if form == "small":
+        return small(value)
     if form == "ms":
         form = ".0f" if value >= 1000 else ".1f"
     if isinstance(value, float) or (isinstance(value, int) and form):

@@ -19,7 +19,7 @@ from outpace.arguments import integer
 from outpace.decode import Decoder
 from outpace.draft.model import ModelDrafter
 from outpace.integrations.transformers import generate
-from outpace.models.hub import Say, load_model, load_processor, say
+from outpace.models.hub import Say, check_model, load_model, load_processor, say
 from outpace.pair import Name, check_draft_name, load_drafter
 from outpace.stats import Stats
 from outpace.tasks.audio import packages, read
@@ -66,7 +66,7 @@ class Sound:
 def language_code(language: str) -> str:
     """Return Whisper's code of a language, "de" of "de" or "German"; refuse what is none."""
     name = language.strip().lower()
-    code = TO_LANGUAGE_CODE.get(name, name)
+    code: str = TO_LANGUAGE_CODE.get(name, name)
     if code not in TO_LANGUAGE_CODE.values():
         known = suggestion(name, TO_LANGUAGE_CODE)
         raise ValueError(
@@ -122,13 +122,15 @@ class Transcriber:
         packages()
         check_draft_name(draft)
         parse(options.get("rule", "token"))
-        trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-        source = trust if revision is None else {**trust, "revision": revision}
+        source: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
+        check_model(target, device=device, dtype=dtype, **source)
         processor = load_processor(target, **source)
         if not hasattr(processor, "feature_extractor"):
             raise ValueError(f"target: {target} takes no speech; name a Whisper model")
+        drafter = load_drafter(  # first, as the target is larger
+            draft, device=device, dtype=draft_dtype or dtype, tell=tell, trust_remote_code=trust_remote_code
+        )
         model, tokenizer = load_model(target, device=device, dtype=dtype, tell=tell, **source)
-        drafter = load_drafter(draft, device=device, dtype=draft_dtype or dtype, tell=tell, **trust)
         if isinstance(drafter, ModelDrafter):
             drafter.check(model.get_output_embeddings().weight.shape[0], tokenizer)
         options.setdefault("pack", model.device.type == "cpu")
