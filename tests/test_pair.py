@@ -125,6 +125,13 @@ def test_the_command_reads_no_consent_from_stdin(remote: Path, good: Path, tmp_p
     assert not (tmp_path / "ran").exists()
 
 
+def test_the_flag_of_the_command_allows_the_code(remote: Path, tmp_path: Path) -> None:
+    words = ["generate", "hi", "--raw", "-m", "2", "--target", str(remote), "--trust-remote-code"]
+    done = subprocess.run([sys.executable, "-m", "outpace", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "ran").exists()
+
+
 def test_code_of_a_model_runs_where_it_is_trusted(remote: Path, good: Path, tmp_path: Path) -> None:
     decoder = outpace.load(
         remote,

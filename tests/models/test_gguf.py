@@ -323,14 +323,34 @@ def test_what_a_killed_process_left_is_removed_by_the_next_conversion(file: Path
     assert not left.exists()
 
 
-def test_a_conversion_of_another_process_is_waited_for_and_left_alone(file: Path, reads: list[Path]) -> None:
-    threads = [threading.Thread(target=load, args=(file,)) for _ in range(3)]
+def test_several_threads_load_a_file_at_once_and_convert_it_once(file: Path, reads: list[Path]) -> None:
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(load(file)[0])) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(reads) == 1
     assert names() == [file.name]
+    texts = [greedy(model, PROMPT, 8) for model in [*found, load(file)[0]]]
+    assert len(texts) == 4
+    assert all(text == texts[0] for text in texts)
+
+
+def test_a_conversion_of_another_process_is_waited_for(file: Path, reads: list[Path]) -> None:
+    from outpace.models.store import locked
+
+    lines: list[str] = []
+    folder = gguf._place(file, "float32")
+    with locked(gguf._lock(folder), "", lines.append):
+        thread = threading.Thread(target=lambda: lines.extend(load(file)[2]))
+        thread.start()
+        thread.join(1)
+        assert thread.is_alive()
+        assert reads == []
+    thread.join()
+    assert lines[0] == f"Another process is converting {file.name}; waiting for it."
+    assert reads == [file]
 
 
 # Damage

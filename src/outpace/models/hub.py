@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 import zipfile
 import zlib
@@ -52,6 +53,8 @@ DTYPES = {
 }
 
 Name = str | os.PathLike[str]
+
+_loading = threading.Lock()  # Transformers changes state of PyTorch and of its own while it loads
 
 
 def load_model(
@@ -92,21 +95,22 @@ def load_model(
     place = place_of(device)
     precision = precision_of(dtype, place)
     shown = DEFAULT if name is None else name
-    where, hold = _where(name, precision, tell)
-    try:
-        if where is None:  # a GGUF file whose converted copy cannot be kept
-            model, tokenizer = gguf.read(_path(shown), precision, device_map)
-            model = model if device_map else model.to(place)
-        else:
-            given = {"device_map": device_map, "quantization_config": quantization_config}
-            options = _options(trust_remote_code, revision)
-            model, tokenizer = _read(where, shown, place, precision, given, options)
-    except BaseException as error:
-        if hold is not None:
-            hold.close()
-        if isinstance(error, torch.OutOfMemoryError):
-            raise MemoryError(f"{shown} in {precision} does not fit on {place}") from error
-        raise
+    given = {"device_map": device_map, "quantization_config": quantization_config}
+    with _loading:
+        where, hold = _where(name, precision, tell)
+        try:
+            if where is None:  # a GGUF file whose converted copy cannot be kept
+                model, tokenizer = gguf.read(_path(shown), precision, device_map)
+                model = model if device_map else model.to(place)
+            else:
+                options = _options(trust_remote_code, revision)
+                model, tokenizer = _read(where, shown, place, precision, given, options)
+        except BaseException as error:
+            if hold is not None:
+                hold.close()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise MemoryError(f"{shown} in {precision} does not fit on {place}") from error
+            raise
     if hold is not None:
         weakref.finalize(model, hold.close)
     tell(f"{shown}: {_described(model, precision)}")
