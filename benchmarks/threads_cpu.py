@@ -13,9 +13,9 @@ library does by itself (a spin count of 300,000).
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -64,15 +64,11 @@ def worker(seconds: float, synthetic: bool) -> None:
 
 
 def openmp() -> str:
-    """Return the name of the library that runs parallel regions."""
-
-    class Found(ctypes.Structure):
-        _fields_ = (("file", ctypes.c_char_p), *((f"_{i}", ctypes.c_void_p) for i in range(3)))
-
-    libraries, found = ctypes.CDLL(None), Found()
-    start = ctypes.cast(libraries.GOMP_parallel, ctypes.c_void_p)
-    libraries.dladdr(start, ctypes.byref(found))
-    return os.path.basename(os.fsdecode(found.file))
+    """Return the name of the OpenMP library in this process, the preloaded one if there are two."""
+    with open("/proc/self/maps") as maps:
+        names = {os.path.basename(line.split()[-1]) for line in maps}
+    found = [name for name in names if re.match(r"lib(g|i)?omp[\d.-]*\.so", name)]
+    return min(found, key=lambda name: name.startswith("libgomp"), default="")
 
 
 def random_model() -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gguf
 import numpy as np
+import pytest
 import tokenizers
 
 CHAT = "{% for m in messages %}<|turn|>{{ m['content'] }}{% endfor %}"
@@ -14,6 +14,7 @@ HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 64, 96, 2, 4, 2
 
 def write_gguf(path: Path, seed: int = 0, quantization: str = "Q8_0", scale: float = 0.3) -> Path:
     """Write a model whose matrices have this standard deviation, and whose texts end with id 261."""
+    gguf = pytest.importorskip("gguf")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, "ab", "bc", "cd", "de", "<|turn|>", "<|end|>"]
     writer = gguf.GGUFWriter(path, "qwen2")

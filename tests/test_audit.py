@@ -1,40 +1,113 @@
-"""The audit passes what is lossless and fails what is not."""
+"""The audit finds no difference where there is none, and every planted fault by sampling alone."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 import outpace
-from outpace import Decoder, Fixed
-from outpace.audit import audit, distribution, likely, p_value
+from outpace import Decoder, Fixed, Goodput
+from outpace.audit import Greedy, Joint, Report, audit, balanced, distribution
 from outpace.faults import FAULTS, planted
-from tests.tiny import V, greedy, tiny
+from tests.tiny import V, tiny
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6]]
+REPEATING = [5, 6, 7, 5, 5, 7, 6, 6, 5, 7, 7, 5, 6]
+REPORT = Report(
+    [Greedy(32, None, 40)],
+    [Joint(4768, 27, 0, 0.4, 0.05, 6000, 2500)],
+    tokens=3,
+    different=False,
+    p_value=0.4,
+    alarm=1e-4,
+    detectable=0.05,
+    length="Fixed(3)",
+    forced=True,
+    seconds=90.0,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_lossless_decoder_passes_and_the_report_says_how_sure_it_is(dtype: torch.dtype) -> None:
+def test_no_difference_is_found_in_a_correct_decoder_and_the_report_states_its_power(
+    dtype: torch.dtype,
+) -> None:
     model = tiny().to(dtype)
     decoder = Decoder(model, tiny(seed=1), length=Fixed(3))
-    report = audit(decoder, PROMPTS, samples=1000, progress=False)
+    report = audit(decoder, PROMPTS, samples=600, progress=False)
     assert report.passed, str(report)
     said = str(report)
-    assert said.startswith("Lossless as far as these checks can see.")
+    assert said.startswith("No difference found.")
     assert "2 of 2 prompts gave the target's own tokens" in said
-    assert "would have been found with 99 % certainty" in said
-    assert "once in 500,000 audits" in said
-    assert 0.01 < report.joint[0].detectable < 0.2
-    assert report.joint[0].outcomes == 5**4
-    assert report.joint[0].drafted > report.joint[0].accepted > 0
+    assert f"A misplacement of {report.detectable:.1%} or more" in said
+    assert "on every prompt would have been found with 99% certainty" in said
+    assert "found different in 1 of 10,000 audits" in said
+    assert 0.05 < report.detectable < min(one.detectable for one in report.joint) < 0.5
+    assert report.joint[0].outcomes == 3**3
+    assert report.drafted > report.accepted > 0
+    for word in ("prove", "lossless", "guess", "agree"):
+        assert word not in said.lower()
+
+
+def test_as_many_samples_are_drawn_as_the_wanted_misplacement_needs() -> None:
+    decoder = Decoder(tiny(), tiny(seed=1), length=Fixed(3))
+    report = audit(decoder, [REPEATING], misplacement=0.2, greedy_tokens=0, temperature=3, progress=False)
+    assert report.passed
+    assert 0.19 < report.detectable <= 0.2
+    assert report.joint[0].detectable == pytest.approx(report.detectable, abs=1e-3)
 
 
 def test_lenience_is_found_out() -> None:
     decoder = Decoder(tiny(), outpace.RandomDrafter(V), length=Fixed(3), lenience=0.05)
     report = audit(decoder, PROMPTS[:1], samples=1000, greedy_tokens=0, progress=False)
-    assert not report.passed
-    assert str(report).startswith("NOT LOSSLESS")
+    assert report.verdict == "difference found"
+    assert str(report).startswith("DIFFERENCE FOUND")
+
+
+def test_a_large_difference_ends_the_audit_early() -> None:
+    decoder = Decoder(tiny(), tiny(seed=1), length=Fixed(3))
+    with planted(decoder, "noise"):
+        report = audit(decoder, [REPEATING], samples=1600, greedy_tokens=0, progress=False)
+    assert report.verdict == "difference found"
+    assert report.joint[0].samples == 200
+
+
+@pytest.mark.parametrize(
+    ("p_value", "different", "verdict", "odds"),
+    [
+        (7.56e-6, True, "difference found", "1 of 132,275 audits"),
+        (3e-4, False, "could not tell", "1 of 3,333 audits"),
+        (0.3, False, "no difference found", "1 of 10,000 audits"),
+    ],
+)
+def test_a_small_p_value_is_called_what_it_is(
+    p_value: float, different: bool, verdict: str, odds: str
+) -> None:
+    report = replace(REPORT, p_value=p_value, different=different)
+    assert report.verdict == verdict
+    assert report.passed == (verdict == "no difference found")
+    said = str(report)
+    assert f"Sampling: {verdict} in 4,768 samples of 3 tokens; p-value {p_value:.2g}." in said
+    assert odds in said
+    assert ("suspicious" in said) == (verdict == "could not tell")
+    assert ("would have been found" in said) == (verdict == "no difference found")
+
+
+def test_a_difference_in_greedy_decoding_is_a_difference() -> None:
+    report = replace(REPORT, greedy=[Greedy(32, 7, 40)])
+    assert (report.verdict, report.sampling) == ("difference found", "no difference found")
+    assert replace(REPORT, greedy=[Greedy(32, 7, 40, near_tie=True)]).passed
+
+
+def test_the_report_says_what_was_not_tested() -> None:
+    joint = REPORT.joint[0]
+    assert "None was accepted" in str(replace(REPORT, joint=[replace(joint, accepted=0)]))
+    assert "None was rejected" in str(replace(REPORT, joint=[replace(joint, accepted=joint.drafted)]))
+    assert "tokens that were ruled out" in str(replace(REPORT, joint=[replace(joint, impossible=3)]))
+    few = replace(REPORT, detectable=1.0)
+    assert few.verdict == "could not tell"
+    assert "too few samples" in str(few)
 
 
 def test_another_text_is_found_out() -> None:
@@ -61,14 +134,6 @@ def test_the_exact_distribution_is_the_product_of_conditionals() -> None:
     assert exact[a, b] == pytest.approx(float(chance), rel=1e-5)
 
 
-def test_p_values_are_those_of_the_definition() -> None:
-    # χ² = (60-50)²/50 + (40-50)²/50 = 4 with one degree of freedom
-    assert p_value([60, 40], [0.5, 0.5], expected=5) == pytest.approx(0.0455, abs=1e-4)
-    assert p_value([60, 40, 1], [0.5, 0.5, 0.0], expected=5) == 0
-    with pytest.raises(ValueError, match="too few draws"):
-        p_value([1, 2], [0.5, 0.5], expected=5)
-
-
 def test_prompts_need_room() -> None:
     with pytest.raises(ValueError, match="prompts: got one of 126 tokens; to be audited it may have 96"):
         audit(Decoder(tiny()), [[1] * 126], progress=False)
@@ -76,34 +141,98 @@ def test_prompts_need_room() -> None:
         audit(Decoder(tiny()), [], progress=False)
 
 
-def test_audited_texts_may_go_on_as_the_target_would() -> None:
-    prompt = [5, 6, 7]
-    allowed = likely(tiny(), prompt, tokens=3, top=5)
-    assert set(greedy(tiny(), prompt, 3)) <= set(allowed)
-    assert len(set(allowed)) == 5
+def test_sampled_tokens_are_of_the_prompt_where_it_has_enough_and_none_is_rare() -> None:
+    assert set(balanced(tiny(), REPEATING, top=3)) == {5, 6, 7}
+    assert {5, 6} < set(balanced(tiny(), [5, 6, 5, 6], top=8))
+    prompt = [5, 6, 7, 9, 8, 7, 6, 11, 3, 20]
+    chosen = balanced(tiny(), prompt, top=3)
+    assert set(chosen) <= set(prompt)
+
+    def entropy(tokens: list[int]) -> float:
+        exact = torch.tensor([*distribution(tiny(), prompt, 2, tokens).values()])
+        return float(-torch.xlogy(exact, exact).sum())
+
+    assert entropy(chosen) >= max(entropy([5, 6, 7]), entropy([11, 3, 20])) - 1e-6
 
 
-def test_a_report_says_when_nothing_was_guessed() -> None:
+def test_no_two_samples_share_their_noise_even_of_equal_prompts() -> None:
+    decoder = Decoder(tiny(), tiny(seed=1), length=Fixed(3))
+    first, second = audit(decoder, [REPEATING] * 2, samples=300, greedy_tokens=0, progress=False).joint
+    assert first.p_value != second.p_value
+
+
+def test_a_policy_that_goes_by_measured_time_is_replaced_for_the_audit() -> None:
+    decoder = Decoder(tiny(), "lookup")
+    own = decoder.length
+    assert isinstance(own, Goodput)
+    report = audit(decoder, [REPEATING], samples=300, progress=False)
+    assert decoder.length is own
+    assert report.forced
+    assert report.drafted > 0
+    assert "(length Fixed(3), fixed for the audit)" in str(report)
+    assert not audit(Decoder(tiny(), "lookup", length=2), [REPEATING], samples=100, progress=False).forced
+
+
+def test_steps_draft_one_token_and_more() -> None:
+    drafts: list[int] = []
+    decoder = Decoder(tiny(), tiny(seed=1), length=Fixed(3))
+    honest = decoder._verify
+
+    def verify(rows, draft, logits):  # type: ignore[no-untyped-def]
+        drafts.append(draft.tokens.shape[1])
+        return honest(rows, draft, logits)
+
+    decoder._verify = verify  # type: ignore[method-assign]
+    audit(decoder, [REPEATING], samples=600, greedy_tokens=0, progress=False)
+    assert {0, 1, 2} <= set(drafts)
+
+
+def test_the_audit_says_before_how_long_it_takes() -> None:
+    said: list[str] = []
+    decoder = Decoder(tiny(), tiny(seed=1), length=Fixed(3))
+    audit(decoder, [REPEATING], samples=300, greedy_tokens=0, progress=False, tell=said.append)
+    assert len(said) == 1
+    assert said[0].startswith("sampling: 300 samples, about ")
+
+
+def test_a_report_says_when_nothing_was_drafted() -> None:
     report = audit(Decoder(tiny()), PROMPTS[:1], samples=200, progress=False)
-    assert report.passed
+    assert report.verdict == "could not tell"
     assert not report.tested
-    assert str(report).startswith("Not tested: nothing was guessed")
+    assert str(report).startswith("Could not tell: no draft token was proposed")
 
 
 def test_what_cannot_be_counted_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tokens, top: got 11, 5; .* are too many to count"):
-        audit(Decoder(tiny()), PROMPTS, tokens=11)
+        audit(Decoder(tiny()), PROMPTS, tokens=11, top=5)
+    with pytest.raises(ValueError, match=f"top: got {V + 1}; it must be an int in 2..{V}"):
+        audit(Decoder(tiny()), PROMPTS, tokens=1, top=V + 1)
     with pytest.raises(ValueError, match="temperature: got 0"):
         audit(Decoder(tiny()), PROMPTS, temperature=0)
+    with pytest.raises(ValueError, match=r"alarm: got 0.01; it must be a number in \(0, 0.001\]"):
+        audit(Decoder(tiny()), PROMPTS, alarm=0.01)
+    with pytest.raises(ValueError, match="misplacement: got 0; it must be"):
+        audit(Decoder(tiny()), PROMPTS, misplacement=0)
 
 
+@pytest.mark.parametrize("drafter", ["model", "lookup"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(fault: str) -> None:
-    decoder = Decoder(tiny(), tiny(seed=1), length=Fixed(3))
-    assert audit(decoder, PROMPTS[:1], samples=1000, progress=False).passed
+def test_a_planted_fault_is_found_by_sampling_alone(fault: str, drafter: str) -> None:
+    decoder = Decoder(tiny(), tiny(seed=1) if drafter == "model" else drafter, length=Fixed(3))
     with planted(decoder, fault):
-        assert not audit(decoder, PROMPTS[:1], samples=1000, progress=False).passed
-    assert audit(decoder, PROMPTS[:1], samples=1000, progress=False).passed
+        found = audit(decoder, [REPEATING], samples=1600, greedy_tokens=0, temperature=1.5, progress=False)
+    assert found.sampling == "difference found"
+
+
+@pytest.mark.parametrize("drafter", ["model", "lookup"])
+def test_after_a_planted_fault_the_decoder_is_as_before(drafter: str) -> None:
+    decoder = Decoder(tiny(), tiny(seed=1) if drafter == "model" else drafter, length=Fixed(3), engine=True)
+    before = dict(vars(decoder))
+    for fault in FAULTS:
+        with planted(decoder, fault):
+            assert decoder._engines is None
+    assert vars(decoder) == before
+    assert audit(decoder, [REPEATING], samples=400, progress=False).passed
 
 
 def test_an_unknown_fault_is_named() -> None:

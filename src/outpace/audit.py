@@ -1,34 +1,50 @@
-"""Is it lossless? Checks of a decoder against its target alone, for anyone's own pair of models.
+"""Checks of a decoder against its target without speculation, for anyone's own pair of models.
 
-Two promises are tested. Greedy decoding gives the target's own tokens, one by one. And when sampling, the
-first few tokens together are distributed as the target alone would draw them: many samples are drawn over a
-few likely tokens, and Pearson's χ² compares how often each sequence came with its exact probability,
-computed from the target's plain forward passes.
+Greedy decoding must give the target's own tokens, one by one. When sampling, the first few tokens together
+must be distributed as the target alone would sample them: many samples are drawn over a few tokens, and
+Pearson's χ² compares how often each sequence came with its exact probability, computed from the target's
+plain forward passes. Speculation is forced: a decoder whose policy goes by measured time may draft nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from outpace.arguments import integer, number
 from outpace.decode import Decoder
+from outpace.length import Fixed, Goodput
 from outpace.models.seq2seq import Seq2SeqScorer
-from outpace.request import Prompt
-from outpace.rows import Output
+from outpace.pearson import (
+    CERTAINTY,
+    LOOK_AGAIN,
+    LOOKS,
+    SUSPICIOUS,
+    Ints,
+    Power,
+    decide,
+    power,
+    samples_for,
+)
+from outpace.request import Prompt, seed_of
 from outpace.sampling import Sampling
 from outpace.stats import Stats
 
-Floats = npt.NDArray[np.float64]
 MOST_OUTCOMES = 20_000
+DRAFT_TOKENS = 3  # per step, where the decoder's policy goes by measured time
+LONGER_EVERY = 4  # batches; such a one is sampled one token further, so that its steps draft one token more
+CANDIDATES = 8  # tokens that are combined to find a set of which no sequence is rare
+
+NO_DIFFERENCE, DIFFERENCE, UNKNOWN = "no difference found", "difference found", "could not tell"
 
 
 @dataclass(frozen=True)
@@ -37,7 +53,7 @@ class Greedy:
 
     tokens: int  # compared
     differs_at: int | None  # the first token that differs
-    drafted: int  # guesses that were made on the way
+    drafted: int  # draft tokens on the way
     near_tie: bool = False  # the two tokens' logits are equal but for rounding, so either is right
 
     @property
@@ -47,70 +63,145 @@ class Greedy:
 
 @dataclass(frozen=True)
 class Joint:
-    """One prompt, sampled many times."""
+    """One prompt, sampled many times.
+
+    samples     sequences that were sampled
+    outcomes    sequences that are possible
+    impossible  sampled sequences that the target cannot give
+    p_value     of this prompt by itself
+    detectable  misplaced probability on this prompt alone that is found with 99 % certainty
+    drafted     draft tokens on the way
+    accepted    of those, accepted ones
+    """
 
     samples: int
-    outcomes: int  # sequences that are possible
+    outcomes: int
+    impossible: int
     p_value: float
-    alarm: float  # p-values below this fail
-    detectable: float  # misplaced probability that would have failed with 99 % certainty
-    drafted: int  # guesses that were made on the way, and kept: without any, nothing was put to the test
+    detectable: float
+    drafted: int
     accepted: int
-
-    @property
-    def passed(self) -> bool:
-        return self.p_value >= self.alarm
 
 
 @dataclass(frozen=True)
 class Report:
+    """Result of an audit.
+
+    greedy, joint  of each prompt; empty where that check was left out
+    tokens         of a sample
+    different      whether the sampling check found a difference
+    p_value        of its last look at all prompts together, corrected for their number
+    alarm          probability that a correct decoder is found different
+    detectable     misplaced probability on every prompt that is found with 99 % certainty
+    length         draft-length policy that the checks ran with
+    forced         whether that is the audit's, in the place of one that goes by measured time
+    seconds        of all checks
+    """
+
     greedy: list[Greedy]
     joint: list[Joint]
+    tokens: int
+    different: bool
+    p_value: float
+    alarm: float
+    detectable: float
+    length: str
+    forced: bool
+    seconds: float
+
+    @property
+    def sampling(self) -> str:
+        """Verdict of the sampling check alone."""
+        if self.different:
+            return DIFFERENCE
+        drafted = any(one.drafted for one in self.joint)
+        settled = self.p_value >= SUSPICIOUS and self.detectable < 1
+        return NO_DIFFERENCE if settled and drafted else UNKNOWN
+
+    @property
+    def verdict(self) -> str:
+        """One of "no difference found", "difference found" and "could not tell"."""
+        if not all(one.passed for one in self.greedy) or self.different:
+            return DIFFERENCE
+        if self.joint:
+            return self.sampling
+        return NO_DIFFERENCE if self.tested else UNKNOWN
 
     @property
     def passed(self) -> bool:
-        return all(one.passed for one in self.greedy) and all(one.passed for one in self.joint)
+        """Whether no difference was found."""
+        return self.verdict == NO_DIFFERENCE
 
     @property
     def tested(self) -> bool:
-        """Whether anything was guessed: without guesses there is nothing that could go wrong."""
-        return any(one.drafted for one in self.greedy) or any(one.drafted for one in self.joint)
+        """Whether there were any draft tokens: without them there is nothing that could go wrong."""
+        return any(one.drafted for one in [*self.greedy, *self.joint])
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens of the sampling check."""
+        return sum(one.drafted for one in self.joint)
+
+    @property
+    def accepted(self) -> int:
+        return sum(one.accepted for one in self.joint)
 
     def __str__(self) -> str:
         """The verdict in words, then the figures."""
-        ties = sum(one.near_tie for one in self.greedy)
-        lines = ["Lossless as far as these checks can see."]
-        if not self.tested:
-            lines = ["Not tested: nothing was guessed on these prompts."]
-        if not self.passed:
-            lines = ["NOT LOSSLESS: the output is not what the target alone would give."]
+        lines = [f"{self.verdict.capitalize()}."]
+        if self.verdict == DIFFERENCE:
+            lines = ["DIFFERENCE FOUND: the output is not what the target gives without speculation."]
+        elif not self.tested:
+            lines = ["Could not tell: no draft token was proposed on these prompts, so nothing was tested."]
         if self.greedy:
-            passed, compared = sum(one.passed for one in self.greedy), sum(one.tokens for one in self.greedy)
-            parted = f"; {ties} parted at a tie that rounding decides" if ties else ""
-            lines.append(
-                f"Greedy: {passed} of {len(self.greedy)} prompts gave the target's own tokens "
-                f"({compared} compared{parted})."
-            )
+            lines.append(self._greedy_words())
         if self.joint:
-            passed, worst = (
-                sum(one.passed for one in self.joint),
-                min(self.joint, key=lambda one: one.p_value),
-            )
-            coarse = max(one.detectable for one in self.joint)
-            drafted = sum(one.drafted for one in self.joint)
-            kept = sum(one.accepted for one in self.joint)
-            lines.append(
-                f"Sampling: {passed} of {len(self.joint)} prompts agree with the exact distribution; "
-                f"the smallest p-value is {worst.p_value:.3g}, and below "
-                f"{worst.alarm:.0e} counts as a difference."
-            )
-            lines.append(
-                f"A fault that misplaced {coarse:.1%} of the probability would have been found with 99 % "
-                f"certainty; a correct decoder fails once in {1 / (len(self.joint) * worst.alarm):,.0f} "
-                "audits."
-            )
-            lines.append(f"On the way {drafted:,} tokens were guessed and {kept:,} kept.")
+            lines += self._sampling_words()
         return "\n".join(lines)
+
+    def _greedy_words(self) -> str:
+        passed, compared = sum(one.passed for one in self.greedy), sum(one.tokens for one in self.greedy)
+        ties = sum(one.near_tie for one in self.greedy)
+        parted = f"; {ties} parted at a tie that rounding decides" if ties else ""
+        return (
+            f"Greedy: {passed} of {len(self.greedy)} prompts gave the target's own tokens "
+            f"({compared} compared{parted})."
+        )
+
+    def _sampling_words(self) -> list[str]:
+        samples = sum(one.samples for one in self.joint)
+        impossible = sum(one.impossible for one in self.joint)
+        corrected = f", corrected for {len(self.joint)} prompts" if len(self.joint) > 1 else ""
+        lines = [
+            f"Sampling: {self.sampling} in {samples:,} samples of {self.tokens} tokens; "
+            f"p-value {self.p_value:.2g}{corrected}."
+        ]
+        if impossible:
+            lines.append(f"{impossible:,} samples have tokens that were ruled out.")
+        elif self.p_value < SUSPICIOUS:
+            odds = f"1 of {1 / self.p_value:,.0f}" if self.p_value > 1e-12 else "fewer than 1 of 10^12"
+            lines.append(f"A correct decoder gives a p-value this small in {odds} audits.")
+        if self.sampling == UNKNOWN and self.p_value < SUSPICIOUS:
+            lines.append("That is suspicious, and no proof: run again with another seed or more samples.")
+        elif self.sampling == UNKNOWN and self.detectable >= 1:
+            lines.append("There are too few samples to find anything: give more.")
+        elif self.sampling == NO_DIFFERENCE:
+            every = " on every prompt" if len(self.joint) > 1 else ""
+            lines.append(
+                f"A misplacement of {self.detectable:.1%} or more of their probability{every} "
+                f"would have been found with {CERTAINTY:.0%} certainty."
+            )
+            lines.append(f"A correct decoder is found different in 1 of {1 / self.alarm:,.0f} audits.")
+        fixed = ", fixed for the audit" if self.forced else ""
+        lines.append(
+            f"Draft tokens: {self.accepted:,} accepted, {self.drafted - self.accepted:,} rejected "
+            f"(length {self.length}{fixed})."
+        )
+        if self.drafted and not self.accepted:
+            lines.append("None was accepted, so acceptance was not tested: give prompts that repeat.")
+        elif self.drafted and self.accepted == self.drafted:
+            lines.append("None was rejected, so rejection was not tested: give other prompts.")
+        return lines
 
 
 def audit(
@@ -118,21 +209,38 @@ def audit(
     prompts: Sequence[Prompt],
     *,
     greedy_tokens: int = 32,
-    tokens: int = 4,
-    top: int = 5,
-    samples: int = 2000,
+    tokens: int = 3,
+    top: int = 3,
+    samples: int | None = None,
+    misplacement: float = 0.05,
     temperature: float = 1.0,
-    batch_size: int = 64,
+    batch_size: int = 128,
     seed: int = 0,
-    alarm: float = 1e-6,
+    alarm: float = 1e-4,
     progress: bool = True,
+    tell: Callable[[str], None] | None = None,
 ) -> Report:
     """Check a decoder on prompts of your own.
 
-    greedy_tokens  tokens to compare in greedy decoding; 0 leaves it out
-    tokens, top    the first so many tokens, each from the same few likely ones, make top**tokens outcomes
-    samples        draws per prompt; 0 leaves sampling out
-    alarm          p-values below this fail: the probability of a false alarm per prompt
+    Samples are compared in up to three looks: at an eighth of the samples, where a large difference ends the
+    audit early; at all of them; and, where the p-value is then below 0.05, at 70 % more.
+
+    Args:
+        decoder: The decoder to check. One whose draft-length policy goes by measured time is checked with
+            three draft tokens per step instead.
+        prompts: Strings or lists of token ids.
+        greedy_tokens: Tokens to compare in greedy decoding; 0 leaves it out.
+        tokens: Tokens of a sample, whose joint distribution is compared.
+        top: Tokens that a sample may consist of; they make top**tokens outcomes.
+        samples: Samples per prompt; 0 leaves sampling out. By default as many as `misplacement` needs.
+        misplacement: Share of the probability, on every prompt, whose misplacement is to be found with 99 %
+            certainty, wherever it moves.
+        temperature: Of the samples.
+        batch_size: Sequences at a time.
+        seed: Of the samples.
+        alarm: Probability that a correct decoder is found different.
+        progress: Show a bar, on a terminal.
+        tell: Called with lines that say what happens.
     """
     if isinstance(decoder.scorer, Seq2SeqScorer):
         raise ValueError(
@@ -140,44 +248,66 @@ def audit(
         )
     integer("greedy_tokens", greedy_tokens, "an int >= 0", lambda n: n >= 0)
     integer("tokens", tokens, "an int >= 1", lambda n: n >= 1)
-    integer("top", top, "an int >= 2", lambda n: n >= 2)
-    integer("samples", samples, "an int >= 0", lambda n: n >= 0)
-    number("alarm", alarm, "a number in (0, 1)", lambda a: 0 < a < 1)
+    V = decoder.scorer.vocab_size
+    integer("top", top, f"an int in 2..{V}", lambda n: 2 <= n <= V)
+    if samples is not None:
+        integer("samples", samples, "an int >= 0", lambda n: n >= 0)
+    integer("batch_size", batch_size, "an int >= 1", lambda n: n >= 1)
+    number("misplacement", misplacement, "a number in (0, 1)", lambda m: 0 < m < 1)
+    number("alarm", alarm, f"a number in (0, {SUSPICIOUS}]", lambda a: 0 < a <= SUSPICIOUS)
     number("temperature", temperature, "a number > 0", lambda t: t > 0)
-    if samples and top**tokens > MOST_OUTCOMES:
+    if samples != 0 and top**tokens > MOST_OUTCOMES:
         raise ValueError(
-            f"tokens, top: got {tokens}, {top}; {top}**{tokens} texts are too many to count, "
+            f"tokens, top: got {tokens}, {top}; {top}**{tokens} sequences are too many to count, "
             f"{MOST_OUTCOMES} are the most"
         )
     if isinstance(prompts, str) or not len(prompts):
         raise ValueError("prompts: give a list of at least one prompt")
-    from tqdm.auto import tqdm
-
+    begun = time.perf_counter()
     ids = [decoder.encode(prompt) for prompt in prompts]
-    room = decoder.scorer.context - max(tokens if samples else 0, greedy_tokens)
+    room = decoder.scorer.context - max(0 if samples == 0 else tokens + 1, greedy_tokens)
     if max(map(len, ids)) > room:
         raise ValueError(f"prompts: got one of {max(map(len, ids))} tokens; to be audited it may have {room}")
-    bar = tqdm(ids, desc="auditing", unit="prompt", disable=None if progress else True)
-    greedy, joint = [], []
-    for prompt in bar:
-        if greedy_tokens:
-            greedy.append(_greedy(decoder, prompt, greedy_tokens))
-        if samples:
-            allowed = likely(decoder.scorer.model, prompt, tokens, top)
-            exact = distribution(decoder.scorer.model, prompt, tokens, allowed, temperature)
-            others = dict.fromkeys(set(range(decoder.scorer.vocab_size)) - set(allowed), -math.inf)
-            sampling = Sampling(temperature=temperature, logit_bias=others)
-            drawn = decoder.generate(
-                prompt,
-                sampling,
-                n=samples,
-                max_new_tokens=tokens,
-                ignore_eos=True,
-                seed=seed,
-                batch_size=batch_size,
-            )
-            joint.append(_joint(drawn, exact, alarm))
-    return Report(greedy, joint)
+    with _drafting(decoder) as forced:
+        greedy = [_greedy(decoder, prompt, greedy_tokens) for prompt in ids] if greedy_tokens else []
+        different, p_value, able, joint = False, 1.0, Power(1.0, []), list[Joint]()
+        if samples != 0:
+            sampler = _Sampler(decoder, ids, tokens, top, temperature, batch_size, seed)
+            chances = np.array([[*exact.values(), 0.0] for exact in sampler.exact])
+            count = samples_for(misplacement, chances, alarm) if samples is None else samples
+            shown = _Progress(count * len(ids), progress, tell)
+            decision = decide(lambda i, n: sampler.draw(i, n, shown), chances, count, alarm)
+            shown.close()
+            different, p_value = decision.different, decision.p_value
+            able = power(chances, count, alarm)
+            joint = [
+                Joint(
+                    decision.samples,
+                    top**tokens,
+                    int(decision.counts[i, -1]),
+                    decision.each[i],
+                    able.on_one[i],
+                    stats.drafted,
+                    stats.accepted,
+                )
+                for i, stats in enumerate(sampler.stats)
+            ]
+        length = repr(decoder.length)
+    seconds = time.perf_counter() - begun
+    return Report(greedy, joint, tokens, different, p_value, alarm, able.on_every, length, forced, seconds)
+
+
+@contextmanager
+def _drafting(decoder: Decoder) -> Iterator[bool]:
+    """A policy that goes by measured time may draft nothing: then a fixed length takes its place."""
+    own = decoder.length
+    forced = decoder.drafter is not None and isinstance(own, Goodput)
+    if forced:
+        decoder.length = Fixed(min(DRAFT_TOKENS, own.most))
+    try:
+        yield forced
+    finally:
+        decoder.length = own
 
 
 @torch.inference_mode()
@@ -201,17 +331,114 @@ def near_tie(logits: Tensor, one: int, other: int, dtype: torch.dtype) -> bool:
     return gap <= 8 * torch.finfo(dtype).eps * float(logits.abs().max())
 
 
+class _Sampler:
+    """Samples of every prompt, counted by outcome."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompts: Sequence[list[int]],
+        tokens: int,
+        top: int,
+        temperature: float,
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        self._decoder, self._prompts, self._tokens = decoder, prompts, tokens
+        self._batch_size, self._seed = batch_size, seed
+        self._drawn, self._batches = 0, 0  # of all prompts
+        self.stats = [Stats() for _ in prompts]
+        self.exact: list[dict[tuple[int, ...], float]] = []
+        self._samplings = []
+        model, vocabulary = decoder.scorer.model, set(range(decoder.scorer.vocab_size))
+        for prompt in prompts:
+            allowed = balanced(model, prompt, top, temperature)
+            self.exact.append(distribution(model, prompt, tokens, allowed, temperature))
+            others = dict.fromkeys(vocabulary - set(allowed), -math.inf)
+            self._samplings.append(Sampling(temperature=temperature, logit_bias=others))
+
+    def draw(self, i: int, n: int, told: Callable[[int], None]) -> Ints:
+        """Return how often each outcome of prompt i came in n new samples; the last count is of others."""
+        places = {outcome: place for place, outcome in enumerate(self.exact[i])}
+        counts = np.zeros(len(places) + 1, dtype=np.int64)
+        for first in range(0, n, self._batch_size):
+            size = min(self._batch_size, n - first)
+            self._batches += 1
+            longer = self._batches % LONGER_EVERY == 0
+            outs = self._decoder.generate(
+                self._prompts[i],
+                self._samplings[i],
+                n=size,
+                max_new_tokens=self._tokens + longer,
+                ignore_eos=True,
+                seed=seed_of(self._seed, 0, self._drawn, 1),  # no two samples of an audit share their noise
+            )
+            for out in outs:
+                counts[places.get(tuple(out.tokens[: self._tokens]), -1)] += 1
+            self.stats[i] += sum((out.stats for out in outs), Stats())
+            self._drawn += size
+            told(size)
+        return counts
+
+
+class _Progress:
+    """Lines that say how long it takes, and on a terminal a bar with the time that is left."""
+
+    def __init__(self, total: int, bar: bool, tell: Callable[[str], None] | None) -> None:
+        from tqdm.auto import tqdm
+
+        self._total, self._drawn, self._tell = total, 0, tell
+        self._begun = time.perf_counter()
+        self._bar = tqdm(total=total, desc="sampling", leave=False, disable=None if bar else True)
+
+    def __call__(self, size: int) -> None:
+        """Count samples that were drawn."""
+        if not self._drawn:
+            seconds = (time.perf_counter() - self._begun) * self._total / size
+            self._say(f"sampling: {self._total:,} samples, about {seconds:.0f} s")
+        if self._drawn == self._total:
+            self._bar.total = math.ceil(LOOKS[2] * self._total)
+            self._say(f"sampling: the p-value is below {LOOK_AGAIN}, so {LOOKS[2] - 1:.0%} more samples")
+        self._drawn += size
+        self._bar.update(size)
+
+    def _say(self, line: str) -> None:
+        if self._tell is not None:
+            self._bar.clear()
+            self._tell(line)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
 @torch.inference_mode()
-def likely(model: Any, prompt: Sequence[int], tokens: int, top: int) -> list[int]:
-    """Few tokens that a text may consist of and still go on naturally: those of the greedy continuation, then
-    the runners-up along it."""
-    text = torch.tensor([list(prompt)], device=model.get_input_embeddings().weight.device)
-    ranks = []
-    for _ in range(tokens):
-        best = model(input_ids=text, use_cache=False).logits[0, -1].topk(top).indices
-        ranks.append(best.tolist())
-        text = torch.cat((text, best[None, :1]), dim=1)
-    return list(dict.fromkeys(token for rank in zip(*ranks, strict=True) for token in rank))[:top]
+def balanced(model: Any, prompt: Sequence[int], top: int, temperature: float = 1.0) -> list[int]:
+    """Return `top` tokens of which no sequence is rare after the prompt.
+
+    They are tokens of the prompt, if it has enough: a drafter that copies can propose no others. Among the
+    likeliest of them the set is taken whose first two tokens have the largest entropy.
+    """
+    device = model.get_input_embeddings().weight.device
+    text = torch.tensor([list(prompt)], device=device)
+    logits = model(input_ids=text, use_cache=False).logits[0, -1].double() / temperature
+    own, order = set(prompt), logits.argsort(descending=True).tolist()
+    found = [token for token in order if token in own]
+    if len(found) < top:
+        found += [token for token in order if token not in own]
+    candidates = torch.tensor(found[: max(CANDIDATES, top)], device=device)
+    longer = torch.cat((text.expand(len(candidates), -1), candidates[:, None]), dim=1)
+    after = model(input_ids=longer, use_cache=False).logits[:, -1, candidates].double() / temperature
+
+    def entropy(some: tuple[int, ...]) -> float:
+        first, second = (
+            logits[candidates[list(some)]].softmax(0),
+            after[list(some)][:, list(some)].softmax(-1),
+        )
+        joint = first[:, None] * second
+        return float(-torch.xlogy(joint, joint).sum())
+
+    best = max(itertools.combinations(range(len(candidates)), top), key=entropy)
+    return candidates[list(best)].tolist()
 
 
 @torch.inference_mode()
@@ -232,83 +459,3 @@ def distribution(
             for token, chance in zip(allowed, row, strict=True)
         }
     return level
-
-
-def _joint(drawn: Sequence[Output], exact: dict[tuple[int, ...], float], alarm: float) -> Joint:
-    counts = Counter(tuple(out.tokens) for out in drawn)
-    seen = [counts.pop(outcome, 0) for outcome in exact]
-    impossible = sum(counts.values())
-    chances = [*exact.values(), 0.0]
-    p = p_value([*seen, impossible], chances, expected=5)
-    stats = sum((out.stats for out in drawn), Stats())
-    detectable = _detectable(len(drawn), chances, alarm)
-    return Joint(len(drawn), len(exact), p, alarm, detectable, stats.drafted, stats.accepted)
-
-
-def p_value(counts: npt.ArrayLike, probabilities: npt.ArrayLike, expected: float) -> float:
-    """P(a χ² at least this large) for `counts` of independent draws from `probabilities`.
-
-    Counts and probabilities may have several rows, one per group of draws, each row a distribution of its
-    own. Rare outcomes are merged until each expects so many draws; one of probability 0 gives p = 0.
-    """
-    observed = np.atleast_2d(np.asarray(counts, dtype=np.float64))
-    hoped_for = np.atleast_2d(np.asarray(probabilities, dtype=np.float64)) * observed.sum(1, keepdims=True)
-    if not np.allclose(hoped_for.sum(1), observed.sum(1), rtol=1e-6):
-        raise ValueError("probabilities do not sum to 1")
-    if (observed[hoped_for == 0] > 0).any():
-        return 0.0
-    statistic, freedom = 0.0, 0
-    for seen, hoped in zip(observed, hoped_for, strict=True):
-        seen, hoped = merge(seen, hoped, expected)
-        statistic += float(((seen - hoped) ** 2 / hoped).sum())
-        freedom += len(hoped) - 1
-    if freedom == 0:
-        if (np.count_nonzero(hoped_for, axis=1) > 1).any():
-            raise ValueError("too few draws: every bin was merged into one, so nothing was tested")
-        return 1.0  # a single outcome is possible, and nothing else was seen
-    return _beyond(statistic, freedom)
-
-
-def merge(seen: Floats, hoped: Floats, expected: float) -> tuple[Floats, Floats]:
-    """Join bins that expect fewer draws, in the order they come, until each expects at least so many."""
-    rare = (hoped > 0) & (hoped < expected)
-    merged_seen, merged_hoped = list(seen[hoped >= expected]), list(hoped[hoped >= expected])
-    s = h = 0.0
-    for one_seen, one_hoped in zip(seen[rare], hoped[rare], strict=True):
-        s, h = s + one_seen, h + one_hoped
-        if h >= expected:
-            merged_seen.append(s)
-            merged_hoped.append(h)
-            s = h = 0.0
-    if h > 0 and merged_hoped:  # what is left goes to the smallest
-        smallest = int(np.argmin(merged_hoped))
-        merged_seen[smallest] += s
-        merged_hoped[smallest] += h
-    elif h > 0:
-        merged_seen, merged_hoped = [s], [h]
-    return np.asarray(merged_seen), np.asarray(merged_hoped)
-
-
-def _beyond(statistic: float, freedom: float) -> float:
-    half: Tensor = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
-
-
-def _detectable(samples: int, chances: Sequence[float], alarm: float) -> float:
-    """Probability that has to move between two halves of the outcomes for the χ² to fail in 99 of 100 audits.
-
-    Moving δ adds 4δ² times the samples to the statistic's mean; near there a non-central χ² is close to a
-    normal variable of mean df + λ and variance 2(df + 2λ).
-    """
-    hoped = np.asarray(chances) * samples
-    freedom = len(merge(hoped, hoped, 5)[1]) - 1
-    if freedom < 1:
-        return 1.0
-    low, high = float(freedom), freedom + 1e4
-    while high - low > 1e-3:
-        middle = (low + high) / 2
-        low, high = (middle, high) if _beyond(middle, freedom) > alarm else (low, middle)
-    shift = 0.0
-    while freedom + shift - 2.33 * math.sqrt(2 * (freedom + 2 * shift)) < high:
-        shift += 0.5
-    return min(1.0, math.sqrt(shift / samples) / 2)

@@ -1,7 +1,8 @@
-"""Faults of other implementations, planted on purpose: an audit that cannot fail proves nothing."""
+"""Faults of other implementations, planted on purpose, to see that an audit finds them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from outpace.sampling import Prefix
 
 
 def keep_all(decoder: Any) -> None:
-    """every guess is kept"""
+    """every draft token is accepted"""
     honest = decoder._verify
 
     def verify(rows: list[Row], draft: Any, logits: Any) -> Any:
@@ -28,7 +29,7 @@ def keep_all(decoder: Any) -> None:
 
 
 def redraw(decoder: Any) -> None:
-    """after a lost guess the next token is drawn from p, which may bring the lost one back"""
+    """after a rejection the next token is sampled from p, which may bring the rejected one back"""
     honest = decoder._verify
     generator = torch.Generator(decoder.scorer.device).manual_seed(0)
 
@@ -47,7 +48,7 @@ def redraw(decoder: Any) -> None:
 
 
 def rollback(decoder: Any) -> None:
-    """the cache keeps one token too many after a lost guess"""
+    """the KV cache keeps one token too many after a rejection"""
     honest = decoder._iteration
 
     def iteration(rows: list[Row]) -> list[Step]:
@@ -61,13 +62,13 @@ def rollback(decoder: Any) -> None:
 
 
 def stale(decoder: Any) -> None:
-    """tokens see two positions ahead, where lost guesses lie"""
+    """tokens see two positions ahead, where rejected draft tokens lie"""
     honest = decoder.scorer._masks
     decoder.scorer._masks = lambda at, start, reach: honest(at + 2, None, reach)
 
 
 def noise(decoder: Any) -> None:
-    """all rows of a batch are drawn with the noise of its first"""
+    """all sequences of a batch are sampled with the noise of its first"""
 
     def shared(honest: Callable[[list[Row]], list[Step]]) -> Callable[[list[Row]], list[Step]]:
         def run(rows: list[Row]) -> list[Step]:
@@ -85,20 +86,45 @@ def noise(decoder: Any) -> None:
     decoder._begin, decoder._iteration = shared(decoder._begin), shared(decoder._iteration)
 
 
+def reuse(decoder: Any) -> None:
+    """every step is sampled with the noise of the first"""
+    honest = decoder._block
+    decoder._block = lambda rows, draft, logits: replace(honest(rows, draft, logits), starts=0)
+
+
+def mislabel(decoder: Any) -> None:
+    """the drafter states a distribution that its tokens are not drawn from"""
+    honest = decoder._verify
+
+    def verify(rows: list[Row], draft: Any, logits: Any) -> Any:
+        if draft.logits is not None:
+            stated = 2 * draft.logits  # a lower temperature
+        else:  # copied tokens are certain; half of that is spread over the vocabulary
+            V = logits.shape[-1]
+            stated = torch.full((*draft.tokens.shape, V), -math.log(V), device=logits.device)
+            stated.scatter_(2, draft.tokens[..., None], 0.0)
+        return honest(rows, replace(draft, logits=stated, told=None), logits)
+
+    decoder._verify = verify
+
+
 FAULTS: dict[str, Callable[[Any], None]] = {
     "keep-all": keep_all,
     "redraw": redraw,
     "rollback": rollback,
     "stale": stale,
     "noise": noise,
+    "reuse": reuse,
+    "mislabel": mislabel,
 }
 
 
 @contextmanager
 def planted(decoder: Decoder, fault: str) -> Iterator[None]:
-    """The decoder with a fault, by its name in `FAULTS`."""
+    """The decoder with a fault, by its name in `FAULTS`; it takes its steps one by one, without an engine."""
     if fault not in FAULTS:
         raise ValueError(f"plant: got {fault!r}; known are {', '.join(FAULTS)}")
+    engines, decoder._engines = decoder._engines, None  # faults are planted in what an engine does not call
     before = [(one, set(vars(one))) for one in (decoder, decoder.scorer)]
     FAULTS[fault](decoder)
     added = [(one, set(vars(one)) - names) for one, names in before]
@@ -108,4 +134,5 @@ def planted(decoder: Decoder, fault: str) -> Iterator[None]:
         for one, names in added:
             for name in names:
                 delattr(one, name)
+        decoder._engines = engines
         decoder.forget()

@@ -1,4 +1,4 @@
-"""`outpace audit`: is it lossless with these models?"""
+"""`outpace audit`: does speculation change the output with these models?"""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli.options import (
+    Config,
     Device,
     Drafted,
     Dtype,
@@ -26,14 +27,14 @@ from outpace.cli.show import note, screen
 if TYPE_CHECKING:
     from outpace.audit import Report
 
-# Texts that repeat themselves, so that a drafter that copies has something to guess.
-PROMPTS = (
-    "A B C D E F G A B C D E F G A B C",
-    "Alice likes red apples and Bob likes green pears. Alice likes red apples and Bob likes green",
-)
+# Three words in no strict order: each may come next, prompt lookup proposes all of them, and what follows a
+# rejected one depends on it. One prompt, as samples that are shared between two tell less about each.
+PROMPTS = ("out up out in up in out up in out up",)
+NAMES = "keep-all|redraw|rollback|stale|noise|reuse|mislabel"
 
 
 def audit(
+    config: Config = None,
     target: Target = None,
     draft: Drafted = "lookup",
     rule: RuleName = "token",
@@ -42,29 +43,33 @@ def audit(
     device: Device = None,
     dtype: Dtype = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="A file of prompts, one a line, instead of the built-in two.")
+        Path | None, typer.Option(help="A file of prompts, one a line, instead of the built-in one.")
     ] = None,
+    misplacement: Annotated[
+        float, typer.Option(help="Misplaced share of the probability to find with 99 % certainty.")
+    ] = 0.05,
     samples: Annotated[
-        int, typer.Option(min=0, help="Draws per prompt; 0 tests greedy decoding alone.")
-    ] = 1000,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens whose joint distribution is tested.")] = 4,
+        int | None,
+        typer.Option(min=0, help="Samples per prompt; 0 checks greedy decoding alone. Default: enough."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens whose joint distribution is compared.")] = 3,
     greedy_tokens: Annotated[int, typer.Option(min=0, help="Tokens compared in greedy decoding.")] = 32,
-    temperature: Annotated[float, typer.Option(help="Of the draws.")] = 1.0,
-    alarm: Annotated[float, typer.Option(help="p-values below this fail.")] = 1e-6,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    temperature: Annotated[float, typer.Option(help="Of the samples.")] = 1.0,
+    alarm: Annotated[float, typer.Option(help="Probability to find a correct decoder different.")] = 1e-4,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
     plant: Annotated[
         str | None,
-        typer.Option(
-            metavar="keep-all|redraw|rollback|stale|noise",
-            help="Plant a known fault first, to see that the audit can fail.",
-        ),
+        typer.Option(metavar=NAMES, help="Plant a known fault first, to see that the audit finds it."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Check that speculation changes nothing. Exit status: 0 lossless, 1 not lossless, 2 could not tell.
+    """Check that speculation does not change the output.
+
+    Exit status: 0 no difference found, 1 difference found, 2 could not tell.
 
     Greedy decoding must give the target's own tokens. When sampling, the first tokens together must be
-    distributed as the target alone would draw them: Pearson's chi-squared against exact probabilities.
+    distributed as the target samples them without speculation: Pearson's chi-squared against exact
+    probabilities. --length auto, the default, may draft nothing, so the audit drafts 3 tokens a step instead.
     """
     texts = list(PROMPTS)
     if prompts is not None:
@@ -73,13 +78,16 @@ def audit(
             raise ValueError(f"{prompts}: no prompts in it")
     from contextlib import nullcontext
 
+    from outpace.audit import DIFFERENCE, NO_DIFFERENCE
     from outpace.audit import audit as run
     from outpace.faults import FAULTS, planted
+    from outpace.wording import suggestion
 
     if plant is not None and plant not in FAULTS:
-        raise ValueError(f"--plant: got {plant!r}; known are {', '.join(FAULTS)}")
+        known = ", ".join(FAULTS)
+        raise ValueError(f"--plant: got {plant!r}; it must be one of {known}{suggestion(plant, FAULTS)}")
     if draft == "none":
-        raise ValueError("--draft: nothing is guessed with none, so there is nothing to audit")
+        raise ValueError("--draft: got none; without draft tokens there is nothing to audit")
     decoder = open_decoder(target, draft, device, dtype, rule, lenience, length)
     if plant is not None:
         note(f"planted: {FAULTS[plant].__doc__}")
@@ -88,59 +96,82 @@ def audit(
             decoder,
             texts,
             samples=samples,
+            misplacement=misplacement,
             tokens=tokens,
             greedy_tokens=greedy_tokens,
             temperature=temperature,
             alarm=alarm,
             seed=seed,
-            progress=not as_json and sys.stderr.isatty(),
+            progress=not as_json,
+            tell=note,
         )
     if as_json:
-        made: dict[str, Any] = {"lossless": report.passed if report.tested or not report.passed else None}
-        made["settings"] = decoder.describe().splitlines()
-        made["greedy"] = [dataclasses.asdict(one) for one in report.greedy]
-        made["joint"] = [dataclasses.asdict(one) for one in report.joint]
-        print(json.dumps(made, indent=2))
+        print(json.dumps(_object(report, texts, decoder.describe().splitlines()), indent=2))
     else:
         _print(report, texts)
-    if not report.passed:
-        raise SystemExit(1)
-    if not report.tested:
-        raise ValueError(
-            "nothing was guessed on these prompts, so nothing was tested; give others (--prompts)"
-        )
     if plant is not None:
-        note("The planted fault was not found by these checks.")
+        found = [name for name, one in _verdicts(report).items() if one == DIFFERENCE]
+        note(f"The planted fault was found by: {', '.join(found) or 'no check'}.")
+    if report.verdict != NO_DIFFERENCE:
+        raise SystemExit(1 if report.verdict == DIFFERENCE else 2)
+
+
+def _verdicts(report: Report) -> dict[str, str]:
+    """The verdict of each check that ran."""
+    from outpace.audit import DIFFERENCE, NO_DIFFERENCE
+
+    verdicts = {}
+    if report.greedy:
+        same = all(one.passed for one in report.greedy)
+        verdicts["greedy"] = NO_DIFFERENCE if same else DIFFERENCE
+    if report.joint:
+        verdicts["sampling"] = report.sampling
+    return verdicts
+
+
+def _object(report: Report, texts: list[str], settings: list[str]) -> dict[str, Any]:
+    from outpace.pearson import CERTAINTY
+
+    made = dataclasses.asdict(report)
+    greedy, joint = made.pop("greedy"), made.pop("joint")
+    return {
+        "verdict": report.verdict,
+        "verdicts": _verdicts(report),
+        "certainty": CERTAINTY,
+        **made,
+        "drafted": report.drafted,
+        "accepted": report.accepted,
+        "settings": settings,
+        "prompts": texts,
+        "greedy": greedy,
+        "joint": joint,
+    }
 
 
 def _print(report: Report, texts: list[str]) -> None:
+    from rich import box
     from rich.table import Table
+
+    from outpace.audit import NO_DIFFERENCE
 
     console = screen(sys.stdout)
     verdict, *details = str(report).splitlines()
-    console.print(verdict, style=f"bold {'green' if report.passed else 'red'}")
+    console.print(verdict, style=f"bold {'green' if report.verdict == NO_DIFFERENCE else 'red'}")
     for line in details:
         console.print(line)
-    made = Table(
-        "prompt", "greedy", "samples", "outcomes", "p-value", "fails below", "finds shifts of", "kept"
-    )
-    for column in made.columns[1:]:
-        column.justify = "right"
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made.add_column("prompt", no_wrap=True, overflow="ellipsis")
+    for name in ("greedy", "p-value", "finds", "accepted"):
+        made.add_column(name, justify="right", no_wrap=True)
     for i, text in enumerate(texts):
-        cells = ["-"] * 7
+        greedy, joint = "-", ("-", "-", "-")
         if report.greedy:
             one = report.greedy[i]
-            same = f"{one.tokens} same" if one.differs_at is None else f"differs at {one.differs_at}"
-            cells[0] = same + (" (tie)" if one.near_tie else "")
+            place = f"tie at {one.differs_at}" if one.near_tie else f"differs at {one.differs_at}"
+            greedy = "same" if one.differs_at is None else place
         if report.joint:
             each = report.joint[i]
-            cells[1:] = [
-                str(each.samples),
-                str(each.outcomes),
-                f"{each.p_value:.3g}",
-                f"{each.alarm:.0e}",
-                f"{each.detectable:.1%}",
-                f"{each.accepted}/{each.drafted}",
-            ]
-        made.add_row(text.replace("\n", "\\n")[-24:], *cells)
+            share = f"{each.accepted}/{each.drafted}"
+            joint = f"{each.p_value:.2g}", f"{each.detectable:.1%}", share
+        made.add_row(text.replace("\n", "\\n"), greedy, *joint)
     console.print(made)
