@@ -132,7 +132,7 @@ def test_drafts_take_turns(decoder: Decoder) -> None:
     [
         ({"prompts": []}, "prompts: there are none"),
         ({"lengths": ["far"]}, "length: got 'far'; it must be a number, auto or heuristic"),
-        ({"lengths": ["7"]}, "length: 7 does not fit texts of 16 tokens"),
+        ({"lengths": ["7"]}, "length: got 7 for texts of 16 tokens"),
         ({"lengths": ["200"], "tokens": 1000}, r"length: Fixed\(200\) does not fit a context of 128"),
         ({"decoders": {}}, "draft: got none"),
         ({"decoders": {"none": None}}, "draft: got none"),

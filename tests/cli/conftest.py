@@ -100,5 +100,11 @@ def outpace(*words: str, stdin: bytes = b"", redirect: str = "") -> tuple[int, s
         ["bash", "-c", command, "bash", sys.executable, "-m", "outpace", *words],
         input=stdin,
         capture_output=True,
+        env=buffered(),
     )
     return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def buffered() -> dict[str, str]:
+    """The environment, with stdout buffered, as it usually is."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

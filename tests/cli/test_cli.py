@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from outpace.decode import Decoder
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, buffered
 from tests.tiny import byte_tokenizer, tiny, tiny_seq2seq
 
 PROMPT = "ab ab ab ab ab"
@@ -401,6 +401,7 @@ def test_a_closed_pipe_is_one_line_too(model: str, command: str) -> None:
             stdout=closed,
             stderr=subprocess.PIPE,
             text=True,
+            env=buffered(),
         )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "outpace: the output was closed before the end"

@@ -36,7 +36,7 @@ def test_a_closed_stdin_is_an_empty_one(model: str) -> None:
     assert outpace("chat", *common(model), redirect="<&-")[:2] == (0, "")
 
 
-@pytest.mark.parametrize("words", [PLAN, (*PLAN, "--json")])
+@pytest.mark.parametrize("words", [PLAN, (*PLAN, "--json"), ("--version",), ("plan", "--help")])
 def test_a_full_disk_is_one_line(words: tuple[str, ...]) -> None:
     assert outpace(*words, redirect=">/dev/full") == (2, "", "outpace: [Errno 28] No space left on device\n")
 

@@ -8,6 +8,7 @@ import io
 import os
 import sys
 import warnings
+from contextlib import suppress
 from typing import IO, Annotated, Any, NoReturn
 
 import typer
@@ -78,21 +79,22 @@ def main() -> None:
     gc.disable()  # imports make millions of objects that stay: a fifth of a start went into looking at them
     command = typer.main.get_command(app)
     meta: dict[str, Any] = {}
+    status = 0
     try:
-        # Not `app()`, which has its own way with errors.
-        with command.make_context("outpace", sys.argv[1:]) as context:
-            meta = context.meta
-            command.invoke(context)
+        try:
+            # Not `app()`, which has its own way with errors.
+            with command.make_context("outpace", sys.argv[1:]) as context:
+                meta = context.meta
+                command.invoke(context)
+        except typer.Exit as done:
+            status = done.exit_code
         sys.stdout.flush()  # here, what cannot be written is still one line
-    except typer.Exit as done:
-        raise SystemExit(done.exit_code) from None
     except WrongUse as error:
         fail(error.format_message())
     except (typer.Abort, KeyboardInterrupt):
         _say("interrupted")
         raise SystemExit(130) from None
     except BrokenPipeError:
-        _discard(sys.stdout)
         fail("the output was closed before the end")
     except Exception as error:
         if os.environ.get("OUTPACE_TRACEBACK"):
@@ -104,7 +106,7 @@ def main() -> None:
     finally:
         gc.enable()
         gc.unfreeze()
-    raise SystemExit(0)
+    raise SystemExit(status)
 
 
 def _open_streams() -> None:
@@ -119,12 +121,16 @@ def _open_streams() -> None:
         sys.stdin.reconfigure(errors="surrogateescape")  # commands look for bytes that are no text
 
 
-def _discard(stream: IO[str]) -> None:
-    """Let nobody read it: Python would complain once more about a closed pipe when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def _flush(stream: IO[str]) -> None:
+    """Write what waits, or give it up: Python would try again at exit, complain, and change the status."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def fail(why: str) -> NoReturn:
+    _flush(sys.stdout)
     _say(_first_line(why) or "it failed without saying why")
     raise SystemExit(2)
 
@@ -135,7 +141,6 @@ def _first_line(text: str) -> str:
 
 
 def _say(line: str) -> None:
-    try:
-        print(f"outpace: {line}", file=sys.stderr, flush=True)
-    except BrokenPipeError:
-        _discard(sys.stderr)
+    with suppress(OSError):
+        print(f"outpace: {line}", file=sys.stderr)
+    _flush(sys.stderr)
