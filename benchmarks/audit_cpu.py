@@ -3,8 +3,9 @@ every planted fault every time.
 
     python benchmarks/audit_cpu.py --seeds 3 --out benchmarks/results/audit_cpu.json
 
-The command's own settings: default model, prompt lookup, built-in prompt. Planted faults are looked for without
-the greedy check, each with several seeds; a found one ends its audit early. About ten minutes on two cores.
+The command's own settings: default model, prompt lookup, built-in prompt. Planted faults are looked for
+without the greedy check, each with several seeds; a found one ends its audit early. About ten minutes on two
+cores.
 """
 
 from __future__ import annotations
@@ -71,13 +72,13 @@ def main() -> None:
         "machine": machine(),
         "settings": decoder.describe().splitlines(),
         "audits": audits,
-        "correct_decoder_passed": f"{sum(one['verdict'] == NO_DIFFERENCE for one in audits)} of {len(audits)}",
+        "passed": f"{sum(one['verdict'] == NO_DIFFERENCE for one in audits)} of {len(audits)}",
         "detectable": max(one["detectable"] for one in audits),
         # Where the second look leaves it open, a third one decides.
         "most_seconds": round(LOOKS[2] * by_sample * min(one["samples"] for one in audits), 1),
         "found_by_sampling": f"{sum(one['verdict'] == DIFFERENCE for one in faults)} of {len(faults)}",
         "planted": faults,
-        "bars": "detectable <= 0.05 with 99 % certainty, most_seconds < 180, every planted fault found by sampling",
+        "bars": "detectable <= 0.05, most_seconds < 180, every planted fault found by sampling",
     }
     print(json.dumps(report, indent=2))
     write(report, options.out)
