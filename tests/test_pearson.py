@@ -42,7 +42,8 @@ def halves(p: Floats) -> Floats:
     order = np.random.default_rng(1).permutation(27)
     up = np.zeros(28, dtype=bool)
     up[order[np.cumsum(p[order]) <= 0.5]] = True
-    return np.where(up, p * (1 + DELTA / p[up].sum()), p * (1 - DELTA / p[~up].sum()))
+    q: Floats = p * np.where(up, 1 + DELTA / p[up].sum(), 1 - DELTA / p[~up].sum())
+    return q
 
 
 def between_two(p: Floats) -> Floats:

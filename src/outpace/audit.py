@@ -135,7 +135,7 @@ class Report:
     @property
     def tested(self) -> bool:
         """Whether there were any draft tokens: without them there is nothing that could go wrong."""
-        return any(one.drafted for one in [*self.greedy, *self.joint])
+        return self.drafted > 0 or any(one.drafted for one in self.greedy)
 
     @property
     def drafted(self) -> int:

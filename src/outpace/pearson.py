@@ -136,16 +136,18 @@ def power(chances: Floats, samples: int, alarm: float) -> Power:
         levels = _levels(level, prompts)
         if sum(freedoms):
             asked = noncentrality(sum(freedoms), levels[0], miss) / (4 * draws)
-            seen = _bisect(
-                0, 1, lambda d, h=hidden, a=asked: bool((np.clip(d - h, 0, None) ** 2).sum() >= a), 1e-6
-            )
-            on_every = max(on_every, seen)
+            on_every = max(on_every, _shared(hidden, asked))
         for i, freedom in enumerate(freedoms):
             alone = math.inf
             if freedom:
                 alone = hidden[i] + math.sqrt(noncentrality(freedom, levels[1], miss) / (4 * draws))
             on_one[i] = min(1.0, max(on_one[i], alone))
     return Power(on_every or 1.0, on_one)
+
+
+def _shared(hidden: Floats, asked: float) -> float:
+    """The misplacement on every prompt of which enough is seen: Σ(δ − hidden)² >= asked."""
+    return _bisect(0, 1, lambda delta: bool((np.clip(delta - hidden, 0, None) ** 2).sum() >= asked), 1e-6)
 
 
 def looks(samples: int) -> list[int]:

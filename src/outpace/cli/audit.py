@@ -159,19 +159,29 @@ def _print(report: Report, texts: list[str]) -> None:
     console.print(verdict, style=f"bold {'green' if report.verdict == NO_DIFFERENCE else 'red'}")
     for line in details:
         console.print(line)
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    made.add_column("prompt", no_wrap=True, overflow="ellipsis")
-    for name in ("greedy", "p-value", "finds", "accepted"):
-        made.add_column(name, justify="right", no_wrap=True)
-    for i, text in enumerate(texts):
-        greedy, joint = "-", ("-", "-", "-")
-        if report.greedy:
-            one = report.greedy[i]
-            place = f"tie at {one.differs_at}" if one.near_tie else f"differs at {one.differs_at}"
-            greedy = "same" if one.differs_at is None else place
-        if report.joint:
-            each = report.joint[i]
-            share = f"{each.accepted}/{each.drafted}"
-            joint = f"{each.p_value:.2g}", f"{each.detectable:.1%}", share
-        made.add_row(text.replace("\n", "\\n"), greedy, *joint)
+    rows = [[text.replace("\n", "\\n"), *_cells(report, i)] for i, text in enumerate(texts)]
+    names = ("greedy", "p-value", "finds", "accepted")
+    widths = [max(len(name), *(len(row[i]) for row in rows)) for i, name in enumerate(names, 1)]
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    # Prompts get what the figures leave over, which are three columns apart.
+    left = max(1, console.width - sum(width + 3 for width in widths))
+    made.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=left)
+    for name, width in zip(names, widths, strict=True):
+        made.add_column(name, justify="right", no_wrap=True, min_width=width)
+    for row in rows:
+        made.add_row(*row)
+    console.print()
     console.print(made)
+
+
+def _cells(report: Report, i: int) -> list[str]:
+    """What the table says of a prompt."""
+    greedy, joint = "-", ["-"] * 3
+    if report.greedy:
+        one = report.greedy[i]
+        place = f"tie at {one.differs_at}" if one.near_tie else f"differs at {one.differs_at}"
+        greedy = "same" if one.differs_at is None else place
+    if report.joint:
+        each = report.joint[i]
+        joint = [f"{each.p_value:.2g}", f"{each.detectable:.1%}", f"{each.accepted}/{each.drafted}"]
+    return [greedy, *joint]

@@ -1,0 +1,90 @@
+"""`outpace audit`: its verdicts, its exit status and its table."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from outpace.cli.audit import NAMES
+from outpace.faults import FAULTS
+from tests.cli.conftest import Run
+
+PROMPT = "ab ba bb aa ab bb ba aa b"
+
+
+@pytest.fixture
+def flags(model: str, other: str, tmp_path: Path) -> list[str]:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(PROMPT + "\n")
+    return [
+        *("--target", model, "--draft", other, "--dtype", "float32", "--prompts", str(prompts)),
+        *("--samples", "600", "--length", "3"),
+    ]
+
+
+def test_no_difference_is_found_and_a_planted_fault_is(run: Run, flags: list[str]) -> None:
+    code, out, err = run("audit", *flags)
+    assert (code, out.splitlines()[0]) == (0, "No difference found.")
+    assert "would have been found with 99% certainty" in " ".join(out.split())
+    assert "sampling: 600 samples, about" in err
+    code, out, err = run("audit", *flags, "--greedy-tokens", "0", "--plant", "keep-all")
+    assert (code, out.splitlines()[0][:16]) == (1, "DIFFERENCE FOUND")
+    assert "planted: every draft token is accepted" in err
+    assert "The planted fault was found by: sampling." in err
+
+
+def test_json_has_every_figure_of_the_report(run: Run, flags: list[str]) -> None:
+    code, out, _ = run("audit", *flags, "--json")
+    made = json.loads(out)
+    assert code == 0
+    assert made["verdict"] == "no difference found"
+    assert made["verdicts"] == {"greedy": "no difference found", "sampling": "no difference found"}
+    assert made["certainty"] == 0.99
+    assert 0 < made["detectable"] < 0.5
+    assert made["alarm"] == 1e-4
+    assert made["p_value"] == made["joint"][0]["p_value"]
+    assert made["drafted"] == made["joint"][0]["drafted"] > made["accepted"] > 0
+    assert made["prompts"] == [PROMPT]
+
+
+def test_without_draft_tokens_it_could_not_tell(run: Run, flags: list[str]) -> None:
+    code, out, _ = run("audit", *flags, "--length", "0", "--samples", "100")
+    assert code == 2
+    assert out.startswith("Could not tell: no draft token was proposed")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_table_fits_the_screen_and_shows_prompts_from_their_beginning(
+    run: Run, flags: list[str], width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts.txt").write_text(PROMPT + " and so on" * 8 + "\n" + PROMPT + "\n")
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, out, _ = run("audit", *flags, "--samples", "300", "--greedy-tokens", "8")
+    assert max(map(len, out.splitlines())) <= width
+    long, short = out.rstrip().splitlines()[-2:]
+    assert re.match(r"ab ba bb.*…  ", long)
+    assert short.startswith(PROMPT if width > 60 else PROMPT[:8])
+    for row in (long, short):
+        assert re.search(r" same +[0-9.e-]+ +[0-9.]+% +\d+/\d+ *$", row)
+
+
+def test_a_configuration_names_the_models(run: Run, model: str, other: str, tmp_path: Path) -> None:
+    config = tmp_path / "outpace.toml"
+    config.write_text(f'target = "{model}"\ndraft = "{other}"\nlength = 2\n')
+    code, out, _ = run("audit", "--config", str(config), "--samples", "0", "--json")
+    assert code == 0
+    assert json.loads(out)["length"] == "Fixed(2)"
+
+
+def test_a_misspelt_fault_is_suggested(run: Run) -> None:
+    code, _, err = run("audit", "--plant", "rolback")
+    assert code == 2
+    assert "--plant: got 'rolback'; it must be one of keep-all, redraw" in err
+    assert 'did you mean "rollback"?' in err
+
+
+def test_help_names_every_fault() -> None:
+    assert NAMES.split("|") == [*FAULTS]
