@@ -11,7 +11,7 @@ import torch
 from outpace.draft.base import Drafter
 from outpace.draft.lookup import LookupDrafter
 from outpace.draft.model import ModelDrafter
-from outpace.models.causal import CausalScorer, version
+from outpace.models.causal import CausalScorer, has_adapters, version
 from outpace.models.compiled import Engine
 from outpace.models.fused import FusedModel, why_not
 from outpace.models.generic import GenericModel
@@ -131,7 +131,7 @@ class Engines:
         for scorer in (self.scorer, *drafts):
             if isinstance(scorer, Seq2SeqScorer):
                 return f"{type(scorer.base).__name__} has an encoder"
-            if scorer.model is not scorer.base or getattr(scorer.base, "_hf_peft_config_loaded", False):
+            if scorer.model is not scorer.base or has_adapters(scorer.base):
                 return f"{type(scorer.base).__name__} has adapters, which can be switched unseen"
             if {parameter.device for parameter in scorer.base.parameters()} != {self.scorer.device}:
                 return "the models' weights lie on several devices"

@@ -116,7 +116,7 @@ class Reader:
             tokens, source, error = list[int](), None, None
             try:
                 tokens, source = self._read(asked)
-            except (TypeError, ValueError) as refusal:
+            except Exception as refusal:  # a tokenizer raises what it likes
                 if single:
                     raise
                 error = refusal

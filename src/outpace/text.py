@@ -10,16 +10,21 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for bytes that a
 PARTS = ("role", "content")  # of a message
 
 
-def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Return the token ids of a conversation that the model is to answer, by its chat template."""
+def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the token ids of a conversation that the model is to answer, by its chat template.
+
+    Content may be text, or what else the template takes: parts of content, or none beside `tool_calls`.
+    """
     for place, message in enumerate(messages):
         role, content = (message.get(name) if isinstance(message, Mapping) else None for name in PARTS)
-        if not isinstance(role, str) or not isinstance(content, str):
+        more = isinstance(content, list) or (isinstance(message, Mapping) and "tool_calls" in message)
+        if not isinstance(role, str) or not (isinstance(content, str) or more):
             raise ValueError(
                 f"messages[{place}]: got {f'{message!r}'[:80]}; it must be "
                 '{"role": "user", "content": "..."}, both strings'
             )
-        check_text(f"messages[{place}]", content)
+        if isinstance(content, str):
+            check_text(f"messages[{place}]", content)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "prompt: got messages, and the tokenizer has no chat template; pass a string, or set "

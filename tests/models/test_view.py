@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -122,3 +124,69 @@ def test_interleaved_passes_of_threads_on_one_model_are_all_right(switching: Non
         thread.join()
     assert not errors
     assert passes >= PASSES
+
+
+@pytest.fixture
+def uncollected() -> Any:
+    """No garbage collector, as in the command."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_model_is_freed_with_its_decoder_and_without_a_garbage_collector(uncollected: None) -> None:
+    model: Any = tiny()
+    gone = weakref.ref(model)
+    decoder = Decoder(model)
+    decoder.generate([5, 6, 7], max_new_tokens=2)
+    del model, decoder
+    assert gone() is None
+
+
+def test_a_model_is_freed_after_custom_generate_without_a_garbage_collector(uncollected: None) -> None:
+    model: Any = tiny()
+    gone = weakref.ref(model)
+    model.generate(
+        torch.tensor([[5, 6, 7]]),
+        custom_generate=outpace.generate,
+        draft="lookup",
+        do_sample=False,
+        max_new_tokens=2,
+        pad_token_id=0,
+    )
+    del model
+    assert gone() is None
+
+
+def test_hidden_states_of_a_model_are_recorded_once_beside_a_decoder() -> None:
+    model = tiny()
+    ids = torch.tensor([[5, 6, 7]])
+    expected = len(tiny()(ids, output_hidden_states=True).hidden_states)
+    model.config.output_hidden_states = True
+    Decoder(model).generate([5, 6, 7], max_new_tokens=2)
+    assert len(model(ids, output_hidden_states=True).hidden_states) == expected
+
+
+def test_a_forward_set_on_a_module_after_the_first_call_is_used() -> None:
+    model = tiny()
+    decoder = Decoder(model)
+    decoder.generate([5, 6, 7], temperature=0, max_new_tokens=4)
+    model.lm_head.forward = lambda x: torch.zeros(*x.shape[:-1], model.config.vocab_size)
+    assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=4).tokens == [0] * 4
+
+
+def test_switched_adapters_are_seen_where_the_inner_model_was_given() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(model, config, "a")
+    wrapped.add_adapter("b", config)
+    decoder = Decoder(model)
+    for name in ("a", "b", "a"):
+        wrapped.set_adapter(name)
+        text = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=8, ignore_eos=True).tokens
+        expected = model.generate(
+            torch.tensor([[5, 6, 7]]), do_sample=False, max_new_tokens=8, pad_token_id=0
+        )
+        assert text == expected[0, 3:].tolist()

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from outpace.draft.model import ModelDrafter
-from outpace.models.causal import CausalScorer
+from outpace.models.causal import CausalScorer, has_adapters
 from outpace.models.seq2seq import Seq2SeqScorer
 
 Made = TypeVar("Made", CausalScorer, ModelDrafter)
@@ -55,7 +55,7 @@ def _scorer(made: CausalScorer | ModelDrafter) -> CausalScorer:
 def _take_up(scorer: CausalScorer, model: Any) -> bool:
     """Give a scorer its model back; whether it is still the model that it was set up for."""
     scorer.attach(model)
-    if hasattr(scorer.base, "peft_config"):  # adapters are switched without a trace in the weights
+    if has_adapters(scorer.base):  # they are switched without a trace in the weights
         scorer.forget()
     return scorer.config is scorer.base.config and (scorer.vocab_size, scorer.device, scorer.dtype) == (
         scorer.base.get_output_embeddings().weight.shape[0],

@@ -45,10 +45,11 @@ def grouped(
 AttentionInterface.register(NAME, grouped)
 
 
-def grouped_config(config: Any) -> Any | None:
-    """Return a copy of a configuration that attends as above; None where the model does not use sdpa."""
-    if config._attn_implementation != "sdpa":
-        return None
+def view_config(config: Any, grouped: bool) -> Any:
+    """Return a copy of a configuration for a view of its model, that attends as above if it is to."""
     ours = copy.copy(config)
-    ours._attn_implementation_internal = NAME  # the public name would reach nested configurations, too
+    # Nobody reads these, and Transformers would install hooks that record them on the model itself.
+    ours.output_hidden_states = ours.output_attentions = False
+    if grouped:
+        ours._attn_implementation_internal = NAME  # the public name would reach nested configurations, too
     return ours

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outpace.arguments import kind
-from outpace.models.attention import grouped_config
+from outpace.models.attention import view_config
 from outpace.models.cache import RaggedCache, Span
 from outpace.models.packed import Packed, packed_bytes
 from outpace.models.source import Source
@@ -106,10 +106,11 @@ class CausalScorer:
     def _runner(self) -> Any:
         """The model that forward passes go through: the user's, or a view of it with faster parts."""
         if self._view is None:
-            config = grouped_config(self.config) if self._grouped else None
+            grouped = self._grouped and self.config._attn_implementation == "sdpa"
             forwards = {} if self._packed is None else self._packed.forwards
-            faster = config is not None or forwards
-            self._view = view_of(self.model, forwards, config) if faster else self.model
+            self._view = self.model
+            if grouped or forwards:
+                self._view = view_of(self.model, forwards, view_config(self.config, grouped))
         return self._view
 
     def _fingerprint(self) -> int:
@@ -201,8 +202,7 @@ class CausalScorer:
     def _look_at_weights(self) -> None:
         """Before anything held of earlier texts is used."""
         weights = self._fingerprint()
-        adapters = self.model is not self.base or getattr(self.base, "_hf_peft_config_loaded", False)
-        if weights != self._weights or adapters:  # those can be switched unseen
+        if weights != self._weights or has_adapters(self.base):  # those can be switched unseen
             self.forget()
             if weights != self._weights:
                 self.repack()
@@ -454,10 +454,16 @@ def refusal(base: Any, why: str) -> ValueError:
     return ValueError(f"model: {type(base).__name__} {why}")
 
 
+def has_adapters(base: Any) -> bool:
+    """Whether PEFT's adapters are in a model; they change its modules, also where the wrapper is not seen."""
+    return hasattr(base, "peft_config") or bool(getattr(base, "_hf_peft_config_loaded", False))
+
+
 def fingerprint(module: torch.nn.Module) -> int:
-    """Changes when weights or modules do."""
+    """Changes when weights, modules or the forward of a module do."""
     weights = tuple((p.data_ptr(), version(p)) for p in module.parameters())
-    return hash((weights, tuple(map(id, module.modules()))))
+    modules = tuple((id(one), id(one.__dict__.get("forward"))) for one in module.modules())
+    return hash((weights, modules))
 
 
 def version(parameter: Tensor) -> int:

@@ -124,7 +124,7 @@ def _read(
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
-    soon = where.startswith(str(cache_folder()))  # in our own cache, mapped into memory
+    soon = Path(where).is_relative_to(cache_folder())  # in our own cache, mapped into memory
     silent = soon or not sys.stderr.isatty()
     with quiet() if silent else nullcontext(), ThreadPoolExecutor(1) as meanwhile:
         reading = meanwhile.submit(AutoTokenizer.from_pretrained, where, **options)

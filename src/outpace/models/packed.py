@@ -39,10 +39,13 @@ def layers(model: torch.nn.Module) -> list[Linear]:
     """Those that gain by it: plain ones, on the CPU."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return []
+    # Adapters are merged into these unseen: neither the address nor the version of a weight changes.
+    adapted = {id(getattr(module, "base_layer", None)) for module in model.modules()}
     return [
         layer
         for layer in model.modules()
         if type(layer) is Linear
+        and id(layer) not in adapted
         and "forward" not in layer.__dict__  # somebody else's hook
         and type(layer.weight.data) is Tensor
         and layer.weight.device.type == "cpu"

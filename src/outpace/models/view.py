@@ -25,24 +25,30 @@ def view_of(
         config: A configuration that takes the place of the model's in every copied module. By default all
             of them keep theirs.
     """
-    replaced = getattr(model, "config", None)
-    copies: dict[Module, Module] = {}
+    return _copied(model, {}, forwards, getattr(model, "config", None), config)
 
-    def copied(module: Module) -> Module:
-        if module in copies:
-            return copies[module]
-        # Not `copy.copy`, which pickles: wrappers such as PyTorch's compiler have their own way with that.
-        copies[module] = new = object.__new__(type(module))
-        attributes = module.__dict__.copy()
-        attributes["_buffers"] = attributes["_buffers"].copy()  # rotary embeddings may replace theirs
-        attributes["_modules"] = {
-            name: None if child is None else copied(child) for name, child in attributes["_modules"].items()
-        }
-        if config is not None and attributes.get("config") is replaced:
-            attributes["config"] = config
-        if module in forwards:
-            attributes.setdefault("forward", forwards[module])
-        new.__dict__.update(attributes)
-        return new
 
-    return copied(model)
+def _copied(
+    module: Module,
+    copies: dict[Module, Module],
+    forwards: Mapping[Module, Callable[[Tensor], Tensor]],
+    replaced: Any,
+    config: Any,
+) -> Module:
+    # Not a closure that calls itself: such a ring would keep the model until the garbage collector runs.
+    if module in copies:
+        return copies[module]
+    # Not `copy.copy`, which pickles: wrappers such as PyTorch's compiler have their own way with that.
+    copies[module] = new = object.__new__(type(module))
+    attributes = module.__dict__.copy()
+    attributes["_buffers"] = attributes["_buffers"].copy()  # rotary embeddings may replace theirs
+    attributes["_modules"] = {
+        name: None if child is None else _copied(child, copies, forwards, replaced, config)
+        for name, child in attributes["_modules"].items()
+    }
+    if config is not None and attributes.get("config") is replaced:
+        attributes["config"] = config
+    if module in forwards:
+        attributes.setdefault("forward", forwards[module])
+    new.__dict__.update(attributes)
+    return new

@@ -30,10 +30,10 @@ class Memory:
         with ExitStack() as undone:
             undone.callback(self._states.clear)
             for i, encoder in enumerate(self.encoders):
-                if "forward" in encoder.__dict__:  # somebody else's hook
-                    continue
-                encoder.__dict__["forward"] = self._remembering(i, encoder.forward)
-                undone.callback(encoder.__dict__.pop, "forward")
+                remembering = self._remembering(i, encoder.forward)
+                # In one step, as another thread may do the same; somebody else's hook stays.
+                if encoder.__dict__.setdefault("forward", remembering) is remembering:
+                    undone.callback(encoder.__dict__.pop, "forward", None)
             yield
 
     def _remembering(self, which: int, forward: Any) -> Any:
