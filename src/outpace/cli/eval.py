@@ -6,6 +6,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from enum import StrEnum
 from math import inf
 from pathlib import Path
@@ -127,7 +128,7 @@ def eval(
     not fit; 130 after Ctrl-C. The same command goes on with a run that was stopped.
     """
     from outpace.cli.bench import bare
-    from outpace.tasks.items import read
+    from outpace.tasks.items import file_of, read
     from outpace.tasks.kinds import task_of
 
     names = sides_of(sides, draft, temperature)
@@ -152,7 +153,7 @@ def eval(
     rows = usable(rows, chosen)
     packages(str(task))
     path = out or Path(f"eval-{task}.jsonl")
-    check_files(path)
+    check_files(path, file_of(data))
     check_loading(draft, device)
     wanted = wanted_of(
         chosen, rows, prompt, language, samples, max_new_tokens, temperature, top_k, top_p, seed
@@ -241,8 +242,8 @@ def packages(task: str) -> None:
         needed(package, "tasks")
 
 
-def check_files(path: Path) -> None:
-    """Refuse files that cannot be written; their folder is made."""
+def check_files(path: Path, data: Path) -> None:
+    """Refuse files that cannot be written, and the file of --data; their folder is made."""
     from outpace.files import check_out
 
     try:
@@ -250,6 +251,8 @@ def check_files(path: Path) -> None:
     except OSError as error:
         raise ValueError(f"--out: {path.parent}: no such folder can be made ({error.strerror})") from None
     for one in (path, table_file(path)):
+        if one.resolve() == data.resolve():
+            raise ValueError(f"--out: {one} is the file of --data; name another file")
         check_out("--out", one)
 
 
@@ -362,7 +365,7 @@ def evaluate(
     from outpace.tasks.journal import Journal
 
     with Journal(path, fresh) as journal:
-        journal.check(header)
+        journal.check(header, flags)
         if journal.cut:
             note(f"{path}: its last line was cut off; that row is run again")
         done = complete(journal, flags, sides, len(rows.items))
@@ -373,7 +376,8 @@ def evaluate(
             decoder, done = evaluation.decoder, list(evaluation.sides)
             header["settings"] = {"models": decoder.describe().splitlines(), **header["settings"]}
             header["machine"] = machine(decoder.scorer.device)
-            told = {"command": command(), "flags": flags, "left_out": evaluation.missing}
+            date = datetime.now(UTC).isoformat(timespec="seconds")
+            told = {"command": command(), "date": date, "flags": flags, "left_out": evaluation.missing}
             journal.begin(header, told)
             if journal.records:
                 note(f"{path} has {len(journal.records)} of {len(rows.items) * len(done)}; going on")
