@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace import __version__
+from outpace.cli import checks
 from outpace.cli.options import (
     SAMPLING,
     SHOW,
@@ -103,7 +104,12 @@ def eval(
         typer.Option("--max-new-tokens", "-m", min=1, help="Default: the task's.", rich_help_panel=SAMPLING),
     ] = None,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the likeliest token.", rich_help_panel=SAMPLING)
+        float,
+        typer.Option(
+            callback=checks.number("temperature"),
+            help="0 takes the likeliest token.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -155,9 +161,7 @@ def eval(
     path = out or Path(f"eval-{task}.jsonl")
     check_files(path, file_of(data))
     check_loading(draft, device)
-    wanted = wanted_of(
-        chosen, rows, prompt, language, samples, max_new_tokens, temperature, top_k, top_p, seed
-    )  # fmt: skip
+    wanted = wanted_of(chosen, prompt, language, samples, max_new_tokens, temperature, top_k, top_p)
     header = {
         "task": str(task),
         "target": target and bare(target),
@@ -271,7 +275,6 @@ def check_loading(draft: str, device: str | None) -> None:
 
 def wanted_of(
     task: Task,
-    rows: Data,
     prompt: str | None,
     language: str | None,
     samples: int,
@@ -279,17 +282,13 @@ def wanted_of(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
-    seed: int,
 ) -> Wanted:
     """Return how everyone writes; refuse numbers that do not fit."""
-    from outpace.arguments import integer, number
+    from outpace.arguments import number
     from outpace.sampling import Sampling
-    from outpace.tasks.evaluate import seed_of
     from outpace.tasks.sides import Wanted
 
     number("--scale", task.scale, "a finite number >= 1", lambda s: 1 <= s < inf)
-    last = seed_of(0, len(rows.items))
-    integer("--seed", seed, f"an int in -2**63..2**64-1-{last}", lambda s: -(2**63) <= s < 2**64 - last)
     sampling = Sampling(temperature=temperature, top_k=top_k or 0, top_p=1.0 if top_p is None else top_p)
     return Wanted(task, sampling, max_new_tokens or task.max_new_tokens, samples, prompt, language)
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli import checks
+from outpace.cli.checks import check_text as check_text
 from outpace.cli.show import note
 
 if TYPE_CHECKING:
     from outpace.bench.prompts import Questions
     from outpace.decode import Decoder
     from outpace.length import Length
-    from outpace.models.causal import CausalScorer
     from outpace.sampling import Sampling
 
 MODELS, PROMPTS, SAMPLING, SHOW = "Models", "Prompts", "Sampling", "Output"
@@ -36,9 +36,10 @@ Target = Annotated[
 
 
 def drafted(context: typer.Context, draft: str) -> str:
-    """Without a draft, a configuration's length has nothing to say: it was found for another one."""
-    if draft == "none" and context.default_map and _source(context, "draft") == "COMMANDLINE":
-        context.default_map = {name: one for name, one in context.default_map.items() if name != "length"}
+    """Drop a configuration's length if another draft is named: it was measured with the file's own."""
+    values = context.default_map or {}
+    if _source(context, "draft") == "COMMANDLINE" and values.get("draft") != draft:
+        context.default_map = {name: one for name, one in values.items() if name != "length"}
     return draft
 
 
@@ -243,10 +244,11 @@ def _configured(context: typer.Context, path: Path | None) -> Path | None:
                 f"config: {path}: rule: got {found['rule']!r}; `outpace {context.info_name}` runs rule token "
                 "alone, so leave the key out"
             )
+        several = {name for name, one in known.items() if getattr(one, "multiple", False)}
+        if "draft" in several and found.get("draft") == "none":
+            del found["draft"]  # a command that measures drafts has its own to measure
         values = {
-            name: [value] if getattr(known[name], "multiple", False) else value
-            for name, value in found.items()
-            if name in known
+            name: [value] if name in several else value for name, value in found.items() if name in known
         }
         context.default_map = {**(context.default_map or {}), **values}
         context.meta[CONFIGURED] = path, context
@@ -331,12 +333,6 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: it cannot be read ({error.strerror})") from None
 
 
-def check_text(name: str, text: str | None) -> None:
-    """Refuse what Python makes of bytes that are not UTF-8."""
-    if any("\ud800" <= character <= "\udfff" for character in text or ""):
-        raise ValueError(f"{name}: not text in UTF-8")
-
-
 def check_table(draft: str) -> None:
     """A name that only `outpace tune` knows what to do with."""
     if draft == "ngram" and not Path(draft).exists():
@@ -384,6 +380,7 @@ def open_decoder(
     check_models(target, draft, rule, lenience, length)
     from outpace.pair import load
 
+    refuse_speech(target, trust_remote_code=trust_remote_code, revision=revision)
     decoder = load(
         target,
         draft,
@@ -396,18 +393,24 @@ def open_decoder(
         trust_remote_code=trust_remote_code,
         revision=revision,
     )
-    refuse_speech(decoder.scorer, target)
     # What was made so far stays until the end: `main` had it not looked through for garbage, nor is it now.
     gc.freeze()
     gc.enable()
     return decoder
 
 
-def refuse_speech(scorer: CausalScorer, target: str | None) -> None:
-    """Name the command that transcribes, where a target's input is speech."""
-    from outpace.models.seq2seq import Seq2SeqScorer
+def refuse_speech(target: str | None, *, trust_remote_code: bool, revision: str | None) -> None:
+    """Name the command that transcribes, where a target's input is speech, before its weights are read."""
+    if target is None or Path(target).expanduser().is_file():
+        return
+    from transformers import PretrainedConfig
 
-    if isinstance(scorer, Seq2SeqScorer) and scorer.hears:
+    from outpace.models.hub import check_model
+
+    check_model(target, trust_remote_code=trust_remote_code, revision=revision)
+    folder = Path(target).expanduser()
+    config, _ = PretrainedConfig.get_config_dict(folder if folder.is_dir() else target, revision=revision)
+    if config.get("model_type") == "whisper":
         raise ValueError(
             f"{target}: its input is speech; use `outpace transcribe`, or `outpace eval asr` to measure it"
         )
