@@ -51,7 +51,7 @@ Kind = StrEnum("Kind", ["asr", "summarize", "translate", "code", "specbench", "d
 
 
 def eval(
-    task: Annotated[Kind, typer.Argument(help="What is done.")],
+    task: Annotated[Kind, typer.Argument(help="The task.")],
     data: Annotated[
         str,
         typer.Option(
@@ -80,11 +80,11 @@ def eval(
         int | None, typer.Option(min=1, help="Only the first rows.", rich_help_panel=TASK)
     ] = None,
     every: Annotated[
-        int, typer.Option(min=1, help="Only each so many-th row, before --limit.", rich_help_panel=TASK)
+        int, typer.Option(min=1, help="Take every N-th row, before --limit.", rich_help_panel=TASK)
     ] = 1,
     prompt: Annotated[
         str | None,
-        typer.Option(help="Instead of the task's own; {source} is the row's text.", rich_help_panel=TASK),
+        typer.Option(help="Prompt template; {source} is replaced by the row's text.", rich_help_panel=TASK),
     ] = None,
     languages: Annotated[str, typer.Option(help="Of translate: from-to.", rich_help_panel=TASK)] = "en-de",
     language: Annotated[

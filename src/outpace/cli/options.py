@@ -50,7 +50,7 @@ Drafted = Annotated[
         "-d",
         callback=drafted,
         metavar="lookup|ngram:FILE|MODEL|none",
-        help="Who guesses: copy from the context, a saved n-gram table, a smaller model, nobody.",
+        help="What drafts: lookup copies from the context; ngram:FILE, a saved table; a smaller model; none.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -70,8 +70,8 @@ LengthName = Annotated[
         "--length",
         callback=checks.length,
         metavar="G|auto|heuristic[:START]",
-        help="Tokens to guess per pass: a fixed number, what is fastest by the clock, or by what was kept so "
-        "far. Default: auto.",
+        help="Draft tokens per step: a number; auto, the fastest by measured time; heuristic, by how many "
+        "were accepted. Default: auto.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -79,7 +79,7 @@ Lenience = Annotated[
     float,
     typer.Option(
         callback=checks.number("lenience"),
-        help="Below 1 keeps more guesses of rule token, and is not exact.",
+        help="Below 1, rule token accepts more draft tokens, and the output distribution changes.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -126,7 +126,10 @@ Revision = Annotated[
     ),
 ]
 MaxNewTokens = Annotated[
-    int, typer.Option("--max-new-tokens", "-m", min=1, help="Of a text.", rich_help_panel=SAMPLING)
+    int,
+    typer.Option(
+        "--max-new-tokens", "-m", min=1, help="Most tokens to generate per prompt.", rich_help_panel=SAMPLING
+    ),
 ]
 Temperature = Annotated[
     float | None,
@@ -196,13 +199,15 @@ Seed = Annotated[
     int | None,
     typer.Option(
         callback=checks.number("seed"),
-        help="The same seed gives the same text, greedily, with --rule match, or with a --length other than "
-        "auto, which goes by the clock.",
+        help="Seed of sampling. Texts repeat with --rule match or a --length other than auto.",
         rich_help_panel=SAMPLING,
     ),
 ]
 AllSeeds = Annotated[
-    int, typer.Option(callback=checks.number("first seed"), help="Of all draws.", rich_help_panel=SAMPLING)
+    int,
+    typer.Option(
+        callback=checks.number("first seed"), help="Seed of all random draws.", rich_help_panel=SAMPLING
+    ),
 ]
 Stop = Annotated[
     list[str] | None,
@@ -213,7 +218,7 @@ Stop = Annotated[
 PromptTexts = Annotated[
     list[str] | None,
     typer.Option(
-        "--prompt", help="Write about this; repeat it. Default: a dozen of our own.", rich_help_panel=PROMPTS
+        "--prompt", help="A prompt. May be repeated. Default: a dozen of our own.", rich_help_panel=PROMPTS
     ),
 ]
 Data = Annotated[
@@ -225,7 +230,7 @@ Data = Annotated[
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="Only the first prompts.", rich_help_panel=PROMPTS)]
 Every = Annotated[
-    int, typer.Option(min=1, help="Only each so many-th, before --limit.", rich_help_panel=PROMPTS)
+    int, typer.Option(min=1, help="Take every N-th row, before --limit.", rich_help_panel=PROMPTS)
 ]
 NoColor = Annotated[bool, typer.Option("--no-color", help="Marks instead of colours.", rich_help_panel=SHOW)]
 Marks = Annotated[

@@ -90,7 +90,8 @@ def tune(
     every: Every = 1,
     max_new_tokens: Annotated[
         int,
-        typer.Option("--max-new-tokens", "-m", min=8, help="Of each text, at most.", rich_help_panel=PROMPTS),
+        typer.Option("--max-new-tokens", "-m", min=8, help="Most tokens to generate per prompt.",
+                     rich_help_panel=PROMPTS),
     ] = 64,
     batch: Annotated[
         list[int] | None,
