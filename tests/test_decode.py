@@ -736,6 +736,17 @@ class Forgetful:
     def reset(self, rows: Sequence[int]) -> None: ...
 
 
+def test_a_drafter_may_be_a_pytorch_module() -> None:
+    class Learned(outpace.Drafter, torch.nn.Module):
+        def propose(self, state: Any, g: int) -> Draft:
+            return Draft.chosen([[7] * min(g, 2) for _ in state.rows])
+
+    model = tiny()
+    out = Decoder(model, Learned(), length=2).generate(PROMPT, temperature=0, max_new_tokens=5)
+    assert out.tokens == greedy(model, PROMPT, 5)
+    assert out.stats.drafted > 0
+
+
 def test_a_drafter_that_lacks_a_method_is_refused_by_the_constructor() -> None:
     with pytest.raises(TypeError, match=r"Forgetful has no method commit; derive it from outpace\.Drafter"):
         Decoder(tiny(), Forgetful())  # type: ignore[arg-type]

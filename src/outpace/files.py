@@ -23,6 +23,21 @@ def check_out(flag: str, path: Path) -> None:
         raise ValueError(f"{flag}: {path}: it cannot be written ({error.strerror})") from None
 
 
+def check_apart(*outputs: tuple[str, Path | None]) -> None:
+    """Refuse two output flags that name the same file, where one would replace the other.
+
+    Args:
+        outputs: Each flag with its path; None where the flag is not given.
+    """
+    seen: dict[Path, str] = {}
+    for flag, path in outputs:
+        if path is None:
+            continue
+        first = seen.setdefault(path.resolve(), flag)
+        if first != flag:
+            raise ValueError(f"{flag}: {path} is the file of {first}, too; name another file")
+
+
 def check_folder(flag: str, path: Path) -> None:
     """Refuse a folder that no file can be written to, before anything is done for it; it may be missing."""
     if path.exists() and not path.is_dir():

@@ -191,3 +191,12 @@ def test_a_pair_that_is_not_known_is_one_line(run: Run) -> None:
     status, _, errors = run("bench", "engine", "--pair", "gpt5/gpt4", "--device", "cpu")
     assert status == 2
     assert errors.startswith("outpace: pair: got 'gpt5/gpt4'; there are llama2-7b/1.3b")
+
+
+def test_figures_and_their_picture_in_one_file_are_refused(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture, link = tmp_path / "a.svg", tmp_path / "b.svg"
+    link.symlink_to(picture)
+    code, _, errors = run("bench", "engine", "--out", str(picture), "--plot", str(link))
+    assert code == 2
+    assert errors == f"outpace: --plot: {link} is the file of --out, too; name another file\n"

@@ -67,6 +67,8 @@ OWN = {
     "tune --results /nowhere/at/all.json": "--results: /nowhere/at: no such folder",
     "transcribe /nowhere.wav": "/nowhere.wav: no such file",
     "transcribe /nowhere.wav --output pyproject.toml": "--output: pyproject.toml is not a folder",
+    "generate ab --stop '\udcff'": "--stop: not text in UTF-8",
+    "eval code --data x --temperature nan": "--temperature: got nan",
     "transcribe x.wav --draft-dtype int8": "--dtype: got 'int8'",
     "bench kernel --out .": "--out: . is a folder",
     "bench profile --out .": "--out: . is a folder",

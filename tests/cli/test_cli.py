@@ -13,6 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from outpace import pair
+from outpace.cli import drafts
 from outpace.decode import Decoder
 from tests.cli.conftest import Run, buffered
 from tests.tiny import byte_tokenizer, tiny, tiny_seq2seq
@@ -231,12 +233,14 @@ def test_a_text_that_the_context_ends_says_so(run: Run, model: str) -> None:
     assert err.splitlines()[-1].endswith("the model's context of 128 tokens is full; /new begins again")
 
 
-@pytest.mark.parametrize("command", ["generate", "measure", "sweep", "tune"])
+@pytest.mark.parametrize("command", ["generate", "chat", "measure", "sweep", "tune"])
 def test_a_speech_model_is_sent_to_the_command_for_speech(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = seq2seq(tmp_path, "whisper")
+    for module in (pair, drafts):
+        monkeypatch.setattr(module, "load_model", lambda *_, **__: pytest.fail("weights were read"))
     code, out, err = run(command, *(["ab"] if command == "generate" else []), "-t", folder)
     assert (code, out) == (2, "")
     assert err.splitlines()[-1].startswith(

@@ -126,15 +126,23 @@ def test_a_rule_that_a_command_does_not_run_is_refused(run: Run, config: str, co
     assert errors == f"outpace: config: outpace.toml: {line}\n"
 
 
-@pytest.mark.parametrize("command", ["measure", "sweep"])
-def test_a_configuration_without_a_draft_is_blamed_where_one_is_needed(
-    run: Run, config: str, command: str
+@pytest.mark.parametrize("command", ["measure", "sweep", "tune"])
+def test_measuring_commands_measure_their_own_drafts_if_a_configuration_has_none(
+    run: Run, config: str, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
+    calls = stop(monkeypatch, drafts, "line_up")
     Path(config).write_text('draft = "none"\n')
-    code, _, errors = run(command, "--config", config)
-    assert code == 2
-    assert errors.startswith("outpace: config: outpace.toml: --draft: ")
-    assert errors.endswith("; name a draft\n")
+    _, _, errors = run(command, "--config", config)
+    assert [one["arguments"][1] for one in calls] == [["lookup"]], errors
+
+
+def test_the_length_of_a_configuration_holds_for_its_own_draft_alone(
+    run: Run, config: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = stop(monkeypatch, generate_module(), "open_decoder")
+    for words in ([], ["-d", other], ["-d", "lookup"], ["-d", "none"], ["-d", "lookup", "--length", "2"]):
+        run("generate", "ab", "--config", config, *words)
+    assert [one["arguments"][6] for one in calls] == ["4", "4", None, None, "2"]
 
 
 @pytest.mark.parametrize("role", ["--target", "--draft"])

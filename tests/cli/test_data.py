@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -213,19 +215,66 @@ def test_a_run_that_is_there_is_looked_at_before_a_model_is_read(
     assert status == 2
     assert "another run is writing to out.jsonl" in errors
 
-    for other in (
-        ["--dtype", "bfloat16"],
-        ["--dtype", "float32", "--fresh"],
-        ["--dtype", "float32", "--length", "2"],
+    for flags, why in (
+        (["--dtype", "bfloat16"], "dtype: float32 there, bfloat16 here"),
+        (["--dtype", "float32", "--length", "2"], "length: default there, 2 here"),
+        (
+            ["--dtype", "float32", "--rule", "block", "--revision", "v2"],
+            "rule: token there, block here; revision: default there, v2 here",
+        ),
     ):
-        _, _, errors = run(*words, "-t", model, *other)
-        assert "a model was loaded" in errors  # as something may be left to do
+        status, _, errors = run(*words, "-t", model, *flags)
+        assert status == 2
+        assert f"is of another run ({why}); name another file, or --fresh" in errors
+
+    _, _, errors = run(*words, "-t", model, "--dtype", "float32", "--fresh")
+    assert "a model was loaded" in errors
 
     Path("out.jsonl").write_text(whole[: len(whole) - 20])
     _, _, errors = run(*words, "-t", model, "--dtype", "float32")
     assert "its last line was cut off; that row is run again" in errors
     assert "a model was loaded" in errors
     assert Path("out.jsonl").read_text() == whole[: len(whole) - 20]
+
+
+def test_eval_does_not_continue_the_run_of_another_model_of_the_same_name(
+    run: Run, model: str, other: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "rows.jsonl").write_text((json.dumps(ROW) + "\n") * 2)
+    for name, source in (("one", model), ("two", other)):
+        shutil.copytree(source, folder / name / "model")
+    words = "eval", "dialog", "--data", "rows.jsonl", "-m", "4", "-o", "out.jsonl", "-t"
+    assert run(*words, str(folder / "one" / "model"))[0] == 0
+    whole = Path("out.jsonl").read_text()
+    Path("out.jsonl").write_text("".join(whole.splitlines(keepends=True)[:-1]))
+    refuse_models(monkeypatch)
+    status, _, errors = run(*words, str(folder / "two" / "model"))
+    assert status == 2
+    assert "is of another run (target: another model of this name); name another file" in errors
+
+
+def test_eval_records_its_date(run: Run, model: str, folder: Path) -> None:
+    (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    words = "eval", "dialog", "--data", "rows.jsonl", "-m", "4", "-o", "out.jsonl", "-t", model
+    before = datetime.now(UTC).replace(microsecond=0)
+    assert run(*words, "--sides", "plain")[0] == 0
+    written = json.loads(Path("out.jsonl").read_text().splitlines()[0])["date"]
+    assert before <= datetime.fromisoformat(written) <= datetime.now(UTC)
+
+
+@pytest.mark.parametrize("data", ["rows.jsonl", "link.jsonl", "folder", "table.jsonl.md"])
+def test_eval_refuses_to_overwrite_its_data(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, data: str
+) -> None:
+    refuse_models(monkeypatch)
+    out = {"folder": "folder/manifest.jsonl", "table.jsonl.md": "table.jsonl"}.get(data, "rows.jsonl")
+    (folder / "folder").mkdir()
+    for name in ("rows.jsonl", "folder/manifest.jsonl", "table.jsonl.md"):
+        (folder / name).write_text(json.dumps(ROW) + "\n")
+    (folder / "link.jsonl").symlink_to(folder / "rows.jsonl")
+    status, _, errors = run("eval", "dialog", "--data", data, "--fresh", "-o", out)
+    assert status == 2
+    assert "is the file of --data; name another file" in errors.splitlines()[-1]
 
 
 def test_a_run_with_a_row_missing_is_not_complete(run: Run, model: str, folder: Path) -> None:

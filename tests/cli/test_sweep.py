@@ -221,6 +221,7 @@ def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Pat
         (["--rule", "coin"], "rule: got 'coin'"),
         (["--batch", "0"], "--batch"),
         (["--plot", "/nowhere/at/all.svg"], "--plot: /nowhere/at: no such folder"),
+        (["--out", "s.svg", "--plot", "./s.svg"], "--plot: s.svg is the file of --out, too; name another"),
         (["--out", "/tmp"], "--out: /tmp is a folder"),
         (["--out", "/proc/x.json"], "--out: /proc/x.json: it cannot be written ("),
     ],

@@ -277,7 +277,7 @@ def test_no_time_is_no_verdict_and_leaves_the_configuration_as_it_is(
         (["--out", "/nowhere/at/all.toml"], "--out: /nowhere/at: no such folder"),
         (["--out", "/tmp"], "--out: /tmp is a folder"),
         (["--results", "/tmp"], "--results: /tmp is a folder"),
-        (["--results", "outpace.toml", "--out", "outpace.toml"], "is the configuration's file, too"),
+        (["--results", "outpace.toml", "--out", "outpace.toml"], "outpace.toml is the file of --out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -289,6 +289,21 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert (code, shown) == (2, "")
     assert why in errors.splitlines()[-1]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("results", "whose"), [("link.json", "--out"), ("outpace.ngram.safetensors", "the n-gram table")]
+)
+def test_results_and_another_output_in_one_file_are_refused(
+    run: Run, target: str, data: str, tmp_path: Path, results: str, whose: str
+) -> None:
+    out, link = tmp_path / "outpace.toml", tmp_path / "link.json"
+    link.symlink_to(out)
+    words = ["--out", str(out), "--results", str(tmp_path / results), "--drafts", "ngram"]
+    code, _, errors = run("tune", *common(target, data), *words)
+    assert code == 2
+    assert f"--results: {tmp_path / results} is the file of {whose}, too; name another file" in errors
+    assert list(tmp_path.iterdir()) == [link]
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

@@ -618,3 +618,36 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
     with pytest.raises(ValueError, match="line 3 is damaged; delete it to run its row again, or --fresh"):
         Journal(path)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"row": 2},
+        {"row": -1},
+        {"row": True},
+        {"side": "other"},
+        {"side": ["plain"]},
+        {"texts": None},
+        {"texts": []},
+        {"texts": ["x", "y"]},
+        {"texts": [1]},
+        {"judged": "x"},
+        {"judged": [1]},
+        {"seconds": "a"},
+        {"seconds": None},
+        {"stats": {"bogus": 1}},
+        {"stats": {"drafted": "a"}},
+        {"stats": {"drafted_by_position": 1}},
+        {"error": None},
+        {"error": ""},
+    ],
+    ids=json.dumps,
+)
+def test_a_record_with_a_wrong_value_is_named(tmp_path: Path, damage: dict[str, Any]) -> None:
+    path = tmp_path / "a.jsonl"
+    good = {"side": "plain", "row": 0, **DONE}
+    lines = {"task": "code", "data": {"rows": 2}}, {**good, "row": 1}, {**good, **damage}, good
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match="line 3 is damaged; delete it to run its row again, or --fresh"):
+        Journal(path)

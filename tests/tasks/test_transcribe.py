@@ -270,3 +270,15 @@ def test_base_with_tiny_transcribes_as_base_alone(tmp_path: Path) -> None:
     assert one == other
     assert one.duration > 30
     assert len(one.segments) > 2
+
+
+def test_a_transcript_that_cannot_be_written_is_named_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Transcriber, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    (tmp_path / "a.wav").write_bytes(b"")
+    (tmp_path / "a.srt").mkdir()
+    words = ["transcribe", str(tmp_path / "a.wav"), "--output", str(tmp_path), "--format", "srt"]
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, ValueError)
+    assert str(done.exception) == f"--output: {tmp_path / 'a.srt'} is a folder"

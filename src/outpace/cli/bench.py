@@ -17,7 +17,7 @@ import typer
 from outpace.cli import checks
 from outpace.cli.options import MOST_ROWS
 from outpace.cli.show import screen
-from outpace.files import check_folder, check_out, write_whole
+from outpace.files import check_apart, check_folder, check_out, write_whole
 from outpace.wording import suggestion
 
 if TYPE_CHECKING:
@@ -257,6 +257,7 @@ def check_files(out: Path | None, plot: Path | None = None) -> None:
         from outpace.bench.pictures import backend
 
         backend(plot)
+    check_apart(("--out", out), ("--plot", plot))
 
 
 def where(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:

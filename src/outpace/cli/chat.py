@@ -123,7 +123,7 @@ def chat(
         with closing(
             decoder.stream(ids, sampling, max_new_tokens=max_new_tokens, seed=seed, stop=stop)
         ) as steps:
-            shown = show(steps, painter, 1, max_new_tokens)
+            shown = show(steps, painter, 1)
         answer = "".join(text for text, _ in painter.history).removesuffix("\n")
         messages.append({"role": "assistant", "content": answer})
         note(shown.line(decoder.scorer.context) + ("; /new begins again" if shown.context_full else ""))

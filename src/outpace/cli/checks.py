@@ -122,7 +122,15 @@ def stop(value: Sequence[str] | None) -> Sequence[str] | None:
     """Return stop strings."""
     if not all(value or ()):
         raise ValueError("--stop: it is empty; a stop string has at least one character")
+    for one in value or ():
+        check_text("--stop", one)
     return value
+
+
+def check_text(name: str, text: str | None) -> None:
+    """Refuse what Python makes of bytes that are not UTF-8."""
+    if any("\ud800" <= character <= "\udfff" for character in text or ""):
+        raise ValueError(f"{name}: not text in UTF-8")
 
 
 def _each(value: Any) -> Sequence[Any]:

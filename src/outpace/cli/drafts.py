@@ -42,10 +42,10 @@ def line_up(
         check_draft_name(name)
     options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     check_model(target, revision=revision, **options)
+    refuse_speech(target, trust_remote_code=trust_remote_code, revision=revision)
     loaded = {name: load_drafter(name, tell=note, **options) for name in named}  # the target is larger
     model, tokenizer = load_model(target, tell=note, revision=revision, **options)
     scorer, pack = scorer_of(model), worth_packing(model)
-    refuse_speech(scorer, target)
     if pack:
         scorer.pack()
     decoders: dict[str, Decoder] = {}

@@ -6,6 +6,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from enum import StrEnum
 from math import inf
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace import __version__
+from outpace.cli import checks
 from outpace.cli.options import (
     SAMPLING,
     SHOW,
@@ -49,7 +51,7 @@ Kind = StrEnum("Kind", ["asr", "summarize", "translate", "code", "specbench", "d
 
 
 def eval(
-    task: Annotated[Kind, typer.Argument(help="What is done.")],
+    task: Annotated[Kind, typer.Argument(help="The task.")],
     data: Annotated[
         str,
         typer.Option(
@@ -78,11 +80,11 @@ def eval(
         int | None, typer.Option(min=1, help="Only the first rows.", rich_help_panel=TASK)
     ] = None,
     every: Annotated[
-        int, typer.Option(min=1, help="Only each so many-th row, before --limit.", rich_help_panel=TASK)
+        int, typer.Option(min=1, help="Take every N-th row, before --limit.", rich_help_panel=TASK)
     ] = 1,
     prompt: Annotated[
         str | None,
-        typer.Option(help="Instead of the task's own; {source} is the row's text.", rich_help_panel=TASK),
+        typer.Option(help="Prompt template; {source} is replaced by the row's text.", rich_help_panel=TASK),
     ] = None,
     languages: Annotated[str, typer.Option(help="Of translate: from-to.", rich_help_panel=TASK)] = "en-de",
     language: Annotated[
@@ -102,7 +104,12 @@ def eval(
         typer.Option("--max-new-tokens", "-m", min=1, help="Default: the task's.", rich_help_panel=SAMPLING),
     ] = None,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the likeliest token.", rich_help_panel=SAMPLING)
+        float,
+        typer.Option(
+            callback=checks.number("temperature"),
+            help="0 takes the likeliest token.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = 0.0,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -127,7 +134,7 @@ def eval(
     not fit; 130 after Ctrl-C. The same command goes on with a run that was stopped.
     """
     from outpace.cli.bench import bare
-    from outpace.tasks.items import read
+    from outpace.tasks.items import file_of, read
     from outpace.tasks.kinds import task_of
 
     names = sides_of(sides, draft, temperature)
@@ -152,11 +159,9 @@ def eval(
     rows = usable(rows, chosen)
     packages(str(task))
     path = out or Path(f"eval-{task}.jsonl")
-    check_files(path)
+    check_files(path, file_of(data))
     check_loading(draft, device)
-    wanted = wanted_of(
-        chosen, rows, prompt, language, samples, max_new_tokens, temperature, top_k, top_p, seed
-    )  # fmt: skip
+    wanted = wanted_of(chosen, prompt, language, samples, max_new_tokens, temperature, top_k, top_p)
     header = {
         "task": str(task),
         "target": target and bare(target),
@@ -241,8 +246,8 @@ def packages(task: str) -> None:
         needed(package, "tasks")
 
 
-def check_files(path: Path) -> None:
-    """Refuse files that cannot be written; their folder is made."""
+def check_files(path: Path, data: Path) -> None:
+    """Refuse files that cannot be written, and the file of --data; their folder is made."""
     from outpace.files import check_out
 
     try:
@@ -250,6 +255,8 @@ def check_files(path: Path) -> None:
     except OSError as error:
         raise ValueError(f"--out: {path.parent}: no such folder can be made ({error.strerror})") from None
     for one in (path, table_file(path)):
+        if one.resolve() == data.resolve():
+            raise ValueError(f"--out: {one} is the file of --data; name another file")
         check_out("--out", one)
 
 
@@ -268,7 +275,6 @@ def check_loading(draft: str, device: str | None) -> None:
 
 def wanted_of(
     task: Task,
-    rows: Data,
     prompt: str | None,
     language: str | None,
     samples: int,
@@ -276,17 +282,13 @@ def wanted_of(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
-    seed: int,
 ) -> Wanted:
     """Return how everyone writes; refuse numbers that do not fit."""
-    from outpace.arguments import integer, number
+    from outpace.arguments import number
     from outpace.sampling import Sampling
-    from outpace.tasks.evaluate import seed_of
     from outpace.tasks.sides import Wanted
 
     number("--scale", task.scale, "a finite number >= 1", lambda s: 1 <= s < inf)
-    last = seed_of(0, len(rows.items))
-    integer("--seed", seed, f"an int in -2**63..2**64-1-{last}", lambda s: -(2**63) <= s < 2**64 - last)
     sampling = Sampling(temperature=temperature, top_k=top_k or 0, top_p=1.0 if top_p is None else top_p)
     return Wanted(task, sampling, max_new_tokens or task.max_new_tokens, samples, prompt, language)
 
@@ -362,7 +364,7 @@ def evaluate(
     from outpace.tasks.journal import Journal
 
     with Journal(path, fresh) as journal:
-        journal.check(header)
+        journal.check(header, flags)
         if journal.cut:
             note(f"{path}: its last line was cut off; that row is run again")
         done = complete(journal, flags, sides, len(rows.items))
@@ -373,7 +375,8 @@ def evaluate(
             decoder, done = evaluation.decoder, list(evaluation.sides)
             header["settings"] = {"models": decoder.describe().splitlines(), **header["settings"]}
             header["machine"] = machine(decoder.scorer.device)
-            told = {"command": command(), "flags": flags, "left_out": evaluation.missing}
+            date = datetime.now(UTC).isoformat(timespec="seconds")
+            told = {"command": command(), "date": date, "flags": flags, "left_out": evaluation.missing}
             journal.begin(header, told)
             if journal.records:
                 note(f"{path} has {len(journal.records)} of {len(rows.items) * len(done)}; going on")

@@ -50,7 +50,7 @@ from outpace.files import check_out
 
 if TYPE_CHECKING:
     from outpace.decode import Decoder
-    from outpace.rows import Output, Step
+    from outpace.rows import Step
     from outpace.stats import Stats
 
 
@@ -151,7 +151,7 @@ def generate(
     }
     steps = decoder.stream(ids, sampling, n=n, **options)
     if as_json_:
-        rows, interrupted = collect(steps, n, max_new_tokens)
+        rows, interrupted = collect(steps, n)
         report = {"prompt": text, "prompt_tokens": len(ids), "settings": decoder.describe().splitlines()}
         report["outputs"] = rows
         if compare and not interrupted:
@@ -165,7 +165,7 @@ def generate(
     painter = Painter(sys.stdout, no_color=no_color, marks=marks)
     if legend := painter.legend():
         note(legend)
-    shown = show(steps, painter, n, max_new_tokens)
+    shown = show(steps, painter, n)
     line = shown.line(decoder.scorer.context)
     note(line)
     if svg is not None:
@@ -235,7 +235,7 @@ class Shown:
         return " | ".join(parts)
 
 
-def show(steps: Iterable[Step], painter: Painter, n: int, max_new_tokens: int) -> Shown:
+def show(steps: Iterable[Step], painter: Painter, n: int) -> Shown:
     """Print the texts one after the other, the first unfinished one as it is generated."""
     from outpace.stats import Stats
 
@@ -253,7 +253,7 @@ def show(steps: Iterable[Step], painter: Painter, n: int, max_new_tokens: int) -
             waiting[step.row].append(step)
             if step.output is not None:
                 ended.add(step.row)
-                full |= context_full(step.output, max_new_tokens)
+                full |= step.output.context_full
             while current < n:
                 for one in waiting[current]:
                     painter.step(one)
@@ -276,12 +276,7 @@ def show(steps: Iterable[Step], painter: Painter, n: int, max_new_tokens: int) -
     return Shown(stats, interrupted, full)
 
 
-def context_full(output: Output, max_new_tokens: int) -> bool:
-    """Return whether a text ended because the model's context holds no more."""
-    return output.finish_reason == "length" and len(output.tokens) < max_new_tokens
-
-
-def collect(steps: Iterable[Step], n: int, max_new_tokens: int) -> tuple[list[dict[str, Any]], bool]:
+def collect(steps: Iterable[Step], n: int) -> tuple[list[dict[str, Any]], bool]:
     """What each row came to, and whether Ctrl-C cut it short."""
     rows: list[dict[str, Any]] = [
         {"text": "", "tokens": [], "finish_reason": "interrupted", "context_full": False} for _ in range(n)
@@ -293,7 +288,7 @@ def collect(steps: Iterable[Step], n: int, max_new_tokens: int) -> tuple[list[di
             row["tokens"] += step.tokens
             if step.output is not None:
                 row["finish_reason"] = step.output.finish_reason
-                row["context_full"] = context_full(step.output, max_new_tokens)
+                row["context_full"] = step.output.context_full
                 row["stats"] = as_json(step.output.stats)
     except KeyboardInterrupt:
         return rows, True

@@ -77,7 +77,14 @@ def measure(
     limit: Limit = None,
     every: Every = 1,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-m", min=1, help="Of each text.", rich_help_panel=PROMPTS)
+        int,
+        typer.Option(
+            "--max-new-tokens",
+            "-m",
+            min=1,
+            help="Most tokens to generate per prompt.",
+            rich_help_panel=PROMPTS,
+        ),
     ] = 64,
     within: Annotated[
         float | None,

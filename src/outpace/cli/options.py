@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli import checks
+from outpace.cli.checks import check_text as check_text
 from outpace.cli.show import note
 
 if TYPE_CHECKING:
     from outpace.bench.prompts import Questions
     from outpace.decode import Decoder
     from outpace.length import Length
-    from outpace.models.causal import CausalScorer
     from outpace.sampling import Sampling
 
 MODELS, PROMPTS, SAMPLING, SHOW = "Models", "Prompts", "Sampling", "Output"
@@ -36,9 +36,10 @@ Target = Annotated[
 
 
 def drafted(context: typer.Context, draft: str) -> str:
-    """Without a draft, a configuration's length has nothing to say: it was found for another one."""
-    if draft == "none" and context.default_map and _source(context, "draft") == "COMMANDLINE":
-        context.default_map = {name: one for name, one in context.default_map.items() if name != "length"}
+    """Drop a configuration's length if another draft is named: it was measured with the file's own."""
+    values = context.default_map or {}
+    if _source(context, "draft") == "COMMANDLINE" and values.get("draft") != draft:
+        context.default_map = {name: one for name, one in values.items() if name != "length"}
     return draft
 
 
@@ -49,7 +50,7 @@ Drafted = Annotated[
         "-d",
         callback=drafted,
         metavar="lookup|ngram:FILE|MODEL|none",
-        help="Who guesses: copy from the context, a saved n-gram table, a smaller model, nobody.",
+        help="What drafts: lookup copies from the context; ngram:FILE, a saved table; a smaller model; none.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -69,8 +70,8 @@ LengthName = Annotated[
         "--length",
         callback=checks.length,
         metavar="G|auto|heuristic[:START]",
-        help="Tokens to guess per pass: a fixed number, what is fastest by the clock, or by what was kept so "
-        "far. Default: auto.",
+        help="Draft tokens per step: a number; auto, the fastest by measured time; heuristic, by how many "
+        "were accepted. Default: auto.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -78,7 +79,7 @@ Lenience = Annotated[
     float,
     typer.Option(
         callback=checks.number("lenience"),
-        help="Below 1 keeps more guesses of rule token, and is not exact.",
+        help="Below 1, rule token accepts more draft tokens, and the output distribution changes.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -125,7 +126,10 @@ Revision = Annotated[
     ),
 ]
 MaxNewTokens = Annotated[
-    int, typer.Option("--max-new-tokens", "-m", min=1, help="Of a text.", rich_help_panel=SAMPLING)
+    int,
+    typer.Option(
+        "--max-new-tokens", "-m", min=1, help="Most tokens to generate per prompt.", rich_help_panel=SAMPLING
+    ),
 ]
 Temperature = Annotated[
     float | None,
@@ -195,13 +199,15 @@ Seed = Annotated[
     int | None,
     typer.Option(
         callback=checks.number("seed"),
-        help="The same seed gives the same text, greedily, with --rule match, or with a --length other than "
-        "auto, which goes by the clock.",
+        help="Seed of sampling. Texts repeat with --rule match or a --length other than auto.",
         rich_help_panel=SAMPLING,
     ),
 ]
 AllSeeds = Annotated[
-    int, typer.Option(callback=checks.number("first seed"), help="Of all draws.", rich_help_panel=SAMPLING)
+    int,
+    typer.Option(
+        callback=checks.number("first seed"), help="Seed of all random draws.", rich_help_panel=SAMPLING
+    ),
 ]
 Stop = Annotated[
     list[str] | None,
@@ -212,7 +218,7 @@ Stop = Annotated[
 PromptTexts = Annotated[
     list[str] | None,
     typer.Option(
-        "--prompt", help="Write about this; repeat it. Default: a dozen of our own.", rich_help_panel=PROMPTS
+        "--prompt", help="A prompt. May be repeated. Default: a dozen of our own.", rich_help_panel=PROMPTS
     ),
 ]
 Data = Annotated[
@@ -224,7 +230,7 @@ Data = Annotated[
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="Only the first prompts.", rich_help_panel=PROMPTS)]
 Every = Annotated[
-    int, typer.Option(min=1, help="Only each so many-th, before --limit.", rich_help_panel=PROMPTS)
+    int, typer.Option(min=1, help="Take every N-th row, before --limit.", rich_help_panel=PROMPTS)
 ]
 NoColor = Annotated[bool, typer.Option("--no-color", help="Marks instead of colours.", rich_help_panel=SHOW)]
 Marks = Annotated[
@@ -243,10 +249,11 @@ def _configured(context: typer.Context, path: Path | None) -> Path | None:
                 f"config: {path}: rule: got {found['rule']!r}; `outpace {context.info_name}` runs rule token "
                 "alone, so leave the key out"
             )
+        several = {name for name, one in known.items() if getattr(one, "multiple", False)}
+        if "draft" in several and found.get("draft") == "none":
+            del found["draft"]  # a command that measures drafts has its own to measure
         values = {
-            name: [value] if getattr(known[name], "multiple", False) else value
-            for name, value in found.items()
-            if name in known
+            name: [value] if name in several else value for name, value in found.items() if name in known
         }
         context.default_map = {**(context.default_map or {}), **values}
         context.meta[CONFIGURED] = path, context
@@ -331,12 +338,6 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: it cannot be read ({error.strerror})") from None
 
 
-def check_text(name: str, text: str | None) -> None:
-    """Refuse what Python makes of bytes that are not UTF-8."""
-    if any("\ud800" <= character <= "\udfff" for character in text or ""):
-        raise ValueError(f"{name}: not text in UTF-8")
-
-
 def check_table(draft: str) -> None:
     """A name that only `outpace tune` knows what to do with."""
     if draft == "ngram" and not Path(draft).exists():
@@ -384,6 +385,7 @@ def open_decoder(
     check_models(target, draft, rule, lenience, length)
     from outpace.pair import load
 
+    refuse_speech(target, trust_remote_code=trust_remote_code, revision=revision)
     decoder = load(
         target,
         draft,
@@ -396,18 +398,24 @@ def open_decoder(
         trust_remote_code=trust_remote_code,
         revision=revision,
     )
-    refuse_speech(decoder.scorer, target)
     # What was made so far stays until the end: `main` had it not looked through for garbage, nor is it now.
     gc.freeze()
     gc.enable()
     return decoder
 
 
-def refuse_speech(scorer: CausalScorer, target: str | None) -> None:
-    """Name the command that transcribes, where a target's input is speech."""
-    from outpace.models.seq2seq import Seq2SeqScorer
+def refuse_speech(target: str | None, *, trust_remote_code: bool, revision: str | None) -> None:
+    """Name the command that transcribes, where a target's input is speech, before its weights are read."""
+    if target is None or Path(target).expanduser().is_file():
+        return
+    from transformers import PretrainedConfig
 
-    if isinstance(scorer, Seq2SeqScorer) and scorer.hears:
+    from outpace.models.hub import check_model
+
+    check_model(target, trust_remote_code=trust_remote_code, revision=revision)
+    folder = Path(target).expanduser()
+    config, _ = PretrainedConfig.get_config_dict(folder if folder.is_dir() else target, revision=revision)
+    if config.get("model_type") == "whisper":
         raise ValueError(
             f"{target}: its input is speech; use `outpace transcribe`, or `outpace eval asr` to measure it"
         )

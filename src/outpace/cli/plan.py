@@ -18,11 +18,13 @@ COSTLIEST = 1000.0  # a draft as slow as that is a mistake
 
 
 def plan(
-    alpha: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of drafts that are kept.")],
-    c: Annotated[float, typer.Option(help="Time of a draft's step, of a target's pass.")] = 0.0,
+    alpha: Annotated[float, typer.Option(min=0.0, max=1.0, help="Acceptance rate of draft tokens.")],
+    c: Annotated[
+        float, typer.Option(help="Time of a draft step divided by the time of a target pass.")
+    ] = 0.0,
     ops: Annotated[
         float | None,
-        typer.Option(help="Operations of a draft's step, of the target's for a token. Default: c."),
+        typer.Option(help="Operations of a draft step divided by the target's per token. Default: c."),
     ] = None,
     drafts: Annotated[list[int] | None, typer.Option(help="Show these g, too; repeat it.")] = None,
     most: Annotated[int, typer.Option(help=f"Longest draft to think of, up to {LONGEST}.")] = 32,

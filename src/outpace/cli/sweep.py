@@ -44,7 +44,7 @@ from outpace.cli.options import (
     sampling_of,
 )
 from outpace.cli.show import note, progress
-from outpace.files import check_out
+from outpace.files import check_apart, check_out
 
 if TYPE_CHECKING:
     from outpace.bench.forecast import Figure, Known
@@ -156,6 +156,7 @@ def sweep(
 
         backend(plot)  # what is missing is said before anything is measured
     check_out("--out", out)
+    check_apart(("--out", out), ("--plot", plot))
     drafts = list(dict.fromkeys(draft or ["lookup"]))
     if len({bare(one) for one in drafts}) < len(drafts):
         raise ValueError("--draft: two have the same name, but for their folders")

@@ -27,7 +27,7 @@ from outpace.cli.options import (
     length_of,
 )
 from outpace.cli.show import note
-from outpace.files import check_folder, write_whole
+from outpace.files import check_folder, check_out, write_whole
 
 if TYPE_CHECKING:
     from outpace.tasks.transcribe import Transcriber, Transcript
@@ -125,6 +125,9 @@ def transcribe(
     if output is not None and len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"--output: several files are named {twice}, and would be written over each other")
+    if output is not None and output.is_dir():
+        for path in files:
+            check_out("--output", file_of(output, path, format))
     if output is None and len(files) > 1 and format in (Format.srt, Format.vtt):
         raise ValueError(f"--format: {format} of several files needs a folder for them; give --output")
     check_models(target, draft, rule, length=length)
@@ -181,13 +184,18 @@ def written(
     """To a file named as the sound, or to stdout."""
     text = shown(transcript, format, timestamps)
     if output is not None:
-        path = output / f"{Path(transcript.name).stem}.{format}"
+        path = file_of(output, Path(transcript.name), format)
         write_whole(path, text if text.endswith("\n") else text + "\n")
         note(f"{transcript.name}: {path}")
         return
     if not alone and format is Format.txt:
         print(f"# {transcript.name}")
     print(text.rstrip("\n"), flush=True)
+
+
+def file_of(folder: Path, sound: Path, format: Format) -> Path:
+    """Return the file that a transcript is written to."""
+    return folder / f"{sound.stem}.{format}"
 
 
 def shown(transcript: Transcript, format: Format, timestamps: bool) -> str:

@@ -40,7 +40,7 @@ from outpace.cli.options import (
     sampling_of,
 )
 from outpace.cli.show import note, progress
-from outpace.files import check_out
+from outpace.files import check_apart, check_out
 
 if TYPE_CHECKING:
     from outpace.cli.tuned import Names
@@ -90,7 +90,8 @@ def tune(
     every: Every = 1,
     max_new_tokens: Annotated[
         int,
-        typer.Option("--max-new-tokens", "-m", min=8, help="Of each text, at most.", rich_help_panel=PROMPTS),
+        typer.Option("--max-new-tokens", "-m", min=8, help="Most tokens to generate per prompt.",
+                     rich_help_panel=PROMPTS),
     ] = 64,
     batch: Annotated[
         list[int] | None,
@@ -193,10 +194,10 @@ def check(target: str | None, names: list[str], out: Path, results: Path) -> Non
     """Flags that do not fit, before PyTorch is imported."""
     for flag, path in (("--out", out), ("--results", results)):
         check_out(flag, path)
+    check_apart(("--out", out), ("--results", results))
     if "ngram" in names:
         check_out("--out", table_of(out))
-    if out.absolute() == results.absolute():
-        raise ValueError(f"--results: {results} is the configuration's file, too")
+        check_apart(("the n-gram table", table_of(out)), ("--results", results))
     if "random" in names:
         raise ValueError("--drafts: random guesses are never worth running; `outpace measure` has them")
     if len({bare(name) for name in names}) < len(names):

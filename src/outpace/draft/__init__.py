@@ -25,13 +25,13 @@ def drafter_of(drafter: Any) -> Drafter | None:
         from outpace.draft.lookup import LookupDrafter
 
         return LookupDrafter()
-    if isinstance(drafter, torch.nn.Module):
-        from outpace.draft.model import ModelDrafter
-
-        return ModelDrafter(drafter)
     if isinstance(drafter, type):
         raise TypeError(f"drafter: got the class {drafter.__name__}; {FITS}")
     lacks = [name for name in METHODS if not callable(getattr(drafter, name, None))]
+    if isinstance(drafter, torch.nn.Module) and "propose" in lacks:
+        from outpace.draft.model import ModelDrafter
+
+        return ModelDrafter(drafter)
     if "propose" in lacks:
         raise TypeError(f"drafter: got {kind(drafter)[:80]}; {FITS}")
     if lacks:

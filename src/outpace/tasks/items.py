@@ -81,9 +81,7 @@ def read(
     every      of each so many, the first: data sets often stand ordered by kind
     """
     stop = None if limit is None else limit * every
-    path = Path(name).expanduser()
-    if path.is_dir() and (path / "manifest.jsonl").is_file():
-        path = path / "manifest.jsonl"
+    path = file_of(name)
     if path.is_file():
         rows: Sequence[tuple[int, Any]] = lines(path, stop)[::every]
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -105,6 +103,13 @@ def read(
     if not items:
         raise ValueError(f"data: {name} has no rows")
     return Data(name, items, digest, path.is_file())
+
+
+def file_of(name: str) -> Path:
+    """Return the file of JSON lines that a name stands for; it may be missing."""
+    path = Path(name).expanduser()
+    manifest = path / "manifest.jsonl"
+    return manifest if path.is_dir() and manifest.is_file() else path
 
 
 def lines(path: Path, limit: int | None) -> list[tuple[int, dict[str, Any] | str]]:

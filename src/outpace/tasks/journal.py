@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from io import BufferedRandom
 from pathlib import Path
@@ -11,8 +12,14 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from outpace.stats import Stats
+from outpace.tasks.kinds import SIDES
+
 Key = tuple[str, int]  # a side, and the number of a row
 WHOLE = {"texts", "judged", "seconds", "stats"}  # what a record has, unless it has an error
+COUNTS = vars(Stats())  # the fields of a record's "stats"
+LOCATED = ("target", "draft")  # flags that hold a digest of where a model lies
+HARMLESS = ("outpace", "trust_remote_code")  # flags that may change within a run
 
 
 class Journal:
@@ -62,8 +69,10 @@ class Journal:
             raise foreign
         self._size = len(lines[0]) + 1
         self.cut = bool(last)
+        data = self.before.get("data")
+        rows = data.get("rows") if isinstance(data, dict) else None
         for number, line in enumerate(lines[1:], 2):
-            record = _record(line)
+            record = _record(line, rows if isinstance(rows, int) else None)
             if record is not None:
                 self.records[record["side"], record["row"]] = record
                 self._size += len(line) + 1
@@ -74,12 +83,27 @@ class Journal:
                     f"out: {self.path}: line {number} is damaged; delete it to run its row again, or --fresh"
                 )
 
-    def check(self, header: dict[str, Any]) -> None:
-        """Refuse a file whose run had other settings than these, as far as they are given."""
+    def check(self, header: dict[str, Any], flags: dict[str, Any] | None = None) -> None:
+        """Refuse a file whose run had other settings than these, as far as they are given.
+
+        Args:
+            header: Settings that change the texts.
+            flags: The flags that models are loaded by; a file without flags has none to compare.
+        """
         if self.before is None:
             return
-        wanted = json.loads(json.dumps(header))
-        what = "; ".join(different(self.before, wanted))
+        found = different(self.before, json.loads(json.dumps(header)))
+        before = self.before.get("flags")
+        if isinstance(before, dict):
+            named = [one.partition(":")[0] for one in found]
+            found += [
+                f"{name}: another model of this name"
+                if name in LOCATED
+                else f"{name}: {_said(before.get(name))} there, {_said(here)} here"
+                for name, here in (flags or {}).items()
+                if name not in (*named, *HARMLESS) and before.get(name) != here
+            ]
+        what = "; ".join(found)
         if what:
             raise ValueError(f"out: {self.path} is of another run ({what}); name another file, or --fresh")
 
@@ -136,12 +160,53 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line; None if the line is damaged."""
+def _record(line: bytes, rows: int | None) -> dict[str, Any] | None:
+    """Return the record of a line; None if the line is damaged.
+
+    Args:
+        rows: The number of rows in the data; None if it is unknown.
+    """
     found = _parsed(line)
-    if found is None or not ("error" in found or found.keys() >= WHOLE):
+    if found is None or found.get("side") not in SIDES or type(found.get("row")) is not int:
         return None
-    return found if isinstance(found.get("side"), str) and isinstance(found.get("row"), int) else None
+    if found["row"] < 0 or (rows is not None and found["row"] >= rows):
+        return None
+    if "error" in found:
+        return found if isinstance(found["error"], str) and found["error"] else None
+    return found if _is_whole(found) else None
+
+
+def _is_whole(record: dict[str, Any]) -> bool:
+    """Return whether a record has all values that the table is made of."""
+    if not record.keys() >= WHOLE:
+        return False
+    texts, judged, stats = record["texts"], record["judged"], record["stats"]
+    return (
+        _is_list_of(str, texts)
+        and _is_list_of(dict, judged)
+        and len(texts) == len(judged) > 0
+        and _is_number(record["seconds"])
+        and isinstance(stats, dict)
+        and stats.keys() <= COUNTS.keys()
+        and all(
+            isinstance(one, list) and all(map(_is_number, one))
+            if isinstance(COUNTS[name], list)
+            else _is_number(one)
+            for name, one in stats.items()
+        )
+    )
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, kind) for one in value)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _said(value: Any) -> Any:
+    return "default" if value is None else value
 
 
 def different(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
