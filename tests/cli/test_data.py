@@ -151,7 +151,7 @@ def test_numbers_are_checked_before_a_model_is_read(
         ("dialog", ["-o", "."], "--out: . is a folder"),
         ("dialog", ["-o", "rows.jsonl/x"], "--out: rows.jsonl: no such folder can be made"),
         ("dialog", ["-o", "x"], "--out: x.md is a folder"),
-        ("dialog", ["-o", "rows.jsonl"], "rows.jsonl is not of this kind"),
+        ("dialog", ["-o", "untested.jsonl"], "untested.jsonl is not of this kind"),
         ("translate", ["--languages", "en-"], "--languages: got 'en-'"),
         ("asr", ["--language", "germn"], 'did you mean "german"?'),
         ("code", ["--data", "untested.jsonl"], "no row that can be used: line 1: there is no test"),
