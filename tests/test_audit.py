@@ -25,6 +25,7 @@ REPORT = Report(
     detectable=0.05,
     length="Fixed(3)",
     forced=True,
+    engine=False,
     seconds=90.0,
 )
 
@@ -43,7 +44,7 @@ def test_no_difference_is_found_in_a_correct_decoder_and_the_report_states_its_p
     assert f"A misplacement of {report.detectable:.1%} or more" in said
     assert "on every prompt would have been found with 99% certainty" in said
     assert "found different in 1 of 10,000 audits" in said
-    assert 0.05 < report.detectable < min(one.detectable for one in report.joint) < 0.5
+    assert 0.05 < report.detectable <= min(one.detectable for one in report.joint) < 0.5
     assert report.joint[0].outcomes == 3**3
     assert report.drafted > report.accepted > 0
     for word in ("prove", "lossless", "guess", "agree"):
@@ -105,6 +106,7 @@ def test_the_report_says_what_was_not_tested() -> None:
     assert "None was accepted" in str(replace(REPORT, joint=[replace(joint, accepted=0)]))
     assert "None was rejected" in str(replace(REPORT, joint=[replace(joint, accepted=joint.drafted)]))
     assert "tokens that were ruled out" in str(replace(REPORT, joint=[replace(joint, impossible=3)]))
+    assert "without the engine" in str(replace(REPORT, engine=True))
     few = replace(REPORT, detectable=1.0)
     assert few.verdict == "could not tell"
     assert "too few samples" in str(few)

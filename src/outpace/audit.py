@@ -42,6 +42,7 @@ from outpace.stats import Stats
 MOST_OUTCOMES = 20_000
 DRAFT_TOKENS = 3  # per step, where the decoder's policy goes by measured time
 LONGER_EVERY = 4  # batches; such a one is sampled one token further, so that its steps draft one token more
+RAISED = 100.0  # added to the logits of the tokens to be sampled, so that no other ever is
 CANDIDATES = 8  # tokens that are combined to find a set of which no sequence is rare
 
 NO_DIFFERENCE, DIFFERENCE, UNKNOWN = "no difference found", "difference found", "could not tell"
@@ -95,6 +96,7 @@ class Report:
     detectable     misplaced probability on every prompt that is found with 99 % certainty
     length         draft-length policy that the checks ran with
     forced         whether that is the audit's, in the place of one that goes by measured time
+    engine         whether the decoder has an engine, which samples with a logit bias do not run in
     seconds        of all checks
     """
 
@@ -107,6 +109,7 @@ class Report:
     detectable: float
     length: str
     forced: bool
+    engine: bool
     seconds: float
 
     @property
@@ -197,6 +200,8 @@ class Report:
             f"Draft tokens: {self.accepted:,} accepted, {self.drafted - self.accepted:,} rejected "
             f"(length {self.length}{fixed})."
         )
+        if self.engine:
+            lines.append("Samples were drawn without the engine: it takes no logit bias, which they need.")
         if self.drafted and not self.accepted:
             lines.append("None was accepted, so acceptance was not tested: give prompts that repeat.")
         elif self.drafted and self.accepted == self.drafted:
@@ -294,7 +299,10 @@ def audit(
             ]
         length = repr(decoder.length)
     seconds = time.perf_counter() - begun
-    return Report(greedy, joint, tokens, different, p_value, alarm, able.on_every, length, forced, seconds)
+    engine = decoder._engines is not None
+    return Report(
+        greedy, joint, tokens, different, p_value, alarm, able.on_every, length, forced, engine, seconds
+    )
 
 
 @contextmanager
@@ -350,12 +358,12 @@ class _Sampler:
         self.stats = [Stats() for _ in prompts]
         self.exact: list[dict[tuple[int, ...], float]] = []
         self._samplings = []
-        model, vocabulary = decoder.scorer.model, set(range(decoder.scorer.vocab_size))
+        model = decoder.scorer.model
         for prompt in prompts:
             allowed = balanced(model, prompt, top, temperature)
             self.exact.append(distribution(model, prompt, tokens, allowed, temperature))
-            others = dict.fromkeys(vocabulary - set(allowed), -math.inf)
-            self._samplings.append(Sampling(temperature=temperature, logit_bias=others))
+            raised = dict.fromkeys(allowed, RAISED * max(1.0, temperature))
+            self._samplings.append(Sampling(temperature=temperature, logit_bias=raised))
 
     def draw(self, i: int, n: int, told: Callable[[int], None]) -> Ints:
         """Return how often each outcome of prompt i came in n new samples; the last count is of others."""

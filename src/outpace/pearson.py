@@ -140,9 +140,9 @@ def power(chances: Floats, samples: int, alarm: float) -> Power:
         for i, freedom in enumerate(freedoms):
             alone = math.inf
             if freedom:
-                alone = hidden[i] + math.sqrt(noncentrality(freedom, levels[1], miss) / (4 * draws))
+                alone = float(hidden[i]) + math.sqrt(noncentrality(freedom, levels[1], miss) / (4 * draws))
             on_one[i] = min(1.0, max(on_one[i], alone))
-    return Power(on_every or 1.0, on_one)
+    return Power(min(on_every or 1.0, *on_one), on_one)
 
 
 def _shared(hidden: Floats, asked: float) -> float:
