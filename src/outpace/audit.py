@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -280,9 +280,8 @@ def audit(
             sampler = _Sampler(decoder, ids, tokens, top, temperature, batch_size, seed)
             chances = np.array([[*exact.values(), 0.0] for exact in sampler.exact])
             count = samples_for(misplacement, chances, alarm) if samples is None else samples
-            shown = _Progress(count * len(ids), progress, tell)
-            decision = decide(lambda i, n: sampler.draw(i, n, shown), chances, count, alarm)
-            shown.close()
+            with closing(_Progress(count * len(ids), progress, tell)) as shown:
+                decision = decide(lambda i, n: sampler.draw(i, n, shown), chances, count, alarm)
             different, p_value = decision.different, decision.p_value
             able = power(chances, count, alarm)
             joint = [
@@ -397,7 +396,9 @@ class _Progress:
 
         self._total, self._drawn, self._tell = total, 0, tell
         self._begun = time.perf_counter()
-        self._bar = tqdm(total=total, desc="sampling", leave=False, disable=None if bar else True)
+        self._bar = tqdm(
+            total=total, desc="sampling", unit="sample", leave=False, disable=None if bar else True
+        )
 
     def __call__(self, size: int) -> None:
         """Count samples that were drawn."""
