@@ -13,7 +13,7 @@ from tests.cli.conftest import Run
 from tests.cli.test_help import ALL
 from tests.test_pair import needing_code
 
-NAMING = ["generate", "chat", "transcribe", "measure", "sweep", "tune"]
+NAMING = ["generate", "chat", "transcribe", "measure", "sweep", "tune", "audit", "eval"]
 PROMPTS = ["--prompt", "ab ab ab ab", "--prompt", "ba ba ba"]
 
 
@@ -165,7 +165,7 @@ def test_code_that_comes_with_a_model_runs_only_with_the_flag(
 @pytest.mark.parametrize("command", NAMING)
 def test_a_misspelt_key_is_refused_with_a_suggestion(run: Run, config: str, command: str) -> None:
     Path(config).write_text("lenght = 4\n")
-    words = {"generate": ["ab"], "transcribe": ["x.wav"]}.get(command, [])
+    words = {"generate": ["ab"], "transcribe": ["x.wav"], "eval": ["specbench"]}.get(command, [])
     code, _, errors = run(command, *words, "--config", config)
     assert code == 2
     assert errors.startswith("outpace: config: outpace.toml: unknown key 'lenght'; known are target, draft, ")

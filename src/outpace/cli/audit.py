@@ -17,8 +17,11 @@ from outpace.cli.options import (
     Dtype,
     LengthName,
     Lenience,
+    Revision,
     RuleName,
     Target,
+    TrustRemoteCode,
+    check_models,
     open_decoder,
     read_text,
 )
@@ -42,6 +45,8 @@ def audit(
     length: LengthName = None,
     device: Device = None,
     dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
+    revision: Revision = None,
     prompts: Annotated[
         Path | None, typer.Option(help="A file of prompts, one a line, instead of the built-in one.")
     ] = None,
@@ -54,9 +59,9 @@ def audit(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens whose joint distribution is compared.")] = 3,
     greedy_tokens: Annotated[int, typer.Option(min=0, help="Tokens compared in greedy decoding.")] = 32,
-    temperature: Annotated[float, typer.Option(help="Of the samples.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Temperature of the samples.")] = 1.0,
     alarm: Annotated[float, typer.Option(help="Probability to find a correct decoder different.")] = 1e-4,
-    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
     plant: Annotated[
         str | None,
         typer.Option(metavar=NAMES, help="Plant a known fault first, to see that the audit finds it."),
@@ -71,6 +76,9 @@ def audit(
     distributed as the target samples them without speculation: Pearson's chi-squared against exact
     probabilities. --length auto, the default, may draft nothing, so the audit drafts 3 tokens a step instead.
     """
+    check_models(target, draft, rule, lenience, length)
+    if draft == "none":
+        raise ValueError("--draft: got none; without draft tokens there is nothing to audit")
     texts = list(PROMPTS)
     if prompts is not None:
         texts = [line for line in read_text(prompts).splitlines() if line.strip()]
@@ -86,9 +94,17 @@ def audit(
     if plant is not None and plant not in FAULTS:
         known = ", ".join(FAULTS)
         raise ValueError(f"--plant: got {plant!r}; it must be one of {known}{suggestion(plant, FAULTS)}")
-    if draft == "none":
-        raise ValueError("--draft: got none; without draft tokens there is nothing to audit")
-    decoder = open_decoder(target, draft, device, dtype, rule, lenience, length)
+    decoder = open_decoder(
+        target,
+        draft,
+        device,
+        dtype,
+        rule,
+        lenience,
+        length,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+    )
     if plant is not None:
         note(f"planted: {FAULTS[plant].__doc__}")
     with planted(decoder, plant) if plant is not None else nullcontext():
