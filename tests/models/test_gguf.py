@@ -164,6 +164,17 @@ def test_a_damaged_copy_is_made_anew(file: Path, reads: list[Path]) -> None:
     assert len(reads) == 2
 
 
+def test_a_copy_with_damaged_weights_is_removed_and_the_next_start_works(file: Path) -> None:
+    load(file)
+    (weights,) = (one.folder / "model.safetensors" for one in gguf.converted())
+    weights.write_bytes(bytes(weights.stat().st_size))
+    with pytest.raises(OSError, match="its converted copy was removed: try again"):
+        load(file)
+    assert names() == []
+    load(file)
+    assert names() == [file.name]
+
+
 def test_only_the_file_itself_counts_not_what_lies_beside_it(file: Path) -> None:
     clean = load(file)[1]
     gguf.clear()

@@ -191,7 +191,7 @@ def _print(report: Report, texts: list[str]) -> None:
 
 
 def _cells(report: Report, i: int) -> list[str]:
-    """What the table says of a prompt."""
+    """Return the cells of a prompt in the table."""
     greedy, joint = "-", ["-"] * 3
     if report.greedy:
         one = report.greedy[i]

@@ -257,7 +257,7 @@ def clear(names: Iterable[str] = ()) -> tuple[list[Converted], list[Converted]]:
         known = ", ".join(dict.fromkeys(one.name for one in there)) or "nothing"
         raise ValueError(f"{min(missing)}: no converted GGUF file has this name; there is {known}")
     chosen = [one for one in there if not wanted or one.name in wanted]
-    removed = [one for one in chosen if _remove(one.folder)]
+    removed = [one for one in chosen if discard(one.folder)]
     if not wanted:
         _sweep()
     return removed, [one for one in chosen if one not in removed]
@@ -413,7 +413,7 @@ def _make_room(folder: Path, needed: int) -> None:
     if free < needed + RESERVE:
         raise OSError(f"the disk has {free / 2**30:.1f} GiB free, it takes {needed / 2**30:.1f}")
     for one in doomed:
-        _remove(one.folder)
+        discard(one.folder)
 
 
 @contextmanager
@@ -443,7 +443,7 @@ def _removable(folder: Path) -> bool:
         return alone
 
 
-def _remove(folder: Path) -> bool:
+def discard(folder: Path) -> bool:
     """Remove a model that nobody uses; return whether it is gone."""
     with _exclusively(folder) as alone:
         if alone:

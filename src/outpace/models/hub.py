@@ -108,6 +108,9 @@ def load_model(
         except BaseException as error:
             if hold is not None:
                 hold.close()
+                if isinstance(error, OSError):  # the GGUF file may be sound, and its copy damaged
+                    gguf.discard(hold.folder)
+                    raise OSError(f"{error}; its converted copy was removed: try again") from error
             if isinstance(error, torch.OutOfMemoryError):
                 raise MemoryError(f"{shown} in {precision} does not fit on {place}") from error
             raise
