@@ -154,7 +154,7 @@ def test_a_list_gives_a_list_and_a_tensor_of_one_row_an_output() -> None:
             r"messages\[0\]: got \{'role': 'user'\}; it must be",
         ),
         ([MESSAGES[0], "Hello"], ValueError, r"messages\[1\]: got 'Hello'"),
-        ([{"role": "user", "content": ["a"]}], ValueError, r"messages\[0\]: got .* both strings"),
+        ([{"role": "user", "content": 3}], ValueError, r"messages\[0\]: got .* both strings"),
         ({"ids": [1]}, ValueError, "prompt: got dict of ids; it must have input_ids"),
         ({}, ValueError, "prompt: got dict of nothing; it must have input_ids"),
         ({"input_ids": [1], "pixel_values": 1}, ValueError, "prompt: got pixel_values beside input_ids"),
@@ -230,3 +230,13 @@ def test_a_speech_model_reads_what_a_feature_extractor_returns() -> None:
         decoder.generate("Hello")
     with pytest.raises(TypeError, match="prompt: got features of speech, which have no token ids"):
         decoder.encode(one)
+
+
+def test_parts_of_content_go_to_the_chat_template() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "cd"}]
+    decoder = Decoder(tiny(vocab_size=272), None, tokenizer)
+    assert decoder.encode([{"role": "user", "content": parts}]) == decoder.encode("abcd")

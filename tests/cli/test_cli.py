@@ -54,7 +54,7 @@ def test_every_command_explains_itself(run: Run) -> None:
 
 
 def test_text_goes_to_stdout_and_figures_to_stderr(run: Run, model: str) -> None:
-    code, out, err = run("generate", PROMPT, "--raw", *common(model))
+    code, out, err = run("generate", PROMPT, "--raw", "--length", "3", *common(model))
     assert code == 0
     assert f"{model}: float32 on cpu" in err.splitlines()
     assert "24 tokens | " in err

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from outpace import pair
 from outpace.cli import drafts
@@ -292,7 +293,10 @@ def test_a_run_with_a_row_missing_is_not_complete(run: Run, model: str, folder: 
     assert untimed == {(one["side"], one["row"]): one["texts"] for one in before}
 
 
-def test_an_interrupted_eval_goes_on(run: Run, model: str, folder: Path) -> None:
+def test_an_interrupted_eval_goes_on(
+    run: Run, model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))  # a run keeps to its threads
     rows = [{"prompt": f"count to {i}"} for i in range(40)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["eval", "dialog", "--data", "rows.jsonl", "-m", "24", "-t", model, "--sides", "plain,exact"]
