@@ -21,7 +21,7 @@ from outpace.sampling import Processor, Sampling, from_generation_config, per_ro
 from outpace.text import Text
 
 MAX_NEW_TOKENS = 256  # where neither the caller nor the model says
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 """A conversation: `[{"role": "user", "content": "Hello"}]`."""
 Prompt = str | Sequence[int] | Messages | Source
 Prompts = list[str] | list[list[int]] | list[Messages] | list[Tensor] | list[Source] | list[Prompt]
