@@ -15,7 +15,6 @@ import torch
 
 from outpace import pair
 from outpace.cli import drafts
-from outpace.cli import options as options_of_commands
 from outpace.tasks import transcribe
 from outpace.tasks.items import read
 from outpace.tasks.journal import Journal
@@ -336,7 +335,8 @@ def test_eval_tells_loaders_of_code_and_revision(
         raise ValueError("that is enough")
 
     monkeypatch.setattr(pair, "load", load)
-    monkeypatch.setattr(options_of_commands, "refuse_speech", lambda *_, **__: None)  # it asks the hub
+    asking_the_hub = sys.modules["outpace.cli.options"]
+    monkeypatch.setattr(asking_the_hub, "refuse_speech", lambda *_, **__: None)
     (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
     words = "eval", "dialog", "--data", "rows.jsonl", "-t", "owner/name"
     assert "that is enough" in run(*words, "--trust-remote-code", "--revision", "v2")[2]
