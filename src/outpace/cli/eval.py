@@ -147,7 +147,7 @@ def eval(
     if task is Kind.asr:
         target = target or WHISPER
     if length is None and temperature > 0 and draft != "none":
-        length = "heuristic"  # by the clock, a run that was stopped would not go on to the same texts
+        length = "heuristic"  # auto follows measured time, so a resumed run would not write the same texts
     check_models(target, draft, rule, length=length)
     rows = read(
         data,
