@@ -75,7 +75,7 @@ def needing_code(tmp_path: Path) -> Path:
 def said(*arguments: Any, **options: Any) -> tuple[str, list[str]]:
     """Why `load` raises, and what it said before."""
     lines: list[str] = []
-    with pytest.raises((ValueError, OSError)) as raised:
+    with pytest.raises((ValueError, TypeError, OSError)) as raised:
         outpace.load(*arguments, device=options.pop("device", "cpu"), tell=lines.append, **options)
     return str(raised.value), lines
 
@@ -292,6 +292,9 @@ def test_a_table_that_is_cut_off_or_out_of_order_is_told(good: Path, tmp_path: P
         ({"lenience": 2.0}, "lenience: got 2"),
         ({"device_map": "auto"}, "device: got 'cpu' together with device_map"),
         ({"revision": "v1"}, "revision: got 'v1', and "),
+        ({"device": None, "device_map": {"": "gpu"}}, "device_map: got 'gpu'"),
+        ({"device": None, "device_map": "autp"}, "device_map: got 'autp'"),
+        ({"quantization_config": "int8"}, "quantization_config: got 'int8'; it must be a quantization"),
     ],
 )
 def test_arguments_that_do_not_fit_are_told_before_weights_are_read(
@@ -307,10 +310,8 @@ def test_the_default_has_no_revision() -> None:
 
 
 def test_a_gguf_file_is_not_quantized_again(tmp_path: Path) -> None:
-    from transformers import TorchAoConfig
-
     file = write_gguf(tmp_path / "model.gguf")
-    why, lines = said(file, quantization_config=TorchAoConfig)
+    why, lines = said(file, quantization_config={"quant_method": "torchao"})
     assert why == f"quantization_config: {file} is a GGUF file, whose weights are loaded dense"
     assert lines == []
 
@@ -357,6 +358,7 @@ PARTS = (
         ("auto", None),
         ("cpu", "cpu"),
         ({**dict.fromkeys(PARTS, "cpu"), "model.layers.1": "disk"}, "cpu, disk"),
+        ({**dict.fromkeys((*PARTS, "model.layers.1"), "cpu"), "model.embed_tokens": "disk"}, "disk, cpu"),
     ],
 )
 def test_a_device_map_places_the_target_and_it_decodes(

@@ -199,7 +199,7 @@ class Decoder:
             if output.error is not None:
                 if single:
                     raise output.error
-                warnings.warn(f"row {row}: {output.error}", stacklevel=2)
+                warnings.warn(f"prompt {row // (n or 1)}: {output.error}", stacklevel=2)
         return outputs[0] if single and n is None else [outputs[i] for i in range(len(rows))]
 
     def stream(

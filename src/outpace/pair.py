@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from outpace.decode import Decoder
@@ -11,14 +10,13 @@ from outpace.draft.base import Drafter
 from outpace.length import Length
 from outpace.models.causal import memory_free
 from outpace.models.hub import Name as Name
-from outpace.models.hub import Say, check_hub, check_model, check_name, load_model, say
+from outpace.models.hub import Say, check_model, load_model, say
 from outpace.models.packed import packed_bytes
+from outpace.names import check_draft_exists, names_model, table_path
 from outpace.sampling import Sampling
 from outpace.verify import Rule, check
 from outpace.verify.rules import parse
-from outpace.wording import suggestion
 
-DRAFTS = "lookup", "none", "ngram"  # names that are no model's
 MOST_PACKED = 1 << 30  # bytes of a second copy of the weights that `load` makes unasked
 
 
@@ -73,7 +71,7 @@ def load(
     check.lenience(lenience, parse(rule))
     check_draft_name(draft)
     check_model(target, **of_target)
-    if isinstance(draft, str | os.PathLike) and _is_model(draft):
+    if isinstance(draft, str | os.PathLike) and names_model(draft):
         check_model(draft, **of_draft)
     drafter = load_drafter(draft, tell=tell, **of_draft)  # first, as the target is larger
     model, tokenizer = load_model(target, tell=tell, **of_target)
@@ -102,49 +100,19 @@ def worth_packing(model: Any) -> bool:
 def check_draft_name(draft: Name | Drafter | None) -> None:
     """Raise for a draft that does not exist, as far as this machine can tell, before anything big is loaded.
 
-    A name close to one of `DRAFTS` is looked for on the hub as well, as it is likely to be misspelt.
-
     Raises:
         ValueError: There is no such draft, or its n-gram file is missing or damaged.
     """
-    if not isinstance(draft, str | os.PathLike) or draft in ("lookup", "none"):
+    if not isinstance(draft, str | os.PathLike):
         return
-    if not _is_model(draft):
+    check_draft_exists(draft)
+    if os.fspath(draft).startswith("ngram:"):
         from outpace.draft.ngram import NGramDrafter
 
-        path = _table(draft)
-        if not path.is_file():
-            raise ValueError(f"draft: {path}: no such file; save one with NGramDrafter.save")
         try:
-            NGramDrafter.check(path)
+            NGramDrafter.check(table_path(draft))
         except ValueError as error:
             raise ValueError(f"draft: {str(error).removeprefix('path: ')}") from None
-        return
-    if draft == "ngram" and not Path(draft).exists():
-        raise ValueError("draft: ngram needs a file, ngram:FILE, which NGramDrafter.save writes")
-    text = os.fspath(draft)
-    word, colon, rest = text.partition(":")
-    meant = suggestion(word.lower(), ["ngram"] if colon else DRAFTS)
-    if not meant or Path(draft).expanduser().exists():
-        check_name(draft)
-        return
-    if colon:
-        meant = meant.replace('"ngram"', f'"ngram:{rest}"')
-    try:
-        check_name(draft)
-        check_hub(text)
-    except (ValueError, OSError):
-        raise ValueError(f"draft: {text}: no such file, folder or hub model{meant}") from None
-
-
-def _is_model(draft: Name) -> bool:
-    """Whether a draft's name is a model's."""
-    text = os.fspath(draft)
-    return text not in ("lookup", "none") and not text.startswith("ngram:")
-
-
-def _table(draft: Name) -> Path:
-    return Path(os.fspath(draft).removeprefix("ngram:")).expanduser()
 
 
 def load_drafter(
@@ -163,10 +131,10 @@ def load_drafter(
         from outpace.draft.lookup import LookupDrafter
 
         return LookupDrafter(min_ngram=1)
-    if not _is_model(draft):
+    if not names_model(draft):
         from outpace.draft.ngram import NGramDrafter
 
-        return NGramDrafter.load(_table(draft))
+        return NGramDrafter.load(table_path(draft))
     from outpace.draft.model import ModelDrafter
 
     return ModelDrafter(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -30,11 +29,14 @@ import torch
 from torch import Tensor
 
 from outpace.arguments import floats, integer, integers, kind, moved, number, on_device, suggests
+from outpace.ranges import RANGES
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """`(input_ids [1, T], scores [1, V]) -> scores [1, V]`: any Transformers `LogitsProcessor`."""
 
 Rewind = Callable[[Tensor], None]
+
+PENALTIES = "repetition_penalty", "frequency_penalty", "presence_penalty"
 
 
 @dataclass(frozen=True)
@@ -68,18 +70,14 @@ class Sampling:
     processors: Sequence[Processor] = ()
 
     def __post_init__(self) -> None:
-        number("temperature", self.temperature, "a number >= 0 (0 is greedy)", lambda t: 0 <= t < math.inf)
-        integer("top_k", self.top_k, "an int >= 0 (0 keeps all)", lambda k: k >= 0)
-        number("top_p", self.top_p, "a number between 0 and 1", lambda p: 0 <= p <= 1)
-        number("min_p", self.min_p, "a number between 0 and 1", lambda p: 0 <= p <= 1)
-        number("repetition_penalty", self.repetition_penalty, "a number > 0", lambda r: 0 < r < math.inf)
-        number("frequency_penalty", self.frequency_penalty, "a finite number", math.isfinite)
-        number("presence_penalty", self.presence_penalty, "a finite number", math.isfinite)
+        integer("top_k", self.top_k, *RANGES["top_k"])
+        for name in ("temperature", "top_p", "min_p", *PENALTIES):
+            number(name, getattr(self, name), *RANGES[name])
         if not isinstance(self.logit_bias, Mapping | None):
             raise TypeError(f"logit_bias: got {kind(self.logit_bias)}; it must map token ids to numbers")
         for token, bias in (self.logit_bias or {}).items():
             integer("logit_bias", token, "keyed by token ids >= 0", lambda t: t >= 0)
-            number(f"logit_bias[{token}]", bias, "a finite number or -inf", lambda b: b < math.inf)
+            number(f"logit_bias[{token}]", bias, *RANGES["logit_bias"])
         if not isinstance(self.processors, Sequence):
             raise TypeError(f"processors: got {kind(self.processors)}; it must be a list of LogitsProcessors")
         flat: list[Processor] = []

@@ -19,7 +19,8 @@ import numpy.typing as npt
 Numbers = npt.ArrayLike
 Found = Any  # a float for numbers, an array for arrays
 
-LONGEST = 1000  # drafts that `best_length` looks at
+LONGEST = 1000  # draft tokens that `best_length` looks at, by default
+MOST_SEARCHED = 100_000  # draft tokens; more would fill the memory
 
 
 def expected_tokens(alpha: Numbers, g: Numbers) -> Found:
@@ -65,8 +66,8 @@ def best_length(alpha: Numbers, c: Numbers, most: int = LONGEST) -> Any:
 
     An int for numbers, an array for arrays.
     """
-    if not isinstance(most, int) or most < 0:
-        raise ValueError(f"most: got {most!r}; it must be an int >= 0")
+    if not isinstance(most, int) or not 0 <= most <= MOST_SEARCHED:
+        raise ValueError(f"most: got {most!r}; it must be an int from 0 to {MOST_SEARCHED}")
     speeds = speedup(np.asarray(alpha)[..., None], np.arange(most + 1), np.asarray(c)[..., None])
     best = np.argmax(np.round(speeds, 12), axis=-1)
     return int(best) if best.ndim == 0 else best

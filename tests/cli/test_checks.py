@@ -15,7 +15,7 @@ import torch
 from outpace.cli import checks
 from outpace.cli.options import length_of
 from outpace.models.hub import DTYPES, precision_of
-from outpace.sampling import Sampling
+from outpace.sampling import PENALTIES, Sampling
 from outpace.verify.rules import parse
 from tests.cli import test_help
 from tests.cli.conftest import Run
@@ -35,6 +35,8 @@ WRONG = {
     "--lenience 0": "--lenience: got 0.0",
     "--temperature -1": "--temperature: got -1.0",
     "--temperature nan": "--temperature: got nan",
+    "--temperature 1e300": "--temperature: got 1e+300",
+    "--temperature 1e-300": "--temperature: got 1e-300",
     "--top-k -1": "--top-k: got -1",
     "--top-p 2": "--top-p: got 2.0",
     "--min-p 2": "--min-p: got 2.0",
@@ -57,7 +59,9 @@ OWN = {
     "generate ab --draft none --length 3": "--length: nothing is guessed",
     "generate ab --svg .": "--svg: . is a folder",
     "generate --file .": ". is a folder; it must be a text file",
-    "chat --draft ngram": "--draft: ngram needs a table",
+    "generate ab --draft lokup": 'draft: lokup: no such file, folder or hub model; did you mean "lookup"?',
+    "generate ab --draft ngram:/nowhere": "draft: /nowhere: no such file",
+    "chat --draft ngram": "draft: ngram needs a file",
     "measure --out .": "--out: . is a folder",
     "measure --draft none": "--draft: nothing is guessed with none",
     "sweep --out .": "--out: . is a folder",
@@ -132,11 +136,13 @@ def test_the_comparison_rule_is_accepted_but_not_offered() -> None:
     assert "rejection" not in str(wrong.value)
 
 
-@pytest.mark.parametrize("name", sorted(set(checks.RANGES) - {"lenience", "seed", "first seed"}))
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", *PENALTIES])
 def test_ranges_of_sampling_flags_are_those_of_sampling(name: str) -> None:
     whole = name == "top_k"
     values: list[Any] = (
-        [-1, 0, 1, 2] if whole else [-math.inf, -1.0, -0.1, 0.0, 0.5, 1.0, 1.1, 3.0, math.inf, math.nan]
+        [-1, 0, 1, 2]
+        if whole
+        else [-math.inf, -1.0, -0.1, 0.0, 1e-300, 0.5, 1.0, 1.1, 3.0, 1e300, math.inf, math.nan]
     )
     accepted = [accepts(lambda: checks.number(name)(one)) for one in values]  # noqa: B023
     assert accepted == [accepts(lambda: Sampling(**{name: one})) for one in values]  # noqa: B023
@@ -153,7 +159,7 @@ def test_rules_that_the_flag_accepts_are_those_that_verification_knows(text: str
     assert accepts(lambda: checks.rule(text)) == accepts(lambda: parse(text))
 
 
-@pytest.mark.parametrize("text", ["42=-1.5", "42=-inf", "42=inf", "42=nan", "-1=2"])
+@pytest.mark.parametrize("text", ["42=-1.5", "42=-inf", "42=inf", "42=1e300", "42=nan", "-1=2"])
 def test_a_bias_that_the_flag_accepts_is_one_that_sampling_knows(text: str) -> None:
     token, _, number = text.partition("=")
     known = accepts(lambda: Sampling(logit_bias={int(token): float(number)}))

@@ -305,7 +305,7 @@ def test_a_table_has_to_be_named(run: Run, model: str, command: str) -> None:
     words = ["ab"] if command == "generate" else []
     status, _, errors = run(command, *words, "--target", model, "-d", "ngram")
     assert status == 2
-    assert errors.splitlines()[-1].startswith("outpace: --draft: ngram needs a table, ngram:FILE")
+    assert errors.splitlines()[-1].startswith("outpace: draft: ngram needs a file, ngram:FILE")
 
 
 def test_a_draft_that_is_not_there_is_noticed_before_the_target_is_loaded(

@@ -12,22 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from outpace.models.hub import DTYPES as DTYPES
+from outpace.ranges import RANGES
 from outpace.wording import suggestion
 
 RULES = ("token", "block", "match")
 DEVICES = ("cpu", "cuda", "hpu", "mps", "npu", "xla", "xpu")  # types; an index may follow
-RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "temperature": ("a number >= 0 (0 is greedy)", lambda t: 0 <= t < math.inf),
-    "top_k": ("an int >= 0 (0 keeps all)", lambda k: k >= 0),
-    "top_p": ("a number between 0 and 1", lambda p: 0 <= p <= 1),
-    "min_p": ("a number between 0 and 1", lambda p: 0 <= p <= 1),
-    "repetition_penalty": ("a number > 0", lambda r: 0 < r < math.inf),
-    "frequency_penalty": ("a finite number", math.isfinite),
-    "presence_penalty": ("a finite number", math.isfinite),
-    "lenience": ("a number in (0, 1]", lambda l: 0 < l <= 1),
-    "seed": ("an int in -2**63..2**64-1", lambda s: -(2**63) <= s < 2**64),
-    "first seed": ("an int in -2**63..2**63-1", lambda s: -(2**63) <= s < 2**63),  # others follow it
-}
 
 
 def number(name: str) -> Callable[[Any], Any]:
@@ -111,10 +100,9 @@ def logit_bias(text: str) -> tuple[int, float]:
         found = int(token), float(added)
     except ValueError:
         raise ValueError(f"--logit-bias: got {text!r}; it must be like 42=-1.5 or 42=-inf") from None
-    if found[0] < 0 or not found[1] < math.inf:
-        raise ValueError(
-            f"--logit-bias: got {text!r}; it must be a token id >= 0 and a finite number or -inf"
-        )
+    fits, ok = RANGES["logit_bias"]
+    if found[0] < 0 or not ok(found[1]):
+        raise ValueError(f"--logit-bias: got {text!r}; it must be a token id >= 0 and {fits}")
     return found
 
 

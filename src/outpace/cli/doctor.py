@@ -102,14 +102,14 @@ def examine() -> dict[str, Any]:
     from outpace.models import gguf
     from outpace.models.causal import memory_free
     from outpace.models.hub import DEFAULT, place_of, precision_of
-    from outpace.models.store import cache_folder, is_complete
+    from outpace.models.store import bytes_in, cache_folder, is_complete
 
     place = place_of(None)
     cuda = place.type == "cuda"
     speed = bandwidth(place)
     folder = cache_folder()
     there = is_complete(folder / DEFAULT)
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.exists() else 0
+    size = bytes_in(folder)
     free = memory_free(place)
     return {
         "outpace": __version__,

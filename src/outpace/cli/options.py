@@ -338,15 +338,6 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: it cannot be read ({error.strerror})") from None
 
 
-def check_table(draft: str) -> None:
-    """A name that only `outpace tune` knows what to do with."""
-    if draft == "ngram" and not Path(draft).exists():
-        raise ValueError(
-            "--draft: ngram needs a table, ngram:FILE, which NGramDrafter.save writes; "
-            "`outpace tune` counts one by itself"
-        )
-
-
 def check_models(
     target: str | None,
     drafts: str | Sequence[str],
@@ -356,6 +347,7 @@ def check_models(
 ) -> None:
     """Refuse names and settings that do not fit together, before PyTorch is imported."""
     from outpace.models.hub import check_name
+    from outpace.names import check_draft_exists
 
     if lenience < 1 and rule != "token":
         raise ValueError(f"--lenience: got {lenience:g} with --rule {rule}; only rule token has lenience")
@@ -364,7 +356,7 @@ def check_models(
     if drafts == "none" and lenience < 1:
         raise ValueError("--lenience: nothing is guessed with --draft none")
     for one in [drafts] if isinstance(drafts, str) else drafts:
-        check_table(one)
+        check_draft_exists(one)
     if target is not None:
         check_name(target)
 

@@ -92,6 +92,7 @@ def keep(tuning: Tuning, names: Names, out: Path | None) -> None:
         names.device,
         isinstance(side.plain.scorer, Seq2SeqScorer),
         isinstance(drafter, TextDrafter),
+        names.revision,
     )
     there = names.theirs(chosen.draft)
     known = findings.unknown() is None

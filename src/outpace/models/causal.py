@@ -52,7 +52,7 @@ class CausalScorer:
         self.config = config
         self.vocab_size: int = self.base.get_output_embeddings().weight.shape[0]
         self.context: int = positions(config)
-        self.device: torch.device = self.base.get_input_embeddings().weight.device
+        self.device: torch.device = execution_device(self.base.get_input_embeddings())
         self.dtype: torch.dtype = self.base.dtype
         self._windows = windows(config)
         takes = inspect.signature(self.base.forward).parameters
@@ -501,6 +501,13 @@ def most_shared(held: Mapping[int, Sequence[int]], text: Sequence[int]) -> tuple
     found = [common(held[row], text, len(text) - 1) for row in rows]
     best = max(found, default=0)
     return (rows[found.index(best)], best) if found else (None, 0)
+
+
+def execution_device(embedding: Any) -> torch.device:
+    """Return where an embedding computes; accelerate keeps offloaded weights elsewhere between passes."""
+    held: torch.device = embedding.weight.device
+    place = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
+    return torch.device(place) if held.type == "meta" and place is not None else held
 
 
 def memory_free(device: torch.device) -> int:

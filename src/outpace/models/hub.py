@@ -20,6 +20,7 @@ import threading
 import weakref
 import zipfile
 import zlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -51,6 +52,8 @@ DTYPES = {
     "fp16": "float16",
     "half": "float16",
 }
+
+PLACEMENTS = "auto", "balanced", "balanced_low_0", "sequential"  # device maps that accelerate makes
 
 Name = str | os.PathLike[str]
 
@@ -246,6 +249,14 @@ def check_model(
     if device is not None and device_map is not None:
         raise ValueError(f"device: got {device!r} together with device_map; give one or the other")
     precision_of(dtype, place_of(device))
+    _check_map(device_map)
+    if quantization_config is not None and not (
+        isinstance(quantization_config, Mapping) or hasattr(quantization_config, "quant_method")
+    ):
+        raise TypeError(
+            f"quantization_config: got {quantization_config!r}; it must be a quantization config of "
+            "Transformers, such as TorchAoConfig, or a dict of one"
+        )
     if name is None or name == DEFAULT:
         if revision is not None:
             raise ValueError(f"revision: got {revision!r}, and the default model has none; name a hub id")
@@ -270,6 +281,19 @@ def check_model(
         AutoConfig.from_pretrained(where, **_options(trust_remote_code, revision))
     except Exception as error:
         raise _refusal(name, "cannot be loaded", error) from error
+
+
+def _check_map(device_map: Any) -> None:
+    """Raise for a device map that names a device which is not there."""
+    if device_map is None or device_map in PLACEMENTS:
+        return
+    for place in device_map.values() if isinstance(device_map, Mapping) else [device_map]:
+        if place == "disk":
+            continue
+        try:
+            place_of(f"cuda:{place}" if isinstance(place, int) else str(place))
+        except ValueError as error:
+            raise ValueError(f"device_map: {str(error).removeprefix('device: ')}") from None
 
 
 def _where(name: Name | None, precision: Any, tell: Say) -> tuple[str | None, gguf.Hold | None]:

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 COMPLETE = "complete.json"  # written last: the sizes of all files of a converted model
@@ -30,6 +30,16 @@ def cache_folder() -> Path:
         return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "outpace"
+
+
+def bytes_in(folder: Path) -> int:
+    """Return the size of all files in a folder, also while another process adds and removes some."""
+    size = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                size += os.lstat(os.path.join(path, name)).st_size
+    return size
 
 
 def is_complete(folder: Path) -> bool:

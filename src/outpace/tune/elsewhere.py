@@ -24,6 +24,7 @@ class Models:
     device      of both
     encoder     the target has one
     other       the draft has another tokenizer than the target
+    revision    of the target
     """
 
     target: str
@@ -31,12 +32,13 @@ class Models:
     device: str = "cpu"
     encoder: bool = False
     other: bool = False
+    revision: str | None = None
 
 
 def transformers(models: Models, draft: str, length: str, rule: str, near: int | None) -> str:
     """A model, and calls of its `generate`; `near` is a number for what is not a fixed length, None if none
     pays."""
-    loaded = f"model = {_loaded(models, models.target)}"
+    loaded = f"model = {_loaded(models, models.target, models.revision)}"
     if draft == NONE:
         return f"{loaded}\nmodel.generate(**inputs)  # nothing more"
     given = "length=" + ("outpace.Goodput()" if length == AUTO else length)
@@ -72,10 +74,11 @@ def transformers(models: Models, draft: str, length: str, rule: str, near: int |
     return "\n".join(lines)
 
 
-def _loaded(models: Models, name: str) -> str:
+def _loaded(models: Models, name: str, revision: str | None = None) -> str:
     kind = "AutoModelForSeq2SeqLM" if models.encoder else "AutoModelForCausalLM"
     there = "" if models.device == "cpu" else f'.to("{models.device}")'
-    return f'{kind}.from_pretrained({_where(name)}, dtype="{models.dtype}"){there}'
+    version = "" if revision is None else f", revision={json.dumps(revision)}"
+    return f'{kind}.from_pretrained({_where(name)}, dtype="{models.dtype}"{version}){there}'
 
 
 def _where(name: str) -> str:
@@ -95,6 +98,7 @@ def vllm(models: Models, draft: str, length: str, near: int | None) -> str:
     if models.encoder:
         return "# it does not speculate with encoder-decoder models"
     command = f"vllm serve {shlex.quote(models.target)} --dtype {models.dtype}"
+    command += "" if models.revision is None else f" --revision {shlex.quote(models.revision)}"
     if draft == NONE:
         return f"{command}  # nothing more"
     if draft.startswith("ngram:"):
