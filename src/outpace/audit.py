@@ -4,10 +4,15 @@ Greedy decoding must give the target's own tokens, one by one. When sampling, th
 must be distributed as the target alone would sample them: many samples are drawn over a few tokens, and
 Pearson's χ² compares how often each sequence came with its exact probability, computed from the target's
 plain forward passes. Speculation is forced: a decoder whose policy goes by measured time may draft nothing.
+
+In 16 bits, passes of other shapes round differently. The probabilities are then computed a second time, from
+passes with a KV cache, and twice the distance between the two is no difference.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 import itertools
 import math
 import time
@@ -29,6 +34,7 @@ from outpace.pearson import (
     LOOK_AGAIN,
     LOOKS,
     SUSPICIOUS,
+    Floats,
     Ints,
     Power,
     decide,
@@ -41,7 +47,11 @@ from outpace.stats import Stats
 
 MOST_OUTCOMES = 20_000
 DRAFT_TOKENS = 3  # per step, where the decoder's policy goes by measured time
-LONGER_EVERY = 4  # batches; such a one is sampled one token further, so that its steps draft one token more
+# Tokens by which batches of samples may be longer, in turn. A step drafts no token that would be the last one
+# or beyond, so a longer sample has longer drafts; it ends as early as the others.
+LONGER = 0, 2, 0, 1, 0, 0, 0, 0
+ROUNDING = 2.0  # times the distance between two ways to compute probabilities in 16 bits
+TIE = 4.0  # roundings by which two logits may differ and still be called equal
 RAISED = 100.0  # added to the logits of the tokens to be sampled, so that no other ever is
 CANDIDATES = 8  # tokens that are combined to find a set of which no sequence is rare
 
@@ -55,11 +65,11 @@ class Greedy:
     tokens: int  # compared
     differs_at: int | None  # the first token that differs
     drafted: int  # draft tokens on the way
-    near_tie: bool = False  # the two tokens' logits are equal but for rounding, so either is right
+    ties: int = 0  # tokens that differ where two logits are equal but for rounding, so either is right
 
     @property
     def passed(self) -> bool:
-        return self.differs_at is None or self.near_tie
+        return self.differs_at is None
 
 
 @dataclass(frozen=True)
@@ -91,9 +101,10 @@ class Report:
     greedy, joint  of each prompt; empty where that check was left out
     tokens         of a sample
     different      whether the sampling check found a difference
-    p_value        of its last look at all prompts together, corrected for their number
+    p_value        of its last look at all prompts together, corrected for their number; None if none was made
     alarm          probability that a correct decoder is found different
-    detectable     misplaced probability on every prompt that is found with 99 % certainty
+    detectable     misplaced probability on every prompt that is found with 99 % certainty; None likewise
+    rounding       misplaced probability on any prompt that is put down to rounding
     length         draft-length policy that the checks ran with
     forced         whether that is the audit's, in the place of one that goes by measured time
     engine         whether the decoder has an engine, which samples with a logit bias do not run in
@@ -104,9 +115,10 @@ class Report:
     joint: list[Joint]
     tokens: int
     different: bool
-    p_value: float
+    p_value: float | None
     alarm: float
-    detectable: float
+    detectable: float | None
+    rounding: float
     length: str
     forced: bool
     engine: bool
@@ -117,9 +129,18 @@ class Report:
         """Verdict of the sampling check alone."""
         if self.different:
             return DIFFERENCE
-        drafted = any(one.drafted for one in self.joint)
-        settled = self.p_value >= SUSPICIOUS and self.detectable < 1
-        return NO_DIFFERENCE if settled and drafted else UNKNOWN
+        drafted = bool(self.joint) and all(one.drafted for one in self.joint)
+        return NO_DIFFERENCE if drafted and not self.suspicious and not self.blind else UNKNOWN
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether the p-value is small, and not small enough."""
+        return not self.different and self.p_value is not None and self.p_value < SUSPICIOUS
+
+    @property
+    def blind(self) -> bool:
+        """Whether there are too few samples to find anything."""
+        return self.detectable is None or self.detectable >= 1
 
     @property
     def verdict(self) -> str:
@@ -164,14 +185,15 @@ class Report:
 
     def _greedy_words(self) -> str:
         passed, compared = sum(one.passed for one in self.greedy), sum(one.tokens for one in self.greedy)
-        ties = sum(one.near_tie for one in self.greedy)
-        parted = f"; {ties} parted at a tie that rounding decides" if ties else ""
+        ties = sum(one.ties for one in self.greedy)
+        parted = f", {ties} of them at ties that rounding decides" if ties else ""
         return (
             f"Greedy: {passed} of {len(self.greedy)} prompts gave the target's own tokens "
             f"({compared} compared{parted})."
         )
 
     def _sampling_words(self) -> list[str]:
+        assert self.p_value is not None
         samples = sum(one.samples for one in self.joint)
         impossible = sum(one.impossible for one in self.joint)
         corrected = f", corrected for {len(self.joint)} prompts" if len(self.joint) > 1 else ""
@@ -182,19 +204,28 @@ class Report:
         if impossible:
             lines.append(f"{impossible:,} samples have tokens that were ruled out.")
         elif self.p_value < SUSPICIOUS:
-            odds = f"1 of {1 / self.p_value:,.0f}" if self.p_value > 1e-12 else "fewer than 1 of 10^12"
+            chance = len(LOOKS) * self.p_value  # at one of the looks
+            odds = f"at most 1 of {1 / chance:,.0f}" if chance > 1e-12 else "fewer than 1 of 10^12"
             lines.append(f"A correct decoder gives a p-value this small in {odds} audits.")
-        if self.sampling == UNKNOWN and self.p_value < SUSPICIOUS:
-            lines.append("That is suspicious, and no proof: run again with another seed or more samples.")
-        elif self.sampling == UNKNOWN and self.detectable >= 1:
+        if self.suspicious:
+            lines.append("That is suspicious, and no proof: run again with more samples.")
+        undrafted = [i for i, one in enumerate(self.joint) if not one.drafted]
+        if self.tested and undrafted and not self.different:
+            which = "any prompt" if len(undrafted) == len(self.joint) else f"prompt {undrafted[0] + 1}"
+            lines.append(f"No draft token was proposed in the samples of {which}: give prompts that repeat.")
+        if self.blind and not self.different:
             lines.append("There are too few samples to find anything: give more.")
-        elif self.sampling == NO_DIFFERENCE:
+        if self.sampling == NO_DIFFERENCE:
             every = " on every prompt" if len(self.joint) > 1 else ""
             lines.append(
-                f"A misplacement of {self.detectable:.1%} or more of their probability{every} "
+                f"A misplacement of {self.detectable:.1%} or more of these sequences' probability{every} "
                 f"would have been found with {CERTAINTY:.0%} certainty."
             )
-            lines.append(f"A correct decoder is found different in 1 of {1 / self.alarm:,.0f} audits.")
+            lines.append(
+                f"A correct decoder is found different in at most 1 of {1 / self.alarm:,.0f} audits."
+            )
+        if self.rounding:
+            lines.append(f"Up to {self.rounding:.1%} is put down to rounding in 16 bits.")
         fixed = ", fixed for the audit" if self.forced else ""
         lines.append(
             f"Draft tokens: {self.accepted:,} accepted, {self.drafted - self.accepted:,} rejected "
@@ -228,7 +259,7 @@ def audit(
     """Check a decoder on prompts of your own.
 
     Samples are compared in up to three looks: at an eighth of the samples, where a large difference ends the
-    audit early; at all of them; and, where the p-value is then below 0.05, at 70 % more.
+    audit early; at all of them; and, where the p-value is then below 0.1, at 70 % more.
 
     Args:
         decoder: The decoder to check. One whose draft-length policy goes by measured time is checked with
@@ -275,15 +306,19 @@ def audit(
         raise ValueError(f"prompts: got one of {max(map(len, ids))} tokens; to be audited it may have {room}")
     with _drafting(decoder) as forced:
         greedy = [_greedy(decoder, prompt, greedy_tokens) for prompt in ids] if greedy_tokens else []
-        different, p_value, able, joint = False, 1.0, Power(1.0, []), list[Joint]()
+        different, joint, rounding = False, list[Joint](), 0.0
+        p_value: float | None = None
+        able: Power | None = None
         if samples != 0:
             sampler = _Sampler(decoder, ids, tokens, top, temperature, batch_size, seed)
             chances = np.array([[*exact.values(), 0.0] for exact in sampler.exact])
             count = samples_for(misplacement, chances, alarm) if samples is None else samples
+            away = sampler.rounding()
+            rounding = float(np.sqrt(away.max()) / 2)  # as a misplacement, at most
             with closing(_Progress(count * len(ids), progress, tell)) as shown:
-                decision = decide(lambda i, n: sampler.draw(i, n, shown), chances, count, alarm)
+                decision = decide(lambda i, n: sampler.draw(i, n, shown), chances, count, alarm, away)
             different, p_value = decision.different, decision.p_value
-            able = power(chances, count, alarm)
+            able = power(chances, count, alarm, away)
             joint = [
                 Joint(
                     decision.samples,
@@ -298,9 +333,19 @@ def audit(
             ]
         length = repr(decoder.length)
     seconds = time.perf_counter() - begun
-    engine = decoder._engines is not None
     return Report(
-        greedy, joint, tokens, different, p_value, alarm, able.on_every, length, forced, engine, seconds
+        greedy=greedy,
+        joint=joint,
+        tokens=tokens,
+        different=different,
+        p_value=p_value,
+        alarm=alarm,
+        detectable=None if able is None else able.on_every,
+        rounding=rounding,
+        length=length,
+        forced=forced,
+        engine=decoder._engines is not None,
+        seconds=seconds,
     )
 
 
@@ -321,21 +366,23 @@ def _drafting(decoder: Decoder) -> Iterator[bool]:
 def _greedy(decoder: Decoder, prompt: list[int], tokens: int) -> Greedy:
     out = decoder.generate(prompt, Sampling(temperature=0), max_new_tokens=tokens, ignore_eos=True)
     model, device = decoder.scorer.model, decoder.scorer.device
-    fed, cache = torch.tensor([prompt], device=device), None
+    fed, cache, ties = torch.tensor([prompt], device=device), None, 0
     for i, token in enumerate(out.tokens):
         step = model(input_ids=fed, past_key_values=cache, use_cache=True)
         logits, cache = step.logits[0, -1].float(), step.past_key_values
         own = int(logits.argmax())
         if own != token:
-            return Greedy(i + 1, i, out.stats.drafted, near_tie(logits, own, token, decoder.scorer.dtype))
+            if not near_tie(logits, own, token, decoder.scorer.dtype):
+                return Greedy(i + 1, i, out.stats.drafted, ties)
+            ties += 1
         fed = torch.tensor([[token]], device=device)
-    return Greedy(len(out.tokens), None, out.stats.drafted)
+    return Greedy(len(out.tokens), None, out.stats.drafted, ties)
 
 
 def near_tie(logits: Tensor, one: int, other: int, dtype: torch.dtype) -> bool:
-    """Whether a model that computes in `dtype` may see either token as the likelier, by rounding alone."""
-    gap = float((logits[one] - logits[other]).abs())
-    return gap <= 8 * torch.finfo(dtype).eps * float(logits.abs().max())
+    """Return whether a model that computes in `dtype` may see either token as the likelier, by rounding."""
+    a, b = float(logits[one]), float(logits[other])
+    return abs(a - b) <= TIE * torch.finfo(dtype).eps * max(abs(a), abs(b))
 
 
 class _Sampler:
@@ -352,17 +399,32 @@ class _Sampler:
         seed: int,
     ) -> None:
         self._decoder, self._prompts, self._tokens = decoder, prompts, tokens
-        self._batch_size, self._seed = batch_size, seed
-        self._drawn, self._batches = 0, 0  # of all prompts
+        self._batch_size, self._seed, self._temperature = batch_size, seed, temperature
+        self._drawn = 0  # of all prompts
+        self._longer = [itertools.cycle(LONGER) for _ in prompts]
         self.stats = [Stats() for _ in prompts]
         self.exact: list[dict[tuple[int, ...], float]] = []
-        self._samplings = []
+        self._samplings, self._allowed = list[Sampling](), list[list[int]]()
         model = decoder.scorer.model
         for prompt in prompts:
             allowed = balanced(model, prompt, top, temperature)
+            self._allowed.append(allowed)
             self.exact.append(distribution(model, prompt, tokens, allowed, temperature))
             raised = dict.fromkeys(allowed, RAISED * max(1.0, temperature))
             self._samplings.append(Sampling(temperature=temperature, logit_bias=raised))
+
+    def rounding(self) -> Floats:
+        """Return Σ(q − p)²/p per prompt that rounding may bring about; 0 in 32 bits."""
+        if self._decoder.scorer.dtype.itemsize > 2:
+            return np.zeros(len(self._prompts))
+        found = []
+        for prompt, allowed, exact in zip(self._prompts, self._allowed, self.exact, strict=True):
+            other = distribution(
+                self._decoder.scorer.model, prompt, self._tokens, allowed, self._temperature, cached=True
+            )
+            away = sum((other[outcome] - p) ** 2 / p for outcome, p in exact.items() if p)
+            found.append(ROUNDING**2 * away)
+        return np.array(found)
 
     def draw(self, i: int, n: int, told: Callable[[int], None]) -> Ints:
         """Return how often each outcome of prompt i came in n new samples; the last count is of others."""
@@ -370,18 +432,17 @@ class _Sampler:
         counts = np.zeros(len(places) + 1, dtype=np.int64)
         for first in range(0, n, self._batch_size):
             size = min(self._batch_size, n - first)
-            self._batches += 1
-            longer = self._batches % LONGER_EVERY == 0
             outs = self._decoder.generate(
                 self._prompts[i],
                 self._samplings[i],
                 n=size,
-                max_new_tokens=self._tokens + longer,
+                max_new_tokens=self._tokens + next(self._longer[i]),
+                stop_when=lambda row: len(row.new_tokens) >= self._tokens,
                 ignore_eos=True,
                 seed=seed_of(self._seed, 0, self._drawn, 1),  # no two samples of an audit share their noise
             )
             for out in outs:
-                counts[places.get(tuple(out.tokens[: self._tokens]), -1)] += 1
+                counts[places.get(tuple(out.tokens), -1)] += 1
             self.stats[i] += sum((out.stats for out in outs), Stats())
             self._drawn += size
             told(size)
@@ -452,19 +513,54 @@ def balanced(model: Any, prompt: Sequence[int], top: int, temperature: float = 1
 
 @torch.inference_mode()
 def distribution(
-    model: Any, prompt: Sequence[int], tokens: int, allowed: Sequence[int], temperature: float = 1.0
+    model: Any,
+    prompt: Sequence[int],
+    tokens: int,
+    allowed: Sequence[int],
+    temperature: float = 1.0,
+    cached: bool = False,
 ) -> dict[tuple[int, ...], float]:
-    """Exact probability of every sequence of `tokens` allowed tokens, by plain forward passes."""
-    device = model.get_input_embeddings().weight.device
+    """Return the exact probability of every sequence of `tokens` allowed tokens, by plain forward passes.
+
+    Passes take whole texts, or with `cached` what follows the prompt, one text at a time.
+    """
+    following = _cached(model, prompt) if cached else _uncached(model, prompt)
     level: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(tokens):
-        texts = torch.tensor([[*prompt, *prefix] for prefix in level], device=device)
-        logits = [model(input_ids=part, use_cache=False).logits[:, -1] for part in torch.split(texts, 64)]
-        scores = torch.cat(logits).double() / temperature
-        chances = scores[:, list(allowed)].softmax(-1).tolist()
+        scores = following([*level])[:, list(allowed)].double() / temperature
         level = {
             (*prefix, token): mass * chance
-            for (prefix, mass), row in zip(level.items(), chances, strict=True)
+            for (prefix, mass), row in zip(level.items(), scores.softmax(-1).tolist(), strict=True)
             for token, chance in zip(allowed, row, strict=True)
         }
     return level
+
+
+Following = Callable[[Sequence[tuple[int, ...]]], Tensor]
+"""The logits `[n, V]` after the prompt and each of n texts of equal length."""
+
+
+def _uncached(model: Any, prompt: Sequence[int]) -> Following:
+    device = model.get_input_embeddings().weight.device
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+    def following(texts: Sequence[tuple[int, ...]]) -> Tensor:
+        ids = torch.tensor([[*prompt, *text] for text in texts], device=device)
+        parts = torch.split(ids, 64)
+        return torch.cat([model(input_ids=part, use_cache=False, **last).logits[:, -1] for part in parts])
+
+    return following
+
+
+def _cached(model: Any, prompt: Sequence[int]) -> Following:
+    device = model.get_input_embeddings().weight.device
+    begun = model(input_ids=torch.tensor([list(prompt)], device=device), use_cache=True)
+
+    def following(texts: Sequence[tuple[int, ...]]) -> Tensor:
+        found: list[Tensor] = [] if texts != [()] else [begun.logits[0, -1]]
+        for text in filter(None, texts):
+            ids, cache = torch.tensor([text], device=device), copy.deepcopy(begun.past_key_values)
+            found.append(model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1])
+        return torch.stack(found)
+
+    return following

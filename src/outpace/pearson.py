@@ -4,6 +4,12 @@ A misplacement of δ is a total variation distance of δ: that much of the proba
 than it should. By Cauchy and Schwarz Σ(q − p)²/p >= (Σ|q − p|)² = 4δ², with equality where every probability
 is wrong by the same factor 1 ± 2δ. So N samples of any misplacement δ give the statistic a noncentrality of
 at least 4δ²N, and a power that is computed from 4δ²N holds for the least favourable misplacement.
+
+The χ² distribution is an approximation whose tail is too light. A count that expects m has skewness 1/√m, and
+the first Edgeworth term changes a tail at z standard deviations by exp(±z³/(6√m)). Enumerated for two
+outcomes, of which one expects 20, the true tail is 3 times the stated one at 4.5e-5, 6 times at 5e-6 and 12
+times at 1e-6; more outcomes do better. SPENT leaves a margin for that, and `expected` grows as z⁶, so that
+the margin suffices for smaller alarms.
 """
 
 from __future__ import annotations
@@ -21,65 +27,77 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 CERTAINTY = 0.99  # of finding what is `detectable`
-LOOK_AGAIN = 0.05  # p-values below this are settled by more samples
+LOOK_AGAIN = 0.1  # p-values below this are settled by more samples
 SUSPICIOUS = 1e-3  # p-values below this, after the last look, are no agreement
-LOOKS = (
-    1 / 8,
-    1.0,
-    1.7,
-)  # times the samples: early for large faults, then all, then more where it is unsettled
-SPENT = 0.1, 0.1, 0.8  # shares of the probability of a false alarm
-MISSES = 0.005, 0.005  # probability to miss what is detectable at the second look, and at the third
-EXPECTED = 20  # samples; outcomes that expect fewer are merged
+LOOKS = 1 / 8, 1.0, 1.7  # times the samples: early for large faults, all, more where it is unsettled
+SPENT = 0.01, 0.03, 0.2  # shares of the probability of a false alarm; see above for why they are less than 1
+MISSES = 0.002, 0.008  # probability to miss what is detectable at the second look, and at the third
 MOST_SAMPLES = 10_000_000
 
 
-def p_value(counts: npt.ArrayLike, probabilities: npt.ArrayLike, expected: float) -> float:
+def p_value(counts: npt.ArrayLike, probabilities: npt.ArrayLike, least: float) -> float:
     """P(a χ² at least this large) for `counts` of independent draws from `probabilities`.
 
     Counts and probabilities may have several rows, one per group of draws, each row a distribution of its
-    own. Rare outcomes are merged until each expects so many draws; one of probability 0 gives p = 0.
+    own. Rare outcomes are merged until each bin expects `least` draws; one of probability 0 gives p = 0.
     """
     observed = np.atleast_2d(np.asarray(counts, dtype=np.float64))
     chances = np.atleast_2d(np.asarray(probabilities, dtype=np.float64))
     if not np.allclose(chances.sum(1), 1, rtol=1e-6):
         raise ValueError("probabilities do not sum to 1")
-    p, freedom = _pearson(observed, chances, expected)
+    p, freedom = _pearson(observed, chances, least)
     if freedom == 0 and p and (np.count_nonzero(chances, axis=1) > 1).any():
         raise ValueError("too few draws: every bin was merged into one, so nothing was tested")
     return p
 
 
-def _pearson(observed: Floats, chances: Floats, expected: float) -> tuple[float, int]:
-    """The p-value of all groups together, and the degrees of freedom; without any, p = 1."""
+def expected(alarm: float) -> float:
+    """Return how many samples an outcome must expect; rarer ones are merged."""
+    return 20 * max(1.0, math.log(alarm) / math.log(1e-4)) ** 3
+
+
+def _pearson(
+    observed: Floats, chances: Floats, least: float, rounding: Floats | None = None
+) -> tuple[float, int]:
+    """Return the p-value of all groups of draws together, and the degrees of freedom; without any, p = 1."""
     if (observed[chances == 0] > 0).any():
         return 0.0, 0
-    statistic, freedom = 0.0, 0
-    for seen, hoped in zip(observed, chances * observed.sum(1, keepdims=True), strict=True):
-        seen, hoped = merge(seen, hoped, expected)
-        statistic += float(((seen - hoped) ** 2 / hoped).sum())
-        freedom += len(hoped) - 1
-    return (_beyond(statistic, freedom) if freedom else 1.0), freedom
+    statistic, freedom, null = 0.0, 0, 0.0
+    for i, (seen, row) in enumerate(zip(observed, chances, strict=True)):
+        draws = seen.sum()
+        bins = merge(row * draws, least)
+        for one in bins:
+            hoped = row[one].sum() * draws
+            statistic += float((seen[one].sum() - hoped) ** 2 / hoped)
+        freedom += max(0, len(bins) - 1)
+        null += 0.0 if rounding is None else float(rounding[i] * draws)
+    return (_beyond(statistic, freedom, null) if freedom else 1.0), freedom
 
 
-def merge(seen: Floats, hoped: Floats, expected: float) -> tuple[Floats, Floats]:
-    """Join bins that expect fewer draws, in the order they come, until each expects at least so many."""
-    rare = (hoped > 0) & (hoped < expected)
-    merged_seen, merged_hoped = list(seen[hoped >= expected]), list(hoped[hoped >= expected])
-    s = h = 0.0
-    for one_seen, one_hoped in zip(seen[rare], hoped[rare], strict=True):
-        s, h = s + one_seen, h + one_hoped
-        if h >= expected:
-            merged_seen.append(s)
-            merged_hoped.append(h)
-            s = h = 0.0
-    if h > 0 and merged_hoped:  # what is left goes to the smallest
-        smallest = int(np.argmin(merged_hoped))
-        merged_seen[smallest] += s
-        merged_hoped[smallest] += h
-    elif h > 0:
-        merged_seen, merged_hoped = [s], [h]
-    return np.asarray(merged_seen), np.asarray(merged_hoped)
+def merge(hoped: Floats, least: float) -> list[Ints]:
+    """Return the bins: indices of outcomes that are counted together, so that each bin expects enough.
+
+    Frequent outcomes have a bin of their own. Rare ones are joined in the order they come. What is left of
+    them goes to the last bin of rare ones, or else to the rarest frequent outcome. Impossible outcomes are in
+    no bin.
+    """
+    bins = [np.array([i]) for i in np.flatnonzero(hoped >= least)]
+    joined: list[Ints] = []
+    waiting, total = list[int](), 0.0
+    for i in np.flatnonzero((hoped > 0) & (hoped < least)):
+        waiting.append(int(i))
+        total += hoped[i]
+        if total >= least:
+            joined.append(np.array(waiting))
+            waiting, total = [], 0.0
+    if waiting and joined:
+        joined[-1] = np.append(joined[-1], waiting)
+    elif waiting and bins:
+        rarest = min(range(len(bins)), key=lambda i: float(hoped[bins[i]].sum()))
+        bins[rarest] = np.append(bins[rarest], waiting)
+    elif waiting:
+        joined = [np.array(waiting)]
+    return bins + joined
 
 
 def _beyond(statistic: float, freedom: float, noncentrality: float = 0.0) -> float:
@@ -100,10 +118,13 @@ def _bisect(low: float, high: float, enough: Callable[[float], bool], tolerance:
 
 
 @lru_cache(maxsize=1024)
-def noncentrality(freedom: int, level: float, miss: float) -> float:
-    """The noncentrality at which a χ² test of this level misses with probability `miss`."""
-    high = freedom + 1e4
-    critical = _bisect(freedom, high, lambda x: _beyond(x, freedom) < level, 1e-4)
+def noncentrality(freedom: int, level: float, miss: float, null: float = 0.0) -> float:
+    """Return the noncentrality at which a χ² test of this level misses with probability `miss`.
+
+    `null` is the noncentrality that a correct sampler may have.
+    """
+    high = freedom + 1e4 + 4 * null
+    critical = _bisect(freedom, high, lambda x: _beyond(x, freedom, null) < level, 1e-4)
     return _bisect(0, high, lambda x: _beyond(critical, freedom, x) > 1 - miss, 1e-3)
 
 
@@ -119,30 +140,41 @@ class Power:
     on_one: list[float]
 
 
-def power(chances: Floats, samples: int, alarm: float) -> Power:
+def power(chances: Floats, samples: int, alarm: float, rounding: Floats | None = None) -> Power:
     """Return the misplacements that `decide` finds with so many samples per prompt.
 
-    Probability that moves between outcomes that were merged is not seen, so their mass is added.
+    Probability that moves within a bin is not seen. At most all of the bin but its rarest outcome can, so
+    that much is added.
     """
     prompts = len(chances)
+    per_draw = np.zeros(prompts) if rounding is None else rounding
     on_every, on_one = 0.0, [0.0] * prompts
     _, second, third = looks(samples)
     for draws, level, miss in (
         (second, LOOK_AGAIN, MISSES[0]),
         (third, SPENT[2] * alarm, MISSES[1]),
     ):
-        freedoms = [len(merge(row * draws, row * draws, EXPECTED)[1]) - 1 for row in chances]
-        hidden = np.where((chances > 0) & (chances * draws < EXPECTED), chances, 0).sum(1)
+        bins = [merge(row * draws, expected(alarm)) for row in chances]
+        freedoms = [max(0, len(one) - 1) for one in bins]
+        hidden = np.array(
+            [
+                sum(row[one].sum() - row[one].min() for one in of)
+                for row, of in zip(chances, bins, strict=True)
+            ]
+        )
         levels = _levels(level, prompts)
+        together = 1.0
         if sum(freedoms):
-            asked = noncentrality(sum(freedoms), levels[0], miss) / (4 * draws)
-            on_every = max(on_every, _shared(hidden, asked))
+            null = float(per_draw.sum() * draws)
+            together = _shared(hidden, noncentrality(sum(freedoms), levels[0], miss, null) / (4 * draws))
+        on_every = max(on_every, together)
         for i, freedom in enumerate(freedoms):
-            alone = math.inf
+            alone = 1.0
             if freedom:
-                alone = float(hidden[i]) + math.sqrt(noncentrality(freedom, levels[1], miss) / (4 * draws))
+                asked = noncentrality(freedom, levels[1], miss, float(per_draw[i] * draws)) / (4 * draws)
+                alone = float(hidden[i]) + math.sqrt(asked)
             on_one[i] = min(1.0, max(on_one[i], alone))
-    return Power(min(on_every or 1.0, *on_one), on_one)
+    return Power(min(on_every, *on_one), on_one)
 
 
 def _shared(hidden: Floats, asked: float) -> float:
@@ -192,7 +224,11 @@ class Decision:
 
 
 def decide(
-    draw: Callable[[int, int], npt.ArrayLike], chances: Floats, samples: int, alarm: float
+    draw: Callable[[int, int], npt.ArrayLike],
+    chances: Floats,
+    samples: int,
+    alarm: float,
+    rounding: Floats | None = None,
 ) -> Decision:
     """Compare samples with exact probabilities, and look again where one look does not settle it.
 
@@ -205,6 +241,7 @@ def decide(
         chances: Exact probabilities, `[prompts, outcomes]`.
         samples: Samples per prompt at the second look.
         alarm: Probability of a false alarm.
+        rounding: Σ(q − p)²/p per prompt that a correct sampler's distribution q may be away from p.
     """
     counts = np.zeros(chances.shape, dtype=np.int64)
     drawn = 0
@@ -212,18 +249,21 @@ def decide(
         for i in range(len(chances)):
             counts[i] += np.asarray(draw(i, total - drawn), dtype=np.int64)
         drawn = total
-        p, each = _corrected(counts, chances)
+        p, each = corrected(counts, chances, alarm, rounding)
         different = p < SPENT[look] * alarm
         if different or (look == 1 and p >= LOOK_AGAIN):
             break
     return Decision(different, p, each, drawn, counts)
 
 
-def _corrected(counts: Ints, chances: Floats) -> tuple[float, list[float]]:
-    """One p-value for all prompts, and one for each: Bonferroni over the sum and the single ones."""
-    observed = counts.astype(np.float64)
-    each = [_pearson(observed[i : i + 1], chances[i : i + 1], EXPECTED)[0] for i in range(len(chances))]
-    together = _pearson(observed, chances, EXPECTED)[0]
+def corrected(
+    counts: Ints, chances: Floats, alarm: float, rounding: Floats | None = None
+) -> tuple[float, list[float]]:
+    """Return one p-value for all prompts, and one for each: Bonferroni over the sum and the single ones."""
+    observed, least, away = counts.astype(np.float64), expected(alarm), rounding
+    rows = [slice(i, i + 1) for i in range(len(chances))]
+    each = [_pearson(observed[i], chances[i], least, None if away is None else away[i])[0] for i in rows]
+    together = _pearson(observed, chances, least, away)[0]
     if len(each) == 1:
         return together, each
     return min(1.0, 2 * together, 2 * len(each) * min(each)), each

@@ -52,7 +52,7 @@ def test_json_has_every_figure_of_the_report(run: Run, flags: list[str]) -> None
 
 def test_without_draft_tokens_it_could_not_tell(run: Run, flags: list[str]) -> None:
     code, out, _ = run("audit", *flags, "--length", "0", "--samples", "100")
-    assert code == 2
+    assert code == 3
     assert out.startswith("Could not tell: no draft token was proposed")
 
 

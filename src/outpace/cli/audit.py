@@ -70,7 +70,7 @@ def audit(
 ) -> None:
     """Check that speculation does not change the output.
 
-    Exit status: 0 no difference found, 1 difference found, 2 could not tell.
+    Exit status: 0 no difference found, 1 difference found, 3 could not tell.
 
     Greedy decoding must give the target's own tokens. When sampling, the first tokens together must be
     distributed as the target samples them without speculation: Pearson's chi-squared against exact
@@ -129,7 +129,7 @@ def audit(
         found = [name for name, one in _verdicts(report).items() if one == DIFFERENCE]
         note(f"The planted fault was found by: {', '.join(found) or 'no check'}.")
     if report.verdict != NO_DIFFERENCE:
-        raise SystemExit(1 if report.verdict == DIFFERENCE else 2)
+        raise SystemExit(1 if report.verdict == DIFFERENCE else 3)
 
 
 def _verdicts(report: Report) -> dict[str, str]:
@@ -195,8 +195,8 @@ def _cells(report: Report, i: int) -> list[str]:
     greedy, joint = "-", ["-"] * 3
     if report.greedy:
         one = report.greedy[i]
-        place = f"tie at {one.differs_at}" if one.near_tie else f"differs at {one.differs_at}"
-        greedy = "same" if one.differs_at is None else place
+        same = f"same, {one.ties} ties" if one.ties else "same"
+        greedy = same if one.differs_at is None else f"differs at {one.differs_at}"
     if report.joint:
         each = report.joint[i]
         joint = [f"{each.p_value:.2g}", f"{each.detectable:.1%}", f"{each.accepted}/{each.drafted}"]
