@@ -48,8 +48,9 @@ from outpace.stats import Stats
 MOST_OUTCOMES = 20_000
 DRAFT_TOKENS = 3  # per step, where the decoder's policy goes by measured time
 # Tokens by which batches of samples may be longer, in turn. A step drafts no token that would be the last one
-# or beyond, so a longer sample has longer drafts; it ends as early as the others.
-LONGER = 0, 2, 0, 1, 0, 0, 0, 0
+# or beyond, so a longer sample has longer drafts; it ends as early as the others. The longer ones come first,
+# as they cost more and a large fault ends the audit early.
+LONGER = 0, 2, 0, 1, *[0] * 12
 ROUNDING = 2.0  # times the distance between two ways to compute probabilities in 16 bits
 TIE = 4.0  # roundings by which two logits may differ and still be called equal
 RAISED = 100.0  # added to the logits of the tokens to be sampled, so that no other ever is
