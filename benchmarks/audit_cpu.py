@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import sys
+import time
 from typing import Any
 
 from report import arguments, machine, write
@@ -55,21 +57,24 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="of each planted fault (default 3)")
     options = parser.parse_args()
+    begun = time.perf_counter()
     decoder = outpace.load()
+    loading = time.perf_counter() - begun
     audits, faults = [], []
+    more: dict[str, Any] = {}
     for seed in range(2):
-        audits.append(
-            {"seed": seed, **described(audit(decoder, PROMPTS, seed=seed, progress=False, **SETTINGS))}
-        )
+        found_none = audit(decoder, PROMPTS, seed=seed, progress=False, **SETTINGS | more)
+        audits.append({"seed": seed, **described(found_none)})
         print(json.dumps(audits[-1]), file=sys.stderr, flush=True)
+        # A 5 % misplacement is settled by a third look: as many samples as that has, and what they take.
+        more = {"samples": math.ceil(LOOKS[2] * audits[0]["samples"])}
     for seed in range(options.seeds):
         for fault in FAULTS:
             faults.append(found(decoder, fault, seed))
             print(json.dumps(faults[-1]), file=sys.stderr, flush=True)
-    seconds = max(one["seconds"] / one["samples"] for one in audits) * min(one["samples"] for one in audits)
     bars = {
         "detectable at most 0.05": max(one["detectable"] for one in audits) <= 0.05,
-        "seconds of three looks at most 180": LOOKS[2] * seconds <= 180,
+        "seconds of three looks at most 180": audits[1]["seconds"] + loading <= 180,
         "every planted fault found by sampling": all(one["verdict"] == DIFFERENCE for one in faults),
     }
     report = {
@@ -79,8 +84,8 @@ def main() -> None:
         "audits": audits,
         "passed": f"{sum(one['verdict'] == NO_DIFFERENCE for one in audits)} of {len(audits)}",
         "detectable": max(one["detectable"] for one in audits),
-        # Where the second look leaves it open, a third one decides.
-        "most_seconds": round(LOOKS[2] * seconds, 1),
+        "loading_seconds": round(loading, 1),
+        "most_seconds": round(audits[1]["seconds"] + loading, 1),
         "found_by_sampling": f"{sum(one['verdict'] == DIFFERENCE for one in faults)} of {len(faults)}",
         "planted": faults,
         "bars": bars,

@@ -46,7 +46,7 @@ def test_no_difference_is_found_in_a_correct_decoder_and_the_report_states_its_p
     assert report.detectable is not None
     assert f"A misplacement of {report.detectable:.1%} or more" in said
     assert "on every prompt would have been found with 99% certainty" in said
-    assert "found different in at most 1 of 10,000 audits" in said
+    assert "found different in at most 1 of 1,000 audits" in said
     assert ("put down to rounding in 16 bits" in said) == (dtype == torch.bfloat16)
     assert 0.05 < report.detectable <= min(one.detectable for one in report.joint) < 0.5
     assert report.joint[0].outcomes == 3**3

@@ -253,14 +253,14 @@ def audit(
     temperature: float = 1.0,
     batch_size: int = 128,
     seed: int = 0,
-    alarm: float = 1e-4,
+    alarm: float = 1e-3,
     progress: bool = True,
     tell: Callable[[str], None] | None = None,
 ) -> Report:
     """Check a decoder on prompts of your own.
 
     Samples are compared in up to three looks: at an eighth of the samples, where a large difference ends the
-    audit early; at all of them; and, where the p-value is then below 0.1, at 70 % more.
+    audit early; at all of them; and, where the p-value is then below 0.1, at 60 % more.
 
     Args:
         decoder: The decoder to check. One whose draft-length policy goes by measured time is checked with

@@ -60,7 +60,7 @@ def audit(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens whose joint distribution is compared.")] = 3,
     greedy_tokens: Annotated[int, typer.Option(min=0, help="Tokens compared in greedy decoding.")] = 32,
     temperature: Annotated[float, typer.Option(help="Temperature of the samples.")] = 1.0,
-    alarm: Annotated[float, typer.Option(help="Probability to find a correct decoder different.")] = 1e-4,
+    alarm: Annotated[float, typer.Option(help="Probability to find a correct decoder different.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
     plant: Annotated[
         str | None,
