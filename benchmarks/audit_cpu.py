@@ -20,12 +20,12 @@ from typing import Any
 from report import arguments, machine, write
 
 import outpace
-from outpace.audit import DIFFERENCE, NO_DIFFERENCE, Report, audit
+from outpace.auditing.audit import DIFFERENCE, NO_DIFFERENCE, Report, audit
+from outpace.auditing.faults import FAULTS, planted
+from outpace.auditing.pearson import LOOKS
 from outpace.cli.audit import PROMPTS
 from outpace.cli.audit import audit as command
-from outpace.decode import Decoder
-from outpace.faults import FAULTS, planted
-from outpace.pearson import LOOKS
+from outpace.decoder import Decoder
 
 DEFAULTS = {name: one.default for name, one in inspect.signature(command).parameters.items()}
 SETTINGS = {
@@ -41,8 +41,8 @@ def described(report: Report) -> dict[str, Any]:
         "samples": sum(one.samples for one in report.joint),
         "p_value": report.p_value,
         "detectable": round(report.detectable or 1.0, 4),
-        "drafted": report.drafted,
-        "accepted": report.accepted,
+        "draft_tokens": report.draft_tokens,
+        "accepted_tokens": report.accepted_tokens,
     }
 
 

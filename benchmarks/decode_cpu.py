@@ -20,7 +20,7 @@ import torch
 from report import arguments, machine, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outpace import Decoder, Fixed, LookupDrafter, ModelDrafter, Sampling
+from outpace import Decoder, Fixed, LookupDrafter, ModelDrafter, SamplingParams
 from outpace.draft.base import State
 
 DRAFT_LAYERS = 4
@@ -67,7 +67,7 @@ def overhead(target: Any, draft: Any, repeats: int) -> dict[str, Any]:
         num_assistant_tokens=g, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
     )
     prompt = torch.randint(target.config.vocab_size, (1, 50))
-    decoder = Decoder(target, ModelDrafter(draft), length=Fixed(g))
+    decoder = Decoder(target, ModelDrafter(draft), num_draft_tokens=Fixed(g))
 
     def theirs() -> None:
         target.generate(
@@ -76,7 +76,7 @@ def overhead(target: Any, draft: Any, repeats: int) -> dict[str, Any]:
 
     def ours(B: int) -> None:
         rows = [prompt[0].tolist()] * B
-        decoder.generate(rows, Sampling(), max_new_tokens=tokens, seed=list(range(B)))
+        decoder.generate(rows, SamplingParams(), max_new_tokens=tokens, seed=list(range(B)))
 
     sides: list[Callable[[], None]] = [theirs, lambda: ours(1), lambda: ours(8)]
     times: list[list[float]] = [[], [], []]
@@ -109,7 +109,7 @@ def lookup(vocab_size: int) -> dict[str, Any]:
     drafter, spent = LookupDrafter(), []
     seed, device = torch.tensor([1]), torch.device("cpu")
     for turn in range(-1, 500):
-        state = State([0], [text], [1], [Sampling()], seed, [16], vocab_size, device)
+        state = State([0], [text], [1], [SamplingParams()], seed, [16], vocab_size, device)
         begun = time.perf_counter()
         drafter.propose(state, 16)
         if turn >= 0:
@@ -145,7 +145,7 @@ def plain(target: Any, prompts: list[list[int]], tokens: int, repeats: int) -> d
         return list(out[0, len(prompt) :].tolist())
 
     def ours(prompt: list[int]) -> list[int]:
-        return decoder.generate(prompt, temperature=0, max_new_tokens=tokens, ignore_eos=True).tokens
+        return decoder.generate(prompt, temperature=0, max_new_tokens=tokens, ignore_eos=True).token_ids
 
     sides = {"transformers": theirs, "outpace": ours}
     for turn in range(-1, repeats):

@@ -31,7 +31,7 @@ def measure(sides: dict[str, Decoder], prompts: list[list[int]], tokens: int) ->
         for name, decoder in list(sides.items())[:: 1 if i % 2 else -1]:
             decoder.scorer.forget()
             out = decoder.generate(ids, max_new_tokens=tokens)
-            texts[name], rates[name] = out.tokens, out.stats.tokens_per_second
+            texts[name], rates[name] = out.token_ids, out.stats.tokens_per_second
             stats[name] += out.stats
             begun[name] += first_pass(decoder, ids)
         same += texts["plain"] == texts["default"]
@@ -46,8 +46,8 @@ def measure(sides: dict[str, Decoder], prompts: list[list[int]], tokens: int) ->
         "default_over_plain": round(rates["default"] / rates["plain"], 3),
         "without_the_prompts_pass": round(after["default"] / after["plain"], 3),
         "by_prompt": [round(ratio, 3) for ratio in ratios],
-        "tokens_per_call": round(stats["default"].tokens_per_call, 3),
-        "acceptance": round(stats["default"].acceptance, 3),
+        "tokens_per_pass": round(stats["default"].tokens_per_pass, 3),
+        "acceptance": round(stats["default"].acceptance_rate, 3),
         "same_texts": same,
     }
 

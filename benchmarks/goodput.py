@@ -29,12 +29,21 @@ from typing import Any
 import torch
 from report import arguments, machine, write
 
-from outpace import Decoder, Fixed, Goodput, LookupDrafter, ModelDrafter, RandomDrafter, Sampling, theory
+from outpace import (
+    Decoder,
+    Fixed,
+    Goodput,
+    LookupDrafter,
+    ModelDrafter,
+    RandomDrafter,
+    SamplingParams,
+)
 from outpace.bench import cost as cost_of
+from outpace.bench import theory
 from outpace.bench.prediction import Parts
 from outpace.bench.synthetic import STEEPNESS, Codes, acceptance, bigram, noise_for, shape_of
-from outpace.length import Done, Length
-from outpace.rows import Step
+from outpace.engine.sequence import Step
+from outpace.policy import DraftLengthPolicy, StepOutcome
 
 # Of each device: shapes of the target and of drafts, by name; tokens of a text, by rows
 SIZES: dict[str, Any] = {
@@ -62,8 +71,8 @@ GRID_DRAFTS = ("cheap", "middle")
 WARM = 3  # texts that are not counted, of a fixed length one: lengths are made ready when first wanted
 SOME = 4  # times as many rounds where one row is written at a time: they are short, and vary more
 BEHIND = 0.7  # times the fastest: less cannot be the best
-PLAIN = Sampling()
-Side = tuple[Decoder, Length]
+PLAIN = SamplingParams()
+Side = tuple[Decoder, DraftLengthPolicy]
 PREDICTED = 8  # rows up to which speeds are predicted, too
 STAGES = ((0, 150), (1, 150), (0, 150))  # which head, and for how many iterations
 
@@ -87,10 +96,10 @@ class Texts:
     whole: Texts | None = None
 
     def add(self, step: Step) -> None:
-        self.tokens += len(step.tokens)
-        self.guesses[step.drafted] += 1
-        self.kept += step.accepted
-        self.lost += step.accepted < step.drafted
+        self.tokens += len(step.token_ids)
+        self.guesses[step.num_draft_tokens] += 1
+        self.kept += step.num_accepted
+        self.lost += step.num_accepted < step.num_draft_tokens
 
     @property
     def rate(self) -> float:
@@ -126,7 +135,7 @@ class Bench:
         return made, acceptance(self.model, made, self.codes)
 
     def decoder(self, drafter: Any, length: Any = None) -> Decoder:
-        made = Decoder(self.plain.scorer, drafter, length=length)
+        made = Decoder(self.plain.scorer, drafter, num_draft_tokens=length)
         if self.device == "cpu" and isinstance(drafter, ModelDrafter):
             drafter.scorer.pack()
         return made
@@ -143,7 +152,7 @@ class Bench:
         for step in decoder.stream(self.prompts(B, turn), PLAIN, **options):
             if len(first) < B:
                 first.add(step.row)
-                begun, made = time.perf_counter(), making(decoder.length)
+                begun, made = time.perf_counter(), making(decoder.policy)
                 continue
             whole.add(step)
             if found.seconds == 0.0:
@@ -151,8 +160,8 @@ class Bench:
                 some_ended |= step.finish_reason is not None
                 if some_ended and step.row == B - 1:  # an iteration's last
                     found.seconds = time.perf_counter() - begun
-                    found.making = making(decoder.length) - made
-        whole.seconds, whole.making = time.perf_counter() - begun, making(decoder.length) - made
+                    found.making = making(decoder.policy) - made
+        whole.seconds, whole.making = time.perf_counter() - begun, making(decoder.policy) - made
         found.whole = whole
         return found
 
@@ -171,7 +180,7 @@ class Bench:
             if isinstance(length, Fixed) and (name in behind or falling or (turn >= 0 and name not in warm)):
                 found[name] = [warm[name]] if name in warm else []
                 continue
-            decoder.length = length
+            decoder.policy = length
             written = self.write(decoder, B, turn + WARM)
             if turn < 0:
                 warm[name] = written
@@ -185,12 +194,12 @@ class Default(Goodput):
 
     making = 0.0
 
-    def observe(self, done: Done) -> None:
+    def observe(self, done: StepOutcome) -> None:
         self.making += done.making + done.reading_made
         super().observe(done)
 
 
-def making(length: Length) -> float:
+def making(length: DraftLengthPolicy) -> float:
     return length.making if isinstance(length, Default) else 0.0
 
 
@@ -207,7 +216,7 @@ def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> Iterator[
     for name, (drafter, alpha) in drafters.items():
         decoder = bench.decoder(drafter, Default())
         for B in batches:
-            sides: dict[str, Side] = {"plain": (bench.plain, Fixed(0)), "goodput": (decoder, decoder.length)}
+            sides: dict[str, Side] = {"plain": (bench.plain, Fixed(0)), "goodput": (decoder, decoder.policy)}
             texts = bench.rounds(sides, B, rounds * max(1, SOME // B))
             rates = {side: [one.rate for one in some] for side, some in texts.items()}
             ratios = [ours / plain for plain, ours in zip(rates["plain"], rates["goodput"], strict=True)]
@@ -300,10 +309,10 @@ def reaction(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
     draft, high = bench.draft("cheap", 0.9)
     poor, low = bench.draft("cheap", 0.1)
     policy = Goodput()
-    decoder = Decoder(bench.plain.scorer, ModelDrafter(draft), length=policy)
+    decoder = Decoder(bench.plain.scorer, ModelDrafter(draft), num_draft_tokens=policy)
     heads = [one.get_output_embeddings().weight.detach().clone() for one in (draft, poor)]
     del poor
-    lengths = list(range(policy.most + 1))
+    lengths = list(range(policy.max_draft_tokens + 1))
     passes = cost_of.curve(decoder, [g + 1 for g in lengths], [1])
     drafts = cost_of.drafting(decoder, 1).taken(lengths)
     costs = [round(one.ms + each, 3) for each, one in zip(drafts.tolist(), passes, strict=True)]
@@ -313,7 +322,7 @@ def reaction(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
         options: Any = {"max_new_tokens": 4000, "ignore_eos": True, "seed": turn}
         last = None
         for step in decoder.stream(bench.prompts(1, turn)[0], PLAIN, **options):
-            chosen.append(step.drafted)
+            chosen.append(step.num_draft_tokens)
             stage = next((i for i, end in enumerate(ends) if len(chosen) < end), None)
             if stage is None:
                 break

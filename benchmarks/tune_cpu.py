@@ -74,7 +74,7 @@ def main() -> None:
             "tune", *common, "--budget", f"{options.budget:g}", "--every", str(options.every // 4),
             "--temperature", "0", "--batch", "1", "-o", str(config), "--results", str(found),
         )  # fmt: skip
-        lengths = [word for length in LENGTHS for word in ("--length", length)]
+        lengths = [word for length in LENGTHS for word in ("--num-draft-tokens", length)]
         run("sweep", *common, *lengths, "--every", str(options.every), "-o", str(swept))
         tuned, sweep = (json.loads(path.read_text()) for path in (found, swept))
     chosen = tuned["chosen"]

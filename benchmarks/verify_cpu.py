@@ -96,7 +96,7 @@ def measure(V: int, g: int, repeats: int) -> list[dict[str, Any]]:
         print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
         print(f"measured: {what}, B = {B}", end="", file=sys.stderr, flush=True)
 
-    top_p = outpace.Sampling(top_p=0.95)
+    top_p = outpace.SamplingParams(top_p=0.95)
     compare("verify, rule token", 1, "<= 1", transformers_rows, ours())
     compare("verify, rule token", 8, "<= 1/3", transformers_rows, ours())
     for B in (1, 8):
@@ -107,7 +107,7 @@ def measure(V: int, g: int, repeats: int) -> list[dict[str, Any]]:
         compare(f"verify, rule {rule}", 8, "", transformers_rows, ours(rule=rule))
 
     prefix = torch.randint(V, (8, 1000))
-    penalty = outpace.Sampling(repetition_penalty=1.1)
+    penalty = outpace.SamplingParams(repetition_penalty=1.1)
     processor = RepetitionPenaltyLogitsProcessor(1.1)
     compare(
         "repetition penalty, 1000 tokens before",

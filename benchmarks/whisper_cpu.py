@@ -31,9 +31,9 @@ def run(one: Transcriber, files: list[Path], batch_size: int) -> dict[str, Any]:
     after = one.stats.seconds - one.stats.encode_seconds
     return {
         "texts": texts,
-        "passes": one.stats.target_calls,
+        "passes": one.stats.target_passes,
         "tokens": one.stats.new_tokens,
-        "acceptance": round(one.stats.acceptance, 4),
+        "acceptance": round(one.stats.acceptance_rate, 4),
         "after_encoders": after,
         "total": one.seconds,
     }
@@ -58,7 +58,7 @@ def main() -> None:
     processor = WhisperProcessor.from_pretrained(given.target, trust_remote_code=False)
     sides = {"plain": Transcriber(Decoder(target, pack=True), processor)}
     for g in given.lengths:
-        decoder = Decoder(target, draft, length=Fixed(g), pack=True)
+        decoder = Decoder(target, draft, num_draft_tokens=Fixed(g), pack=True)
         sides[f"g = {g}"] = Transcriber(decoder, processor)
     batches = {1: files, 8: files[:8], -1: files[:8]}  # the last is one by one of the same eight
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}

@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
         "1"  # Triton reads it when it is first imported, which what follows may do
     )
 
+from tests import tiers
 from tests.statistical import chisquare
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -21,6 +22,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if WORKERS > 1:
     torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full", action="store_true", help="the full tier: every cell, a million draws each; tens of minutes"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tiers.full = config.getoption("--full")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not tiers.full:
+        skip = pytest.mark.skip(reason="in the full tier alone: pytest --full")
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,9 @@ def test_import_is_lazy() -> None:
 
 
 def test_verify_does_not_import_models() -> None:
-    code = "import sys, outpace; outpace.verify; outpace.Sampling(); print('transformers' in sys.modules)"
+    code = (
+        "import sys, outpace; outpace.verify; outpace.SamplingParams(); print('transformers' in sys.modules)"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
 

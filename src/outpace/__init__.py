@@ -1,6 +1,6 @@
 """Outpace: speculative decoding for Transformers models, with exactly the target's output distribution.
 
-Nothing heavy is imported before it is used.
+Heavy packages are imported only when a name that needs them is first used.
 """
 
 from __future__ import annotations
@@ -8,52 +8,55 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from outpace.upstream import silence_torchao
+from outpace.models.auto import silence_torchao
 
 silence_torchao()  # before anything imports Transformers
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from outpace.decode import Decoder
+    from outpace.auditing.audit import audit
+    from outpace.decoder import Decoder
     from outpace.draft.base import Draft, Drafter
     from outpace.draft.lookup import LookupDrafter
     from outpace.draft.model import ModelDrafter
     from outpace.draft.ngram import NGramDrafter
     from outpace.draft.random import RandomDrafter
     from outpace.draft.text import TextDrafter
+    from outpace.engine.sequence import Output, Step
+    from outpace.engine.stats import Stats
     from outpace.integrations.transformers import generate
-    from outpace.length import Fixed, Goodput, Heuristic
+    from outpace.loading import load
     from outpace.models.source import Source
-    from outpace.pair import load
-    from outpace.rows import Output, Step
-    from outpace.sampling import Prefix, Sampling
-    from outpace.stats import Stats
-    from outpace.verify import Rule, Verdict, sigmoid, verify
+    from outpace.policy import Fixed, Goodput, Heuristic
+    from outpace.sampling import Prefix, SamplingParams
+    from outpace.verification import Rule, Verdict, sigmoid, verify
 
 _HOMES = {
-    "Decoder": "outpace.decode",
+    "Decoder": "outpace.decoder",
     "Draft": "outpace.draft.base",
     "Drafter": "outpace.draft.base",
-    "Fixed": "outpace.length",
-    "Goodput": "outpace.length",
-    "Heuristic": "outpace.length",
+    "Fixed": "outpace.policy",
+    "Goodput": "outpace.policy",
+    "Heuristic": "outpace.policy",
     "LookupDrafter": "outpace.draft.lookup",
     "ModelDrafter": "outpace.draft.model",
     "NGramDrafter": "outpace.draft.ngram",
-    "Output": "outpace.rows",
+    "Output": "outpace.engine.sequence",
     "Prefix": "outpace.sampling",
     "RandomDrafter": "outpace.draft.random",
-    "Rule": "outpace.verify.rules",
-    "Sampling": "outpace.sampling",
+    "Rule": "outpace.verification.rules",
+    "SamplingParams": "outpace.sampling",
     "Source": "outpace.models.source",
-    "Stats": "outpace.stats",
-    "Step": "outpace.rows",
+    "Stats": "outpace.engine.stats",
+    "Step": "outpace.engine.sequence",
     "TextDrafter": "outpace.draft.text",
-    "Verdict": "outpace.verify.block",
+    "Verdict": "outpace.verification.block",
+    "audit": "outpace.auditing.audit",
     "generate": "outpace.integrations.transformers",
-    "load": "outpace.pair",
-    "sigmoid": "outpace.verify.rules",
+    "load": "outpace.loading",
+    "sigmoid": "outpace.verification.rules",
+    "verify": "outpace.verification",
 }
 
 __all__ = [
@@ -70,13 +73,14 @@ __all__ = [
     "Prefix",
     "RandomDrafter",
     "Rule",
-    "Sampling",
+    "SamplingParams",
     "Source",
     "Stats",
     "Step",
     "TextDrafter",
     "Verdict",
     "__version__",
+    "audit",
     "generate",
     "load",
     "sigmoid",
@@ -84,7 +88,7 @@ __all__ = [
 ]
 
 
-_MODULES = ("audit", "integrations", "random", "sampling", "theory", "verify")  # the last can be called
+_MODULES = ("integrations",)
 
 
 def __getattr__(name: str) -> Any:
@@ -92,7 +96,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"outpace.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    from outpace.wording import suggestion
+    from outpace.checks.errors import suggestion
 
     raise AttributeError(f"outpace has no {name!r}{suggestion(name, (*_HOMES, *_MODULES))}")
 

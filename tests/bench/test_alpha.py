@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import outpace
-from outpace import Decoder, Fixed, RandomDrafter, Sampling, theory
-from outpace.bench import alpha, cost, synthetic
+from outpace import Decoder, Fixed, RandomDrafter, SamplingParams
+from outpace.bench import alpha, cost, synthetic, theory
 from outpace.bench.blocks import Blocks, counted, divided, trace
 from outpace.bench.engine import Phases
 from outpace.bench.estimate import autocorrelation, estimate
@@ -27,15 +27,15 @@ PROMPTS = [
 LENIENCE = (1.0, 0.5, 0.1)
 
 
-def measured(drafter: Any, sampling: Sampling, tokens: int = 12) -> tuple[list[Any], list[Any]]:
+def measured(drafter: Any, sampling: SamplingParams, tokens: int = 12) -> tuple[list[Any], list[Any]]:
     """Texts of a tiny target, and β of a drafter there."""
     model = tiny()
     plain, decoder = Decoder(model), Decoder(model, drafter)
-    texts = alpha.written(plain, PROMPTS, sampling, tokens, range(len(PROMPTS)))
-    return texts, alpha.walk(decoder, texts, sampling, LENIENCE, "it")
+    texts = alpha.target_texts(plain, PROMPTS, sampling, tokens, range(len(PROMPTS)))
+    return texts, alpha.acceptance_along(decoder, texts, sampling, LENIENCE, "it")
 
 
-def distributions(model: Any, text: alpha.Text, sampling: Sampling) -> np.ndarray[Any, Any]:
+def distributions(model: Any, text: alpha.TargetText, sampling: SamplingParams) -> np.ndarray[Any, Any]:
     """Of each new token `[tokens, V]`, by the model's own forward pass over the whole text."""
     ids = torch.tensor([[*text.start, *text.tokens]])
     with torch.inference_mode():
@@ -48,14 +48,16 @@ def distributions(model: Any, text: alpha.Text, sampling: Sampling) -> np.ndarra
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(),
-        Sampling(temperature=0.7, top_k=9),
-        Sampling(temperature=1.3, top_p=0.8),
-        Sampling(repetition_penalty=1.5, presence_penalty=0.5),
+        SamplingParams(),
+        SamplingParams(temperature=0.7, top_k=9),
+        SamplingParams(temperature=1.3, top_p=0.8),
+        SamplingParams(repetition_penalty=1.5, presence_penalty=0.5),
     ],
     ids=["plain", "top-k", "top-p", "penalties"],
 )
-def test_of_two_models_it_is_the_overlap_of_their_distributions_at_every_token(sampling: Sampling) -> None:
+def test_of_two_models_it_is_the_overlap_of_their_distributions_at_every_token(
+    sampling: SamplingParams,
+) -> None:
     small = tiny("qwen2", seed=1)
     texts, found = measured(small, sampling)
     for text, beta in zip(texts, found, strict=True):
@@ -67,10 +69,10 @@ def test_of_two_models_it_is_the_overlap_of_their_distributions_at_every_token(s
 
 def test_of_greedy_texts_it_is_whether_the_likeliest_tokens_agree_or_nearly_do() -> None:
     small = tiny("qwen2", seed=1)
-    texts, found = measured(small, Sampling(temperature=0), tokens=30)
+    texts, found = measured(small, SamplingParams(temperature=0), tokens=30)
     for text, beta in zip(texts, found, strict=True):
         assert text.tokens == greedy(tiny(), text.start, 30)
-        p, q = (distributions(model, text, Sampling()) for model in (tiny(), small))
+        p, q = (distributions(model, text, SamplingParams()) for model in (tiny(), small))
         guess = q.argmax(-1)
         assert beta[1.0].tolist() == (guess == text.tokens).tolist()
         at = p[np.arange(len(p)), guess]
@@ -81,7 +83,7 @@ def test_of_greedy_texts_it_is_whether_the_likeliest_tokens_agree_or_nearly_do()
 
 
 def test_a_copy_counts_only_where_something_was_copied() -> None:
-    sampling = Sampling(temperature=0.3)
+    sampling = SamplingParams(temperature=0.3)
     texts, found = measured("lookup", sampling, tokens=30)
     silent = 0
     for text, beta in zip(texts, found, strict=True):
@@ -108,10 +110,10 @@ def copied(text: list[int]) -> int | None:
 
 def test_counts_and_chance_are_measured_as_what_they_are() -> None:
     ngram = outpace.NGramDrafter.fit([5, 6, 7, 5, 6, 8, 5, 9, 9], n=2, vocab_size=V)
-    texts, found = measured(ngram, Sampling())
-    _, chance = measured(outpace.RandomDrafter(V), Sampling())
+    texts, found = measured(ngram, SamplingParams())
+    _, chance = measured(outpace.RandomDrafter(V), SamplingParams())
     for text, counts, random in zip(texts, found, chance, strict=True):
-        p = distributions(tiny(), text, Sampling())
+        p = distributions(tiny(), text, SamplingParams())
         before = [text.start[-1], *text.tokens[:-1]]
         q = np.zeros_like(p)
         for i, last in enumerate(before):
@@ -125,8 +127,8 @@ def test_a_target_with_an_encoder_and_its_draft_are_measured_too() -> None:
     large, small = tiny_seq2seq(), tiny_seq2seq(seed=1)
     prompts = [Asked(ids, "a") for ids in sources("t5", 4, 9)]
     plain, decoder = Decoder(large), Decoder(large, small)
-    texts = alpha.written(plain, prompts, Sampling(), 8, [0, 1])
-    found = alpha.walk(decoder, texts, Sampling(), [1.0])
+    texts = alpha.target_texts(plain, prompts, SamplingParams(), 8, [0, 1])
+    found = alpha.acceptance_along(decoder, texts, SamplingParams(), [1.0])
     for prompt, text, beta in zip(prompts, texts, found, strict=True):
         ids = torch.tensor([[*text.start, *text.tokens[:-1]]])
         with torch.inference_mode():
@@ -143,28 +145,28 @@ def test_texts_are_measured_in_groups_with_all_drafts_and_drafters_are_free_agai
         "self": Decoder(model, tiny()),
         "lookup": Decoder(model, "lookup"),
     }
-    found = list(alpha.measure(plain, drafts, PROMPTS, Sampling(), tokens=10, lenience=[0.5], seed=3))
+    found = list(alpha.measure(plain, drafts, PROMPTS, SamplingParams(), tokens=10, lenience=[0.5], seed=3))
     assert [one.asked.domain for one in found] == ["a", "b", "a", "c", "c"]
     assert all(one.tokens == 10 and set(one.beta) == set(drafts) for one in found)
     for one in found:
         np.testing.assert_allclose(one.beta["self"][1.0], 1.0, atol=1e-5)
         assert set(one.beta["small"]) == {1.0, 0.5}
     out = drafts["small"].generate([5, 6, 7], temperature=0, max_new_tokens=20)
-    assert out.tokens == greedy(model, [5, 6, 7], 20)
+    assert out.token_ids == greedy(model, [5, 6, 7], 20)
 
 
 def test_drafts_of_a_bigram_pair_are_kept_each_anew() -> None:
     """480 tokens: correlations have a deviation of about 0.05, shares of 140 passes one of at most 0.04."""
     made = synthetic.pair(TARGET, DRAFT, 0.8, dtype=torch.float32)
-    plain, decoder = Decoder(made.target), Decoder(made.target, made.draft, length=Fixed(4))
+    plain, decoder = Decoder(made.target), Decoder(made.target, made.draft, num_draft_tokens=Fixed(4))
     prompts = [Asked([i], "a") for i in range(8)]
-    walked = alpha.measure(plain, {"it": decoder}, prompts, Sampling(), tokens=60)
+    walked = alpha.measure(plain, {"it": decoder}, prompts, SamplingParams(), tokens=60)
     beta = [one.beta["it"][1.0] for one in walked]
     found = estimate(beta)
     assert found is not None
     assert found.mean == pytest.approx(made.alpha, abs=0.015)
     assert all(abs(one or 1.0) < 0.2 for one in autocorrelation(beta))
-    blocks = counted(decoder, prompts, Sampling(), tokens=60)
+    blocks = counted(decoder, prompts, SamplingParams(), tokens=60)
     assert blocks.acceptance == pytest.approx(made.alpha, abs=0.05)
     np.testing.assert_allclose(blocks.observed, blocks.predicted(found.mean), atol=0.1)
 
@@ -186,9 +188,9 @@ def test_blocks_are_counted_as_by_hand() -> None:
 
 
 def test_a_trace_has_the_run_iteration_by_iteration() -> None:
-    decoder = Decoder(tiny(), tiny(), length=Fixed(3))
-    found = trace(decoder, PROMPTS[0], Sampling(temperature=0), tokens=12)
-    assert [one["accepted"] for one in found["iterations"]] == [0, 3, 3, 2]  # the first is the prompt's
+    decoder = Decoder(tiny(), tiny(), num_draft_tokens=Fixed(3))
+    found = trace(decoder, PROMPTS[0], SamplingParams(temperature=0), tokens=12)
+    assert [one["num_accepted"] for one in found["iterations"]] == [0, 3, 3, 2]  # the first is the prompt's
     assert all(
         {"draft", "target", "verify", "other"} <= set(one["phases"]) for one in found["iterations"][1:]
     )
@@ -196,8 +198,8 @@ def test_a_trace_has_the_run_iteration_by_iteration() -> None:
 
 
 def test_iterations_that_are_one_graph_are_divided_by_what_their_parts_take() -> None:
-    decoder = Decoder(tiny(), tiny(), length=Fixed(3), engine=True)
-    found = trace(decoder, PROMPTS[0], Sampling(temperature=0), tokens=12)["iterations"]
+    decoder = Decoder(tiny(), tiny(), num_draft_tokens=Fixed(3), engine=True)
+    found = trace(decoder, PROMPTS[0], SamplingParams(temperature=0), tokens=12)["iterations"]
     parts = cost.inside(decoder, 3, context=16)
     assert parts is not None
     assert parts.draft > 0
@@ -220,11 +222,11 @@ def test_what_an_iteration_takes_longer_than_others_is_the_targets() -> None:
 
 def test_what_guesses_on_the_host_has_its_time_beside_an_engine() -> None:
     """And nothing of it needs to be divided."""
-    decoder = Decoder(tiny(), RandomDrafter(V), length=Fixed(3), engine=True)
-    found = trace(decoder, PROMPTS[0], Sampling(temperature=0), tokens=12)["iterations"]
+    decoder = Decoder(tiny(), RandomDrafter(V), num_draft_tokens=Fixed(3), engine=True)
+    found = trace(decoder, PROMPTS[0], SamplingParams(temperature=0), tokens=12)["iterations"]
     assert cost.inside(decoder, 3, context=16) is None
-    assert sum(one["drafted"] > 0 for one in found) > 2
-    assert all(one["phases"]["draft"] > 0 for one in found if one["drafted"])
+    assert sum(one["num_draft_tokens"] > 0 for one in found) > 2
+    assert all(one["phases"]["draft"] > 0 for one in found if one["num_draft_tokens"])
 
 
 class Broken:
@@ -241,12 +243,12 @@ class Broken:
 
 def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match=r"draft: it has an acceptance of nan at token 0, outside \[0, 1\]"):
-        measured(Broken(), Sampling())
-    with pytest.raises(ValueError, match="draft: it guesses nothing"):
-        measured(None, Sampling())
+        measured(Broken(), SamplingParams())
+    with pytest.raises(ValueError, match="draft: it drafts nothing"):
+        measured(None, SamplingParams())
     plain = Decoder(tiny())
     with pytest.raises(ValueError, match=r"lenience: got 1\.5"):
-        next(alpha.measure(plain, {}, PROMPTS, Sampling(), tokens=1, lenience=[1.5]))
-    processor = Sampling(processors=[lambda ids, scores: scores])
+        next(alpha.measure(plain, {}, PROMPTS, SamplingParams(), tokens=1, lenience=[1.5]))
+    processor = SamplingParams(processors=[lambda ids, scores: scores])
     with pytest.raises(ValueError, match="sampling: has processors"):
         next(alpha.measure(plain, {}, PROMPTS, processor, tokens=1))

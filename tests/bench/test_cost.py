@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from outpace import Decoder, Sampling, theory
-from outpace.bench import cost
+from outpace import Decoder, SamplingParams
+from outpace.bench import cost, theory
 from outpace.bench.cost import Drafting, Pass, Verification
 from outpace.bench.prediction import Parts
-from outpace.verify import settle as honest
+from outpace.verification import settle as honest
 from tests.tiny import greedy, tiny, tiny_seq2seq
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def test_the_curve_is_that_of_the_scorers_passes(monkeypatch: pytest.MonkeyPatch
         assert 3 * one.B * one.n <= one.ms < 3 * one.B * one.n + 60
     monkeypatch.undo()
     out = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=9)
-    assert out.tokens == greedy(tiny(), [5, 6, 7], 9)
+    assert out.token_ids == greedy(tiny(), [5, 6, 7], 9)
 
 
 def test_what_beginning_a_draft_takes_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,23 +72,25 @@ def test_what_beginning_a_draft_takes_is_told_apart(monkeypatch: pytest.MonkeyPa
     assert np.diff([10, *lengths]).tolist() == [1, 1, 2] * (cost.ROUNDS + 1)
     monkeypatch.undo()
     out = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=9)
-    assert out.tokens == greedy(tiny(), [5, 6, 7], 9)
+    assert out.token_ids == greedy(tiny(), [5, 6, 7], 9)
 
 
 @pytest.mark.parametrize("drafter", ["lookup", None], ids=["lookup", "model"])
 def test_an_engines_parts_are_timed_where_there_is_one(drafter: str | None) -> None:
     decoder = Decoder(tiny(), drafter or tiny(seed=1), engine=True)
-    engines = decoder._engines
+    engines = decoder.engines
     assert engines is not None
-    assert engines._engine is None
+    assert engines.engine is None
     found = cost.curve(decoder, lengths=(1, 3), batches=(2, 1), context=10)
     assert [(one.B, one.n) for one in found] == [(2, 1), (2, 3), (1, 1), (1, 3)]
     assert all(one.ms > 0 for one in found)
-    assert engines._engine is not None
+    assert engines.engine is not None
     assert cost.drafting(decoder, 2, context=10).step > 0
-    assert engines._engine.active.tolist() == [0, 0]
+    assert engines.engine.active.tolist() == [0, 0]
     cost.let_go(decoder)
-    assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=9).tokens == greedy(tiny(), [5, 6, 7], 9)
+    assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=9).token_ids == greedy(
+        tiny(), [5, 6, 7], 9
+    )
 
 
 def test_a_model_with_an_encoder_is_timed_too() -> None:
@@ -106,7 +108,7 @@ def test_verification_is_of_as_many_drafts_as_are_asked_for(monkeypatch: pytest.
         return honest(block, rule, lenience, samplings)
 
     monkeypatch.setattr(cost, "settle", settle)
-    sampling = Sampling(temperature=0.5, repetition_penalty=1.2)
+    sampling = SamplingParams(temperature=0.5, repetition_penalty=1.2)
     drawn = cost.verification(decoder, (0, 3), (1, 2), sampling)
     chosen = cost.verification(decoder, (3,), (1,), sampling, drawn=False)
     sizes = [(1, 0), (1, 3), (2, 0), (2, 3)]

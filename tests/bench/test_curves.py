@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from outpace.bench import curves
-from outpace.bench.pictures import backend
+from outpace.bench.curves import backend
 
 ALPHAS = curves.ALPHAS
 

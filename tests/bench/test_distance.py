@@ -8,8 +8,8 @@ from torch import Tensor
 
 from outpace.bench.distance import POSITIONS, positions, quality
 from outpace.bench.kernel import Inputs
-from outpace.verify import oracle
-from outpace.verify.rules import Rule, parse, sigmoid
+from outpace.verification import oracle
+from outpace.verification.rules import Rule, parse, sigmoid
 
 CPU = torch.device("cpu")
 STEPS = 2000

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import theory
-from outpace.bench import engine, plot, synthetic
+from outpace.bench import engine, plot, synthetic, theory
 from tests.bench.test_synthetic import DRAFT, TARGET
 
 
@@ -64,7 +63,7 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib")
     sides = [("transformers", 0.0, 0), ("outpace plain", 0.0, 0), ("outpace", 0.8, 3), ("outpace", 0.8, 5)]
     figures = [
-        engine.Figure(side, "a/b", alpha, g, B, 128, 100.0 * B + g, predicted=90.0 if g else None)
+        engine.Throughput(side, "a/b", alpha, g, B, 128, 100.0 * B + g, predicted=90.0 if g else None)
         for side, alpha, g in sides
         for B in (1, 8)
     ]

@@ -12,9 +12,9 @@ from outpace.bench.cost import Drafting, Pass, Verification
 from outpace.bench.forecast import figures
 from outpace.bench.prediction import Parts
 from outpace.bench.runs import Cell, Run
-from outpace.sampling import Sampling
+from outpace.sampling import SamplingParams
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 NEVER = Counter({0: 100})
 
 
@@ -51,7 +51,7 @@ def test_forecasts_are_those_of_hand() -> None:
     assert second.tokens_per_second == 12.5
     assert second.acceptance == 0.6  # of 100 guesses
     assert second.alpha == pytest.approx(2 / 3, abs=1e-4)  # of 90 that were judged
-    assert second.tokens_per_call == 2
+    assert second.tokens_per_pass == 2
     assert second.c == 0.2  # 2 s of 100 steps, beside 100 ms
     tokens = 1 + 2 / 3 + 4 / 9
     assert second.speedup == 1.25

@@ -9,9 +9,9 @@ import torch
 
 from outpace.bench import kernel
 from outpace.bench.distance import Quality
-from outpace.bench.profile import Figure, Time, at_work, bounds, compared, measure, sides, timed
+from outpace.bench.profile import StepTiming, Time, at_work, bounds, compared, measure, sides, timed
 from outpace.bench.vocabulary import VOCABULARIES, of_size
-from outpace.verify.rules import sigmoid
+from outpace.verification.rules import sigmoid
 
 CPU = torch.device("cpu")
 
@@ -72,7 +72,9 @@ def test_a_processor_at_half_its_pace_in_some_rounds_changes_no_saving() -> None
 
 def test_bounds_are_the_least_saved_and_the_most_on_exact() -> None:
     none = Time(None, None, None)
-    one = Figure("300", 300, 1, "sigmoid", "", Time(9.0, 90.0, -5.0), none, none, None, 700, Quality(1, 0, 0))
+    one = StepTiming(
+        "300", 300, 1, "sigmoid", "", Time(9.0, 90.0, -5.0), none, none, None, 700, Quality(1, 0, 0)
+    )
     other = dataclasses.replace(one, g=2, eager=Time(8.0, 95.0, 12.0), peak_bytes=500)
     unlike = dataclasses.replace(one, side="exact")
     found = bounds([one, unlike, other])

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from outpace.bench.runs import Cell, Run, counted
-from outpace.decode import Decoder
-from outpace.rows import Step
-from outpace.sampling import Sampling
+from outpace.decoder import Decoder
+from outpace.engine.sequence import Step
+from outpace.sampling import SamplingParams
 from tests.tiny import tiny
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def step(row: int, phases: dict[str, float], drafted: int, accepted: int) -> Step:

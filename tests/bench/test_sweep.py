@@ -11,13 +11,13 @@ from outpace.bench import sweep
 from outpace.bench.forecast import Known, figures
 from outpace.bench.runs import Cell
 from outpace.bench.sweep import Sweep
-from outpace.decode import Decoder
+from outpace.decoder import Decoder
 from outpace.draft.lookup import LookupDrafter
-from outpace.length import Heuristic
-from outpace.sampling import Sampling
+from outpace.policy import Heuristic
+from outpace.sampling import SamplingParams
 from tests.tiny import tiny
 
-GREEDY, WARM = Sampling(temperature=0.0), Sampling(temperature=1.0)
+GREEDY, WARM = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7, 5, 6, 7], [8, 9]]
 
 
@@ -57,8 +57,8 @@ def test_a_draft_that_is_never_wrong_fills_every_pass(decoder: Decoder, batch: i
     found = Sweep({"same": decoder}, [GREEDY], ["3"], PROMPTS, tokens=17, batch=batch)
     plain, three = figures(run for one in found.rounds() for run in one)
     texts = batch * len(found.groups)
-    assert (plain.texts, plain.tokens, plain.tokens_per_call) == (texts, 15 * texts, 1.0)
-    assert (three.texts, three.tokens, three.tokens_per_call) == (texts, 12 * texts, 4.0)
+    assert (plain.texts, plain.tokens, plain.tokens_per_pass) == (texts, 15 * texts, 1.0)
+    assert (three.texts, three.tokens, three.tokens_per_pass) == (texts, 12 * texts, 4.0)
     assert (three.alpha, three.acceptance) == (1.0, 1.0)
     assert three.predicted is None  # as long as parts were not timed
     assert three.p50_ms <= three.p90_ms <= three.p99_ms
@@ -67,10 +67,10 @@ def test_a_draft_that_is_never_wrong_fills_every_pass(decoder: Decoder, batch: i
 
 
 def test_parts_are_timed_for_every_draft_and_sampling(decoder: Decoder) -> None:
-    found = Sweep({"same": decoder}, [GREEDY, Sampling()], ["3"], PROMPTS, tokens=17, batch=2)
+    found = Sweep({"same": decoder}, [GREEDY, SamplingParams()], ["3"], PROMPTS, tokens=17, batch=2)
     parts: Known = {}
     sweep.timed(found, parts)
-    assert list(parts) == [("same", GREEDY), ("same", Sampling())]
+    assert list(parts) == [("same", GREEDY), ("same", SamplingParams())]
     greedy, drawn = parts.values()
     assert greedy.B == 2
     assert greedy.drafting.step > 0
@@ -95,13 +95,13 @@ def test_each_cell_has_its_policy(decoder: Decoder) -> None:
     lookup = Decoder(decoder.scorer, LookupDrafter())
     lengths = ["4", "auto", "heuristic"]
     found = Sweep({"same": decoder, "lookup": lookup}, [GREEDY, WARM], lengths, PROMPTS[:1], tokens=12)
-    own = [one.length for cell, one in found.writers.items() if cell.length == "auto"]
+    own = [one.policy for cell, one in found.writers.items() if cell.length == "auto"]
     assert len({id(policy) for policy in own}) == 4
-    assert {type(policy) for policy in own} == {type(lookup.length)}
+    assert {type(policy) for policy in own} == {type(lookup.policy)}
     four = found.writers[Cell("lookup", WARM, "4")]
-    assert repr(four.length) == "Fixed(4)"
+    assert repr(four.policy) == "Fixed(4)"
     assert (four.drafter, four.scorer) == (lookup.drafter, decoder.scorer)
-    assert isinstance(found.writers[Cell("same", WARM, "heuristic")].length, Heuristic)
+    assert isinstance(found.writers[Cell("same", WARM, "heuristic")].policy, Heuristic)
     assert found.writers[Cell("same", GREEDY, "0")].drafter is None
 
 
@@ -109,11 +109,11 @@ def test_an_engine_is_made_once_for_all_lengths() -> None:
     model = tiny()
     decoder = Decoder(model, tiny(seed=1), engine=True)
     found = Sweep({"small": decoder}, [GREEDY], ["1", "2"], PROMPTS[:2], tokens=12)
-    assert decoder._engines is not None
+    assert decoder.engines is not None
     engines = []
     for runs in found.rounds():
         assert all(run.drafted[run.cell.g or 0] for run in runs)
-        engines.append(decoder._engines._engine)
+        engines.append(decoder.engines.engine)
     assert engines[0] is engines[1] is not None
 
 
@@ -133,7 +133,10 @@ def test_drafts_take_turns(decoder: Decoder) -> None:
         ({"prompts": []}, "prompts: there are none"),
         ({"lengths": ["far"]}, "length: got 'far'; it must be a number, auto or heuristic"),
         ({"lengths": ["7"]}, "length: got 7 for texts of 16 tokens"),
-        ({"lengths": ["200"], "tokens": 1000}, r"length: Fixed\(200\) does not fit a context of 128"),
+        (
+            {"lengths": ["200"], "tokens": 1000},
+            r"num_draft_tokens: Fixed\(200\) does not fit a context of 128",
+        ),
         ({"decoders": {}}, "draft: got none"),
         ({"decoders": {"none": None}}, "draft: got none"),
     ],

@@ -35,25 +35,25 @@ def test_a_pair_has_the_acceptance_that_was_asked_for(family: str, alpha: float)
 
 def test_texts_are_accepted_so_often_too() -> None:
     made = synthetic.pair(TARGET, DRAFT, 0.8, dtype=torch.float32)
-    decoder = outpace.Decoder(made.target, made.draft, length=outpace.Fixed(1))
+    decoder = outpace.Decoder(made.target, made.draft, num_draft_tokens=outpace.Fixed(1))
     outs = decoder.generate(
-        [[i] for i in range(8)], outpace.Sampling(), seed=list(range(8)), max_new_tokens=300
+        [[i] for i in range(8)], outpace.SamplingParams(), seed=list(range(8)), max_new_tokens=300
     )
     seen = sum((out.stats for out in outs), outpace.Stats())
     # 8 rows of some 170 drafts, a standard error of 0.011
-    assert seen.acceptance == pytest.approx(0.8, abs=0.05)
+    assert seen.acceptance_rate == pytest.approx(0.8, abs=0.05)
 
 
 def test_texts_without_a_draft_repeat() -> None:
     made = synthetic.pair(TARGET, synthetic.LOOKUP, 0.8, dtype=torch.float32)
     assert made.draft is None
     assert made.alpha == pytest.approx(0.8, abs=1e-3)
-    decoder = outpace.Decoder(made.target, "lookup", length=outpace.Fixed(4))
-    outs = decoder.generate([[i] for i in range(8)], outpace.Sampling(), seed=1, max_new_tokens=300)
+    decoder = outpace.Decoder(made.target, "lookup", num_draft_tokens=outpace.Fixed(4))
+    outs = decoder.generate([[i] for i in range(8)], outpace.SamplingParams(), seed=1, max_new_tokens=300)
     seen = sum((out.stats for out in outs), outpace.Stats())
-    tokens = [token for out in outs for token in out.tokens]
+    tokens = [token for out in outs for token in out.token_ids]
     assert sum(token < made.words for token in tokens) > 0.95 * len(tokens)
-    assert seen.tokens_per_call > 2
+    assert seen.tokens_per_pass > 2
 
 
 def test_the_noise_of_a_known_acceptance_is_known() -> None:

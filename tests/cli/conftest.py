@@ -25,13 +25,14 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 class Run:
-    """Runs the command in this process: exit status, stdout, stderr."""
+    """Runs the command in this process: exit status, stdout, stderr. "bench alpha" is two words."""
 
     def __init__(self, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._patch, self._capsys = patch, capsys
 
-    def __call__(self, *arguments: str, stdin: str = "") -> tuple[int, str, str]:
-        self._patch.setattr(sys, "argv", ["outpace", *arguments])
+    def __call__(self, command: str, *arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        words = command.split(" ") if command.startswith("bench ") else [command]
+        self._patch.setattr(sys, "argv", ["outpace", *words, *arguments])
         self._patch.setattr(sys, "stdin", io.StringIO(stdin))
         self._capsys.readouterr()
         with pytest.raises(SystemExit) as stopped:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from outpace.auditing.faults import FAULTS
 from outpace.cli.audit import NAMES
-from outpace.faults import FAULTS
 from tests.cli.conftest import Run
 
 PROMPT = "ab ba bb aa ab bb ba aa b"
@@ -21,7 +21,7 @@ def flags(model: str, other: str, tmp_path: Path) -> list[str]:
     prompts.write_text(PROMPT + "\n")
     return [
         *("--target", model, "--draft", other, "--dtype", "float32", "--prompts", str(prompts)),
-        *("--samples", "600", "--length", "3"),
+        *("--samples", "600", "--num-draft-tokens", "3"),
     ]
 
 
@@ -32,7 +32,7 @@ def test_no_difference_is_found_and_a_planted_fault_is(run: Run, flags: list[str
     assert "sampling: 600 samples, about" in err
     code, out, err = run("audit", *flags, "--greedy-tokens", "0", "--plant", "keep-all")
     assert (code, out.splitlines()[0][:16]) == (1, "DIFFERENCE FOUND")
-    assert "planted: every draft token is accepted" in err
+    assert "planted: Every draft token is accepted." in err
     assert "The planted fault was found by: sampling." in err
 
 
@@ -46,12 +46,12 @@ def test_json_has_every_figure_of_the_report(run: Run, flags: list[str]) -> None
     assert 0 < made["detectable"] < 0.5
     assert made["alarm"] == 1e-3
     assert made["p_value"] == made["joint"][0]["p_value"]
-    assert made["drafted"] == made["joint"][0]["drafted"] > made["accepted"] > 0
+    assert made["draft_tokens"] == made["joint"][0]["draft_tokens"] > made["accepted_tokens"] > 0
     assert made["prompts"] == [PROMPT]
 
 
 def test_without_draft_tokens_it_could_not_tell(run: Run, flags: list[str]) -> None:
-    code, out, _ = run("audit", *flags, "--length", "0", "--samples", "100")
+    code, out, _ = run("audit", *flags, "--num-draft-tokens", "0", "--samples", "100")
     assert code == 3
     assert out.startswith("Could not tell: no draft token was proposed")
 
@@ -73,7 +73,7 @@ def test_the_table_fits_the_screen_and_shows_prompts_from_their_beginning(
 
 def test_a_configuration_names_the_models(run: Run, model: str, other: str, tmp_path: Path) -> None:
     config = tmp_path / "outpace.toml"
-    config.write_text(f'target = "{model}"\ndraft = "{other}"\nlength = 2\n')
+    config.write_text(f'target = "{model}"\ndraft = "{other}"\nnum_draft_tokens = 2\n')
     code, out, _ = run("audit", "--config", str(config), "--samples", "0", "--json")
     assert code == 0
     assert json.loads(out)["length"] == "Fixed(2)"

@@ -19,7 +19,7 @@ PEER = "def verify(draft_tokens, draft_logits, target_logits):\n    return targe
 def test_every_side_is_timed_and_written_down(run: Run, tmp_path: Path) -> None:
     (tmp_path / "argmax.py").write_text(PEER)
     out = tmp_path / "figures.json"
-    sizes = ("--vocab", "300", "--drafts", "2", "--batch", "1", "--batch", "16")
+    sizes = ("--vocab", "300", "--num-draft-tokens", "2", "--batch", "1", "--batch", "16")
     options = ("--device", "cpu", "--dtype", "float32", "--peers", str(tmp_path), "--out", str(out))
     status, table, errors = run("bench", "kernel", *sizes, *options)
     assert status == 0, errors
@@ -38,7 +38,7 @@ def test_adjusted_logits_are_timed_too(run: Run, tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(PEER)
     (tmp_path / "both.py").write_text(PEER + PEER.replace("verify", "verify_filtered"))
     out = tmp_path / "figures.json"
-    sizes = ("--vocab", "300", "--drafts", "2", "--batch", "1", "--filtered")
+    sizes = ("--vocab", "300", "--num-draft-tokens", "2", "--batch", "1", "--filtered")
     options = ("--device", "cpu", "--dtype", "float32", "--peers", str(tmp_path), "--out", str(out))
     status, _, errors = run("bench", "kernel", *sizes, *options)
     assert status == 0, errors
@@ -54,7 +54,7 @@ def test_a_folder_without_peers_is_one_line(run: Run, tmp_path: Path) -> None:
 
 def test_the_sampling_step_is_profiled_and_written_down(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "new" / "profile.json"
-    sizes = ("--vocab", "300", "--drafts", "1", "--drafts", "2")
+    sizes = ("--vocab", "300", "--num-draft-tokens", "1", "--num-draft-tokens", "2")
     status, table, errors = run("bench", "profile", *sizes, "--device", "cpu", "--out", str(out))
     assert status == 0, errors
     report = json.loads(out.read_text())
@@ -162,9 +162,19 @@ def test_a_file_names_all_commands_that_made_its_figures(
     out = tmp_path / "engine.json"
     commands = []
     for g in ("3", "5", "5"):
-        figure = engine.Figure("outpace", "llama2-7b/1.3b", 0.8, int(g), 1, 128, 10.0)
+        figure = engine.Throughput("outpace", "llama2-7b/1.3b", 0.8, int(g), 1, 128, 10.0)
         monkeypatch.setattr(engine, "measure", lambda *arguments, one=figure: [one])
-        words = "bench", "engine", "--pair", "llama2-7b/1.3b", "--drafts", g, "--device", "cpu", "--out"
+        words = (
+            "bench",
+            "engine",
+            "--pair",
+            "llama2-7b/1.3b",
+            "--num-draft-tokens",
+            g,
+            "--device",
+            "cpu",
+            "--out",
+        )
         assert run(*words, str(out))[0] == 0
         commands.append(" ".join(("outpace", *words, "engine.json")))
     report = json.loads(out.read_text())
@@ -175,8 +185,8 @@ def test_a_file_names_all_commands_that_made_its_figures(
 def test_ctrl_c_is_one_line_and_keeps_what_there_is(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measure(*arguments: object) -> Iterator[engine.Figure]:
-        yield engine.Figure("outpace", "llama2-7b/1.3b", 0.8, 5, 1, 128, 10.0)
+    def measure(*arguments: object) -> Iterator[engine.Throughput]:
+        yield engine.Throughput("outpace", "llama2-7b/1.3b", 0.8, 5, 1, 128, 10.0)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(engine, "measure", measure)

@@ -13,15 +13,25 @@ import pytest
 import torch
 
 from outpace.cli import checks
-from outpace.cli.options import length_of
+from outpace.cli.options import policy_of
 from outpace.models.hub import DTYPES, precision_of
-from outpace.sampling import PENALTIES, Sampling
-from outpace.verify.rules import parse
+from outpace.sampling import SamplingParams
+from outpace.sampling.params import PENALTIES
+from outpace.verification.rules import parse
 from tests.cli import test_help
 from tests.cli.conftest import Run
 
-ALL = ["generate ab", "chat", "measure", "sweep", "tune", "audit", "eval code --data x", "transcribe x.wav"]
-SHARED = {"--rule", "--dtype", "--device", "--length", "--lenience"}
+ALL = [
+    "generate ab",
+    "chat",
+    "bench alpha",
+    "bench sweep",
+    "tune",
+    "audit",
+    "eval code --data x",
+    "transcribe x.wav",
+]
+SHARED = {"--rule", "--dtype", "--device", "--num-draft-tokens", "--lenience"}
 WRONG = {
     "--rule tokn": (
         '--rule: got \'tokn\'; it must be "token", "block", "match" or "sigmoid(ALPHA, BETA)"; '
@@ -30,8 +40,8 @@ WRONG = {
     "--rule sigmoid(3,1)": "--rule: got 'sigmoid(3,1)'",
     "--dtype fp8": "--dtype: got 'fp8'",
     "--device gpu": "--device: got 'gpu'",
-    "--length atuo": 'did you mean "auto"?',
-    "--length heuristic:0": "--length: got 'heuristic:0'",
+    "--num-draft-tokens atuo": 'did you mean "auto"?',
+    "--num-draft-tokens heuristic:0": "--num-draft-tokens: got 'heuristic:0'",
     "--lenience 0": "--lenience: got 0.0",
     "--temperature -1": "--temperature: got -1.0",
     "--temperature nan": "--temperature: got nan",
@@ -56,17 +66,17 @@ WRONG = {
 # Of checks that a command makes itself, those that other commands do not make
 OWN = {
     "generate ab --lenience 0.5 --rule block": "--lenience: got 0.5 with --rule block",
-    "generate ab --draft none --length 3": "--length: nothing is guessed",
+    "generate ab --draft none --num-draft-tokens 3": "--num-draft-tokens: nothing is drafted",
     "generate ab --svg .": "--svg: . is a folder",
     "generate --file .": ". is a folder; it must be a text file",
     "generate ab --draft lokup": 'draft: lokup: no such file, folder or hub model; did you mean "lookup"?',
     "generate ab --draft ngram:/nowhere": "draft: /nowhere: no such file",
     "chat --draft ngram": "draft: ngram needs a file",
-    "measure --out .": "--out: . is a folder",
-    "measure --draft none": "--draft: nothing is guessed with none",
-    "sweep --out .": "--out: . is a folder",
-    "sweep --plot /nowhere/at/all.svg": "--plot: /nowhere/at: no such folder",
-    "sweep --temperature inf": "--temperature: got inf",
+    "bench alpha --out .": "--out: . is a folder",
+    "bench alpha --draft none": "--draft: none drafts nothing",
+    "bench sweep --out .": "--out: . is a folder",
+    "bench sweep --plot /nowhere/at/all.svg": "--plot: /nowhere/at: no such folder",
+    "bench sweep --temperature inf": "--temperature: got inf",
     "tune --out .": "--out: . is a folder",
     "tune --results /nowhere/at/all.json": "--results: /nowhere/at: no such folder",
     "transcribe /nowhere.wav": "/nowhere.wav: no such file",
@@ -97,7 +107,7 @@ for line in json.load(sys.stdin):
 
 
 def test_a_wrong_flag_is_refused_before_pytorch_is_imported() -> None:
-    takes = {name: flags_of(name.split()[0]) for name in ALL}
+    takes = {name: flags_of(name if name.startswith("bench") else name.split()[0]) for name in ALL}
     for name in ("audit", "eval code --data x"):
         takes[name] &= SHARED
     lines = {
@@ -105,6 +115,7 @@ def test_a_wrong_flag_is_refused_before_pytorch_is_imported() -> None:
         for name in ALL
         for words, why in WRONG.items()
         if all(one in takes[name] for one in words.split() if one.startswith("--"))
+        and not (name == "bench alpha" and "--num-draft-tokens" in words)  # a number there
     }
     assert len(lines) > 100
     lines |= OWN
@@ -145,7 +156,7 @@ def test_ranges_of_sampling_flags_are_those_of_sampling(name: str) -> None:
         else [-math.inf, -1.0, -0.1, 0.0, 1e-300, 0.5, 1.0, 1.1, 3.0, 1e300, math.inf, math.nan]
     )
     accepted = [accepts(lambda: checks.number(name)(one)) for one in values]  # noqa: B023
-    assert accepted == [accepts(lambda: Sampling(**{name: one})) for one in values]  # noqa: B023
+    assert accepted == [accepts(lambda: SamplingParams(**{name: one})) for one in values]  # noqa: B023
     assert True in accepted
     assert False in accepted
 
@@ -162,14 +173,14 @@ def test_rules_that_the_flag_accepts_are_those_that_verification_knows(text: str
 @pytest.mark.parametrize("text", ["42=-1.5", "42=-inf", "42=inf", "42=1e300", "42=nan", "-1=2"])
 def test_a_bias_that_the_flag_accepts_is_one_that_sampling_knows(text: str) -> None:
     token, _, number = text.partition("=")
-    known = accepts(lambda: Sampling(logit_bias={int(token): float(number)}))
+    known = accepts(lambda: SamplingParams(logit_bias={int(token): float(number)}))
     assert accepts(lambda: checks.logit_bias(text)) == known
 
 
 @pytest.mark.parametrize("text", ["0", "5", "auto", "heuristic", "heuristic:3"])
 def test_a_length_that_the_flag_accepts_is_a_policy(text: str) -> None:
-    assert checks.length(text) == text
-    policy = length_of(text)
+    assert checks.num_draft_tokens(text) == text
+    policy = policy_of(text)
     assert policy is None if text == "auto" else policy is not None
 
 
@@ -192,7 +203,7 @@ def accepts(call: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "measure", "sweep", "tune"])
+@pytest.mark.parametrize("command", ["generate", "chat", "bench alpha", "bench sweep", "tune"])
 @pytest.mark.parametrize(
     ("draft", "why"),
     [
@@ -212,7 +223,7 @@ def test_a_draft_that_is_not_there_is_said_before_a_model_is_loaded(
     draft: str,
     why: str,
 ) -> None:
-    from outpace import pair
+    from outpace import loading
     from outpace.cli import drafts
 
     def load(*arguments: Any, **options: Any) -> None:
@@ -220,7 +231,7 @@ def test_a_draft_that_is_not_there_is_said_before_a_model_is_loaded(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(drafts, "load_model", load)
-    monkeypatch.setattr(pair, "load_model", load)
+    monkeypatch.setattr(loading, "load_model", load)
     code, _, errors = run(command, *(["ab"] if command == "generate" else []), "-t", model, "-d", draft)
     assert code == 2
     assert why in errors.splitlines()[-1]

@@ -13,9 +13,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from outpace import pair
+from outpace import loading
 from outpace.cli import drafts
-from outpace.decode import Decoder
+from outpace.decoder import Decoder
 from tests.cli.conftest import Run, buffered
 from tests.tiny import byte_tokenizer, tiny, tiny_seq2seq
 
@@ -32,7 +32,7 @@ def common(model: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(["--version"], "outpace 0.1.0"), (["plan", "--alpha", "0.8"], "Guess g = 32")]
+    ("words", "said"), [(["--version"], "outpace 0.1.0"), (["plan", "--alpha", "0.8"], "Draft g = 32")]
 )
 def test_what_needs_no_pytorch_does_not_load_it(words: list[str], said: str) -> None:
     code = (
@@ -47,18 +47,28 @@ def test_what_needs_no_pytorch_does_not_load_it(words: list[str], said: str) -> 
 
 
 def test_every_command_explains_itself(run: Run) -> None:
-    for command in ("generate", "chat", "transcribe", "eval", "plan", "sweep", "tune", "audit", "doctor"):
+    for command in (
+        "generate",
+        "chat",
+        "transcribe",
+        "eval",
+        "plan",
+        "bench sweep",
+        "tune",
+        "audit",
+        "doctor",
+    ):
         code, out, _ = run(command, "--help")
         assert code == 0
         assert "Usage: outpace " + command in out
 
 
 def test_text_goes_to_stdout_and_figures_to_stderr(run: Run, model: str) -> None:
-    code, out, err = run("generate", PROMPT, "--raw", "--length", "3", *common(model))
+    code, out, err = run("generate", PROMPT, "--raw", "--num-draft-tokens", "3", *common(model))
     assert code == 0
     assert f"{model}: float32 on cpu" in err.splitlines()
     assert "24 tokens | " in err
-    assert "tokens per target pass | kept" in err
+    assert "tokens per target pass | accepted" in err
     expected = Decoder(tiny(vocab_size=272), None, byte_tokenizer()).generate(
         PROMPT, temperature=0, max_new_tokens=24
     )
@@ -92,10 +102,10 @@ def test_the_chat_template_is_used_unless_raw(run: Run, model: str) -> None:
 
 
 def test_marks_tell_kept_guesses_corrections_and_bonus_tokens_apart(run: Run, model: str) -> None:
-    own = "--draft", model, "--length", "3"
+    own = "--draft", model, "--num-draft-tokens", "3"
     code, out, err = run("generate", PROMPT, "--raw", "--marks", *own, *common(model))
     assert code == 0
-    assert "[marked] a guess that was kept" in err
+    assert "[marked] an accepted draft token" in err
     counts = [out.count(mark) for mark in "[]<>"]  # the draft is the target: nothing is corrected
     assert counts[0] == counts[1] > 0
     assert counts[2] == counts[3] > 0
@@ -110,7 +120,7 @@ def test_colours_on_a_terminal_and_marks_there_without_them(
     for flags in ([], ["--no-color"]):
         screen = Terminal()
         monkeypatch.setattr(sys, "stdout", screen)
-        own = "--draft", model, "--length", "3"
+        own = "--draft", model, "--num-draft-tokens", "3"
         assert run("generate", PROMPT, "--raw", *own, *flags, *common(model))[0] == 0
         screens.append(screen.getvalue())
     assert "\033[32m" in screens[0]
@@ -120,27 +130,37 @@ def test_colours_on_a_terminal_and_marks_there_without_them(
 
 def test_json_has_texts_tokens_settings_and_statistics(run: Run, model: str) -> None:
     code, out, _ = run(
-        "generate", PROMPT, "--json", "--n", "3", "--temperature", "0.9", "--seed", "4", "--length", "2",
-        *common(model),
+        "generate", PROMPT, "--json", "--n", "3", "--temperature", "0.9", "--seed", "4",
+        "--num-draft-tokens", "2", *common(model),
     )  # fmt: skip
     assert code == 0
     report = json.loads(out)
     assert len(report["outputs"]) == 3
     assert len({one["text"] for one in report["outputs"]}) == 3
     first = report["outputs"][0]
-    assert len(first["tokens"]) == first["stats"]["new_tokens"] == 24
+    assert len(first["token_ids"]) == first["stats"]["new_tokens"] == 24
     assert first["finish_reason"] == "length"
-    assert first["stats"]["target_calls"] > 0
+    assert first["stats"]["target_passes"] > 0
     again = json.loads(
-        run("generate", PROMPT, "--json", "--n", "3", "--temperature", "0.9", "--seed", "4", "--length", "2",
-            *common(model))[1]
+        run("generate", PROMPT, "--json", "--n", "3", "--temperature", "0.9", "--seed", "4",
+            "--num-draft-tokens", "2", *common(model))[1]
     )  # fmt: skip
-    assert [one["tokens"] for one in again["outputs"]] == [one["tokens"] for one in report["outputs"]]
+    assert [one["token_ids"] for one in again["outputs"]] == [one["token_ids"] for one in report["outputs"]]
 
 
 def test_several_samples_come_one_after_the_other(run: Run, model: str) -> None:
     code, out, err = run(
-        "generate", PROMPT, "--n", "2", "--temperature", "1", "--seed", "1", "--length", "2", *common(model)
+        "generate",
+        PROMPT,
+        "--n",
+        "2",
+        "--temperature",
+        "1",
+        "--seed",
+        "1",
+        "--num-draft-tokens",
+        "2",
+        *common(model),
     )
     assert code == 0
     assert [line for line in err.splitlines() if line.endswith("of 2")] == ["1 of 2", "2 of 2"]
@@ -155,7 +175,7 @@ def test_several_samples_come_one_after_the_other(run: Run, model: str) -> None:
             "--seed",
             "1",
             "--json",
-            "--length",
+            "--num-draft-tokens",
             "2",
             *common(model),
         )[1]
@@ -196,8 +216,8 @@ def test_samples_keep_their_order_whichever_ends_first(run: Run, model: str) -> 
     found = json.loads(
         run("generate", PROMPT, "--raw", "--json", "--n", "6", "--rule", "match", *flags, *common(model))[1]
     )["outputs"]
-    assert [one["tokens"] for one in found] == [one.tokens for one in expected]
-    assert len({len(one["tokens"]) for one in found}) > 1
+    assert [one["token_ids"] for one in found] == [one.token_ids for one in expected]
+    assert len({len(one["token_ids"]) for one in found}) > 1
 
 
 def test_a_picture_is_drawn(run: Run, model: str, tmp_path: Path) -> None:
@@ -206,7 +226,7 @@ def test_a_picture_is_drawn(run: Run, model: str, tmp_path: Path) -> None:
     drawn = picture.read_text()
     ElementTree.fromstring(drawn)
     assert not picture.with_name("out.svg.part").exists()
-    assert "a&#160;guess&#160;that&#160;was&#160;kept" in drawn
+    assert "an&#160;accepted&#160;draft&#160;token" in drawn
 
 
 def test_a_picture_that_cannot_be_written_is_said_before_anything_is_generated(
@@ -233,13 +253,13 @@ def test_a_text_that_the_context_ends_says_so(run: Run, model: str) -> None:
     assert err.splitlines()[-1].endswith("the model's context of 128 tokens is full; /new begins again")
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "measure", "sweep", "tune"])
+@pytest.mark.parametrize("command", ["generate", "chat", "bench alpha", "bench sweep", "tune"])
 def test_a_speech_model_is_sent_to_the_command_for_speech(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = seq2seq(tmp_path, "whisper")
-    for module in (pair, drafts):
+    for module in (loading, drafts):
         monkeypatch.setattr(module, "load_model", lambda *_, **__: pytest.fail("weights were read"))
     code, out, err = run(command, *(["ab"] if command == "generate" else []), "-t", folder)
     assert (code, out) == (2, "")
@@ -256,7 +276,7 @@ def test_models_with_an_encoder_generate_from_a_prompt(run: Run, tmp_path: Path,
     expected = Decoder(tiny_seq2seq(family, vocab_size=272), None, byte_tokenizer()).generate(
         PROMPT, temperature=0, max_new_tokens=4
     )
-    assert json.loads(out)["outputs"][0]["tokens"] == expected.tokens
+    assert json.loads(out)["outputs"][0]["token_ids"] == expected.token_ids
     code, out, err = run(*flags, "--compare")
     assert (code, out) == (2, "")
     assert "--compare: models with an encoder cannot be compared yet" in err
@@ -288,7 +308,7 @@ def test_ctrl_c_prints_what_there_is(run: Run, model: str, monkeypatch: pytest.M
     assert code == 130
     (only,) = json.loads(out)["outputs"]
     assert only["finish_reason"] == "interrupted"
-    assert only["tokens"]
+    assert only["token_ids"]
     calls.clear()
     code, out, _ = run("generate", PROMPT, "--raw", "--n", "2", *common(model))
     assert code == 130
@@ -334,8 +354,11 @@ def test_the_doctor_says_what_is_there_and_what_is_missing(run: Run) -> None:
         (["generate", "--file", "/nowhere/at/all"], "/nowhere/at/all: no such file"),
         (["generate", "a", "--json", "--marks"], "--json: text in JSON has no marks"),
         (["generate", "a", "--raw", "--system", "b"], "--raw: a raw prompt has no system message"),
-        (["generate", "a", "--length", "3", "--draft", "none"], "--length: nothing is guessed"),
-        (["generate", "a", "--length", "far"], "--length: got 'far'"),
+        (
+            ["generate", "a", "--num-draft-tokens", "3", "--draft", "none"],
+            "--num-draft-tokens: nothing is drafted",
+        ),
+        (["generate", "a", "--num-draft-tokens", "far"], "--num-draft-tokens: got 'far'"),
         (["generate", "a", "--logit-bias", "x"], "--logit-bias: got 'x'"),
         (["generate", "a", "--temperature", "-1"], "temperature: got -1.0"),
         (["generate", "a", "--temperature", "warm"], "--temperature"),
@@ -348,7 +371,7 @@ def test_the_doctor_says_what_is_there_and_what_is_missing(run: Run) -> None:
         (["generate", "a", "--dtype", "int3"], "dtype: got 'int3'"),
         (["generate", "a", "--device", "meta"], "device: meta holds no weights"),
         (["generate", "a", "--draft", ""], "the name is empty"),
-        (["generate", "a", "--lenience", "0.5", "--draft", "none"], "--lenience: nothing is guessed"),
+        (["generate", "a", "--lenience", "0.5", "--draft", "none"], "--lenience: nothing is drafted"),
         (["generate", "a", "--svg", "/nowhere/at/all.svg"], "--svg: /nowhere/at: no such folder"),
         (["generate", "a", "--svg", "x.svg", "--json"], "--svg: a picture is drawn of text"),
         (["generate", "a\udce4"], "prompt: not text in UTF-8"),

@@ -11,9 +11,9 @@ import pytest
 from outpace.cli import drafts
 from tests.cli.conftest import Run
 from tests.cli.test_help import ALL
-from tests.test_pair import needing_code
+from tests.test_loading import needing_code
 
-NAMING = ["generate", "chat", "transcribe", "measure", "sweep", "tune", "audit", "eval"]
+NAMING = ["generate", "chat", "transcribe", "bench alpha", "bench sweep", "tune", "audit", "eval"]
 PROMPTS = ["--prompt", "ab ab ab ab", "--prompt", "ba ba ba"]
 
 
@@ -21,8 +21,8 @@ PROMPTS = ["--prompt", "ab ab ab ab", "--prompt", "ba ba ba"]
 def config(model: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     Path("outpace.toml").write_text(
-        f'target = "{model}"\ndraft = "{other}"\nlength = 4\nrule = "token"\ndtype = "fp32"\ndevice = "cpu"\n'
-        'revision = "v1"\nmax_batch = 4\n'
+        f'target = "{model}"\ndraft = "{other}"\nnum_draft_tokens = 4\nrule = "token"\n'
+        'dtype = "fp32"\ndevice = "cpu"\nrevision = "v1"\nmax_batch = 4\n'
     )
     return "outpace.toml"
 
@@ -63,7 +63,7 @@ def generate_module() -> Any:
     return importlib.import_module("outpace.cli.generate")
 
 
-@pytest.mark.parametrize("command", ["measure", "sweep", "tune"])
+@pytest.mark.parametrize("command", ["bench alpha", "bench sweep", "tune"])
 def test_measuring_commands_measure_the_models_of_the_configuration(
     run: Run, config: str, model: str, other: str, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
@@ -90,13 +90,13 @@ def test_more_drafts_are_measured_beside_that_of_the_configuration(
 
 def test_the_length_of_the_configuration_is_one_of_those_that_a_sweep_measures(run: Run, config: str) -> None:
     without_revision(config)
-    code, _, errors = run("sweep", "--config", config, "-m", "16", *PROMPTS)
+    code, _, errors = run("bench sweep", "--config", config, "-m", "16", *PROMPTS)
     assert code == 0, errors
     line = "length 8, 12: left out, as texts of 16 tokens are too short; --max-new-tokens 27 is enough"
     assert line in errors.splitlines()
     found = json.loads(Path("sweep.json").read_text())["figures"]
     assert [one["length"] for one in found] == ["0", "1", "2", "3", "5", "auto", "4"]
-    code, _, errors = run("sweep", "--config", config, "-m", "16", "--length", "1", *PROMPTS)
+    code, _, errors = run("bench sweep", "--config", config, "-m", "16", "--num-draft-tokens", "1", *PROMPTS)
     assert code == 0, errors
     assert "left out" not in errors
     found = json.loads(Path("sweep.json").read_text())["figures"]
@@ -104,11 +104,24 @@ def test_the_length_of_the_configuration_is_one_of_those_that_a_sweep_measures(r
 
 
 def test_measure_runs_with_a_configuration(run: Run, config: str, other: str) -> None:
-    small = ["-m", "6", "--context", "8", "--pass", "1", "--batch", "1", "--drafts", "1", "--lenience", "1"]
+    small = [
+        "-m",
+        "6",
+        "--context",
+        "8",
+        "--pass",
+        "1",
+        "--batch",
+        "1",
+        "--num-draft-tokens",
+        "1",
+        "--lenience",
+        "1",
+    ]
     without_revision(config)
-    code, _, errors = run("measure", "--config", config, *small, *PROMPTS)
+    code, _, errors = run("bench alpha", "--config", config, *small, *PROMPTS)
     assert code == 0, errors
-    found = json.loads(Path("measure.json").read_text())
+    found = json.loads(Path("alpha.json").read_text())
     assert [one["draft"] for one in found["drafts"]] == [Path(other).name]
 
 
@@ -117,7 +130,7 @@ def without_revision(config: str) -> None:
     Path(config).write_text(Path(config).read_text().replace('revision = "v1"\n', ""))
 
 
-@pytest.mark.parametrize("command", ["measure", "tune"])
+@pytest.mark.parametrize("command", ["bench alpha", "tune"])
 def test_a_rule_that_a_command_does_not_run_is_refused(run: Run, config: str, command: str) -> None:
     Path(config).write_text('rule = "match"\n')
     code, out, errors = run(command, "--config", config)
@@ -126,7 +139,7 @@ def test_a_rule_that_a_command_does_not_run_is_refused(run: Run, config: str, co
     assert errors == f"outpace: config: outpace.toml: {line}\n"
 
 
-@pytest.mark.parametrize("command", ["measure", "sweep", "tune"])
+@pytest.mark.parametrize("command", ["bench alpha", "bench sweep", "tune"])
 def test_measuring_commands_measure_their_own_drafts_if_a_configuration_has_none(
     run: Run, config: str, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
@@ -140,13 +153,19 @@ def test_the_length_of_a_configuration_holds_for_its_own_draft_alone(
     run: Run, config: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = stop(monkeypatch, generate_module(), "open_decoder")
-    for words in ([], ["-d", other], ["-d", "lookup"], ["-d", "none"], ["-d", "lookup", "--length", "2"]):
+    for words in (
+        [],
+        ["-d", other],
+        ["-d", "lookup"],
+        ["-d", "none"],
+        ["-d", "lookup", "--num-draft-tokens", "2"],
+    ):
         run("generate", "ab", "--config", config, *words)
     assert [one["arguments"][6] for one in calls] == ["4", "4", None, None, "2"]
 
 
 @pytest.mark.parametrize("role", ["--target", "--draft"])
-@pytest.mark.parametrize("command", ["chat", "measure", "sweep", "tune"])
+@pytest.mark.parametrize("command", ["chat", "bench alpha", "bench sweep", "tune"])
 def test_code_that_comes_with_a_model_runs_only_with_the_flag(
     run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, role: str
 ) -> None:
@@ -164,12 +183,14 @@ def test_code_that_comes_with_a_model_runs_only_with_the_flag(
 
 @pytest.mark.parametrize("command", NAMING)
 def test_a_misspelt_key_is_refused_with_a_suggestion(run: Run, config: str, command: str) -> None:
-    Path(config).write_text("lenght = 4\n")
+    Path(config).write_text("num_draft_token = 4\n")
     words = {"generate": ["ab"], "transcribe": ["x.wav"], "eval": ["specbench"]}.get(command, [])
     code, _, errors = run(command, *words, "--config", config)
     assert code == 2
-    assert errors.startswith("outpace: config: outpace.toml: unknown key 'lenght'; known are target, draft, ")
-    assert errors.endswith('; did you mean "length"?\n')
+    assert errors.startswith(
+        "outpace: config: outpace.toml: unknown key 'num_draft_token'; known are target, draft, "
+    )
+    assert errors.endswith('; did you mean "num_draft_tokens"?\n')
 
 
 def test_a_configuration_may_not_allow_code_to_run(run: Run, config: str) -> None:

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import pair
+from outpace import loading
+from outpace.bench.data import read
 from outpace.cli import drafts
 from outpace.tasks import transcribe
-from outpace.tasks.items import read
 from outpace.tasks.journal import Journal
 from tests.cli.conftest import Run, interrupted
 
 COMMANDS = {
-    "measure": ["-m", "6", "--context", "8", "--pass", "1", "--batch", "1", "--drafts", "1"],
-    "sweep": ["-m", "8", "--length", "1"],
+    "bench alpha": ["-m", "6", "--context", "8", "--pass", "1", "--batch", "1", "--num-draft-tokens", "1"],
+    "bench sweep": ["-m", "8", "--num-draft-tokens", "1"],
     "tune": ["-m", "24", "--budget", "4", "--drafts", "lookup"],
     "eval": ["specbench", "-m", "4"],
 }
@@ -109,12 +109,12 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "flags", "why"),
     [
-        ("measure", ["--lenience", "0"], "--lenience: got 0"),
-        ("measure", ["--within", "2"], "--within: got 2"),
-        ("measure", ["--confidence", "1"], "--confidence: got 1"),
-        ("measure", ["--top-p", "2"], "--top-p: got 2.0"),
-        ("sweep", ["--rule", "coin"], "rule: got 'coin'"),
-        ("sweep", ["--top-p", "2"], "--top-p: got 2.0"),
+        ("bench alpha", ["--lenience", "0"], "--lenience: got 0"),
+        ("bench alpha", ["--within", "2"], "--within: got 2"),
+        ("bench alpha", ["--confidence", "1"], "--confidence: got 1"),
+        ("bench alpha", ["--top-p", "2"], "--top-p: got 2.0"),
+        ("bench sweep", ["--rule", "coin"], "rule: got 'coin'"),
+        ("bench sweep", ["--top-p", "2"], "--top-p: got 2.0"),
         ("tune", ["--budget", "0"], "budget: got 0"),
         ("tune", ["--top-p", "2"], "--top-p: got 2.0"),
     ],
@@ -138,8 +138,12 @@ def test_numbers_are_checked_before_a_model_is_read(
         ("dialog", ["--rule", "tokn"], "rule: got 'tokn'"),
         ("dialog", ["--dtype", "float31"], "dtype: got 'float31'"),
         ("dialog", ["--device", "abacus"], "device: got 'abacus'"),
-        ("dialog", ["--length", "some"], "--length: got 'some'"),
-        ("dialog", ["--length", "3", "-d", "none"], "--length: nothing is guessed with --draft none"),
+        ("dialog", ["--num-draft-tokens", "some"], "--num-draft-tokens: got 'some'"),
+        (
+            "dialog",
+            ["--num-draft-tokens", "3", "-d", "none"],
+            "--num-draft-tokens: nothing is drafted with --draft none",
+        ),
         ("dialog", ["-t", "./nothing"], "./nothing: no such file or folder"),
         ("dialog", ["-d", "./nothing"], "./nothing: no such file or folder"),
         ("dialog", ["-d", "ngram:nothing"], "draft: nothing: no such file"),
@@ -218,7 +222,7 @@ def test_a_run_that_is_there_is_looked_at_before_a_model_is_read(
 
     for flags, why in (
         (["--dtype", "bfloat16"], "dtype: float32 there, bfloat16 here"),
-        (["--dtype", "float32", "--length", "2"], "length: default there, 2 here"),
+        (["--dtype", "float32", "--num-draft-tokens", "2"], "length: default there, 2 here"),
         (
             ["--dtype", "float32", "--rule", "block", "--revision", "v2"],
             "rule: token there, block here; revision: default there, v2 here",
@@ -317,7 +321,7 @@ def test_an_interrupted_eval_goes_on(
 
 def test_eval_takes_defaults_from_a_configuration(run: Run, model: str, folder: Path) -> None:
     (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
-    (folder / "tuned.toml").write_text(f'target = "{model}"\ndraft = "lookup"\nlength = 2\n')
+    (folder / "tuned.toml").write_text(f'target = "{model}"\ndraft = "lookup"\nnum_draft_tokens = 2\n')
     status, _, errors = run("eval", "dialog", "--data", "rows.jsonl", "-m", "4", "--config", "tuned.toml")
     assert status == 0, errors
     header = json.loads(Path("eval-dialog.jsonl").read_text().splitlines()[0])
@@ -334,7 +338,7 @@ def test_eval_tells_loaders_of_code_and_revision(
         told.update(options)
         raise ValueError("that is enough")
 
-    monkeypatch.setattr(pair, "load", load)
+    monkeypatch.setattr(loading, "load", load)
     asking_the_hub = sys.modules["outpace.cli.options"]
     monkeypatch.setattr(asking_the_hub, "refuse_speech", lambda *_, **__: None)
     (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
@@ -356,6 +360,6 @@ def refuse_models(patch: pytest.MonkeyPatch) -> None:
     def load(*arguments: Any, **options: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    for module in (drafts, pair, transcribe):
+    for module in (drafts, loading, transcribe):
         patch.setattr(module, "load_model", load)
     patch.setattr(transcribe, "load_processor", load)

@@ -43,15 +43,15 @@ def test_every_option_is_explained_and_brackets_are_not_taken_for_markup(
 
 def test_defaults_of_lists_are_those_that_are_used(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "250")
-    _, out, _ = run("measure", "--help")
+    _, out, _ = run("bench alpha", "--help")
     for name in ("LENGTHS", "BATCHES"):
         assert f"Default: {', '.join(map(str, getattr(cost, name)))}." in out
 
 
 def test_sweep_has_the_flags_that_the_others_have(run: Run) -> None:
-    own = {flag for one in ALL["sweep"].params for flag in one.opts}
-    for other in ("measure", "tune"):
+    own = {flag for one in ALL["bench sweep"].params for flag in one.opts}
+    for other in ("bench alpha", "tune"):
         panel = [one for one in ALL[other].params if getattr(one, "rich_help_panel", None) == "Sampling"]
         assert {flag for one in panel for flag in one.opts} <= own
-    (draft,) = [one for one in ALL["sweep"].params if one.name == "draft"]
+    (draft,) = [one for one in ALL["bench sweep"].params if one.name == "draft"]
     assert "random" in draft.metavar

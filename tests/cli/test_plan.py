@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outpace import theory
+from outpace.bench import theory
 from outpace.bench.curves import Point
 from tests.cli.conftest import Run
 
@@ -16,8 +16,8 @@ from tests.cli.conftest import Run
 def test_the_plan_is_the_papers(run: Run) -> None:
     status, out, errors = run("plan", "--alpha", "0.8", "--c", "0.05")
     assert status == 0, errors
-    assert "Guess g = 8: 4.33 tokens a pass, 3.09 times as fast" in " ".join(out.split())
-    status, out, _ = run("plan", "--alpha", "0.8", "--c", "0.05", "--drafts", "4", "--json")
+    assert "Draft g = 8: 4.33 tokens a pass, 3.09 times as fast" in " ".join(out.split())
+    status, out, _ = run("plan", "--alpha", "0.8", "--c", "0.05", "--num-draft-tokens", "4", "--json")
     found = json.loads(out)
     assert found["best"]["speedup"] == round(theory.speedup(0.8, 8, 0.05), 3)
     assert [one["g"] for one in found["lengths"]] == [1, 2, 3, 4, 5, 8]
@@ -54,8 +54,11 @@ def test_wrong_numbers_are_a_line(run: Run) -> None:
     [
         (["--most", "100000000"], "--most: got 100000000; it must be from 1 to 1000"),
         (["--most", "0"], "--most: got 0; it must be from 1 to 1000"),
-        (["--drafts", "10000000000"], "--drafts: got 10000000000; it must be from 0 to 1000"),
-        (["--drafts", f"{10**400}"], "it must be from 0 to 1000"),
+        (
+            ["--num-draft-tokens", "10000000000"],
+            "--num-draft-tokens: got 10000000000; it must be from 0 to 1000",
+        ),
+        (["--num-draft-tokens", f"{10**400}"], "it must be from 0 to 1000"),
         (["--c", "1e308"], "--c: got 1e+308; it must be a number from 0 to 1000"),
         (["--ops", "1e308"], "--ops: got 1e+308; it must be a number from 0 to 1000"),
         (["--ops", "nan"], "--ops: got nan; it must be a number from 0 to 1000"),
@@ -74,7 +77,7 @@ def test_numbers_that_nothing_can_be_planned_with_are_a_line(run: Run, words: li
 def test_extreme_plans_are_finite_and_without_warnings(run: Run, alpha: str, c: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        flags = ["--alpha", alpha, "--c", c, "--most", "1000", "--drafts", "1000"]
+        flags = ["--alpha", alpha, "--c", c, "--most", "1000", "--num-draft-tokens", "1000"]
         status, out, errors = run("plan", *flags, "--json")
         assert (status, errors) == (0, "")
         json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -101,7 +104,7 @@ def test_the_picture_is_of_what_was_asked(run: Run, tmp_path: Path) -> None:
     words = ["--alpha", "0.8", "--c", "0.05", "--ops", "0.2", "--most", "4", "--plot", str(picture)]
     status, out, _ = run("plan", *words)
     assert status == 0
-    assert "Guess g = 4:" in out
+    assert "Draft g = 4:" in out
     text = picture.read_text()
     for said in ("α = 0.8, c = 0.05, g = 4", "speed over plain decoding, c = 0.05", "ĉ = 0.2"):
         assert said in text

@@ -51,7 +51,10 @@ def test_it_explains_itself(run: Run) -> None:
     words = " ".join(out.replace("│", " ").split())
     assert status == 0
     assert "Usage: outpace report" in words
-    for said in ("`outpace measure`, `sweep`, `tune` (.json) and `eval` (.jsonl)", "or folders that hold"):
+    for said in (
+        "`outpace bench alpha`, `bench sweep`, `tune` (.json) and `eval` (.jsonl)",
+        "or folders that hold",
+    ):
         assert said in words
 
 
@@ -67,7 +70,7 @@ def test_a_folder_gives_all_of_its_results_and_names_what_it_leaves_out(run: Run
     assert status == 0
     left = [line for line in errors.splitlines() if line.startswith("left out: ")]
     assert left == [
-        f"left out: {folder / name} was not written by outpace measure, sweep, tune or eval"
+        f"left out: {folder / name} was not written by outpace bench alpha, bench sweep, tune or eval"
         for name in ("other.json", "questions.jsonl")
     ]
     titles = Markup(out.read_text(encoding="utf-8")).titles
@@ -86,7 +89,7 @@ def test_files_of_one_name_are_told_apart_by_their_folders(run: Run, tmp_path: P
 
 
 def test_what_is_no_result_is_a_line(run: Run, tmp_path: Path) -> None:
-    odd = {"kind": "measure", "passes": [{"B": 1}]}
+    odd = {"kind": "alpha", "passes": [{"B": 1}]}
     bench, tune, other, none = save(
         tmp_path, bench={"kind": "bench"}, tune=tuned(), odd=odd, none={"kind": "sweep", "figures": []}
     )
@@ -99,7 +102,7 @@ def test_what_is_no_result_is_a_line(run: Run, tmp_path: Path) -> None:
     damaged = save_journal(tmp_path / "damaged.jsonl", [evaluated()[0], {"odd": 1}, evaluated()[1]])
     begun = save_journal(tmp_path / "begun.jsonl", evaluated()[:1])
     headless = save_journal(tmp_path / "headless.jsonl", [{"task": "asr", "settings": {}, "data": None}])
-    wanted = "it must be one that `outpace measure`, `sweep`, `tune` or `eval` wrote"
+    wanted = "it must be one that `outpace bench alpha`, `bench sweep`, `tune` or `eval` wrote"
     for given, said in (
         ((str(missing),), f"{missing}: no such file"),
         ((str(path["empty.json"]), tune), f"{path['empty.json']}: the file is empty; {wanted}"),
@@ -111,7 +114,7 @@ def test_what_is_no_result_is_a_line(run: Run, tmp_path: Path) -> None:
         ((tune, bench), f"{bench}: a file of something else; {wanted}"),
         ((tune, damaged), f"{damaged}: line 2 is not as `outpace eval` writes it"),
         ((tune, headless), f"{headless}: line 1 is not as `outpace eval` writes it"),
-        ((tune, other), "odd.json: it is not as `outpace measure` writes it: KeyError('n')"),
+        ((tune, other), "odd.json: it is not as `outpace bench alpha` writes it: KeyError('n')"),
         (
             (none, begun),
             "results: nothing was measured yet in none.json, begun.jsonl; run the command to its end",
@@ -121,7 +124,7 @@ def test_what_is_no_result_is_a_line(run: Run, tmp_path: Path) -> None:
         assert (status, errors) == (2, f"outpace: {said}\n")
     (tmp_path / "folder").mkdir()
     status, _, errors = run("report", str(tmp_path / "folder"), "-o", str(out))
-    said = "no file in this folder was written by `outpace measure`, `sweep`, `tune` or `eval`"
+    said = "no file in this folder was written by `outpace bench alpha`, `bench sweep`, `tune` or `eval`"
     assert (status, errors) == (2, f"outpace: {tmp_path / 'folder'}: {said}\n")
     assert run("report")[0] == 2
     assert not out.exists()

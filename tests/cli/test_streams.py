@@ -25,7 +25,7 @@ def test_a_closed_stdout_is_said_before_anything_is_done(words: tuple[str, ...])
 
 def test_with_a_closed_stderr_stdout_has_the_text_alone(model: str) -> None:
     assert outpace(*PLAN, redirect="2>&-") == outpace(*PLAN)
-    words = ("generate", PROMPT, "--raw", "--length", "2", *common(model))
+    words = ("generate", PROMPT, "--raw", "--num-draft-tokens", "2", *common(model))
     assert outpace(*words, redirect="2>&-")[:2] == outpace(*words)[:2]
 
 

@@ -1,4 +1,4 @@
-"""`outpace sweep`: tables, a file, a picture, and what there is when it is stopped."""
+"""`outpace bench sweep`: tables, a file, a picture, and what there is when it is stopped."""
 
 from __future__ import annotations
 
@@ -39,15 +39,17 @@ def test_every_cell_is_measured_shown_and_written_down(run: Run, models: Path, t
         "--temperature",
         "1",
     ]
-    flags += ["--top-k", "9", "--length", "03", "--length", "auto"]
+    flags += ["--top-k", "9", "--num-draft-tokens", "03", "--num-draft-tokens", "auto"]
     flags += ["--prompt", "ab ab ab ab", "--prompt", "cd", "--batch", "2"]
-    code, shown, errors = run("sweep", *common(models), *flags, "--out", str(out), "--plot", str(picture))
+    code, shown, errors = run(
+        "bench sweep", *common(models), *flags, "--out", str(out), "--plot", str(picture)
+    )
     assert code == 0, errors
     found = results.load(out, ("sweep",))
     assert found["complete"] is True
     assert (found["rounds"], found["of"]) == (1, 1)
     assert (found["target"], found["prompts"], found["batch"]) == ("target", 2, 2)
-    assert found["command"].startswith("outpace sweep --target target")
+    assert found["command"].startswith("outpace bench sweep --target target")
     names = [(one["draft"], one["temperature"], one["length"]) for one in found["figures"]]
     assert sorted(names) == sorted(
         (draft, temperature, length)
@@ -62,7 +64,7 @@ def test_every_cell_is_measured_shown_and_written_down(run: Run, models: Path, t
         assert (one["predicted"] is not None) == (one["length"] == "3")
         assert one["interval"] is None  # of a single group
         if one["length"] == "0":
-            assert (one["speedup"], one["tokens_per_call"]) == (1.0, 1.0)
+            assert (one["speedup"], one["tokens_per_pass"]) == (1.0, 1.0)
     assert "small, temperature 0, top-k 9: ms of 128 tokens, 2 texts" in shown
     assert {"P99", "loop ms", "tokens per pass", "α counted", "speedup", "thm 3.8"} <= heads(shown)
     assert found["date"].startswith("20")
@@ -74,9 +76,9 @@ def test_every_cell_is_measured_shown_and_written_down(run: Run, models: Path, t
 
 def test_texts_are_drawn_as_flags_say(run: Run, models: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep.json"
-    flags = ["--draft", "random", "--length", "1", "--prompt", "ab ab", "--out", str(out)]
+    flags = ["--draft", "random", "--num-draft-tokens", "1", "--prompt", "ab ab", "--out", str(out)]
     drawn = ["--temperature", "1", "--min-p", "0.1", "--presence-penalty", "0.5", "--logit-bias", "97=-inf"]
-    code, shown, errors = run("sweep", *common(models), *flags, *drawn)
+    code, shown, errors = run("bench sweep", *common(models), *flags, *drawn)
     assert code == 0, errors
     assert "1 text" in shown
     assert "1 texts" not in shown
@@ -100,7 +102,18 @@ def test_a_pair_is_measured_too(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
         "9",
     ]
     code, _, errors = run(
-        "sweep", "--pair", "tiny/er", *flags, "--length", "2", "--limit", "3", "-m", "100", "--out", str(out)
+        "bench sweep",
+        "--pair",
+        "tiny/er",
+        *flags,
+        "--num-draft-tokens",
+        "2",
+        "--limit",
+        "3",
+        "-m",
+        "100",
+        "--out",
+        str(out),
     )
     assert code == 0, errors
     found = json.loads(out.read_text())
@@ -114,9 +127,20 @@ def test_a_pair_is_measured_too(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_ctrl_c_keeps_whole_rounds(models: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep.json"
-    flags = ["--length", "2", "--prompt", "ab ab", "--prompt", "cd", "--repeats", "100000", "--out", str(out)]
+    flags = [
+        "--num-draft-tokens",
+        "2",
+        "--prompt",
+        "ab ab",
+        "--prompt",
+        "cd",
+        "--repeats",
+        "100000",
+        "--out",
+        str(out),
+    ]
     code, shown, errors = interrupted(
-        ["sweep", *common(models), *flags],
+        ["bench", "sweep", *common(models), *flags],
         lambda: out.exists() and json.loads(out.read_text())["rounds"] >= 3,
     )
     assert code == 130, errors
@@ -146,7 +170,7 @@ def test_ctrl_c_before_the_first_round_keeps_the_times_of_parts_if_there_are_any
     else:
         monkeypatch.setattr(cost, "curve", interrupted)
     out = tmp_path / "sweep.json"
-    code, shown, errors = run("sweep", *common(models), "--length", "2", "--out", str(out))
+    code, shown, errors = run("bench sweep", *common(models), "--num-draft-tokens", "2", "--out", str(out))
     assert (code, shown) == (130, "")
     kept = f"times of parts are in {out}" if timed else "nothing was kept"
     assert errors.splitlines()[-1] == f"interrupted after 0 of 12 rounds: {kept}"
@@ -160,8 +184,17 @@ def test_ctrl_c_before_the_first_round_keeps_the_times_of_parts_if_there_are_any
 def test_where_stderr_is_no_terminal_there_is_a_line_for_each_part_and_round(
     run: Run, models: Path, tmp_path: Path
 ) -> None:
-    flags = ["--length", "2", "--prompt", "ab", "--prompt", "cd", "--out", str(tmp_path / "sweep.json")]
-    code, _, errors = run("sweep", *common(models), *flags)
+    flags = [
+        "--num-draft-tokens",
+        "2",
+        "--prompt",
+        "ab",
+        "--prompt",
+        "cd",
+        "--out",
+        str(tmp_path / "sweep.json"),
+    ]
+    code, _, errors = run("bench sweep", *common(models), *flags)
     assert code == 0
     parts = [line.partition(":")[0] for line in errors.splitlines()]
     assert parts[-5:-1] == ["timing parts", "warming up", "round 1 of 2", "round 2 of 2"]
@@ -172,8 +205,8 @@ def test_results_that_cannot_be_written_are_not_said_to_be_kept(
 ) -> None:
     full_disk(monkeypatch, after=2)
     out = tmp_path / "sweep.json"
-    flags = ["--length", "2", "--prompt", "ab", "--prompt", "cd", "--out", str(out)]
-    code, shown, errors = run("sweep", *common(models), *flags)
+    flags = ["--num-draft-tokens", "2", "--prompt", "ab", "--prompt", "cd", "--out", str(out)]
+    code, shown, errors = run("bench sweep", *common(models), *flags)
     assert code == 2
     assert "ms of 128 tokens" in shown
     said = [
@@ -188,26 +221,40 @@ def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Pat
     model.generation_config.eos_token_id = list(range(272))
     model.save_pretrained(tmp_path / "target")
     byte_tokenizer().save_pretrained(tmp_path / "target")
-    flags = [*common(tmp_path), "--length", "1", "--prompt", "ab", "--out", str(tmp_path / "sweep.json")]
-    code, _, errors = run("sweep", *flags)
+    flags = [
+        *common(tmp_path),
+        "--num-draft-tokens",
+        "1",
+        "--prompt",
+        "ab",
+        "--out",
+        str(tmp_path / "sweep.json"),
+    ]
+    code, _, errors = run("bench sweep", *flags)
     assert code == 2
     assert errors.splitlines()[-1].endswith(
         "all texts ended before anything could be timed; try --ignore-eos"
     )
-    assert run("sweep", *flags, "--ignore-eos")[0] == 0
+    assert run("bench sweep", *flags, "--ignore-eos")[0] == 0
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--length", "far"], "--length: got 'far'; it must be a number, auto, heuristic"),
-        (["--length", "-1"], "length: got '-1'"),
-        (["--length", "8"], "length: got 8 for texts of 16 tokens"),
         (
-            ["--length", "2", "--length", "12", "--length", "8"],
+            ["--num-draft-tokens", "far"],
+            "--num-draft-tokens: got 'far'; it must be a number, auto, heuristic",
+        ),
+        (["--num-draft-tokens", "-1"], "num-draft-tokens: got '-1'"),
+        (["--num-draft-tokens", "8"], "length: got 8 for texts of 16 tokens"),
+        (
+            ["--num-draft-tokens", "2", "--num-draft-tokens", "12", "--num-draft-tokens", "8"],
             "or at least 27 tokens (--max-new-tokens 27)",
         ),
-        (["--length", "600", "-m", "2000"], "length: Fixed(600) does not fit a context of 512 tokens"),
+        (
+            ["--num-draft-tokens", "600", "-m", "2000"],
+            "num_draft_tokens: Fixed(600) does not fit a context of 512 tokens",
+        ),
         (["--pair", "gpt5/gpt4"], "--target: given together with --pair"),
         (["--alpha", "0.5"], "--alpha: it is of a synthetic pair, and no --pair was given"),
         (["--context", "9"], "--context: it is of a synthetic pair, and no --pair was given"),
@@ -228,27 +275,27 @@ def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Pat
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_is_one_line(run: Run, models: Path, tmp_path: Path, words: list[str], why: str) -> None:
-    length = [] if "--length" in words else ["--length", "1"]
+    length = [] if "--num-draft-tokens" in words else ["--num-draft-tokens", "1"]
     out = [] if "--out" in words else ["--out", str(tmp_path / "sweep.json")]
-    code, shown, errors = run("sweep", *common(models), *length, *out, *words)
+    code, shown, errors = run("bench sweep", *common(models), *length, *out, *words)
     assert (code, shown) == (2, "")
     assert why in errors.splitlines()[-1]
     assert not (tmp_path / "sweep.json").exists()
 
 
 def test_a_pair_that_is_not_known_is_one_line(run: Run) -> None:
-    code, _, errors = run("sweep", "--pair", "gpt5/gpt4")
+    code, _, errors = run("bench sweep", "--pair", "gpt5/gpt4")
     assert code == 2
     assert errors.startswith("outpace: --pair: got 'gpt5/gpt4'; there are llama2-7b/1.3b")
 
 
 def test_prompts_that_do_not_fit_are_left_out(run: Run, models: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep.json"
-    flags = [*common(models), "--length", "1", "--out", str(out), "--prompt", "a" * 600]
-    code, _, errors = run("sweep", *flags)
+    flags = [*common(models), "--num-draft-tokens", "1", "--out", str(out), "--prompt", "a" * 600]
+    code, _, errors = run("bench sweep", *flags)
     assert code == 2
     assert "prompts: not one of them fits a context of 512 tokens" in errors.splitlines()[-1]
-    assert run("sweep", *flags, "--prompt", "ab")[0] == 0
+    assert run("bench sweep", *flags, "--prompt", "ab")[0] == 0
     assert json.loads(out.read_text())["prompts"] == 1
 
 
@@ -256,6 +303,8 @@ def test_a_file_without_prompts_is_one_line(run: Run, models: Path, tmp_path: Pa
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"nothing": 1}\n')
     out = str(tmp_path / "sweep.json")
-    code, _, errors = run("sweep", *common(models), "--length", "1", "--data", str(rows), "--out", out)
+    code, _, errors = run(
+        "bench sweep", *common(models), "--num-draft-tokens", "1", "--data", str(rows), "--out", out
+    )
     assert code == 2
     assert "rows.jsonl has no row that can be used" in errors.splitlines()[-1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outpace.bench.forecast import Figure
+from outpace.bench.forecast import SweepLine
 from outpace.cli import lines, measured, tables, tuned
 from outpace.cli.show import screen
 from outpace.report import measured as measured_page
@@ -48,10 +48,10 @@ def whole(shown: str) -> bool:
     )
 
 
-def swept(**changed: Any) -> list[Figure]:
-    names = {one.name for one in fields(Figure)}
+def swept(**changed: Any) -> list[SweepLine]:
+    names = {one.name for one in fields(SweepLine)}
     rows = [one for one in written.swept()["figures"] if one["temperature"] == 0]
-    return [Figure(**{name: one[name] for name in names} | changed) for one in rows]
+    return [SweepLine(**{name: one[name] for name in names} | changed) for one in rows]
 
 
 def content(draft: str | None = None) -> dict[str, Any]:

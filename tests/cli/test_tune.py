@@ -114,7 +114,7 @@ def test_a_table_is_kept_beside_the_configuration_that_names_it(
     assert code == 0, errors
     assert 'draft = "ngram:outpace.ngram.safetensors"' in out.read_text()
     monkeypatch.chdir(tmp_path.parent)
-    assert "kept" in generated(run, out)[1]
+    assert "accepted" in generated(run, out)[1]
 
 
 def test_no_draft_that_pays_is_said_and_written_down(
@@ -129,8 +129,8 @@ def test_no_draft_that_pays_is_said_and_written_down(
     assert "model.generate(**inputs)  # nothing more" in shown
     assert config.read(out)["draft"] == "none"
     assert "length" not in config.read(out)
-    assert "kept" not in generated(run, out)[1]
-    assert "kept" in generated(run, out, "--draft", "lookup")[1]
+    assert "accepted" not in generated(run, out)[1]
+    assert "accepted" in generated(run, out, "--draft", "lookup")[1]
     code, shown, _ = run("tune", *common(target, data), "none", "--budget", "10", "-o", str(out))
     assert code == 0
     assert "Do not speculate: no draft was named." in shown
@@ -188,7 +188,7 @@ def test_a_table_that_cannot_be_saved_leaves_what_was_found_on_the_screen(
     words = ["--drafts", "ngram", "--budget", "12", "-m", "32", "--batch", "1", "-o", str(out)]
     code, shown, errors = run("tune", *common(target, data), *words)
     assert code != 0
-    assert "Guess with ngram" in shown
+    assert "Draft with ngram" in shown
     assert "and no configuration was written" in errors
     assert not out.exists()
 
@@ -261,7 +261,7 @@ def test_no_time_is_no_verdict_and_leaves_the_configuration_as_it_is(
         (["--budget", "0"], "budget: got 0; it must be a number of seconds > 0"),
         (["--budget", "nan"], "budget: got nan"),
         (["--budget", "soon"], "--budget"),
-        (["--drafts", "random"], "--drafts: random guesses are never worth running"),
+        (["--drafts", "random"], "--drafts: random drafts are never worth running"),
         (["--drafts", "/nowhere/model"], "/nowhere/model: no such file or folder"),
         (["--drafts", "lookup", "ngram:/nowhere"], "/nowhere: no such file"),
         (["-d", "/a/model", "-d", "/b/model"], "--drafts: two have the same name"),
@@ -311,11 +311,11 @@ def test_results_and_another_output_in_one_file_are_refused(
     ("text", "why"),
     [
         (None, "no such file"),
-        ("lenght = 4", "unknown key 'lenght'"),
+        ("num_draft_token = 4", "unknown key 'num_draft_token'"),
         ("draft = 4", "draft: got 4; it must be a string"),
         ("= 4", "not a TOML file"),
         ('rule = "coin"', "rule: got 'coin'"),
-        ('length = "far"', "--length: got 'far'"),
+        ('num_draft_tokens = "far"', "--num-draft-tokens: got 'far'"),
         ('draft = "ngram:nowhere"', "nowhere: no such file"),
         ('device = "meta"', "device: meta holds no weights"),
     ],
@@ -347,17 +347,22 @@ def test_a_wrong_flag_is_not_blamed_on_the_configuration(run: Run, tmp_path: Pat
 
 def test_flags_win_over_the_configuration(run: Run, target: str, other: str, tmp_path: Path) -> None:
     path = tmp_path / "outpace.toml"
-    path.write_text(f'target = "{other}"\ndraft = "lookup"\nlength = 3\ndtype = "float32"\ndevice = "cpu"\n')
+    path.write_text(
+        f'target = "{other}"\ndraft = "lookup"\nnum_draft_tokens = 3\ndtype = "float32"\ndevice = "cpu"\n'
+    )
     words = ["generate", "ab ab ab", "--raw", "-m", "8", "--json", "--config", str(path)]
     code, shown, errors = run(*words)
     assert code == 0, errors
     assert "length   Fixed(3)" in json.loads(shown)["settings"]
-    code, shown, errors = run(*words, "--length", "auto", "--target", target, "--rule", "block")
+    code, shown, errors = run(*words, "--num-draft-tokens", "auto", "--target", target, "--rule", "block")
     assert code == 0, errors
     said = json.loads(shown)["settings"]
     assert {"rule     block", "length   Goodput(16)"} <= set(said)
     assert f"{target}: float32 on cpu" in errors
     code, shown, errors = run(*words, "--draft", "none")  # whose length was found for another draft
     assert code == 0, errors
-    code, _, errors = run(*words, "--draft", "none", "--length", "4")
-    assert (code, errors.splitlines()[-1]) == (2, "outpace: --length: nothing is guessed with --draft none")
+    code, _, errors = run(*words, "--draft", "none", "--num-draft-tokens", "4")
+    assert (code, errors.splitlines()[-1]) == (
+        2,
+        "outpace: --num-draft-tokens: nothing is drafted with --draft none",
+    )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import outpace
-from outpace import LookupDrafter, ModelDrafter, NGramDrafter, RandomDrafter, Sampling
+from outpace import LookupDrafter, ModelDrafter, NGramDrafter, RandomDrafter, SamplingParams
 from outpace.draft import lookup
 from outpace.draft.base import Draws, State
 from tests.tiny import V, byte_tokenizer, greedy, tiny
@@ -23,14 +23,14 @@ from hypothesis import strategies as st
 
 
 def state(
-    *texts: list[int], sampling: Sampling | None = None, g: int = 8, seed: int = 1, **changes: Any
+    *texts: list[int], sampling: SamplingParams | None = None, g: int = 8, seed: int = 1, **changes: Any
 ) -> State:
     rows = list(range(len(texts)))
     return State(
         changes.pop("rows", rows),
         texts,
         [1] * len(texts),
-        [sampling or Sampling()] * len(texts),
+        [sampling or SamplingParams()] * len(texts),
         torch.tensor([seed + row for row in rows]),
         [g] * len(texts),
         changes.pop("vocab_size", V),
@@ -142,7 +142,7 @@ def test_ngram_states_the_distribution_it_drew_from() -> None:
     first = int(draft.tokens[0, 0])
     follow = {1: torch.tensor([2, 0, 0, 1, 0]) / 3, 2: torch.tensor([1.0, 0, 0, 0, 0])}[first]
     torch.testing.assert_close(draft.logits[0, 1].softmax(-1), follow)
-    sharp = drafter.propose(state([0], vocab_size=5, sampling=Sampling(temperature=0)), 1)
+    sharp = drafter.propose(state([0], vocab_size=5, sampling=SamplingParams(temperature=0)), 1)
     assert sharp.tokens.tolist() == [[1]]
 
 
@@ -187,7 +187,7 @@ def test_ngram_names_what_does_not_fit(arguments: Any, message: str) -> None:
 
 
 def test_random_draws_alike_from_what_the_sampling_allows() -> None:
-    allowed = Sampling(logit_bias=dict.fromkeys(range(3, V), -torch.inf))
+    allowed = SamplingParams(logit_bias=dict.fromkeys(range(3, V), -torch.inf))
     draft = RandomDrafter(V).propose(state([1], sampling=allowed), 4)
     assert draft.logits is not None
     torch.testing.assert_close(draft.logits[0, 2].softmax(-1)[:4], torch.tensor([1, 1, 1, 0]) / 3)
@@ -199,7 +199,7 @@ def test_a_model_drafts_its_own_greedy_text_and_keeps_up_with_any_acceptance() -
     drafter = ModelDrafter(model)
     prompts = [[5, 6, 7], [1, 2, 3, 4, 5, 6]]
     texts = [list(prompt) for prompt in prompts]
-    sure = Sampling(temperature=0)
+    sure = SamplingParams(temperature=0)
     for kept in ([0, 4], [4, 4], [2, 0], [4, 1]):
         draft = drafter.propose(state(*texts, sampling=sure), 4)
         assert draft.logits is None
@@ -216,7 +216,7 @@ def test_a_model_drafts_its_own_greedy_text_and_keeps_up_with_any_acceptance() -
 
 def test_a_model_states_the_distribution_it_drew_from() -> None:
     model, text = tiny(), [5, 6, 7]
-    sampling = Sampling(temperature=0.7, repetition_penalty=1.5)
+    sampling = SamplingParams(temperature=0.7, repetition_penalty=1.5)
     draft = ModelDrafter(model).propose(state(text, sampling=sampling), 3)
     assert draft.logits is not None
     drafted = draft.tokens[0].tolist()
@@ -252,20 +252,25 @@ def test_drafts_are_drawn_in_float32_and_say_from_what(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=0.7, top_k=9, top_p=0.9), Sampling(repetition_penalty=1.2)]
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.7, top_k=9, top_p=0.9),
+        SamplingParams(repetition_penalty=1.2),
+    ],
 )
 def test_the_kernels_draws_make_the_same_texts(
-    monkeypatch: pytest.MonkeyPatch, rule: str, sampling: Sampling
+    monkeypatch: pytest.MonkeyPatch, rule: str, sampling: SamplingParams
 ) -> None:
-    """On a GPU tokens are drawn by `outpace.verify.sample`; here by the same function's form for CPUs."""
+    """On a GPU tokens are drawn by `verification.sample`; here by the same function's form for CPUs."""
 
     def texts() -> list[Any]:
-        decoder = outpace.Decoder(tiny(), tiny(seed=1), rule=rule, length=outpace.Fixed(3))
+        decoder = outpace.Decoder(tiny(), tiny(seed=1), rule=rule, num_draft_tokens=outpace.Fixed(3))
         return [
             decoder.generate(prompts, sampling, seed=3, max_new_tokens=20)
             for prompts in ([[5, 6, 7]], [[5, 6, 7], [9, 8], [30]])
         ]
 
-    usual = [[out.tokens for out in outs] for outs in texts()]
+    usual = [[out.token_ids for out in outs] for outs in texts()]
     monkeypatch.setattr("outpace.draft.base.has_kernel", lambda device: True)
-    assert [[out.tokens for out in outs] for outs in texts()] == usual
+    assert [[out.token_ids for out in outs] for outs in texts()] == usual

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import outpace
-from outpace import Decoder, Fixed, Sampling, TextDrafter
+from outpace import Decoder, Fixed, SamplingParams, TextDrafter
 from outpace.draft.language import TAIL, Language, Reading
 from tests.statistical import test_decoder as matrix
 from tests.tiny import byte_tokenizer, letter_tokenizer, tiny, tiny_seq2seq, trained, trained_tokenizer
@@ -22,7 +22,7 @@ TEXT = (
 )
 KINDS = {"bytes": ("bytes", 300), "words": ("bytes", 400), "pieces": ("pieces", 350)}
 PAIRS = list(itertools.product(KINDS, repeat=2))
-SURE = Sampling(temperature=0)
+SURE = SamplingParams(temperature=0)
 PROMPTS = ["Le café est", "東京の", "Wer früh übt, der", "12345 ist"]
 
 
@@ -48,9 +48,11 @@ def decoder(target: str, draft: str, model: Any = None, **options: Any) -> Decod
 def test_greedy_texts_are_plain_decodings_and_most_guesses_are_kept(target: str, draft: str) -> None:
     plain = Decoder(knowing(target), None, tokenizer(target))
     expected = plain.generate(PROMPTS, SURE, max_new_tokens=32)
-    outs = decoder(target, draft, length=4).generate(PROMPTS, SURE, max_new_tokens=32, batch_size=3)
-    assert [out.tokens for out in outs] == [out.tokens for out in expected]
-    drafted, accepted = (sum(getattr(out.stats, name) for out in outs) for name in ("drafted", "accepted"))
+    outs = decoder(target, draft, num_draft_tokens=4).generate(PROMPTS, SURE, max_new_tokens=32, batch_size=3)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
+    drafted, accepted = (
+        sum(getattr(out.stats, name) for out in outs) for name in ("draft_tokens", "accepted_tokens")
+    )
     print(f"{target} by {draft}: {accepted} of {drafted} kept")
     # A draft of whole words has never seen the parts that a finer target's text may end in.
     kept, share = (0.9, 0.6) if target == draft else (0.3, 0.3) if draft == "words" else (0.6, 0.5)
@@ -60,12 +62,12 @@ def test_greedy_texts_are_plain_decodings_and_most_guesses_are_kept(target: str,
 
 @pytest.mark.parametrize(("target", "draft"), [("bytes", "pieces"), ("pieces", "words"), ("words", "bytes")])
 def test_by_the_same_noise_the_text_is_plain_decodings(target: str, draft: str) -> None:
-    warm = Sampling(temperature=1.5)
+    warm = SamplingParams(temperature=1.5)
     plain = Decoder(knowing(target), None, tokenizer(target), rule="match")
     expected = plain.generate(PROMPTS, warm, seed=3, max_new_tokens=50)
     outs = decoder(target, draft, rule="match").generate(PROMPTS, warm, seed=3, max_new_tokens=50)
-    assert [out.tokens for out in outs] == [out.tokens for out in expected]
-    assert 0 < sum(out.stats.accepted for out in outs) < sum(out.stats.drafted for out in outs)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
+    assert 0 < sum(out.stats.accepted_tokens for out in outs) < sum(out.stats.draft_tokens for out in outs)
 
 
 @pytest.mark.parametrize("draft", KINDS)
@@ -75,15 +77,17 @@ def test_random_bytes_are_no_obstacle(draft: str) -> None:
     prompts = [[100, 101, 200], [50], [60, 61, 62, 63]]
     expected = Decoder(model).generate(prompts, SURE, max_new_tokens=40)
     drafter = TextDrafter(tiny(seed=1, vocab_size=len(tokenizer(draft))), tokenizer(draft), other)
-    outs = Decoder(model, drafter, length=3).generate(prompts, SURE, max_new_tokens=40)
-    assert [out.tokens for out in outs] == [out.tokens for out in expected]
+    outs = Decoder(model, drafter, num_draft_tokens=3).generate(prompts, SURE, max_new_tokens=40)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
 
 
 def test_the_matrix_tests_a_draft_that_is_kept_and_lost() -> None:
     outs = (
         matrix.Cell("text", length="f 3").decoder().generate(matrix.PROMPT, n=300, seed=1, max_new_tokens=5)
     )
-    drafted, accepted = (sum(getattr(out.stats, name) for out in outs) for name in ("drafted", "accepted"))
+    drafted, accepted = (
+        sum(getattr(out.stats, name) for out in outs) for name in ("draft_tokens", "accepted_tokens")
+    )
     assert 0.1 * drafted < accepted < 0.9 * drafted
     assert drafted > 300
 
@@ -97,12 +101,12 @@ def test_the_draft_reads_each_token_about_once(draft: str) -> None:
     )
     try:
         prompt = TEXT * 2
-        out = decoder(target, draft, length=3).generate(prompt, SURE, max_new_tokens=100)
+        out = decoder(target, draft, num_draft_tokens=3).generate(prompt, SURE, max_new_tokens=100)
     finally:
         hook.remove()
     assert fed[0] <= len(tokenizer(draft)(prompt).input_ids) + 2, "the prompt, and the first new token"
-    ratio = len(tokenizer(draft)(out.text).input_ids) / len(out.tokens)
-    assert sum(fed[1:]) < 3 * (3 + 1 + 1) * ratio * out.stats.target_calls, "guesses, and what replaced them"
+    ratio = len(tokenizer(draft)(out.text).input_ids) / len(out.token_ids)
+    assert sum(fed[1:]) < 3 * (3 + 1 + 1) * ratio * out.stats.target_passes, "guesses, and what replaced them"
     assert max(fed[1:]) < 30
 
 
@@ -164,48 +168,54 @@ def test_the_end_of_a_text_is_guessed(target: str, draft: str) -> None:
 
     model = ending(target)
     drafter = TextDrafter(ending(draft), tokenizer(draft), tokenizer(target))
-    out = Decoder(model, drafter, tokenizer(target), length=12).generate("Le", SURE, max_new_tokens=20)
+    out = Decoder(model, drafter, tokenizer(target), num_draft_tokens=12).generate(
+        "Le", SURE, max_new_tokens=20
+    )
     assert out.finish_reason == "stop"
     assert (out.text or "").strip() == "café est là."
-    assert out.stats.accepted + out.stats.target_calls > len(out.tokens), (
+    assert out.stats.accepted_tokens + out.stats.target_passes > len(out.token_ids), (
         "the end was a guess of the last call"
     )
 
 
 def test_slots_are_used_again() -> None:
     prompts = PROMPTS * 3
-    one = decoder("words", "pieces", length=3)
+    one = decoder("words", "pieces", num_draft_tokens=3)
     outs = one.generate(prompts, SURE, batch_size=2, max_new_tokens=20)
     again = one.generate(prompts, SURE, batch_size=5, max_new_tokens=20)
     plain = Decoder(knowing("words"), None, tokenizer("words"))
     expected = plain.generate(prompts, SURE, max_new_tokens=20)
-    assert [out.tokens for out in outs] == [out.tokens for out in again] == [out.tokens for out in expected]
-    first, last = (sum(out.stats.accepted for out in some) for some in (outs[:4], outs[8:]))
+    assert (
+        [out.token_ids for out in outs]
+        == [out.token_ids for out in again]
+        == [out.token_ids for out in expected]
+    )
+    first, last = (sum(out.stats.accepted_tokens for out in some) for some in (outs[:4], outs[8:]))
     assert last >= 0.7 * first > 0
 
 
 def test_a_draft_with_a_short_context_falls_silent() -> None:
     ids = tokenizer("pieces")(TEXT * 6).input_ids
     small = trained(ids, len(tokenizer("pieces")), steps=40, max_position_embeddings=64)
-    out = decoder("words", "pieces", small, length=3).generate(TEXT[:60], SURE, max_new_tokens=60)
+    out = decoder("words", "pieces", small, num_draft_tokens=3).generate(TEXT[:60], SURE, max_new_tokens=60)
     plain = Decoder(knowing("words"), None, tokenizer("words"))
-    assert out.tokens == plain.generate(TEXT[:60], SURE, max_new_tokens=60).tokens
-    assert 0 < out.stats.drafted < 60
+    assert out.token_ids == plain.generate(TEXT[:60], SURE, max_new_tokens=60).token_ids
+    assert 0 < out.stats.draft_tokens < 60
 
 
 def test_a_draft_of_nan_guesses_nothing_and_recovers() -> None:
     small = trained(tokenizer("pieces")(TEXT * 6).input_ids, len(tokenizer("pieces")), steps=20)
-    one = decoder("words", "pieces", small, length=3)
+    one = decoder("words", "pieces", small, num_draft_tokens=3)
     drafter: Any = one.drafter
     weight = small.model.norm.weight
     healthy = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(torch.nan)
-    assert one.generate(TEXT[:60], SURE, max_new_tokens=10).stats.drafted == 0
+    assert one.generate(TEXT[:60], SURE, max_new_tokens=10).stats.draft_tokens == 0
     with torch.no_grad():
         weight.copy_(healthy)
     drafter.forget()
-    assert one.generate(TEXT[:60], SURE, max_new_tokens=10).stats.drafted > 0
+    assert one.generate(TEXT[:60], SURE, max_new_tokens=10).stats.draft_tokens > 0
 
 
 def test_load_drafts_through_text_where_tokenizers_differ(tmp_path: Path) -> None:
@@ -214,12 +224,12 @@ def test_load_drafts_through_text_where_tokenizers_differ(tmp_path: Path) -> Non
         tokenizer(name).save_pretrained(tmp_path / name)
     said: list[str] = []
     folders = tmp_path / "words", tmp_path / "pieces"
-    options: Any = {"device": "cpu", "dtype": "float32", "pack": True, "length": 4}
+    options: Any = {"device": "cpu", "dtype": "float32", "pack": True, "num_draft_tokens": 4}
     one = outpace.load(*folders, **options, tell=said.append)
     assert any("its tokenizer is not the target's, so it drafts through text" in line for line in said)
     assert "drafter  TextDrafter, through text" in one.describe()
     out = one.generate(PROMPTS[0], SURE, max_new_tokens=30)
-    assert out.stats.accepted > 5
+    assert out.stats.accepted_tokens > 5
     same = outpace.load(folders[0], folders[0], device="cpu", dtype="float32", tell=said.append)
     assert isinstance(same.drafter, outpace.ModelDrafter)
 
@@ -237,11 +247,13 @@ def test_transformers_generate_takes_it() -> None:
 
 
 def test_an_engine_takes_its_guesses() -> None:
-    one, other = (decoder("words", "pieces", engine=engine, length=Fixed(3)) for engine in (True, False))
-    assert "TextDrafter guesses on the host" in one.describe()
+    one, other = (
+        decoder("words", "pieces", engine=engine, num_draft_tokens=Fixed(3)) for engine in (True, False)
+    )
+    assert "TextDrafter drafts on the host" in one.describe()
     texts = [each.generate("The", temperature=0, max_new_tokens=16) for each in (one, other)]
-    assert texts[0].tokens == texts[1].tokens
-    assert texts[0].stats.accepted == texts[1].stats.accepted > 0
+    assert texts[0].token_ids == texts[1].token_ids
+    assert texts[0].stats.accepted_tokens == texts[1].stats.accepted_tokens > 0
 
 
 class Mute:

@@ -84,7 +84,7 @@ def test_a_draft_that_is_the_target_is_always_kept() -> None:
 def test_the_kernels_write_the_same_text_as_the_eager_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     target, draft = pair()
-    package = importlib.import_module("outpace.verify")
+    package = importlib.import_module("outpace.verification.entry")
     with patched():
         monkeypatch.setattr(package, "_fused", lambda *_: False)
         expected = generated(target, draft)

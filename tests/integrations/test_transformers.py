@@ -139,7 +139,10 @@ def test_greedy_batches_with_padding_are_transformers_own(name: str) -> None:
     plain = target().generate(**batch(**asked, **ARGUMENTS[name]()))
     for draft in drafters()[slow:2] if slow else drafters():
         out = target().generate(
-            **batch(**asked, **ARGUMENTS[name]()), custom_generate=ours, draft=draft, length=Fixed(4)
+            **batch(**asked, **ARGUMENTS[name]()),
+            custom_generate=ours,
+            draft=draft,
+            num_draft_tokens=Fixed(4),
         )
         assert torch.equal(out.sequences, plain.sequences)
         ends = [out.sequences.shape[1] - IDS.shape[1]] * len(IDS)
@@ -159,9 +162,9 @@ def test_greedy_batches_with_padding_are_transformers_own(name: str) -> None:
 def test_a_target_that_drafts_for_itself_is_always_right() -> None:
     for name in ("nothing", "repetition_penalty", "logits_processor", "begin_suppress_tokens"):
         stats, asked = Stats(), batch(**ARGUMENTS[name](), max_new_tokens=21)
-        target().generate(**asked, custom_generate=ours, draft=target(), length=4, stats=stats)
-        assert stats.acceptance == 1, name
-        assert stats.tokens_per_call == 21 / 5
+        target().generate(**asked, custom_generate=ours, draft=target(), num_draft_tokens=4, stats=stats)
+        assert stats.acceptance_rate == 1, name
+        assert stats.tokens_per_pass == 21 / 5
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "match"])
@@ -188,7 +191,8 @@ def test_the_limit_may_be_a_total_length_or_come_from_criteria() -> None:
     ):
         plain = target().generate(**batch(**limit))
         assert torch.equal(
-            plain, target().generate(**batch(**limit), custom_generate=ours, draft=target(), length=8)
+            plain,
+            target().generate(**batch(**limit), custom_generate=ours, draft=target(), num_draft_tokens=8),
         )
 
 
@@ -206,18 +210,18 @@ def test_warpers_are_native_where_order_allows_and_processors_elsewhere() -> Non
     def made(*processors: Any, do_sample: bool = True) -> list[Any]:
         return samplings(processors, do_sample, IDS, prompts, IDS.device)
 
-    assert made(temperature, k, p)[0] == outpace.Sampling(temperature=0.7, top_k=9, top_p=0.8)
-    assert made(penalty, temperature)[1] == outpace.Sampling(temperature=0.7, repetition_penalty=1.2)
+    assert made(temperature, k, p)[0] == outpace.SamplingParams(temperature=0.7, top_k=9, top_p=0.8)
+    assert made(penalty, temperature)[1] == outpace.SamplingParams(temperature=0.7, repetition_penalty=1.2)
     padded = made(penalty, temperature)[0]  # before 5.23, the penalty of Transformers counts padding
     assert (padded.temperature, padded.repetition_penalty) == (0.7, 1)
     (given,) = padded.processors
     assert isinstance(given, Given)
     assert given.processors == (penalty,)
-    assert made(temperature, k, typical)[1] == outpace.Sampling(processors=[temperature, k, typical])
-    assert made(k, temperature)[1] == outpace.Sampling(temperature=0.7, processors=[k])
-    assert made(k, k)[1] == outpace.Sampling(top_k=9, processors=[k])
+    assert made(temperature, k, typical)[1] == outpace.SamplingParams(processors=[temperature, k, typical])
+    assert made(k, temperature)[1] == outpace.SamplingParams(temperature=0.7, processors=[k])
+    assert made(k, k)[1] == outpace.SamplingParams(top_k=9, processors=[k])
     assert made(TopKLogitsWarper(3, min_tokens_to_keep=5))[1].top_k == 0
-    assert made(penalty, k, do_sample=False)[1] == outpace.Sampling(
+    assert made(penalty, k, do_sample=False)[1] == outpace.SamplingParams(
         temperature=0, repetition_penalty=1.2, processors=[k]
     )
 
@@ -227,7 +231,7 @@ def test_a_penalty_that_ignores_padding_ignores_each_rows_own() -> None:
     penalty = transformers.RepetitionPenaltyLogitsProcessor(1.2)
     penalty.prompt_ignore_length = torch.tensor([2, 0, 4])
     first, whole, last = samplings([penalty], True, IDS, [[5, 6, 7], [9, 8, 7, 6, 5], [3]], IDS.device)
-    assert whole == outpace.Sampling(repetition_penalty=1.2)
+    assert whole == outpace.SamplingParams(repetition_penalty=1.2)
     for sampling, padding in ((first, 2), (last, 4)):
         (given,) = sampling.processors
         assert isinstance(given, Given)
@@ -238,7 +242,7 @@ def test_a_penalty_that_ignores_padding_ignores_each_rows_own() -> None:
     penalty.prompt_ignore_length = torch.tensor([0, 0, 0])
     each = samplings([penalty], True, IDS, [[1] * 5] * 3, IDS.device)
     assert each[0] is each[1] is each[2]
-    assert each[0] == outpace.Sampling(repetition_penalty=1.2)
+    assert each[0] == outpace.SamplingParams(repetition_penalty=1.2)
     assert isinstance(penalty.prompt_ignore_length, Tensor)  # it was left as it is
 
 
@@ -307,7 +311,7 @@ def test_sampled_tokens_have_exactly_the_targets_distribution(draft: str) -> Non
         num_return_sequences=n,
         custom_generate=ours,
         draft=small() if draft == "model" else outpace.LookupDrafter(min_ngram=1),
-        length=Fixed(1),
+        num_draft_tokens=Fixed(1),
         seed=20230213,
     )
     config = transformers.GenerationConfig(do_sample=True, **way)
@@ -361,7 +365,7 @@ def test_criteria_stop_inside_a_block_where_plain_generation_would(g: int) -> No
     ):
         asked |= {"eos_token_id": 60, "max_new_tokens": 30}
         plain = target().generate(**batch(**asked))
-        out = target().generate(**batch(**asked), custom_generate=ours, draft=target(), length=g)
+        out = target().generate(**batch(**asked), custom_generate=ours, draft=target(), num_draft_tokens=g)
         plain, out = (one if isinstance(one, Tensor) else one.sequences for one in (plain, out))
         assert torch.equal(out, plain)
         assert 6 < plain.shape[1] < 35
@@ -381,7 +385,7 @@ def test_a_criterion_is_asked_once_a_token_in_order() -> None:
     plain, drafted = Asked(), Asked()
     expected = target().generate(**asked, stopping_criteria=[plain])
     out = target().generate(
-        **asked, stopping_criteria=[drafted], custom_generate=ours, draft=target(), length=Fixed(4)
+        **asked, stopping_criteria=[drafted], custom_generate=ours, draft=target(), num_draft_tokens=Fixed(4)
     )
     assert torch.equal(out, expected)
     assert drafted.texts == plain.texts
@@ -402,7 +406,9 @@ def test_stop_strings_stop_where_transformers_stops() -> None:
     stops = [next(filter(str.isprintable, two_tokens_each(tokenizer, row[7:]))) for row in whole]
     criterion = StoppingCriteriaList([transformers.StopStringCriteria(tokenizer, stops)])
     plain = model.generate(**asked, stopping_criteria=criterion)
-    out = model.generate(**asked, stopping_criteria=criterion, custom_generate=ours, draft=model, length=6)
+    out = model.generate(
+        **asked, stopping_criteria=criterion, custom_generate=ours, draft=model, num_draft_tokens=6
+    )
     assert torch.equal(out, plain)
     assert plain.shape[1] - inputs.input_ids.shape[1] < 40
 
@@ -446,7 +452,7 @@ def test_a_text_streamer_prints_what_plain_generation_prints(capsys: pytest.Capt
         {"streamer": transformers.TextStreamer(tokenizer), "custom_generate": ours},
         {"custom_generate": functools.partial(ours, streamer=transformers.TextStreamer(tokenizer))},
     ):
-        model.generate(**asked, **streamed, draft=model, length=3)
+        model.generate(**asked, **streamed, draft=model, num_draft_tokens=3)
         printed = capsys.readouterr().out
         assert printed == plain
 
@@ -462,7 +468,12 @@ def test_an_iterator_streamer_ends_and_gets_blocks_as_they_come() -> None:
 
     streamer = Watched(tokenizer, skip_prompt=True, timeout=30)
     call = functools.partial(
-        model.generate, **asked, streamer=streamer, custom_generate=ours, draft=model, length=Fixed(3)
+        model.generate,
+        **asked,
+        streamer=streamer,
+        custom_generate=ours,
+        draft=model,
+        num_draft_tokens=Fixed(3),
     )
     thread = threading.Thread(target=call)
     thread.start()
@@ -549,7 +560,7 @@ def test_a_prompt_is_not_computed_again_in_the_next_call() -> None:
         "max_new_tokens": 3,
         "do_sample": False,
         "custom_generate": ours,
-        "length": 2,
+        "num_draft_tokens": 2,
     }
     first = model.generate(**asked, draft=draft)
     for counts, hook in (fed(model), fed(draft)):
@@ -650,11 +661,13 @@ def test_the_output_is_transformers_own_with_stats() -> None:
     stats = Stats()
     asked = batch(return_dict_in_generate=True)
     for calls in (1, 2):
-        out = target().generate(**asked, custom_generate=ours, draft=target(), length=3, stats=stats)
+        out = target().generate(
+            **asked, custom_generate=ours, draft=target(), num_draft_tokens=3, stats=stats
+        )
         assert isinstance(out, transformers.generation.GenerateDecoderOnlyOutput)
         assert (out.scores, out.logits, out.past_key_values) == (None, None, None)
         assert out.stats.new_tokens == 60
-        assert out.stats.acceptance == 1
+        assert out.stats.acceptance_rate == 1
         assert stats.new_tokens == 60 * calls
     assert out[0] is out.sequences
     scored = target().generate(
@@ -697,7 +710,7 @@ def test_the_output_is_transformers_own_with_stats() -> None:
         ),
         ({"rule": "guess"}, "rule: got 'guess'"),
         ({"lenience": 0.5, "rule": "block"}, "lenience: got 0.5"),
-        ({"length": "far"}, "length: got str 'far'"),
+        ({"num_draft_tokens": "far"}, "num_draft_tokens: got str 'far'"),
         ({"tempreature": 1.0}, "tempreature"),
     ],
 )
@@ -760,7 +773,7 @@ def test_suppressed_tokens_are_those_that_transformers_suppresses(length: int) -
 
 def test_a_decoder_can_be_used_again_and_again() -> None:
     model = tiny()
-    decoder = outpace.Decoder(model, "lookup", length=3)
+    decoder = outpace.Decoder(model, "lookup", num_draft_tokens=3)
     expected = model.generate(input_ids=IDS[:1], max_new_tokens=12, do_sample=False)
     for _ in range(2):
         found = model.generate(
@@ -783,20 +796,20 @@ def test_unusable_logits_name_the_row() -> None:
 
 
 def test_the_options_of_the_decoder_behind_it_hold_without_transformers() -> None:
-    decoder = outpace.Decoder(target(), target(), length=Fixed(4))
+    decoder = outpace.Decoder(target(), target(), num_draft_tokens=Fixed(4))
     whole = decoder.generate([9, 8, 7], temperature=0, max_new_tokens=20, scores=True, logits=True)
     assert whole.scores is not None
     assert whole.logits is not None
     assert whole.scores.shape == (20, V)
-    assert whole.scores.argmax(-1).tolist() == whole.tokens
+    assert whole.scores.argmax(-1).tolist() == whole.token_ids
     torch.testing.assert_close(whole.scores, whole.logits)
     sampled = decoder.generate(
-        [9, 8, 7], outpace.Sampling(0.7, top_k=5), seed=1, max_new_tokens=9, scores=True, logprobs=True
+        [9, 8, 7], outpace.SamplingParams(0.7, top_k=5), seed=1, max_new_tokens=9, scores=True, logprobs=True
     )
     assert sampled.logits is None
     assert sampled.scores is not None
     assert (sampled.scores.isfinite().sum(-1) == 5).all()
-    own = sampled.scores.log_softmax(-1).gather(1, torch.tensor(sampled.tokens)[:, None])[:, 0]
+    own = sampled.scores.log_softmax(-1).gather(1, torch.tensor(sampled.token_ids)[:, None])[:, 0]
     assert own.tolist() == pytest.approx(sampled.logprobs, abs=1e-5)
     for wanted in (1, 3, 7):
         asked: list[int] = []
@@ -808,7 +821,7 @@ def test_the_options_of_the_decoder_behind_it_hold_without_transformers() -> Non
         cut = decoder.generate(
             [9, 8, 7], temperature=0, max_new_tokens=20, stop_when=enough, scores=True, ignore_eos=True
         )
-        assert cut.tokens == asked == whole.tokens[:wanted]
+        assert cut.token_ids == asked == whole.token_ids[:wanted]
         assert cut.finish_reason == "stop"
         assert cut.scores is not None
         assert len(cut.scores) == wanted
@@ -823,9 +836,9 @@ def test_on_cuda_it_is_as_on_cpu_wherever_the_ids_are(name: str, given_on: str) 
     ends = StoppingCriteriaList([EndsIn()])
     where = {"input_ids": IDS.to(given_on), "attention_mask": MASK.to(given_on)}
     plain = model.generate(**batch(input_ids=IDS.cuda(), attention_mask=MASK.cuda(), **ARGUMENTS[name]()))
-    for guesser in (draft, model, "lookup"):
+    for proposer in (draft, model, "lookup"):
         asked = batch(**where, **ARGUMENTS[name](), return_dict_in_generate=True, output_scores=True)
-        out = model.generate(**asked, custom_generate=ours, draft=guesser)
+        out = model.generate(**asked, custom_generate=ours, draft=proposer)
         assert torch.equal(out.sequences.cpu(), plain.cpu())
         assert out.sequences.device.type == out.scores[0].device.type == given_on
     stopped = batch(**where, eos_token_id=60, stopping_criteria=ends)

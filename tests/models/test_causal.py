@@ -27,12 +27,12 @@ def test_greedy_text_is_that_of_transformers_alone_and_in_a_ragged_batch(family:
     expected = [greedy(model, prompt, 30) for prompt in PROMPTS]
     assert len({token for text in expected for token in text}) > 5, "texts must vary to mean anything"
     for draft in (tiny(family, seed=1), model, outpace.RandomDrafter(V), None):
-        decoder = outpace.Decoder(model, draft, length=outpace.Fixed(4))
+        decoder = outpace.Decoder(model, draft, num_draft_tokens=outpace.Fixed(4))
         batch = decoder.generate(PROMPTS, temperature=0, max_new_tokens=30)
-        assert [out.tokens for out in batch] == expected
+        assert [out.token_ids for out in batch] == expected
         if draft is None or draft is model:
             alone = [decoder.generate(prompt, temperature=0, max_new_tokens=30) for prompt in PROMPTS]
-            assert [out.tokens for out in alone] == expected
+            assert [out.token_ids for out in alone] == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,34 +81,34 @@ def passes(model: Any) -> list[int]:
 
 def test_a_prompt_that_begins_as_the_last_text_is_not_computed_again() -> None:
     model = tiny()
-    decoder = outpace.Decoder(model, length=0)
+    decoder = outpace.Decoder(model, num_draft_tokens=0)
     first = decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=10)
     seen = passes(model)
-    longer = [*PROMPTS[1], *first.tokens, 3, 3]
+    longer = [*PROMPTS[1], *first.token_ids, 3, 3]
     again = decoder.generate(longer, temperature=0, max_new_tokens=5)
     assert seen[0] == 3  # the last token of the first answer was never scored; two are new
-    assert again.tokens == greedy(model, longer, 5)
+    assert again.token_ids == greedy(model, longer, 5)
 
 
 def test_samples_of_one_prompt_share_its_computation() -> None:
     model = tiny()
-    decoder = outpace.Decoder(model, length=0)
+    decoder = outpace.Decoder(model, num_draft_tokens=0)
     seen: list[torch.Size] = []
     hook = lambda _, __, kwargs: seen.append(kwargs["input_ids"].shape)  # noqa: E731
     model.register_forward_pre_hook(hook, with_kwargs=True)
     texts = decoder.generate(PROMPTS[1], n=5, max_new_tokens=3, seed=1, temperature=1.0)
     assert seen == [(1, len(PROMPTS[1])), (5, 1), (5, 1)]
-    assert len({tuple(out.tokens) for out in texts}) > 1
+    assert len({tuple(out.token_ids) for out in texts}) > 1
 
 
 def test_changed_weights_are_not_answered_from_the_old_cache() -> None:
     model = tiny()
-    decoder = outpace.Decoder(model, length=0)
+    decoder = outpace.Decoder(model, num_draft_tokens=0)
     before = decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20)
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight.mul_(-1)
     after = decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20)
-    assert after.tokens == greedy(model, PROMPTS[1], 20) != before.tokens
+    assert after.token_ids == greedy(model, PROMPTS[1], 20) != before.token_ids
 
 
 def test_rows_share_a_beginning_with_a_neighbour() -> None:
@@ -170,9 +170,9 @@ def test_encoder_decoders_vision_models_and_headless_models_are_refused() -> Non
 
 def test_a_family_that_was_never_seen_is_checked_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("stablelm")
-    decoder = outpace.Decoder(model, model, length=3)
+    decoder = outpace.Decoder(model, model, num_draft_tokens=3)
     text = decoder.generate(PROMPTS[0], temperature=0, max_new_tokens=20)
-    assert text.tokens == greedy(model, PROMPTS[0], 20)
+    assert text.token_ids == greedy(model, PROMPTS[0], 20)
     honest = CausalScorer._new_masks
     monkeypatch.setattr(CausalScorer, "_new_masks", lambda self, at, reach: honest(self, at + 1, reach))
     with pytest.raises(ValueError, match="scores differently through a ragged cache"):
@@ -224,11 +224,11 @@ def test_peft_models_score_with_their_adapter() -> None:
     model = peft.get_peft_model(tiny(), peft.LoraConfig(task_type="CAUSAL_LM", **lora)).eval()
     expected = greedy(model, PROMPTS[1], 20)
     assert expected != greedy(tiny(), PROMPTS[1], 20)
-    decoder = outpace.Decoder(model, tiny(), length=3)
-    assert decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20).tokens == expected
+    decoder = outpace.Decoder(model, tiny(), num_draft_tokens=3)
+    assert decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20).token_ids == expected
     with model.disable_adapter():  # no weight changes, and the cache must know all the same
         plain = decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20)
-    assert plain.tokens == greedy(tiny(), PROMPTS[1], 20)
+    assert plain.token_ids == greedy(tiny(), PROMPTS[1], 20)
     learned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(ValueError, match="PEFT's prompt learning"):
         CausalScorer(peft.get_peft_model(tiny(), learned))
@@ -239,8 +239,8 @@ def test_models_placed_by_a_device_map_score_as_they_did() -> None:
     model = tiny("gemma2")
     expected = greedy(model, PROMPTS[1], 20)
     placed = accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
-    decoder = outpace.Decoder(placed, placed, length=3)
-    assert decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20).tokens == expected
+    decoder = outpace.Decoder(placed, placed, num_draft_tokens=3)
+    assert decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20).token_ids == expected
 
 
 def test_quantized_models_score_as_they_did() -> None:
@@ -248,14 +248,14 @@ def test_quantized_models_score_as_they_did() -> None:
     model = tiny(hidden_size=64, intermediate_size=128)
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     expected = greedy(model, PROMPTS[1], 20)
-    decoder = outpace.Decoder(model, model, length=3)
-    assert decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20).tokens == expected
+    decoder = outpace.Decoder(model, model, num_draft_tokens=3)
+    assert decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20).token_ids == expected
 
 
 def test_sixteen_bit_texts_differ_at_most_at_near_ties() -> None:
     model = tiny().bfloat16()
-    decoder = outpace.Decoder(model, model, length=3)
-    report = outpace.audit.audit(decoder, PROMPTS, samples=0, progress=False)
+    decoder = outpace.Decoder(model, model, num_draft_tokens=3)
+    report = outpace.audit(decoder, PROMPTS, samples=0, progress=False)
     assert report.passed, str(report)
 
 
@@ -309,11 +309,11 @@ def test_adapters_of_transformers_itself_are_never_answered_from_the_cache() -> 
         lora = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
         model.add_adapter(peft.LoraConfig(task_type="CAUSAL_LM", **lora), name)
     model.set_adapter("a")
-    decoder = outpace.Decoder(model.eval(), length=0)
+    decoder = outpace.Decoder(model.eval(), num_draft_tokens=0)
     decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20)
     model.set_adapter("b")
     out = decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20)
-    assert out.tokens == greedy(model, PROMPTS[1], 20)
+    assert out.token_ids == greedy(model, PROMPTS[1], 20)
 
 
 def test_the_row_that_shares_the_most_is_found() -> None:

@@ -421,7 +421,9 @@ def test_progress_is_one_bar_on_a_terminal(file: Path) -> None:
 
 
 def test_a_gguf_file_decodes_and_drafts(file: Path) -> None:
-    decoder = outpace.load(file, file, device="cpu", dtype="float32", length=3, tell=lambda line: None)
+    decoder = outpace.load(
+        file, file, device="cpu", dtype="float32", num_draft_tokens=3, tell=lambda line: None
+    )
     out = decoder.generate(PROMPT, max_new_tokens=12, temperature=0)
-    assert out.tokens == greedy(load(file)[0], PROMPT, 12)[: len(out.tokens)]
-    assert out.stats.tokens_per_call > 2
+    assert out.token_ids == greedy(load(file)[0], PROMPT, 12)[: len(out.token_ids)]
+    assert out.stats.tokens_per_pass > 2

@@ -64,7 +64,7 @@ def test_a_forward_pass_with_packed_weights_leaves_the_model_alone() -> None:
     model.register_forward_hook(
         lambda *_: seen.append(any("forward" in layer.__dict__ for layer in model.modules()))
     )
-    Decoder(model, length=Fixed(0), pack=True).generate([5, 6, 7], temperature=0, max_new_tokens=2)
+    Decoder(model, num_draft_tokens=Fixed(0), pack=True).generate([5, 6, 7], temperature=0, max_new_tokens=2)
     assert seen == [False, False]
 
 
@@ -78,33 +78,35 @@ def test_layers_with_somebody_elses_hook_are_left_alone() -> None:
 
 def test_weights_that_change_are_packed_anew() -> None:
     model = packable()
-    decoder = Decoder(model, length=Fixed(0), pack=True)
+    decoder = Decoder(model, num_draft_tokens=Fixed(0), pack=True)
     assert "weights packed" in decoder.describe()
     decoder.generate([5, 6, 7], temperature=0, max_new_tokens=8)
     with torch.no_grad():
         for layer in layers(model):
             layer.weight.zero_()
     # Nothing is left but the last layer's zeros: every logit is 0, and the first token wins.
-    assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=8).tokens == [0] * 8
+    assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=8).token_ids == [0] * 8
 
 
 def test_weights_that_change_unseen_are_packed_anew_by_forget() -> None:
     model = packable()
-    decoder = Decoder(model, length=Fixed(0), pack=True)
+    decoder = Decoder(model, num_draft_tokens=Fixed(0), pack=True)
     decoder.generate([5, 6, 7], temperature=0, max_new_tokens=8)
     for layer in layers(model):
         layer.weight.data.zero_()
     decoder.forget()
-    assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=8).tokens == [0] * 8
+    assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=8).token_ids == [0] * 8
 
 
 def test_two_decoders_of_one_model_may_work_at_once() -> None:
     model = packable()
-    decoders = [Decoder(model, length=Fixed(0), pack=True) for _ in range(2)]
+    decoders = [Decoder(model, num_draft_tokens=Fixed(0), pack=True) for _ in range(2)]
     texts: list[list[int]] = []
 
     def work(decoder: Decoder) -> None:
-        texts.extend(decoder.generate([5, 6, 7], temperature=0, max_new_tokens=12).tokens for _ in range(10))
+        texts.extend(
+            decoder.generate([5, 6, 7], temperature=0, max_new_tokens=12).token_ids for _ in range(10)
+        )
 
     threads = [threading.Thread(target=work, args=(decoder,)) for decoder in decoders]
     for thread in threads:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import outpace
-from outpace import Decoder, Fixed, Sampling
+from outpace import Decoder, Fixed, SamplingParams
 from outpace.draft.base import State
 from outpace.models.causal import fingerprint
 from outpace.models.seq2seq import Seq2SeqScorer
@@ -75,24 +75,24 @@ def test_greedy_texts_are_those_of_transformers(family: str, drafter: str | None
     }
     prompts = sources(family, *LENGTHS)
     expected = [greedy_of(model, prompt, 30) for prompt in prompts]
-    decoder = Decoder(model, made.get(drafter), length=Fixed(4))
+    decoder = Decoder(model, made.get(drafter), num_draft_tokens=Fixed(4))
     for batch_size in (None, 2):
         outs = decoder.generate(prompts, temperature=0, max_new_tokens=30, batch_size=batch_size)
-        assert [out.tokens for out in outs] == expected
+        assert [out.token_ids for out in outs] == expected
     if drafter == "self":
-        assert sum(out.stats.accepted for out in outs) == sum(out.stats.drafted for out in outs)
+        assert sum(out.stats.accepted_tokens for out in outs) == sum(out.stats.draft_tokens for out in outs)
     assert all(out.stats.encode_seconds > 0 for out in outs)
 
 
 @pytest.mark.parametrize("family", SEQ2SEQ)
 def test_match_writes_plain_decodings_texts(family: str) -> None:
     model, prompts = tiny_seq2seq(family), sources(family, *LENGTHS)
-    sampling = Sampling(temperature=0.9, top_p=0.9)
+    sampling = SamplingParams(temperature=0.9, top_p=0.9)
     plain, drafted = (
         Decoder(model, drafter, rule="match").generate(prompts, sampling, seed=[1, 2, 3], max_new_tokens=25)
         for drafter in (None, tiny_seq2seq(family, seed=1))
     )
-    assert [out.tokens for out in drafted] == [out.tokens for out in plain]
+    assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
 
 
 def test_an_encoder_that_both_have_works_once() -> None:
@@ -103,12 +103,12 @@ def test_an_encoder_that_both_have_works_once() -> None:
     calls: list[int] = []
     for model in (target, draft):
         model.get_encoder().register_forward_hook(lambda module, given, out: calls.append(len(given[0])))
-    decoder = Decoder(target, draft, length=Fixed(3))
+    decoder = Decoder(target, draft, num_draft_tokens=Fixed(3))
     outs = decoder.generate(prompts, temperature=0, max_new_tokens=12, n=2)
     assert sum(calls) == 3  # three sources, for two samples each, and for both models
-    assert [out.tokens for out in outs[::2]] == expected
+    assert [out.token_ids for out in outs[::2]] == expected
     calls.clear()
-    other = Decoder(target, tiny_seq2seq("whisper", seed=1), length=Fixed(3))
+    other = Decoder(target, tiny_seq2seq("whisper", seed=1), num_draft_tokens=Fixed(3))
     other.drafter.scorer.encoder.register_forward_hook(  # type: ignore[union-attr]
         lambda module, given, out: calls.append(-len(given[0]))
     )
@@ -119,7 +119,7 @@ def test_an_encoder_that_both_have_works_once() -> None:
 def test_copies_are_taken_from_what_the_encoder_reads() -> None:
     model = tiny_seq2seq("t5")
     source = Seq2SeqScorer(model).source(Source([20, 21, 22, 50, 51, 52], start=[1, 21, 22]))
-    state = State([0], [[1, 21, 22]], [3], [Sampling()], torch.tensor([0]), [3], V, torch.device("cpu"))
+    state = State([0], [[1, 21, 22]], [3], [SamplingParams()], torch.tensor([0]), [3], V, torch.device("cpu"))
     guess = outpace.LookupDrafter().propose(replace(state, sources=[source]), 3)
     assert guess.tokens.tolist() == [[50, 51, 52]]
     assert outpace.LookupDrafter().propose(state, 3).lengths == [0]
@@ -167,12 +167,12 @@ def test_a_source_whose_states_are_nan_leaves_nothing_behind() -> None:
     encoder, given = model.get_encoder(), sources("t5", 40, 40, 3, 2)
     first = Source(given[0])
     first.states[encoder] = fingerprint(encoder), torch.full((40, 32), torch.nan)
-    with pytest.warns(UserWarning, match="row 0"):
+    with pytest.warns(UserWarning, match="prompt 0"):
         outs = Decoder(model, "lookup").generate(
             [first, *given[1:]], temperature=0, max_new_tokens=4, batch_size=2
         )
     assert outs[0].finish_reason == "error"
-    assert [out.tokens for out in outs[1:]] == [greedy_of(model, one, 4) for one in given[1:]]
+    assert [out.token_ids for out in outs[1:]] == [greedy_of(model, one, 4) for one in given[1:]]
 
 
 @pytest.mark.parametrize("what", ["encoder", "module"])
@@ -188,7 +188,7 @@ def test_weights_that_change_are_noticed(what: str) -> None:
             old = model.get_decoder().layers[0].fc1
             model.get_decoder().layers[0].fc1 = torch.nn.Linear(old.in_features, old.out_features)
     found = decoder.generate(source, temperature=0, max_new_tokens=20)
-    assert found.tokens == greedy_of(model, source.ids, 20)
+    assert found.token_ids == greedy_of(model, source.ids, 20)
     assert source.start is None  # the caller's own is left alone
 
 
@@ -200,8 +200,8 @@ def test_drafts_that_cannot_hear_or_read_the_same_are_refused_or_guess_poorly() 
     target = tiny_seq2seq("bart")
     draft = tiny_seq2seq("bart", seed=1, max_position_embeddings=16, vocab_size=V - 20)
     prompt = sources("bart", 40)[0]
-    out = Decoder(target, draft, length=Fixed(3)).generate(prompt, temperature=0, max_new_tokens=25)
-    assert out.tokens == greedy_of(target, prompt, 25)
+    out = Decoder(target, draft, num_draft_tokens=Fixed(3)).generate(prompt, temperature=0, max_new_tokens=25)
+    assert out.token_ids == greedy_of(target, prompt, 25)
 
 
 def test_room_need_not_be_made_before() -> None:
@@ -222,4 +222,4 @@ def test_an_engine_is_not_for_them_yet() -> None:
     decoder = Decoder(tiny_seq2seq("t5"), engine=True)
     assert "has an encoder" in decoder.describe()
     out = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=5)
-    assert out.tokens == greedy_of(decoder.scorer.base, [5, 6, 7], 5)
+    assert out.token_ids == greedy_of(decoder.scorer.base, [5, 6, 7], 5)

@@ -52,18 +52,18 @@ def test_hooks_set_after_the_view_was_made_are_called() -> None:
 def test_a_module_replaced_after_the_view_was_made_is_used() -> None:
     model = tiny()
     decoder = Decoder(model)
-    before = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=4).tokens
+    before = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=4).token_ids
     head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
     torch.nn.init.zeros_(head.weight)
     model.lm_head = head
-    assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=4).tokens == [0] * 4 != before
+    assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=4).token_ids == [0] * 4 != before
 
 
 def test_the_configuration_of_a_model_is_the_same_during_a_forward_pass() -> None:
     model = tiny()
     seen = set()
     model.model.layers[0].register_forward_hook(lambda *_: seen.add(model.config._attn_implementation))
-    Decoder(model, tiny(seed=1), length=Fixed(3)).generate([5, 6, 7], max_new_tokens=8)
+    Decoder(model, tiny(seed=1), num_draft_tokens=Fixed(3)).generate([5, 6, 7], max_new_tokens=8)
     assert seen == {"sdpa"}
 
 
@@ -83,7 +83,7 @@ def test_interleaved_passes_of_threads_on_one_model_are_all_right(switching: Non
         logits = model(prompt).logits
     expected = model.generate(prompt, do_sample=False, max_new_tokens=8, pad_token_id=0)
     passes, errors = 0, list[BaseException]()
-    decoder = Decoder(model, small, length=Fixed(2))
+    decoder = Decoder(model, small, num_draft_tokens=Fixed(2))
 
     def forward() -> int:
         with torch.inference_mode():
@@ -92,8 +92,8 @@ def test_interleaved_passes_of_threads_on_one_model_are_all_right(switching: Non
 
     def decode() -> int:
         out = decoder.generate(prompt[0], temperature=0, max_new_tokens=8, ignore_eos=True)
-        assert out.tokens == expected[0, 3:].tolist()
-        return int(out.stats.target_calls)
+        assert out.token_ids == expected[0, 3:].tolist()
+        return int(out.stats.target_passes)
 
     def inside() -> int:
         stats = outpace.Stats()
@@ -107,7 +107,7 @@ def test_interleaved_passes_of_threads_on_one_model_are_all_right(switching: Non
             stats=stats,
         )
         assert found.tolist() == expected.tolist()
-        return stats.target_calls
+        return stats.target_passes
 
     def work(one: Callable[[], int]) -> None:
         nonlocal passes
@@ -173,7 +173,7 @@ def test_a_forward_set_on_a_module_after_the_first_call_is_used() -> None:
     decoder = Decoder(model)
     decoder.generate([5, 6, 7], temperature=0, max_new_tokens=4)
     model.lm_head.forward = lambda x: torch.zeros(*x.shape[:-1], model.config.vocab_size)
-    assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=4).tokens == [0] * 4
+    assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=4).token_ids == [0] * 4
 
 
 def test_switched_adapters_are_seen_where_the_inner_model_was_given() -> None:
@@ -185,7 +185,7 @@ def test_switched_adapters_are_seen_where_the_inner_model_was_given() -> None:
     decoder = Decoder(model)
     for name in ("a", "b", "a"):
         wrapped.set_adapter(name)
-        text = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=8, ignore_eos=True).tokens
+        text = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=8, ignore_eos=True).token_ids
         expected = model.generate(
             torch.tensor([[5, 6, 7]]), do_sample=False, max_new_tokens=8, pad_token_id=0
         )

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from outpace import theory
+from outpace.bench import theory
+from outpace.checks.errors import small
 from outpace.report import timeline, tokens
 from outpace.report.page import page
 from outpace.report.section import Speed
 from outpace.report.source import source
 from outpace.report.verdict import verdicts
-from outpace.wording import small
 from tests.report.markup import Markup
 from tests.report.written import DRAFTS, measured, swept, tuned
 
@@ -23,7 +23,7 @@ EVIL = "<script>alert('$x$ & \"y\"')</script>"
 
 @pytest.fixture(scope="module")
 def whole() -> str:
-    return page([("tune.json", tuned()), ("sweep.json", swept()), ("measure.json", measured())])
+    return page([("tune.json", tuned()), ("sweep.json", swept()), ("alpha.json", measured())])
 
 
 def verdict(contents: list[dict[str, Any]]) -> str:
@@ -158,7 +158,7 @@ def test_names_and_texts_are_words_and_never_markup() -> None:
     evil[2]["drafts"] = evil[2]["drafts"][:1]
     evil[2]["drafts"][0] |= {"blocks": None, "autocorrelation": []}
     evil[2]["drafts"][0]["by_domain"] = {EVIL: {"alpha": 0.5}}
-    evil[2]["trace"] |= {"draft": EVIL, "pieces": [[EVIL, "kept"], [EVIL, '"><script>']]}
+    evil[2]["trace"] |= {"draft": EVIL, "pieces": [[EVIL, "accepted"], [EVIL, '"><script>']]}
     made = page([(f"{EVIL}.json", one) for one in evil])
     found = Markup(made)
     assert "<script" not in made
@@ -178,7 +178,7 @@ def test_the_verdict_is_the_best_there_is() -> None:
     assert verdict([open_]) == open_["verdict"]
     assert verdict([open_, fast]) == verdict([fast])
     best = theory.speedup(0.812, 6, 1.9 / 20.5)
-    said = f"Guess with org/Draft-0.5B, g = 6, greedy: {best:.2f} times as fast as plain decoding"
+    said = f"Draft with org/Draft-0.5B, g = 6, greedy: {best:.2f} times as fast as plain decoding"
     assert verdict([measured(), fast]).startswith(said)
     for one in slow["figures"]:
         one |= {"speedup": one["speedup"] / 4, "interval": None}
@@ -188,7 +188,7 @@ def test_the_verdict_is_the_best_there_is() -> None:
     for one in slow["figures"]:
         one |= {"speedup": 1.01, "interval": [0.97, 1.05]}
     assert verdict([slow]).startswith("It is not sure that speculation pays")
-    said = "Guess with org/Draft-0.5B, g = 5: 2.13 times as fast as plain decoding (2.08 to 2.19 over α's"
+    said = "Draft with org/Draft-0.5B, g = 5: 2.13 times as fast as plain decoding (2.08 to 2.19 over α's"
     assert verdict([measured()]).startswith(said)
     lenient = measured()
     lenient["drafts"] = [
@@ -203,7 +203,7 @@ def test_a_draft_is_recommended_only_if_it_pays_in_all_of_the_interval_of_alpha(
     content = measured()
     fast, sure = content["drafts"]
     fast["predicted_interval"] = [0.71, 2.9]
-    assert verdict([content]).startswith("Guess with ngram:texts.arpa, g = 3: 1.31 times as fast")
+    assert verdict([content]).startswith("Draft with ngram:texts.arpa, g = 3: 1.31 times as fast")
     sure["predicted_interval"] = [1.0, 1.4]
     assert verdict([content]).startswith(
         "It is not known whether speculation pays: org/Draft-0.5B, g = 5: 2.13 times as fast as plain "
@@ -387,8 +387,12 @@ def test_formulas_say_why_their_best_g_is_not_the_measured_one(whole: str) -> No
 
 def test_blocks_of_the_trace_are_to_scale() -> None:
     iterations = [
-        {"phases": {"target": 0.06, "other": 0.01}, "drafted": 0, "accepted": 0},  # the prompt
-        {"phases": {"draft": 0.02, "target": 0.03, "unknown": 0.01}, "drafted": 2, "accepted": 2},
+        {"phases": {"target": 0.06, "other": 0.01}, "num_draft_tokens": 0, "num_accepted": 0},  # the prompt
+        {
+            "phases": {"draft": 0.02, "target": 0.03, "unknown": 0.01},
+            "num_draft_tokens": 2,
+            "num_accepted": 2,
+        },
     ]
     drawn = Markup(str(timeline.draw(iterations, 0.03)))
     blocks = [(one["class"], one["x"], one["width"]) for one in drawn.all("rect")]
@@ -412,12 +416,12 @@ def test_blocks_of_the_trace_are_to_scale() -> None:
 
 def test_a_line_of_text_is_an_iteration() -> None:
     pieces = [
-        ["a", "kept"],
+        ["a", "accepted"],
         ["b", "correction"],
         ["c", "plain"],
-        ["d\n", "kept"],
+        ["d\n", "accepted"],
         ["e", "bonus"],
-        ["f", "kept"],
+        ["f", "accepted"],
     ]
     made = tokens.lines(pieces)
     assert [[text for text, _ in one] for one in made] == [["a", "b"], ["c"], ["d⏎", "e"], ["f"]]

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from outpace import theory
+from outpace.bench import theory
 
 MACHINE = {
     "device": "Some GPU <80 GB>",
@@ -71,17 +71,17 @@ def measured() -> dict[str, Any]:
     iterations = [
         {
             "phases": {name: s * (1 + 0.05 * (i % 3)) for name, s in phases.items()},
-            "drafted": 4,
-            "accepted": n,
+            "num_draft_tokens": 4,
+            "num_accepted": n,
         }
         for i, n in enumerate(kept)
     ]
     words = iter([f"{word} " for word in (TEXT * 4).split(" ")])
     pieces = []
     for n in kept:
-        pieces += [[next(words), "kept"] for _ in range(n)]
+        pieces += [[next(words), "accepted"] for _ in range(n)]
         pieces.append([next(words), "bonus" if n == 4 else "correction"])
-    return about("measure", "outpace measure -t org/Target-7B -d org/Draft-0.5B -d ngram:texts.arpa") | {
+    return about("alpha", "outpace bench alpha -t org/Target-7B -d org/Draft-0.5B -d ngram:texts.arpa") | {
         "sampling": {"temperature": 0.8, "top_k": 0, "top_p": 0.95},
         "prompts": 40,
         "tokens": 10240,
@@ -124,7 +124,7 @@ def swept() -> dict[str, Any]:
                         "acceptance": alpha if n else None,
                         "alpha": alpha + 0.01 if n else None,
                         "c": step / 20.5,
-                        "tokens_per_call": tokens,
+                        "tokens_per_pass": tokens,
                         "loop_ms": loop,
                         "speedup": speed,
                         "interval": [0.95 * speed, 1.06 * speed] if n else None,
@@ -132,7 +132,7 @@ def swept() -> dict[str, Any]:
                         "predicted_simple": None if isinstance(g, str) else 1.1 * speed,
                     }
                 )
-    return about("sweep", "outpace sweep -t org/Target-7B --lengths 0,1,2") | {
+    return about("sweep", "outpace bench sweep -t org/Target-7B --lengths 0,1,2") | {
         "prompts": 40,
         "batch": 1,
         "settings": {"max_new_tokens": 64},
@@ -167,7 +167,7 @@ def tuned() -> dict[str, Any]:
         "spent_seconds": 412.5,
         "candidates": candidates,
         "chosen": candidates[0],
-        "verdict": "Guess with org/Draft-0.5B, g = auto: 2.07 times as fast as plain decoding.",
+        "verdict": "Draft with org/Draft-0.5B, g = auto: 2.07 times as fast as plain decoding.",
         "config": '{"target": "org/Target-7B", "draft": "org/Draft-0.5B"}',
         "transformers": "model.generate(**inputs, custom_generate=outpace.generate, draft=small)",
         "vllm": "vllm serve org/Target-7B --speculative-config '{\"num_speculative_tokens\": 5}'",
@@ -202,9 +202,10 @@ def evaluated(temperature: float = 0.0, rows: int = 4) -> list[dict[str, Any]]:
                     "tokens": [[1, 2, 3]],
                     "seconds": (2.0 + row) / faster,
                     "stats": {
-                        "new_tokens": 60, "target_calls": 60 if side == "plain" else 25,
-                        "drafted": 0 if side == "plain" else 100, "accepted": 0 if side == "plain" else 35,
-                        "drafted_by_position": [], "accepted_by_position": [],
+                        "new_tokens": 60, "target_passes": 60 if side == "plain" else 25,
+                        "draft_tokens": 0 if side == "plain" else 100,
+                        "accepted_tokens": 0 if side == "plain" else 35,
+                        "draft_tokens_by_position": [], "accepted_by_position": [],
                     },
                     "judged": [{"ROUGE-1": 30.0 + row, "ROUGE-2": 10.0 + row, "ROUGE-L": 20.0 + row}],
                 }

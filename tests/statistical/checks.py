@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 import outpace
-from outpace import random
-from outpace.random import Stream
-from outpace.sampling import Prefix, Sampling, adjust
-from outpace.verify import rules
+from outpace.sampling import Prefix, SamplingParams, adjust, random
+from outpace.sampling.random import Stream
+from outpace.verification import rules
+from tests import tiers
 from tests.statistical import chisquare
 from tests.statistical import enumeration as exact
 from tests.statistical.enumeration import Endings, Floats
 
-MILLION = 1_000_000
 BEFORE = [0, 1, 1, 0, 1]  # the text before every drafted block
 
 
@@ -35,8 +34,8 @@ class Case:
     rule: str = "token"
     V: int = 3
     g: int = 2
-    sampling: Sampling = field(default_factory=Sampling)
-    draft_sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    draft_sampling: SamplingParams = field(default_factory=SamplingParams)
     draft: str = "soft"  # soft: inverse CDF; gumbel: Gumbel noise; point: argmax, declared as such
     ragged: bool = False
     lenience: float = 1.0
@@ -45,10 +44,10 @@ class Case:
     @property
     def drafting(self) -> Case:
         """The same for all that may judge the same drafts."""
-        return replace(self, rule="", lenience=1.0, sampling=Sampling(), ragged=False)
+        return replace(self, rule="", lenience=1.0, sampling=SamplingParams(), ragged=False)
 
     def __str__(self) -> str:
-        def short(sampling: Sampling) -> str:
+        def short(sampling: SamplingParams) -> str:
             parts = [("T", sampling.temperature, 1.0), ("k", sampling.top_k, 0), ("p", sampling.top_p, 1.0)]
             parts += [("m", sampling.min_p, 0.0), ("r", sampling.repetition_penalty, 1.0)]
             parts += [("f", sampling.frequency_penalty, 0.0), ("o", sampling.presence_penalty, 0.0)]
@@ -61,6 +60,11 @@ class Case:
             f"{self.rule}-V{self.V}-g{self.g}-{short(self.sampling)}/{short(self.draft_sampling)}-{self.draft}"
             f"{'-ragged' if self.ragged else ''}{f'-l{self.lenience:g}' if self.lenience < 1 else ''}-{kind}"
         )
+
+
+def number_of_draws() -> int:
+    """Return the draws of one cell, by the tier."""
+    return 1_000_000 if tiers.full else 500_000
 
 
 def trees(case: Case, device: str = "cpu") -> tuple[list[Tensor], list[Tensor]]:
@@ -103,8 +107,12 @@ def drafted(
     return seed, start, *draft_block(case, trees(case, device)[1], seed, start)
 
 
-def check_joint(case: Case, draws: int = MILLION, device: str = "cpu") -> None:
-    """(kept tokens, next token) has the enumerated distribution, at a million draws."""
+def check_joint(case: Case, draws: int | None = None, device: str = "cpu") -> None:
+    """Assert that (accepted tokens, next token) has the enumerated distribution.
+
+    A million draws in the full tier, 500,000 in the default one.
+    """
+    draws = draws or number_of_draws()
     target, draft = trees(case, device)
     seed, start, tokens, nodes = drafted(draft_block, case.drafting, draws, device)
     lengths = torch.arange(draws, device=device) % (case.g + 1) if case.ragged else None
@@ -134,7 +142,7 @@ def check_joint(case: Case, draws: int = MILLION, device: str = "cpu") -> None:
     chisquare.agrees(counts, expected, str(case))
 
 
-def adjusted(logits: Tensor, sampling: Sampling, V: int) -> Tensor:
+def adjusted(logits: Tensor, sampling: SamplingParams, V: int) -> Tensor:
     """Adjusted logits after every prefix of one length, `[V**i, V]`; the text before the block is BEFORE."""
     depth = 0
     while V**depth < len(logits):
@@ -160,7 +168,7 @@ def outcome_codes(case: Case, nodes: Tensor, verdict: outpace.Verdict) -> Tensor
 
 
 def expected_joint(case: Case, target: list[Tensor], draft: list[Tensor], length: int) -> Floats:
-    def probabilities(tree: list[Tensor], sampling: Sampling) -> list[Floats]:
+    def probabilities(tree: list[Tensor], sampling: SamplingParams) -> list[Floats]:
         return [np.asarray(adjusted(z.cpu().double(), sampling, case.V).softmax(-1)) for z in tree]
 
     p, q = probabilities(target, case.sampling), probabilities(draft, case.draft_sampling)
@@ -176,7 +184,7 @@ def expected_joint(case: Case, target: list[Tensor], draft: list[Tensor], length
         return exact.joint(p, q, length, endings[case.rule])
     rule = rules.parse(case.rule)
 
-    def squash(tree: list[Tensor], sampling: Sampling) -> list[Floats]:
+    def squash(tree: list[Tensor], sampling: SamplingParams) -> list[Floats]:
         return [
             np.asarray(
                 ((adjust(z.cpu().double(), sampling) - rule.alpha) / (rule.beta - rule.alpha)).sigmoid()
@@ -188,11 +196,14 @@ def expected_joint(case: Case, target: list[Tensor], draft: list[Tensor], length
     return exact.joint(p, q, length, exact.sigmoid(squash(target, case.sampling), q_hat))
 
 
-def check_text(rule: str, draws: int = MILLION, g: int = 3, draft: str = "soft", device: str = "cpu") -> None:
+def check_text(
+    rule: str, draws: int | None = None, g: int = 3, draft: str = "soft", device: str = "cpu"
+) -> None:
     """The first tokens of a text that took several iterations are distributed as the target's own.
 
     Target and draft are Markov chains; every row goes its own way through them, at positions of its own.
     """
+    draws = draws or number_of_draws()
     V, length = 3, 4
     generator = torch.Generator().manual_seed(2)
     target = (1.5 * torch.randn(V, V, generator=generator)).to(device)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy.typing as npt
 
-from outpace.pearson import p_value
+from outpace.auditing.pearson import p_value
 
 ALARM = 1e-9
 MANY, SOME = 1000, 100

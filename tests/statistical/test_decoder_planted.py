@@ -10,20 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import Decoder, Fixed, Sampling, Step, decode, guess, random
+from outpace import Decoder, Fixed, SamplingParams, Step
+from outpace import decoder as decoding
 from outpace.draft.base import Draft, Draws
 from outpace.draft.model import ModelDrafter
+from outpace.engine import drafting
+from outpace.engine.graph import Engine
+from outpace.engine.graph import State as EngineState
+from outpace.engine.inputs import DraftInputs
+from outpace.engine.sequence import Row
+from outpace.engine.text import Detokenizer
 from outpace.models import fused
 from outpace.models.cache import RaggedCache
 from outpace.models.causal import CausalScorer
-from outpace.models.compiled import Engine
-from outpace.models.compiled import State as EngineState
-from outpace.models.guesses import Guesses
-from outpace.rows import Row
-from outpace.sampling import Prefix
-from outpace.text import Text
-from outpace.verify import eager
-from outpace.verify.block import Block
+from outpace.sampling import Prefix, random
+from outpace.verification import eager
+from outpace.verification.block import Block
 from tests.statistical.test_decoder import Cell, joint_distribution_is_exact
 from tests.tiny import byte_tokenizer, greedy, tiny
 
@@ -39,7 +41,7 @@ def keeps_one_draft_too_many(patch: pytest.MonkeyPatch) -> None:
     def iteration(self: Decoder, rows: list[Row]) -> list[Step]:
         steps = honest(self, rows)
         for row, step in zip(rows, steps, strict=True):
-            if step.accepted < step.drafted:
+            if step.num_accepted < step.num_draft_tokens:
                 self.scorer._lengths[row.slot] += 1
         return steps
 
@@ -65,7 +67,7 @@ def penalties_miss_the_last_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def processors_are_not_set_back(patch: pytest.MonkeyPatch) -> None:
-    verify = importlib.import_module("outpace.verify")
+    verify = importlib.import_module("outpace.verification.entry")
     honest = verify.process
 
     def process(*arguments: Any, **named: Any) -> Any:
@@ -77,13 +79,13 @@ def processors_are_not_set_back(patch: pytest.MonkeyPatch) -> None:
 
 def noise_depends_on_the_batch(patch: pytest.MonkeyPatch) -> None:
     """Every row in a batch is drawn with the first one's noise."""
-    honest = guess.seeds
+    honest = drafting.seeds
 
     def seeds(rows: Any, device: Any) -> Any:
         return honest(rows, device)[:1].expand(len(rows))
 
-    patch.setattr(guess, "seeds", seeds)
-    patch.setattr(decode, "seeds", seeds)
+    patch.setattr(drafting, "seeds", seeds)
+    patch.setattr(decoding, "seeds", seeds)
 
 
 def drafts_hide_their_temperature(patch: pytest.MonkeyPatch) -> None:
@@ -94,7 +96,7 @@ def drafts_hide_their_temperature(patch: pytest.MonkeyPatch) -> None:
         return honest(tokens, None if logits is None else logits * 2, lengths, told)
 
     draft.chosen = honest.chosen  # type: ignore[attr-defined]
-    patch.setattr(guess, "Draft", draft)
+    patch.setattr(drafting, "Draft", draft)
 
 
 def guesses_that_look_unlikely_are_dropped(patch: pytest.MonkeyPatch) -> None:
@@ -150,9 +152,9 @@ def the_engine_hides_its_drafts_temperature(patch: pytest.MonkeyPatch) -> None:
     """What is said to have been drawn from is not."""
     honest = Engine._propose
 
-    def propose(self: Engine, *arguments: Any) -> Guesses:
+    def propose(self: Engine, *arguments: Any) -> DraftInputs:
         made = honest(self, *arguments)
-        return made if made.logits is None else Guesses(made.tokens, made.logits * 2)
+        return made if made.logits is None else DraftInputs(made.tokens, made.logits * 2)
 
     patch.setattr(Engine, "_propose", propose)
 
@@ -207,9 +209,9 @@ def test_rows_that_read_their_neighbours_are_caught_by_their_texts(monkeypatch: 
     expected = [text[: text.index(end) + 1] if end in text else text for text in texts]
 
     def as_alone() -> bool:
-        decoder = Decoder(tiny(), tiny(seed=1), length=Fixed(2))
+        decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(2))
         outs = decoder.generate(prompts, temperature=0, max_new_tokens=20, stop_tokens=[end], batch_size=3)
-        return [out.tokens for out in outs] == expected
+        return [out.token_ids for out in outs] == expected
 
     assert as_alone()
     monkeypatch.setattr(RaggedCache, "swap", lambda self, one, other, length: None)
@@ -229,10 +231,10 @@ def test_a_draft_cache_that_is_not_caught_up_is_caught_by_its_acceptance(
         return honest(self, state)
 
     def acceptance() -> float:
-        decoder = Decoder(tiny(), tiny(), length=Fixed(3))
-        out = decoder.generate([5, 6, 7], Sampling(temperature=0), max_new_tokens=40)
-        assert out.tokens == greedy(tiny(), [5, 6, 7], 40)
-        return out.stats.acceptance
+        decoder = Decoder(tiny(), tiny(), num_draft_tokens=Fixed(3))
+        out = decoder.generate([5, 6, 7], SamplingParams(temperature=0), max_new_tokens=40)
+        assert out.token_ids == greedy(tiny(), [5, 6, 7], 40)
+        return out.stats.acceptance_rate
 
     assert acceptance() == 1
     monkeypatch.setattr(ModelDrafter, "_catch_up", catch_up)
@@ -242,7 +244,7 @@ def test_a_draft_cache_that_is_not_caught_up_is_caught_by_its_acceptance(
 def test_a_stop_string_missed_across_a_border_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_tokenizer()
     target = tiny(vocab_size=272)
-    decoder = Decoder(target, target, tokenizer, length=Fixed(4))
+    decoder = Decoder(target, target, tokenizer, num_draft_tokens=Fixed(4))
     whole = decoder.generate("abc", temperature=0, max_new_tokens=40)
     assert whole.text is not None
     stop = whole.text[9:12]
@@ -253,10 +255,10 @@ def test_a_stop_string_missed_across_a_border_is_caught(monkeypatch: pytest.Monk
 
     assert stopped()
 
-    def add(self: Text, new: str) -> bool:
+    def add(self: Detokenizer, new: str) -> bool:
         self.text += new
         self._ends.append((len(self.text), len(self._tokens) - 1))
         return any(stop in new for stop in self._stops)  # looks inside the new token alone
 
-    monkeypatch.setattr(Text, "_add", add)
+    monkeypatch.setattr(Detokenizer, "_add", add)
     assert not stopped()

@@ -1,17 +1,21 @@
-"""Every rule, vocabulary, draft length, sampling, draft kind: the joint distribution at a million draws a
-cell."""
+"""Every rule, vocabulary, draft length, sampling, draft kind: the joint distribution of what is accepted.
+
+The full tier has every cell, the default one every pair of such values.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 import pytest
 import torch
 
 import outpace
-from outpace import random
-from outpace.random import Stream
-from outpace.sampling import Sampling
+from outpace.sampling import SamplingParams, random
+from outpace.sampling.random import Stream
+from tests import tiers
 from tests.statistical import chisquare
-from tests.statistical.checks import Case, check_joint, check_text
+from tests.statistical.checks import Case, check_joint, check_text, number_of_draws
 
 pytestmark = pytest.mark.statistical
 
@@ -19,10 +23,10 @@ EXACT = ("token", "block", "match")
 APPROXIMATE = "sigmoid(-2, 2)"
 SIZES = ((2, 1), (3, 2), (4, 3))
 SAMPLINGS = (  # of the target, of the draft
-    (Sampling(), Sampling()),
-    (Sampling(temperature=0.7, top_k=2), Sampling(temperature=0.7, top_k=2)),
-    (Sampling(top_p=0.8), Sampling(temperature=1.3, min_p=0.1)),
-    (Sampling(temperature=0), Sampling()),
+    (SamplingParams(), SamplingParams()),
+    (SamplingParams(temperature=0.7, top_k=2), SamplingParams(temperature=0.7, top_k=2)),
+    (SamplingParams(top_p=0.8), SamplingParams(temperature=1.3, min_p=0.1)),
+    (SamplingParams(temperature=0), SamplingParams()),
 )
 PLAIN = SAMPLINGS[0]
 
@@ -52,8 +56,10 @@ PENALIZED = [  # what p is depends on the drafts before it
         rule,
         3,
         2,
-        Sampling(repetition_penalty=1.8, frequency_penalty=0.4, presence_penalty=-0.5, logit_bias={2: 0.7}),
-        Sampling(repetition_penalty=0.6, frequency_penalty=-0.3),
+        SamplingParams(
+            repetition_penalty=1.8, frequency_penalty=0.4, presence_penalty=-0.5, logit_bias={2: 0.7}
+        ),
+        SamplingParams(repetition_penalty=0.6, frequency_penalty=-0.3),
         draft=draft,
         ragged=True,
     )
@@ -70,7 +76,14 @@ DTYPES = [
 ]
 
 
-CASES = [*GRID, *BESIDE, *LENIENT, *PENALIZED, *OFF_DIAGONAL, *WIDE, *GUMBEL, *DTYPES]
+def factors(case: Case) -> tuple[Hashable, ...]:
+    samplings = case.sampling, case.draft_sampling
+    return case.rule, (case.V, case.g), str(samplings), case.draft, case.ragged, case.lenience, case.dtype
+
+
+CASES = tiers.pairwise(
+    [*GRID, *BESIDE, *LENIENT, *PENALIZED, *OFF_DIAGONAL, *WIDE, *GUMBEL, *DTYPES], factors
+)
 JUDGED: dict[Case, list[Case]] = {}  # by what is drafted: drawing a million takes as long as judging them
 for one in CASES:
     JUDGED.setdefault(one.drafting, []).append(one)
@@ -120,7 +133,7 @@ def test_acceptance_is_the_sum_of_minima_and_block_keeps_no_fewer() -> None:
 
 @pytest.mark.parametrize("lenience", [0.7, 0.2])
 def test_no_token_comes_out_above_its_lenient_bound(lenience: float) -> None:
-    n, V = 1_000_000, 5
+    n, V = number_of_draws(), 5
     target, draft = (
         torch.tensor([[2.0, 0.5, 0.0, -1.0, -2.0]] * 2),
         torch.tensor([[-1.0, 2.0, 1.0, 0.0, -1.0]]),

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from outpace import random
-from outpace.random import Stream
-from outpace.sampling import Sampling
-from outpace.verify import eager
-from outpace.verify.block import Block, Verdict
-from outpace.verify.rules import Rule
+from outpace.sampling import SamplingParams, random
+from outpace.sampling.random import Stream
+from outpace.verification import eager
+from outpace.verification.block import Block, Verdict
+from outpace.verification.rules import Rule
 from tests.statistical import checks
 from tests.statistical.checks import Case, check_joint, check_race, check_text
 
@@ -115,7 +114,10 @@ CAUGHT: list[tuple[Plant, Callable[[], None]]] = [
     (draft_noise_for_the_residual, lambda: check_joint(TOKEN)),
     (draft_noise_for_the_residual, lambda: check_text("block")),
     (argmax_labelled_as_soft, lambda: check_joint(TOKEN)),
-    (argmax_labelled_as_soft, lambda: check_joint(Case("block", 4, 3, Sampling(temperature=0.7, top_k=2)))),
+    (
+        argmax_labelled_as_soft,
+        lambda: check_joint(Case("block", 4, 3, SamplingParams(temperature=0.7, top_k=2))),
+    ),
     (bonus_skipped, lambda: check_joint(TOKEN)),
     (bonus_skipped, lambda: check_joint(Case("block", 2, 1))),
     (noise_past_the_cut_again, lambda: check_text("block")),

@@ -19,15 +19,16 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from outpace import Decoder, Fixed, Sampling
+from outpace import Decoder, Fixed, SamplingParams
+from outpace.bench import data
+from outpace.bench.data import Item
 from outpace.cli import app
-from outpace.tasks import items, kinds, sandbox, score, table
+from outpace.tasks import kinds, sandbox, score, table
+from outpace.tasks.assisted import until
 from outpace.tasks.evaluate import Evaluation
-from outpace.tasks.items import Item
 from outpace.tasks.journal import Journal
 from outpace.tasks.kinds import SIDES
-from outpace.tasks.sides import Ours, Wanted
-from outpace.tasks.theirs import until
+from outpace.tasks.runners import OutpaceRunner, RunSettings
 from tests.tasks.whisper import PROCESSOR, RATE, hearing
 from tests.tiny import byte_tokenizer, tiny, tiny_seq2seq
 
@@ -98,8 +99,8 @@ def test_greedy_sides_write_the_same(
         assert texts["plain"] == texts["exact"] == texts["baseline"]
         assert found["exact", row]["stats"]["new_tokens"] == found["plain", row]["stats"]["new_tokens"]
     for side in ("baseline", "exact"):
-        kept = sum(found[side, row]["stats"]["accepted"] for row in range(6))
-        calls = sum(found[side, row]["stats"]["target_calls"] for row in range(6))
+        kept = sum(found[side, row]["stats"]["accepted_tokens"] for row in range(6))
+        calls = sum(found[side, row]["stats"]["target_passes"] for row in range(6))
         tokens = sum(found[side, row]["stats"]["new_tokens"] for row in range(6))
         turns = 9 if task in ("specbench", "dialog") else 6  # what a stop cuts off was kept all the same
         assert tokens <= kept + calls <= tokens + 12 * turns
@@ -167,7 +168,7 @@ def test_a_side_that_cannot_be_is_left_out(prompts: Path, tmp_path: Path) -> Non
 
 
 def test_a_side_on_which_all_failed_does_not_empty_the_others() -> None:
-    good = {"texts": ["x"], "judged": [{}], "seconds": 1.0, "stats": {"new_tokens": 3, "target_calls": 1}}
+    good = {"texts": ["x"], "judged": [{}], "seconds": 1.0, "stats": {"new_tokens": 3, "target_passes": 1}}
     every: dict[tuple[str, int], dict[str, Any]] = {
         ("plain", 0): good, ("baseline", 0): {"error": "x"}, ("exact", 0): good,
         ("plain", 1): {"error": "no"}, ("baseline", 1): {"error": "x"}, ("exact", 1): good,
@@ -184,7 +185,7 @@ def test_a_side_on_which_all_failed_does_not_empty_the_others() -> None:
 
 
 def test_columns_are_of_the_rows_that_all_sides_did() -> None:
-    good = {"texts": ["x"], "judged": [{}], "seconds": 1.0, "stats": {"new_tokens": 3, "target_calls": 1}}
+    good = {"texts": ["x"], "judged": [{}], "seconds": 1.0, "stats": {"new_tokens": 3, "target_passes": 1}}
     every: dict[tuple[str, int], dict[str, Any]] = {
         ("plain", 0): good,
         ("plain", 1): good,
@@ -202,7 +203,7 @@ def test_a_table_of_nothing_but_failures_has_no_figures() -> None:
 
 
 def test_what_no_token_was_written_for_has_no_speed() -> None:
-    none = {"texts": [""], "judged": [{}], "seconds": 1.0, "stats": {"new_tokens": 0, "target_calls": 1}}
+    none = {"texts": [""], "judged": [{}], "seconds": 1.0, "stats": {"new_tokens": 0, "target_passes": 1}}
     every: dict[tuple[str, int], dict[str, Any]] = {(side, 0): none for side in ("plain", "exact")}
     found = table.columns(kinds.TASKS["specbench"], [Item("a")], every, ("plain", "exact"))
     assert "over plain" not in dict(table.table(found))
@@ -214,15 +215,15 @@ def test_a_failure_of_the_machine_is_tried_again(
 ) -> None:
     out = tmp_path / "out.jsonl"
     words = "-d", "lookup", "--data", str(prompts), "-m", "4", "-o", str(out), "--sides", "plain,exact"
-    own = Ours.write
+    own = OutpaceRunner.write
 
-    def write(self: Ours, item: Item, seed: int) -> Any:
+    def write(self: OutpaceRunner, item: Item, seed: int) -> Any:
         if item.name == "r2":
             raise MemoryError("not enough")
         return own(self, item, seed)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Ours, "write", write)
+        patch.setattr(OutpaceRunner, "write", write)
         done = run(models, "dialog", *words)
     assert done.exit_code == 1
     assert "failed: r2: MemoryError: not enough" in done.stderr
@@ -234,8 +235,8 @@ def test_a_failure_of_the_machine_is_tried_again(
 def test_sampling_steps_are_timed_in_rows_of_their_own(tmp_path: Path, temperature: float) -> None:
     """As on a GPU."""
     target, draft = (tiny(vocab_size=272, seed=seed) for seed in (0, 1))
-    decoder = Decoder(target, draft, byte_tokenizer(), length=Fixed(3))
-    wanted = Wanted(kinds.TASKS["dialog"], Sampling(temperature=temperature), 12)
+    decoder = Decoder(target, draft, byte_tokenizer(), num_draft_tokens=Fixed(3))
+    wanted = RunSettings(kinds.TASKS["dialog"], SamplingParams(temperature=temperature), 12)
     one = Evaluation(decoder, None, wanted, SIDES, seed=1, profile=True)
     rows = [Item(str(i), ["abc"]) for i in range(5)]
     with Journal(tmp_path / "a.jsonl") as journal:
@@ -270,7 +271,7 @@ def test_turns_go_on_from_the_answers_before(models: Path, prompts: Path, tmp_pa
 def test_a_sigmoid_is_told_apart_from_exact_sampling(models: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     words = "-d", str(models / "draft"), "--data", str(prompts), "-m", "12", "--temperature", "1"
-    done = run(models, "specbench", *words, "--top-k", "20", "-o", str(out), "--length", "3")
+    done = run(models, "specbench", *words, "--top-k", "20", "-o", str(out), "--num-draft-tokens", "3")
     assert done.exit_code == 0, done.output
     found = records(out)
     assert len(found) == 4 * 6
@@ -447,7 +448,7 @@ def test_speech_is_judged_by_its_words(tmp_path: Path, monkeypatch: pytest.Monke
 
     def load(*arguments: Any, **options: Any) -> Transcriber:
         target, draft = (hearing(seed, max_target_positions=128) for seed in (0, 1))
-        return Transcriber(Decoder(target, draft, length=Fixed(3)), PROCESSOR)
+        return Transcriber(Decoder(target, draft, num_draft_tokens=Fixed(3)), PROCESSOR)
 
     monkeypatch.setattr(Transcriber, "load", load)
     out = tmp_path / "out.jsonl"
@@ -494,14 +495,14 @@ def test_measures_are_those_of_their_papers() -> None:
 def test_rows_are_found_by_the_names_that_data_use(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"translation": {"en": "yes", "de": "ja"}}) + "\n")
-    one = items.read(str(path), languages=("en", "de")).items[0]
+    one = data.read(str(path), languages=("en", "de")).items[0]
     assert (list(one.turns), one.reference) == (["yes"], "ja")
-    one = items.read(str(path), languages=("de", "en")).items[0]
+    one = data.read(str(path), languages=("de", "en")).items[0]
     assert (list(one.turns), one.reference) == (["ja"], "yes")
     path.write_text(json.dumps({"text": "an article"}) + "\n")
-    assert items.read(str(path)).items[0].reference is None
+    assert data.read(str(path)).items[0].reference is None
     path.write_text(json.dumps({"article": "long", "highlights": "short", "id": 3}) + "\n")
-    one = items.read(str(path)).items[0]
+    one = data.read(str(path)).items[0]
     assert (one.name, list(one.turns), one.reference) == ("3", ["long"], "short")
 
 
@@ -522,16 +523,16 @@ def test_data_sets_of_the_hub_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
 
     library = SimpleNamespace(load_dataset=load_dataset, Audio=lambda decode: "undecoded")
     monkeypatch.setitem(sys.modules, "datasets", library)
-    found = items.read("owner/name:clean:validation", speech=True, limit=2).items
+    found = data.read("owner/name:clean:validation", speech=True, limit=2).items
     named = {"split": "validation", "streaming": True, "trust_remote_code": False}
     assert asked == [(("owner/name", "clean"), named)]
     assert [one.audio for one in found] == [b"RIFF", b"RIFF"]
     assert found[0].reference == "hello"
-    items.read("owner/name:3.0.0", limit=1)
+    data.read("owner/name:3.0.0", limit=1)
     assert asked[-1][0] == ("owner/name", "3.0.0")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"outpace\[data\]"):
-        items.read("owner/name")
+        data.read("owner/name")
 
 
 DONE = {"texts": ["x"], "judged": [{}], "seconds": 1.0, "stats": {}}
@@ -637,8 +638,8 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
         {"seconds": "a"},
         {"seconds": None},
         {"stats": {"bogus": 1}},
-        {"stats": {"drafted": "a"}},
-        {"stats": {"drafted_by_position": 1}},
+        {"stats": {"draft_tokens": "a"}},
+        {"stats": {"draft_tokens_by_position": 1}},
         {"error": None},
         {"error": ""},
     ],

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from outpace import Decoder, Fixed, Sampling
+from outpace import Decoder, Fixed, SamplingParams
+from outpace.bench.data import Item
 from outpace.tasks.evaluate import Evaluation
-from outpace.tasks.items import Item
 from outpace.tasks.journal import Journal
 from outpace.tasks.kinds import SIDES, TASKS
-from outpace.tasks.sides import Wanted
+from outpace.tasks.runners import RunSettings
 from outpace.tasks.table import columns, failures, table
 from tests.tiny import byte_tokenizer, tiny
 
@@ -28,9 +28,9 @@ pytestmark = [
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_sides_write_and_are_measured(tmp_path: Path, temperature: float) -> None:
     target, draft = (tiny(vocab_size=272, seed=seed).cuda() for seed in (0, 1))
-    decoder = Decoder(target, draft, byte_tokenizer(), length=Fixed(3))
+    decoder = Decoder(target, draft, byte_tokenizer(), num_draft_tokens=Fixed(3))
     task = TASKS["dialog"]
-    wanted = Wanted(task, Sampling(temperature=temperature), 24, likely=True)
+    wanted = RunSettings(task, SamplingParams(temperature=temperature), 24, likely=True)
     one = Evaluation(decoder, None, wanted, SIDES, seed=1)
     rows = [Item(str(i), ["abc", "de"][: 1 + i % 2]) for i in range(4)]
     with Journal(tmp_path / "a.jsonl") as journal:

@@ -66,7 +66,7 @@ def test_texts_are_transformers_own(files: list[Path], drafter: str | None, time
     timed = {"return_timestamps": True} if timestamps else {}
     expected = [transformers_own(model, path, **asked, **timed) for path in files]
     draft: Any = hearing(1) if drafter == "model" else drafter
-    one = Transcriber(Decoder(model, draft, length=Fixed(3) if draft else None), PROCESSOR)
+    one = Transcriber(Decoder(model, draft, num_draft_tokens=Fixed(3) if draft else None), PROCESSOR)
     asked |= {"timestamps": timestamps, "fallback": False}
     for batch_size in (1, 4):
         found = list(one(files, **asked, batch_size=batch_size))
@@ -97,7 +97,7 @@ def test_languages_are_heard_file_by_file(files: list[Path]) -> None:
 
 def test_fallback_draws_again_and_is_repeatable(files: list[Path]) -> None:
     """Random models look wrong at any temperature: all six are tried, in the end drawn."""
-    one = Transcriber(Decoder(hearing(), hearing(1), length=Fixed(3)), PROCESSOR)
+    one = Transcriber(Decoder(hearing(), hearing(1), num_draft_tokens=Fixed(3)), PROCESSOR)
     texts = [[found.text for found in one(files[:1], language="en", seed=seed)] for seed in (1, 1, 2)]
     assert texts[0] == texts[1]
     assert texts[0] != texts[2]
@@ -111,7 +111,7 @@ def test_a_window_is_heard_once_by_each_model(files: list[Path]) -> None:
         model.get_encoder().conv1.register_forward_hook(
             lambda module, given, out, own=own: own.extend(row.numpy().tobytes() for row in given[0])
         )
-    one = Transcriber(Decoder(target, draft, length=Fixed(3)), PROCESSOR)
+    one = Transcriber(Decoder(target, draft, num_draft_tokens=Fixed(3)), PROCESSOR)
     assert all(found.error is None for found in one([files[0], files[2]], seed=1))
     for own in heard:
         assert len(own) == len(set(own)) >= 2
@@ -260,10 +260,10 @@ def test_base_with_tiny_transcribes_as_base_alone(tmp_path: Path) -> None:
     """Real weights, real speech: the same texts one by one, in a batch, with a draft; and beyond 30 s."""
     files = sorted(SPEECH.glob("*.flac"))[:4]
     plain = Transcriber.load(WHISPER / "base", dtype="float32")
-    drafted = Transcriber.load(WHISPER / "base", WHISPER / "tiny", dtype="float32", length=Fixed(4))
+    drafted = Transcriber.load(WHISPER / "base", WHISPER / "tiny", dtype="float32", num_draft_tokens=Fixed(4))
     expected = [found.text for found in plain(files, language="en", batch_size=1)]
     assert [found.text for found in drafted(files, language="en", batch_size=4)] == expected
-    assert plain.stats.target_calls > 2.5 * drafted.stats.target_calls
+    assert plain.stats.target_passes > 2.5 * drafted.stats.target_passes
     long = tmp_path / "long.wav"
     soundfile.write(long, torch.cat([read(path, RATE) for path in files]).numpy(), RATE)
     (one,), (other,) = (list(side([long], language="en")) for side in (plain, drafted))

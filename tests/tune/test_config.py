@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from outpace.files import write_whole
+from outpace.checks.files import write_whole
 from outpace.tune import config
 
 SETTINGS = {
     "target": 'a "quoted" \\ näme\x7f',
     "draft": "lookup",
-    "length": 4,
+    "num_draft_tokens": 4,
     "rule": "token",
     "dtype": None,
     "max_batch": 8,
@@ -22,15 +22,15 @@ MEASURED = {"speedup": 1.25, "interval": (1.1, 1.4), "machine": {"device": "some
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "outpace.toml"
-    write_whole(path, config.written(SETTINGS, MEASURED, "Guess with lookup."))
-    assert path.read_text().startswith("# Guess with lookup.\n")
+    write_whole(path, config.written(SETTINGS, MEASURED, "Draft with lookup."))
+    assert path.read_text().startswith("# Draft with lookup.\n")
     found = config.read(path)
     assert found == {
         **{name: value for name, value in SETTINGS.items() if value is not None},
         "measured": {"speedup": 1.25, "interval": [1.1, 1.4], "machine": {"device": "some"}},
     }
     assert config.flags(path) == {
-        "target": SETTINGS["target"], "draft": "lookup", "length": "4", "rule": "token",
+        "target": SETTINGS["target"], "draft": "lookup", "num_draft_tokens": "4", "rule": "token",
     }  # fmt: skip
     assert list(tmp_path.iterdir()) == [path]
 
@@ -46,10 +46,10 @@ def test_a_table_lies_beside_its_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("length = ", "not a TOML file"),
-        ("lenght = 4", "unknown key 'lenght'; known are target, draft, length"),
-        ("length = 4.5", "length: got 4.5; it must be a string or a whole number"),
-        ("length = true", "length: got True; it must be a string or a whole number"),
+        ("num_draft_tokens = ", "not a TOML file"),
+        ("num_draft_token = 4", "unknown key 'num_draft_token'; known are target, draft, num_draft_tokens"),
+        ("num_draft_tokens = 4.5", "num_draft_tokens: got 4.5; it must be a string or a whole number"),
+        ("num_draft_tokens = true", "num_draft_tokens: got True; it must be a string or a whole number"),
         ("draft = 1", "draft: got 1; it must be a string"),
         ("max_batch = '8'", "max_batch: got '8'; it must be a whole number"),
         ("measured = 1", "measured: got 1; it must be a table"),

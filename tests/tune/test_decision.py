@@ -7,11 +7,11 @@ import pytest
 
 from outpace.bench.spread import Rate
 from outpace.tune.decision import Choice, better_half, choose, compare, verdict
-from outpace.tune.way import Way, plainly
+from outpace.tune.way import Setting, plainly
 
 PLAIN = plainly("float32")
-LOOKUP, FIXED = Way("lookup", "auto", "token", "float32"), Way("lookup", "4", "token", "float32")
-TABLE, MODEL = Way("ngram", "auto", "token", "float32"), Way("org/small", "auto", "token", "float32")
+LOOKUP, FIXED = Setting("lookup", "auto", "token", "float32"), Setting("lookup", "4", "token", "float32")
+TABLE, MODEL = Setting("ngram", "auto", "token", "float32"), Setting("org/small", "auto", "token", "float32")
 Turns = dict[tuple[int, int], Rate]
 
 
@@ -93,7 +93,7 @@ def test_the_verdict_has_speed_interval_and_prompts() -> None:
     assert seen is not None
     low, high = seen.interval or (0, 0)
     assert verdict(found, {LOOKUP: seen}, PLAIN) == (
-        f"Guess with lookup, g = auto: {seen.speed:.2f} ({low:.2f} to {high:.2f}) times as fast as plain "
+        f"Draft with lookup, g = auto: {seen.speed:.2f} ({low:.2f} to {high:.2f}) times as fast as plain "
         "decoding, measured with 8 prompts."
     )
 
@@ -113,7 +113,7 @@ def test_another_precision_alone_may_be_the_best() -> None:
 
 
 def test_the_same_draft_in_two_precisions_is_told_apart() -> None:
-    other = Way("lookup", "auto", "token", "bfloat16")
+    other = Setting("lookup", "auto", "token", "bfloat16")
     found = choose(
         {LOOKUP: turns(1.4), other: turns(1.41, seed=2)}, dict.fromkeys((other, LOOKUP), turns(1.0)), PLAIN
     )
@@ -121,7 +121,7 @@ def test_the_same_draft_in_two_precisions_is_told_apart() -> None:
     assert found.why[LOOKUP] == "no faster to speak of than lookup, g = auto, in bfloat16"  # nor simpler
     seen = compare(turns(1.41), turns(1.0, seed=1))
     assert seen is not None
-    assert verdict(found, {other: seen}, PLAIN).startswith("Guess with lookup, g = auto, in bfloat16: 1.4")
+    assert verdict(found, {other: seen}, PLAIN).startswith("Draft with lookup, g = auto, in bfloat16: 1.4")
 
 
 @pytest.mark.parametrize(("count", "kept"), [(1, 1), (2, 1), (3, 2), (4, 2)])

@@ -44,7 +44,7 @@ def test_transformers_calls_are_python_with_arguments_it_knows(
     for call in calls:
         given = {one.arg for one in call.keywords if one.arg is not None}
         if "custom_generate" in given:
-            assert given <= {"custom_generate", "draft", "length", "rule"}
+            assert given <= {"custom_generate", "draft", "num_draft_tokens", "rule"}
         else:
             assert given - {"assistant_model", "tokenizer", "assistant_tokenizer"} <= set(known)
 
@@ -74,9 +74,9 @@ def test_what_is_printed_guesses_as_far_as_it_says() -> None:
 def test_lookup_and_models_have_their_names_in_transformers() -> None:
     found = transformers(PAIR, "lookup", "auto", "token", 4)
     assert "prompt_lookup_num_tokens=4, max_matching_ngram_size=3" in found
-    assert "draft=outpace.LookupDrafter(min_ngram=1), length=outpace.Goodput())" in found
+    assert "draft=outpace.LookupDrafter(min_ngram=1), num_draft_tokens=outpace.Goodput())" in found
     found = transformers(PAIR, "org/small", "5", "block", 5)
-    assert 'draft=small, length=5, rule="block")' in found
+    assert 'draft=small, num_draft_tokens=5, rule="block")' in found
     assert "small.generation_config.num_assistant_tokens = 5" in found
     assert "assistant_model=small)" in found
     other = transformers(Models("org/big", "float32", encoder=True, other=True), "org/small", "5", "token", 5)

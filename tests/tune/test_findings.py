@@ -6,11 +6,11 @@ import pytest
 
 from outpace.tune.decision import Choice
 from outpace.tune.findings import Findings
-from outpace.tune.way import Candidate, Way, plainly
+from outpace.tune.way import Candidate, Setting, plainly
 from tests.tune.test_decision import turns
 
-AUTO = Way("lookup", "auto", "token", "float32")
-NGRAM = Way("ngram", "auto", "token", "float32")
+AUTO = Setting("lookup", "auto", "token", "float32")
+NGRAM = Setting("ngram", "auto", "token", "float32")
 
 
 @pytest.mark.parametrize(
@@ -31,22 +31,22 @@ def test_others_are_told_a_length_that_pays_or_none(
     findings.add(AUTO)
     findings.choice = Choice(AUTO, {})
     for g, speed in expected.items():
-        way = Way("lookup", str(g), "token", "float32")
+        way = Setting("lookup", str(g), "token", "float32")
         findings.expect(way, (speed, None), 1.0, (speed, None))
         if g in verified:
             findings.record.rates[way] = turns(verified[g])
             findings.record.yardsticks[way] = turns(1.0, seed=1)
-    findings.expected[Way("org/small", "7", "token", "float32")] = 2.0, None  # of another draft
+    findings.expected[Setting("org/small", "7", "token", "float32")] = 2.0, None  # of another draft
     assert findings.nearest() == near
-    findings.choice = Choice(Way("lookup", "3", "block", "float32"), {})
+    findings.choice = Choice(Setting("lookup", "3", "block", "float32"), {})
     assert findings.nearest() == 3
 
 
 def test_a_length_has_to_pay_against_plain_decoding_in_the_same_dtype() -> None:
-    way = Way("lookup", "auto", "token", "bfloat16")
+    way = Setting("lookup", "auto", "token", "bfloat16")
     findings = Findings(plainly("float32"))
     findings.choice = Choice(way, {})
-    findings.expected[Way("lookup", "3", "token", "bfloat16")] = 1.5, None
+    findings.expected[Setting("lookup", "3", "token", "bfloat16")] = 1.5, None
     assert findings.nearest() == 3
     findings.expected[plainly("bfloat16")] = 1.8, None
     assert findings.nearest() is None

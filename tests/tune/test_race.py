@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from outpace.bench.runs import Cell, Run
-from outpace.sampling import Sampling
+from outpace.sampling import SamplingParams
 from outpace.tune import race
 from outpace.tune.budget import Budget
 from outpace.tune.decision import choose
 from outpace.tune.race import Race, Record
-from outpace.tune.way import Way, plainly
+from outpace.tune.way import Setting, plainly
 
 PLAIN = plainly("float32")
 TEXT = 2.0  # seconds of a plain one
@@ -42,7 +42,7 @@ class Decoderlike:
 
 def raced(
     world: World, monkeypatch: pytest.MonkeyPatch, seconds: float, prompts: int = 20
-) -> tuple[Record, list[Way]]:
+) -> tuple[Record, list[Setting]]:
     class Fake:
         def __init__(self, decoders: Any, samplings: Any, lengths: Any, prompts: Any, **rest: Any) -> None:
             self.groups = [[i] for i in range(len(prompts))]
@@ -55,11 +55,11 @@ def raced(
             return Run(cell, group, texts=[(20, took)], seconds=took)
 
     monkeypatch.setattr(race, "Sweep", Fake)
-    ways = [Way(name, "auto", "token", "float32") for name in world.speeds if name != "none"]
+    ways = [Setting(name, "auto", "token", "float32") for name in world.speeds if name != "none"]
     record, budget = Record(), Budget(seconds, world.clock)
     decoder: Any = Decoderlike()
     made = Race(
-        dict.fromkeys(ways, decoder), (PLAIN, decoder), [[1]] * prompts, Sampling(),
+        dict.fromkeys(ways, decoder), (PLAIN, decoder), [[1]] * prompts, SamplingParams(),
         tokens=20, seed=0, text=TEXT, record=record,
     )  # fmt: skip
     for _ in made.rounds(budget.left):

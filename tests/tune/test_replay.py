@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outpace import theory
+from outpace.bench import theory
 from outpace.tune.replay import Replay, seconds
 
 

@@ -12,17 +12,17 @@ import pytest
 from outpace.bench.cost import Pass
 from outpace.bench.prompts import Asked
 from outpace.bench.results import Results, load
-from outpace.decode import Decoder
+from outpace.decoder import Decoder
 from outpace.draft.lookup import LookupDrafter
 from outpace.draft.ngram import NGramDrafter
-from outpace.sampling import Sampling
+from outpace.sampling import SamplingParams
 from outpace.tune import tuning
 from outpace.tune.budget import Budget
-from outpace.tune.costs import Costs, Side
+from outpace.tune.costs import Costs, PrecisionCosts
 from outpace.tune.decision import Choice
 from outpace.tune.replay import Replay
-from outpace.tune.tuning import Plan, Tuning
-from outpace.tune.way import Way
+from outpace.tune.tuning import TunePlan, Tuning
+from outpace.tune.way import Setting
 from tests.tiny import V, trained
 
 PERIOD = [5, 9, 17, 30, 2, 41]
@@ -34,13 +34,13 @@ def target() -> Any:
     return trained(PERIOD * 40, V, steps=60)
 
 
-def side(target: Any) -> Side:
+def side(target: Any) -> PrecisionCosts:
     plain = Decoder(target)
     drafts = {
         "lookup": Decoder(plain.scorer, LookupDrafter(min_ngram=1)),
         "wrong": Decoder(plain.scorer, NGramDrafter.fit([60, 59], 1, V)),
     }
-    return Side("float32", plain, drafts)
+    return PrecisionCosts("float32", plain, drafts)
 
 
 def asked(count: int) -> list[Asked]:
@@ -48,7 +48,7 @@ def asked(count: int) -> list[Asked]:
 
 
 def made(target: Any, path: Path, seconds: float, **plan: Any) -> Tuning:
-    settings = Plan(Sampling(temperature=0.0), tokens=32, **{"batches": (1, 2), **plan})
+    settings = TunePlan(SamplingParams(temperature=0.0), tokens=32, **{"batches": (1, 2), **plan})
     results = Results(path, "tune", {})
     return Tuning([side(target)], asked(16), settings, Budget(seconds), results, fit=True)
 
@@ -74,14 +74,16 @@ def test_the_draft_that_is_right_is_chosen_within_the_time(target: Any, tmp_path
     }  # fmt: skip
     assert [one["batch"] for one in content["candidates"] if one["batch"] > 1] == [2]
     assert content["max_batch"] in (1, 2)
-    assert content["verdict"].startswith(f"Guess with {way.draft}, g = ")
+    assert content["verdict"].startswith(f"Draft with {way.draft}, g = ")
 
 
 def test_the_table_is_of_prompts_that_are_not_measured_with(target: Any, tmp_path: Path) -> None:
     found = made(target, tmp_path / "tune.json", 30.0)
     measured, held = ({id(one) for one in some} for some in (found.prompts, found.held))
     assert not measured & held
-    few = Tuning([side(target)], asked(7), Plan(Sampling()), Budget(9), Results(None, "tune", {}), fit=True)
+    few = Tuning(
+        [side(target)], asked(7), TunePlan(SamplingParams()), Budget(9), Results(None, "tune", {}), fit=True
+    )
     assert (len(few.held), len(few.prompts)) == (0, 7)
     (why,) = few.findings.untried.values()
     assert why == "7 prompts are too few to hold some back; it takes 8"
@@ -92,7 +94,7 @@ def test_sampled_texts_try_the_other_rule(
 ) -> None:
     monkeypatch.setattr(tuning, "RACED", 0.7)
     found = made(target, tmp_path / "tune.json", 12.0, batches=())
-    found.plan = Plan(Sampling(temperature=0.5), tokens=32, batches=())
+    found.plan = TunePlan(SamplingParams(temperature=0.5), tokens=32, batches=())
     del found.sides[0].drafts["lookup"]
     found.findings.known = [one for one in found.findings.known if one.draft != "lookup"]
     found.run()
@@ -103,7 +105,7 @@ def test_sampled_texts_try_the_other_rule(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_a_race_leaves_time_for_larger_batches(target: Any, temperature: float) -> None:
-    plan, ends = Plan(Sampling(temperature=temperature)), []
+    plan, ends = TunePlan(SamplingParams(temperature=temperature)), []
     found = Tuning([side(target)], asked(8), plan, Budget(9), Results(None, "tune", {}))
     found.time()
     found._race = lambda ways, share: ends.append(share)  # type: ignore[method-assign]
@@ -147,7 +149,7 @@ def test_a_long_choice_is_looked_at_with_more_rows_at_its_own_length(target: Any
     found = made(target, tmp_path / "tune.json", 600.0)
     found.time()
     found.findings.beta["lookup"] = [np.ones(64), np.ones(64)]
-    way = Way("lookup", "12", "token", "float32")
+    way = Setting("lookup", "12", "token", "float32")
     found.findings.add(way)
     found.findings.choice = Choice(way, {})
     found.crowd()
@@ -160,7 +162,7 @@ def test_a_long_choice_is_looked_at_with_more_rows_at_its_own_length(target: Any
 
 
 def test_passes_are_bounded_by_those_that_were_timed() -> None:
-    costs = Costs(Sampling())
+    costs = Costs(SamplingParams())
     costs.passes["float32", 1] = [Pass(1, 1, 10.0), Pass(1, 3, 14.0), Pass(1, 9, 30.0)]
     assert costs.longest("float32", (1,)) == pytest.approx(0.010)
     assert costs.longest("float32", (1, 2, 3)) == pytest.approx(0.010 + 0.014 + 0.014)

@@ -1,1 +1,1 @@
-"""Measurements that users can repeat: `outpace bench`."""
+"""Measurements that users can repeat: ``outpace bench``."""

@@ -1,8 +1,8 @@
-"""α of real models: Σ min(p, q) at every token of texts that the target wrote by itself.
+"""Acceptance rate α of real models: Σ min(p, q) at every token of texts that the target generated.
 
-p is what the target drew the token from; q what a drafter, asked for one guess at the same place, draws from,
-or a point mass where it chooses. So every kind of drafter is measured alike, and all of them on the same
-texts.
+p is the distribution that the target sampled the token from. q is the distribution from which a drafter
+samples one draft token at the same place. It is a point mass where the drafter chooses. So every kind of
+drafter is measured alike, and all of them on the same texts.
 """
 
 from __future__ import annotations
@@ -16,32 +16,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.arguments import on_device
 from outpace.bench.estimate import Floats
 from outpace.bench.prompts import Asked
-from outpace.decode import Decoder
+from outpace.checks.arguments import on_device
+from outpace.decoder import Decoder
 from outpace.draft.base import Draft, State
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.models.source import Source
-from outpace.sampling import Sampling, warp
+from outpace.sampling import SamplingParams, warp
 
-ROWS = 4  # texts at a time: the target's logits of all their tokens are held
+ROWS = 4  # texts per batch: the target's logits of all their tokens are held
 
 
 @dataclass(frozen=True)
-class Text:
-    """What the target wrote."""
+class TargetText:
+    """A text that the target generated.
+
+    Attributes:
+        start: Token ids of the prompt, or the first tokens of a decoder with an encoder.
+        tokens: New token ids.
+        scores: Adjusted logits ``[tokens, V]``; for greedy sampling, those that the argmax was taken of.
+        asked: The prompt.
+        source: Encoder input, if there is an encoder.
+    """
 
     start: list[int]
     tokens: list[int]
-    scores: Tensor  # [tokens, V], adjusted; of greedy ones, what the argmax was taken of
+    scores: Tensor
     asked: Asked
     source: Source | None = None
 
 
 @dataclass(frozen=True)
-class Walked:
-    """β at each of a text's tokens, by draft and lenience; NaN where the draft had no guess."""
+class TextAcceptance:
+    """Acceptance rates β at each token of a text.
+
+    Attributes:
+        asked: The prompt.
+        tokens: Number of new tokens.
+        beta: β ``[tokens]`` by draft and lenience; NaN where the drafter had no draft token.
+    """
 
     asked: Asked
     tokens: int
@@ -52,14 +66,31 @@ def measure(
     target: Decoder,
     drafts: Mapping[str, Decoder],
     prompts: Sequence[Asked],
-    sampling: Sampling,
+    sampling: SamplingParams,
     *,
     tokens: int,
     lenience: Sequence[float] = (1.0,),
     seed: int = 0,
-) -> Iterator[Walked]:
-    """Let the target, which decodes plainly, write so many tokens after each prompt, and ask the decoders'
-    drafters at each. Texts that fail are left out, with a warning."""
+) -> Iterator[TextAcceptance]:
+    """Generate texts without speculation, and measure β of each drafter at every token.
+
+    Texts that fail are left out, with a warning.
+
+    Args:
+        target: Decoder without a drafter.
+        drafts: Decoders with a drafter each, by name.
+        prompts: Prompts of the texts.
+        sampling: Sampling of all texts.
+        tokens: New tokens per text.
+        lenience: Values of l to measure at, besides 1.
+        seed: Seed of the first text.
+
+    Yields:
+        β of each text.
+
+    Raises:
+        ValueError: ``sampling`` has processors, or a lenience lies outside (0, 1].
+    """
     if sampling.processors:
         raise ValueError("sampling: has processors, whose state cannot be followed here")
     for one in lenience:
@@ -68,24 +99,29 @@ def measure(
     values = sorted({1.0, *lenience}, reverse=True)
     for first in range(0, len(prompts), ROWS):
         some = prompts[first : first + ROWS]
-        texts = written(target, some, sampling, tokens, range(seed + first, seed + first + len(some)))
-        beta = {name: walk(decoder, texts, sampling, values, name) for name, decoder in drafts.items()}
+        texts = target_texts(target, some, sampling, tokens, range(seed + first, seed + first + len(some)))
+        beta = {
+            name: acceptance_along(decoder, texts, sampling, values, name) for name, decoder in drafts.items()
+        }
         for i, text in enumerate(texts):
-            yield Walked(text.asked, len(text.tokens), {name: found[i] for name, found in beta.items()})
+            yield TextAcceptance(
+                text.asked, len(text.tokens), {name: found[i] for name, found in beta.items()}
+            )
 
 
-def written(
-    target: Decoder, prompts: Sequence[Asked], sampling: Sampling, tokens: int, seeds: Sequence[int]
-) -> list[Text]:
+def target_texts(
+    target: Decoder, prompts: Sequence[Asked], sampling: SamplingParams, tokens: int, seeds: Sequence[int]
+) -> list[TargetText]:
+    """Return the texts that the target generates, without those that fail."""
     given: list[Any] = [one.ids for one in prompts]
     sources: list[Source | None] = [None] * len(prompts)
     if isinstance(target.scorer, Seq2SeqScorer):
         given = sources = [target.scorer.source(one) for one in given]
     outs = target.generate(given, sampling, max_new_tokens=tokens, seed=list(seeds), scores=True)
     return [
-        Text(
+        TargetText(
             one.ids if source is None else list(source.start or []),
-            out.tokens,
+            out.token_ids,
             out.scores,
             one,
             source,
@@ -96,13 +132,28 @@ def written(
 
 
 @torch.inference_mode()
-def walk(
-    decoder: Decoder, texts: Sequence[Text], sampling: Sampling, lenience: Sequence[float], name: str = ""
+def acceptance_along(
+    decoder: Decoder,
+    texts: Sequence[TargetText],
+    sampling: SamplingParams,
+    lenience: Sequence[float],
+    name: str = "",
 ) -> list[dict[float, Floats]]:
-    """Of each text and lenience, β `[tokens]`."""
+    """Return β ``[tokens]`` for each text and lenience.
+
+    Args:
+        decoder: Decoder with the drafter to measure.
+        texts: Texts of the target.
+        sampling: Sampling of the texts.
+        lenience: Values of l.
+        name: Name of the draft in errors.
+
+    Raises:
+        ValueError: The decoder has no drafter, or a β lies outside [0, 1].
+    """
     drafter = decoder.drafter
     if drafter is None:
-        raise ValueError(f"draft: {name or 'none'} guesses nothing, so there is nothing to measure")
+        raise ValueError(f"draft: {name or 'none'} drafts nothing, so there is nothing to measure")
     found = [{one: np.full(len(text.tokens), np.nan) for one in lenience} for text in texts]
     slots = range(len(texts))
     for scorer in decoder.encoders():
@@ -131,9 +182,16 @@ def walk(
     return found
 
 
-def kept(scores: Tensor, draft: Draft, sampling: Sampling, lenience: float = 1.0) -> Tensor:
-    """The probability `[R]` that the first guess of each row is kept, by the target's adjusted logits
-    `[R, V]`: Σ min(q, p/l). For greedy rows the guesses with p(x) >= l·max p are, with p before the argmax.
+def kept(scores: Tensor, draft: Draft, sampling: SamplingParams, lenience: float = 1.0) -> Tensor:
+    """Return the probability ``[R]`` that the first draft token of each row is accepted: Σ min(q, p/l).
+
+    For greedy rows, draft tokens x with p(x) >= l·max p are accepted, with p before the argmax.
+
+    Args:
+        scores: The target's adjusted logits ``[R, V]``.
+        draft: Draft tokens with their logits.
+        sampling: Sampling of the target.
+        lenience: The value l.
     """
     if draft.logits is None:
         q = torch.zeros_like(scores).scatter_(1, draft.tokens[:, :1], 1.0)
@@ -143,7 +201,7 @@ def kept(scores: Tensor, draft: Draft, sampling: Sampling, lenience: float = 1.0
         q = (logits if told is None else warp(logits, told))[:, 0].softmax(-1)
     if not sampling.greedy:
         limit = scores.softmax(-1) / lenience
-    elif lenience == 1:  # of equal logits, the first alone
+    elif lenience == 1:  # only the first of equal logits
         limit = torch.zeros_like(scores).scatter_(1, scores.argmax(-1, keepdim=True), 1.0)
     else:
         limit = (scores >= scores.amax(-1, keepdim=True) + math.log(lenience)).to(scores.dtype)
@@ -151,9 +209,9 @@ def kept(scores: Tensor, draft: Draft, sampling: Sampling, lenience: float = 1.0
 
 
 def _state(
-    decoder: Decoder, rows: Sequence[int], texts: Sequence[Text], at: int, sampling: Sampling
+    decoder: Decoder, rows: Sequence[int], texts: Sequence[TargetText], at: int, sampling: SamplingParams
 ) -> State:
-    """Before token `at` of each text."""
+    """Return the drafter's state before token ``at`` of each text."""
     return State(
         rows,
         [[*text.start, *text.tokens[:at]] for text in texts],

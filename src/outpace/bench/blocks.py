@@ -1,5 +1,4 @@
-"""Drafts that real runs kept: how many of a pass, and how many one would expect if each was kept anew with
-probability α."""
+"""Accepted draft tokens of real runs, beside the number expected with independent acceptance rate α."""
 
 from __future__ import annotations
 
@@ -9,35 +8,43 @@ from typing import Any
 
 import numpy as np
 
-from outpace import theory
+from outpace.bench import theory
 from outpace.bench.alpha import ROWS
 from outpace.bench.engine import Phases
 from outpace.bench.estimate import Estimate, estimate
 from outpace.bench.prompts import Asked
-from outpace.decode import Decoder
-from outpace.sampling import Sampling
+from outpace.decoder import Decoder
+from outpace.sampling import SamplingParams
 
 TRACED = 48  # tokens of a trace
 
 
 @dataclass
 class Blocks:
-    """Of each pass in which something was guessed: how many drafts, and how many were kept; by text."""
+    """Numbers of draft tokens and of accepted ones, for each step with a draft.
+
+    Attributes:
+        texts: Both numbers of each step, by text.
+    """
 
     texts: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     @property
     def passes(self) -> list[tuple[int, int]]:
+        """Both numbers of each step, of all texts."""
         return [one for some in self.texts.values() for one in some]
 
     @property
     def acceptance(self) -> float | None:
-        """Share of drafts kept, of those that were judged: before which none of the pass was lost."""
+        """Fraction of draft tokens accepted, of those that no rejected one precedes in their step."""
         judged = sum(min(kept + 1, drafts) for drafts, kept in self.passes)
         return sum(kept for _, kept in self.passes) / judged if judged else None
 
     def by_position(self, confidence: float = 0.95) -> list[Estimate | None]:
-        """How often the first, second, ... draft of a pass was kept, if those before it were."""
+        """Return how often the first, second, ... draft token of a step was accepted.
+
+        It counts only where those before it were accepted.
+        """
         return [
             estimate(
                 [
@@ -51,12 +58,12 @@ class Blocks:
 
     @property
     def observed(self) -> list[float]:
-        """Shares of passes that kept 0, 1, ... drafts."""
+        """Fractions of steps that accepted 0, 1, ... draft tokens."""
         counts = np.bincount([kept for _, kept in self.passes], minlength=self._longest + 1)
         return [float(one) for one in counts / max(1, len(self.passes))]
 
     def predicted(self, alpha: float) -> list[float]:
-        """The same by α, for passes with as many drafts as there were."""
+        """Return the same fractions by α, for steps with as many draft tokens as there were."""
         shares = np.zeros(self._longest + 1)
         for drafts, _ in self.passes:
             shares[: drafts + 1] += theory.kept_shares(alpha, drafts) / len(self.passes)
@@ -68,37 +75,49 @@ class Blocks:
 
 
 def counted(
-    decoder: Decoder, prompts: Sequence[Asked], sampling: Sampling, *, tokens: int, seed: int = 0
+    decoder: Decoder, prompts: Sequence[Asked], sampling: SamplingParams, *, tokens: int, seed: int = 0
 ) -> Blocks:
-    """Let a decoder write so many tokens after each prompt."""
+    """Generate up to ``tokens`` tokens after each prompt, and count draft tokens."""
     found = Blocks()
     seeds = list(range(seed, seed + len(prompts)))
     steps = decoder.stream(
         [one.ids for one in prompts], sampling, max_new_tokens=tokens, seed=seeds, batch_size=ROWS
     )
     for step in steps:
-        if step.drafted:
-            found.texts.setdefault(step.row, []).append((step.drafted, step.accepted))
+        if step.num_draft_tokens:
+            found.texts.setdefault(step.row, []).append((step.num_draft_tokens, step.num_accepted))
     return found
 
 
 def trace(
-    decoder: Decoder, prompt: Asked, sampling: Sampling, *, tokens: int = TRACED, seed: int = 0
+    decoder: Decoder, prompt: Asked, sampling: SamplingParams, *, tokens: int = TRACED, seed: int = 0
 ) -> dict[str, Any]:
-    """One text, iteration by iteration: where the time went, what was drafted and kept, and the pieces of
-    text with what each is ("kept", "correction", "bonus", "plain")."""
+    """Generate one text and record it step by step.
+
+    Returns:
+        The times and the numbers of draft tokens and of accepted ones per step (``iterations``). And the
+        pieces of text with the kind of each: ``"accepted"``, ``"correction"``, ``"bonus"`` or ``"plain"``.
+    """
     iterations, pieces, kinds = [], [], list[str]()
     for step in decoder.stream(prompt.ids, sampling, max_new_tokens=tokens, seed=seed):
         kinds += step.kinds
         pieces += [[text, kinds[token]] for token, text in step.pieces or []]
-        iterations.append({"phases": dict(step.phases), "drafted": step.drafted, "accepted": step.accepted})
+        iterations.append(
+            {
+                "phases": dict(step.phases),
+                "num_draft_tokens": step.num_draft_tokens,
+                "num_accepted": step.num_accepted,
+            }
+        )
     return {"iterations": iterations, "pieces": pieces}
 
 
 def divided(iterations: Sequence[Mapping[str, Any]], parts: Phases) -> list[Mapping[str, Any]]:
-    """Of iterations that are one graph each, the target's time, as their parts by themselves have it in one
-    that takes as long as most: what is left there is verification. What others take longer, as where a prompt
-    is read, is the target's."""
+    """Divide the time of steps that are one graph each among draft, target and verification.
+
+    ``parts`` are the times of draft and target by themselves. In a step of median duration, the rest is
+    verification. Extra time of longer steps, such as those with a prefill, is the target's.
+    """
     if not iterations:
         return []
     usual = float(np.median([one["phases"]["target"] for one in iterations]))

@@ -1,8 +1,8 @@
-"""What an iteration's parts cost with the models of a decoder: the target's pass over n tokens of B rows, a
-draft's step, verification.
+"""Cost of the parts of a decode step: the target's forward pass, drafting, verification.
 
-Medians, in milliseconds, of rounds in which every size has its turn, so that a machine that slows down slows
-them all. Where a decoder has an engine, its parts are timed, on CUDA as graphs.
+A target's forward pass is over n tokens of B sequences. Times are medians, in milliseconds, of rounds in
+which every size has its turn. So a machine that slows down slows them all. Where a decoder has an engine, the
+engine's parts are timed, on CUDA as graphs.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outpace.arguments import on_device
 from outpace.bench.engine import Phases, phases
 from outpace.bench.kernel import Inputs, in_graph
-from outpace.decode import Decoder
+from outpace.checks.arguments import on_device
+from outpace.decoder import Decoder
 from outpace.draft.base import State
 from outpace.draft.lookup import LookupDrafter
 from outpace.draft.model import ModelDrafter
 from outpace.draft.text import TextDrafter
+from outpace.engine.graph import Engine
 from outpace.models.causal import CausalScorer
-from outpace.models.compiled import Engine
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.models.source import Source
-from outpace.sampling import Sampling
-from outpace.verify import settle
-from outpace.verify.block import Block
+from outpace.sampling import SamplingParams
+from outpace.verification import settle
+from outpace.verification.block import Block
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17)
 BATCHES = (1, 4, 8)
 CONTEXT = 128
 ROUNDS = 5
-STEPS = 4  # drafts that a step is timed in
-STEP_ROOM = STEPS + 4 * (ROUNDS + 1)  # tokens that this takes
+STEPS = 4  # draft tokens over which the time of one is averaged
+STEP_ROOM = STEPS + 4 * (ROUNDS + 1)  # tokens of a sequence that this takes
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Of the target over n tokens of each of B rows."""
+    """Time of the target's forward pass over n tokens of each of B sequences."""
 
     B: int
     n: int
@@ -56,7 +56,14 @@ class Pass:
 
 @dataclass(frozen=True)
 class Verification:
-    """Of g drafts of each of B rows, drawn from a distribution or chosen; 0: the draw of a plain token."""
+    """Time to verify g draft tokens of each of B sequences.
+
+    Attributes:
+        B: Number of sequences.
+        g: Number of draft tokens; 0 samples one token without speculation.
+        ms: Milliseconds.
+        drawn: Whether draft tokens were sampled from a distribution, or chosen.
+    """
 
     B: int
     g: int
@@ -66,11 +73,13 @@ class Verification:
 
 @dataclass(frozen=True)
 class Drafting:
-    """Of drafts of each row, in milliseconds.
+    """Time of a drafter per sequence, in milliseconds.
 
-    step    one of a few
-    start   the part of the first that no other has
-    behind  what a model's first takes longer if all before were kept: it has not read the last of them
+    Attributes:
+        step: Time per draft token, with ``STEPS`` of them.
+        start: The part of the first draft token's time that no other has.
+        behind: Extra time of a model's first draft token after a step that accepted all of them. The model
+            has not read the last one yet.
     """
 
     step: float
@@ -78,7 +87,12 @@ class Drafting:
     behind: float = 0.0
 
     def taken(self, g: npt.ArrayLike, kept: npt.ArrayLike = 0.0) -> npt.NDArray[np.float64]:
-        """Of so many, if all were kept before so often."""
+        """Return the time of g draft tokens.
+
+        Args:
+            g: Number of draft tokens.
+            kept: How often all draft tokens of the step before were accepted.
+        """
         each = self.step - self.start / STEPS
         first = self.start + self.behind * np.asarray(kept)
         return np.asarray(g) * each + np.where(np.asarray(g) > 0, first, 0.0)
@@ -91,10 +105,16 @@ def curve(
     batches: Sequence[int] = BATCHES,
     context: int = CONTEXT,
 ) -> list[Pass]:
-    """Passes of the target after so many tokens; of an encoder-decoder model, tokens that its encoder
-    read."""
+    """Time forward passes of the target.
+
+    Args:
+        decoder: Decoder with the target.
+        lengths: Tokens per forward pass.
+        batches: Numbers of sequences.
+        context: Tokens before the forward pass; for an encoder-decoder model, tokens of the encoder.
+    """
     scorer, found = decoder.scorer, list[Pass]()
-    for B in sorted(set(batches), reverse=True):  # an engine grows by being made anew
+    for B in sorted(set(batches), reverse=True):  # an engine grows by being built anew
         with _engine(decoder, B, context, max(lengths)) as engine:
             if engine is not None:
                 found += [Pass(B, n, round(phases(engine, n - 1, B).target, 4)) for n in lengths]
@@ -108,7 +128,13 @@ def curve(
 
 @torch.inference_mode()
 def drafting(decoder: Decoder, B: int = 1, context: int = CONTEXT) -> Drafting:
-    """Of the decoder's drafter. Of an engine's, the first is taken to be as the others."""
+    """Time the decoder's drafter.
+
+    With an engine, the first draft token is assumed to cost the same as the others.
+
+    Raises:
+        ValueError: The decoder has no drafter.
+    """
     drafter = decoder.drafter
     if drafter is None:
         raise ValueError("decoder: it has no drafter, whose step could be timed")
@@ -123,7 +149,7 @@ def drafting(decoder: Decoder, B: int = 1, context: int = CONTEXT) -> Drafting:
             drafter.scorer.take_in(rows, [one for one in sources if one is not None], len(texts[0]))
     nothing, seeds = torch.zeros(B, dtype=torch.int64), on_device(rows, torch.int64, device)
     state = State(
-        rows, texts, [len(text) for text in texts], [Sampling()] * B, seeds, [STEPS] * B,
+        rows, texts, [len(text) for text in texts], [SamplingParams()] * B, seeds, [STEPS] * B,
         decoder.scorer.vocab_size, device, sources=sources,
     )  # fmt: skip
 
@@ -145,10 +171,12 @@ def drafting(decoder: Decoder, B: int = 1, context: int = CONTEXT) -> Drafting:
 
 
 def inside(decoder: Decoder, g: int, context: int = CONTEXT) -> Phases | None:
-    """Of iterations of one row that are one graph, in which nobody can look at a clock: their parts by
-    themselves."""
+    """Return the draft and target times of one-sequence steps that run as one graph, else None.
+
+    No clock can be read inside a graph, so each part is timed by itself.
+    """
     with _engine(decoder, 1, context, g + 1) as engine:
-        engines = decoder._engines
+        engines = decoder.engines
         return phases(engine, g, 1) if engine is not None and engines is not None and engines.inside else None
 
 
@@ -157,12 +185,22 @@ def verification(
     decoder: Decoder,
     drafts: Sequence[int],
     batches: Sequence[int] = BATCHES,
-    sampling: Sampling | None = None,
+    sampling: SamplingParams | None = None,
     drawn: bool = True,
 ) -> list[Verification]:
-    """By the decoder's rule, of random logits such as its target's; penalties and bias are not in it."""
+    """Time the decoder's rule on random logits like its target's.
+
+    Penalties and bias are not included.
+
+    Args:
+        decoder: Decoder with the rule.
+        drafts: Numbers of draft tokens.
+        batches: Numbers of sequences.
+        sampling: Sampling of the sequences.
+        drawn: Whether draft tokens are sampled from a distribution, or chosen.
+    """
     scorer = decoder.scorer
-    shape = (sampling or Sampling()).shape
+    shape = (sampling or SamplingParams()).shape
 
     def verified(made: Inputs) -> Any:
         alone = len(made.tokens) == 1 and not made.tokens.is_cuda  # as a decoder has it
@@ -182,21 +220,21 @@ def verification(
     return found
 
 
-def draws(decoder: Decoder, sampling: Sampling) -> bool:
-    """Whether guesses come from a distribution that verification has to look at."""
+def draws(decoder: Decoder, sampling: SamplingParams) -> bool:
+    """Return whether draft tokens come from a distribution that verification has to read."""
     return not (isinstance(decoder.drafter, LookupDrafter | TextDrafter) or sampling.greedy)
 
 
 def let_go(decoder: Decoder) -> None:
-    """Of the engine, whose caches are large."""
-    if decoder._engines is not None:
-        decoder._engines._engine = None
+    """Free the decoder's engine, whose caches are large."""
+    if decoder.engines is not None:
+        decoder.engines.engine = None
 
 
 def medians(
     runs: Mapping[Key, Callable[[], Any]], device: torch.device, rounds: int = ROUNDS
 ) -> dict[Key, float]:
-    """Milliseconds of each run, in turn; a first round is not counted."""
+    """Return the median milliseconds of each run, in turn; a first round is not counted."""
     taken: dict[Key, list[float]] = {key: [] for key in runs}
     for _ in range(rounds + 1):
         for key, run in runs.items():
@@ -215,7 +253,7 @@ def _now(device: torch.device) -> float:
 def _texts(
     scorer: CausalScorer, B: int, context: int, more: int
 ) -> tuple[list[list[int]], list[Source | None]]:
-    """Random ones, with room for some tokens more, and what they are about, where there is an encoder."""
+    """Return random texts with headroom for some more tokens, and their sources if there is an encoder."""
     V = min(scorer.vocab_size, scorer.base.get_input_embeddings().weight.shape[0])
     texts = torch.randint(V, (B, context), generator=torch.Generator().manual_seed(0)).tolist()
     if isinstance(scorer, Seq2SeqScorer):
@@ -228,6 +266,7 @@ def _texts(
 
 
 def check_room(scorer: CausalScorer, context: int, more: int, whose: str = "the model's ") -> None:
+    """Raise if a text of ``context`` tokens and ``more`` new ones does not fit a model's context."""
     if context < 1 or context + more > scorer.context:
         raise ValueError(
             f"context: got {context}; with {more} tokens more it must fit {whose}context of {scorer.context}"
@@ -236,7 +275,7 @@ def check_room(scorer: CausalScorer, context: int, more: int, whose: str = "the 
 
 @contextmanager
 def _begun(scorer: CausalScorer, B: int, context: int, most: int) -> Iterator[list[int]]:
-    """Rows of a scorer that hold texts."""
+    """Yield slots of a scorer that are prefilled with random texts."""
     texts, sources = _texts(scorer, B, context, most)
     rows = list(range(B))
     scorer.reserve(B, len(texts[0]) + most + 1)
@@ -251,11 +290,11 @@ def _begun(scorer: CausalScorer, B: int, context: int, most: int) -> Iterator[li
 
 @contextmanager
 def _engine(decoder: Decoder, B: int, context: int, most: int) -> Iterator[Engine | None]:
-    """The decoder's, if it has one for such rows, with texts begun."""
-    engines, engine = decoder._engines, None
+    """Yield the decoder's engine, prefilled with random texts; None if it has none for such rows."""
+    engines, engine = decoder.engines, None
     if engines is not None:
         texts, _ = _texts(decoder.scorer, B, context, most)
-        rows, _ = decoder._reader.rows(texts, Sampling(), None, max_new_tokens=1, seed=0)
+        rows, _ = decoder.reader.rows(texts, SamplingParams(), None, max_new_tokens=1, seed=0)
         engine = engines.take(rows, B, context + 2 * (most + 1))
     if engine is None:
         yield None

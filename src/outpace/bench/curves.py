@@ -1,4 +1,7 @@
-"""The papers' curves, with a point for what was asked or measured: needs `pip install 'outpace[plot]'`."""
+"""Curves of the papers, with points of requested or measured drafts.
+
+They need ``pip install 'outpace[plot]'``.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,28 @@ from typing import Any
 
 import numpy as np
 
-from outpace import theory
-from outpace.bench.pictures import backend
-from outpace.wording import small
+from outpace.bench import theory
+from outpace.checks.errors import small
+from outpace.checks.files import check_out
 
 LENGTHS = (1, 3, 5, 7, 10)
 COSTS = (0.01, 0.02, 0.05, 0.1)
 MOST = 6  # curves of a panel that can be told apart
-LONGEST = 32  # of a point
+LONGEST = 32  # largest g of a point
 MARKERS = "osD^vPX*"
 ALPHAS = np.linspace(0, 0.99, 199)
 
 
 @dataclass(frozen=True)
 class Point:
-    """A draft, at the g that suits it best.
+    """A draft, at its best g.
 
-    ops   operations of a step, of the target's for a token; None is c
-    most  guesses to think of
+    Attributes:
+        alpha: Acceptance rate.
+        c: Time of a draft's forward pass, relative to the target's.
+        name: Label; by default α, c and g.
+        ops: Operations of a draft's forward pass, relative to the target's for a token; None means c.
+        most: Largest g to consider.
     """
 
     alpha: float
@@ -37,24 +44,30 @@ class Point:
 
     @property
     def g(self) -> int:
+        """Best number of draft tokens."""
         return int(theory.best_length(self.alpha, self.c, self.most))
 
     @property
     def step(self) -> float:
-        """ĉ."""
+        """Relative operations ĉ of a draft's forward pass."""
         return self.c if self.ops is None else self.ops
 
     @property
     def operations(self) -> float:
+        """Operations relative to decoding without speculation."""
         return float(theory.operations(self.alpha, self.g, self.step))
 
     @property
     def label(self) -> str:
+        """Label in legends."""
         return self.name or f"α = {self.alpha:g}, c = {self.c:g}, g = {self.g}"
 
 
 def draw(path: Path, point: Point) -> None:
-    """Leviathan et al. 2023, figures 2 to 4: expected tokens, best lengths, speed and operations over α."""
+    """Plot expected tokens, best draft lengths, speedup and operations over α.
+
+    They are figures 2 to 4 of Leviathan et al. 2023.
+    """
     pyplot = backend()
     found, axes = pyplot.subplots(2, 2, figsize=(10, 7.5), layout="constrained")
     panels = (tokens, point.c), (lengths, point.c), (speed, point.c), (operations, point.step)
@@ -66,6 +79,7 @@ def draw(path: Path, point: Point) -> None:
 
 
 def tokens(axis: Any, points: Sequence[Point], c: float) -> None:
+    """Plot the expected tokens per forward pass over α."""
     for g in LENGTHS:
         axis.plot(ALPHAS, theory.expected_tokens(ALPHAS, g), label=f"g = {g}")
     axis.plot(ALPHAS, 1 / (1 - ALPHAS), "k:", lw=1, label="no limit")
@@ -74,7 +88,10 @@ def tokens(axis: Any, points: Sequence[Point], c: float) -> None:
 
 
 def lengths(axis: Any, points: Sequence[Point], c: float) -> None:
-    """The points' own c are among the curves, as far as there are colours."""
+    """Plot the best g over α.
+
+    The points' own c are among the curves, as far as there are colours.
+    """
     costs = {cost: f"{cost:g}" for cost in COSTS}
     for one in points:
         if len(costs) < MOST and small(one.c) not in map(small, costs):
@@ -86,6 +103,7 @@ def lengths(axis: Any, points: Sequence[Point], c: float) -> None:
 
 
 def speed(axis: Any, points: Sequence[Point], c: float) -> None:
+    """Plot the speedup over α."""
     for g in LENGTHS:
         axis.plot(ALPHAS, theory.speedup(ALPHAS, g, c), label=f"g = {g}")
     axis.plot(ALPHAS, theory.oracle_speedup(ALPHAS, c), "k:", lw=1, label="oracle")
@@ -94,6 +112,7 @@ def speed(axis: Any, points: Sequence[Point], c: float) -> None:
 
 
 def operations(axis: Any, points: Sequence[Point], c: float) -> None:
+    """Plot the operations relative to decoding without speculation over α."""
     for g in LENGTHS:
         axis.plot(ALPHAS, theory.operations(ALPHAS, g, c), label=f"g = {g}")
     axis.set(title=f"operations over plain decoding, ĉ = {small(c)}", ylim=(1, 8))
@@ -101,7 +120,7 @@ def operations(axis: Any, points: Sequence[Point], c: float) -> None:
 
 
 def hollow(axis: Any, marks: Sequence[tuple[float, float | None]]) -> None:
-    """Plot a hollow mark over each α, with the shapes of `Point`s in the same order."""
+    """Plot a hollow mark over each α, with the markers of the points in the same order."""
     for i, (alpha, value) in enumerate(marks):
         if value is not None:
             low, high = axis.get_ylim()
@@ -112,7 +131,7 @@ def hollow(axis: Any, marks: Sequence[tuple[float, float | None]]) -> None:
 
 
 def _dots(axis: Any, points: Sequence[Point], values: Sequence[float]) -> None:
-    """All of them in sight."""
+    """Plot all points, and extend the axis to show them."""
     low, high = axis.get_ylim()
     axis.set_ylim(low, max(high, *(1.05 * value for value in values)) if values else high)
     for i, (one, value) in enumerate(zip(points, values, strict=True)):
@@ -120,3 +139,30 @@ def _dots(axis: Any, points: Sequence[Point], values: Sequence[float]) -> None:
         axis.plot([one.alpha], [value], mark, ms=6, label=one.label, clip_on=False, ls="")
     axis.set_xlabel("α")
     axis.grid(alpha=0.3)
+
+
+def backend(picture: Path | None = None) -> Any:
+    """Return matplotlib's pyplot, without a screen.
+
+    Args:
+        picture: File to be plotted; checked for its format and place.
+
+    Raises:
+        ValueError: There is no matplotlib, or it cannot write such a file there.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("a plot needs matplotlib: pip install 'outpace[plot]'") from error
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
+    from matplotlib import pyplot
+
+    if picture is not None:
+        from matplotlib.figure import Figure
+
+        kinds = sorted(Figure().canvas.get_supported_filetypes())
+        if picture.suffix[1:].lower() not in kinds:
+            raise ValueError(f"--plot: {picture}: it must end in one of .{', .'.join(kinds)}")
+        check_out("--plot", picture)
+    return pyplot

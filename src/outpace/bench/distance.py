@@ -1,6 +1,7 @@
-"""How far a rule's text is from the target's, and how many drafts it keeps: exact sums, nothing drawn.
+"""Distance of a rule's output from the target distribution, and its acceptance rate, as exact sums.
 
-By the rules' definitions, in float64, on synthetic logits, which are flatter than a language model's.
+Nothing is sampled. The sums follow the rules' definitions, in float64, on synthetic logits. These are flatter
+than a language model's.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ from torch import Tensor
 
 from outpace.bench.kernel import Inputs
 from outpace.bench.vocabulary import VOCABULARIES, Vocabulary
-from outpace.verify.rules import Rule, parse, sigmoid
+from outpace.verification.rules import Rule, parse, sigmoid
 
 SCALES = (10, 1000, 10000, 100000)  # beta = −alpha in Wagner's Tables 2 and 7
-POSITIONS = 8  # to take the mean over
+POSITIONS = 8  # draft positions that means are over
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What a rule does at one drafted position."""
+    """Acceptance rate and bias of a rule at one draft position."""
 
-    acceptance: float  # probability that the draft is kept
-    distance: float  # total variation between the token that comes out and p
-    bonus_distance: float  # the same for the token drawn after the last draft, if all were kept
+    acceptance: float  # probability that the draft token is accepted
+    distance: float  # total variation between the output token and p
+    bonus_distance: float  # the same for the bonus token, sampled if all draft tokens were accepted
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """One rule at one vocabulary."""
+    """Quality of one rule at one vocabulary."""
 
     vocabulary: str
     V: int
@@ -41,7 +42,7 @@ class Scaling:
 def scaling(
     device: torch.device, dtype: torch.dtype, vocabularies: Sequence[Vocabulary] = VOCABULARIES
 ) -> list[Scaling]:
-    """The exact rule and sigmoids of several scales, on the same logits."""
+    """Return the quality of the exact rule and of sigmoids of several scales, on the same logits."""
     rules = (parse("token"), *(sigmoid(-scale, scale) for scale in SCALES))
     made = []
     for one in vocabularies:
@@ -51,24 +52,25 @@ def scaling(
 
 
 def positions(V: int, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """The same at every call, so that a rule's figures are the same wherever they stand."""
+    """Return inputs that are the same at every call, so that a rule's figures are the same everywhere."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         return Inputs.random(1, POSITIONS, V, device, dtype)
 
 
 def quality(made: Inputs, rule: Rule) -> Quality:
-    """Of rule token or a sigmoid: means over all drafted positions.
+    """Return the quality of rule token or a sigmoid, as means over all draft positions.
 
-    x comes out if it was drafted and kept, q(x)·min(1, w(x)/v(x)), or if a draft was lost and x drawn from
-    (w − v)+. For rule token w and v are p and q; a sigmoid has its own numbers in their place.
+    Token x comes out in two cases. It was drafted and accepted: q(x)·min(1, w(x)/v(x)). Or a draft token was
+    rejected and x was sampled from (w − v)+. For rule token, w and v are p and q. A sigmoid has its own
+    numbers in their place.
     """
     found = effects(made.target[:, : made.tokens.shape[1]], made.draft, rule)
     return Quality(*(round(float(one.mean()), 6) for one in found))
 
 
 def effects(target: Tensor, draft: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
-    """The numbers of a Quality at each position `[...]` of logits `[..., V]`."""
+    """Return the numbers of a ``Quality`` at each position ``[...]`` of logits ``[..., V]``."""
     z, y = target.double(), draft.double()
     p, q = z.softmax(-1), y.softmax(-1)
     w, v = (p, q) if rule.exact else (squash(z, rule), squash(y, rule))
@@ -82,13 +84,15 @@ def effects(target: Tensor, draft: Tensor, rule: Rule) -> tuple[Tensor, Tensor, 
 
 
 def squash(logits: Tensor, rule: Rule) -> Tensor:
-    """Wagner eq. 5."""
+    """Return the sigmoids of logits: Wagner eq. 5."""
     return ((logits - rule.alpha) / (rule.beta - rule.alpha)).sigmoid()
 
 
 def normalized(weights: Tensor) -> Tensor:
+    """Return weights divided by their sum over the last dimension."""
     return weights / weights.sum(-1, keepdim=True)
 
 
 def total_variation(one: Tensor, other: Tensor) -> Tensor:
+    """Return the total variation distance over the last dimension."""
     return (one - other).abs().sum(-1) / 2

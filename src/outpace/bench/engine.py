@@ -1,9 +1,9 @@
-"""How fast pairs of models write, side by side: Transformers' ways, our plain decoding, our speculative one.
+"""Throughput of model pairs: Transformers, the engine without speculation, and speculative decoding.
 
-Prompts are not counted. Pairs are synthetic (`synthetic`): real shapes, a chosen acceptance, every layer
-computed. Beside what was measured stand two figures that were not: the floor, what reading all weights and
-caches takes at the bandwidth of a large copy, and the prediction of Leviathan et al. 2023, Theorem 3.8, from
-our plain speed and the time of a draft's step.
+Prompts are not counted. Pairs are synthetic (``synthetic``): real shapes, a chosen acceptance rate, every
+layer computed. Two more figures are computed, not measured. The floor is the time to read all weights and
+caches at the bandwidth of a large copy. The prediction is that of Leviathan et al. 2023, Theorem 3.8. It uses
+the engine's throughput without speculation and the time of a draft's forward pass.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace import theory
+from outpace.bench import theory
 from outpace.bench.kernel import bandwidth, timed
 from outpace.bench.synthetic import PAIRS, Pair, pair
-from outpace.models.compiled import Engine, State
+from outpace.engine.graph import Engine, State
 from outpace.models.fused import FusedModel
-from outpace.sampling import Sampling
+from outpace.sampling import SamplingParams
 
 ALPHAS = (0.6, 0.8, 0.9)
 DRAFTS = (1, 3, 5, 8)
 BATCHES = (1, 8, 32, 64)
 CONTEXTS = (128, 4096)
-NEW = 128  # tokens that an engine's texts grow by, about
-WARM = 3  # iterations before
-TEXTS = 12  # that are written at least, in turn or together: what an iteration brings differs much
-TOKENS = 32  # of Transformers' texts
-COPIES = (2, 3)  # tokens that must be alike for a copy, as the lookup has it
-ASSISTED_BATCH = 1  # more rows its assisted generation does not take
-PLAIN = Sampling()
+NEW = 128  # about how many new tokens the engine generates per text
+WARM = 3  # warm-up steps
+TEXTS = 12  # least number of texts, in turn or together: tokens per step differ much
+TOKENS = 32  # new tokens per text of Transformers
+COPIES = (2, 3)  # min_ngram and max_ngram of prompt lookup
+ASSISTED_BATCH = 1  # Transformers' assisted generation takes no more sequences
+PLAIN = SamplingParams()
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is written: g drafts an iteration, B rows after a context."""
+    """A case to measure: g draft tokens per step, B sequences after a context."""
 
     name: str
     alpha: float
@@ -51,15 +51,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Phases:
-    """Milliseconds of an iteration's parts; what is left of it is verification and the update."""
+    """Milliseconds of the parts of a step; the rest of it is verification and the update."""
 
-    draft: float  # all g steps
+    draft: float  # all g draft tokens
     target: float
 
 
 @dataclass(frozen=True)
-class Figure:
-    """One side of one case."""
+class Throughput:
+    """Result of one method in one case."""
 
     side: str
     name: str
@@ -69,20 +69,21 @@ class Figure:
     context: int
     tokens_per_second: float
     tokens_per_iteration: float | None = None
-    milliseconds: float | None = None  # of an iteration
-    draft_milliseconds: float | None = None  # of all g steps
+    milliseconds: float | None = None  # of a step
+    draft_milliseconds: float | None = None  # of all g draft tokens
     target_milliseconds: float | None = None
-    idle: float | None = None  # share of the time from the end of one iteration to the launch of the next
+    idle: float | None = None  # fraction of the time between the end of one step and the launch of the next
     floor_milliseconds: float | None = None
     predicted: float | None = None  # tokens per second
 
     @property
     def key(self) -> tuple[str, str, float, int, int, int]:
+        """Method and case, which identify a figure."""
         return self.side, self.name, self.alpha, self.g, self.B, self.context
 
 
 def chosen(full: bool = False) -> list[Case]:
-    """Every pair and column, or all there is."""
+    """Return a selection of cases with every pair and column, or all cases."""
     if full:
         return [
             Case(name, alpha, g, B, context)
@@ -104,11 +105,23 @@ def measure(
     device: torch.device,
     dtype: torch.dtype,
     cases: Sequence[Case],
-    known: Sequence[Figure] = (),
+    known: Sequence[Throughput] = (),
     pairs: Callable[..., Pair] | None = None,
-) -> Iterator[Figure]:
-    """All sides of all cases. Sides that do not depend on g, or that are known already, are not measured
-    again."""
+) -> Iterator[Throughput]:
+    """Measure all methods in all cases.
+
+    Figures that do not depend on g, or that are known already, are not measured again.
+
+    Args:
+        device: Device of the models.
+        dtype: Dtype of the models.
+        cases: Cases to measure.
+        known: Figures of earlier measurements.
+        pairs: Makes a pair from a name and an acceptance rate; by default one of ``PAIRS``.
+
+    Yields:
+        The figure of each method in each case.
+    """
     make = pairs or (lambda name, alpha, **options: pair(*PAIRS[name], alpha, **options))
     done = {one.key: one for one in known}
     rate = bandwidth(device)
@@ -123,7 +136,7 @@ def measure(
                     made = None  # its memory first
                     made = (case.name, case.alpha), make(case.name, case.alpha, device=device, dtype=dtype)
                 plain = done.get(("outpace plain", case.name, 0.0, 0, case.B, case.context))
-                done[key] = Figure(
+                done[key] = Throughput(
                     side, case.name, alpha, g, case.B, case.context, **own.measure(made[1], case, rate, plain)
                 )
             if key in done:
@@ -131,20 +144,29 @@ def measure(
 
 
 @dataclass(frozen=True)
-class Side:
-    measure: Callable[[Pair, Case, float, Figure | None], dict[str, Any]]
+class Contender:
+    """A method to measure.
+
+    Attributes:
+        measure: Returns fields of a ``Throughput``. It takes the pair, the case, the bandwidth, and the
+            throughput without speculation.
+        drafts: Whether the method is speculative, so that its figure depends on g and α.
+        fits: Returns whether the method supports a case.
+    """
+
+    measure: Callable[[Pair, Case, float, Throughput | None], dict[str, Any]]
     drafts: bool
     fits: Callable[[Case], bool] = lambda case: True
 
 
 def prompts(case: Case, made: Pair) -> Tensor:
-    """Random texts `[B, context]`."""
+    """Return random texts ``[B, context]``."""
     noise = torch.Generator().manual_seed(7)
     return torch.randint(made.words, (case.B, case.context), generator=noise).to(made.target.device)
 
 
 def by_transformers(made: Pair, case: Case, **options: Any) -> dict[str, Any]:
-    """Its own `generate`, sampling."""
+    """Measure Transformers' own ``generate``, with sampling."""
     ids = prompts(case, made)
 
     def seconds(tokens: int) -> float:
@@ -157,15 +179,15 @@ def by_transformers(made: Pair, case: Case, **options: Any) -> dict[str, Any]:
             torch.cuda.synchronize()
         return time.perf_counter() - begun
 
-    # What is compiled, which is for caches of this size, and libraries
+    # Warm-up of libraries and of compiled code, which is for caches of this size
     seconds(TOKENS if "cache_implementation" in options else WARM)
-    # Without the prompt, which goes through the model once on every side
+    # Without prefill, which every method runs once
     taken = max(seconds(TOKENS) - seconds(1), 1e-9)
     return {"tokens_per_second": round((TOKENS - 1) * case.B / taken, 1)}
 
 
 def transformers_assisted(made: Pair, case: Case) -> dict[str, Any]:
-    """With g drafts each time, whatever came of them."""
+    """Measure Transformers' assisted generation with g draft tokens at every step, whatever was accepted."""
     if made.draft is None:
         return by_transformers(made, case, prompt_lookup_num_tokens=case.g)
     config = made.draft.generation_config
@@ -174,11 +196,11 @@ def transformers_assisted(made: Pair, case: Case) -> dict[str, Any]:
     return by_transformers(made, case, assistant_model=made.draft)
 
 
-def ours(made: Pair, case: Case, rate: float, plain: Figure | None, g: int) -> dict[str, Any]:
-    """The engine, read one iteration late as a decoder does."""
+def ours(made: Pair, case: Case, rate: float, plain: Throughput | None, g: int) -> dict[str, Any]:
+    """Measure the engine; the result of each step is read one step late, as a decoder does."""
     target = FusedModel(made.target)
     draft = FusedModel(made.draft) if g and made.draft is not None else None
-    # As many as bring all sides' texts to the same length: attention costs more after longer ones
+    # As many steps as bring all methods' texts to the same length: attention costs more in longer ones
     iterations = round(NEW / theory.expected_tokens(made.alpha if draft is not None else 0.0, g))
     room = case.context + (WARM + iterations + 2) * (g + 1)
     copies = COPIES if g and draft is None else None
@@ -212,16 +234,22 @@ def ours(made: Pair, case: Case, rate: float, plain: Figure | None, g: int) -> d
 
 
 @dataclass(frozen=True)
-class Run:
-    """What came of iterations of an engine."""
+class TimedRun:
+    """Result of some steps of an engine.
+
+    Attributes:
+        tokens: New tokens of all texts.
+        seconds: Duration.
+        idle: Fraction of the time between the end of a step and the launch of the next; None without a GPU.
+    """
 
     tokens: int
     seconds: float
     idle: float | None
 
 
-def written(engine: Engine, g: int, texts: Sequence[list[int]], seed: int, iterations: int) -> Run:
-    """Each of the texts goes on for so many iterations."""
+def written(engine: Engine, g: int, texts: Sequence[list[int]], seed: int, iterations: int) -> TimedRun:
+    """Prefill the engine with texts, and run some steps."""
     engine.begin_all(0, texts, range(seed * len(texts), (seed + 1) * len(texts)))
     for _ in range(WARM):
         engine.start(g, PLAIN).read()
@@ -240,11 +268,11 @@ def written(engine: Engine, g: int, texts: Sequence[list[int]], seed: int, itera
         marks[-1].synchronize()
         waits = sum(one.elapsed_time(two) for one, two in zip(marks[1::2], marks[2::2], strict=False))
         idle = waits / marks[0].elapsed_time(marks[-1])
-    return Run(won, taken, idle)
+    return TimedRun(won, taken, idle)
 
 
 def mark(device: torch.device) -> torch.Event | None:
-    """The moment at which a GPU has come so far."""
+    """Return an event that the GPU records when it gets here; None without a GPU."""
     if device.type != "cuda":
         return None
     event = torch.Event("cuda", enable_timing=True)
@@ -253,8 +281,10 @@ def mark(device: torch.device) -> torch.Event | None:
 
 
 def phases(engine: Engine, g: int, rows: int | None = None) -> Phases:
-    """The parts of an iteration of the first rows, or of all, each by itself: in a graph where there are
-    graphs."""
+    """Time the parts of a step, each by itself, of the first rows or of all.
+
+    On CUDA, each part is timed as a graph.
+    """
     rows = engine.rows if rows is None else rows
     tokens = torch.zeros(rows, g + 1, dtype=torch.int64, device=engine.target.device)
     places = engine.lengths[:rows, None] + torch.arange(-2, g, device=tokens.device)
@@ -265,7 +295,7 @@ def phases(engine: Engine, g: int, rows: int | None = None) -> Phases:
 
 
 def alone(part: Callable[[], Any], device: torch.device) -> float:
-    """Microseconds."""
+    """Return the microseconds of a part by itself."""
     if device.type != "cuda":
         return timed(part, device, 3)
     for _ in range(2):
@@ -280,15 +310,15 @@ def alone(part: Callable[[], Any], device: torch.device) -> float:
 
 
 SIDES = {
-    "outpace plain": Side(lambda made, case, rate, plain: ours(made, case, rate, plain, 0), False),
-    "outpace": Side(lambda made, case, rate, plain: ours(made, case, rate, plain, case.g), True),
-    "transformers": Side(lambda made, case, rate, plain: by_transformers(made, case), False),
-    "transformers assisted": Side(
+    "outpace plain": Contender(lambda made, case, rate, plain: ours(made, case, rate, plain, 0), False),
+    "outpace": Contender(lambda made, case, rate, plain: ours(made, case, rate, plain, case.g), True),
+    "transformers": Contender(lambda made, case, rate, plain: by_transformers(made, case), False),
+    "transformers assisted": Contender(
         lambda made, case, rate, plain: transformers_assisted(made, case),
         True,
         lambda case: case.B <= ASSISTED_BATCH,
     ),
-    "transformers static": Side(
+    "transformers static": Contender(
         lambda made, case, rate, plain: by_transformers(made, case, cache_implementation="static"),
         False,
         lambda case: case.static,

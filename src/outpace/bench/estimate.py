@@ -1,5 +1,7 @@
-"""A mean over values that come in clusters, as tokens come in texts: how sure it is, and how much one value
-says of the next. A value that is NaN is not there."""
+"""Means of values in clusters, as tokens are in texts, with confidence intervals and autocorrelation.
+
+A value that is NaN is missing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ LAGS = 5
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean of so many values in so many clusters, known to ± `half`; None where there is one cluster."""
+    """A mean with a confidence interval.
+
+    Attributes:
+        mean: Mean of all values.
+        count: Number of values.
+        clusters: Number of clusters.
+        half: Half the width of the confidence interval; None for a single cluster.
+    """
 
     mean: float
     count: int
@@ -25,30 +34,34 @@ class Estimate:
 
     @property
     def interval(self) -> list[float] | None:
-        """Of a share, which lies between 0 and 1."""
+        """Confidence interval of a fraction, which lies between 0 and 1."""
         if self.half is None:
             return None
         return [max(0.0, self.mean - self.half), min(1.0, self.mean + self.half)]
 
     @property
     def off(self) -> float | None:
-        """By how much it may be off at most, as a share."""
+        """Largest error of a fraction within ``interval``."""
         return (
             None if self.interval is None else max(self.interval[1] - self.mean, self.mean - self.interval[0])
         )
 
     def needed(self, within: float) -> int | None:
-        """About how many clusters like these would make it known to ± `within`."""
+        """Return about how many clusters like these would give an interval of ± ``within``."""
         if self.half is None:
             return None
         return max(2, math.ceil(self.clusters * (self.half / within) ** 2))
 
 
 def estimate(clusters: Sequence[Floats], confidence: float = 0.95) -> Estimate | None:
-    """The mean of all values; None without any.
+    """Return the mean of all values; None without any.
 
-    Values of a cluster are not independent, clusters are: a ratio of sums, whose variance is that of
-    Σ(values − mean) over clusters, with Student's t of one degree less than there are clusters.
+    Clusters are independent, values of one cluster are not. So the mean is a ratio of sums. Its variance is
+    that of Σ(values − mean) over clusters. The interval takes Student's t of one degree less than there are
+    clusters.
+
+    Raises:
+        ValueError: ``confidence`` does not lie between 0 and 1.
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence: got {confidence!r}; it must lie between 0 and 1")
@@ -61,13 +74,13 @@ def estimate(clusters: Sequence[Floats], confidence: float = 0.95) -> Estimate |
     if m > 1:
         off = sum(float((one - mean).sum()) ** 2 for one in there)
         half = student(confidence, m - 1) * math.sqrt(off * m / (m - 1)) / count
-        if all(np.allclose(one, mean, rtol=0, atol=1e-9) for one in there):  # others would not be unlikely
+        if all(np.allclose(one, mean, rtol=0, atol=1e-9) for one in there):  # zero variance is not certainty
             half = 1 - (1 - confidence) ** (1 / count)
     return Estimate(mean, count, m, half)
 
 
 def student(confidence: float, freedom: int) -> float:
-    """The t that Student's distribution stays below in size with this probability, by bisection."""
+    """Return the t with ``P(|T| < t)`` equal to ``confidence`` in Student's distribution, by bisection."""
     low, high = 0.0, 1.0
     while inside(high, freedom) < confidence:
         high *= 2
@@ -78,7 +91,7 @@ def student(confidence: float, freedom: int) -> float:
 
 
 def inside(t: float, freedom: int) -> float:
-    """P(|T| < t), Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    """Return ``P(|T| < t)`` of Student's distribution: Abramowitz and Stegun 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(freedom))
     odd = freedom % 2
     term = total = math.cos(angle) if odd else 1.0
@@ -91,8 +104,10 @@ def inside(t: float, freedom: int) -> float:
 
 
 def autocorrelation(clusters: Sequence[Floats], lags: int = LAGS) -> list[float | None]:
-    """Of values with those 1, 2, ... places later in their cluster, about the mean of all; None where
-    there are no such pairs, or values do not vary."""
+    """Return the correlation of values with those 1, 2, ... places later in their cluster.
+
+    It is about the mean of all values. It is None where there are no such pairs, or values do not vary.
+    """
     every = np.concatenate([np.zeros(0), *clusters])
     every = every[~np.isnan(every)]
     if not every.size or every.var() < 1e-12:

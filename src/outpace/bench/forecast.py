@@ -1,9 +1,11 @@
-"""Lines of a sweep: what was measured, beside what theory says.
+"""Lines of a sweep: measured results beside the predictions of theory.
 
-Both forecasts take one α for all lengths of a draft and a sampling. The simple one is theorem 3.8 of
-Leviathan et al. 2023, as in their Table 4: it knows c, the time of a draft's step, and no cost of longer
-passes, and a guess that a drafter did not make is one that was lost. The other one takes guesses as they were
-made, and what passes, steps and verification take by themselves; it knows no iteration that was measured.
+Both predictions take one α for all lengths of a draft and a sampling. The simple one is theorem 3.8 of
+Leviathan et al. 2023, as in their Table 4. It knows c, the time of a draft's forward pass, and no cost of
+longer passes. A draft token that the drafter did not propose counts as rejected.
+
+The other one takes the numbers of draft tokens as they were. It uses the times of forward passes, drafting
+and verification by themselves, and no measured step.
 """
 
 from __future__ import annotations
@@ -12,30 +14,35 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from outpace import theory
+from outpace.bench import theory
 from outpace.bench.prediction import Parts
 from outpace.bench.runs import PLAIN, Cell, Run
 from outpace.bench.spread import Rate, Spread, faster
-from outpace.sampling import Sampling
+from outpace.sampling import SamplingParams
 
-Known = dict[tuple[str, Sampling], Parts]
-"""By draft and sampling."""
+Known = dict[tuple[str, SamplingParams], Parts]
+"""Parts of a step by draft and sampling."""
 
-SPAN = 128  # tokens that times are told for, as in Chen et al. 2023
+SPAN = 128  # tokens that latencies are reported for, as in Chen et al. 2023
 
 
 @dataclass(frozen=True)
-class Figure:
-    """One cell. Milliseconds of SPAN tokens are over texts, as each of them waited.
+class SweepLine:
+    """Results of one cell.
 
-    acceptance        guesses kept, of those made
-    alpha             of those that were judged, as none before them was lost
-    tokens_per_call   of a row, an iteration
-    loop_ms           of an iteration
-    c                 a draft's step, of a plain iteration, for all lengths of this draft and sampling
-    speedup           tokens a second over those of plain decoding, and an interval that holds it in 95 of 100
-    predicted         the same by α and what parts of an iteration take, where the length is fixed
-    predicted_simple  by α and c
+    ``mean_ms`` to ``deviation_ms`` are latencies of ``SPAN`` tokens over texts, as each text waited.
+
+    Attributes:
+        acceptance: Fraction of proposed draft tokens that were accepted.
+        alpha: Fraction accepted of the draft tokens that no rejected one precedes.
+        tokens_per_pass: Tokens of a sequence per step.
+        loop_ms: Time of a step.
+        c: Time of a draft's forward pass, relative to a step without speculation, for all lengths of this
+            draft and sampling.
+        speedup: Throughput relative to decoding without speculation.
+        interval: 95 % confidence interval of ``speedup``.
+        predicted: Speedup by α and the times of a step's parts, where the draft length is fixed.
+        predicted_simple: Speedup by α and c.
     """
 
     draft: str
@@ -53,7 +60,7 @@ class Figure:
     tokens_per_second: float
     acceptance: float | None
     alpha: float | None
-    tokens_per_call: float
+    tokens_per_pass: float
     loop_ms: float
     c: float | None
     speedup: float
@@ -62,9 +69,13 @@ class Figure:
     predicted_simple: float | None
 
 
-def figures(runs: Iterable[Run], parts: Mapping[tuple[str, Sampling], Parts] | None = None) -> list[Figure]:
-    """A line for each cell that has texts to speak of, about prompts that plain decoding has some of, too; in
-    the order in which they come first."""
+def figures(
+    runs: Iterable[Run], parts: Mapping[tuple[str, SamplingParams], Parts] | None = None
+) -> list[SweepLine]:
+    """Return a line per cell that shares at least one group of prompts with the baseline.
+
+    Lines are in the order in which cells first appear.
+    """
     by_cell: dict[Cell, list[Run]] = {}
     for run in runs:
         if run.texts:
@@ -85,8 +96,11 @@ def figures(runs: Iterable[Run], parts: Mapping[tuple[str, Sampling], Parts] | N
 
 def _figure(
     cell: Cell, mine: Sequence[Run], plain: Sequence[Run], alike: Sequence[Run], parts: Parts | None
-) -> Figure:
-    """`alike`: of the same draft and sampling, with a fixed number of guesses."""
+) -> SweepLine:
+    """Return the line of a cell.
+
+    ``alike`` are the runs of the same draft and sampling with a fixed number of draft tokens.
+    """
     times = Spread.of([1e3 * SPAN * waited / tokens for run in mine for tokens, waited in run.texts])
     tokens, seconds = sum(run.tokens for run in mine), sum(run.seconds for run in mine)
     drafted = guesses(mine)
@@ -98,7 +112,7 @@ def _figure(
         simple = theory.speedup(judged(alike, missing=True) or 0.0, cell.g, c)
     own, made = judged(mine), sum(g * n for g, n in drafted.items())
     sampling = cell.sampling
-    return Figure(
+    return SweepLine(
         cell.draft,
         sampling.temperature,
         sampling.top_k,
@@ -125,7 +139,7 @@ def _figure(
 
 
 def _paired(mine: Sequence[Run], plain: Sequence[Run]) -> tuple[list[Rate], list[Rate]]:
-    """Both by group, as far as both have written about it."""
+    """Return the rates of both by group, for groups that both have."""
     ours, theirs = ({one.group: _rate(some, one.group) for one in some} for some in (mine, plain))
     both = [group for group in ours if group in theirs]
     return [ours[group] for group in both], [theirs[group] for group in both]
@@ -137,24 +151,31 @@ def _rate(runs: Sequence[Run], group: int) -> Rate:
 
 
 def loop(runs: Sequence[Run]) -> float:
-    """Seconds of an iteration."""
+    """Return the seconds of a step."""
     return sum(run.seconds for run in runs) / sum(run.iterations for run in runs)
 
 
 def guesses(runs: Sequence[Run]) -> Counter[int]:
-    """How many there were in an iteration of a row, and how often."""
+    """Return how often a sequence had each number of draft tokens in a step."""
     return sum((run.drafted for run in runs), Counter[int]())
 
 
 def judged(runs: Sequence[Run], missing: bool = False) -> float | None:
-    """α: kept, of the guesses that were judged; or also of those that were not made."""
+    """Return α, the fraction accepted of the draft tokens that no rejected one precedes.
+
+    With ``missing``, draft tokens that were not proposed count as rejected.
+    """
     kept, lost = sum(run.kept for run in runs), sum(run.lost for run in runs)
     lost += sum(run.missing for run in runs) if missing else 0
     return kept / (kept + lost) if kept + lost else None
 
 
 def step_cost(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
-    """c. Where drafting cannot be told apart, it is what each of the fewest guesses adds to an iteration."""
+    """Return c, the time of a draft's forward pass relative to a step without speculation.
+
+    Where drafting cannot be told apart, the runs with the fewest draft tokens count. c is then the time that
+    each of these adds to a step.
+    """
     if not runs:
         return None
     drafting = sum(run.draft_seconds for run in runs)

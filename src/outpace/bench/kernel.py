@@ -1,8 +1,8 @@
-"""How long verification takes, side by side: our kernels, our eager path, Transformers' function, and peers.
+"""Latency of verification: outpace's kernels, its eager path, Transformers' function, and peers.
 
-Times are medians of a call's microseconds. *Cold* inputs rotate over more memory than the device caches,
-*hot* ones are the same each time; *graph* is inside a CUDA graph, *eager* is launched from Python. The floor
-is what reading the logits once takes at the bandwidth that a large copy reaches in the same run.
+Times are medians of a call's microseconds. *Cold* inputs rotate over more memory than the device caches;
+*hot* inputs are the same each time. *graph* is inside a CUDA graph; *eager* is launched from Python. The
+floor is the time to read the logits once, at the bandwidth of a large copy in the same run.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from transformers.generation.logits_process import (
 from transformers.generation.utils import _speculative_sampling
 
 import outpace
-from outpace.sampling import Sampling, warp
-from outpace.verify import eager, sample
-from outpace.verify.block import Block
-from outpace.verify.rules import Rule, parse
+from outpace.sampling import SamplingParams, warp
+from outpace.verification import eager, sample
+from outpace.verification.block import Block
+from outpace.verification.rules import Rule, parse
 
 VOCABULARIES = (32000, 51865, 128256, 151936, 256000)
 DRAFTS = (1, 5, 10, 20)
 BATCHES = (1, 8, 64)
 ROTATED = 160 << 20  # bytes that inputs rotate over: more than any cache
-CALLS = 200  # at most, in one graph
+CALLS = 200  # most calls in one graph
 
-FILTER = Sampling(temperature=0.8, top_k=50, top_p=0.95)
+FILTER = SamplingParams(temperature=0.8, top_k=50, top_p=0.95)
 PROCESSORS = (
     TemperatureLogitsWarper(FILTER.temperature),
     TopKLogitsWarper(FILTER.top_k),
@@ -56,18 +56,18 @@ Side = Callable[["Inputs"], Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """One iteration's drafts and logits."""
+    """Draft tokens and logits of one step."""
 
     tokens: Tensor  # [B, g]
     draft: Tensor  # [B, g, V]
     target: Tensor  # [B, g+1, V]
     seed: Tensor  # [B]
     position: Tensor  # [B]
-    drawn: tuple[Tensor, Tensor, Tensor] | None = None  # lse, cut and tie of the draft's, [B, g] each
+    drawn: tuple[Tensor, Tensor, Tensor] | None = None  # lse, cut and tie of the draft's logits, [B, g] each
 
     @classmethod
     def random(cls, B: int, g: int, V: int, device: torch.device, dtype: torch.dtype) -> Inputs:
-        """Drafts drawn from logits near the target's, so that some are kept and some lost."""
+        """Return draft tokens from logits near the target's, so that some are accepted and some rejected."""
         target = (2 * torch.randn(B, g + 1, V, device=device)).to(dtype)
         draft = (target[:, :g] + 0.7 * torch.randn(B, g, V, device=device)).to(dtype)
         noise = torch.empty(B, g, V, device=device).exponential_()
@@ -76,7 +76,7 @@ class Inputs:
         return cls(tokens, draft, target, seed, torch.arange(B, device=device))
 
     def filtered(self) -> Inputs:
-        """Drafts drawn as FILTER says, and what `sample` found out about them."""
+        """Return draft tokens sampled with ``FILTER``, and what ``sample`` found out about them."""
         each = [
             sample(self.draft[:, i], seed=self.seed, position=self.position, step=i, sampling=FILTER)
             for i in range(self.tokens.shape[1])
@@ -90,14 +90,17 @@ class Inputs:
 
     @property
     def nbytes(self) -> int:
-        """Logits that have to be read: each once, and again those that the next token comes from."""
+        """Bytes of the logits that have to be read.
+
+        Each is read once, and those that the next token comes from are read again.
+        """
         B, g, V = self.draft.shape
         return (2 * g + 2) * V * B * self.draft.element_size()
 
 
 @dataclass(frozen=True)
-class Figure:
-    """One side at one size; microseconds, None where a side cannot be run so."""
+class KernelTiming:
+    """Result of one method at one size, in microseconds; None where it cannot run that way."""
 
     side: str
     V: int
@@ -112,40 +115,44 @@ class Figure:
 
 
 def ours(made: Inputs, rule: Rule | str = "token", **more: Any) -> Any:
+    """Verify with ``outpace.verify``."""
     return outpace.verify(
         made.tokens, made.draft, made.target, rule=rule, seed=made.seed, position=made.position, **more
     )
 
 
 def ours_eager(made: Inputs) -> Any:
+    """Verify with the eager path."""
     block = Block(made.tokens, made.draft, made.target, None, made.seed, made.position)
     return eager.verify(block, parse("token"))
 
 
 def transformers(made: Inputs) -> Any:
-    """Transformers' function, which knows one row: a loop."""
+    """Verify with Transformers' function, in a loop, since it takes one row."""
     g = made.tokens.shape[1]
     rows = (slice(b, b + 1) for b in range(len(made.tokens)))
     return [_speculative_sampling(made.tokens[b], made.draft[b], g, made.target[b], **OPTIONS) for b in rows]
 
 
 def ours_filtered(made: Inputs, **more: Any) -> Any:
+    """Verify with ``outpace.verify`` and the filters of ``FILTER``."""
     return ours(made, sampling=FILTER, draft_sampling=FILTER, **more)
 
 
 def ours_told(made: Inputs) -> Any:
-    """The same, with what the draft's own draws found out."""
+    """Verify as ``ours_filtered``, with what sampling the draft tokens found out."""
     assert made.drawn is not None
     return ours_filtered(made, draft_lse=made.drawn[0], draft_cut=made.drawn[1:])
 
 
 def eager_filtered(made: Inputs) -> Any:
+    """Apply ``FILTER`` and verify with the eager path."""
     target, draft = (warp(logits.float(), [FILTER]) for logits in (made.target, made.draft))
     return eager.verify(Block(made.tokens, draft, target, None, made.seed, made.position), parse("token"))
 
 
 def transformers_filtered(made: Inputs) -> Any:
-    """Transformers' processors, then its function, row by row."""
+    """Apply Transformers' processors, then its function, row by row."""
     ids = made.tokens[:1, :0]
 
     def adjusted(logits: Tensor) -> Tensor:
@@ -162,8 +169,15 @@ def transformers_filtered(made: Inputs) -> Any:
 
 
 def peers(folder: Path, filtered: bool = False) -> dict[str, Side]:
-    """From each Python file of a folder, its function `verify(draft_tokens, draft_logits, target_logits)`;
-    its `verify_filtered`, where there is one, for adjusted logits."""
+    """Return the verification function of each Python file in a folder, by file name.
+
+    Args:
+        folder: Folder of files with a function ``verify(draft_tokens, draft_logits, target_logits)``.
+        filtered: Take ``verify_filtered`` instead, where there is one, for adjusted logits.
+
+    Raises:
+        ValueError: A file has no such function, or no file has one.
+    """
     found: dict[str, Side] = {}
     for path in sorted(folder.glob("*.py")):
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -195,8 +209,11 @@ def measure(
     batches: Sequence[int] = BATCHES,
     others: dict[str, Side] | None = None,
     filtered: bool = False,
-) -> Iterator[Figure]:
-    """All sides at all sizes, in turn. Transformers' loop is left out at batches above 8."""
+) -> Iterator[KernelTiming]:
+    """Measure all methods at all sizes, in turn.
+
+    Transformers' loop is left out at batches above 8.
+    """
     rate = bandwidth(device)
     for V in vocabularies:
         for g in drafts:
@@ -209,7 +226,7 @@ def measure(
                     captured = name != "transformers" and device.type == "cuda"
                     cold = in_graph(side, sets) if captured else None
                     hot = in_graph(side, [size] * 20) if captured else None
-                    yield Figure(
+                    yield KernelTiming(
                         name,
                         V,
                         g,
@@ -224,7 +241,7 @@ def measure(
 
 
 def own_sides(B: int, device: torch.device, filtered: bool) -> dict[str, Side]:
-    """What is measured at a size beside peers."""
+    """Return the methods that are measured at a size, besides peers."""
     if not filtered:
         sides: dict[str, Side] = {"outpace": ours, "outpace eager": ours_eager}
     else:
@@ -238,21 +255,21 @@ def own_sides(B: int, device: torch.device, filtered: bool) -> dict[str, Side]:
 
 
 def rotated(B: int, g: int, V: int, device: torch.device, dtype: torch.dtype) -> list[Inputs]:
-    """Inputs to take in turn, so many that a GPU's caches cannot hold them."""
+    """Return inputs to take in turn, so many that a GPU's caches cannot hold them."""
     first = Inputs.random(B, g, V, device, dtype)
     count = max(3, min(CALLS, ROTATED // first.nbytes + 1)) if device.type == "cuda" else 3
     return [first, *(Inputs.random(B, g, V, device, dtype) for _ in range(count - 1))]
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes per second of a large copy, read and written."""
+    """Return the bytes per second of a large copy, read and written."""
     source = torch.empty(1 << (30 if device.type == "cuda" else 26), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / (timed(lambda: target.copy_(source), device, 10) / 1e6)
 
 
 def in_graph(side: Side, sets: Sequence[Inputs], repeats: int = 15) -> float | None:
-    """Microseconds of a call inside a CUDA graph of one call per input; None if it cannot be captured."""
+    """Return microseconds per call in a CUDA graph with one call per input; None if it cannot be captured."""
     for made in sets[:3]:
         side(made)
     torch.cuda.synchronize()
@@ -268,24 +285,25 @@ def in_graph(side: Side, sets: Sequence[Inputs], repeats: int = 15) -> float | N
 
 
 def from_python(side: Side, sets: Sequence[Inputs], repeats: int = 5) -> float:
-    """Microseconds of a call from Python, the device kept busy."""
+    """Return microseconds of a call from Python, the device kept busy."""
     calls = at_a_time(sets)
     in_turn(side, sets, calls)
     return round(wall(lambda: in_turn(side, sets, calls), sets[0].draft.device, repeats) / calls, 2)
 
 
 def at_a_time(sets: Sequence[Inputs]) -> int:
-    """How many calls are timed together."""
+    """Return the number of calls that are timed together."""
     return 40 if sets[0].draft.is_cuda else 3
 
 
 def in_turn(side: Side, sets: Sequence[Inputs], calls: int) -> None:
+    """Call a method on inputs in turn."""
     for i in range(calls):
         side(sets[i % len(sets)])
 
 
 def peak(side: Side, made: Inputs) -> int:
-    """Bytes of device memory that a call takes beside its inputs, its result included."""
+    """Return the bytes of device memory that a call takes besides its inputs, its result included."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -296,7 +314,7 @@ def peak(side: Side, made: Inputs) -> int:
 
 
 def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Median microseconds of a run, by the device's clock where it has one."""
+    """Return the median microseconds of a run, by the device's clock where it has one."""
     if device.type != "cuda":
         return wall(run, device, repeats)
     for _ in range(3):
@@ -313,6 +331,7 @@ def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
 
 
 def wall(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Return the median microseconds of a run, by the host's clock."""
     taken = []
     for _ in range(repeats):
         if device.type == "cuda":

@@ -1,20 +1,23 @@
-"""A sweep as a picture: needs `pip install 'outpace[plot]'`."""
+"""Plots of a sweep; needs ``pip install 'outpace[plot]'``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from outpace.bench.forecast import SPAN, Figure
-from outpace.bench.pictures import backend
+from outpace.bench.curves import backend
+from outpace.bench.forecast import SPAN, SweepLine
 from outpace.bench.runs import described
 
 Kind = tuple[str, float, int, float]
 
 
-def draw(figures: Sequence[Figure], path: Path) -> None:
-    """Chen et al. 2023, Figure 1: time with its P90, share of a pass that became text, and time of an
-    iteration, over g; policies are level lines."""
+def draw(figures: Sequence[SweepLine], path: Path) -> None:
+    """Plot a sweep over g, as in Chen et al. 2023, Figure 1.
+
+    The panels are latency with its P90, the fraction of a forward pass that became text, and the time of a
+    step. Policies are level lines.
+    """
     pyplot = backend()
     found, (time, share, loops) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
     kinds = list(dict.fromkeys(map(kind_of, figures)))
@@ -29,7 +32,7 @@ def draw(figures: Sequence[Figure], path: Path) -> None:
             (one for one in mine if not one.length.isdecimal()), ("--", ":"), strict=False
         ):
             time.axhline(one.mean_ms, color=colour, ls=dashes, lw=1, label=f"{name}, {one.length}")
-        of_pass = [one.tokens_per_call / (int(one.length) + 1) for one in fixed]
+        of_pass = [one.tokens_per_pass / (int(one.length) + 1) for one in fixed]
         share.plot(g, of_pass, "o-", ms=4, color=colour, label=f"{name}: tokens, of g + 1")
         known = [(int(one.length), one.alpha) for one in fixed if one.alpha is not None]
         share.plot(*zip(*known, strict=True) if known else ([], []), ":", color=colour, label=f"{name}: α")
@@ -38,7 +41,7 @@ def draw(figures: Sequence[Figure], path: Path) -> None:
     share.set(title="acceptance", ylim=(0, 1.05))
     loops.set(title="time of an iteration", ylabel="ms")
     for axis in (time, share, loops):
-        axis.set_xlabel("guesses an iteration, g")
+        axis.set_xlabel("draft tokens per step, g")
         axis.set_xticks(sorted({int(one.length) for one in figures if one.length.isdecimal()}))
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
@@ -48,9 +51,11 @@ def draw(figures: Sequence[Figure], path: Path) -> None:
     pyplot.close(found)
 
 
-def kind_of(one: Figure) -> Kind:
+def kind_of(one: SweepLine) -> Kind:
+    """Return the draft and the sampling settings of a figure."""
     return one.draft, one.temperature, one.top_k, one.top_p
 
 
 def name_of(kind: Kind) -> str:
+    """Return the name of a kind in legends."""
     return f"{kind[0]}, {described(*kind[1:])}"

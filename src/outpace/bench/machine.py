@@ -1,4 +1,4 @@
-"""Where and with what something is measured."""
+"""Description of the machine and the software of a measurement."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ NAMES = ("model name", "machdep.cpu.brand_string")
 
 
 def machine(place: torch.device) -> dict[str, str | int | None]:
+    """Return the device, the number of threads, and the versions of packages."""
     return {
         "device": torch.cuda.get_device_name(place) if place.type == "cuda" else cpu(),
         "threads": torch.get_num_threads(),
@@ -27,14 +28,14 @@ def machine(place: torch.device) -> dict[str, str | int | None]:
 
 
 def cpu() -> str:
-    """Its name, as far as the system tells it."""
+    """Return the name of the CPU, as far as the system tells it."""
     path = Path("/proc/cpuinfo")
     told = path.read_text(errors="replace") if path.exists() else ""
     return _named(told) or _named(_asked()) or platform.processor() or platform.machine()
 
 
 def _named(told: str) -> str | None:
-    """What is said after a name for it."""
+    """Return the value of the first line that names the CPU."""
     pairs = (line.partition(":") for line in told.splitlines())
     return next((value.strip() for name, _, value in pairs if name.strip().lower() in NAMES), None)
 
@@ -57,6 +58,7 @@ def _asked() -> str:
 
 
 def version(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
     try:
         return str(importlib.import_module(package).__version__)
     except ImportError:

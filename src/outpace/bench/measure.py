@@ -1,5 +1,7 @@
-"""All that is measured of a target and its drafts, part by part, so that what there is at any moment is of
-use: α on the target's own texts, counts of real runs, costs, and what follows from them."""
+"""All measurements of a target and its drafts, part by part, so that partial results are of use.
+
+The parts are α on the target's own texts, counts of real runs, costs, and what follows from them.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,31 @@ from outpace.bench.estimate import Estimate, autocorrelation, estimate
 from outpace.bench.prediction import Parts
 from outpace.bench.prompts import Asked
 from outpace.bench.results import Results
-from outpace.decode import Decoder
-from outpace.length import Fixed
-from outpace.sampling import Sampling
+from outpace.decoder import Decoder
+from outpace.policy import Fixed
+from outpace.sampling import SamplingParams
 
 CHECKED = (1, 4, 8, 16)  # g that verification is timed at, beside 0
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How it is measured.
+class MeasurePlan:
+    """Settings of a measurement.
 
-    tokens      of each text
-    lenience    values of l, one of which counts are taken at: the strictest
-    g           drafts a pass of counted runs
-    lengths     tokens of a pass that are timed; batches, rows; context, tokens before
-    confidence  of intervals
+    Attributes:
+        sampling: Sampling of all texts.
+        tokens: New tokens of each text.
+        lenience: Values of l. Runs are counted at the strictest one.
+        g: Draft tokens per step of counted runs.
+        lengths: Tokens of the forward passes that are timed.
+        batches: Numbers of sequences that are timed.
+        context: Tokens before a timed forward pass.
+        confidence: Confidence of intervals.
+        seed: Seed of the first text.
     """
 
-    sampling: Sampling
+    sampling: SamplingParams
     tokens: int = 64
     lenience: Sequence[float] = (1.0, 0.5, 0.3, 0.1)
     g: int = 5
@@ -45,18 +52,31 @@ class Plan:
 
     @property
     def strictest(self) -> float:
+        """The strictest lenience, which is the largest."""
         return max(self.lenience)
 
 
 class Measurement:
-    """Of a target, which decodes plainly, and of decoders with the same one and a draft each, by name."""
+    """Measurement of a target and its drafts.
+
+    Args:
+        target: Decoder without a drafter.
+        drafts: Decoders with the same target and a drafter each, by name.
+        prompts: Prompts to measure with.
+        plan: Settings.
+        results: Receives each part when it is done.
+        tell: Called with each progress message.
+
+    Raises:
+        ValueError: There are no prompts.
+    """
 
     def __init__(
         self,
         target: Decoder,
         drafts: Mapping[str, Decoder],
         prompts: Sequence[Asked],
-        plan: Plan,
+        plan: MeasurePlan,
         results: Results,
         tell: Tell = lambda line: None,
     ) -> None:
@@ -64,12 +84,12 @@ class Measurement:
             raise ValueError("prompts: there are none to measure with")
         self.target, self.drafts, self.prompts, self.plan = target, drafts, prompts, plan
         self.results, self.tell = results, tell
-        self.walked: list[alpha.Walked] = []
+        self.walked: list[alpha.TextAcceptance] = []
         self.estimates: dict[tuple[str, float], Estimate | None] = {}
         self.entries: dict[tuple[str, float], dict[str, Any]] = {}
 
     def run(self) -> None:
-        """Everything, each part written down when it is done."""
+        """Measure everything, and write each part when it is done."""
         self.measure_alpha()
         for name in self.drafts:
             self.count(name)
@@ -78,6 +98,11 @@ class Measurement:
         self.results.done()
 
     def measure_alpha(self) -> None:
+        """Measure α of all drafts on the target's own texts.
+
+        Raises:
+            ValueError: No text could be generated.
+        """
         plan = self.plan
         self.tell(f"α of 0 of {len(self.prompts)} prompts")
         walk = alpha.measure(
@@ -101,7 +126,7 @@ class Measurement:
         self._put(prompts=len(self.walked), tokens=tokens)
 
     def _entry(self, name: str, lenience: float) -> dict[str, Any]:
-        """α of one draft, as far as texts go."""
+        """Return the results of one draft, from the texts so far."""
         beta = [one.beta[name][lenience] for one in self.walked]
         confidence = self.plan.confidence
         found = self.estimates[name, lenience] = estimate(beta, confidence)
@@ -127,7 +152,7 @@ class Measurement:
         }  # fmt: skip
 
     def count(self, name: str) -> None:
-        """Real runs, at the strictest lenience."""
+        """Count accepted draft tokens of real runs, at the strictest lenience."""
         plan, decoder = self.plan, self.drafts[name]
         self.tell(f"runs with g = {plan.g}: {name}")
         found = blocks.counted(decoder, self.prompts, plan.sampling, tokens=plan.tokens, seed=plan.seed)
@@ -147,7 +172,7 @@ class Measurement:
         self._put()
 
     def time(self) -> None:
-        """Passes, verification, steps; and what is fastest by them."""
+        """Time forward passes, verification and drafting, and predict the fastest g."""
         plan = self.plan
         self.tell("passes of the target")
         passes = cost.curve(self.target, plan.lengths, plan.batches, plan.context)
@@ -187,18 +212,20 @@ class Measurement:
             self._put()
 
     def trace(self) -> None:
-        """The first prompt that could be written about, with the first draft, at the g that is best for it,
-        or at that of the counts."""
+        """Trace the first prompt that could be decoded, with the first draft.
+
+        The trace has the draft's best g, or else that of the counted runs.
+        """
         plan, (name, decoder) = self.plan, next(iter(self.drafts.items()))
         g = self.entries[name, plan.strictest]["best_g"] or plan.g
         self.tell(f"a trace with g = {g}: {name}")
         own = Decoder(
             decoder.scorer, decoder.drafter, decoder.tokenizer, rule=decoder.rule,
-            lenience=decoder.lenience, length=Fixed(g), engine=decoder._engines is not None,
+            lenience=decoder.lenience, num_draft_tokens=Fixed(g), engine=decoder.engines is not None,
         )  # fmt: skip
         tokens = min(plan.tokens, blocks.TRACED)
         trace = partial(blocks.trace, own, self.walked[0].asked, plan.sampling, tokens=tokens, seed=plan.seed)
-        if own._engines is not None:  # graphs are made
+        if own.engines is not None:  # warm-up: graphs are captured
             trace()
         found, parts = trace(), cost.inside(own, g, plan.context)
         if parts is not None:
@@ -207,19 +234,19 @@ class Measurement:
         self._put(trace={"draft": name, "g": g, **found})
 
     def wide(self, within: float) -> list[str]:
-        """What is known less well than asked for, and what would help."""
+        """Return a line for each α that is known less precisely than ± ``within``, and what would help."""
         lines = []
         for (name, lenience), found in self.estimates.items():
             whose = name if lenience == 1 else f"{name} at lenience {lenience:g}"
             if found is None:
-                lines.append(f"{whose}: it guessed nothing, so nothing is known of its α")
+                lines.append(f"{whose}: it drafted nothing, so its α is not known")
             elif found.half is None or found.off is None:
                 lines.append(
-                    f"{whose}: it guessed in one prompt of {len(self.walked)}, and α of a single one has no "
+                    f"{whose}: it drafted in one prompt of {len(self.walked)}, and α of a single one has no "
                     "interval; give more"
                 )
             elif found.half > within:
-                each = len(self.walked) / found.clusters  # it may have no guess in some
+                each = len(self.walked) / found.clusters  # it may have no draft token in some
                 lines.append(
                     f"{whose}: α is known to ±{found.off:.3f}, not to ±{within:g}: {len(self.walked)} "
                     f"prompts are too few, about {math.ceil((found.needed(within) or 0) * each)} would do"

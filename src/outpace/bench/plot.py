@@ -1,4 +1,4 @@
-"""Figures of `outpace bench engine` as a picture: needs `pip install 'outpace[plot]'`."""
+"""Plots of the figures of ``outpace bench engine``; needs ``pip install 'outpace[plot]'``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from outpace.bench.engine import CONTEXTS, Figure
-from outpace.bench.pictures import backend
+from outpace.bench.curves import backend
+from outpace.bench.engine import CONTEXTS, Throughput
 
 ALPHA = 0.8
 
@@ -20,9 +20,11 @@ COLOURS = {
 }
 
 
-def draw(figures: Sequence[Figure], path: Path) -> None:
-    """What there is of three views at one acceptance: sides by pair, speed over g, and over B; in the file's
-    own format."""
+def draw(figures: Sequence[Throughput], path: Path) -> None:
+    """Plot throughput at one acceptance rate by pair, over g and over B.
+
+    Views without figures stay empty. The file's suffix determines the format.
+    """
     pyplot = backend()
     found, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
     first = figures[0].name
@@ -33,7 +35,7 @@ def draw(figures: Sequence[Figure], path: Path) -> None:
     for one in own:
         if one.B == 1 and not one.g:
             axes[1].axhline(one.tokens_per_second, color=COLOURS[one.side], ls="--", lw=1, label=one.side)
-    axes[1].set(title=f"{first}, B = 1, α = {ALPHA}", xlabel="drafts an iteration, g", ylim=(0, None))
+    axes[1].set(title=f"{first}, B = 1, α = {ALPHA}", xlabel="draft tokens per step, g", ylim=(0, None))
     _over(axes[2], own, lambda one: one.B)
     axes[2].set(xscale="log", yscale="log", title=f"{first}, α = {ALPHA}, best g", xlabel="rows, B")
     axes[2].set_xticks(rows := sorted({one.B for one in own}), rows)
@@ -46,8 +48,8 @@ def draw(figures: Sequence[Figure], path: Path) -> None:
     pyplot.close(found)
 
 
-def _pairs(axis: Any, figures: Sequence[Figure]) -> None:
-    """Every side's best of each pair, as bars."""
+def _pairs(axis: Any, figures: Sequence[Throughput]) -> None:
+    """Plot the best of each method for every pair, as bars."""
     names = list(dict.fromkeys(one.name for one in figures))
     for i, (side, colour) in enumerate(COLOURS.items()):
         best = [
@@ -60,11 +62,11 @@ def _pairs(axis: Any, figures: Sequence[Figure]) -> None:
     axis.set_title(f"B = 1, α = {ALPHA}, best g")
 
 
-def _over(axis: Any, figures: Sequence[Figure], x: Callable[[Figure], int]) -> None:
-    """Each side's best over x, and what theory has to say."""
+def _over(axis: Any, figures: Sequence[Throughput], x: Callable[[Throughput], int]) -> None:
+    """Plot the best of each method over x, and the prediction of theory."""
     for side, colour in COLOURS.items():
         mine = sorted((one for one in figures if one.side == side), key=lambda one: one.tokens_per_second)
-        best = {x(one): one for one in mine}  # the fastest comes last, and stays
+        best = {x(one): one for one in mine}  # the fastest comes last and replaces the others
         at = sorted(best)
         if at:
             axis.plot(at, [best[i].tokens_per_second for i in at], "o-", ms=4, color=colour, label=side)

@@ -1,5 +1,7 @@
-"""How far to guess, and how much faster that is, by what was measured: α, how often there is a guess at all,
-and what each part of an iteration takes."""
+"""Best draft length and its speedup, predicted from measurements.
+
+They are α, how often there is a draft token at all, and the time of each part of a step.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,21 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from outpace import theory
+from outpace.bench import theory
 from outpace.bench.cost import Drafting, Pass, Verification
 
 
 @dataclass(frozen=True)
 class Best:
-    """The fastest g and its speed over plain decoding; 0, and 1, where no draft pays.
+    """The fastest g and its speedup over the baseline; 0 and 1 where no draft pays.
 
-    interval  the speed at the ends of α's interval, if it has one; where no draft pays, that of the g which
-              would be fastest at the upper end
+    Attributes:
+        B: Number of sequences.
+        drafting: Times of the drafter.
+        g: Number of draft tokens.
+        speedup: Speedup over decoding without speculation.
+        interval: Speedup at the ends of α's interval, if it has one. Where no draft pays, it is that of the g
+            which would be fastest at the upper end.
     """
 
     B: int
@@ -31,7 +38,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Parts:
-    """What an iteration of B rows consists of, in milliseconds: drafts, passes, verification."""
+    """Milliseconds of the parts of a step of B sequences: drafting, forward passes, verification."""
 
     B: int
     drafting: Drafting
@@ -39,7 +46,13 @@ class Parts:
     verify: Sequence[Verification]
 
     def best(self, alpha: float, coverage: float = 1.0, interval: tuple[float, float] | None = None) -> Best:
-        """The best of all lengths that passes of B rows were timed for; interval is that of α."""
+        """Return the best of all draft lengths that forward passes of B rows were timed for.
+
+        Args:
+            alpha: Acceptance rate.
+            coverage: How often the drafter has a draft token for a sequence.
+            interval: Confidence interval of α.
+        """
         speeds = self.speedups(alpha, coverage).round(4)
         g = int(np.argmax(speeds))
         between = None
@@ -51,22 +64,32 @@ class Parts:
         return Best(self.B, self.drafting, g, float(speeds[g]), between)
 
     def speedups(self, alpha: float, coverage: float = 1.0) -> theory.Found:
-        """Over plain decoding, for g = 0, 1, ... as far as passes were timed; between sizes they are
-        interpolated.
+        """Return speedups over the baseline for g = 0, 1, ... as far as forward passes were timed.
 
-        coverage is how often the drafter has a guess for a row. Where it has none for any of them, an
-        iteration is a plain one.
+        Between the sizes, times are interpolated. A step in which the drafter has no draft token for any
+        sequence is one without speculation.
+
+        Args:
+            alpha: Acceptance rate.
+            coverage: How often the drafter has a draft token for a sequence.
         """
         taken = judging(self.B, self.passes, self.verify)
         g = np.arange(len(taken))
         tokens = coverage * theory.expected_tokens(alpha, g) + 1 - coverage
-        guessing = some_row(coverage, self.B)  # a pass is as wide for all rows
+        guessing = some_row(coverage, self.B)  # a forward pass is equally wide for all rows
         mean = guessing * taken + (1 - guessing) * taken[0]
         drafting = self.drafting.taken(g, some_row(coverage * np.power(alpha, g), self.B))
         return theory.measured_speedup(tokens, g, 0.0, mean + drafting, taken[0])
 
     def speedup(self, alpha: float, drafted: Counter[int]) -> float:
-        """Over plain decoding, if rows have so many guesses so often. A pass is as wide as the longest."""
+        """Return the speedup over the baseline for counted numbers of draft tokens.
+
+        A forward pass is as wide as the longest draft.
+
+        Args:
+            alpha: Acceptance rate.
+            drafted: How often a sequence had each number of draft tokens.
+        """
         taken = judging(self.B, self.passes, self.verify)
         rows = drafted.total()
         kept = sum(n * alpha**g for g, n in drafted.items() if g) / rows
@@ -77,12 +100,21 @@ class Parts:
 
 
 def some_row(chance: npt.ArrayLike, B: int) -> npt.NDArray[np.float64]:
-    """How likely one of B rows is to have what each has with this chance: all of them wait for it."""
+    """Return the probability that one of B rows has what each has with this chance.
+
+    All rows wait for it.
+    """
     return 1 - (1 - np.asarray(chance, dtype=np.float64)) ** B
 
 
 def judging(B: int, passes: Sequence[Pass], verify: Sequence[Verification]) -> theory.Found:
-    """Milliseconds of a pass and of verification, for g = 0, 1, ... as far as passes of B rows were timed."""
+    """Return milliseconds of a forward pass and its verification, for g = 0, 1, ...
+
+    They go as far as forward passes of B rows were timed.
+
+    Raises:
+        ValueError: No forward pass over a single token was timed.
+    """
     timed = dict(sorted((one.n, one.ms) for one in passes if one.B == B))
     checks = dict(sorted((one.g, one.ms) for one in verify if one.B == B))
     if 1 not in timed:

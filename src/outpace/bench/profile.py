@@ -1,14 +1,14 @@
-"""The sampling step as Wagner et al. 2024 look at it: its time beside Transformers', exact and by sigmoids.
+"""The sampling step as Wagner et al. 2024 time it: Transformers, the exact rule and sigmoids.
 
-Sides, one row each (B = 1), on synthetic logits:
+Methods, one sequence each (B = 1), on synthetic logits:
 
-    transformers  the function that its assisted generation calls once a step
-    exact         `outpace.verify`, rule token; as in our decoder, its verdict stays on the device
-    drop-in       the same with Transformers' outputs, the host waiting for them: what `patch()` puts in
-    sigmoid       `outpace.verify`, rule sigmoid with the paper's scale, ±10³ for speech and ±10⁴ for text
+- ``transformers``: the function that its assisted generation calls once per step.
+- ``exact``: ``outpace.verify`` with rule token. As in the decoder, its verdict stays on the device.
+- ``drop-in``: the same with Transformers' outputs, for which the host waits. ``patch()`` installs it.
+- ``sigmoid``: ``outpace.verify`` with rule sigmoid and the paper's scale, ±10³ for speech and ±10⁴ for text.
 
-*eager* is the time from Python; *graph* that inside a CUDA graph, where no side can be that waits for the
-device; *device* what the GPU itself was at work, by PyTorch's profiler.
+*eager* is the time from Python. *graph* is the time inside a CUDA graph, which cannot capture methods that
+wait for the device. *device* is the time that the GPU itself was busy, by PyTorch's profiler.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ from outpace.bench.distance import Quality, positions, quality
 from outpace.bench.kernel import Inputs, Side
 from outpace.bench.vocabulary import VOCABULARIES, Vocabulary
 from outpace.integrations.assisted import speculative_sampling
-from outpace.verify.rules import Rule, parse, sigmoid
+from outpace.verification.rules import Rule, parse, sigmoid
 
 DRAFTS = tuple(range(1, 21))
-ROUNDS = 20  # of timing from Python, in five of which each of the four sides is first
+ROUNDS = 20  # rounds of timing from Python; each of the four methods is first in five of them
 PROFILED = 40  # calls under the profiler
 WAITING = ("transformers", "drop-in")
 
 
 @dataclass(frozen=True)
 class Time:
-    """Microseconds a step, and per cent saved; None where there is nothing to time or to compare with."""
+    """Microseconds per step, and percentages saved.
+
+    Values are None where there is nothing to time or to compare with.
+    """
 
     microseconds: float | None
     saved: float | None  # against Transformers
@@ -45,8 +48,8 @@ class Time:
 
 
 @dataclass(frozen=True)
-class Figure:
-    """One side at one size."""
+class StepTiming:
+    """Result of one method at one size."""
 
     vocabulary: str
     V: int
@@ -63,7 +66,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Bounds:
-    """One side at one vocabulary over all g: longest times, least saved, most saved on exact, most memory."""
+    """Extremes of one method at one vocabulary over all g.
+
+    They are the longest times, the least saved, the most saved on exact, and the most memory.
+    """
 
     vocabulary: str
     side: str
@@ -75,7 +81,7 @@ class Bounds:
 
 
 def sides(vocabulary: Vocabulary) -> dict[str, tuple[Side, Rule]]:
-    """Each side's call, and the rule it follows."""
+    """Return the call of each method, and the rule that it follows."""
     exact, approximate = parse("token"), sigmoid(-vocabulary.scale, vocabulary.scale)
     return {
         "transformers": (kernel.transformers, exact),
@@ -86,6 +92,7 @@ def sides(vocabulary: Vocabulary) -> dict[str, tuple[Side, Rule]]:
 
 
 def drop_in(made: Inputs) -> Any:
+    """Call the function that ``patch()`` installs in Transformers."""
     return speculative_sampling(made.tokens, made.draft, made.tokens.shape[1], made.target)
 
 
@@ -94,8 +101,8 @@ def measure(
     dtype: torch.dtype,
     vocabularies: Sequence[Vocabulary] = VOCABULARIES,
     drafts: Sequence[int] = DRAFTS,
-) -> Iterator[Figure]:
-    """All sides at all sizes."""
+) -> Iterator[StepTiming]:
+    """Measure all methods at all sizes."""
     for vocabulary in vocabularies:
         V, known = vocabulary.V, sides(vocabulary)
         drawn = positions(V, device, dtype)
@@ -106,7 +113,7 @@ def measure(
             for name, (call, rule) in known.items():
                 eager, graph, busy = (one[name] for one in times)
                 rate = sets[0].nbytes / busy.microseconds / 1e3 if busy.microseconds else None
-                yield Figure(
+                yield StepTiming(
                     vocabulary.name,
                     V,
                     g,
@@ -122,7 +129,7 @@ def measure(
 
 
 def timed(calls: Mapping[str, Side], sets: Sequence[Inputs]) -> list[dict[str, Time]]:
-    """Each side's time from Python, in a graph, and on the device."""
+    """Return the times of each method from Python, in a graph, and on the device."""
     cuda = sets[0].draft.is_cuda
     eager, graph, device = from_python(calls, sets), empty(calls), empty(calls)
     for name, call in calls.items():
@@ -134,11 +141,15 @@ def timed(calls: Mapping[str, Side], sets: Sequence[Inputs]) -> list[dict[str, T
 
 
 def empty(calls: Mapping[str, Side]) -> dict[str, list[float]]:
+    """Return an empty list per method."""
     return {name: [] for name in calls}
 
 
 def from_python(calls: Mapping[str, Side], sets: Sequence[Inputs]) -> dict[str, list[float]]:
-    """Microseconds of a call, round by round; in each the sides follow one another, another one first."""
+    """Return microseconds per call of each method, round by round.
+
+    In each round the methods follow one another, and another one is first.
+    """
     count, names, taken = kernel.at_a_time(sets), list(calls), empty(calls)
     runs = {name: partial(kernel.in_turn, call, sets, count) for name, call in calls.items()}
     for run in runs.values():
@@ -151,7 +162,7 @@ def from_python(calls: Mapping[str, Side], sets: Sequence[Inputs]) -> dict[str, 
 
 
 def at_work(call: Side, sets: Sequence[Inputs]) -> float:
-    """Microseconds of a GPU's work in a call: kernels, copies and fills, not the gaps between them."""
+    """Return the microseconds that a GPU works in a call: kernels, copies and fills, without gaps."""
     kernel.in_turn(call, sets, 1)
     torch.cuda.synchronize()
     # `acc_events` only stops a warning about further cycles, of which there are none.
@@ -165,6 +176,7 @@ def at_work(call: Side, sets: Sequence[Inputs]) -> float:
 
 
 def compared(times: Mapping[str, list[float]], theirs: list[float]) -> dict[str, Time]:
+    """Return the median time of each method, with percentages saved."""
     made = {}
     for name, own in times.items():
         saved = None if name == "transformers" else less(own, theirs)
@@ -174,9 +186,10 @@ def compared(times: Mapping[str, list[float]], theirs: list[float]) -> dict[str,
 
 
 def less(own: list[float], other: list[float]) -> float | None:
-    """By how many per cent, the median of rounds: a processor's pace changes, within a round hardly.
+    """Return the percentage saved, as the median of rounds.
 
-    What was timed once is compared with every round of the other.
+    A processor's speed changes over time, but hardly within a round. A time that was measured once is
+    compared with every round of the other.
     """
     if not own or not other:
         return None
@@ -185,9 +198,9 @@ def less(own: list[float], other: list[float]) -> float | None:
     return round(100 * (1 - statistics.median(a / b for a, b in pairs)), 1)
 
 
-def bounds(figures: Iterable[Figure]) -> list[Bounds]:
-    """The worst of all g, as one who doubts the exact rule would look for it."""
-    groups: dict[tuple[str, str], list[Figure]] = {}
+def bounds(figures: Iterable[StepTiming]) -> list[Bounds]:
+    """Return the extremes over all g that speak most against the exact rule."""
+    groups: dict[tuple[str, str], list[StepTiming]] = {}
     for one in figures:
         groups.setdefault((one.vocabulary, one.side), []).append(one)
     made = []
@@ -201,6 +214,7 @@ def bounds(figures: Iterable[Figure]) -> list[Bounds]:
 
 
 def worst(times: Sequence[Time]) -> Time:
+    """Return the longest time, the least saved, and the most saved on exact."""
     return Time(
         the(max, (one.microseconds for one in times)),
         the(min, (one.saved for one in times)),
@@ -209,6 +223,6 @@ def worst(times: Sequence[Time]) -> Time:
 
 
 def the(pick: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
-    """The largest or the least of those that are there."""
+    """Return the largest or the least of the values that are not None."""
     there = [one for one in values if one is not None]
     return pick(there) if there else None

@@ -1,4 +1,4 @@
-"""What is written about while something is measured."""
+"""Prompts of measurements."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outpace.text import chat_ids
+from outpace.engine.text import chat_ids
 
 BUILT_IN, GIVEN = "built-in", "--prompt"  # names of prompts that no file holds
 
-# Where nobody names others: a few of every kind, some of which ask for their own words back.
+# The default: a few prompts of every kind, some of which ask to repeat their own words.
 OWN = (
     ("story", "Write a short story about a keeper of a lighthouse who finds a message in a bottle."),
     ("story", "Describe a market in a small town on a rainy morning."),
@@ -47,7 +47,7 @@ OWN = (
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt, and what kind of text it asks for."""
+    """A prompt, and the kind of text that it asks for."""
 
     ids: list[int]
     domain: str
@@ -55,11 +55,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Questions:
-    """What is to be written about, before there is a model.
+    """Prompts before there is a model.
 
-    texts     each with its kind
-    name      of the file or data set they are from, "built-in", or "--prompt"
-    left_out  rows of it that cannot be used: where each stands, and why
+    Attributes:
+        texts: Kind and text of each prompt.
+        name: The file or data set that they are from, ``"built-in"``, or ``"--prompt"``.
+        left_out: Rows that cannot be used: the place of each, and the reason.
     """
 
     texts: Sequence[tuple[str, str]]
@@ -67,16 +68,17 @@ class Questions:
     left_out: Sequence[str] = ()
 
     def to(self, tokenizer: Any) -> list[Asked]:
-        """With a chat template they are what a user says."""
+        """Return the prompts as token ids; with a chat template, each is a user's message."""
         return [Asked(_ids(tokenizer, text), domain) for domain, text in self.texts]
 
     @property
     def rows(self) -> int:
+        """Number of rows, including those left out."""
         return len(self.texts) + len(self.left_out)
 
     @property
     def about(self) -> dict[str, Any] | None:
-        """Return what to write down with the results; None where nobody said where the texts are from."""
+        """Description for the results; None where the origin of the texts is unknown."""
         if self.name is None:
             return None
         return {"name": self.name, "rows": self.rows, "left_out": len(self.left_out)}
@@ -85,11 +87,18 @@ class Questions:
 def questions(
     texts: Sequence[str] = (), data: str | None = None, limit: int | None = None, every: int = 1
 ) -> Questions:
-    """From texts, from a file or data set (as `outpace eval` reads them), or our own."""
+    """Return prompts from texts, from a file or data set, or the built-in ones.
+
+    Args:
+        texts: Texts of prompts.
+        data: A file or data set, read as by ``outpace eval``.
+        limit: Maximum number of prompts.
+        every: Take only every n-th prompt, from the first on.
+    """
     if data is None:
         rows = [("prompt", text) for text in texts] or list(OWN)
         return Questions(rows[::every][:limit], GIVEN if texts else BUILT_IN)
-    from outpace.tasks.items import category, read
+    from outpace.bench.data import category, read
 
     found = read(data, limit=limit, every=every)
     found.check()
@@ -105,7 +114,7 @@ def asked(
     limit: int | None = None,
     every: int = 1,
 ) -> list[Asked]:
-    """Prompts, as token ids, of `questions`."""
+    """Return the prompts of ``questions`` as token ids."""
     return questions(texts, data, limit, every).to(tokenizer)
 
 

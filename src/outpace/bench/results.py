@@ -1,4 +1,4 @@
-"""A file of measurements: what was run, where, and what came of it so far."""
+"""A file of measurements: the command, the machine, and the results so far."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from outpace.files import write_whole
+from outpace.checks.files import write_whole
 
 
 class Results:
-    """One JSON object that is written anew, as a whole, whenever it has grown: what was measured before an
-    interruption is kept, and says that it is not all ("complete").
+    """One JSON object that is written anew, as a whole, whenever it has grown.
 
-    kind      "measure", "sweep", "tune"
-    about     what it is of: command, machine, target, settings; the date is added
-    kept      the file has all of it
+    So measurements before an interruption are kept. The field ``complete`` says whether they are all.
+
+    Args:
+        path: File to write; None writes nothing.
+        kind: ``"alpha"``, ``"sweep"`` or ``"tune"``.
+        about: Command, machine, target and settings. The date is added.
+
+    Attributes:
+        kept: Whether the file holds all results so far.
     """
 
     def __init__(self, path: Path | None, kind: str, about: Mapping[str, Any]) -> None:
@@ -27,12 +32,12 @@ class Results:
         self.content: dict[str, Any] = {"kind": kind, "date": date, **about, "complete": False}
 
     def put(self, **found: Any) -> None:
-        """Measurements, by the name of their part; a part that is there is replaced."""
+        """Add results by the name of their part; an existing part is replaced."""
         self.content.update(found)
         self._write()
 
     def done(self) -> None:
-        """There is nothing more to come."""
+        """Mark the results as complete."""
         self.content["complete"] = True
         self._write()
 
@@ -45,7 +50,7 @@ class Results:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no numbers that are not finite: these are strings."""
+    """Return a value with numbers that are not finite as strings, since JSON has no such numbers."""
     if isinstance(value, Mapping):
         return {name: finite(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -54,7 +59,15 @@ def finite(value: Any) -> Any:
 
 
 def load(path: Path, kinds: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What a file holds, of one of these kinds, or of any."""
+    """Return the content of a file of measurements.
+
+    Args:
+        path: The file.
+        kinds: Kinds that are accepted; any if empty.
+
+    Raises:
+        ValueError: The file cannot be read, or is of another kind.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""How far measurements lie apart, and how sure a ratio of them is."""
+"""Spread of measurements, and confidence intervals of their ratios."""
 
 from __future__ import annotations
 
@@ -10,21 +10,29 @@ import numpy as np
 
 from outpace.bench.estimate import student
 
-SURE = 0.95  # of cases in which an interval is to hold what is true
+SURE = 0.95  # confidence of intervals
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of some values; percentiles lie on straight lines between them."""
+    """Mean, percentiles and standard deviation of some values.
+
+    Percentiles are interpolated linearly between the values.
+    """
 
     mean: float
     p50: float
     p90: float
     p99: float
-    deviation: float  # of what they are a sample of; 0 for a single one
+    deviation: float  # of the population that the values sample; 0 for a single value
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
+        """Return the spread of values.
+
+        Raises:
+            ValueError: There are no values.
+        """
         if not len(values):
             raise ValueError("values: there are none")
         found = np.asarray(values, float)
@@ -34,15 +42,25 @@ class Spread:
 
 
 Rate = tuple[float, float]
-"""Tokens, and seconds that they took."""
+"""Tokens, and the seconds that they took."""
 
 
 def faster(ours: Sequence[Rate], theirs: Sequence[Rate]) -> tuple[float, tuple[float, float] | None]:
-    """How many times as many tokens a second, of things measured in pairs; and an interval for it.
+    """Return the ratio of throughputs measured in pairs, and its confidence interval.
 
-    Sums are divided, so that long texts count for more. What belongs together stays together: the variance of
-    the quotient's logarithm is the jackknife's, with one pair at a time left out, and with Student's t of one
-    degree less than there are pairs. A single pair has no interval.
+    The ratio is one of sums, so that long texts count for more. Pairs stay together: the variance of the
+    ratio's logarithm is the jackknife's, which leaves out one pair at a time. The interval takes Student's t
+    of one degree less than there are pairs.
+
+    Args:
+        ours: Rates of the method.
+        theirs: Rates of what it is compared with, in the same order.
+
+    Returns:
+        The ratio and its interval; None for the interval of a single pair.
+
+    Raises:
+        ValueError: The rates are not pairs, or there are none.
     """
     if len(ours) != len(theirs) or not len(ours):
         raise ValueError(f"ours: got {len(ours)} rates, and theirs {len(theirs)}; they must be pairs")

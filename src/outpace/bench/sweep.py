@@ -1,8 +1,8 @@
-"""How long texts take, for every draft, sampling and length, measured in turn.
+"""Latency of texts for every draft, sampling and draft length, measured in turn.
 
-Each prompt, or group of them, is a round in which all cells write about it, one after the other and another
-one first each time: what slows a machine down slows all alike. Of a text neither its first iteration is
-counted, which is the prompt's, nor the second, in which a draft reads the prompt.
+Each prompt, or group of prompts, is a round. All cells decode it one after the other, and another one is
+first each time. So what slows a machine down slows all alike. The first two steps of a text are not counted.
+In the first the target prefills the prompt, in the second a draft does.
 """
 
 from __future__ import annotations
@@ -16,33 +16,39 @@ from outpace.bench import cost
 from outpace.bench.forecast import Known
 from outpace.bench.prediction import Parts
 from outpace.bench.runs import AUTO, BEGINNING, HEURISTIC, PLAIN, Cell, Run, counted
-from outpace.decode import Decoder, WithModel
-from outpace.length import Fixed, Heuristic, Length
-from outpace.rows import Step
-from outpace.sampling import Sampling
+from outpace.decoder import Decoder, WithModel
+from outpace.engine.sequence import Step
+from outpace.policy import DraftLengthPolicy, Fixed, Heuristic
+from outpace.sampling import SamplingParams
 
 LENGTHS = (PLAIN, "1", "2", "3", "5", "8", "12", AUTO)
-WARM = 4  # iterations of a fixed length before anything is counted; a policy writes a whole text
+WARM = 4  # warm-up steps with a fixed draft length; a policy generates a whole text
 
 
 class Sweep:
     """All cells over all prompts.
 
-    decoders    by the name of the draft; their own length policy is "auto"
-    samplings   how texts are drawn
-    lengths     numbers of guesses, "auto", "heuristic"; plain decoding is always among them
-    prompts     token ids
-    tokens      new tokens of a text at most
-    batch       prompts that are written about at a time; the last ones are filled up with the first
-    repeats     how often all prompts come
-    ignore_eos  go on after end-of-text
-    beginning   iterations of a text that are not counted
+    Args:
+        decoders: Decoders by the name of the draft. Their own draft-length policy is ``"auto"``.
+        samplings: Sampling settings of texts.
+        lengths: Numbers of draft tokens, ``"auto"``, ``"heuristic"``. Decoding without speculation is always
+            among them.
+        prompts: Token ids of each prompt.
+        tokens: Maximum number of new tokens of a text.
+        batch: Prompts per group. The last group is filled up with the first prompts.
+        repeats: How often all prompts are run.
+        seed: Seed of the first text.
+        ignore_eos: Whether texts go on after end-of-text.
+        beginning: First steps of a text that are not counted.
+
+    Raises:
+        ValueError: There are no prompts or no drafters, or a length does not suit the number of tokens.
     """
 
     def __init__(
         self,
         decoders: Mapping[str, Decoder],
-        samplings: Sequence[Sampling],
+        samplings: Sequence[SamplingParams],
         lengths: Sequence[str],
         prompts: Sequence[Sequence[int]],
         *,
@@ -76,22 +82,25 @@ class Sweep:
 
     @property
     def blocks(self) -> list[list[Cell]]:
-        """Cells that take turns: all; but an engine's caches are large, so that then drafts come one after
-        the other."""
-        if all(decoder._engines is None for decoder in self.decoders.values()):
+        """Lists of cells that take turns.
+
+        All cells take turns. But where there are engines, whose caches are large, drafts come one after the
+        other.
+        """
+        if all(decoder.engines is None for decoder in self.decoders.values()):
             return [self.cells]
         return [[cell for cell in self.cells if cell.draft == draft] for draft in self.decoders]
 
     @property
     def total(self) -> int:
-        """Rounds that there are."""
+        """Number of rounds."""
         return len(self.blocks) * self.repeats * len(self.groups)
 
     def rounds(self, tell: Callable[[str], None] = lambda line: None) -> Iterator[list[Run]]:
-        """What all cells of a block came to with one group of prompts, group after group."""
+        """Yield the runs of all cells of a block with one group of prompts, group after group."""
         for i, block in enumerate(self.blocks):
-            # What needs the most room first, or an engine would be made several times.
-            for cell in sorted(block, key=lambda one: -self.writers[one].length.most):
+            # Cells with the longest drafts first, or an engine would be built several times.
+            for cell in sorted(block, key=lambda one: -self.writers[one].policy.max_draft_tokens):
                 tell(f"warming up: {cell}")
                 self.warm(cell)
             turns = self.repeats * len(self.groups)
@@ -104,8 +113,11 @@ class Sweep:
                 yield runs
 
     def warm(self, cell: Cell, short: bool = False) -> None:
-        """Nothing that is made once is made while something is timed. The longest text is the one that most
-        room is made for; a short one does where only an engine would have to be made anew."""
+        """Warm up a cell, so that nothing is built or captured while something is timed.
+
+        The longest text needs the largest caches. A short one is enough where only an engine would have to be
+        built anew.
+        """
         pick = min if short else max
         chosen = pick(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
         group = next(i for i, members in enumerate(self.groups) if chosen in members)
@@ -115,7 +127,7 @@ class Sweep:
                 pass
 
     def run(self, cell: Cell, group: int, repeat: int = 0) -> Run:
-        """Write about a group of prompts."""
+        """Decode a group of prompts with a cell, and count its steps."""
         steps = self._steps(cell, group, repeat)
         context = self.decoders[cell.draft].scorer.context
         room = [min(self.tokens, context - len(self.prompts[i])) for i in self.groups[group]]
@@ -134,8 +146,15 @@ class Sweep:
 
 
 def timed(sweep: Sweep, found: Known, tell: Callable[[str], None] = lambda line: None) -> None:
-    """What iterations of each draft and sampling consist of, each part by itself: after a text half of which
-    is written."""
+    """Time the parts of a step for each draft and sampling, each part by itself.
+
+    The context is a text half of which is generated.
+
+    Args:
+        sweep: The sweep.
+        found: Receives the parts by draft and sampling.
+        tell: Called with each progress message.
+    """
     B = len(sweep.groups[0])
     lengths = sorted({0, *(cell.g for cell in sweep.cells if cell.g is not None)})
     middle = sorted(map(len, sweep.prompts))[len(sweep.prompts) // 2] + sweep.tokens // 2
@@ -150,7 +169,7 @@ def timed(sweep: Sweep, found: Known, tell: Callable[[str], None] = lambda line:
         if room < 1:
             continue
         context = min(middle, room)
-        if not passes or decoder._engines is not None:
+        if not passes or decoder.engines is not None:
             passes = cost.curve(decoder, [g + 1 for g in lengths], [B], context)
         drafting = cost.drafting(decoder, B, context)
         for sampling in dict.fromkeys(cell.sampling for cell in sweep.cells):
@@ -161,19 +180,19 @@ def timed(sweep: Sweep, found: Known, tell: Callable[[str], None] = lambda line:
 
 
 def grouped(prompts: int, batch: int) -> list[list[int]]:
-    """Prompts, so many at a time; the last ones are filled up with the first."""
+    """Return groups of ``batch`` prompts; the last group is filled up with the first prompts."""
     return [[i % prompts for i in range(first, first + batch)] for first in range(0, prompts, batch)]
 
 
 def rotated(cells: Sequence[Cell], turn: int) -> list[Cell]:
-    """Another one comes first each time."""
+    """Return the cells with another one first at each turn."""
     first = turn % len(cells)
     return [*cells[first:], *cells[:first]]
 
 
 def _writer(cell: Cell, own: Decoder) -> Decoder:
-    """A decoder of this cell, with the models and caches of the one for its draft."""
-    length: Length = copy.deepcopy(own.length)
+    """Return a decoder of this cell, with the models and caches of the decoder of its draft."""
+    length: DraftLengthPolicy = copy.deepcopy(own.policy)
     if cell.g is not None:
         length = Fixed(cell.g)
     elif cell.length == HEURISTIC:
@@ -185,15 +204,15 @@ def _writer(cell: Cell, own: Decoder) -> Decoder:
         own.tokenizer,
         rule=own.rule,
         lenience=own.lenience,
-        length=length,
+        num_draft_tokens=length,
         engine=False,
     )
-    made._engines = own._engines  # an engine is the same for all lengths, and too large to have several
+    made.engines = own.engines  # an engine is the same for all lengths, and too large to have several
     return made
 
 
 def check_lengths(lengths: Sequence[str], tokens: int) -> None:
-    """Whether something of texts of so many tokens is left to be counted, with each."""
+    """Raise unless texts of this many tokens leave steps to count, with each draft length."""
     for length in lengths:
         if not length.isdecimal() and length not in (AUTO, HEURISTIC):
             raise ValueError(f"length: got {length!r}; it must be a number, {AUTO} or {HEURISTIC}")

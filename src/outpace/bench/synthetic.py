@@ -1,12 +1,12 @@
-"""Pairs of models with real shapes and a chosen acceptance, without weights to fetch.
+"""Pairs of models with real shapes and a chosen acceptance rate, without weights to fetch.
 
-Every layer is computed, but adds next to nothing, so that a model is a bigram model that is known: the
-embedding of token x holds a code c(x) in its first entries, and the head's row of token y a code s·c'(y) of
-what it follows. The logit of y after x is then s·c(x)·c'(y), normal with deviation s. The draft's head has
-noise of deviation σ on its codes, and σ is sought for the acceptance α = E[Σ min(p, q)] that is asked for.
+Every layer is computed, but adds next to nothing. So a model is a known bigram model. The embedding of token
+x holds a code c(x) in its first entries. The head's row of token y holds a code s·c'(y) of the tokens that it
+follows. The logit of y after x is then s·c(x)·c'(y), normal with deviation s. The draft's head has noise of
+deviation σ on its codes. A search finds the σ for the acceptance rate α = E[Σ min(p, q)] that was requested.
 
-A target without a draft, whose texts are to be copied from, has few words, so that its texts repeat, and
-the s at which the likeliest next word has probability α.
+A target without a draft is for prompt lookup. It has few words, so that its texts repeat. Its s is the one at
+which the likeliest next word has probability α.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import transformers
 from torch import Tensor
 
 CODE = 64  # entries of a code
-STEEPNESS = 6.0  # s: how far logits lie apart
-FAINT = 1e-4  # what the layers' own output is scaled by
+STEEPNESS = 6.0  # s: standard deviation of the logits
+FAINT = 1e-4  # factor of the layers' own output
 SAMPLE = 256  # contexts that α is averaged over
-WRITTEN = 8  # tokens that a target writes before each: some come more often than others
-WORDS = 32  # tokens that a text without a draft consists of
-LOOKUP = "lookup"  # in the place of a draft's shape: texts are copied from
+WRITTEN = 8  # tokens sampled from the target before each context: some are more frequent than others
+WORDS = 32  # distinct tokens in texts for prompt lookup
+LOOKUP = "lookup"  # in the place of a draft's shape: prompt lookup
 
 
 def shape_of(family: str, V: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int) -> Shape:
-    """Fields of a Transformers configuration."""
+    """Return the fields of a Transformers configuration."""
     return {
         "model_type": family,
         "vocab_size": V,
@@ -65,18 +65,26 @@ PAIRS = {
 
 @dataclass(frozen=True)
 class Pair:
-    """Two models that agree as often as was asked for; or one whose texts repeat, and None."""
+    """Two models with the requested acceptance rate; or one model whose texts repeat, and None.
+
+    Attributes:
+        target: The target.
+        draft: The draft; None for prompt lookup.
+        alpha: Acceptance rate of these models, computed with their own weights.
+        sigma: Deviation of the noise on the draft's codes.
+        words: Number of distinct tokens in texts, the first ones of the vocabulary.
+    """
 
     target: Any
     draft: Any
-    alpha: float  # as these models have it, by their own weights
+    alpha: float
     sigma: float
-    words: int  # tokens that texts consist of, the first ones of the vocabulary
+    words: int
 
 
 @dataclass(frozen=True)
 class Codes:
-    """What both models of a pair are made from, float32 `[V, CODE]` each."""
+    """Random codes that both models of a pair are made from, float32 ``[V, CODE]`` each."""
 
     before: Tensor  # c, of unit length times √CODE
     after: Tensor  # c'
@@ -84,12 +92,13 @@ class Codes:
 
     @classmethod
     def random(cls, V: int, seed: int, device: torch.device | str = "cpu") -> Codes:
+        """Return the codes of a vocabulary of V tokens."""
         noise = torch.Generator(device).manual_seed(seed)
         before, after, other = torch.randn(3, V, CODE, generator=noise, device=device)
         return cls(torch.nn.functional.normalize(before) * math.sqrt(CODE), after, other)
 
     def contexts(self) -> Tensor:
-        """`[SAMPLE]`: tokens that the target would write."""
+        """Return ``[SAMPLE]`` tokens that the target would sample."""
         V = len(self.before)
         ids = torch.arange(SAMPLE, device=self.before.device) * (V // SAMPLE or 1) % V
         noise = torch.Generator(self.before.device).manual_seed(0)
@@ -99,7 +108,7 @@ class Codes:
         return ids
 
     def head(self, sigma: float) -> Tensor:
-        """Codes of what follows, with so much noise."""
+        """Return the codes of the head, with noise of deviation ``sigma``."""
         return self.after + sigma * self.noise
 
 
@@ -112,9 +121,20 @@ def pair(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Pair:
-    """Models of two shapes, by name (SHAPES) or as fields of a Transformers configuration with its
-    model_type, whose drafts are kept with probability alpha at temperature 1. With LOOKUP as a draft there is
-    one model, and alpha the probability of what is likeliest."""
+    """Return models whose draft tokens are accepted with probability ``alpha`` at temperature 1.
+
+    Args:
+        target: Shape of the target: a name (``SHAPES``), or fields of a Transformers configuration with its
+            ``model_type``.
+        draft: Shape of the draft. With ``LOOKUP`` there is only the target.
+        alpha: Acceptance rate. With ``LOOKUP``, the probability of the likeliest token.
+        seed: Seed of the weights.
+        device: Device of the models.
+        dtype: Dtype of the models.
+
+    Raises:
+        ValueError: The vocabularies differ in size, or ``alpha`` cannot be reached.
+    """
     if draft == LOOKUP:
         return _repeating(SHAPES[target] if isinstance(target, str) else target, alpha, seed, device, dtype)
     shapes = [dict(SHAPES[one] if isinstance(one, str) else one) for one in (target, draft)]
@@ -143,12 +163,18 @@ def _repeating(
 
 
 def likeliest(logits: Tensor) -> float:
-    """The mean probability of the likeliest token."""
+    """Return the mean probability of the likeliest token."""
     return float(logits.float().softmax(-1).amax(-1).mean())
 
 
 def noise_for(codes: Codes, alpha: float) -> float:
-    """The σ at which drafts are kept with probability alpha, by bisection: the more noise, the fewer."""
+    """Return the σ at which draft tokens are accepted with probability ``alpha``, by bisection.
+
+    More noise lowers the acceptance rate.
+
+    Raises:
+        ValueError: ``alpha`` cannot be reached.
+    """
     V = len(codes.before)
     x = codes.before[codes.contexts()]
     p = (x @ codes.after.T) * STEEPNESS / math.sqrt(CODE)
@@ -163,7 +189,7 @@ def noise_for(codes: Codes, alpha: float) -> float:
 
 
 def solved(falling: Callable[[float], float], value: float, high: float) -> float:
-    """Where a falling function has a value, between 0 and `high`, by bisection."""
+    """Return where a falling function has a value, between 0 and ``high``, by bisection."""
     low = 0.0
     for _ in range(16):
         middle = (low + high) / 2
@@ -172,13 +198,16 @@ def solved(falling: Callable[[float], float], value: float, high: float) -> floa
 
 
 def overlap(p: Tensor, q: Tensor) -> float:
-    """E[Σ min(p, q)] of logits `[n, V]`: how often a draft is kept."""
+    """Return the acceptance rate E[Σ min(p, q)] of logits ``[n, V]``."""
     return float(torch.minimum(p.float().softmax(-1), q.float().softmax(-1)).sum(-1).mean())
 
 
 @torch.inference_mode()
 def acceptance(target: Any, draft: Any, codes: Codes) -> float:
-    """The same of two models, after single tokens: of a bigram model that is all there is."""
+    """Return the acceptance rate of two models after single tokens.
+
+    A bigram model depends on nothing else.
+    """
     ids = codes.contexts()[:, None].to(target.device)
     p, q = (model(input_ids=ids, use_cache=False).logits[:, -1] for model in (target, draft))
     return overlap(p, q)
@@ -195,7 +224,11 @@ def bigram(
     dtype: torch.dtype = torch.bfloat16,
     steepness: float = STEEPNESS,
 ) -> Any:
-    """A Transformers model of a shape, whose layers are computed for nothing."""
+    """Return a Transformers model of a shape, whose layers are computed but add next to nothing.
+
+    Raises:
+        ValueError: The hidden size is smaller than a code.
+    """
     fields = dict(shape)
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     if config.hidden_size < CODE:
@@ -214,7 +247,7 @@ def bigram(
     embedding.zero_()
     embedding[:, :CODE] = codes.before.to(dtype)
     head.zero_()
-    # The last norm makes of an embedding one of length √hidden_size.
+    # The last norm scales an embedding to length √hidden_size.
     head[:, :CODE] = (codes.head(sigma) * (steepness / math.sqrt(config.hidden_size))).to(dtype)
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0

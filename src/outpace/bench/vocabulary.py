@@ -9,7 +9,7 @@ SPEECH, TEXT = 1000, 10000  # beta of Wagner et al. 2024, whose alpha is −beta
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How many tokens a family of models has, and the scale that its sigmoids are given."""
+    """Size of the vocabulary of a family of models, and the scale of its sigmoid rule."""
 
     name: str
     V: int
@@ -26,5 +26,5 @@ VOCABULARIES = (
 
 
 def of_size(V: int) -> Vocabulary:
-    """The one that is known by its size, or one without a name."""
+    """Return the known vocabulary of this size, or else one that is named by its size."""
     return next((one for one in VOCABULARIES if one.V == V), Vocabulary(str(V), V))

@@ -1,5 +1,4 @@
-"""The command: `outpace generate`, `chat`, `transcribe`, `eval`, `plan`, `measure`, `sweep`, `tune`,
-`report`, `audit`, `doctor`, `bench`. Nothing heavy is imported before its use."""
+"""The command ``outpace`` and its subcommands; heavy imports happen only where they are used."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from typing import IO, Annotated, Any, NoReturn
 import typer
 
 from outpace import __version__
+from outpace.cli.alpha import alpha
 from outpace.cli.audit import audit
 from outpace.cli.bench import bench
 from outpace.cli.chat import chat
 from outpace.cli.doctor import doctor
 from outpace.cli.eval import eval
 from outpace.cli.generate import generate
-from outpace.cli.measure import measure
 from outpace.cli.options import blamed
 from outpace.cli.plan import plan
 from outpace.cli.report import report
@@ -29,7 +28,7 @@ from outpace.cli.threads import bound_spinning
 from outpace.cli.transcribe import transcribe
 from outpace.cli.tune import tune
 
-# What a flag that does not fit raises: of click, or of the copy of it that newer versions of typer bring.
+# The error of a wrong flag: click's, or that of the copy of click in newer versions of typer.
 WrongUse: Any = next(one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException")
 
 app = typer.Typer(
@@ -40,18 +39,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate)
-app.command()(chat)
-app.command()(transcribe)
-app.command()(eval)
-app.command()(plan)
-app.command()(report)
-app.command()(measure)
-app.command()(sweep)
-app.command()(tune)
-app.command()(audit)
-app.command()(doctor)
-app.add_typer(bench, name="bench")
+for panel, commands in {
+    "Generate": (generate, chat, transcribe),
+    "Choose and check": (audit, tune, plan, doctor),
+    "Evaluate": (eval, report),
+}.items():
+    for command in commands:
+        app.command(rich_help_panel=panel)(command)
+bench.command()(alpha)
+bench.command()(sweep)
+app.add_typer(bench, name="bench", rich_help_panel="Measure")
 
 
 def _version(asked: bool) -> None:
@@ -66,29 +63,30 @@ def options(
         bool,
         typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version),
     ] = False,
-) -> None: ...
+) -> None:
+    """Take the options of ``outpace`` itself."""
 
 
 def main() -> None:
-    """Run the command; what a user did wrong is one line on stderr and exit status 2."""
+    """Run the command; a user's mistake gives one line on stderr and exit status 2."""
     _open_streams()
     warnings.showwarning = lambda message, *_: _say(_first_line(str(message)))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     bound_spinning()
-    gc.disable()  # imports make millions of objects that stay: a fifth of a start went into looking at them
+    gc.disable()  # imports make millions of lasting objects: scanning them took a fifth of a start
     command = typer.main.get_command(app)
     meta: dict[str, Any] = {}
     status = 0
     try:
         try:
-            # Not `app()`, which has its own way with errors.
+            # Not `app()`, which handles errors itself.
             with command.make_context("outpace", sys.argv[1:]) as context:
                 meta = context.meta
                 command.invoke(context)
         except typer.Exit as done:
             status = done.exit_code
-        sys.stdout.flush()  # here, what cannot be written is still one line
+        sys.stdout.flush()  # here, a failed write is still reported in one line
     except WrongUse as error:
         fail(error.format_message())
     except (typer.Abort, KeyboardInterrupt):
@@ -110,7 +108,7 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Open what the caller closed (`<&-`), or a file opened later would take its number."""
+    """Open the streams that the caller closed (``<&-``), or a later file would take their number."""
     closed = sys.stdout is None
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -118,11 +116,14 @@ def _open_streams() -> None:
     if closed:
         fail("stdout is closed; send it to a file, or to /dev/null")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # commands look for bytes that are no text
+        sys.stdin.reconfigure(errors="surrogateescape")  # commands check for bytes that are not text
 
 
 def _flush(stream: IO[str]) -> None:
-    """Write what waits, or give it up: Python would try again at exit, complain, and change the status."""
+    """Write what a stream holds back, or discard it.
+
+    Otherwise Python would try again at exit, complain, and change the exit status.
+    """
     try:
         stream.flush()
     except OSError:
@@ -130,6 +131,7 @@ def _flush(stream: IO[str]) -> None:
 
 
 def fail(why: str) -> NoReturn:
+    """Print why the command failed, and exit with status 2."""
     _flush(sys.stdout)
     _say(_first_line(why) or "it failed without saying why")
     raise SystemExit(2)

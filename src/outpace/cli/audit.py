@@ -1,4 +1,4 @@
-"""`outpace audit`: does speculation change the output with these models?"""
+"""``outpace audit``: does speculation change the output with these models?"""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from outpace.cli.options import (
     Device,
     Drafted,
     Dtype,
-    LengthName,
     Lenience,
+    NumDraftTokens,
     Revision,
     RuleName,
     Target,
@@ -28,10 +28,10 @@ from outpace.cli.options import (
 from outpace.cli.show import note, screen
 
 if TYPE_CHECKING:
-    from outpace.audit import Report
+    from outpace.auditing.audit import Report
 
-# Three words in no strict order: each may come next, prompt lookup proposes all of them, and what follows a
-# rejected one depends on it. One prompt, as samples that are shared between two tell less about each.
+# Three words in no strict order: each may come next, prompt lookup proposes all of them, and the token after
+# a rejected one depends on it. One prompt, as samples split between two would say less about each.
 PROMPTS = ("out up out in up in out up in out up",)
 NAMES = "keep-all|redraw|rollback|stale|noise|reuse|mislabel"
 
@@ -42,7 +42,7 @@ def audit(
     draft: Drafted = "lookup",
     rule: RuleName = "token",
     lenience: Lenience = 1.0,
-    length: LengthName = None,
+    num_draft_tokens: NumDraftTokens = None,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -51,32 +51,41 @@ def audit(
         Path | None, typer.Option(help="A file of prompts, one a line, instead of the built-in one.")
     ] = None,
     misplacement: Annotated[
-        float, typer.Option(help="Misplaced share of the probability to find with 99 % certainty.")
+        float,
+        typer.Option(
+            help="Smallest error to find with 99 % certainty: the share of probability on wrong tokens."
+        ),
     ] = 0.05,
     samples: Annotated[
         int | None,
-        typer.Option(min=0, help="Samples per prompt; 0 checks greedy decoding alone. Default: enough."),
+        typer.Option(
+            min=0,
+            help="Samples per prompt; 0 checks greedy decoding alone. Default: what --misplacement needs.",
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens whose joint distribution is compared.")] = 3,
     greedy_tokens: Annotated[int, typer.Option(min=0, help="Tokens compared in greedy decoding.")] = 32,
     temperature: Annotated[float, typer.Option(help="Temperature of the samples.")] = 1.0,
-    alarm: Annotated[float, typer.Option(help="Probability to find a correct decoder different.")] = 1e-3,
+    alarm: Annotated[
+        float,
+        typer.Option(help="Probability of a false alarm, a difference reported of a correct decoder."),
+    ] = 1e-3,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
     plant: Annotated[
         str | None,
         typer.Option(metavar=NAMES, help="Plant a known fault first, to see that the audit finds it."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check that speculation does not change the output.
 
     Exit status: 0 no difference found, 1 difference found, 3 could not tell.
 
-    Greedy decoding must give the target's own tokens. When sampling, the first tokens together must be
-    distributed as the target samples them without speculation: Pearson's chi-squared against exact
-    probabilities. --length auto, the default, may draft nothing, so the audit drafts 3 tokens a step instead.
+    Greedy decoding must give the target's own tokens. When sampling, the joint distribution of the first
+    tokens must equal the target's; Pearson's chi-squared test compares samples with exact probabilities.
+    With --num-draft-tokens auto, the default, the audit drafts 3 tokens a step.
     """
-    check_models(target, draft, rule, lenience, length)
+    check_models(target, draft, rule, lenience, num_draft_tokens)
     if draft == "none":
         raise ValueError("--draft: got none; without draft tokens there is nothing to audit")
     texts = list(PROMPTS)
@@ -86,10 +95,10 @@ def audit(
             raise ValueError(f"{prompts}: no prompts in it")
     from contextlib import nullcontext
 
-    from outpace.audit import DIFFERENCE, NO_DIFFERENCE
-    from outpace.audit import audit as run
-    from outpace.faults import FAULTS, planted
-    from outpace.wording import suggestion
+    from outpace.auditing.audit import DIFFERENCE, NO_DIFFERENCE
+    from outpace.auditing.audit import audit as run
+    from outpace.auditing.faults import FAULTS, planted
+    from outpace.checks.errors import suggestion
 
     if plant is not None and plant not in FAULTS:
         known = ", ".join(FAULTS)
@@ -101,7 +110,7 @@ def audit(
         dtype,
         rule,
         lenience,
-        length,
+        num_draft_tokens,
         trust_remote_code=trust_remote_code,
         revision=revision,
     )
@@ -133,8 +142,8 @@ def audit(
 
 
 def _verdicts(report: Report) -> dict[str, str]:
-    """The verdict of each check that ran."""
-    from outpace.audit import DIFFERENCE, NO_DIFFERENCE
+    """Return the verdict of each check that ran."""
+    from outpace.auditing.audit import DIFFERENCE, NO_DIFFERENCE
 
     verdicts = {}
     if report.greedy:
@@ -146,7 +155,7 @@ def _verdicts(report: Report) -> dict[str, str]:
 
 
 def _object(report: Report, texts: list[str], settings: list[str]) -> dict[str, Any]:
-    from outpace.pearson import CERTAINTY
+    from outpace.auditing.pearson import CERTAINTY
 
     made = dataclasses.asdict(report)
     greedy, joint = made.pop("greedy"), made.pop("joint")
@@ -155,8 +164,8 @@ def _object(report: Report, texts: list[str], settings: list[str]) -> dict[str, 
         "verdicts": _verdicts(report),
         "certainty": CERTAINTY,
         **made,
-        "drafted": report.drafted,
-        "accepted": report.accepted,
+        "draft_tokens": report.draft_tokens,
+        "accepted_tokens": report.accepted_tokens,
         "settings": settings,
         "prompts": texts,
         "greedy": greedy,
@@ -168,7 +177,7 @@ def _print(report: Report, texts: list[str]) -> None:
     from rich import box
     from rich.table import Table
 
-    from outpace.audit import NO_DIFFERENCE
+    from outpace.auditing.audit import NO_DIFFERENCE
 
     console = screen(sys.stdout)
     verdict, *details = str(report).splitlines()
@@ -179,7 +188,7 @@ def _print(report: Report, texts: list[str]) -> None:
     names = ("greedy", "p-value", "finds", "accepted")
     widths = [max(len(name), *(len(row[i]) for row in rows)) for i, name in enumerate(names, 1)]
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    # Prompts get what the figures leave over, which are three columns apart.
+    # Prompts get the width that the figures leave over, which are three columns apart.
     left = max(1, console.width - sum(width + 3 for width in widths))
     made.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=left)
     for name, width in zip(names, widths, strict=True):
@@ -199,5 +208,9 @@ def _cells(report: Report, i: int) -> list[str]:
         greedy = same if one.differs_at is None else f"differs at {one.differs_at}"
     if report.joint:
         each = report.joint[i]
-        joint = [f"{each.p_value:.2g}", f"{each.detectable:.1%}", f"{each.accepted}/{each.drafted}"]
+        joint = [
+            f"{each.p_value:.2g}",
+            f"{each.detectable:.1%}",
+            f"{each.accepted_tokens}/{each.draft_tokens}",
+        ]
     return [greedy, *joint]

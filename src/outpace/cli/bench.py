@@ -1,4 +1,4 @@
-"""`outpace bench`: measurements that anyone can repeat."""
+"""``outpace bench``: measurements that anyone can repeat."""
 
 from __future__ import annotations
 
@@ -14,37 +14,42 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from outpace.checks.errors import suggestion
+from outpace.checks.files import check_apart, check_folder, check_out, write_whole
 from outpace.cli import checks
 from outpace.cli.options import MOST_ROWS
 from outpace.cli.show import screen
-from outpace.files import check_apart, check_folder, check_out, write_whole
-from outpace.wording import suggestion
 
 if TYPE_CHECKING:
     import torch
 
-    from outpace.bench.profile import Bounds, Figure
+    from outpace.bench.profile import Bounds, StepTiming
 
 bench = typer.Typer(help="Measure, and compare with others in the same run.", no_args_is_help=True)
 
-Vocab = Annotated[list[int] | None, typer.Option(min=2, help="Vocabulary sizes; repeat it.")]
-Drafts = Annotated[list[int] | None, typer.Option(min=1, help="Drafted tokens, g; repeat it.")]
-Device = Annotated[str, typer.Option(help="cuda or cpu; by default a GPU if there is one.")]
+Vocab = Annotated[list[int] | None, typer.Option(min=2, help="Vocabulary sizes; may be repeated.")]
+NumDraftTokens = Annotated[
+    list[int] | None, typer.Option(min=1, help="Draft tokens per step, g; may be repeated.")
+]
+Device = Annotated[str, typer.Option(help="cuda or cpu. Default: CUDA where there is one.")]
 Dtype = Annotated[str, typer.Option(callback=checks.dtype, help="bfloat16, float16 or float32.")]
-Out = Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")]
+Out = Annotated[Path | None, typer.Option(help="Write results to this JSON file.")]
 
 One = TypeVar("One")
 
 
 @bench.callback()
-def group() -> None: ...
+def group() -> None:
+    """Group the commands of ``outpace bench``."""
 
 
 @bench.command()
 def kernel(
     vocab: Vocab = None,
-    drafts: Drafts = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, max=MOST_ROWS, help="Rows, B; repeat it.")] = None,
+    num_draft_tokens: NumDraftTokens = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, max=MOST_ROWS, help="Batch sizes, B; may be repeated.")
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "bfloat16",
     peers: Annotated[
@@ -57,7 +62,7 @@ def kernel(
     filtered: Annotated[
         bool,
         typer.Option(
-            "--filtered", help="At temperature 0.8, top-k 50, top-p 0.95; of peers, verify_filtered."
+            "--filtered", help="Use temperature 0.8, top-k 50, top-p 0.95; of peers, call verify_filtered."
         ),
     ] = False,
     out: Out = None,
@@ -70,7 +75,7 @@ def kernel(
     from outpace.bench import kernel as timing
 
     others = timing.peers(peers, filtered) if peers is not None else {}
-    sizes = (vocab or timing.VOCABULARIES, drafts or timing.DRAFTS, batch or timing.BATCHES)
+    sizes = (vocab or timing.VOCABULARIES, num_draft_tokens or timing.DRAFTS, batch or timing.BATCHES)
     at_each = (len(timing.own_sides(B, place, filtered)) + len(others) for B in sizes[2])
     total = len(sizes[0]) * len(sizes[1]) * sum(at_each)
     figures = watched(timing.measure(place, kind, *sizes, others, filtered), total)
@@ -89,7 +94,7 @@ def kernel(
 @bench.command()
 def profile(
     vocab: Vocab = None,
-    drafts: Drafts = None,
+    num_draft_tokens: NumDraftTokens = None,
     device: Device = "auto",
     dtype: Annotated[
         str,
@@ -125,8 +130,8 @@ def profile(
     from outpace.bench import profile as timing
 
     vocabularies = [vocabulary.of_size(V) for V in vocab] if vocab else vocabulary.VOCABULARIES
-    lengths = drafts or timing.DRAFTS
-    # `main` has garbage left alone, and the profiler's events refer to one another: they would pile up.
+    lengths = num_draft_tokens or timing.DRAFTS
+    # `main` disables garbage collection, and the profiler's events refer to one another: they would pile up.
     gc.freeze()
     gc.enable()
     total = sum(len(lengths) * len(timing.sides(one)) for one in vocabularies)
@@ -166,26 +171,33 @@ def profile(
 @bench.command()
 def engine(
     pair: Annotated[
-        list[str] | None, typer.Option(help="Pairs of shapes, such as llama2-7b/1.3b; repeat it.")
+        list[str] | None, typer.Option(help="Pairs of shapes, such as llama2-7b/1.3b; may be repeated.")
     ] = None,
     alpha: Annotated[
-        list[float] | None, typer.Option(min=0.0, max=1.0, help="Acceptances; repeat it.")
+        list[float] | None, typer.Option(min=0.0, max=1.0, help="Acceptance rates; may be repeated.")
     ] = None,
-    drafts: Drafts = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, max=MOST_ROWS, help="Rows, B; repeat it.")] = None,
-    context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens before; repeat it.")] = None,
+    num_draft_tokens: NumDraftTokens = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, max=MOST_ROWS, help="Batch sizes, B; may be repeated.")
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Prompt lengths in tokens; may be repeated.")
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "bfloat16",
-    full: Annotated[bool, typer.Option("--full", help="The whole grid, which takes hours.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Measure the whole grid, which takes hours.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Write the figures to this JSON file; those in it are not made again.")
+        Path | None,
+        typer.Option(help="Write results to this JSON file; those already in it are not measured again."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw them to this file (.svg, .png, .pdf); needs matplotlib.")
+        Path | None, typer.Option(help="Plot them to this file (.svg, .png, .pdf); needs matplotlib.")
     ] = None,
 ) -> None:
-    """Time whole texts: Transformers' plain, static and assisted generation beside our plain and speculative
-    engine, on synthetic pairs of models with real shapes and a chosen acceptance.
+    """Time whole texts: Transformers' generation beside our engine, with and without speculation.
+
+    Models are synthetic pairs with real shapes and a chosen acceptance rate.
+    Transformers runs plain, with a static compiled cache, and assisted.
 
     By default a selection that has every pair and column; naming any size
     takes all combinations of those that are named with the first of the others.
@@ -205,14 +217,14 @@ def engine(
             f"pair: got {unknown[0]!r}; there are {', '.join(PAIRS)}{suggestion(unknown[0], PAIRS)}"
         )
     cases = timing.chosen(full)
-    if pair or alpha or drafts or batch or context:
+    if pair or alpha or num_draft_tokens or batch or context:
         cases = [
             timing.Case(name, one, g, B, T)
             for name in pair or [next(iter(PAIRS))]
             for one in alpha or [0.8]
             for T in context or [timing.CONTEXTS[0]]
             for B in batch or [1]
-            for g in drafts or [5]
+            for g in num_draft_tokens or [5]
         ]
     known, earlier = [], ""
     if out is not None and out.exists():
@@ -225,10 +237,10 @@ def engine(
             raise ValueError(f"--out: {out}: it was not written by `outpace bench engine`") from None
         if (before.get("machine"), before.get("dtype")) != (machine(place), dtype):
             raise ValueError(f"out: the figures in {out} are of another machine, version or dtype")
-        known, earlier = [timing.Figure(**one) for one in before["figures"]], before["command"]
+        known, earlier = [timing.Throughput(**one) for one in before["figures"]], before["command"]
     figures = {one.key: one for one in known}
 
-    def kept() -> Iterable[timing.Figure]:
+    def kept() -> Iterable[timing.Throughput]:
         for one in timing.measure(place, kind, cases, known):
             figures[one.key] = one
             write(out, place, {"dtype": dtype}, earlier, figures=[*figures.values()])
@@ -254,14 +266,18 @@ def check_files(out: Path | None, plot: Path | None = None) -> None:
         if out.parent.exists():
             check_out("--out", out)
     if plot is not None:
-        from outpace.bench.pictures import backend
+        from outpace.bench.curves import backend
 
         backend(plot)
     check_apart(("--out", out), ("--plot", plot))
 
 
 def where(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
-    """What the flags name; wrong ones are said before anything is measured."""
+    """Return the device and dtype that the flags name.
+
+    Raises:
+        ValueError: A flag does not fit, or there is no such device.
+    """
     dtype = checks.dtype(dtype)
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise ValueError(f"--device: got {device!r}; it must be cpu or cuda")
@@ -274,7 +290,7 @@ def where(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
 
 
 def watched(figures: Iterable[One], total: int) -> list[One]:
-    """All of them, with a bar on a terminal."""
+    """Return all figures, with a progress bar on a terminal while they are measured."""
     from rich.console import Console
     from rich.progress import track
 
@@ -284,7 +300,7 @@ def watched(figures: Iterable[One], total: int) -> list[One]:
 
 
 def show(title: str, names: Sequence[str], rows: Iterable[Sequence[str | float | None]]) -> None:
-    """A table on stdout, numbers to the right."""
+    """Print a table on stdout, numbers aligned to the right."""
     from rich.table import Table
 
     made, table = [*rows], Table(title=title)
@@ -299,17 +315,19 @@ def show(title: str, names: Sequence[str], rows: Iterable[Sequence[str | float |
 
 
 def said(value: str | float | None) -> str:
+    """Return a cell of the table."""
     if isinstance(value, str):
         return value
     return "–" if value is None else f"{value:g}"
 
 
-def spread(one: Figure | Bounds, *fields: str) -> list[float | None]:
-    """Those fields of its times, one after the other."""
+def spread(one: StepTiming | Bounds, *fields: str) -> list[float | None]:
+    """Return these fields of the eager, graph and device times, one after the other."""
     return [getattr(time, field) for time in (one.eager, one.graph, one.device) for field in fields]
 
 
 def kib(count: int | None) -> int | None:
+    """Return bytes as KiB; None stays None."""
     return None if count is None else round(count / 1024)
 
 
@@ -320,7 +338,15 @@ def write(
     earlier: str = "",
     **figures: Sequence[Any],
 ) -> None:
-    """The figures with command, after earlier ones, machine and settings, if a file is named."""
+    """Write figures with command, machine and settings to a JSON file.
+
+    Args:
+        out: The file; None writes nothing.
+        place: Device that was measured on.
+        settings: Settings of the measurement.
+        earlier: Commands that earlier figures in the file came from.
+        **figures: Figures, by the name of their part.
+    """
     if out is None:
         return
     from outpace.bench.machine import machine
@@ -333,12 +359,12 @@ def write(
 
 
 def command() -> str:
-    """As it was given, but for where files lie on this machine."""
+    """Return the command line, without the folders of files on this machine."""
     return shlex.join(["outpace", *map(bare, sys.argv[1:])])
 
 
 def bare(name: str) -> str:
-    """Of a path that says where it is, the last part."""
+    """Return the last part of an absolute path; any other name as it is."""
     kind, colon, path = name.partition(":")  # ngram:FILE
     if colon and Path(path).is_absolute():
         return f"{kind}:{Path(path).name}"

@@ -1,4 +1,4 @@
-"""`outpace chat`: a conversation, its beginning kept in the cache."""
+"""``outpace chat``: a conversation whose earlier turns stay in the KV cache."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from outpace.cli.options import (
     Drafted,
     Dtype,
     FrequencyPenalty,
-    LengthName,
     Lenience,
     Marks,
     MaxNewTokens,
     MinP,
     NoColor,
+    NumDraftTokens,
     PresencePenalty,
     RepetitionPenalty,
     Revision,
@@ -48,7 +48,7 @@ def chat(
     draft: Drafted = "lookup",
     rule: RuleName = "token",
     lenience: Lenience = 1.0,
-    length: LengthName = None,
+    num_draft_tokens: NumDraftTokens = None,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -68,7 +68,7 @@ def chat(
     marks: Marks = False,
 ) -> None:
     """Talk with a model. /new begins again, /exit or Ctrl-D ends; Ctrl-C cuts an answer short."""
-    check_models(target, draft, rule, lenience, length)
+    check_models(target, draft, rule, lenience, num_draft_tokens)
     check_text("--system", system)
     sampling = sampling_of(
         logit_bias,
@@ -87,7 +87,7 @@ def chat(
         dtype,
         rule,
         lenience,
-        length,
+        num_draft_tokens,
         trust_remote_code=trust_remote_code,
         revision=revision,
     )
@@ -130,7 +130,7 @@ def chat(
 
 
 def _ask() -> str | None:
-    """The user's next line; None at the end."""
+    """Return the user's next line; None at the end."""
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
     try:

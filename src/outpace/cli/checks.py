@@ -1,7 +1,7 @@
-"""Check flag values without importing PyTorch, so that a wrong one is refused at once.
+"""Checks of flag values without importing PyTorch, so that a wrong one is refused at once.
 
-Each function here is the callback of an option: it returns the value to use, or raises. The classes that
-take the values check them again, for callers from Python.
+Most functions here are callbacks of options: they return the value to use, or raise. The classes that take
+the values check them again, for callers from Python.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from outpace.checks.errors import RANGES, suggestion
 from outpace.models.hub import DTYPES as DTYPES
-from outpace.ranges import RANGES
-from outpace.wording import suggestion
 
 RULES = ("token", "block", "match")
 DEVICES = ("cpu", "cuda", "hpu", "mps", "npu", "xla", "xpu")  # types; an index may follow
 
 
 def number(name: str) -> Callable[[Any], Any]:
-    """Return the callback of a flag whose range is in RANGES; it takes one value, or a list of them."""
+    """Return the callback of a flag whose range is in ``RANGES``; it takes one value, or a list of them."""
     flag, (fits, ok) = f"--{name.split()[-1].replace('_', '-')}", RANGES[name]
 
     def check(value: Any) -> Any:
@@ -52,19 +51,19 @@ def rule(value: str) -> str:
     return value
 
 
-def length(value: Any) -> Any:
-    """Return one draft length, or a list of them, as text."""
+def num_draft_tokens(value: Any) -> Any:
+    """Return one number of draft tokens or policy, or a list of them, as text."""
     for one in _each(value):
         if not re.fullmatch(r"\d+|auto|heuristic(:0*[1-9]\d*)?", one):
             raise ValueError(
-                f"--length: got {one!r}; it must be a number, auto, heuristic, or heuristic:START with "
-                f"START >= 1{suggestion(one, ('auto', 'heuristic'))}"
+                f"--num-draft-tokens: got {one!r}; it must be a number, auto, heuristic, or "
+                f"heuristic:START with START >= 1{suggestion(one, ('auto', 'heuristic'))}"
             )
     return value
 
 
 def device(value: str | None) -> str | None:
-    """Return the name of a device, as PyTorch spells it; whether it is there is not known yet."""
+    """Return the name of a device, as PyTorch spells it; the device itself is not checked yet."""
     if value == "meta":
         raise ValueError("--device: meta holds no weights")
     if value is not None and not re.fullmatch(rf"({'|'.join(DEVICES)})(:\d+)?", value):
@@ -87,14 +86,14 @@ def dtype(value: Any) -> Any:
 
 
 def bias(value: Sequence[str] | None) -> Sequence[str] | None:
-    """Return the texts of --logit-bias."""
+    """Return the values of --logit-bias, checked."""
     for one in value or ():
         logit_bias(one)
     return value
 
 
 def logit_bias(text: str) -> tuple[int, float]:
-    """Return the token id and the number of a text such as 42=-1.5."""
+    """Return the token id and the bias of a text such as 42=-1.5."""
     token, _, added = text.partition("=")
     try:
         found = int(token), float(added)
@@ -107,7 +106,7 @@ def logit_bias(text: str) -> tuple[int, float]:
 
 
 def stop(value: Sequence[str] | None) -> Sequence[str] | None:
-    """Return stop strings."""
+    """Return stop strings, checked."""
     if not all(value or ()):
         raise ValueError("--stop: it is empty; a stop string has at least one character")
     for one in value or ():
@@ -116,7 +115,7 @@ def stop(value: Sequence[str] | None) -> Sequence[str] | None:
 
 
 def check_text(name: str, text: str | None) -> None:
-    """Refuse what Python makes of bytes that are not UTF-8."""
+    """Refuse text that Python decoded from bytes that are not UTF-8."""
     if any("\ud800" <= character <= "\udfff" for character in text or ""):
         raise ValueError(f"{name}: not text in UTF-8")
 

@@ -1,4 +1,4 @@
-"""An honest comparison: the same prompt and settings, plain and through Transformers, in this process."""
+"""A fair comparison: same prompt, settings and process, without speculation and through Transformers."""
 
 from __future__ import annotations
 
@@ -12,25 +12,36 @@ from typing import TYPE_CHECKING, Any
 from outpace.cli.show import progress, screen
 
 if TYPE_CHECKING:
-    from outpace.decode import Decoder
-    from outpace.sampling import Sampling
+    from outpace.decoder import Decoder
+    from outpace.sampling import SamplingParams
 
 ROUNDS = 3
-WARM = 4  # tokens before the clock starts
+WARM = 4  # tokens of the warm-up
 
 
 @dataclass
-class Side:
+class Comparison:
+    """The throughput of one runner.
+
+    Attributes:
+        name: Name of the runner.
+        tokens_per_second: Median throughput.
+        over_plain: Throughput relative to decoding without speculation.
+        over_transformers: Throughput relative to Transformers' ``generate``.
+        text: For greedy texts, whether it is the text of decoding without speculation.
+        runs: Throughput of each run.
+    """
+
     name: str
     tokens_per_second: float = 0.0
     over_plain: float = 0.0
     over_transformers: float = 0.0
-    text: str = "sampled"  # for greedy texts, whether it is that of plain decoding
+    text: str = "sampled"
     runs: list[float] = field(default_factory=list)
 
 
 def check_comparable(decoder: Decoder) -> None:
-    """Refuse what cannot be compared, before anything is generated."""
+    """Refuse a decoder that cannot be compared, before anything is generated."""
     from outpace.models.seq2seq import Seq2SeqScorer
 
     if isinstance(decoder.scorer, Seq2SeqScorer):
@@ -38,17 +49,23 @@ def check_comparable(decoder: Decoder) -> None:
 
 
 def compare(
-    decoder: Decoder, ids: list[int], sampling: Sampling | None, options: dict[str, Any]
-) -> list[Side]:
-    """Time every side on the prompt; `options` are those of `generate`.
+    decoder: Decoder, ids: list[int], sampling: SamplingParams | None, options: dict[str, Any]
+) -> list[Comparison]:
+    """Time every runner on the prompt.
 
-    Sides take turns, each as often early as late; nothing of a prompt is kept from run to run.
+    Runners take turns, each as often early as late. Caches are cleared between runs.
+
+    Args:
+        decoder: The decoder.
+        ids: Token ids of the prompt.
+        sampling: Sampling parameters; None takes the model's own.
+        options: Further options of ``generate``.
     """
     from outpace.sampling import from_generation_config
 
     sampling = sampling or from_generation_config(decoder.scorer.generation_config)
     sides = _sides(decoder, ids, sampling, options)
-    times = {name: Side(name) for name in sides}
+    times = {name: Comparison(name) for name in sides}
     texts: dict[str, list[int]] = {}
     for run in sides.values():
         run(min(WARM, options["max_new_tokens"]))
@@ -75,13 +92,13 @@ PLAIN, TRANSFORMERS = "outpace, plain", "Transformers generate"
 
 
 def _sides(
-    decoder: Decoder, ids: list[int], sampling: Sampling, options: dict[str, Any]
+    decoder: Decoder, ids: list[int], sampling: SamplingParams, options: dict[str, Any]
 ) -> dict[str, Callable[[int], list[int]]]:
-    """What each side runs, by name: a number of new tokens in, tokens out."""
+    """Return a function for each runner, by name: a number of new tokens in, tokens out."""
     import torch
 
-    from outpace.decode import Decoder as Plain
-    from outpace.decode import WithModel
+    from outpace.decoder import Decoder as Plain
+    from outpace.decoder import WithModel
     from outpace.draft.lookup import LookupDrafter
     from outpace.draft.model import ModelDrafter
     from outpace.draft.text import TextDrafter
@@ -97,7 +114,7 @@ def _sides(
             if isinstance(which.drafter, WithModel):
                 which.drafter.scorer.forget()
             out = which.generate(ids, sampling, **options | {"max_new_tokens": tokens})
-            return list(out.tokens)
+            return list(out.token_ids)
 
         return run
 
@@ -127,14 +144,14 @@ def _sides(
 
 
 def _for_transformers(
-    decoder: Decoder, sampling: Sampling, options: dict[str, Any], prompt: int
+    decoder: Decoder, sampling: SamplingParams, options: dict[str, Any], prompt: int
 ) -> dict[str, Any]:
-    """The same settings as arguments of `model.generate`."""
+    """Return the same settings as arguments of ``model.generate``."""
     import copy
 
     import torch
 
-    from outpace.sampling import Prefix, Sampling, adjust
+    from outpace.sampling import Prefix, SamplingParams, adjust
 
     config = copy.deepcopy(decoder.scorer.generation_config)
     config.do_sample = not sampling.greedy
@@ -147,7 +164,7 @@ def _for_transformers(
     settings: dict[str, Any] = {"generation_config": config}
     if options["stop"]:
         settings |= {"stop_strings": options["stop"], "tokenizer": decoder.tokenizer}
-    rest = Sampling(
+    rest = SamplingParams(
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
         logit_bias=sampling.logit_bias,
@@ -163,11 +180,14 @@ def _for_transformers(
 
 
 def _sameness(decoder: Decoder, ids: list[int], plain: list[int], other: list[int]) -> str:
-    """In 16 bits two likeliest tokens are often equal but for rounding, and passes of other shapes round
-    differently."""
+    """Return whether a greedy text is the same, up to ties.
+
+    In 16 bits the two likeliest tokens are often equal up to rounding, and forward passes of other shapes
+    round differently.
+    """
     import torch
 
-    from outpace.audit import near_tie
+    from outpace.auditing.audit import near_tie
 
     if other == plain:
         return "same"
@@ -182,7 +202,8 @@ def _sameness(decoder: Decoder, ids: list[int], plain: list[int], other: list[in
     return f"same up to a tie at {place + 1}" if tie else f"DIFFERS at {place + 1}"
 
 
-def table(sides: list[Side]) -> None:
+def table(sides: list[Comparison]) -> None:
+    """Print the comparison as a table on stderr."""
     from rich.table import Table
 
     made = Table("", "tokens/s", "x plain", "x Transformers", "text")

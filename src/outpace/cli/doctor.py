@@ -1,4 +1,4 @@
-"""`outpace doctor`: what is here, what is missing for what."""
+"""``outpace doctor``: versions, device and model cache, and what is missing for which extra."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def doctor(
         list[str] | None,
         typer.Argument(
             metavar="NAME",
-            help="With --clear-cache: only these converted GGUF files.",
+            help="With --clear-cache: remove only these converted GGUF files.",
             show_default=False,
         ),
     ] = None,
@@ -32,7 +32,7 @@ def doctor(
             "--clear-cache", help="Remove converted GGUF files, all or those named, and nothing else."
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Versions, device, memory bandwidth, model cache, and what is missing for which extra."""
     if names and not clear_cache:
@@ -63,7 +63,7 @@ def doctor(
 
 
 def cleared(names: Sequence[str]) -> dict[str, Any]:
-    """Remove converted GGUF files; return which, and how much that freed."""
+    """Remove converted GGUF files, and return which, and how much space that freed."""
     from outpace.models import gguf
 
     removed, in_use = gguf.clear(names)
@@ -96,6 +96,7 @@ def _size(count: int) -> str:
 
 
 def examine() -> dict[str, Any]:
+    """Return everything that ``outpace doctor`` reports, by name."""
     import torch
 
     from outpace import __version__
@@ -130,7 +131,7 @@ def examine() -> dict[str, Any]:
 
 
 def bandwidth(place: Any) -> float:
-    """GB/s at which weights can be read: a sum over half a gigabyte, the best of five."""
+    """Return the bandwidth of reading weights in GB/s: a sum over half a gigabyte, the best of five."""
     import torch
 
     data = torch.ones(1 << 27, device=place)
@@ -143,7 +144,7 @@ def bandwidth(place: Any) -> float:
 
 
 def _extras() -> dict[str, list[str]]:
-    """The extras this version declares, with the packages each needs."""
+    """Return the extras that this version declares, with the packages that each needs."""
     wanted: dict[str, list[str]] = {}
     try:
         lines = metadata.requires("outpace") or []

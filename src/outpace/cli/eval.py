@@ -1,4 +1,4 @@
-"""`outpace eval`: quality and speed on a task, every way of decoding beside the others."""
+"""``outpace eval``: quality and speed on a task, with every runner side by side."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace import __version__
+from outpace.checks.errors import suggestion
 from outpace.cli import checks
 from outpace.cli.options import (
     SAMPLING,
@@ -24,7 +25,7 @@ from outpace.cli.options import (
     Device,
     Drafted,
     Dtype,
-    LengthName,
+    NumDraftTokens,
     Revision,
     RuleName,
     Target,
@@ -35,15 +36,14 @@ from outpace.cli.options import (
     check_text,
 )
 from outpace.cli.show import note
-from outpace.wording import suggestion
 
 if TYPE_CHECKING:
-    from outpace.decode import Decoder
+    from outpace.bench.data import Data, Item
+    from outpace.decoder import Decoder
     from outpace.tasks.evaluate import Evaluation
-    from outpace.tasks.items import Data, Item
     from outpace.tasks.journal import Journal
     from outpace.tasks.kinds import Task
-    from outpace.tasks.sides import Wanted
+    from outpace.tasks.runners import RunSettings
 
 TASK = "Task"
 WHISPER = "openai/whisper-base"  # the target of asr, unless one is named
@@ -62,7 +62,7 @@ def eval(
     target: Target = None,
     draft: Drafted = "lookup",
     rule: RuleName = "token",
-    length: LengthName = None,
+    num_draft_tokens: NumDraftTokens = None,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -71,13 +71,13 @@ def eval(
     sides: Annotated[
         str,
         typer.Option(
-            help="Columns: plain (no draft), baseline (Transformers' assisted generation), exact (--rule), "
-            "sigmoid (Wagner's approximation).",
+            help="Columns: plain (without speculation), baseline (Transformers' assisted generation), "
+            "exact (--rule), sigmoid (Wagner's approximation).",
             rich_help_panel=TASK,
         ),
     ] = "plain,baseline,exact,sigmoid",
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first rows.", rich_help_panel=TASK)
+        int | None, typer.Option(min=1, help="Use only the first rows.", rich_help_panel=TASK)
     ] = None,
     every: Annotated[
         int, typer.Option(min=1, help="Take every N-th row, before --limit.", rich_help_panel=TASK)
@@ -86,28 +86,38 @@ def eval(
         str | None,
         typer.Option(help="Prompt template; {source} is replaced by the row's text.", rich_help_panel=TASK),
     ] = None,
-    languages: Annotated[str, typer.Option(help="Of translate: from-to.", rich_help_panel=TASK)] = "en-de",
+    languages: Annotated[
+        str, typer.Option(help="Languages of translate, as from-to.", rich_help_panel=TASK)
+    ] = "en-de",
     language: Annotated[
-        str | None, typer.Option(help="Of asr. Default: detected.", rich_help_panel=TASK)
+        str | None, typer.Option(help="Language of asr. Default: detected.", rich_help_panel=TASK)
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=1, help="Of each row, for pass@k of code.", rich_help_panel=TASK)
+        int, typer.Option(min=1, help="Programs per row, for pass@k of code.", rich_help_panel=TASK)
     ] = 1,
     scale: Annotated[
         float | None,
         typer.Option(
-            min=1.0, help="Of sigmoid, ±. Default: 1000 for asr, 10000 elsewhere.", rich_help_panel=TASK
+            min=1.0,
+            help="Scale S of rule sigmoid, which uses -S and S. Default: 1000 for asr, else 10000.",
+            rich_help_panel=TASK,
         ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option("--max-new-tokens", "-m", min=1, help="Default: the task's.", rich_help_panel=SAMPLING),
+        typer.Option(
+            "--max-new-tokens",
+            "-m",
+            min=1,
+            help="Most tokens to generate per row. Default: the task's.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = None,
     temperature: Annotated[
         float,
         typer.Option(
             callback=checks.number("temperature"),
-            help="0 takes the likeliest token.",
+            help="0 is greedy.",
             rich_help_panel=SAMPLING,
         ),
     ] = 0.0,
@@ -124,7 +134,8 @@ def eval(
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Begin anew, whatever is there.", rich_help_panel=SHOW)
+        bool,
+        typer.Option("--fresh", help="Start a new run, even if the file holds one.", rich_help_panel=SHOW),
     ] = False,
 ) -> None:
     """Do a task with every way of decoding, and print quality and speed side by side.
@@ -133,8 +144,8 @@ def eval(
     stopped; 1 if some rows could not be evaluated, which are named; 2 if a setting, a file or a model does
     not fit; 130 after Ctrl-C. The same command goes on with a run that was stopped.
     """
+    from outpace.bench.data import file_of, read
     from outpace.cli.bench import bare
-    from outpace.tasks.items import file_of, read
     from outpace.tasks.kinds import task_of
 
     names = sides_of(sides, draft, temperature)
@@ -146,9 +157,11 @@ def eval(
     chosen = replace(chosen, scale=chosen.scale if scale is None else scale)
     if task is Kind.asr:
         target = target or WHISPER
-    if length is None and temperature > 0 and draft != "none":
-        length = "heuristic"  # auto follows measured time, so a resumed run would not write the same texts
-    check_models(target, draft, rule, length=length)
+    if num_draft_tokens is None and temperature > 0 and draft != "none":
+        num_draft_tokens = (
+            "heuristic"  # auto follows measured time, so a resumed run would not write the same texts
+        )
+    check_models(target, draft, rule, num_draft_tokens=num_draft_tokens)
     rows = read(
         data,
         speech=task is Kind.asr,
@@ -177,14 +190,14 @@ def eval(
         },
     }  # fmt: skip
     flags = {
-        "target": located(target), "draft": located(draft), "rule": rule, "length": length,
+        "target": located(target), "draft": located(draft), "rule": rule, "length": num_draft_tokens,
         "device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code,
         "outpace": __version__,
     }  # fmt: skip
 
     def load() -> Evaluation:
         decoder, processor = models(
-            task, target, draft, device, dtype, rule, length, trust_remote_code, revision
+            task, target, draft, device, dtype, rule, num_draft_tokens, trust_remote_code, revision
         )
         return evaluation_of(decoder, processor, wanted, names, seed)
 
@@ -192,7 +205,11 @@ def eval(
 
 
 def sides_of(text: str, draft: str, temperature: float) -> list[str]:
-    """Return the sides that --sides names, of which at least one can be."""
+    """Return the runners that --sides names.
+
+    Raises:
+        ValueError: A name is unknown, or none of the runners is possible.
+    """
     from outpace.tasks.kinds import SIDES, no_side
 
     names = list(dict.fromkeys(one.strip() for one in text.split(",") if one.strip()))
@@ -226,7 +243,7 @@ def check_flags(
 
 
 def usable(rows: Data, task: Task) -> Data:
-    """Return the rows with what each lacks for the task; refuse data of which no row can be used."""
+    """Return the rows with what each lacks for the task; refuse data without any usable row."""
     found = [replace(one, problem=task.lacking(one)) if one.problem is None else one for one in rows.items]
     rows = replace(rows, items=found)
     rows.check()
@@ -234,9 +251,9 @@ def usable(rows: Data, task: Task) -> Data:
 
 
 def packages(task: str) -> None:
-    """Refuse a task whose measures need what is not installed."""
+    """Refuse a task whose measures need packages that are not installed."""
+    from outpace.checks.errors import needed
     from outpace.tasks import sandbox
-    from outpace.tasks.extra import needed
 
     if task == "code":
         sandbox.check()
@@ -247,8 +264,8 @@ def packages(task: str) -> None:
 
 
 def check_files(path: Path, data: Path) -> None:
-    """Refuse files that cannot be written, and the file of --data; their folder is made."""
-    from outpace.files import check_out
+    """Refuse files that cannot be written, and the file of --data; make their folder."""
+    from outpace.checks.files import check_out
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -261,13 +278,14 @@ def check_files(path: Path, data: Path) -> None:
 
 
 def table_file(path: Path) -> Path:
+    """Return the file of the table, beside the journal."""
     return Path(f"{path}.md")
 
 
 def check_loading(draft: str, device: str | None) -> None:
     """Refuse a draft that cannot be loaded, and a device that is not there; this imports PyTorch."""
+    from outpace.loading import check_draft_name
     from outpace.models.hub import place_of
-    from outpace.pair import check_draft_name
 
     check_draft_name(draft)
     place_of(device)
@@ -282,19 +300,21 @@ def wanted_of(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
-) -> Wanted:
-    """Return how everyone writes; refuse numbers that do not fit."""
-    from outpace.arguments import number
-    from outpace.sampling import Sampling
-    from outpace.tasks.sides import Wanted
+) -> RunSettings:
+    """Return the settings that all runners share; refuse numbers that do not fit."""
+    from outpace.checks.arguments import number
+    from outpace.sampling import SamplingParams
+    from outpace.tasks.runners import RunSettings
 
     number("--scale", task.scale, "a finite number >= 1", lambda s: 1 <= s < inf)
-    sampling = Sampling(temperature=temperature, top_k=top_k or 0, top_p=1.0 if top_p is None else top_p)
-    return Wanted(task, sampling, max_new_tokens or task.max_new_tokens, samples, prompt, language)
+    sampling = SamplingParams(
+        temperature=temperature, top_k=top_k or 0, top_p=1.0 if top_p is None else top_p
+    )
+    return RunSettings(task, sampling, max_new_tokens or task.max_new_tokens, samples, prompt, language)
 
 
 def located(name: str | None) -> str | None:
-    """Return a name; of a file or folder a digest of where it lies, as that is nobody's business."""
+    """Return a name; for a file or folder a digest of its path, which is private."""
     path = Path((name or "").removeprefix("ngram:")).expanduser()
     if not name or not path.exists():
         return name
@@ -308,20 +328,20 @@ def models(
     device: str | None,
     dtype: str | None,
     rule: str,
-    length: str | None,
+    num_draft_tokens: str | None,
     trust_remote_code: bool,
     revision: str | None,
 ) -> tuple[Decoder, Any]:
-    """The decoder, and for speech the target's processor."""
-    from outpace.cli.options import length_of, open_decoder
+    """Return the decoder, and for speech the target's processor."""
+    from outpace.cli.options import open_decoder, policy_of
 
     source: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     if task is not Kind.asr:
-        return open_decoder(target, draft, device, dtype, rule, 1.0, length, **source), None
+        return open_decoder(target, draft, device, dtype, rule, 1.0, num_draft_tokens, **source), None
     from outpace.tasks.transcribe import Transcriber
 
-    wanted = length_of(length)
-    options = source if wanted is None else {"length": wanted, **source}
+    wanted = policy_of(num_draft_tokens)
+    options = source if wanted is None else {"num_draft_tokens": wanted, **source}
     one = Transcriber.load(
         target or WHISPER, draft, device=device, dtype=dtype, tell=note, rule=rule, **options
     )
@@ -329,8 +349,13 @@ def models(
 
 
 def evaluation_of(
-    decoder: Decoder, processor: Any, wanted: Wanted, sides: Sequence[str], seed: int
+    decoder: Decoder, processor: Any, wanted: RunSettings, sides: Sequence[str], seed: int
 ) -> Evaluation:
+    """Return the evaluation, and note runners that are impossible.
+
+    Raises:
+        ValueError: No runner is possible.
+    """
     from outpace.models.seq2seq import Seq2SeqScorer
     from outpace.tasks.evaluate import Evaluation, likely
 
@@ -353,11 +378,18 @@ def evaluate(
     sides: Sequence[str],
     load: Callable[[], Evaluation],
 ) -> None:
-    """Load models and run what is left, if anything is, and print and save the table.
+    """Load models and run the remaining rows, if there are any; print and save the table.
 
     Args:
-        header: What must be the same for a run to go on, as far as it is known without models.
-        flags: What else models are loaded by.
+        path: File of the journal.
+        fresh: Whether to start anew if the file exists.
+        header: Settings that must be the same for a run to be resumed, as far as they are known without
+            models.
+        flags: Further flags that models are loaded by.
+        rows: The data.
+        task: The task.
+        sides: Names of the runners.
+        load: Function that loads the models.
     """
     from outpace.bench.machine import machine
     from outpace.cli.bench import command
@@ -391,7 +423,7 @@ def evaluate(
 
 
 def complete(journal: Journal, flags: dict[str, Any], sides: Sequence[str], rows: int) -> list[str] | None:
-    """Return the sides of a run that nothing is left of to do, by the same models; None of any other."""
+    """Return the runners of a run by the same models that has all its rows; None otherwise."""
     if journal.before is None or journal.before.get("flags") != flags:
         return None
     found = [one for one in sides if one not in journal.before.get("left_out", {})]
@@ -401,7 +433,7 @@ def complete(journal: Journal, flags: dict[str, Any], sides: Sequence[str], rows
 
 def report(path: Path, task: Task, rows: Data, journal: Journal, sides: Sequence[str]) -> bool:
     """Print and save the table; return whether rows failed."""
-    from outpace.files import write_whole
+    from outpace.checks.files import write_whole
     from outpace.tasks import table as tables
 
     found = tables.columns(task, rows.items, journal.records, sides)
@@ -425,6 +457,7 @@ def report(path: Path, task: Task, rows: Data, journal: Journal, sides: Sequence
 
 
 def run(evaluation: Evaluation, items: list[Item], journal: Journal) -> None:
+    """Run the remaining rows, with a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -448,6 +481,7 @@ def run(evaluation: Evaluation, items: list[Item], journal: Journal) -> None:
 
 
 def show(title: str, sides: Sequence[str], lines: Any) -> None:
+    """Print a table on stdout."""
     from rich.table import Table
 
     from outpace.cli.show import screen

@@ -1,4 +1,4 @@
-"""`outpace generate`: text as it comes, coloured by what was guessed right."""
+"""``outpace generate``: text as it is generated, coloured by the origin of each token."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outpace.checks.files import check_out
 from outpace.cli.options import (
     MOST_ROWS,
     SAMPLING,
@@ -22,12 +23,12 @@ from outpace.cli.options import (
     Drafted,
     Dtype,
     FrequencyPenalty,
-    LengthName,
     Lenience,
     Marks,
     MaxNewTokens,
     MinP,
     NoColor,
+    NumDraftTokens,
     PresencePenalty,
     RepetitionPenalty,
     Revision,
@@ -46,12 +47,11 @@ from outpace.cli.options import (
     sampling_of,
 )
 from outpace.cli.show import Painter, as_json, figures, note
-from outpace.files import check_out
 
 if TYPE_CHECKING:
-    from outpace.decode import Decoder
-    from outpace.rows import Step
-    from outpace.stats import Stats
+    from outpace.decoder import Decoder
+    from outpace.engine.sequence import Step
+    from outpace.engine.stats import Stats
 
 
 def generate(
@@ -60,13 +60,15 @@ def generate(
     ] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
     system: Annotated[str | None, typer.Option(help="The system message of the chat template.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Use the prompt as it is, without the chat template.")
+    ] = False,
     config: Config = None,
     target: Target = None,
     draft: Drafted = "lookup",
     rule: RuleName = "token",
     lenience: Lenience = 1.0,
-    length: LengthName = None,
+    num_draft_tokens: NumDraftTokens = None,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -86,23 +88,26 @@ def generate(
         bool, typer.Option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=SAMPLING)
     ] = False,
     n: Annotated[
-        int, typer.Option(min=1, max=MOST_ROWS, help="Samples of the prompt.", rich_help_panel=SAMPLING)
+        int,
+        typer.Option(
+            min=1, max=MOST_ROWS, help="Number of texts to generate for the prompt.", rich_help_panel=SAMPLING
+        ),
     ] = 1,
     compare: Annotated[
         bool,
         typer.Option(
             "--compare",
-            help="Also time plain decoding and Transformers' own, and print the ratios.",
+            help="Also time decoding without speculation and Transformers, and print the ratios.",
             rich_help_panel=SHOW,
         ),
     ] = False,
     as_json_: Annotated[
-        bool, typer.Option("--json", help="One JSON object instead of text.", rich_help_panel=SHOW)
+        bool, typer.Option("--json", help="Print one JSON object instead of text.", rich_help_panel=SHOW)
     ] = False,
     no_color: NoColor = False,
     marks: Marks = False,
     svg: Annotated[
-        Path | None, typer.Option(help="Also draw the coloured text to this file.", rich_help_panel=SHOW)
+        Path | None, typer.Option(help="Also write the coloured text to this SVG file.", rich_help_panel=SHOW)
     ] = None,
 ) -> None:
     """Generate text. The text goes to stdout; legend, statistics and comparison go to stderr."""
@@ -114,7 +119,7 @@ def generate(
         if as_json_:
             raise ValueError("--svg: a picture is drawn of text; leave out --json")
         check_out("--svg", svg)
-    check_models(target, draft, rule, lenience, length)
+    check_models(target, draft, rule, lenience, num_draft_tokens)
     check_text("--system", system)
     text = read_prompt(prompt, file)
     sampling = sampling_of(
@@ -134,7 +139,7 @@ def generate(
         dtype,
         rule,
         lenience,
-        length,
+        num_draft_tokens,
         trust_remote_code=trust_remote_code,
         revision=revision,
     )
@@ -169,9 +174,9 @@ def generate(
     line = shown.line(decoder.scorer.context)
     note(line)
     if svg is not None:
-        from outpace.cli.picture import draw
+        from outpace.cli.show import draw_svg
 
-        draw(painter.history, line, svg)
+        draw_svg(painter.history, line, svg)
         note(f"picture in {svg}")
     if shown.interrupted:
         raise SystemExit(130)
@@ -183,6 +188,11 @@ def generate(
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """Return the prompt from the argument, a file or stdin.
+
+    Raises:
+        ValueError: There is more than one prompt, or it is empty or not text.
+    """
     if prompt is not None and file is not None:
         raise ValueError("--file: given together with a prompt; give one or the other")
     if file is not None:
@@ -201,13 +211,13 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def encode(decoder: Decoder, messages: list[dict[str, str]], raw: str | None) -> list[int]:
-    """Token ids: by the chat template, if the model has one and the text is not raw."""
+    """Return token ids, by the chat template if the model has one and the text is not raw."""
     tokenizer = decoder.tokenizer
     if raw is not None or not getattr(tokenizer, "chat_template", None):
         if raw is None and len(messages) > 1:
             raise ValueError("--system: this model has no chat template")
         return decoder.encode(messages[-1]["content"] if raw is None else raw)
-    from outpace.text import chat_ids
+    from outpace.engine.text import chat_ids
 
     return decoder.encode(chat_ids(tokenizer, messages))
 
@@ -216,9 +226,10 @@ def encode(decoder: Decoder, messages: list[dict[str, str]], raw: str | None) ->
 class Shown:
     """Texts that were printed.
 
-    stats         of all of them
-    interrupted   Ctrl-C ended them
-    context_full  the model's context ended one of them, before --max-new-tokens
+    Attributes:
+        stats: Statistics of all of them.
+        interrupted: Whether Ctrl-C ended them.
+        context_full: Whether the model's context ended one of them, before --max-new-tokens.
     """
 
     stats: Stats
@@ -226,7 +237,7 @@ class Shown:
     context_full: bool
 
     def line(self, context: int) -> str:
-        """Return the statistics line, with the reason why a text is shorter than was asked for."""
+        """Return the statistics line, with the reason why a text is shorter than requested."""
         parts = [figures(self.stats)]
         if self.context_full:
             parts.append(f"the model's context of {context} tokens is full")
@@ -237,7 +248,7 @@ class Shown:
 
 def show(steps: Iterable[Step], painter: Painter, n: int) -> Shown:
     """Print the texts one after the other, the first unfinished one as it is generated."""
-    from outpace.stats import Stats
+    from outpace.engine.stats import Stats
 
     stats, begun = Stats(), time.perf_counter()
     waiting: dict[int, list[Step]] = {row: [] for row in range(n)}
@@ -247,9 +258,9 @@ def show(steps: Iterable[Step], painter: Painter, n: int) -> Shown:
         note(f"1 of {n}")
     try:
         for step in steps:
-            stats.new_tokens += len(step.tokens)
-            stats.target_calls += 1
-            stats.count(step.drafted, step.accepted)
+            stats.new_tokens += len(step.token_ids)
+            stats.target_passes += 1
+            stats.count(step.num_draft_tokens, step.num_accepted)
             waiting[step.row].append(step)
             if step.output is not None:
                 ended.add(step.row)
@@ -277,15 +288,15 @@ def show(steps: Iterable[Step], painter: Painter, n: int) -> Shown:
 
 
 def collect(steps: Iterable[Step], n: int) -> tuple[list[dict[str, Any]], bool]:
-    """What each row came to, and whether Ctrl-C cut it short."""
+    """Return the text, tokens and statistics of each sequence, and whether Ctrl-C ended them."""
     rows: list[dict[str, Any]] = [
-        {"text": "", "tokens": [], "finish_reason": "interrupted", "context_full": False} for _ in range(n)
+        {"text": "", "token_ids": [], "finish_reason": "interrupted", "context_full": False} for _ in range(n)
     ]
     try:
         for step in steps:
             row = rows[step.row]
             row["text"] += step.text or ""
-            row["tokens"] += step.tokens
+            row["token_ids"] += step.token_ids
             if step.output is not None:
                 row["finish_reason"] = step.output.finish_reason
                 row["context_full"] = step.output.context_full

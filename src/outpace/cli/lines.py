@@ -1,4 +1,4 @@
-"""A sweep on a screen."""
+"""The tables of a sweep in the terminal."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from outpace.bench.forecast import SPAN, Figure
+from outpace.bench.forecast import SPAN, SweepLine
 from outpace.bench.loops import kind_of, name_of
+from outpace.checks.errors import counted
 from outpace.cli import tables
 from outpace.cli.show import screen
 from outpace.report.columns import SWEEP_SPEEDS, SWEEP_TIMES
-from outpace.wording import counted
 
 
-def show(figures: Sequence[Figure]) -> None:
-    """Two tables for each draft and sampling, on stdout: times, as in Chen et al. 2023, Figure 1, and speeds
-    beside forecasts, as in Leviathan et al. 2023, Table 4."""
+def show(figures: Sequence[SweepLine]) -> None:
+    """Print two tables on stdout for each draft and sampling.
+
+    One has times, as in Chen et al. 2023, Figure 1. The other has speeds beside predictions, as in Leviathan
+    et al. 2023, Table 4.
+    """
     console = screen(sys.stdout)
     for kind in dict.fromkeys(map(kind_of, figures)):
         mine, name = [asdict(one) for one in figures if kind_of(one) == kind], name_of(kind)

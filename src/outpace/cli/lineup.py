@@ -1,4 +1,4 @@
-"""A synthetic pair that takes part in a sweep, and what it writes about."""
+"""A synthetic pair of models for a sweep, and its prompts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from outpace.bench import synthetic as pairs
 from outpace.bench.engine import Case
 from outpace.bench.engine import prompts as at_random
 from outpace.cli.bench import where
-from outpace.decode import Decoder
+from outpace.decoder import Decoder
 
 SYNTHETIC = 12  # prompts of a synthetic pair, unless another number is named
-ALPHA, CONTEXT = 0.8, 128  # what it is made for, and tokens of such a prompt
+ALPHA, CONTEXT = 0.8, 128  # acceptance rate of a synthetic pair, and tokens of its prompts
 
 
 def refuse_with_pair(**given: object) -> None:
+    """Refuse flags that a synthetic pair has its own values for."""
     for name, value in given.items():
         if value:
             raise ValueError(f"--{name}: given together with --pair, which has its own")
 
 
 def refuse_without_pair(**given: object) -> None:
+    """Refuse flags of a synthetic pair without --pair."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"--{name}: it is of a synthetic pair, and no --pair was given")
@@ -29,7 +31,20 @@ def refuse_without_pair(**given: object) -> None:
 def synthetic(
     name: str, alpha: float, rule: str, device: str | None, dtype: str | None, count: int, context: int
 ) -> tuple[dict[str, Decoder], list[list[int]]]:
-    """A decoder of a pair, and prompts at random."""
+    """Return the decoder of a synthetic pair, by name, and random prompts.
+
+    Args:
+        name: Name of the pair.
+        alpha: Acceptance rate that the pair is made for.
+        rule: Verification rule.
+        device: Device of the models; None takes a GPU if there is one.
+        dtype: Precision of the models; None is bfloat16.
+        count: Number of prompts.
+        context: Tokens of each prompt.
+
+    Raises:
+        ValueError: There is no such pair.
+    """
     if name not in pairs.PAIRS:
         raise ValueError(f"--pair: got {name!r}; there are {', '.join(pairs.PAIRS)}")
     place, kind = where(device or "auto", dtype or "bfloat16")

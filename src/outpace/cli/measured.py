@@ -1,4 +1,4 @@
-"""What `outpace measure` found, as tables."""
+"""The tables of ``outpace bench alpha`` in the terminal."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from outpace.checks.errors import counted
 from outpace.cli import tables
 from outpace.report.columns import MEASURE, pays
 from outpace.report.words import said, with_interval
-from outpace.wording import counted
 
 Content = Mapping[str, Any]
 NAMES = ("draft", "by", "tokens")  # columns that start at the left
@@ -17,7 +17,7 @@ Shown = tuple[str, list[tables.Column], int]  # a title, columns, and how many o
 
 
 def show(content: Content) -> None:
-    """All parts that are there."""
+    """Print all parts that were measured."""
     from outpace.cli.show import screen
 
     console = screen(sys.stdout)
@@ -37,13 +37,14 @@ def show(content: Content) -> None:
 
 
 def of_drafts(content: Content) -> Shown:
+    """Return the table of drafts."""
     of = ", ".join(counted(content[f"{noun}s"], noun) for noun in ("prompt", "token"))
     rows = [[cell(one) for cell in MEASURE.values()] for one in content["drafts"]]
     return f"{of} of the target", tables.columns(list(MEASURE), rows, NAMES), 2
 
 
 def of_passes(content: Content) -> Shown:
-    """Milliseconds, and beside them times one over a single token."""
+    """Return the table of forward passes in milliseconds, and relative to one over a single token."""
     passes = {(one["B"], one["n"]): one["ms"] for one in content["passes"]}
     batches, lengths = (sorted({key[i] for key in passes}) for i in (0, 1))
     rows = [
@@ -62,7 +63,10 @@ def of_passes(content: Content) -> Shown:
 
 
 def of_independence(content: Content) -> list[Shown]:
-    """Whether draft tokens are accepted each with probability α, independently of the others."""
+    """Return tables that show whether each draft token is accepted with probability α.
+
+    The formulas assume this, independently of the other draft tokens.
+    """
     shown = [one for one in content["drafts"] if one["blocks"]]
     lags, places = (max(len(one[part]) for one in shown) for part in ("autocorrelation", "by_position"))
     most = max(len(one["blocks"]["observed"]) for one in shown)
@@ -108,6 +112,7 @@ def _filled(cells: Sequence[str], number: int) -> list[str]:
 
 
 def of_domains(content: Content, domains: list[str]) -> Shown:
+    """Return the table of α by kind of text."""
     rows = [
         [
             one["draft"], f"{one['lenience']:g}",
@@ -120,7 +125,7 @@ def of_domains(content: Content, domains: list[str]) -> Shown:
 
 
 def verdicts(content: Content) -> list[str]:
-    """A line of each draft at the strictest lenience."""
+    """Return a line for each draft at the largest lenience."""
     lines = []
     strictest = max(one["lenience"] for one in content["drafts"])
     for one in content["drafts"]:

@@ -1,4 +1,4 @@
-"""Flags that several commands share, and what they mean."""
+"""Flags that several commands share, and the objects they stand for."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from outpace.cli.show import note
 
 if TYPE_CHECKING:
     from outpace.bench.prompts import Questions
-    from outpace.decode import Decoder
-    from outpace.length import Length
-    from outpace.sampling import Sampling
+    from outpace.decoder import Decoder
+    from outpace.policy import DraftLengthPolicy
+    from outpace.sampling import SamplingParams
 
 MODELS, PROMPTS, SAMPLING, SHOW = "Models", "Prompts", "Sampling", "Output"
 MOST_ROWS = 4096  # sequences at a time; more is a mistake, which would fill the memory
-CONFIGURED = "outpace.configured"  # where a context keeps a configuration's file
+CONFIGURED = "outpace.configured"  # key of the configuration file in a context
 
 Target = Annotated[
     str | None,
@@ -36,10 +36,13 @@ Target = Annotated[
 
 
 def drafted(context: typer.Context, draft: str) -> str:
-    """Drop a configuration's length if another draft is named: it was measured with the file's own."""
+    """Drop a configuration's num_draft_tokens if the command line names another draft.
+
+    It was measured with the file's own draft.
+    """
     values = context.default_map or {}
     if _source(context, "draft") == "COMMANDLINE" and values.get("draft") != draft:
-        context.default_map = {name: one for name, one in values.items() if name != "length"}
+        context.default_map = {name: one for name, one in values.items() if name != "num_draft_tokens"}
     return draft
 
 
@@ -50,7 +53,7 @@ Drafted = Annotated[
         "-d",
         callback=drafted,
         metavar="lookup|ngram:FILE|MODEL|none",
-        help="What drafts: lookup copies from the context; ngram:FILE, a saved table; a smaller model; none.",
+        help="What drafts: lookup (from the context), ngram:FILE (a saved table), a smaller model, or none.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -60,18 +63,18 @@ RuleName = Annotated[
         "--rule",
         callback=checks.rule,
         metavar="token|block|match|sigmoid(A,B)",
-        help="How guesses are judged; all but sigmoid are exact.",
+        help="How draft tokens are verified; all but sigmoid are exact.",
         rich_help_panel=MODELS,
     ),
 ]
-LengthName = Annotated[
+NumDraftTokens = Annotated[
     str | None,
     typer.Option(
-        "--length",
-        callback=checks.length,
+        "--num-draft-tokens",
+        callback=checks.num_draft_tokens,
         metavar="G|auto|heuristic[:START]",
-        help="Draft tokens per step: a number; auto, the fastest by measured time; heuristic, by how many "
-        "were accepted. Default: auto.",
+        help="Draft tokens per step: a number; auto, chosen by measured time; or heuristic, chosen by "
+        "acceptance, from START. Default: auto.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -110,7 +113,10 @@ TrustRemoteCode = Annotated[
 
 
 def _revised(context: typer.Context, revision: str | None) -> str | None:
-    """Drop a configuration's revision if another target is named: it is a version of the file's own."""
+    """Drop a configuration's revision if the command line names another target.
+
+    It is a version of the file's own target.
+    """
     other = configured(context, "revision") and _source(context, "target") == "COMMANDLINE"
     return None if other else revision
 
@@ -149,7 +155,7 @@ TopP = Annotated[
     float | None,
     typer.Option(
         callback=checks.number("top_p"),
-        help="Keep tokens up to this probability.",
+        help="Keep the likeliest tokens whose total probability reaches this.",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -157,7 +163,7 @@ MinP = Annotated[
     float | None,
     typer.Option(
         callback=checks.number("min_p"),
-        help="Keep tokens this many times as likely as the likeliest.",
+        help="Keep tokens at least this fraction as likely as the likeliest.",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -199,14 +205,14 @@ Seed = Annotated[
     int | None,
     typer.Option(
         callback=checks.number("seed"),
-        help="Seed of sampling. Texts repeat with --rule match or a --length other than auto.",
+        help="Seed of sampling. Texts repeat with --rule match or a --num-draft-tokens other than auto.",
         rich_help_panel=SAMPLING,
     ),
 ]
 AllSeeds = Annotated[
     int,
     typer.Option(
-        callback=checks.number("first seed"), help="Seed of all random draws.", rich_help_panel=SAMPLING
+        callback=checks.number("first seed"), help="Seed of all random numbers.", rich_help_panel=SAMPLING
     ),
 ]
 Stop = Annotated[
@@ -228,30 +234,36 @@ Data = Annotated[
         rich_help_panel=PROMPTS,
     ),
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="Only the first prompts.", rich_help_panel=PROMPTS)]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="Use only the first prompts.", rich_help_panel=PROMPTS)
+]
 Every = Annotated[
     int, typer.Option(min=1, help="Take every N-th row, before --limit.", rich_help_panel=PROMPTS)
 ]
-NoColor = Annotated[bool, typer.Option("--no-color", help="Marks instead of colours.", rich_help_panel=SHOW)]
+NoColor = Annotated[
+    bool, typer.Option("--no-color", help="Show marks instead of colours.", rich_help_panel=SHOW)
+]
 Marks = Annotated[
-    bool, typer.Option("--marks", help="Marks instead of colours, in a pipe too.", rich_help_panel=SHOW)
+    bool, typer.Option("--marks", help="Show marks instead of colours, also in a pipe.", rich_help_panel=SHOW)
 ]
 
 
 def _configured(context: typer.Context, path: Path | None) -> Path | None:
-    """Let the values of a file take the place of defaults; flags on the command line win."""
+    """Replace defaults by the values of a configuration file; flags on the command line win."""
     if path is not None:
         from outpace.tune.config import flags
 
         found, known = flags(path), {one.name: one for one in context.command.params}
         if "rule" not in known and found.get("rule", "token") != "token":
             raise ValueError(
-                f"config: {path}: rule: got {found['rule']!r}; `outpace {context.info_name}` runs rule token "
+                f"config: {path}: rule: got {found['rule']!r}; `{context.command_path}` runs rule token "
                 "alone, so leave the key out"
             )
         several = {name for name, one in known.items() if getattr(one, "multiple", False)}
+        if getattr(getattr(known.get("num_draft_tokens"), "type", None), "name", "") == "integer":
+            found.pop("num_draft_tokens", None)  # a command that measures has numbers of its own
         if "draft" in several and found.get("draft") == "none":
-            del found["draft"]  # a command that measures drafts has its own to measure
+            del found["draft"]  # a command that measures drafts has its own default
         values = {
             name: [value] if name in several else value for name, value in found.items() if name in known
         }
@@ -271,7 +283,7 @@ def _source(context: typer.Context, name: str) -> str | None:
 
 
 def blamed(meta: Mapping[str, Any], why: str) -> str:
-    """What is wrong, with the configuration's name if it is a value of that."""
+    """Return an error message, with the configuration's name if one of its values is wrong."""
     if CONFIGURED not in meta:
         return why
     from outpace.tune.config import FLAGS
@@ -280,7 +292,8 @@ def blamed(meta: Mapping[str, Any], why: str) -> str:
     for name in FLAGS:
         value = context.params.get(name)
         values = value if isinstance(value, list) else [value]
-        starts = f"{name}:", f"--{name}:", *(f"{one}:" for one in values)
+        flag = f"--{name.replace('_', '-')}"
+        starts = f"{name}:", f"{flag}:", *(f"{one}:" for one in values)
         if configured(context, name) and why.startswith(starts):
             return f"config: {path}: {why}"
     return why
@@ -292,25 +305,28 @@ Config = Annotated[
         "--config",
         is_eager=True,
         callback=_configured,
-        help="A file that `outpace tune` wrote: its target, draft, length, rule, dtype, device and revision "
-        "are the defaults of the flags with these names.",
+        help="A file that `outpace tune` wrote. Its values are the defaults of flags with the same names.",
         rich_help_panel=MODELS,
     ),
 ]
 
 
-def sampling_of(logit_bias: list[str] | None, **fields: Any) -> Sampling | None:
-    """A Sampling of the flags that were given; None if none was."""
-    from outpace.sampling import Sampling
+def sampling_of(logit_bias: list[str] | None, **fields: Any) -> SamplingParams | None:
+    """Return sampling parameters from the flags that are set; None if none is."""
+    from outpace.sampling import SamplingParams
 
     given = {name: value for name, value in fields.items() if value is not None}
     if logit_bias:
         given["logit_bias"] = dict(checks.logit_bias(one) for one in logit_bias)
-    return Sampling(**given) if given else None
+    return SamplingParams(**given) if given else None
 
 
 def read_prompts(prompt: list[str] | None, data: str | None, limit: int | None, every: int) -> Questions:
-    """What the flags name, before anything big is loaded; what cannot be used of it is said."""
+    """Return the prompts that the flags name, before anything big is loaded; note rows that are left out.
+
+    Raises:
+        ValueError: The flags exclude each other, or a prompt is empty or not text.
+    """
     from outpace.bench.prompts import questions
 
     if prompt and data is not None:
@@ -326,6 +342,11 @@ def read_prompts(prompt: list[str] | None, data: str | None, limit: int | None, 
 
 
 def read_text(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        ValueError: The file cannot be read, or is not text in UTF-8.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -343,18 +364,18 @@ def check_models(
     drafts: str | Sequence[str],
     rule: str = "token",
     lenience: float = 1.0,
-    length: str | None = None,
+    num_draft_tokens: str | None = None,
 ) -> None:
     """Refuse names and settings that do not fit together, before PyTorch is imported."""
+    from outpace.draft.names import check_draft_exists
     from outpace.models.hub import check_name
-    from outpace.names import check_draft_exists
 
     if lenience < 1 and rule != "token":
         raise ValueError(f"--lenience: got {lenience:g} with --rule {rule}; only rule token has lenience")
-    if drafts == "none" and length not in (None, "0", "auto"):
-        raise ValueError("--length: nothing is guessed with --draft none")
+    if drafts == "none" and num_draft_tokens not in (None, "0", "auto"):
+        raise ValueError("--num-draft-tokens: nothing is drafted with --draft none")
     if drafts == "none" and lenience < 1:
-        raise ValueError("--lenience: nothing is guessed with --draft none")
+        raise ValueError("--lenience: nothing is drafted with --draft none")
     for one in [drafts] if isinstance(drafts, str) else drafts:
         check_draft_exists(one)
     if target is not None:
@@ -368,14 +389,17 @@ def open_decoder(
     dtype: str | None,
     rule: str,
     lenience: float,
-    length: str | None,
+    num_draft_tokens: str | None,
     *,
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> Decoder:
-    """Load the models that the flags name; refuse values that do not fit before anything big is loaded."""
-    check_models(target, draft, rule, lenience, length)
-    from outpace.pair import load
+    """Load the models that the flags name, and return their decoder.
+
+    Values that do not fit are refused before anything big is loaded.
+    """
+    check_models(target, draft, rule, lenience, num_draft_tokens)
+    from outpace.loading import load
 
     refuse_speech(target, trust_remote_code=trust_remote_code, revision=revision)
     decoder = load(
@@ -385,19 +409,22 @@ def open_decoder(
         dtype=dtype,
         rule=rule,
         lenience=lenience,
-        length=length_of(length),
+        num_draft_tokens=policy_of(num_draft_tokens),
         tell=note,
         trust_remote_code=trust_remote_code,
         revision=revision,
     )
-    # What was made so far stays until the end: `main` had it not looked through for garbage, nor is it now.
+    # All objects so far last until the end: freeze them, so that the garbage collector never scans them.
     gc.freeze()
     gc.enable()
     return decoder
 
 
 def refuse_speech(target: str | None, *, trust_remote_code: bool, revision: str | None) -> None:
-    """Name the command that transcribes, where a target's input is speech, before its weights are read."""
+    """Refuse a target whose input is speech, before its weights are read.
+
+    The error names the commands that take such a model.
+    """
     if target is None or Path(target).expanduser().is_file():
         return
     from transformers import PretrainedConfig
@@ -413,13 +440,13 @@ def refuse_speech(target: str | None, *, trust_remote_code: bool, revision: str 
         )
 
 
-def length_of(text: str | None) -> Length | None:
-    """The policy that a flag names."""
+def policy_of(text: str | None) -> DraftLengthPolicy | None:
+    """Return the policy that a flag names; None for the default and "auto"."""
     if text in (None, "auto"):
         return None
-    from outpace.length import Fixed, Heuristic
+    from outpace.policy import Fixed, Heuristic
 
-    checks.length(text)
+    checks.num_draft_tokens(text)
     if text.isdecimal():
         return Fixed(int(text))
     start = int(text.partition(":")[2] or 5)

@@ -1,4 +1,4 @@
-"""`outpace plan`: what speculation would bring, by the papers' formulas, before anything is run."""
+"""``outpace plan``: the gain of speculation by the papers' formulas, before anything is run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-# Leviathan et al. 2023, Table 5: the share of lost drafts that is still lost, for T5-small and T5-base.
+# Leviathan et al. 2023, Table 5: share of rejected draft tokens that stay rejected, for T5-small and T5-base.
 LENIENT = {0.5: (0.29 / 0.38, 0.20 / 0.32), 0.3: (0.24 / 0.38, 0.17 / 0.32), 0.1: (0.16 / 0.38, 0.10 / 0.32)}
 SPEEDS = (1.5, 2.0, 3.0)
-LONGEST = 1000  # draft tokens a pass; nothing that pays is near it
+LONGEST = 1000  # draft tokens per step; no number that pays is near it
 COSTLIEST = 1000.0  # a draft as slow as that is a mistake
 
 
@@ -24,21 +24,28 @@ def plan(
     ] = 0.0,
     ops: Annotated[
         float | None,
-        typer.Option(help="Operations of a draft step divided by the target's per token. Default: c."),
+        typer.Option(
+            help="Arithmetic operations of a draft step, divided by those of the target for one token. "
+            "Default: c."
+        ),
     ] = None,
-    drafts: Annotated[list[int] | None, typer.Option(help="Show these g, too; repeat it.")] = None,
-    most: Annotated[int, typer.Option(help=f"Longest draft to think of, up to {LONGEST}.")] = 32,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    num_draft_tokens: Annotated[
+        list[int] | None, typer.Option(help="Also show these numbers of draft tokens; may be repeated.")
+    ] = None,
+    most: Annotated[
+        int, typer.Option(help=f"Largest number of draft tokens to consider, up to {LONGEST}.")
+    ] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Draw expected tokens, best g, speed and operations to this file (.svg, .png, .pdf)."
+            help="Plot expected tokens, best g, speedup and operations to this file (.svg, .png, .pdf)."
         ),
     ] = None,
 ) -> None:
-    """Say how far to guess, and how much faster that is: Leviathan et al. 2023, section 3.
+    """Say how many tokens to draft, and the speedup: Leviathan et al. 2023, section 3.
 
-    α and c of real models: `outpace measure`.
+    α and c of real models: `outpace bench alpha`.
     A pass over g + 1 tokens is taken to cost as much as one over a single token, which holds on a GPU
     with few rows, and does not on a CPU.
 
@@ -49,14 +56,14 @@ def plan(
             raise ValueError(f"{name}: got {cost:g}; it must be a number from 0 to {COSTLIEST:g}")
     if not 1 <= most <= LONGEST:
         raise ValueError(f"--most: got {most}; it must be from 1 to {LONGEST}")
-    for g in drafts or ():
+    for g in num_draft_tokens or ():
         if not 0 <= g <= LONGEST:
-            raise ValueError(f"--drafts: got {g}; it must be from 0 to {LONGEST}")
+            raise ValueError(f"--num-draft-tokens: got {g}; it must be from 0 to {LONGEST}")
     if plot is not None:
-        from outpace.bench.pictures import backend
+        from outpace.bench.curves import backend
 
         backend(plot)  # what is missing is said before anything is printed
-    found = planned(alpha, c, c if ops is None else ops, drafts or [], most)
+    found = planned(alpha, c, c if ops is None else ops, num_draft_tokens or [], most)
     if as_json:
         print(json.dumps(found, indent=2))
     else:
@@ -67,9 +74,9 @@ def plan(
         draw(plot, Point(alpha, c, ops=ops, most=most))
 
 
-def planned(alpha: float, c: float, ops: float, drafts: list[int], most: int) -> dict[str, Any]:
-    """All that is printed, as numbers."""
-    from outpace import theory
+def planned(alpha: float, c: float, ops: float, num_draft_tokens: list[int], most: int) -> dict[str, Any]:
+    """Return everything that is printed, as numbers."""
+    from outpace.bench import theory
 
     def at(share: float, g: int) -> dict[str, Any]:
         return {
@@ -80,7 +87,7 @@ def planned(alpha: float, c: float, ops: float, drafts: list[int], most: int) ->
         }
 
     best = theory.best_length(alpha, c, most)
-    others = sorted({1, 2, 3, 5, 8, best, *drafts} - {0} | set(drafts))
+    others = sorted({1, 2, 3, 5, 8, best, *num_draft_tokens} - {0} | set(num_draft_tokens))
     lenient = []
     for lenience, lost in LENIENT.items():
         shares = [1 - (1 - alpha) * one for one in lost]
@@ -106,6 +113,7 @@ def planned(alpha: float, c: float, ops: float, drafts: list[int], most: int) ->
 
 
 def show(found: dict[str, Any]) -> None:
+    """Print the plan."""
     from rich.table import Table
 
     from outpace.cli.show import screen
@@ -114,7 +122,7 @@ def show(found: dict[str, Any]) -> None:
     best, c = found["best"], found["c"]
     if best["g"]:
         console.print(
-            f"Guess g = {best['g']}: {best['tokens']:.2f} tokens a pass, {best['speedup']:.2f} times as "
+            f"Draft g = {best['g']}: {best['tokens']:.2f} tokens a pass, {best['speedup']:.2f} times as "
             f"fast, {best['operations']:.2f} times the operations. Knowing what will be kept, one could be "
             + ("fast without limit." if found["oracle"] is None else f"{found['oracle']:.2f} times as fast.")
         )

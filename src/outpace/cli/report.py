@@ -1,4 +1,4 @@
-"""`outpace report`: what was measured, as a page."""
+"""``outpace report``: results as a page."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def report(
     results: Annotated[
         list[Path],
         typer.Argument(
-            help="Files that `outpace measure`, `sweep`, `tune` (.json) and `eval` (.jsonl) wrote, or "
-            "folders that hold such files."
+            help="Files that `outpace bench alpha`, `bench sweep`, `tune` (.json) and `eval` (.jsonl) wrote, "
+            "or folders that hold such files."
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Write the page to this file.")] = Path(
@@ -29,12 +29,11 @@ def report(
 
     Needs `pip install 'outpace\[plot]'`.
     """
-    from outpace.bench.pictures import backend
+    from outpace.bench.curves import backend
+    from outpace.checks.errors import counted, needed
+    from outpace.checks.files import check_out, write_whole
     from outpace.cli.show import note
-    from outpace.files import check_out, write_whole
     from outpace.report.files import named, read, within
-    from outpace.tasks.extra import needed
-    from outpace.wording import counted
 
     check_out("--out", out)
     paths: list[Path] = []
@@ -43,7 +42,7 @@ def report(
             taken, others = within(path)
             paths += taken
             for one in others:
-                note(f"left out: {one} was not written by outpace measure, sweep, tune or eval")
+                note(f"left out: {one} was not written by outpace bench alpha, bench sweep, tune or eval")
         else:
             paths.append(path)
     paths = list(dict.fromkeys(paths))

@@ -1,28 +1,45 @@
-"""Text on a screen, told apart by how each token came about, and figures about it."""
+"""Text in the terminal, coloured by the origin of each token, with statistics."""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from outpace.rows import Step
-    from outpace.stats import Stats
+from outpace.checks.files import write_whole
 
-# kind: what it means, colour, marks around it
+if TYPE_CHECKING:
+    from outpace.engine.sequence import Step
+    from outpace.engine.stats import Stats
+
+# kind: meaning, colour, marks around it
 KINDS = {
-    "kept": ("a guess that was kept", "green", "[", "]"),
-    "correction": ("the target's own token after a wrong guess", "red", "{", "}"),
-    "bonus": ("the target's own token after right guesses", "cyan", "<", ">"),
-    "plain": ("nothing was guessed", "", "", ""),
+    "accepted": ("an accepted draft token", "green", "[", "]"),
+    "correction": ("the target's token after a rejected draft token", "red", "{", "}"),
+    "bonus": ("the target's token after accepted draft tokens", "cyan", "<", ">"),
+    "plain": ("without draft tokens", "", "", ""),
 }
 CODES = {"green": "32", "red": "31", "cyan": "36", "dim": "2"}
-_part = ""  # of the work, that was said last
+SVG_WIDTH = 92  # characters
+_part = ""  # the part of the work that was reported last
 
 
 class Painter:
-    """Writes text with colours, with marks, or as it is."""
+    """A writer of text with colours, with marks, or as it is.
+
+    Args:
+        stream: Stream to write to.
+        no_color: Whether to use marks instead of colours on a terminal.
+        marks: Whether to use marks instead of colours everywhere.
+
+    Attributes:
+        marks: Whether it writes marks.
+        colors: Whether it writes colours.
+        history: Pieces of text and their kinds.
+    """
 
     def __init__(self, stream: IO[str], *, no_color: bool = False, marks: bool = False) -> None:
         self._stream = stream
@@ -34,12 +51,14 @@ class Painter:
         self.history: list[tuple[str, str]] = []  # pieces of text and their kinds
 
     def step(self, step: Step) -> None:
+        """Write the text of a step."""
         self._kinds += step.kinds
         for token, text in step.pieces or []:
             self.write(text, self._kinds[token])
         self._stream.flush()
 
     def write(self, text: str, kind: str = "plain") -> None:
+        """Write a piece of text of one kind."""
         self.history.append((text, kind))
         if kind != self._open:
             self._close()
@@ -51,7 +70,7 @@ class Painter:
         self._stream.write(text)
 
     def end(self) -> None:
-        """The text is over."""
+        """End the text with a newline."""
         self._close()
         self._kinds = []
         self.history.append(("\n", "plain"))
@@ -64,6 +83,7 @@ class Painter:
         self._open = "plain"
 
     def legend(self) -> str | None:
+        """Return the legend of the colours or marks; None without them."""
         if self.colors:
             return "   ".join(
                 f"\033[{CODES[color]}m{color}\033[0m {what}" for what, color, _, _ in KINDS.values() if color
@@ -76,7 +96,7 @@ class Painter:
 
 
 def screen(stream: IO[str]) -> Any:
-    """A console of the rich library for tables, that does not hide a closed pipe."""
+    """Return a console of the rich library for tables, which does not hide a closed pipe."""
     from rich.console import Console
 
     class Screen(Console):
@@ -87,35 +107,41 @@ def screen(stream: IO[str]) -> Any:
 
 
 def note(line: str) -> None:
-    """A line about the work, beside the text."""
+    """Print a line about the work on stderr, apart from the text."""
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         line = f"\033[{CODES['dim']}m{line}\033[0m"
     print(line, file=sys.stderr, flush=True)
 
 
 def figures(stats: Stats) -> str:
-    """The statistics line."""
+    """Return the statistics line."""
     parts = [
         f"{stats.new_tokens} tokens",
         f"{stats.tokens_per_second:.1f} tokens/s",
-        f"{stats.tokens_per_call:.2f} tokens per target pass",
+        f"{stats.tokens_per_pass:.2f} tokens per target pass",
     ]
-    if stats.drafted:
-        places = zip(stats.accepted_by_position, stats.drafted_by_position, strict=True)
+    if stats.draft_tokens:
+        places = zip(stats.accepted_by_position, stats.draft_tokens_by_position, strict=True)
         shares = [f"{kept / tried:.0%}" for kept, tried in places if tried]
         shown = " ".join(shares[:8]) + (" ..." if len(shares) > 8 else "")
-        parts.append(f"kept {stats.accepted} of {stats.drafted} guesses (by position {shown})")
+        parts.append(
+            f"accepted {stats.accepted_tokens} of {stats.draft_tokens} draft tokens (by position {shown})"
+        )
     return " | ".join(parts)
 
 
 def as_json(stats: Stats) -> dict[str, Any]:
-    derived = ("acceptance", "tokens_per_call", "tokens_per_second", "seconds")
+    """Return statistics with derived values, for JSON."""
+    derived = ("acceptance_rate", "tokens_per_pass", "tokens_per_second", "seconds")
     return vars(stats) | {name: getattr(stats, name) for name in derived}
 
 
 def progress(line: str) -> None:
-    """Overwrite the last such line, on a terminal; an empty one wipes it. Elsewhere there is a line for each
-    part of the work, which is what stands before a colon."""
+    """Show a line about the progress on stderr.
+
+    On a terminal it replaces the line before it, and an empty line clears it. Elsewhere there is one line for
+    each part of the work, which is the text before the colon.
+    """
     global _part
     if sys.stderr.isatty():
         print(f"\r{line:60.60}" if line else "\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
@@ -123,3 +149,20 @@ def progress(line: str) -> None:
     before, _part = _part, line.partition(":")[0]
     if _part and _part != before:
         note(line)
+
+
+def draw_svg(pieces: Sequence[tuple[str, str]], figures: str, path: Path) -> None:
+    """Write an SVG of text pieces, each with its kind, with legend and statistics below."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(record=True, width=SVG_WIDTH, file=io.StringIO(), force_terminal=True, highlight=False)
+    text = Text()
+    for piece, kind in pieces:
+        shown = "".join(one for one in piece if one >= " " or one in "\n\t")  # XML has no other characters
+        text.append(shown, style=KINDS[kind][1] or None)
+    console.print(text)
+    for what, color, _, _ in KINDS.values():
+        console.print(Text("■ ", style=color or "default").append(what, style="dim"))
+    console.print(Text(figures, style="dim"))
+    write_whole(path, console.export_svg(title="outpace generate"))

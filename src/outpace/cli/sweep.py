@@ -1,4 +1,4 @@
-"""`outpace sweep`: how far to guess, measured: every length beside plain decoding, and beside theory."""
+"""``outpace bench sweep``: throughput at every number of draft tokens, beside the baseline and the theory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outpace.checks.files import check_apart, check_out
 from outpace.cli import checks
 from outpace.cli.bench import bare, command
 from outpace.cli.options import (
@@ -44,10 +45,9 @@ from outpace.cli.options import (
     sampling_of,
 )
 from outpace.cli.show import note, progress
-from outpace.files import check_apart, check_out
 
 if TYPE_CHECKING:
-    from outpace.bench.forecast import Figure, Known
+    from outpace.bench.forecast import Known, SweepLine
     from outpace.bench.results import Results
     from outpace.bench.runs import Run
     from outpace.bench.sweep import Sweep
@@ -63,7 +63,7 @@ def sweep(
             "--draft",
             "-d",
             metavar="lookup|ngram:FILE|MODEL|random",
-            help="Who guesses; repeat it. Default: the draft of --config, or lookup.",
+            help="What drafts; may be repeated. Default: the draft of --config, or lookup.",
             rich_help_panel=MODELS,
         ),
     ] = None,
@@ -76,18 +76,17 @@ def sweep(
     ] = None,
     alpha: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="Acceptance that the pair is made for. Default: 0.8.",
+        typer.Option(min=0.0, max=1.0, help="Acceptance rate of the pair. Default: 0.8.",
                      rich_help_panel=MODELS),
     ] = None,
     rule: RuleName = "token",
-    length: Annotated[
+    num_draft_tokens: Annotated[
         list[str] | None,
         typer.Option(
-            callback=checks.length,
+            callback=checks.num_draft_tokens,
             metavar="G|auto|heuristic",
-            help="Guesses an iteration; repeat it. Default: those of 0 1 2 3 5 8 12 that fit "
-            "--max-new-tokens, auto, the decoder's own choice, and the length of --config. 0 is always "
-            "there.",
+            help="Draft tokens per step; may be repeated. Default: 0, 1, 2, 3, 5, 8 and 12 where they fit "
+            "--max-new-tokens, auto, and the value of --config. 0 is always measured.",
             rich_help_panel=MODELS,
         ),
     ] = None,
@@ -97,7 +96,7 @@ def sweep(
     revision: Revision = None,
     temperature: Annotated[
         list[float] | None,
-        typer.Option(callback=checks.number("temperature"), help="0 is greedy; repeat it. Default: 0.",
+        typer.Option(callback=checks.number("temperature"), help="0 is greedy; may be repeated. Default: 0.",
                      rich_help_panel=SAMPLING),
     ] = None,
     top_k: TopK = None,
@@ -118,21 +117,23 @@ def sweep(
     every: Every = 1,
     context: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of a pair's prompts, at random. Default: 128.",
+        typer.Option(min=1, help="Length of the random prompts for --pair, in tokens. Default: 128.",
                      rich_help_panel=PROMPTS),
     ] = None,
     batch: Annotated[
-        int, typer.Option(min=1, max=MOST_ROWS, help="Prompts at a time, B.", rich_help_panel=PROMPTS)
+        int, typer.Option(min=1, max=MOST_ROWS, help="Batch size, B.", rich_help_panel=PROMPTS)
     ] = 1,
     repeats: Annotated[
-        int, typer.Option(min=1, help="Times that all prompts come.", rich_help_panel=PROMPTS)
+        int, typer.Option(min=1, help="How often the whole set of prompts is run.", rich_help_panel=PROMPTS)
     ] = 1,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="JSON, written anew after each round.", rich_help_panel=SHOW)
+        Path,
+        typer.Option("--out", "-o", help="Write results to this JSON file after each round.",
+                     rich_help_panel=SHOW),
     ] = Path("sweep.json"),
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw time, acceptance and loop time over g to this file (.svg, .png, .pdf).",
+        typer.Option(help="Plot time, acceptance and step time against g to this file (.svg, .png, .pdf).",
                      rich_help_panel=SHOW),
     ] = None,
 ) -> None:  # fmt: skip
@@ -152,7 +153,7 @@ def sweep(
     Ctrl-C ends it; the table and the file are then of the rounds so far.
     """
     if plot is not None:
-        from outpace.bench.pictures import backend
+        from outpace.bench.curves import backend
 
         backend(plot)  # what is missing is said before anything is measured
     check_out("--out", out)
@@ -172,14 +173,14 @@ def sweep(
     from outpace.cli import lineup
     from outpace.cli.drafts import fitting, line_up
     from outpace.models.hub import DEFAULT
-    from outpace.sampling import Sampling
+    from outpace.sampling import SamplingParams
 
-    own = length is None or configured(command_line, "length")
-    lengths = lengths_of(length or (), max_new_tokens, own)
+    own = num_draft_tokens is None or configured(command_line, "num_draft_tokens")
+    lengths = lengths_of(num_draft_tokens or (), max_new_tokens, own)
     drawn = sampling_of(
         logit_bias, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
-    ) or Sampling()  # fmt: skip
+    ) or SamplingParams()  # fmt: skip
     samplings = [replace(drawn, temperature=one) for one in temperature or [0.0]]
     if questions is None:
         assert pair is not None
@@ -223,7 +224,13 @@ def sweep(
 
 
 def lengths_of(given: Sequence[str], tokens: int, own: bool) -> list[str]:
-    """Return the lengths that are measured: those given, and our own that fit texts of so many tokens."""
+    """Return the numbers of draft tokens and policies to measure.
+
+    Args:
+        given: Values of the flag.
+        tokens: New tokens of a text; default values that need longer texts are left out.
+        own: Whether to include the default values.
+    """
     from outpace.bench.runs import PLAIN
     from outpace.bench.sweep import LENGTHS, check_lengths, least_tokens
 
@@ -242,9 +249,9 @@ def lengths_of(given: Sequence[str], tokens: int, own: bool) -> list[str]:
 
 
 def finish(made: Sweep, results: Results, out: Path, plot: Path | None) -> None:
-    """Measure, show and save; what there is if it is interrupted."""
+    """Measure, show and save; if interrupted, show and save the rounds so far."""
     from outpace.bench.forecast import figures
-    from outpace.wording import counted
+    from outpace.checks.errors import counted
 
     runs: list[Run] = []
     parts: Known = {}
@@ -290,7 +297,8 @@ def finish(made: Sweep, results: Results, out: Path, plot: Path | None) -> None:
     raise stopped
 
 
-def keep(results: Results, found: Sequence[Figure], parts: Known, rounds: int) -> None:
+def keep(results: Results, found: Sequence[SweepLine], parts: Known, rounds: int) -> None:
+    """Save the results so far."""
     timed = [
         {"draft": draft, "temperature": sampling.temperature, **asdict(one)}
         for (draft, sampling), one in parts.items()
@@ -299,7 +307,10 @@ def keep(results: Results, found: Sequence[Figure], parts: Known, rounds: int) -
 
 
 def measure(made: Sweep, runs: list[Run], parts: Known, results: Results) -> None:
-    """What iterations consist of, and all rounds, each kept as a whole, with a bar on a terminal."""
+    """Time the parts of a step, then run all rounds, with a progress bar on a terminal.
+
+    Results are saved after each round.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

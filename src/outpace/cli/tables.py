@@ -1,4 +1,4 @@
-"""Tables that are never cut: columns that do not fit beside the others come in a table below."""
+"""Tables that are never cut: columns that do not fit side by side go into a further table below."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ LINE = 16  # characters of words after which they may go on in the next line
 
 @dataclass(frozen=True)
 class Column:
-    """A head and its cells; `words` start at the left, and may take several lines."""
+    """A column of a table.
+
+    Attributes:
+        head: Its head.
+        cells: Its cells.
+        words: Whether cells are words, which are aligned to the left and may take several lines.
+    """
 
     head: str
     cells: Sequence[str]
@@ -22,13 +28,13 @@ class Column:
 
     @property
     def width(self) -> int:
-        """Return the characters that it needs: of the longest cell, and the longest word of its head."""
+        """Characters that it needs for the longest cell, and the longest word of its head."""
         longest = max([0, *map(cell_len, self.cells)])
         return max([min(longest, LINE) if self.words else longest, *map(cell_len, self.head.split())])
 
     @property
     def narrow(self) -> int:
-        """Return the characters that it needs if an interval stands below its figure."""
+        """Characters that it needs if an interval stands below its figure."""
         if self.words:
             return self.width
         return max(cell_len(word) for text in (self.head, *self.cells) for word in text.split() or [""])
@@ -37,8 +43,12 @@ class Column:
 def show(console: Any, title: str, columns: Sequence[Column], keys: int = 1, bold: int | None = None) -> None:
     """Print one table, or several that each begin with the first columns.
 
-    keys  columns that name a row
-    bold  a row to point at
+    Args:
+        console: Console to print on.
+        title: Title of the table.
+        columns: Its columns.
+        keys: Number of first columns that name a row.
+        bold: Index of a row to highlight.
     """
     from rich.table import Table
 
@@ -61,7 +71,7 @@ def show(console: Any, title: str, columns: Sequence[Column], keys: int = 1, bol
 def fitting(
     columns: Sequence[Column], keys: int, width: int, widths: Mapping[str, int]
 ) -> list[list[Column]]:
-    """Return the columns of each table, none of which is wider than `width` if one column fits."""
+    """Return the columns of each table, none of which is wider than ``width`` if one column fits."""
     names, rest = list(columns[:keys]), columns[keys:]
     free = width - 1 - sum(widths[one.head] + BORDER for one in names)
     parts: list[list[Column]] = [[]]
@@ -76,6 +86,12 @@ def fitting(
 
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[str] = ()) -> list[Column]:
-    """Return columns of rows of cells; `words` names those of words."""
+    """Return columns from rows of cells.
+
+    Args:
+        heads: Heads of the columns.
+        rows: Rows of cells.
+        words: Heads of the columns of words.
+    """
     each: list[Sequence[str]] = list(zip(*rows, strict=True)) if rows else [()] * len(heads)
     return [Column(head, cells, head in words) for head, cells in zip(heads, each, strict=True)]

@@ -1,4 +1,4 @@
-"""`outpace transcribe`: speech in files to text."""
+"""``outpace transcribe``: speech in files to text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outpace.checks.files import check_folder, check_out, write_whole
 from outpace.cli import checks
 from outpace.cli.options import (
     MODELS,
@@ -18,16 +19,15 @@ from outpace.cli.options import (
     Config,
     Device,
     Dtype,
-    LengthName,
+    NumDraftTokens,
     Revision,
     RuleName,
     TrustRemoteCode,
     check_models,
     drafted,
-    length_of,
+    policy_of,
 )
 from outpace.cli.show import note
-from outpace.files import check_folder, check_out, write_whole
 
 if TYPE_CHECKING:
     from outpace.tasks.transcribe import Transcriber, Transcript
@@ -59,19 +59,19 @@ def transcribe(
             "-d",
             callback=drafted,
             metavar="MODEL|lookup|none",
-            help="Who guesses: a smaller Whisper model, copies of the text, nobody.",
+            help="What drafts: a smaller Whisper model, prompt lookup, or none.",
             rich_help_panel=MODELS,
         ),
     ] = "none",
     rule: RuleName = "token",
-    length: LengthName = None,
+    num_draft_tokens: NumDraftTokens = None,
     device: Device = None,
     dtype: Dtype = None,
     draft_dtype: Annotated[
         str | None,
         typer.Option(
             callback=checks.dtype,
-            help="Of the draft, if not the target's.",
+            help="Dtype of the draft model. Default: the target's.",
             metavar="DTYPE",
             rich_help_panel=MODELS,
         ),
@@ -81,14 +81,17 @@ def transcribe(
     language: Annotated[
         str | None,
         typer.Option(
-            "--language", "-l", help="Such as en or german. Default: detected.", rich_help_panel=SPEECH
+            "--language",
+            "-l",
+            help="A code or a name, such as en or german. Default: detected in each file.",
+            rich_help_panel=SPEECH,
         ),
     ] = None,
     task: Annotated[
-        Task, typer.Option(help="translate is into English.", rich_help_panel=SPEECH)
+        Task, typer.Option(help="transcribe, or translate into English.", rich_help_panel=SPEECH)
     ] = Task.TRANSCRIBE,
     timestamps: Annotated[
-        bool, typer.Option("--timestamps", help="Say when it was said.", rich_help_panel=SPEECH)
+        bool, typer.Option("--timestamps", help="Add timestamps to the text.", rich_help_panel=SPEECH)
     ] = False,
     fallback: Annotated[
         bool,
@@ -100,19 +103,27 @@ def transcribe(
         int | None,
         typer.Option(
             callback=checks.number("seed"),
-            help="Of the draws at higher temperatures.",
+            help="Seed for sampling at higher temperatures.",
             rich_help_panel=SPEECH,
         ),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(min=1, max=MOST_ROWS, help="Files at once.", rich_help_panel=SPEECH)
+        int,
+        typer.Option(
+            min=1, max=MOST_ROWS, help="Files that are transcribed at a time.", rich_help_panel=SPEECH
+        ),
     ] = 8,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write a file for each into this folder.", rich_help_panel=SHOW),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write one text file per sound file into this folder.",
+            rich_help_panel=SHOW,
+        ),
     ] = None,
     format: Annotated[
-        Format, typer.Option("--format", help="Of what is written.", rich_help_panel=SHOW)
+        Format, typer.Option("--format", help="Format of the output.", rich_help_panel=SHOW)
     ] = Format.txt,
 ) -> None:
     """Transcribe speech. Texts go to stdout, or into files; progress and statistics to stderr.
@@ -130,15 +141,15 @@ def transcribe(
             check_out("--output", file_of(output, path, format))
     if output is None and len(files) > 1 and format in (Format.srt, Format.vtt):
         raise ValueError(f"--format: {format} of several files needs a folder for them; give --output")
-    check_models(target, draft, rule, length=length)
+    check_models(target, draft, rule, num_draft_tokens=num_draft_tokens)
     if not any(path.is_file() for path in files):
         raise ValueError(f"{files[0]}: no such file")
     from outpace.tasks.transcribe import Transcriber, language_code
 
     if language is not None:
         language_code(language)
-    wanted = length_of(length)
-    options: dict[str, Any] = {} if wanted is None else {"length": wanted}
+    wanted = policy_of(num_draft_tokens)
+    options: dict[str, Any] = {} if wanted is None else {"num_draft_tokens": wanted}
     one = Transcriber.load(
         target,
         draft,
@@ -181,7 +192,15 @@ def transcribe(
 def written(
     transcript: Transcript, format: Format, output: Path | None, timestamps: bool, alone: bool
 ) -> None:
-    """To a file named as the sound, or to stdout."""
+    """Write a transcript to a file named after the sound, or to stdout.
+
+    Args:
+        transcript: The transcript.
+        format: Format of the text.
+        output: Folder of the file; None is stdout.
+        timestamps: Whether plain text has timestamps.
+        alone: Whether there is only one file. Otherwise plain text on stdout has the file's name above it.
+    """
     text = shown(transcript, format, timestamps)
     if output is not None:
         path = file_of(output, Path(transcript.name), format)
@@ -199,6 +218,7 @@ def file_of(folder: Path, sound: Path, format: Format) -> Path:
 
 
 def shown(transcript: Transcript, format: Format, timestamps: bool) -> str:
+    """Return a transcript as text in a format."""
     from outpace.tasks import subtitles
 
     if format is Format.srt:
@@ -217,16 +237,21 @@ def shown(transcript: Transcript, format: Format, timestamps: bool) -> str:
 
 
 def figures(one: Transcriber, sound: float) -> str:
+    """Return the statistics line."""
     stats = one.stats
     said = f"{sound:.1f} s of sound in {one.seconds:.1f} s, {sound / one.seconds:.1f} times real time; "
-    said += f"{stats.new_tokens} tokens in {stats.target_calls} passes"
-    if stats.drafted:
-        said += f", {stats.tokens_per_call:.2f} each, {stats.acceptance:.0%} of guesses kept"
+    said += f"{stats.new_tokens} tokens in {stats.target_passes} passes"
+    if stats.draft_tokens:
+        said += f", {stats.tokens_per_pass:.2f} each, {stats.acceptance_rate:.0%} of draft tokens accepted"
     return said
 
 
 class Progress:
-    """A bar on a terminal's stderr, with the speed against real time; nothing elsewhere."""
+    """A progress bar on a terminal's stderr, with the speed relative to real time; nothing elsewhere.
+
+    Args:
+        files: The audio files.
+    """
 
     def __init__(self, files: list[Path]) -> None:
         from rich.console import Console
@@ -256,5 +281,6 @@ class Progress:
         self._bar.stop()
 
     def step(self, sound: float) -> None:
+        """Show how many seconds of sound are done."""
         speed = f"{sound / (time.perf_counter() - self._begun):.1f} times real time"
         self._bar.update(self._task, completed=sound, speed=speed)

@@ -1,4 +1,4 @@
-"""`outpace tune`: which draft, how far to guess, or not at all, found by measuring within a given time."""
+"""``outpace tune``: choose a draft and num_draft_tokens, or no speculation, by measuring."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outpace.checks.files import check_apart, check_out
 from outpace.cli import checks
 from outpace.cli.bench import bare, command
 from outpace.cli.options import (
@@ -40,7 +41,6 @@ from outpace.cli.options import (
     sampling_of,
 )
 from outpace.cli.show import note, progress
-from outpace.files import check_apart, check_out
 
 if TYPE_CHECKING:
     from outpace.cli.tuned import Names
@@ -53,7 +53,7 @@ BATCHES = (1, 4, 8)
 def tune(
     command_line: typer.Context,
     more: Annotated[
-        list[str] | None, typer.Argument(metavar="[DRAFT]...", help="More drafts, as after --drafts.")
+        list[str] | None, typer.Argument(metavar="[DRAFT]...", help="More drafters, as after --drafts.")
     ] = None,
     config: Config = None,
     target: Target = None,
@@ -64,9 +64,9 @@ def tune(
             "--draft",
             "-d",
             metavar="lookup|ngram|ngram:FILE|MODEL|none",
-            help="Who may guess: --drafts A B lookup, or repeat it. ngram is a table of what the target "
-            "itself writes. Default: lookup ngram none, and the draft of --config. Plain decoding is always "
-            "there.",
+            help="What may draft: --drafts A B lookup, or repeat it. ngram is a table of what the target "
+            "itself writes. Default: lookup ngram none, and the draft of --config. The baseline is always "
+            "measured.",
             rich_help_panel=MODELS,
         ),
     ] = None,
@@ -75,14 +75,14 @@ def tune(
         list[str] | None,
         typer.Option(
             callback=checks.dtype,
-            help="float32, bfloat16, float16; repeat it to compare them. Default: what suits the device.",
+            help="float32, bfloat16, float16; may be repeated to compare. Default: what suits the device.",
             rich_help_panel=MODELS,
         ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
     revision: Revision = None,
     budget: Annotated[
-        float, typer.Option(help="Seconds that it may take, loading included.", rich_help_panel=PROMPTS)
+        float, typer.Option(help="Time limit in seconds, loading included.", rich_help_panel=PROMPTS)
     ] = 300.0,
     prompt: PromptTexts = None,
     data: Data = None,
@@ -95,7 +95,7 @@ def tune(
     ] = 64,
     batch: Annotated[
         list[int] | None,
-        typer.Option(min=1, max=MOST_ROWS, help="Rows at a time to look at; repeat it. Default: 1, 4, 8.",
+        typer.Option(min=1, max=MOST_ROWS, help="Batch sizes to examine; may be repeated. Default: 1, 4, 8.",
                      rich_help_panel=PROMPTS),
     ] = None,
     temperature: Temperature = None,
@@ -108,17 +108,18 @@ def tune(
     logit_bias: Bias = None,
     seed: AllSeeds = 0,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="The configuration, for --config.", rich_help_panel=SHOW)
+        Path,
+        typer.Option("--out", "-o", help="Write the configuration to this file.", rich_help_panel=SHOW),
     ] = Path("outpace.toml"),
     results: Annotated[
         Path | None,
-        typer.Option(help="All that was found, as JSON. Default: outpace-tune.json beside the "
+        typer.Option(help="Write all results to this JSON file. Default: outpace-tune.json beside the "
                      "configuration.", rich_help_panel=SHOW),
     ] = None,
 ) -> None:  # fmt: skip
     """Find what to run: measure drafts and lengths, name the fastest, or say that none pays.
 
-    Passes are timed, drafts are asked for their guess at every token of a few
+    Passes are timed, drafters propose at every token of a few
     texts of the target, and what may pay by that then writes whole texts in
     turn with plain decoding. expected is the speed by acceptance and costs,
     verified the one that was measured, with an interval that holds it in 95 of
@@ -153,15 +154,15 @@ def tune(
     from outpace.cli.tuned import Names
     from outpace.models.hub import DEFAULT
     from outpace.sampling import from_generation_config
-    from outpace.tune.costs import Side
-    from outpace.tune.tuning import Plan, Tuning
+    from outpace.tune.costs import PrecisionCosts
+    from outpace.tune.tuning import TunePlan, Tuning
 
     loaded, sides = [name for name in names if name != "ngram"], []
     for kind in kinds:
         plain, decoders = line_up(
             target, loaded, device, kind, trust_remote_code=trust_remote_code, revision=revision
         )
-        sides.append(Side(str(plain.scorer.dtype).removeprefix("torch."), plain, decoders))
+        sides.append(PrecisionCosts(str(plain.scorer.dtype).removeprefix("torch."), plain, decoders))
     plain = sides[0].plain
     prompts = fitting(plain, questions.to(plain.tokenizer))
     sampling = sampling or from_generation_config(plain.scorer.generation_config)
@@ -177,7 +178,7 @@ def tune(
         "budget_seconds": budget,
         "seed": seed,
     }
-    plan = Plan(sampling, max_new_tokens, batch or BATCHES, seed)
+    plan = TunePlan(sampling, max_new_tokens, batch or BATCHES, seed)
     found = Results(kept, "tune", about)
     tuning = Tuning(sides, prompts, plan, time, found, progress, fit="ngram" in names)
     called = dict(zip(sides[0].drafts, loaded, strict=True))
@@ -191,7 +192,11 @@ def table_of(out: Path) -> Path:
 
 
 def check(target: str | None, names: list[str], out: Path, results: Path) -> None:
-    """Flags that do not fit, before PyTorch is imported."""
+    """Refuse flags that do not fit, before PyTorch is imported.
+
+    Raises:
+        ValueError: A flag does not fit.
+    """
     for flag, path in (("--out", out), ("--results", results)):
         check_out(flag, path)
     check_apart(("--out", out), ("--results", results))
@@ -199,16 +204,16 @@ def check(target: str | None, names: list[str], out: Path, results: Path) -> Non
         check_out("--out", table_of(out))
         check_apart(("the n-gram table", table_of(out)), ("--results", results))
     if "random" in names:
-        raise ValueError("--drafts: random guesses are never worth running; `outpace measure` has them")
+        raise ValueError("--drafts: random drafts are never worth running; `outpace bench alpha` has them")
     if len({bare(name) for name in names}) < len(names):
         raise ValueError("--drafts: two have the same name, but for their folders")
     check_models(target, [name for name in names if name != "ngram"])
 
 
 def check_places(names: list[str], dtypes: list[str | None], device: str | None) -> None:
-    """Drafts, device and dtypes that are not there, before anything big is loaded."""
+    """Refuse drafts, devices and dtypes that are not there, before anything big is loaded."""
+    from outpace.loading import check_draft_name
     from outpace.models.hub import place_of, precision_of
-    from outpace.pair import check_draft_name
 
     for name in names:
         if name != "ngram":
@@ -221,7 +226,7 @@ def check_places(names: list[str], dtypes: list[str | None], device: str | None)
 
 
 def finish(tuning: Tuning, names: Names, out: Path, results: Path) -> None:
-    """Measure, show and save; what there is if it is interrupted."""
+    """Measure, show and save; if interrupted, show and save the results so far."""
     from outpace.cli.tuned import keep, show
 
     stopped: BaseException | None = None

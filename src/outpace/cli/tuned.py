@@ -1,4 +1,4 @@
-"""What `outpace tune` found: on a screen, and in files."""
+"""The results of ``outpace tune``: in the terminal, and in files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outpace.checks.files import write_whole
 from outpace.cli import tables
 from outpace.cli.show import screen
 from outpace.draft.text import TextDrafter
-from outpace.files import write_whole
 from outpace.models.hub import DEFAULT
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.report.columns import tune_columns
@@ -25,8 +25,15 @@ ELSEWHERE = {"transformers": "Transformers", "vllm": "vLLM"}
 
 @dataclass(frozen=True)
 class Names:
-    """As they were given: of the target, and of drafts by what tables call them. `table` is where one of
-    n-grams is put."""
+    """The names of models, as the user wrote them.
+
+    Attributes:
+        target: Name of the target.
+        drafts: Name of each draft, by its name in tables.
+        table: File of a fitted n-gram table.
+        device: Device of the models.
+        revision: Revision of the target on the hub.
+    """
 
     target: str
     drafts: Mapping[str, str]
@@ -35,13 +42,16 @@ class Names:
     revision: str | None = None
 
     def draft(self, shown: str) -> str:
-        """So that it is found from any folder, and a table beside the configuration."""
+        """Return a draft's name that works from any folder.
+
+        A fitted n-gram table is named relative to the configuration.
+        """
         if shown == NGRAM:
             return f"ngram:{self.table.name}"
         return lasting(self.drafts.get(shown, shown))
 
     def theirs(self, shown: str | None = None) -> str:
-        """As others find it: a draft, or the target."""
+        """Return the name of a draft, or of the target, as other libraries find it."""
         if shown == NGRAM:
             return f"ngram:{self.table.absolute()}"
         name = lasting(self.target) if shown is None else self.draft(shown)
@@ -49,7 +59,7 @@ class Names:
 
 
 def lasting(name: str) -> str:
-    """A name that means the same in another folder."""
+    """Return a name that means the same in any folder."""
     kind, colon, path = name.partition(":")
     if colon and kind == NGRAM:
         return f"ngram:{Path(path).expanduser().absolute()}"
@@ -58,8 +68,15 @@ def lasting(name: str) -> str:
 
 
 def keep(tuning: Tuning, names: Names, out: Path | None) -> None:
-    """Everything in the results, and the configuration, if a file is named for it. Where nothing is known, no
-    way is recommended to others either."""
+    """Save the results, and the configuration and n-gram table if a file is named for it.
+
+    If nothing is known, no code for other libraries is saved either.
+
+    Args:
+        tuning: The tuning.
+        names: Names of the models.
+        out: File of the configuration; None writes none.
+    """
     findings, content = tuning.findings, tuning.results.content
     chosen, near = findings.chosen(), findings.nearest()
     plain = findings.choice.way.plain
@@ -67,7 +84,11 @@ def keep(tuning: Tuning, names: Names, out: Path | None) -> None:
         {
             "target": lasting(names.target),
             "draft": names.draft(chosen.draft),
-            "length": None if plain else int(chosen.length) if chosen.length.isdecimal() else chosen.length,
+            "num_draft_tokens": None
+            if plain
+            else int(chosen.length)
+            if chosen.length.isdecimal()
+            else chosen.length,
             "rule": chosen.rule,
             "dtype": chosen.dtype,
             "device": names.device,
@@ -112,7 +133,7 @@ def keep(tuning: Tuning, names: Names, out: Path | None) -> None:
 
 
 def show(content: Content) -> None:
-    """A table, the verdict, and how to have the same elsewhere."""
+    """Print a table, the verdict, and the same setup for other libraries."""
     console = screen(sys.stdout)
     candidates, chosen = content["candidates"], content["chosen"]
     shown = tune_columns(candidates)

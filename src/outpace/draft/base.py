@@ -1,9 +1,9 @@
-"""What a drafter is given, and what it gives back.
+"""Interface of a drafter: a ``State`` goes in, and a ``Draft`` comes out.
 
-A drafter may guess as it likes, as long as it states what it did: the logits of the very distribution each
-token was drawn from, or None where tokens were chosen rather than drawn. Whether position i is drafted at
-all may depend on the tokens before it and on the distribution at i, never on the token drawn at i: dropping
-a token because it was unlikely biases the output.
+A drafter may propose any tokens, as long as it reports how it found them. It returns the logits of the very
+distribution that each token was sampled from, or None where tokens were chosen. Whether position i is drafted
+may depend on the tokens before it and on the distribution at i. It must never depend on the token sampled at
+i. Dropping a token because it was unlikely biases the output.
 """
 
 from __future__ import annotations
@@ -17,46 +17,56 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outpace import random
-from outpace.arguments import kind, on_device
+from outpace.checks.arguments import kind, on_device
 from outpace.models.source import Source
-from outpace.random import Stream
-from outpace.sampling import Prefix, Sampling, adjust, process
-from outpace.verify import Drawn, sample
+from outpace.sampling import Prefix, SamplingParams, adjust, process, random
+from outpace.sampling.random import Stream
+from outpace.verification import Drawn, sample
 
 
 @dataclass(frozen=True)
-class Told:
-    """What drawing on a GPU found out: see `outpace.verify.Drawn`, here `[R, g]` each."""
+class SamplingFacts:
+    """Results of sampling on a GPU that verification can use again.
+
+    They are those of ``outpace.verification.Drawn``, here ``[R, g]`` each.
+
+    Attributes:
+        lse: Logsumexp of the adjusted logits.
+        cut: Smallest logit that the filters leave. None: not computed.
+        tie: First id that the filters leave among logits equal to ``cut``. None: not computed.
+        sampling: Sampling parameters that the logits are still to be adjusted by. None: none.
+    """
 
     lse: Tensor
     cut: Tensor | None
     tie: Tensor | None
-    sampling: list[Sampling] | None
+    sampling: list[SamplingParams] | None
 
-    def first(self, g: int) -> Told:
-        """Of the first g tokens."""
+    def first(self, g: int) -> SamplingFacts:
+        """Return the results of the first g tokens."""
         cut, tie = (None if one is None else one[:, :g] for one in (self.cut, self.tie))
         return replace(self, lse=self.lse[:, :g], cut=cut, tie=tie)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """R rows' guesses of up to g tokens.
+    """Draft tokens of R sequences, up to g for each.
 
-    tokens   int64 `[R, g]`
-    logits   `[R, g, V]`, of the distribution that each token was drawn from, but for what `told.sampling`
-             still does to them; None: tokens were chosen
-    lengths  how many of its g tokens each row guessed; None: all
-    told     what is known of these logits already, and what they are still to be adjusted by; None: nothing
-    steps    that were made, one more than tokens if the state said that it is enough; None: as many as asked
-    confidence  of each row, in [0, 1], how good its guess is taken to be, where that is known for nothing
+    Attributes:
+        tokens: Token ids, int64 ``[R, g]``.
+        logits: Logits ``[R, g, V]`` of the distribution that each token was sampled from. ``told.sampling``
+            is still to be applied to them. None: tokens were chosen.
+        lengths: Number of draft tokens of each sequence, at most g. None: all g.
+        told: Results of sampling on a GPU that verification can use again. None: nothing.
+        steps: Draft steps that were made. It is one more than the tokens if ``State.enough`` ended the draft.
+            None: as many as requested.
+        confidence: Confidence in each sequence's draft, in [0, 1], where it is known without cost.
     """
 
     tokens: Tensor
     logits: Tensor | None = None
     lengths: Sequence[int] | None = None
-    told: Told | None = None
+    told: SamplingFacts | None = None
     steps: int | None = None
     confidence: Sequence[float] | None = None
 
@@ -67,7 +77,13 @@ class Draft:
         device: torch.device | str = "cpu",
         confidence: Sequence[float] | None = None,
     ) -> Draft:
-        """From plain lists of chosen tokens, of any lengths."""
+        """Return a draft of chosen tokens, from lists of any lengths.
+
+        Args:
+            guesses: Token ids proposed for each sequence.
+            device: Device of the tensors.
+            confidence: Confidence in each sequence's draft, in [0, 1].
+        """
         g = max(map(len, guesses), default=0)
         padded = [[*guess, *[0] * (g - len(guess))] for guess in guesses]
         tokens = torch.tensor(padded, dtype=torch.int64, device=device).view(len(guesses), g)
@@ -76,28 +92,31 @@ class Draft:
 
 @dataclass(frozen=True)
 class State:
-    """What is known when drafting begins. Row i of R is in slot rows[i], its name from start to end.
+    """Input of ``Drafter.propose``: the sequences, and how to draft for them.
 
-    rows            the slot of each row
-    tokens          the text of each row, prompt and output; do not change it
-    prompt_lengths  how many of them are the prompt
-    sampling        how the drafter is to draw, per row
-    seed            int64 `[R]`
-    limits          most tokens of use for each row; guessing more is waste, no error
-    vocab_size      V of the target, and of the logits in a Draft
-    device          where the Draft is wanted
-    own_noise       draw with the noise the target itself will draw with (rule "match")
-    sources         what each row is written about, if the target has an encoder
-    enough          a drafter may ask, before it draws a token, whether to leave it at those it has; with the
-                    largest probability of each row's distribution. `Draws.enough` does
-    after           filled by `Draws`: the samplings as they were after each token, where processors keep
-                    state
+    Row i of R is the sequence in slot ``rows[i]``. The slot identifies it from start to end.
+
+    Attributes:
+        rows: Slot of each sequence.
+        tokens: Token ids of each sequence, prompt and output. Do not change them.
+        prompt_lengths: Number of tokens of each prompt.
+        sampling: Sampling parameters of the drafter, per sequence.
+        seed: Seeds, int64 ``[R]``.
+        limits: Largest number of useful draft tokens, per sequence. More are a waste, not an error.
+        vocab_size: Vocabulary size V of the target, and of the logits in a ``Draft``.
+        device: Device that the ``Draft`` must be on.
+        own_noise: True to sample with the noise that the target itself will use (rule "match").
+        sources: Encoder input of each sequence, if the target has an encoder.
+        enough: Callback that a drafter may call before it samples a token. Its argument is the largest
+            probability of each sequence's distribution. It returns True to stop with the tokens so far.
+            ``Draws.enough`` calls it.
+        after: Filled by ``Draws``: the sampling parameters after each token, where processors keep state.
     """
 
     rows: Sequence[int]
     tokens: Sequence[Sequence[int]]
     prompt_lengths: Sequence[int]
-    sampling: Sequence[Sampling]
+    sampling: Sequence[SamplingParams]
     seed: Tensor
     limits: Sequence[int]
     vocab_size: int
@@ -105,73 +124,111 @@ class State:
     own_noise: bool = False
     sources: Sequence[Source | None] = ()
     enough: Callable[[Sequence[float]], bool] | None = None
-    after: list[list[Sampling]] = field(default_factory=list)
+    after: list[list[SamplingParams]] = field(default_factory=list)
 
 
 class Drafter(Protocol):
-    """Anything that guesses. A drafter without memory derives from this and writes `propose` alone.
+    """Interface of a drafter.
 
-    One that costs next to nothing and chooses its tokens can say so by an attribute `free = True`: it is then
-    asked before it is decided what is worth scoring of its guesses, at every iteration unless that takes too
-    long. What it was not asked for is not committed either; it is in the text that it sees next.
+    A drafter without memory derives from this class and implements ``propose`` alone.
+
+    A drafter that chooses its tokens and costs next to nothing can set an attribute ``free = True``. It then
+    proposes before the policy decides how many of its tokens to score. It does so at every step, unless that
+    takes too long. A step without a proposal is not committed either. Its tokens are in the sequence that the
+    drafter sees next.
     """
 
     def propose(self, state: State, g: int) -> Draft:
-        """Up to g >= 1 tokens after each row's text."""
+        """Propose up to g draft tokens after each sequence.
+
+        Args:
+            state: The sequences, and how to draft for them.
+            g: Largest number of draft tokens, at least 1.
+        """
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
-        """Of the rows last proposed for: `[R]` tokens kept, and the token that came after them."""
+        """Take in the outcome of the last proposal.
+
+        Args:
+            accepted: Number of accepted draft tokens ``[R]`` of the sequences last proposed for.
+            next_token: Token ``[R]`` that followed them.
+        """
         return
 
     def reset(self, rows: Sequence[int]) -> None:
-        """These slots are free; the next text in them is another."""
+        """Forget these slots, which are now free.
+
+        Args:
+            rows: The free slots. The next sequence in each is another one.
+        """
         return
 
 
 class Draws:
-    """Draws one token after another from logits, by the noise and the sampling of the state.
+    """Sampler of draft tokens, one position at a time.
 
-    draws = Draws(state, g)
-    for i in range(g):
-        if draws.enough(logits):        # [R, V]
-            break
-        tokens = draws.take(logits)     # [R]
-    return draws.draft()
+    It uses the noise and the sampling parameters of the state::
+
+        draws = Draws(state, g)
+        for i in range(g):
+            if draws.enough(logits):        # [R, V]
+                break
+            tokens = draws.take(logits)     # [R]
+        return draws.draft()
+
+    Args:
+        state: Input of ``Drafter.propose``.
+        g: Largest number of draft tokens.
+
+    Attributes:
+        tokens: Sampled tokens ``[R]`` of each position so far.
+        chosen: True if tokens need no distribution.
     """
 
     def __init__(self, state: State, g: int) -> None:
         self.state = state
         self._starts = [len(text) for text in state.tokens]
         self.tokens: list[Tensor] = []
-        self._logits: list[Tensor] = []  # of each draw, `[R, V]`
-        self._sound: list[Any] = []  # tensors or lists; of each draw, `[R]`: whether there was one to make
+        self._logits: list[Tensor] = []  # of each position, [R, V]
+        self._sound: list[Any] = []  # of each position, [R]: whether there was a token to sample
         self._greedy = all(one.greedy for one in state.sampling)
-        # Tokens that sure choice or the target's own noise decides need no distribution.
+        # Tokens from argmax or from the target's own noise need no distribution.
         self.chosen = state.own_noise or self._greedy
         self._prefix = _room(state, g) if any(one.reads_prefix for one in state.sampling) else None
         self._neutral = all(one.neutral for one in state.sampling)
-        self._drawn: list[Drawn] = []  # of each draw on a GPU
-        # There the part of adjusting that depends on the position alone is the kernel's.
+        self._drawn: list[Drawn] = []  # of each position, on a GPU
+        # There the kernel does the part of adjusting that depends on the position alone.
         self._shapes = None if self._neutral else [one.shape for one in one_for_all(state.sampling)]
         self._by_kernel = has_kernel(state.device) and not self.chosen
-        self._adjusted: Tensor | None = None  # what the next token is drawn from, if someone has looked
+        self._adjusted: Tensor | None = None  # logits that the next token is sampled from, if known
         self._stopped = False
         if not self.chosen and state.device.type == "cpu":
             noise = random.halves(state.seed.tolist(), self._starts, g, Stream.DRAFT)
             self._u = [[row[i][0] for row in noise] for i in range(g)]
 
     def enough(self, logits: Tensor) -> bool:
-        """Whether the policy would rather leave it at what was drawn than draw from these."""
+        """Return whether the policy would rather stop than sample from these logits.
+
+        Args:
+            logits: Raw logits ``[R, V]`` of the draft. V may differ from the target's.
+        """
         if self.state.enough is None:
             return False
         self._adjusted = self._look(logits)
         sure = (self._adjusted.amax(-1) - self._adjusted.logsumexp(-1)).exp()
-        # Drawing finds out what is wrong with logits that are no numbers.
+        # Sampling reports logits that are not finite.
         self._stopped = bool(sure.isfinite().all()) and self.state.enough(sure.tolist())
         return self._stopped
 
     def take(self, logits: Tensor) -> Tensor:
-        """The next token of each row from the draft's raw logits `[R, V or fewer or more]`."""
+        """Sample the next token of each sequence.
+
+        Args:
+            logits: Raw logits ``[R, V]`` of the draft. V may differ from the target's.
+
+        Returns:
+            Token ids ``[R]``.
+        """
         state, i = self.state, len(self.tokens)
         adjusted = self._look(logits) if self._adjusted is None else self._adjusted
         self._adjusted = None
@@ -199,7 +256,7 @@ class Draws:
         return token
 
     def _look(self, logits: Tensor) -> Tensor:
-        """What the next token is drawn from."""
+        """Return the logits that the next token is sampled from."""
         state, i = self.state, len(self.tokens)
         logits = fit(logits, state.vocab_size)
         prefix = None
@@ -223,8 +280,14 @@ class Draws:
         return process(logits[:, None], rows, prefix)[0][:, 0]
 
     def draft(self, lengths: Sequence[int] | None = None) -> Draft:
-        """What was drawn. Where nothing was possible, or NaN, a row's draft ends before: that depends on q
-        alone, never on the token."""
+        """Return the sampled tokens as a draft.
+
+        A sequence's draft ends before the first position with NaN or without a possible token. That depends
+        on q alone, never on the token.
+
+        Args:
+            lengths: Largest number of draft tokens of each sequence. None: all that were sampled.
+        """
         if not self.tokens:
             self.usable = [0] * len(self.state.rows)
             return replace(Draft.chosen([[] for _ in self.state.rows], self.state.device), steps=1)
@@ -238,12 +301,12 @@ class Draws:
         steps = None if self.state.enough is None else len(self.tokens) + self._stopped
         return Draft(torch.stack(self.tokens, dim=1), logits, self.usable, self._told(), steps)
 
-    def _told(self) -> Told | None:
+    def _told(self) -> SamplingFacts | None:
         if not self._drawn:
             return None
         cuts = [one.cut for one in self._drawn if one.cut is not None]
         ties = [one.tie for one in self._drawn if one.tie is not None]
-        return Told(
+        return SamplingFacts(
             torch.stack([one.lse for one in self._drawn], dim=1),
             torch.stack(cuts, dim=1) if cuts else None,
             torch.stack(ties, dim=1) if ties else None,
@@ -252,16 +315,24 @@ class Draws:
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Whether a token there is drawn by `outpace.verify.sample`, which also adjusts."""
+    """Return whether ``outpace.verification.sample`` samples the tokens on this device.
+
+    It also adjusts the logits.
+    """
     return device.type != "cpu"
 
 
 def check_draft(draft: Any, drafter: Any, rows: int, vocab_size: int, device: torch.device) -> None:
-    """Raise an error that names what a drafter got wrong."""
+    """Raise an error that names what a drafter got wrong.
+
+    Raises:
+        TypeError: The draft is not a ``Draft``, or its tokens or logits are not tensors.
+        ValueError: A shape, dtype, device, length or token id is wrong.
+    """
     if not isinstance(draft, Draft):
         raise TypeError(
             f"drafter: {type(drafter).__name__}.propose returned {kind(draft)[:80]}; it must return an "
-            "outpace.Draft, such as Draft.chosen(lists of token ids): docs/drafters.md"
+            "outpace.Draft, such as Draft.chosen(lists of token ids): docs/guides/add-a-drafter.md"
         )
     tokens, logits = draft.tokens, draft.logits
     for name, value in (("tokens", tokens), ("logits", logits)):
@@ -295,19 +366,26 @@ def check_draft(draft: Any, drafter: Any, rows: int, vocab_size: int, device: to
 
 
 def fit(logits: Tensor, vocab_size: int) -> Tensor:
-    """Vocabularies that differ by padding: ids the draft does not know are impossible, others are cut."""
+    """Fit the draft's logits to the target's vocabulary size.
+
+    Vocabularies may differ by padding. Ids that the draft does not know become impossible, and excess ids are
+    cut off.
+    """
     V = logits.shape[-1]
     if vocab_size > V:
         return torch.nn.functional.pad(logits, (0, vocab_size - V), value=-torch.inf)
     return logits if vocab_size == V else logits[..., :vocab_size]
 
 
-def one_for_all(sampling: Sequence[Sampling]) -> list[Sampling]:
-    """A single Sampling where all rows have the same: it is adjusted faster."""
+def one_for_all(sampling: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """Return a single entry where all sequences share one, else all entries.
+
+    Logits are adjusted faster with a single entry.
+    """
     return list(sampling[:1] if all(one is sampling[0] for one in sampling) else sampling)
 
 
 def _room(state: State, g: int) -> Prefix:
-    """The rows' texts with room for g tokens more."""
+    """Return the tokens of the sequences, padded for g more."""
     texts = Prefix.padded(state.tokens, state.prompt_lengths, state.device)
     return Prefix(torch.nn.functional.pad(texts.tokens, (0, g)), texts.lengths, texts.prompt_lengths)

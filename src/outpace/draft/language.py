@@ -1,20 +1,31 @@
-"""Text between two tokenizers: what one wrote, as the other reads it."""
+"""Conversion of text between the tokenizers of two models."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outpace.arguments import kind
-from outpace.text import BROKEN
+from outpace.checks.arguments import kind
+from outpace.checks.text import BROKEN
 
-WINDOW = 8  # tokens before a border that decide how a text is written after it
+WINDOW = 8  # tokens before a border that decide how the text after it is decoded
 TAIL = 64  # characters at a text's end that later ones may be encoded together with
-NEUTRAL = ("\n", ".", "")  # what a text can follow without being encoded together with it
+NEUTRAL = ("\n", ".", "")  # texts that another one can follow without being encoded together
 
 
 class Language:
-    """A tokenizer as a way between text and tokens."""
+    """Tokenizer, as a converter between text and tokens.
+
+    Args:
+        name: Argument that the tokenizer came from, for error messages.
+        tokenizer: A Transformers tokenizer.
+
+    Attributes:
+        size: One more than the largest token id.
+        special: Ids of the special tokens.
+        end: Id of end-of-text, or None.
+        start: Tokens that every text starts with.
+    """
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         if not callable(tokenizer) or not hasattr(tokenizer, "get_vocab"):
@@ -34,20 +45,25 @@ class Language:
         self.start = [bos] if bos is not None and list(tokenizer("").input_ids[:1]) == [bos] else []
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of these tokens."""
         return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
     def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
     def grown(self, before: Sequence[int], tokens: Sequence[int]) -> str:
-        """The text that tokens add to what is before them: many are written differently at a beginning."""
+        """Return the text that tokens add to those before them.
+
+        Many tokens are decoded differently at the start of a text.
+        """
         return self.decode([*before, *tokens])[len(self.decode(before)) :]
 
     def continued(self, before: str, text: str) -> list[int]:
-        """Tokens of a text after another one.
+        """Return the tokens of a text that follows another one.
 
-        Where both would be encoded together across their border, as "wor" and "ld", the second is encoded
-        after something that it has a border with.
+        Both may be encoded together across their border, as "wor" and "ld". Then the second is encoded after
+        a neutral text, which it has a border with.
         """
         for anchor in (before, *NEUTRAL):
             known, whole = self.encode(anchor), self.encode(anchor + text)
@@ -56,7 +72,7 @@ class Language:
         raise AssertionError("nothing is the beginning of everything")
 
     def marks_in(self, other: Language) -> dict[int, int]:
-        """Special tokens by id, and the other's ids for the same."""
+        """Return the special tokens by id, with the other tokenizer's ids for the same tokens."""
         names = {*other.tokenizer.all_special_tokens, *other.tokenizer.get_added_vocab()}
         marks = {} if self.end is None or other.end is None else {self.end: other.end}
         for id in self.special:
@@ -67,13 +83,14 @@ class Language:
 
 
 class Reading:
-    """A growing text of the target's, as the draft's tokens.
+    """Growing text of the target, as tokens of the draft model.
 
-    Only its end is encoded again when it grows, from where that makes no difference.
+    When the text grows, only its end is encoded again. It starts where that makes no difference.
 
-    read    the target's tokens taken in, up to the last whole character
-    ids     the draft's tokens for them
-    origin  where in ids the text after the last special token begins
+    Attributes:
+        read: Number of target tokens read, up to the last whole character.
+        ids: Tokens of the draft model for them.
+        origin: Index in ``ids`` where the text after the last special token begins.
     """
 
     def __init__(self, target: Language, draft: Language, marks: Mapping[int, int]) -> None:
@@ -81,11 +98,11 @@ class Reading:
         self.read = 0
         self.ids = list(draft.start)
         self.origin = self._settled = len(self.ids)
-        self._begun = 0  # where among the target's tokens the text after the last special one begins
-        self._before, self._tail = "", ""  # text that ends before, and of, ids[settled:]
+        self._begun = 0  # index in the target's tokens after the last special one
+        self._before, self._tail = "", ""  # text before ids[settled:], and text of them
 
     def take_in(self, tokens: Sequence[int]) -> None:
-        """Read on in a text that begins as the last one did."""
+        """Read the new tokens of a text that begins as the last one did."""
         while self.read < len(tokens):
             if tokens[self.read] in self._target.special:
                 self._mark(tokens[self.read])
@@ -100,7 +117,7 @@ class Reading:
         self._settle()
 
     def _whole(self, tokens: Sequence[int]) -> int:
-        """How far the tokens after `read` make whole characters, or up to a special one."""
+        """Return the end of the whole characters after ``read``, or of the text before a special token."""
         for end in range(self.read, len(tokens)):
             if tokens[end] in self._target.special:
                 return end  # what is incomplete there stays so
@@ -116,7 +133,7 @@ class Reading:
         self._before = self._tail = ""
         if mark is not None:
             self._before = self._draft.decode([mark])
-            if self.ids != [mark]:  # a beginning that both have
+            if self.ids != [mark]:  # a start token that both have
                 self.ids.append(mark)
         self.read += 1
         self._begun = self.read
@@ -126,7 +143,7 @@ class Reading:
         self.ids[self._settled :] = self._draft.continued(self._before, self._tail)
 
     def _settle(self) -> None:
-        """Leave behind what is far from the end, if the rest alone is encoded as it is now."""
+        """Stop encoding text far from the end again, if the rest alone is encoded as it is now."""
         far = len(self._tail) - TAIL
         if far < TAIL:
             return

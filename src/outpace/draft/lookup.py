@@ -1,7 +1,8 @@
-"""Copy from the context: what followed the same words last time may follow them again.
+"""Prompt lookup: drafting by copying from the context.
 
-(Prompt lookup: Saxena 2023; the same idea as LLMA, Yang et al. 2023.) It costs next to nothing and pays where
-the output repeats the input: summaries, edits, retrieval, code.
+What followed the same tokens last time may follow them again. (Saxena 2023; the same idea as LLMA, Yang et
+al. 2023.) It costs next to nothing. It pays where the output repeats the input: summaries, edits, retrieval,
+code.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outpace.arguments import integer
+from outpace.checks.arguments import integer
 from outpace.draft.base import Draft, State
 
 
 class LookupDrafter:
-    """Finds the latest earlier place where the text's last tokens stood, and guesses what came next there.
+    """Drafter that copies what followed the latest earlier occurrence of the last tokens.
 
-    The longest match decides, from max_ngram tokens down to min_ngram; where only a single token matches,
-    which is weak, it guesses a single one. Where the copy reaches the end of the text it goes on with itself,
-    so a text that repeats is guessed to go on repeating. What an encoder reads counts as earlier text, if
-    both sides of the model have one vocabulary.
+    The longest match decides, from ``max_ngram`` tokens down to ``min_ngram``. A match of a single token is
+    weak, so it proposes a single draft token. A copy that reaches the end of the sequence continues with
+    itself. So a sequence that repeats is drafted to go on repeating. Encoder input counts as earlier text, if
+    encoder and decoder share a vocabulary.
+
+    Args:
+        max_ngram: Longest match, in tokens.
+        min_ngram: Shortest match, in tokens.
     """
 
     free = True
@@ -33,6 +38,7 @@ class LookupDrafter:
         self._indices: dict[int, Index] = {}  # by slot
 
     def propose(self, state: State, g: int) -> Draft:
+        """See ``Drafter.propose``."""
         guesses, sure = [], []
         sources = state.sources or [None] * len(state.rows)
         for row, text, limit, source in zip(state.rows, state.tokens, state.limits, sources, strict=True):
@@ -45,23 +51,35 @@ class LookupDrafter:
             sure.append(size / self.max_ngram)
         return Draft.chosen(guesses, state.device, sure)
 
-    def commit(self, accepted: Tensor, next_token: Tensor) -> None: ...
+    def commit(self, accepted: Tensor, next_token: Tensor) -> None:
+        """Do nothing: the next text shows what was accepted."""
 
     def reset(self, rows: Sequence[int]) -> None:
+        """See ``Drafter.reset``."""
         for row in rows:
             self._indices.pop(row, None)
 
 
 class Index:
-    """Where each n-gram of a growing text last ended, not counting the text's own end."""
+    """Positions where each n-gram of a growing sequence last ended.
+
+    The end of the sequence itself does not count.
+
+    Args:
+        least: Shortest n-grams.
+        most: Longest n-grams.
+    """
 
     def __init__(self, least: int, most: int) -> None:
         self.sizes = range(most, least - 1, -1)
         self.ends: dict[tuple[int, ...], int] = {}
-        self.covered = 0  # n-grams that end before this are in
+        self.covered = 0  # n-grams that end before this position are in
 
     def extend(self, text: Sequence[int]) -> None:
-        """Take in what the text has grown by. Its last token stays out: nothing follows it yet."""
+        """Add the tokens that the sequence has grown by.
+
+        Its last token stays out, because nothing follows it yet.
+        """
         for end in range(max(self.covered, 1), len(text)):
             for size in self.sizes:
                 if size <= end:
@@ -69,7 +87,12 @@ class Index:
         self.covered = max(self.covered, len(text))
 
     def guess(self, text: Sequence[int], most: int) -> tuple[list[int], int]:
-        """What may follow the text, and how many tokens before it stood there."""
+        """Return draft tokens after the text, and the length of the match.
+
+        Args:
+            text: Tokens of the sequence.
+            most: Largest number of draft tokens.
+        """
         for size in self.sizes:
             end = self.ends.get(tuple(text[-size:])) if size <= len(text) else None
             if end is not None:
@@ -80,11 +103,23 @@ class Index:
 
 
 def copied(text: Tensor, lengths: Tensor, g: int, least: int, most: int) -> tuple[Tensor, Tensor]:
-    """What `Index.guess` finds, by tensors: g guesses `[rows, g]` for texts `[rows, T]` of so many tokens,
-    of which the last `least` to `most` must have stood earlier; and how many of the guesses count."""
+    """Return the draft tokens of prompt lookup, computed with tensors.
+
+    They are those that ``Index.guess`` finds.
+
+    Args:
+        text: Token ids ``[rows, T]``.
+        lengths: Number of tokens of each sequence.
+        g: Number of draft tokens.
+        least: Shortest match, in tokens.
+        most: Longest match, in tokens.
+
+    Returns:
+        Draft tokens ``[rows, g]``, and how many of them count in each row.
+    """
     T = text.shape[1]
-    end = torch.arange(T, device=text.device)  # where an earlier place ends
-    alike = torch.zeros_like(text)  # how many tokens before it are the last ones of the text
+    end = torch.arange(T, device=text.device)  # end of an earlier match
+    alike = torch.zeros_like(text)  # number of tokens before it that equal the last ones of the text
     for back in range(most, 0, -1):
         last = text.gather(1, (lengths[:, None] - back).clamp(min=0))
         same = (text[:, : T - back] == last) & (lengths[:, None] >= back)

@@ -1,4 +1,4 @@
-"""A smaller model drafts, one token after another, with a cache of its own."""
+"""Drafter that runs a smaller model, one token after another, with a KV cache of its own."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ INSTEAD = "outpace.TextDrafter(model, tokenizer, target_tokenizer) drafts throug
 
 
 class ModelDrafter:
-    """Drafts with any supported causal model, on its own device.
+    """Drafter with any supported causal model, on the model's own device.
 
-    The tokenizer is optional; with it, a draft whose tokenizer is not the target's is refused.
+    Args:
+        model: The draft model.
+        tokenizer: Tokenizer of the draft model, optional. With it, a target with another tokenizer is
+            refused.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
@@ -29,13 +32,14 @@ class ModelDrafter:
         self.tokenizer = tokenizer
         self.vocab_size = self.scorer.vocab_size
         self._texts: dict[int, Sequence[int]] = {}  # by slot
-        self._proposed: list[tuple[int, int]] = []  # slots last proposed for, and their texts' lengths then
+        self._proposed: list[tuple[int, int]] = []  # slots last proposed for, and their lengths then
         self._unusable: list[bool] = []  # which of them may have NaN in the cache
 
     @torch.inference_mode()
     def propose(self, state: State, g: int) -> Draft:
+        """See ``Drafter.propose``."""
         self._proposed = []
-        # A text may outgrow this model's context before the target's. The last drafted token is not fed.
+        # A sequence may outgrow this model's context before the target's. The last draft token is not fed.
         lengths = [min(g, max(0, self.scorer.context - len(text) + 1)) for text in state.tokens]
         g = max(lengths)
         if g == 0:
@@ -61,23 +65,26 @@ class ModelDrafter:
         return draft
 
     def reserve(self, rows: int, tokens: int) -> None:
-        """Make room in the cache at once rather than in steps."""
+        """Allocate the KV cache at once rather than in steps."""
         self.scorer.reserve(rows, tokens)
 
     def _catch_up(self, state: State) -> Tensor:
-        """Logits after each row's text, of which the cache may lack any number of tokens."""
+        """Return the logits after each sequence, of which the KV cache may lack any number of tokens."""
         self._proposed = [(row, len(text)) for row, text in zip(state.rows, state.tokens, strict=True)]
         begun = set(self._texts)
         new = []
         for row, text in zip(state.rows, state.tokens, strict=True):
             self._texts[row] = text
-            # A token that this model has no embedding for becomes 0: a poorer guess, not an error.
+            # A token that this model has no embedding for becomes 0: a worse draft, not an error.
             rest = text[self.scorer.length(row) :] if row in begun else text
             new.append([t if t < self.vocab_size else 0 for t in rest])
         return feed(self.scorer, state.rows, new, begun, state.sources)
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
-        """Lost drafts leave the cache; after a full acceptance it lacks the last one, which was never fed."""
+        """Remove rejected draft tokens from the KV cache.
+
+        After a full acceptance the cache lacks the last draft token, which was never fed.
+        """
         if not self._proposed:
             return
         for (row, length), kept, wipe in zip(self._proposed, accepted.tolist(), self._unusable, strict=True):
@@ -87,12 +94,17 @@ class ModelDrafter:
                 del self._texts[row]
 
     def reset(self, rows: Sequence[int]) -> None:
+        """See ``Drafter.reset``."""
         for row in rows:
             if row in self._texts:
                 self.scorer.reset([row], [self._texts.pop(row)])
 
     def check(self, vocab_size: int, tokenizer: Any) -> None:
-        """Refuse a target that speaks another language."""
+        """Check that the target has the same tokenizer.
+
+        Raises:
+            ValueError: The tokenizers differ. Without both tokenizers the vocabulary sizes decide.
+        """
         if tokenizer is not None and self.tokenizer is not None:
             if not alike(tokenizer, self.tokenizer):
                 same, size = shared(tokenizer, self.tokenizer), len(tokenizer.get_vocab())
@@ -107,11 +119,12 @@ class ModelDrafter:
             )
 
     def forget(self) -> None:
-        """Keep nothing of earlier texts, nor of weights."""
+        """Discard cached keys and values of earlier sequences, and lay out packed weights again."""
         self.scorer.forget()
         self.scorer.repack()
 
     def describe(self) -> str:
+        """Return a description of the drafter and its model."""
         return f"{type(self).__name__}: {self.scorer.describe()}"
 
 
@@ -122,7 +135,15 @@ def feed(
     begun: Container[int],
     sources: Sequence[Source | None] = (),
 ) -> Tensor:
-    """Logits `[R, V]` after each row's new tokens; rows that have begun go on, others begin with them."""
+    """Return the logits after each sequence's new tokens, ``[R, V]``.
+
+    Args:
+        scorer: The model.
+        rows: Slot of each sequence.
+        tokens: New tokens of each sequence.
+        begun: Slots whose sequences continue. The others are prefilled.
+        sources: Encoder input of each sequence.
+    """
     on = [i for i, row in enumerate(rows) if row in begun]
     fresh = [i for i, row in enumerate(rows) if row not in begun]
     logits = []
@@ -138,13 +159,13 @@ def feed(
 
 
 def shared(tokenizer: Any, other: Any) -> int:
-    """Tokens that have the same id in both."""
+    """Return the number of tokens that have the same id in both tokenizers."""
     theirs = other.get_vocab()
     return sum(theirs.get(token) == id for token, id in tokenizer.get_vocab().items())
 
 
 def alike(tokenizer: Any, other: Any) -> bool:
-    """Whether two tokenizers are one, but for a few added tokens."""
+    """Return whether two tokenizers are the same, but for a few added tokens."""
     if tokenizer is other:
         return True
     return shared(tokenizer, other) >= 0.99 * min(len(tokenizer.get_vocab()), len(other.get_vocab()))

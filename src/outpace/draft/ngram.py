@@ -1,6 +1,6 @@
-"""An n-gram model drafts: counts of what followed the last few tokens in some text, nothing to compute.
+"""Drafter that uses n-gram counts: what followed the last few tokens in some text.
 
-(Leviathan section 4.1 measures bigrams as drafts of negligible cost.)
+There is nothing to compute. Leviathan section 4.1 measures bigrams as drafts of negligible cost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outpace.arguments import integer, kind
+from outpace.checks.arguments import integer, kind
 from outpace.draft.base import Draft, Draws, State
 
 Ints = npt.NDArray[np.int64]
@@ -27,9 +27,14 @@ side."""
 
 
 class NGramDrafter:
-    """Draws from the counts after the longest context, of up to n-1 tokens, that was seen in the fitted text.
+    """Drafter that samples from the counts after the longest context seen in the fitted text.
 
-    Where it was never seen, one token fewer is asked, down to how often tokens occur at all.
+    A context has up to n - 1 tokens. If it was never seen, one token fewer is used. The last resort is the
+    frequency of single tokens.
+
+    Args:
+        orders: The 1- to n-grams of the fitted text.
+        vocab_size: Vocabulary size V of the target.
     """
 
     def __init__(self, orders: Sequence[Order], vocab_size: int) -> None:
@@ -37,13 +42,21 @@ class NGramDrafter:
 
     @property
     def n(self) -> int:
+        """Length of the longest n-grams."""
         return len(self.orders)
 
     @classmethod
     def fit(cls, token_ids: Any, n: int = 3, vocab_size: int | None = None) -> NGramDrafter:
-        """Count the 1- to n-grams of a text of token ids, or of several texts, whose borders none crosses.
+        """Count the 1- to n-grams of token ids.
 
-        vocab_size is V of the target; by default, one more than the largest id.
+        Args:
+            token_ids: Token ids of one text or of several. No n-gram crosses the border of a text.
+            n: Length of the longest n-grams.
+            vocab_size: Vocabulary size V of the target. By default one more than the largest id.
+
+        Raises:
+            TypeError: ``token_ids`` are not token ids.
+            ValueError: There are no token ids, or one is outside the vocabulary.
         """
         integer("n", n, "an int >= 1", lambda n: n >= 1)
         texts = _texts(token_ids)
@@ -58,7 +71,7 @@ class NGramDrafter:
             )
         place_in_text = np.concatenate([np.arange(len(text)) for text in texts])
         orders: list[Order] = []
-        context = np.zeros(len(ids), dtype=np.int64)  # of each token, the place of the k-1 before it
+        context = np.zeros(len(ids), dtype=np.int64)  # of each token, the index of the k-1 before it
         for k in range(1, n + 1):
             whole = place_in_text >= k - 1
             keys, inverse, counts = np.unique(
@@ -75,7 +88,14 @@ class NGramDrafter:
     def fit_files(
         cls, paths: Iterable[str | Path], tokenizer: Any, n: int = 3, vocab_size: int | None = None
     ) -> NGramDrafter:
-        """`fit` on text files, each a text of its own."""
+        """Count the n-grams of text files, each a text of its own.
+
+        Args:
+            paths: The files, in UTF-8.
+            tokenizer: Tokenizer of the target.
+            n: Length of the longest n-grams.
+            vocab_size: Vocabulary size V of the target. By default that of the tokenizer.
+        """
         from tqdm.auto import tqdm
 
         files = tqdm(list(paths), desc="counting n-grams", unit="file", disable=None)
@@ -84,7 +104,7 @@ class NGramDrafter:
         return cls.fit(texts, n, len(tokenizer) if vocab_size is None else vocab_size)
 
     def counts(self, context: Sequence[int]) -> tuple[Ints, Ints]:
-        """Tokens seen after the longest known ending of the context, and how often."""
+        """Return the tokens seen after the longest known ending of the context, and their counts."""
         for k in range(min(self.n - 1, len(context)), -1, -1):
             place = self._place(context[len(context) - k :])
             if place is None:
@@ -96,7 +116,7 @@ class NGramDrafter:
         raise AssertionError("the empty context was seen")
 
     def _place(self, context: Sequence[int]) -> int | None:
-        """Where these tokens stand among the n-grams of their length; None if they were never seen."""
+        """Return the index of these tokens among the n-grams of their length, or None if never seen."""
         place = 0
         for (keys, _), token in zip(self.orders, context, strict=False):
             if token >= self.vocab_size:
@@ -108,6 +128,7 @@ class NGramDrafter:
         return place
 
     def propose(self, state: State, g: int) -> Draft:
+        """See ``Drafter.propose``."""
         draws = Draws(state, g)
         contexts = [list(text[len(text) - min(len(text), self.n - 1) :]) for text in state.tokens]
         for _ in range(g):
@@ -123,12 +144,14 @@ class NGramDrafter:
                 del context[: len(context) - (self.n - 1)]
         return draws.draft()
 
-    def commit(self, accepted: Tensor, next_token: Tensor) -> None: ...
+    def commit(self, accepted: Tensor, next_token: Tensor) -> None:
+        """See ``Drafter.commit``."""
 
-    def reset(self, rows: Sequence[int]) -> None: ...
+    def reset(self, rows: Sequence[int]) -> None:
+        """See ``Drafter.reset``."""
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file."""
+        """Write the counts to a safetensors file."""
         from safetensors.numpy import save_file
 
         arrays = {}
@@ -139,7 +162,11 @@ class NGramDrafter:
 
     @classmethod
     def load(cls, path: str | Path) -> NGramDrafter:
-        """Read what `save` wrote."""
+        """Read a file that ``save`` wrote.
+
+        Raises:
+            ValueError: The file holds no n-gram drafter.
+        """
         with _opened(path) as (file, n, vocab_size):
             orders = [(file.get_tensor(f"keys.{k}"), file.get_tensor(f"counts.{k}")) for k in range(1, n + 1)]
         contexts = 1  # of the k-grams: the (k-1)-grams
@@ -155,14 +182,20 @@ class NGramDrafter:
 
     @staticmethod
     def check(path: str | Path) -> None:
-        """Raise what `load` would raise for a file that is damaged, cut off or another's; reads no counts."""
+        """Raise what ``load`` would raise for a damaged, truncated or foreign file.
+
+        The counts are not read.
+
+        Raises:
+            ValueError: The file holds no n-gram drafter.
+        """
         with _opened(path):
             pass
 
 
 @contextmanager
 def _opened(path: str | Path) -> Iterator[tuple[Any, int, int]]:
-    """Open a saved n-gram model: the file, n, and the size of the vocabulary."""
+    """Open a saved n-gram model, and yield the file, n, and the vocabulary size."""
     from safetensors import SafetensorError, safe_open
 
     def refusal(why: object) -> ValueError:
@@ -200,7 +233,7 @@ def _opened(path: str | Path) -> Iterator[tuple[Any, int, int]]:
 
 
 def _texts(token_ids: Any) -> list[Ints]:
-    """One text or several, as arrays."""
+    """Return one text or several as a list of arrays."""
     if isinstance(token_ids, Tensor):
         token_ids = token_ids.cpu().numpy()
     if len(token_ids) and isinstance(token_ids[0], Sequence | np.ndarray | Tensor):

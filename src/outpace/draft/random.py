@@ -1,4 +1,4 @@
-"""The drafter that knows nothing: for tests, and as the floor under every other one."""
+"""Random drafter: for tests, and as the floor under every other drafter."""
 
 from __future__ import annotations
 
@@ -7,24 +7,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outpace.arguments import integer
+from outpace.checks.arguments import integer
 from outpace.draft.base import Draft, Draws, State
 
 
 class RandomDrafter:
-    """Draws every token of the vocabulary alike, before the draft's sampling is applied."""
+    """Drafter that samples all tokens with equal probability.
+
+    The draft's sampling parameters are applied afterwards.
+
+    Args:
+        vocab_size: Vocabulary size V.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         integer("vocab_size", vocab_size, "an int >= 1", lambda V: V >= 1)
         self.vocab_size = vocab_size
 
     def propose(self, state: State, g: int) -> Draft:
+        """See ``Drafter.propose``."""
         draws = Draws(state, g)
         uniform = torch.zeros(len(state.rows), self.vocab_size, device=state.device)
         for _ in range(g):
             draws.take(uniform)
         return draws.draft()
 
-    def commit(self, accepted: Tensor, next_token: Tensor) -> None: ...
+    def commit(self, accepted: Tensor, next_token: Tensor) -> None:
+        """See ``Drafter.commit``."""
 
-    def reset(self, rows: Sequence[int]) -> None: ...
+    def reset(self, rows: Sequence[int]) -> None:
+        """See ``Drafter.reset``."""

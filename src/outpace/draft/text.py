@@ -1,7 +1,8 @@
-"""A smaller model of another tokenizer drafts: its guess is read as text and encoded again for the target.
+"""Drafter that runs a smaller model with another tokenizer, through text.
 
-Its likeliest tokens follow from the text alone, so a guess is chosen, not drawn, and every exact rule stays
-exact. What goes wrong between two tokenizers costs a guess, never a text.
+Its tokens are decoded to text and encoded again for the target. Its likeliest tokens follow from the text
+alone. So draft tokens are chosen, not sampled, and every exact rule stays exact. A mismatch between the
+tokenizers costs a draft token, never the correctness of the output.
 """
 
 from __future__ import annotations
@@ -14,26 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outpace.checks.text import BROKEN
 from outpace.draft.base import Draft, State
 from outpace.draft.language import Language, Reading
 from outpace.draft.model import alike, feed
 from outpace.models.causal import CausalScorer, common
 from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
-from outpace.text import BROKEN
 
-WINDOW = 16  # tokens of a text that decide how it goes on
+WINDOW = 16  # tokens at the end of a text that decide how it continues
 
 
 class TextDrafter:
-    """Drafts with a causal model whose tokenizer is not the target's.
+    """Drafter with a causal model whose tokenizer is not the target's.
 
-    model             the draft, or its scorer
-    tokenizer         the draft's
-    target_tokenizer  the target's
+    The draft model always proposes its likeliest tokens, because the target's sampling parameters mean
+    nothing to them. A special token is replaced by the draft's special token of the same name, and
+    end-of-text by the draft's own. Other special tokens are left out.
 
-    The draft always guesses what it finds likeliest: how the target draws means nothing to its tokens. A
-    special token is read as the draft's of the same name, end-of-text as the draft's own; others are left
-    out.
+    Args:
+        model: The draft model, or its scorer.
+        tokenizer: Tokenizer of the draft model.
+        target_tokenizer: Tokenizer of the target.
     """
 
     def __init__(self, model: Any, tokenizer: Any, target_tokenizer: Any) -> None:
@@ -49,15 +51,16 @@ class TextDrafter:
         self._ends = ends | self.draft.marks_in(self.target)
         self._stops = self.draft.special | self.scorer.end_of_text
         self._readings: dict[int, Reading] = {}  # by slot
-        self._held: dict[int, list[int]] = {}  # by slot, what the cache holds
+        self._held: dict[int, list[int]] = {}  # by slot, tokens in the KV cache
 
     @torch.inference_mode()
     def propose(self, state: State, g: int) -> Draft:
+        """See ``Drafter.propose``."""
         readings = {row: self._read(row, text) for row, text in zip(state.rows, state.tokens, strict=True)}
         waiting = {
             row: len(text) - readings[row].read
             for row, text, limit in zip(state.rows, state.tokens, state.limits, strict=True)
-            if limit > 0 and len(text) - readings[row].read <= WINDOW  # more is no text
+            if limit > 0 and len(text) - readings[row].read <= WINDOW  # longer than any incomplete character
         }
         steps = self._steps(list(readings.values()), g + max(waiting.values(), default=0))
         active = [row for row in waiting if 0 < len(readings[row].ids) <= self.scorer.context - steps]
@@ -79,12 +82,12 @@ class TextDrafter:
 
     @staticmethod
     def _steps(readings: Sequence[Reading], g: int) -> int:
-        """Draft tokens that make about g + 1 of the target's, of which the last may be cut short."""
+        """Return the draft steps for about g + 1 target tokens, of which the last may be cut short."""
         read = sum(reading.read for reading in readings)
         return ceil((g + 1) * sum(len(reading.ids) for reading in readings) / read) if read else g + 1
 
     def _guess(self, rows: Sequence[int], steps: int) -> list[list[int]]:
-        """The draft's likeliest tokens after each row's text, as far as its logits are numbers."""
+        """Return the draft's likeliest tokens after each sequence, as far as its logits are finite."""
         logits = self._catch_up(rows)
         tokens: list[Tensor] = []
         sound: list[Tensor] = []
@@ -104,7 +107,10 @@ class TextDrafter:
         return [guess[:count] for guess, count in zip(guesses, counts, strict=True)]
 
     def _catch_up(self, rows: Sequence[int]) -> Tensor:
-        """Logits after each row's text. What the cache holds of it stays there: lost guesses go here."""
+        """Return the logits after each sequence.
+
+        The matching prefix stays in the KV cache. Rejected draft tokens are removed here.
+        """
         new = []
         for row in rows:
             ids = self._readings[row].ids
@@ -112,7 +118,7 @@ class TextDrafter:
             if row in self._held:
                 kept = common(self._held[row], ids, len(ids) - 1)
                 self.scorer.truncate([row], [kept])
-            # A token that the model has no embedding for becomes 0: a poorer guess, not an error.
+            # A token that the model has no embedding for becomes 0: a worse draft, not an error.
             new.append([t if t < self.scorer.vocab_size else 0 for t in ids[kept:]])
         logits = feed(self.scorer, rows, new, begun=set(self._held))
         self._held |= {row: list(self._readings[row].ids) for row in rows}
@@ -121,7 +127,7 @@ class TextDrafter:
     def _translated(
         self, reading: Reading, text: Sequence[int], guess: Sequence[int], vocab_size: int
     ) -> list[int]:
-        """The target's tokens for a guess, as far as they are certain."""
+        """Return the target's tokens for a draft, as far as they are certain."""
         plain = list(takewhile(lambda token: token not in self._stops and token < self.draft.size, guess))
         end = self._ends.get(guess[len(plain)]) if len(plain) < len(guess) else None
         new = self.draft.grown(reading.ids[max(reading.origin, len(reading.ids) - WINDOW) :], plain)
@@ -136,20 +142,25 @@ class TextDrafter:
         return list(takewhile(lambda token: token < vocab_size, tokens[len(waiting) :]))
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
-        """Nothing to do: the next text tells what was kept."""
+        """Do nothing: the next text shows what was accepted."""
 
     def reset(self, rows: Sequence[int]) -> None:
+        """See ``Drafter.reset``."""
         for row in rows:
             self._readings.pop(row, None)
             if row in self._held:
                 self.scorer.reset([row], [self._held.pop(row)])
 
     def reserve(self, rows: int, tokens: int) -> None:
-        """Make room in the cache at once rather than in steps."""
+        """Allocate the KV cache at once rather than in steps."""
         self.scorer.reserve(rows, tokens)
 
     def check(self, target: CausalScorer, tokenizer: Any) -> None:
-        """Refuse a target whose text this drafter cannot read."""
+        """Check that the drafter can read the target's text.
+
+        Raises:
+            ValueError: The target is an encoder-decoder model, or its tokenizer is not ``target_tokenizer``.
+        """
         if isinstance(target, Seq2SeqScorer):
             raise ValueError(
                 "drafter: TextDrafter goes by the target's text, and an encoder-decoder model's does not say "
@@ -162,9 +173,10 @@ class TextDrafter:
             )
 
     def forget(self) -> None:
-        """Keep nothing of earlier texts, nor of weights."""
+        """Discard cached keys and values of earlier sequences, and lay out packed weights again."""
         self.scorer.forget()
         self.scorer.repack()
 
     def describe(self) -> str:
+        """Return a description of the drafter and its model."""
         return f"{type(self).__name__}, through text, as the tokenizers differ: {self.scorer.describe()}"

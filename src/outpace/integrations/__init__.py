@@ -1,4 +1,7 @@
-"""Outpace inside other libraries; each of the modules here is imported when it is first used."""
+"""Outpace inside other libraries.
+
+Each module here is imported when it is first used.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,6 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     if name == "transformers":
         return importlib.import_module("outpace.integrations.transformers")
-    from outpace.wording import suggestion
+    from outpace.checks.errors import suggestion
 
     raise AttributeError(f"outpace.integrations has no {name!r}{suggestion(name, ['transformers'])}")

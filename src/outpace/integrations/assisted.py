@@ -1,10 +1,13 @@
-"""Transformers' assisted generation with our verifier: its loop, its caches, its drafts; our sampling step.
+"""Verification by outpace inside Transformers' assisted generation.
+
+Example::
 
     outpace.integrations.transformers.patch()
     model.generate(**inputs, assistant_model=small, do_sample=True)
 
-One call of two kernels on a GPU takes the place of Transformers' function, which softmaxes every row, and the
-rejected draft is corrected where target and draft agree up to rounding too.
+Transformers keeps its loop, its KV caches and its drafts. On a GPU one call of two kernels replaces its
+sampling function, which computes a softmax for every row. A rejected draft token is also corrected where
+target and draft agree up to rounding.
 """
 
 from __future__ import annotations
@@ -19,25 +22,25 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from outpace.verify import verify
+from outpace.verification import verify
 
-generation: Any = sys.modules[GenerationMixin.__module__]  # where its loop looks the function up
+generation: Any = sys.modules[GenerationMixin.__module__]  # where Transformers' loop looks the function up
 _theirs = generation._speculative_sampling
 
 
 def patch() -> None:
-    """From now on `generate(assistant_model=...)` verifies by `outpace.verify`."""
+    """Make ``generate(assistant_model=...)`` verify by ``outpace.verify`` from now on."""
     generation._speculative_sampling = speculative_sampling
 
 
 def unpatch() -> None:
-    """Transformers as it was."""
+    """Restore Transformers' own verification."""
     generation._speculative_sampling = _theirs
 
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """`patch` for a while; afterwards as before."""
+    """Apply ``patch`` inside a ``with`` block and restore the previous state afterwards."""
     before = generation._speculative_sampling
     patch()
     try:
@@ -54,10 +57,13 @@ def speculative_sampling(
     is_done_candidate: bool = False,
     assistant_ensemble_weight: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What Transformers' function of that name gives: the tokens won `[1, n + 1]`, and n.
+    """Return what Transformers' function of that name returns.
 
-    Versions differ in whether `is_done_candidate` is there. With an ensemble weight, which is not exact,
-    theirs decides.
+    Versions of Transformers differ in whether ``is_done_candidate`` exists. With an ensemble weight, which is
+    not exact, Transformers' own function decides.
+
+    Returns:
+        The tokens gained ``[1, n + 1]``, and n.
     """
     if assistant_ensemble_weight is not None:
         options: dict[str, Any] = {"assistant_ensemble_weight": assistant_ensemble_weight}
@@ -73,6 +79,6 @@ def speculative_sampling(
     if unusable:
         raise ValueError("the logits are unusable: the target, the assistant or a processor left NaN or +inf")
     if is_done_candidate and kept == candidate_length:
-        # The drafts end the text: the last of them is what their loop takes for the token after the others.
+        # The draft ends the sequence: Transformers' loop takes its last token for the one after the draft.
         return drafts, verdict.accepted[0] - 1
     return torch.cat((drafts[:, :kept], verdict.next_token[:, None]), dim=1), verdict.accepted[0]

@@ -1,4 +1,4 @@
-"""The list of processors that Transformers prepared for a batch, as a `Sampling` for each row."""
+"""Transformers' logits processors of a batch, as one ``SamplingParams`` per sequence."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from transformers import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from outpace.sampling import Processor, Sampling
+from outpace.sampling import Processor, SamplingParams
 
-_WARPERS: list[tuple[Any, str]] = [  # in the order in which a Sampling applies them
+_WARPERS: list[tuple[Any, str]] = [  # in the order in which SamplingParams applies them
     (TemperatureLogitsWarper, "temperature"),
     (TopKLogitsWarper, "top_k"),
     (TopPLogitsWarper, "top_p"),
@@ -38,20 +38,26 @@ def samplings(
     input_ids: Tensor,
     prompts: Sequence[Sequence[int]],
     device: torch.device,
-) -> list[Sampling]:
-    """What `processors` do to each row of `input_ids [R, T]`, whose tokens without padding are `prompts`; the
-    logits are on `device`.
+) -> list[SamplingParams]:
+    """Return what ``processors`` do to each sequence, as ``SamplingParams``.
 
-    Equal by construction: processors are called in their order, with the very ids that plain generation
-    would show them, padding included. Two kinds are left to the Sampling's own batched code, and only where
-    its order is theirs: a repetition penalty that comes first, on rows without padding (which the penalty
-    counts as text, before Transformers 5.23), and what remains of temperature, top-k, top-p, min-p at the
-    end, with their usual settings. tests/test_sampling.py shows that arithmetic and ties are Transformers'
-    own.
+    The results are equal by construction. Processors are called in their order, with the very ids that
+    generation without speculation would show them, padding included. Two kinds are left to the batched code
+    of ``SamplingParams``, and only where its order is theirs. The first is a repetition penalty that comes
+    first, on sequences without padding. (Before Transformers 5.23 the penalty counts padding as text.) The
+    second is what remains of temperature, top-k, top-p and min-p at the end, with their usual settings.
+    tests/sampling/test_params.py shows that arithmetic and ties are Transformers' own.
+
+    Args:
+        processors: The processors that Transformers prepared.
+        do_sample: Whether tokens are sampled. Otherwise decoding is greedy.
+        input_ids: The prompts with padding, ``[R, T]``.
+        prompts: The tokens of each sequence without padding.
+        device: The device of the logits.
     """
     rows, width = input_ids.shape
     known = [_faster(one) for one in processors]
-    shared: Sampling | None = None
+    shared: SamplingParams | None = None
     each = []
     for row, prompt in enumerate(prompts):
         own = [_of_row(one, row, rows) for one in known]
@@ -67,7 +73,7 @@ def samplings(
 
 def _sampling(
     processors: list[Processor], do_sample: bool, given: tuple[Tensor, int] | None = None
-) -> Sampling:
+) -> SamplingParams:
     fields: dict[str, Any] = {} if do_sample else {"temperature": 0}
     last = len(_WARPERS)
     while do_sample and processors:
@@ -78,14 +84,14 @@ def _sampling(
         fields[name] = getattr(processors.pop(), name)
         last = place
     if given is not None:
-        return Sampling(**fields, processors=[Given(*given, tuple(processors))] if processors else ())
+        return SamplingParams(**fields, processors=[Given(*given, tuple(processors))] if processors else ())
     if processors and _is_plain_penalty(processors[0]):
         fields["repetition_penalty"] = processors.pop(0).penalty  # type: ignore[attr-defined]
-    return Sampling(**fields, processors=processors)
+    return SamplingParams(**fields, processors=processors)
 
 
 def _place(processor: Any) -> int:
-    """Among the warpers that a Sampling has itself; after all of them for any other."""
+    """Return a processor's index among the warpers of ``SamplingParams``, or their number for any other."""
     usual = getattr(processor, "filter_value", -torch.inf) == -torch.inf
     usual = usual and getattr(processor, "min_tokens_to_keep", 1) == 1
     places = [i for i, (kind, _) in enumerate(_WARPERS) if type(processor) is kind and usual]
@@ -97,7 +103,7 @@ def _is_plain_penalty(processor: Any) -> bool:
 
 
 def _faster(processor: Any) -> Any:
-    """One that does the same faster, if there is one."""
+    """Return a processor that does the same faster, if there is one."""
     if _ignores_padding(processor) and not processor.prompt_ignore_length.any():
         return _ignoring(processor, 0)
     if type(processor) is SuppressTokensLogitsProcessor:
@@ -108,7 +114,7 @@ def _faster(processor: Any) -> Any:
 
 
 def _of_row(processor: Any, row: int, rows: int) -> Any:
-    """A processor that knows the batch by its rows, for one of them; any other as it is."""
+    """Return a processor for one row if it depends on the rows of the batch; any other as it is."""
     if _ignores_padding(processor):
         return _ignoring(processor, int(_share(processor.prompt_ignore_length, row, rows)))
     if rows == 1:
@@ -133,7 +139,7 @@ def _of_row(processor: Any, row: int, rows: int) -> Any:
 
 
 def _ignores_padding(processor: Any) -> bool:
-    """Whether it is a penalty that knows how many tokens each row is padded with."""
+    """Return whether a processor is a penalty that knows the padding of each row."""
     return isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(
         getattr(processor, "prompt_ignore_length", None), Tensor
     )
@@ -146,19 +152,23 @@ def _ignoring(processor: Any, padding: int) -> Any:
 
 
 def _share(batch: Any, row: int, rows: int) -> Any:
-    """A row's part of what has one entry per prompt, when each prompt has as many rows."""
+    """Return a row's part of a batch with one entry per prompt, if all prompts have as many rows."""
     prompt = row * len(batch) // rows
     return batch[prompt : prompt + 1]
 
 
 class Suppressed:
-    """Some tokens are impossible: everywhere, or where the text has a length. Transformers' own looks for
-    each token of the vocabulary among them at every call, which takes longer than a small model's pass."""
+    """A processor that makes some tokens impossible, everywhere or at one length of the sequence.
+
+    Transformers' own processor looks up each token of the vocabulary at every call. That takes longer than a
+    forward pass of a small model.
+    """
 
     def __init__(self, tokens: Tensor, length: int | None = None) -> None:
         self.tokens, self.length = tokens, length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores with -inf for the suppressed tokens."""
         if self.length is not None and input_ids.shape[1] != self.length:
             return scores
         tokens = self.tokens.to(scores.device)
@@ -167,12 +177,13 @@ class Suppressed:
 
 
 class Given:
-    """Shows processors a row's prompt as it was given, padding included, and where it was given."""
+    """A processor that shows others the prompt as it was passed: with padding, and on its device."""
 
     def __init__(self, prompt: Tensor, kept: int, processors: tuple[Processor, ...]) -> None:
-        self.prompt, self.kept, self.processors = prompt, kept, processors  # [1, T], tokens without padding
+        self.prompt, self.kept, self.processors = prompt, kept, processors  # [1, T], its unpadded length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Apply the processors to the prompt with padding and the new tokens."""
         ids = torch.cat((self.prompt, input_ids[:, self.kept :].to(self.prompt.device)), dim=1)
         processed = scores.to(ids.device)
         for processor in self.processors:
@@ -180,5 +191,5 @@ class Given:
         return processed.to(scores.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Given:
-        own = Sampling(processors=self.processors).fork().processors
+        own = SamplingParams(processors=self.processors).fork().processors
         return Given(self.prompt, self.kept, tuple(own))

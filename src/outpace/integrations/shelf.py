@@ -1,4 +1,4 @@
-"""Scorers between calls: set up once, and with the texts they hold, as long as the model they score with."""
+"""Scorers between calls: set up once and stored, with their KV caches, as long as their model exists."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Made = TypeVar("Made", CausalScorer, ModelDrafter)
 
 
 class Shelf(Generic[Made]):
-    """Keeps one of what `make` makes of a model, for the next caller with the same model.
+    """A store of one object per model, which ``make`` creates, for the next caller with the same model.
 
-    While it waits it holds no model, so that a model nobody else needs can go, and takes it along. Whoever
-    comes while it is lent gets one of their own.
+    A stored object holds no reference to its model. So a model that nobody else uses can be freed, and the
+    object with it. A caller who comes while the object is lent gets a new one.
     """
 
     def __init__(self, make: Callable[[Any], Made]) -> None:
@@ -31,19 +31,21 @@ class Shelf(Generic[Made]):
 
     @contextlib.contextmanager
     def lend(self, model: torch.nn.Module) -> Iterator[Made]:
+        """Lend the object of a model inside a ``with`` block; store it after a block without error."""
         with self._lock:
             made = self._waiting.pop(model, None)
         if made is None or not _take_up(_scorer(made), model):
             made = self._make(model)
-        yield made  # after an error it does not come back
+        yield made  # after an error it is not stored again
         scorer = _scorer(made)
-        if isinstance(scorer, Seq2SeqScorer):  # what it holds of the model is more than can be taken away
+        if isinstance(scorer, Seq2SeqScorer):  # `detach` does not remove all of its references to the model
             return
         scorer.detach()
         with self._lock:
             self._waiting[model] = made
 
     def clear(self) -> None:
+        """Drop all stored objects."""
         with self._lock:
             self._waiting.clear()
 
@@ -53,9 +55,9 @@ def _scorer(made: CausalScorer | ModelDrafter) -> CausalScorer:
 
 
 def _take_up(scorer: CausalScorer, model: Any) -> bool:
-    """Give a scorer its model back; whether it is still the model that it was set up for."""
+    """Attach a scorer to its model; return whether the model is still what the scorer was set up for."""
     scorer.attach(model)
-    if has_adapters(scorer.base):  # they are switched without a trace in the weights
+    if has_adapters(scorer.base):  # switching them leaves no trace in the weights
         scorer.forget()
     return scorer.config is scorer.base.config and (scorer.vocab_size, scorer.device, scorer.dtype) == (
         scorer.base.get_output_embeddings().weight.shape[0],

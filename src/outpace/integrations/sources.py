@@ -1,4 +1,4 @@
-"""What Transformers' `generate` knows of an encoder's input, as a source for each row."""
+"""Encoder inputs of Transformers' ``generate``, as one ``Source`` per sequence."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from outpace.models.source import Source
 
 @dataclass(frozen=True)
 class Encoded:
-    """What an encoder was given for a row, and what it made of it."""
+    """The encoder's input of one sequence, and its output."""
 
     given: Tensor  # ids `[S]`, or features `[bins, frames]`
     states: Tensor  # `[S, D]`
 
     def source(self, start: Sequence[int], scorer: Seq2SeqScorer) -> Source:
+        """Return a ``Source`` with this input, this output and the decoder's first tokens."""
         if self.given.is_floating_point():
             source = Source(features=self.given, start=start)
         else:
@@ -32,7 +33,7 @@ class Encoded:
 
 
 def encoded(model: Any, inputs: Tensor | None, model_kwargs: dict[str, Any], rows: int) -> list[Encoded]:
-    """Of each row; nothing for a model without an encoder."""
+    """Return the encoder's input and output of each sequence; nothing for a model without an encoder."""
     if not model.config.is_encoder_decoder:
         return []
     outputs, mask = model_kwargs.get("encoder_outputs"), model_kwargs.get("attention_mask")
@@ -41,7 +42,7 @@ def encoded(model: Any, inputs: Tensor | None, model_kwargs: dict[str, Any], row
             "encoder_outputs: outpace needs what the encoder read, not only what came of it; pass the inputs"
         )
     states = outputs[0]
-    each = rows // inputs.shape[0]  # texts of one input
+    each = rows // inputs.shape[0]  # sequences per input
     found = []
     for row in range(rows):
         given = inputs[row // each]
@@ -56,8 +57,11 @@ def encoded(model: Any, inputs: Tensor | None, model_kwargs: dict[str, Any], row
 def listen(
     model: Any, processors: Sequence[Any], input_ids: Tensor, rows: Sequence[Encoded]
 ) -> Sequence[Any]:
-    """Let Whisper's detector of silence, which asks the model about all rows at once, do so now; the other
-    processors. It would run the encoder again, and is shown what came of that."""
+    """Run Whisper's detector of silence and return the other processors.
+
+    The detector asks the model about all sequences at once, so it runs now. It would run the encoder again,
+    so it gets the encoder's output.
+    """
     if not rows:
         return processors
     for one in processors:

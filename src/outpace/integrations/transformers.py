@@ -1,4 +1,7 @@
-"""Inside Transformers: `model.generate(..., custom_generate=outpace.generate, draft=small)`."""
+"""Speculative decoding inside Transformers' ``generate``.
+
+Use ``model.generate(..., custom_generate=outpace.generate, draft=small)``.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,23 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from outpace.arguments import kind
-from outpace.decode import Decoder
-from outpace.draft import drafter_of
+from outpace.checks.arguments import kind
+from outpace.checks.errors import suggestion
+from outpace.decoder import Decoder
 from outpace.draft.base import Drafter
+from outpace.draft.given import drafter_of
 from outpace.draft.model import ModelDrafter
+from outpace.engine.request import seed_of
+from outpace.engine.sequence import Output, Row
+from outpace.engine.stats import Stats
 from outpace.integrations.assisted import patch, patched, unpatch
 from outpace.integrations.processors import samplings
 from outpace.integrations.shelf import Shelf
 from outpace.integrations.sources import encoded, listen
-from outpace.length import Heuristic, Length
 from outpace.models.causal import CausalScorer
 from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
-from outpace.request import seed_of
-from outpace.rows import Output, Row
-from outpace.stats import Stats
-from outpace.verify import Rule
-from outpace.wording import suggestion
+from outpace.policy import DraftLengthPolicy, Heuristic
+from outpace.verification import Rule
 
 __all__ = ["Generation", "forget", "generate", "patch", "patched", "unpatch"]
 
@@ -45,7 +48,11 @@ _drafters = Shelf(ModelDrafter)
 
 @dataclass
 class Generation(GenerateDecoderOnlyOutput):  # type: ignore[misc]
-    """What `return_dict_in_generate=True` gives: Transformers' own output, and the Stats of all rows."""
+    """The output with ``return_dict_in_generate=True``: Transformers' own, and statistics.
+
+    Attributes:
+        stats: The sum of the ``Stats`` of all sequences.
+    """
 
     stats: Stats | None = None
 
@@ -60,7 +67,7 @@ def generate(
     *,
     rule: Rule | str = "token",
     lenience: float = 1.0,
-    length: Length | int | None = None,
+    num_draft_tokens: DraftLengthPolicy | int | str | None = None,
     seed: int | Sequence[int] | None = None,
     stats: Stats | None = None,
     decoder: Decoder | None = None,
@@ -68,22 +75,32 @@ def generate(
     inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
 ) -> Tensor | Generation | GenerateEncoderDecoderOutput:
-    """Speculative decoding for `model.generate(..., custom_generate=outpace.generate, draft=...)`.
+    """Decode speculatively for ``model.generate(..., custom_generate=outpace.generate, draft=...)``.
 
-    draft     who guesses: a smaller model of the same tokenizer, a Drafter, or "lookup"
-    rule, lenience, length
-              as in `Decoder`, but that by default samples are drawn with `Heuristic()`, so that they can be
-              repeated
-    seed      an int, or one per prompt; None draws seeds from PyTorch's generator, so that
-              `torch.manual_seed` makes a run repeatable
-    stats     a `Stats` to which this call adds what happened
-    decoder   a `Decoder` of this model, used instead of draft, rule, lenience and length: it keeps what it
-              has set up from call to call
-    streamer  give it to `model.generate`; here it is for `functools.partial`
-    inputs_tensor
-              is Transformers' own: what the encoder was given
+    Everything that is not described here is as in Transformers: docs/guides/transformers.md.
 
-    Everything else is as Transformers has it: docs/transformers.md.
+    Args:
+        model: The target. Transformers passes it.
+        input_ids: The prompts. Transformers passes them.
+        logits_processor: The logits processors. Transformers passes them.
+        stopping_criteria: The stopping criteria. Transformers passes them.
+        generation_config: The generation config. Transformers passes it.
+        draft: A smaller model with the same tokenizer, a ``Drafter``, or "lookup".
+        rule: As in ``Decoder``.
+        lenience: As in ``Decoder``.
+        num_draft_tokens: As in ``Decoder``, with one exception: sampling uses ``Heuristic()`` by default, so
+            that runs can be repeated.
+        seed: An int, or one per prompt. None takes seeds from PyTorch's generator, so ``torch.manual_seed``
+            makes a run repeatable.
+        stats: A ``Stats`` to which this call adds its own.
+        decoder: A ``Decoder`` of this model, used instead of ``draft``, ``rule``, ``lenience`` and
+            ``num_draft_tokens``. It keeps what it has set up from call to call.
+        streamer: Pass it to ``model.generate``. This argument is for ``functools.partial``.
+        inputs_tensor: The encoder's input. Transformers passes it.
+        **model_kwargs: Further arguments of the model. Transformers passes them.
+
+    Returns:
+        The sequences ``[R, longest]``, or an output object with ``return_dict_in_generate=True``.
     """
     kept = _kept_back(model)
     if decoder is None:
@@ -98,9 +115,9 @@ def generate(
     with contextlib.ExitStack() as lent:
         if decoder is None:
             target = lent.enter_context(_targets.lend(model))
-            if length is None and generation_config.do_sample and f"{rule}" != "match":
-                # Seeds are Transformers' way to repeat a run, which a length that goes by the clock does not.
-                length = Heuristic(most=min(20, target.context - 1))
+            if num_draft_tokens is None and generation_config.do_sample and f"{rule}" != "match":
+                # In Transformers a seed repeats a run. A policy that depends on measured time would not.
+                num_draft_tokens = Heuristic(max_draft_tokens=min(20, target.context - 1))
             decoder = Decoder(
                 target,
                 lent.enter_context(_drafters.lend(draft))
@@ -108,8 +125,8 @@ def generate(
                 else drafter_of(draft),
                 rule=rule,
                 lenience=lenience,
-                length=length,
-                engine=False,  # which is worth its graphs only if it stays
+                num_draft_tokens=num_draft_tokens,
+                engine=False,  # captures pay only if a decoder serves several calls
             )
         scorer = decoder.scorer
         given: Any = prompts
@@ -122,7 +139,7 @@ def generate(
             samplings(logits_processor, bool(generation_config.do_sample), input_ids, prompts, scorer.device),
             max_new_tokens=stops.max_new_tokens,
             stop_tokens=stops.tokens,
-            ignore_eos=True,  # those that count are among the criteria
+            ignore_eos=True,  # the criteria have the end-of-text tokens
             stop_when=stops.ask if stops.others else None,
             seed=_seeds(seed, len(prompts), generation_config.num_return_sequences or 1),
             scores=wanted and bool(generation_config.output_scores),
@@ -136,7 +153,7 @@ def generate(
                         raise ValueError(f"row {step.row}: {step.output.error}") from step.output.error
                     outputs[step.row] = step.output
                 if streamer is not None:
-                    streamer.put(torch.tensor(step.tokens))
+                    streamer.put(torch.tensor(step.token_ids))
     if streamer is not None:
         streamer.end()
     rows = [outputs[i] for i in range(len(prompts))]
@@ -156,28 +173,28 @@ def generate(
 
 
 def forget() -> None:
-    """Free what is kept from call to call: caches, with the texts in them."""
+    """Free what is stored from call to call: KV caches, with the texts in them."""
     _targets.clear()
     _drafters.clear()
 
 
-# What comes in
+# Arguments
 
 
 KEPT = ("streamer", "assistant_model", "synced_gpus")
-"""Arguments of Transformers' `generate` that it does not pass on to a callable."""
+"""Arguments of Transformers' ``generate`` that it does not pass on to a callable."""
 SEEN = "5.17.0 and 5.23.0"
-"""Versions of Transformers in which `_kept_back` was seen to find them."""
+"""Versions of Transformers in which ``_kept_back`` was seen to find them."""
 
 
 def _kept_back(model: Any) -> dict[str, Any]:
-    """Return the arguments that Transformers' `generate` was given and keeps from a callable.
+    """Return the arguments that Transformers' ``generate`` got and does not pass on to a callable.
 
-    There is no public way to them: `generate` passes a callable those of its `**kwargs` that the callable
+    There is no public way to them. ``generate`` passes a callable those of its ``**kwargs`` that the callable
     names, and these three are named arguments of its own. Without them a streamer would be shown the prompt
-    and never end, an assistant would be ignored, and processes in step would wait for each other. They are
-    read from the frame of the `generate` that called: `SEEN` has the versions. A caller of `outpace.generate`
-    itself has no such frame, and nothing is kept back.
+    and never end. An assistant would be ignored, and synchronized processes would wait for each other. So
+    they are read from the frame of the ``generate`` that called. ``SEEN`` has the versions. A direct caller
+    of ``outpace.generate`` has no such frame, and the result is empty.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -217,7 +234,7 @@ def _check_draft(draft: Any, assistant_model: Any) -> None:
         raise TypeError(f"draft: got {kind(draft)[:80]}; it must be {fits}")
 
 
-_MODES = {  # what asks for another way of generating, and its value where it does not
+_MODES = {  # settings that choose another generation mode, and their neutral values
     **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
     **dict.fromkeys(("constraints", "force_words_ids", "penalty_alpha", "dola_layers")),
     **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit")),
@@ -229,7 +246,7 @@ def _refuse_other_modes(config: Any, synced_gpus: bool | None) -> None:
     mode = config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         given = [name for name, off in _MODES.items() if getattr(config, name, None) not in (None, off)]
-        own = '; what guesses is named by draft=, for prompt lookup draft="lookup"'
+        own = '; the drafter is named by draft=, for prompt lookup draft="lookup"'
         raise ValueError(
             f"{', '.join(given)}: asks for {mode.value.replace('_', ' ')}; outpace does greedy search and "
             f"sampling{own if mode == 'assisted_generation' else ''}"
@@ -245,10 +262,10 @@ _UNUSED = {"use_cache", "logits_to_keep", "cache_position"}  # the scorer decide
 
 
 def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
-    """The tokens of each row without padding."""
+    """Return the tokens of each row without padding."""
     given = {name: value for name, value in model_kwargs.items() if value is not None}
     mask, positions = given.pop("attention_mask", None), given.pop("position_ids", None)
-    if "encoder_outputs" in given:  # then those were of what the encoder read
+    if "encoder_outputs" in given:  # then those belong to the encoder's input
         mask = given.pop("decoder_attention_mask", None)
         positions = given.pop("decoder_position_ids", None)
         del given["encoder_outputs"]
@@ -279,11 +296,11 @@ def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]
 
 
 def _streamer(own: Any, kept: Any, input_ids: Tensor) -> Any:
-    """The streamer, with the prompt put in."""
+    """Return the streamer, after the prompt was put into it."""
     streamer = kept if own is None else own
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"streamer: got {len(input_ids)} rows; a streamer takes a single one")
-    if own is not None and own is not kept:  # of the other Transformers knew, and put it in
+    if own is not None and own is not kept:  # Transformers puts the prompt into the one that it got
         own.put(input_ids.cpu())
     return streamer
 
@@ -294,14 +311,14 @@ def _seeds(seed: int | Sequence[int] | None, rows: int, each: int) -> list[int] 
     return [seed_of(seed, row // each, row % each, rows // each) for row in range(rows)]
 
 
-# Where rows end, and what goes out
+# Stopping criteria and outputs
 
 
 class _Stops:
-    """The stopping criteria of a call, and the rows as the criteria see them: padded, the prompt included.
+    """The stopping criteria of a call, and the sequences as the criteria see them: padded, prompt included.
 
-    Lengths and end-of-text tokens the decoder knows by itself; the others are asked after each token, row by
-    row, so that one that is true inside a block of kept drafts ends the row there.
+    The decoder itself handles lengths and end-of-text tokens. The other criteria are asked after each token
+    of each sequence. So a criterion that is true among accepted draft tokens ends the sequence there.
     """
 
     def __init__(self, criteria: Sequence[Any], input_ids: Tensor, config: Any, scorer: CausalScorer) -> None:
@@ -321,6 +338,7 @@ class _Stops:
         self._ids[:, : self._width] = input_ids
 
     def ask(self, row: Row) -> bool:
+        """Return whether a criterion ends a sequence after its last token."""
         length = self._width + row.stats.new_tokens
         self._ids[row.index, length - 1] = row.tokens[-1]
         scores = None
@@ -329,13 +347,13 @@ class _Stops:
         return bool(self.others(self._ids[row.index, :length][None], scores).any())
 
     def sequences(self, rows: Sequence[Output]) -> Tensor:
-        """`[R, longest]`, filled up on the right."""
+        """Return the sequences ``[R, longest]``, padded on the right."""
         for ids, row in zip(self._ids, rows, strict=True):
-            ids[self._width : self._width + len(row.tokens)] = torch.tensor(row.tokens)
-        return self._ids[:, : self._width + max(len(row.tokens) for row in rows)].clone()
+            ids[self._width : self._width + len(row.token_ids)] = torch.tensor(row.token_ids)
+        return self._ids[:, : self._width + max(len(row.token_ids) for row in rows)].clone()
 
 
 def _by_position(rows: Sequence[Tensor | None], device: torch.device) -> tuple[Tensor, ...] | None:
-    """Of each position `[R, V]`; where a row has ended, zeros."""
+    """Return ``[R, V]`` for each position, with zeros where a sequence has ended."""
     wanted = [row for row in rows if row is not None]
     return tuple(torch.nn.utils.rnn.pad_sequence(wanted).to(device)) if wanted else None

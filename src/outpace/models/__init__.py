@@ -1,1 +1,1 @@
-"""Who scores: models behind one small interface, with a cache that rolls back by moving a length."""
+"""Models behind one small ``Scorer`` interface, with a KV cache that rolls back by moving a length."""

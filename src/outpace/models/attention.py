@@ -1,8 +1,8 @@
-"""Attention of a few new tokens over a long cache, without copying the cache.
+"""Attention of a few new tokens over a long KV cache, without copying the cache.
 
-Where several query heads share a key head, Transformers repeats keys and values before it calls PyTorch, as
-soon as there is a mask: for a long context that costs more than the attention. Here the heads of a group
-become queries of one head instead.
+Where several query heads share a key head, Transformers repeats keys and values as soon as there is a mask.
+For a long context that costs more than the attention. Here the heads of a group become queries of one head
+instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,23 @@ def grouped(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query `[R, heads, n, d]`, key and value `[R, fewer heads, T, d]`, mask `[R, 1, n, T]` or None."""
+    """Attend with all query heads of a group as queries of one head.
+
+    Without a mask or without groups, Transformers' own function does the work.
+
+    Args:
+        module: The attention module.
+        query: ``[R, heads, n, d]``.
+        key: ``[R, kv_heads, T, d]``.
+        value: ``[R, kv_heads, T, d]``.
+        attention_mask: Additive mask ``[R, 1, n, T]``, or None.
+        dropout: For Transformers' own function.
+        scaling: Factor of the attention scores.
+        **others: For Transformers' own function.
+
+    Returns:
+        The output ``[R, n, heads, d]``, and None in place of the attention weights.
+    """
     R, heads, n, d = query.shape
     groups = heads // key.shape[1]
     if attention_mask is None or groups == 1:
@@ -46,7 +62,12 @@ AttentionInterface.register(NAME, grouped)
 
 
 def view_config(config: Any, grouped: bool) -> Any:
-    """Return a copy of a configuration for a view of its model, that attends as above if it is to."""
+    """Return a copy of a configuration for a view of its model.
+
+    Args:
+        config: Configuration of the model.
+        grouped: Whether the view uses ``grouped`` as its attention.
+    """
     ours = copy.copy(config)
     # Nobody reads these, and Transformers would install hooks that record them on the model itself.
     ours.output_hidden_states = ours.output_attentions = False

@@ -1,8 +1,9 @@
-"""Transformers' loaders: the class for a config, and how much they print."""
+"""Loaders of Transformers: the Auto class for a config, and how much they print."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,10 +37,11 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def gguf_reading() -> Iterator[None]:
-    """Have Transformers parse a GGUF file once, and show its progress bar on a terminal alone.
+    """Make Transformers parse a GGUF file only once, and show its progress bar on a terminal alone.
 
-    It parses the file for the config, the tokenizer and the weights in turn, each of which takes many seconds
-    with a large vocabulary. The bar over the tensors is drawn with tqdm itself, so `quiet` does not reach it.
+    Transformers parses the file for the config, the tokenizer and the weights in turn. Each parse takes many
+    seconds with a large vocabulary. The bar over the tensors comes from tqdm itself, so ``quiet`` does not
+    reach it.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
@@ -53,3 +55,19 @@ def gguf_reading() -> Iterator[None]:
     finally:
         reading.tqdm = drawn
         gguf.GGUFReader = parsed  # type: ignore[misc]
+
+
+def silence_torchao() -> None:
+    """Drop PyTorch's advice to the authors of torchao about enums, and nothing else.
+
+    Where torchao is installed, importing Transformers imports it, and PyTorch 2.13 writes two such records.
+    """
+    logger = logging.getLogger("torch.utils._pytree")
+    if _is_of_interest not in logger.filters:
+        logger.addFilter(_is_of_interest)
+
+
+def _is_of_interest(record: logging.LogRecord) -> bool:
+    subject = record.args[0] if isinstance(record.args, tuple) and record.args else None
+    of_torchao = isinstance(subject, type) and subject.__module__.partition(".")[0] == "torchao"
+    return not (of_torchao and "register_constant() on Enum subclasses" in str(record.msg))

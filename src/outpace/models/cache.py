@@ -1,9 +1,8 @@
-"""Keys and values of many rows, each with its own length, in tensors that are never cropped or copied
-together.
+"""KV cache of sequences with different lengths, in tensors that are never cropped or concatenated.
 
-A layer holds `[rows, heads, T, d]`. A pass writes its n new tokens at each row's own positions; what lies
-at or past a row's length is garbage that the attention mask hides until it is written over. So rolling back
-is forgetting: nothing here knows lengths, the scorer does.
+A layer holds ``[rows, heads, T, d]``. A forward pass writes its n new tokens at each row's own positions.
+Entries at or past a row's length are garbage. The attention mask hides them until they are overwritten. So a
+rollback needs no work here: this module knows no lengths, the scorer does.
 """
 
 from __future__ import annotations
@@ -18,15 +17,19 @@ STEP = 64  # T grows in multiples of this
 
 
 class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys and values. Its shape and device are those of the first keys that arrive."""
+    """Keys and values of one layer.
 
-    is_sliding = False  # a window is the mask's business
+    The first keys that arrive determine shape and device.
+    """
+
+    is_sliding = False  # masks implement sliding windows
 
     def __init__(self, cache: RaggedCache) -> None:
         super().__init__()
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate zeros with the shape, dtype and device of the first keys and values."""
         rows, T = self.cache.rows, self.cache.capacity
         # Zeros, not garbage: a masked NaN is still NaN after the softmax.
         self.keys = key_states.new_zeros(rows, key_states.shape[1], T, key_states.shape[3])
@@ -36,7 +39,11 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write `[R, heads, n, d]` where the pass says; return all that the pass may look at."""
+        """Write keys and values ``[R, heads, n, d]`` at the positions of ``span``.
+
+        Returns:
+            All keys and values that the forward pass may attend to.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
@@ -46,29 +53,32 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.cache.span.read(self.keys), self.cache.span.read(self.values)
 
     def get_seq_length(self) -> int:
+        """Return the first position of ``span`` if all rows share it, else 0."""
         return self.cache.span.start or 0
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Return the number of keys that the forward pass attends to, and their offset, 0."""
         return self.cache.span.reach, 0
 
     def get_max_length(self) -> int:
+        """Return the capacity in tokens."""
         return self.cache.capacity
 
     get_max_cache_shape = get_max_length  # its name in older versions
 
 
 class Span:
-    """Where one pass writes: positions `[R, n]` of R rows side by side."""
+    """Positions ``[R, n]`` of R adjacent rows that one forward pass writes."""
 
     def __init__(self, first: int, positions: Tensor, start: int | None, reach: int) -> None:
         self.rows = slice(first, first + positions.shape[0])
         self.positions = positions
-        self.start = start  # the first position, where all rows write the same n in a row; else None
+        self.start = start  # the first position if all rows write the same n consecutive ones; else None
         self.reach = reach  # one past the last position of any row
         self._indices: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def write(self, table: Tensor, new: Tensor) -> None:
-        """table[r, :, positions[r, i]] = new[r, :, i]."""
+        """Assign ``table[r, :, positions[r, i]] = new[r, :, i]``."""
         n, d = new.shape[2:]
         if self.start is not None:
             table[self.rows, :, self.start : self.start + n] = new
@@ -76,11 +86,14 @@ class Span:
             table.view(-1, d).index_copy_(0, self._index(table), new.reshape(-1, d))
 
     def read(self, table: Tensor) -> Tensor:
-        """All that the rows may look at, `[R, heads, reach, d]`."""
+        """Return all entries that the rows may attend to, ``[R, heads, reach, d]``."""
         return table[self.rows, :, : self.reach]
 
     def _index(self, table: Tensor) -> Tensor:
-        """Of each new vector, its row in the table seen as `[rows·heads·T, d]`; made once for all layers."""
+        """Return the index of each new vector in the table viewed as ``[rows·heads·T, d]``.
+
+        It is computed once for all layers.
+        """
         heads, T = table.shape[1:3]
         key = (heads, T, table.device)
         if key not in self._indices:
@@ -91,7 +104,10 @@ class Span:
 
 
 class RaggedCache(Cache):  # type: ignore[misc]
-    """The layers of all rows. Before a pass, `span` says where it writes."""
+    """Layers of all rows.
+
+    Before a forward pass, ``span`` is set to the positions that the pass writes.
+    """
 
     span: Span
 
@@ -101,7 +117,7 @@ class RaggedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def reserve(self, rows: int, tokens: int) -> None:
-        """Make room for that many rows of that many tokens; what is there stays."""
+        """Grow to at least this many rows and tokens per row; contents stay."""
         rows, tokens = self.size(rows, tokens)
         for layer in self.layers:
             if layer.is_initialized:
@@ -112,18 +128,18 @@ class RaggedCache(Cache):  # type: ignore[misc]
         self.rows, self.capacity = rows, tokens
 
     def size(self, rows: int, tokens: int) -> tuple[int, int]:
-        """Rows and tokens a row that `reserve` would come to."""
+        """Return the rows and tokens per row that ``reserve`` would allocate."""
         return max(rows, self.rows), max(-(-tokens // STEP) * STEP, self.capacity)
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
-        """The first tokens of one row become those of another."""
+        """Copy the first ``length`` tokens of one row to another."""
         for table in self._tables():
             table[target, :, :length] = table[source, :, :length]
 
     @torch.inference_mode()
     def swap(self, one: int, other: int, length: int) -> None:
-        """Exchange the first tokens of two rows."""
+        """Swap the first ``length`` tokens of two rows."""
         for table in self._tables():
             mine, theirs = table[one, :, :length], table[other, :, :length]
             saved = mine.clone()
@@ -132,11 +148,12 @@ class RaggedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def clear(self, row: int) -> None:
-        """Zeros again: after NaN, hiding is not enough."""
+        """Zero a row, since a mask does not hide NaN."""
         for table in self._tables():
             table[row] = 0
 
     def nbytes(self) -> int:
+        """Return the bytes of all keys and values."""
         return sum(table.nbytes for table in self._tables())
 
     def _tables(self) -> list[Tensor]:

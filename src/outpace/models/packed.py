@@ -1,9 +1,9 @@
-"""Weights laid out once for products with few rows, on a CPU.
+"""Weights packed once for products with few rows, on a CPU.
 
-A pass over a handful of tokens reads every weight once and should cost little more than a pass over one.
-PyTorch's matrix product lays the weights out anew at every call, which costs as much as the product itself;
-oneDNN, which comes with PyTorch, also takes weights that are laid out already. They are a copy: this trades
-memory for time.
+A forward pass over a few tokens reads every weight once. It should cost little more than a forward pass over
+one token. PyTorch's matrix product packs the weights again at every call, which costs as much as the product
+itself. oneDNN, which comes with PyTorch, also accepts weights that are packed already. They are a copy: this
+trades memory for time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Packed:
     """The linear layers of a model with packed weights.
 
     Attributes:
-        forwards: By layer, a forward with its packed weights.
+        forwards: A forward with packed weights per layer.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -36,7 +36,7 @@ class Packed:
 
 
 def layers(model: torch.nn.Module) -> list[Linear]:
-    """Those that gain by it: plain ones, on the CPU."""
+    """Return the layers that gain by packing: unmodified linear layers on the CPU."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return []
     # Adapters are merged into these unseen: neither the address nor the version of a weight changes.
@@ -54,7 +54,10 @@ def layers(model: torch.nn.Module) -> list[Linear]:
 
 
 def _gains(weight: Tensor) -> bool:
-    """bfloat16 does. So does float32; but on x86, where MKL lays out fast, only what is large enough."""
+    """Return whether packing a weight pays.
+
+    It pays in bfloat16. In float32 it pays, too; but on x86, where MKL packs fast, only for large weights.
+    """
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     out, inner = weight.shape
@@ -63,6 +66,7 @@ def _gains(weight: Tensor) -> bool:
 
 
 def packed_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes that the packed weights of a model take."""
     return sum(layer.weight.nbytes for layer in layers(model))
 
 
@@ -70,7 +74,7 @@ def _forward(layer: Linear) -> Callable[[Tensor], Tensor]:
     weight, bias = layer.weight, layer.bias
     product: Any = torch.ops.mkldnn._linear_pointwise.default
     laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-    # Of float32 a row alone is a product with a vector, better left to BLAS, as MKL's are of up to three.
+    # In float32 BLAS is better for a single row, a matrix-vector product, and MKL for up to three rows.
     least = 1 if weight.dtype == torch.bfloat16 else 4 if X86 else 2
 
     def forward(x: Tensor) -> Tensor:

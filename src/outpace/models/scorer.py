@@ -1,4 +1,4 @@
-"""The interface between the iteration and whatever scores: a model and its cache."""
+"""The interface between the decode step and the model, with its KV cache, that scores its tokens."""
 
 from __future__ import annotations
 
@@ -12,19 +12,29 @@ from outpace.models.source import Source
 
 
 class Scorer(Protocol):
-    """Scores tokens after a committed text per row.
+    """Interface that scores tokens after the committed tokens of each sequence.
 
-    Rows are named by slots, small ints that the caller picks and may use again after `reset`. A row has a
-    committed text; `score` looks past it without committing, `commit` moves its end, so that a lost draft
-    costs nothing but the move.
+    Slots name the sequences. They are small ints that the caller picks and may use again after ``reset``.
+    Each sequence has committed tokens. ``score`` looks past them without committing, and ``commit`` moves
+    their end. So a rejected draft costs nothing but the move.
+
+    Attributes:
+        vocab_size: Size of the vocabulary.
+        context: Maximum number of tokens of a sequence.
+        device: Device of the logits.
     """
 
     vocab_size: int
-    context: int  # most tokens a row may have
-    device: torch.device  # where logits come out
+    context: int
+    device: torch.device
 
     def reserve(self, rows: int, tokens: int) -> None:
-        """Make room for slots 0..rows-1 of that many tokens each, so that it need not be made in steps."""
+        """Reserve the KV cache once, so that it does not grow in steps.
+
+        Args:
+            rows: Number of slots, from 0 to ``rows - 1``.
+            tokens: Tokens per slot.
+        """
 
     def prefill(
         self,
@@ -32,28 +42,58 @@ class Scorer(Protocol):
         prompts: Sequence[Sequence[int]],
         sources: Sequence[Source | None] = (),
     ) -> Tensor:
-        """Begin rows with these tokens, committed; logits `[R, V]` after the last. What a row or another
-        held of the same beginning is used again. Sources are what encoder-decoder models write about."""
+        """Prefill slots with prompts, and commit them.
+
+        Cached tokens of the same beginning are reused, of this slot or another.
+
+        Args:
+            rows: Slots of the sequences.
+            prompts: Token ids of each sequence.
+            sources: Encoder inputs, for encoder-decoder models.
+
+        Returns:
+            Logits ``[R, V]`` after the last token of each prompt.
+        """
 
     def append(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Commit at least one more token a row, not the same number for each; logits `[R, V]` after the
-        last."""
+        """Commit at least one more token per sequence; the number may differ between sequences.
+
+        Args:
+            rows: Slots of the sequences.
+            tokens: New token ids of each sequence.
+
+        Returns:
+            Logits ``[R, V]`` after the last token of each sequence.
+        """
 
     def score(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
-        """Logits `[R, n, V]` after each of tokens `[R, n]`, which follow the committed text."""
+        """Score tokens that follow the committed ones, without committing them.
+
+        Args:
+            rows: Slots of the sequences.
+            tokens: Token ids ``[R, n]``.
+
+        Returns:
+            Logits ``[R, n, V]`` after each token.
+        """
 
     def commit(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """The first counts[r] of the tokens just scored belong to the text."""
+        """Commit the first ``counts[r]`` of the tokens just scored."""
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Go back to a text of at most so many tokens."""
+        """Shorten each sequence to at most ``lengths[r]`` committed tokens."""
 
     def length(self, row: int) -> int:
-        """Tokens committed."""
+        """Return the number of committed tokens."""
 
     def reset(self, rows: Sequence[int], texts: Sequence[Sequence[int]] | None = None) -> None:
-        """Rows are free. With the texts they had, what they hold may serve a later prompt; without, it is
-        wiped."""
+        """Free slots.
+
+        Args:
+            rows: Slots to free.
+            texts: Token ids of the sequences. With them, the KV cache may serve a later prompt. Without them,
+                it is zeroed.
+        """
 
     def describe(self) -> str:
-        """One line for a user: what scores, where, and what its cache costs."""
+        """Return one line for a user: the model, its device, and the cost of its KV cache."""

@@ -1,7 +1,7 @@
-"""An encoder-decoder model of the Transformers library as a `Scorer`.
+"""An encoder-decoder model of the Transformers library as a ``Scorer``.
 
-The encoder reads a row's source once, and its keys and values for the decoder are computed once; from then on
-a row is a text that grows, as a causal model's is, and all that is said there of rows holds here.
+The encoder runs once per source. The keys and values of cross-attention are computed once. From then on a
+sequence grows as with a causal model, and all that ``causal`` says about sequences holds here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.arguments import kind
+from outpace.checks.arguments import kind
 from outpace.models.cache import RaggedCache
 from outpace.models.causal import CausalScorer, fingerprint, refusal
 from outpace.models.source import Source
@@ -24,15 +24,15 @@ ENCODED_TOGETHER = 8192  # tokens or frames of sources that go through an encode
 
 
 class Seq2SeqScorer(CausalScorer):
-    """T5, mT5, BART, Marian or Whisper, with a ragged cache of the text and one of the source."""
+    """T5, mT5, BART, Marian or Whisper, with ragged KV caches of the text and of the source."""
 
     def __init__(self, model: Any) -> None:
-        base = accepted(model)
+        base = supported_model(model)
         self.model = self.base = base
         self.config = base.config
         self.own_encoder: torch.nn.Module = base.get_encoder()
-        self.encoder = self.own_encoder  # or another's that is the same
-        self._grouped = False  # attention is the stack's own
+        self.encoder = self.own_encoder  # or an equal encoder of another model
+        self._grouped = False  # the stack has its own attention
         self.stack = Stack(base)
         self.vocab_size = base.get_output_embeddings().weight.shape[0]
         self.context = self.stack.context
@@ -40,19 +40,27 @@ class Seq2SeqScorer(CausalScorer):
         self.dtype = base.get_input_embeddings().weight.dtype
         self._windows: dict[str, int | None] = {"": None}
         self._last_only = {"last_only": True}
-        self._sources: dict[int, int] = {}  # tokens of each slot's source
-        self._crossed: list[tuple[Tensor, Tensor]] = []  # of each layer, `[rows, heads, S, d]`
+        self._sources: dict[int, int] = {}  # length of each slot's source
+        self._crossed: list[tuple[Tensor, Tensor]] = []  # sources' keys and values, `[rows, heads, S, d]`
         self._prepare(len(self.stack.layers))
 
     # Sources
 
     @property
     def hears(self) -> bool:
-        """Whether sources are speech."""
+        """True for models whose sources are speech."""
         return bool(self.config.model_type == "whisper")
 
     def source(self, prompt: Any) -> Source:
-        """Of token ids, features or a Source, what this model can be given."""
+        """Return the source of a prompt, checked for this model.
+
+        Args:
+            prompt: Token ids, features of speech, or a ``Source``.
+
+        Raises:
+            TypeError: The model does not take prompts of this kind.
+            ValueError: Token ids or the shape of features do not suit the model.
+        """
         source = copy.copy(prompt) if isinstance(prompt, Source) else self._read(prompt)
         if self.hears != (source.features is not None):
             what = "features of speech [bins, frames]" if self.hears else "token ids"
@@ -94,7 +102,7 @@ class Seq2SeqScorer(CausalScorer):
 
     @property
     def start(self) -> list[int]:
-        """The decoder's first tokens, by the model's configuration."""
+        """First tokens of the decoder, from the model's configuration."""
         both = [
             next(
                 (getattr(one, name) for one in (self.generation_config, self.config) if has(one, name)), None
@@ -106,7 +114,14 @@ class Seq2SeqScorer(CausalScorer):
         return [token for token in both if token is not None]
 
     def share_encoder(self, other: Seq2SeqScorer) -> bool:
-        """Take the states of another model's encoder, if it is the same."""
+        """Use the states of another model's encoder if both encoders are equal.
+
+        Returns:
+            Whether the encoder is shared.
+
+        Raises:
+            ValueError: The two models take different kinds of sources.
+        """
         if self.hears != other.hears or self._bins != other._bins:
             raise ValueError(
                 f"drafter: {type(self.base).__name__} cannot be given what {type(other.base).__name__} is: "
@@ -117,14 +132,14 @@ class Seq2SeqScorer(CausalScorer):
 
     @property
     def _bins(self) -> str:
-        """Of what it hears."""
+        """Shape of the features that the model takes; empty for models of text."""
         if not self.hears:
             return ""
         return f"{self.config.num_mel_bins} bins of {2 * self.config.max_source_positions} frames"
 
     @torch.inference_mode()
     def encode(self, sources: Sequence[Source]) -> None:
-        """Let the encoder read sources that it has not read yet."""
+        """Run the encoder on sources that it has not encoded yet."""
         weights = fingerprint(self.encoder)
         new = [
             one
@@ -135,17 +150,17 @@ class Seq2SeqScorer(CausalScorer):
         while new:
             count = max(1, min(len(new), ENCODED_TOGETHER // len(new[-1])))
             if self.hears and self.device.type == "cpu":
-                count = 1  # a window keeps all cores busy, and more of them leave the caches
+                count = 1  # one window keeps all cores busy, and more do not fit the CPU's caches
             some, new = new[:count], new[count:]
             for source, states in zip(some, self._encoded(some), strict=True):
                 source.states[self.encoder] = weights, states
 
     def _encoded(self, sources: Sequence[Source]) -> list[Tensor]:
-        """States `[S, D]` of each."""
+        """Return the states ``[S, D]`` of each source."""
         if self.hears:
             features = torch.stack([one.features for one in sources if one.features is not None])
             return list(self.encoder(features.to(self.device, self.dtype)).last_hidden_state)
-        # What a target reads may be more than its draft knows: a poorer guess, not an error.
+        # A target's source may exceed what the draft supports: a worse draft, not an error.
         most = getattr(self.config, "max_position_embeddings", None)
         last = self.base.get_input_embeddings().weight.shape[0] - 1
         texts = [[min(token, last) for token in one.ids[:most]] for one in sources if one.ids is not None]
@@ -160,8 +175,13 @@ class Seq2SeqScorer(CausalScorer):
 
     @torch.inference_mode()
     def take_in(self, rows: Sequence[int], sources: Sequence[Source], tokens: int = 1) -> None:
-        """These rows are about to be begun with so many tokens and these sources: encode them, and compute
-        their keys and values."""
+        """Encode sources and cache their keys and values for cross-attention, before a prefill.
+
+        Args:
+            rows: Slots that are about to be prefilled.
+            sources: Source of each slot.
+            tokens: Tokens per slot that are about to be prefilled.
+        """
         self._look_at_weights()
         self.encode(sources)
         own = list(dict.fromkeys(sources))  # several rows may have the same
@@ -205,11 +225,12 @@ class Seq2SeqScorer(CausalScorer):
         prompts: Sequence[Sequence[int]],
         sources: Sequence[Source | None] = (),
     ) -> Tensor:
+        """See ``Scorer.prefill``; every slot needs a source."""
         given = {row: one for row, one in zip(rows, sources, strict=False) if one is not None}
         if len(given) != len(rows):
             raise ValueError(f"{type(self.base).__name__} needs a source for each row, and has {len(given)}")
         longest = max(map(len, prompts))
-        if longest > self.cache.capacity:  # a larger cache knows of no sources
+        if longest > self.cache.capacity:  # growing may discard the cached sources
             self._have(rows, longest)
         new = [row for row in rows if row not in self._sources]
         if new:
@@ -217,16 +238,17 @@ class Seq2SeqScorer(CausalScorer):
         return self.append(rows, prompts)
 
     def forget(self) -> None:
-        """Use nothing again."""
+        """See ``CausalScorer.forget``."""
         super().forget()
         self.stack = Stack(self._runner)  # modules come and go with adapters
 
     def pack(self) -> None:
+        """See ``CausalScorer.pack``."""
         super().pack()
         self.stack = Stack(self._runner)
 
     def reset(self, rows: Sequence[int], texts: Sequence[Sequence[int]] | None = None) -> None:
-        """Rows are free. What a row held is of its source alone, and serves no other."""
+        """Free slots; their cached tokens depend on the source, so no later prompt reuses them."""
         super().reset(rows, texts)
         for row in rows:
             if row in self._held:
@@ -257,18 +279,17 @@ class Seq2SeqScorer(CausalScorer):
         return self.stack.logits(x[:, -1:] if last_only else x)
 
     def _mask(self, ids: Tensor, positions: Tensor, start: int | None, reach: int) -> Tensor | None:
-        """What is added to scores of the text, `[R or 1, heads or 1, n, reach]`."""
-        one = positions if start is None else positions[:1]  # rows at the same place see the same
+        """Return what is added to self-attention scores, ``[R or 1, heads or 1, n, reach]``."""
+        one = positions if start is None else positions[:1]  # rows at equal positions have equal masks
         bias = self.stack.bias(one, reach)
         if ids.shape[1] == 1 and start is not None:
-            return bias  # a single token sees all that there is
+            return bias  # a single token attends to everything
         mask = self._masks(one, start, reach)
         assert isinstance(mask, Tensor)
         return mask if bias is None else mask + bias
 
     def _hidden(self, rows: slice) -> tuple[Tensor | None, int]:
-        """What is added to scores of the sources of rows that lie there, and how long the longest of them
-        is."""
+        """Return what is added to cross-attention scores of these rows, and their longest source's length."""
         lengths = [self._sources[slot] for slot in self._order[rows]]
         longest = max(lengths)
         if min(lengths) == longest:
@@ -279,13 +300,17 @@ class Seq2SeqScorer(CausalScorer):
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of one token of a text in all layers."""
+        """Bytes of the keys and values of one decoder token in all layers."""
         own = self.stack.layers[0].own
         return int(2 * len(self.stack.layers) * own.heads * own.d * self.dtype.itemsize)
 
 
-def accepted(model: Any) -> Any:
-    """The model, ready to score; or an error that says why it cannot."""
+def supported_model(model: Any) -> Any:
+    """Return the model, ready to score.
+
+    Raises:
+        ValueError: The model cannot be scored; the message says why.
+    """
     name = model.config.model_type
     if name not in FAMILIES:
         raise refusal(model, f"is an encoder-decoder model of a family not among {', '.join(FAMILIES)}")
@@ -299,14 +324,14 @@ def accepted(model: Any) -> Any:
     return model
 
 
-SHAPING = (  # an encoder beside its weights
+SHAPING = (  # configuration fields that, besides the weights, determine what an encoder computes
     *("model_type", "encoder_attention_heads", "num_heads", "scale_embedding", "activation_function"),
     *("feed_forward_proj", "relative_attention_num_buckets", "relative_attention_max_distance"),
 )
 
 
 def same_encoder(one: Any, other: Any) -> bool:
-    """Whether two encoders compute the same."""
+    """Return whether two encoders compute the same."""
     if any(getattr(one.config, name, None) != getattr(other.config, name, None) for name in SHAPING):
         return False
     mine, theirs = one.state_dict(), other.state_dict()
@@ -317,11 +342,12 @@ def same_encoder(one: Any, other: Any) -> bool:
 
 
 def has(config: Any, name: str) -> bool:
+    """Return whether a configuration sets a field."""
     return getattr(config, name, None) is not None
 
 
 def scorer_of(model: Any) -> CausalScorer:
-    """Whatever scores with a model."""
+    """Return a scorer of a model; a scorer is returned as it is."""
     if isinstance(model, CausalScorer):
         return model
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):

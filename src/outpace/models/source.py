@@ -1,4 +1,4 @@
-"""What an encoder-decoder model writes about: a text that it reads, or speech that it hears."""
+"""Inputs of encoder-decoder models: a text, or speech."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from outpace.arguments import kind
+from outpace.checks.arguments import kind
 
 
 class Source:
-    """The encoder's input of one row, and what encoders made of it, so that each works once.
+    """The encoder input of one sequence, with its encoder states, so that each encoder runs once.
 
-    ids       token ids; or
-    features  `[bins, frames]`, as the model's feature extractor makes them of speech
-    start     the decoder's first tokens; by default the model's own
+    Args:
+        ids: Token ids of a text. Pass either ``ids`` or ``features``.
+        features: ``[bins, frames]``, as the model's feature extractor computes them from speech.
+        start: First tokens of the decoder. By default the model's own.
+
+    Raises:
+        ValueError: Both or neither of ``ids`` and ``features`` are passed, or ``features`` is not a 2-D
+            tensor.
     """
 
     def __init__(
@@ -32,12 +37,12 @@ class Source:
         self.ids = None if ids is None else list(ids)
         self.features = features
         self.start = None if start is None else list(start)
-        # By encoder: what its weights were then, and states `[S, D]`
+        # By encoder: the fingerprint of its weights, and states `[S, D]`
         self.states: WeakKeyDictionary[nn.Module, tuple[int, Tensor]] = WeakKeyDictionary()
-        self.copyable: list[int] = []  # ids that are the decoder's, too: what a lookup may copy
+        self.copyable: list[int] = []  # ids that the decoder's vocabulary shares, for prompt lookup
 
     def __len__(self) -> int:
-        """Of what the encoder is given."""
+        """Return the length of the encoder input, in tokens or frames."""
         if self.ids is not None:
             return len(self.ids)
         assert self.features is not None

@@ -1,7 +1,7 @@
-"""The decoders of encoder-decoder models, one description for all families.
+"""Decoders of encoder-decoder models, one description for all families.
 
-Their modules are the model's own; only the way through them is written here, since in the library's rows
-must be of equal length: positions are counted for all rows at once, and so are T5's distances.
+The modules are the model's own. Only the forward pass through them is written here. That of Transformers
+needs rows of equal length: it counts positions, and T5's distances, for all rows at once.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 FAMILIES = ("t5", "mt5", "bart", "marian", "whisper")
 NORM_FIRST = ("t5", "mt5", "whisper")
-BART_OFFSET = 2  # positions that BART's table begins with and nothing uses
+BART_OFFSET = 2  # unused positions at the beginning of BART's table
 ANY_LENGTH = 1 << 20  # tokens, where positions are relative
 
 Module = Callable[[Tensor], Tensor]
 Cache = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Takes in new keys and values `[B, heads, n, d]`; all there are."""
+"""A function that stores new keys and values ``[B, heads, n, d]`` and returns all there are."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Products around a softmax."""
+    """Multi-head attention: four projections around a softmax."""
 
     q: Module
     k: Module
@@ -37,11 +37,11 @@ class Attention:
     scale: float
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of states `[B, n, D]`, `[B, heads, n, d]` each."""
+        """Return keys and values ``[B, heads, n, d]`` of states ``[B, n, D]``."""
         return self._split(self.k(x)), self._split(self.v(x))
 
     def look(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """What states `[B, n, D]` make of keys and values; the mask is added to scores."""
+        """Attend from states ``[B, n, D]`` to keys and values; the mask is added to the scores."""
         q = self._split(self.q(x))
         seen = scaled_dot_product_attention(q, keys, values, mask, scale=self.scale)
         return self.out(seen.transpose(1, 2).flatten(2))
@@ -52,7 +52,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Layer:
-    """A block: attention to the text, attention to the source, and a feed-forward layer."""
+    """A decoder block: self-attention, cross-attention to the source, and a feed-forward layer."""
 
     own: Attention
     own_norm: Module
@@ -70,7 +70,15 @@ class Layer:
         source: tuple[Tensor, Tensor],
         hidden: Tensor | None,
     ) -> Tensor:
-        """mask is of the text, hidden of the source."""
+        """Return the states after this block.
+
+        Args:
+            x: States ``[B, n, D]``.
+            cache: Stores new keys and values of the text, and returns all there are.
+            mask: Added to the self-attention scores.
+            source: Keys and values of the source.
+            hidden: Added to the cross-attention scores.
+        """
         x = self._around(x, self.own_norm, lambda y: self.own.look(y, *cache(*self.own.keys_values(y)), mask))
         x = self._around(x, self.cross_norm, lambda y: self.cross.look(y, *source, hidden))
         return self._around(x, self.forward_norm, self.forward)
@@ -80,7 +88,7 @@ class Layer:
 
 
 class Stack:
-    """Embedding, layers and head of a model of one of FAMILIES."""
+    """Embedding, layers and head of a model of one of ``FAMILIES``."""
 
     def __init__(self, model: Any) -> None:
         config, self.family = model.config, model.config.model_type
@@ -112,7 +120,7 @@ class Stack:
             self.context = self._places.shape[0]
 
     def embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Tokens `[B, n]` at positions `[B, n]`."""
+        """Return embeddings ``[B, n, D]`` of tokens ``[B, n]`` at positions ``[B, n]``."""
         x = self._embed(ids)
         if self._scale != 1.0:
             x = x * self._scale
@@ -121,7 +129,11 @@ class Stack:
         return x if self._embedding_norm is None else self._embedding_norm(x)
 
     def bias(self, positions: Tensor, reach: int) -> Tensor | None:
-        """What is added to scores of tokens at positions `[B, n]` by distance, `[B, heads, n, reach]`."""
+        """Return T5's bias by distance for tokens at positions ``[B, n]``; None for other families.
+
+        Returns:
+            What is added to the scores, ``[B, heads, n, reach]``.
+        """
         if self.family not in ("t5", "mt5"):
             return None
         if self._bias is None or self._bias.shape[0] < reach:
@@ -138,7 +150,7 @@ class Stack:
         return self._bias[distances.clamp(min=0)].permute(0, 3, 1, 2)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of what the layers made."""
+        """Return logits of the last layer's states."""
         if self._norm is not None:
             x = self._norm(x)
         if self._head_scale != 1.0:

@@ -1,4 +1,4 @@
-"""The model cache on disk: its folder, whole models in it, locks, and errors that say what to do."""
+"""The model cache on disk: its folder, complete models in it, locks, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ Say = Callable[[str], None]
 
 
 def say(line: str) -> None:
+    """Print a line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def first_line(error: Exception) -> str:
+    """Return the type and the first line of an error."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def cache_folder() -> Path:
-    """Where models are kept: $OUTPACE_CACHE, or `outpace` in the user's cache folder."""
+    """Return the folder of the model cache: ``$OUTPACE_CACHE``, or ``outpace`` in the user's cache folder."""
     if named := os.environ.get("OUTPACE_CACHE"):
         return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -43,6 +45,7 @@ def bytes_in(folder: Path) -> int:
 
 
 def is_complete(folder: Path) -> bool:
+    """Return whether a folder holds every file of a converted model, each with its recorded size."""
     try:
         sizes = json.loads((folder / COMPLETE).read_text())
         names = dict(sizes)
@@ -52,7 +55,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def install(made: Path, folder: Path) -> None:
-    """Move a model that was made elsewhere on the same disk to its place, as a whole."""
+    """Move a converted model as a whole to its folder, from elsewhere on the same disk."""
     for file in made.iterdir():
         file.chmod(0o644)  # others may share the cache; safetensors writes for its owner alone
     sizes = {file.name: file.stat().st_size for file in made.iterdir()}
@@ -64,7 +67,7 @@ def install(made: Path, folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path, waiting: str, tell: Say) -> Iterator[None]:
-    """Hold the lock at this path; say so once if another process has it."""
+    """Hold the lock at this path; call ``tell`` once with ``waiting`` if another process holds it."""
     from filelock import FileLock, Timeout
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +85,7 @@ def locked(path: Path, waiting: str, tell: Say) -> Iterator[None]:
 
 @contextmanager
 def writing(cache: Path) -> Iterator[None]:
-    """Errors of the file system, in one sentence that says what to do."""
+    """Turn errors of the file system into one sentence that says what to do."""
     try:
         yield
     except OSError as error:

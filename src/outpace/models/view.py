@@ -1,7 +1,7 @@
 """Views of models: the same parameters, with an attention function and linear layers of their own.
 
-Forward passes of a scorer go through a view, so the model itself never changes: other threads may run it at
-the same time, by a forward pass of their own, by `generate`, or through a second scorer.
+Forward passes of a scorer go through a view, so the model itself never changes. Other threads may run it at
+the same time: with a forward pass of their own, with ``generate``, or with a second scorer.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ def view_of(
 
     Args:
         model: The module to copy. It is only read.
-        forwards: The forward of each module whose copy gets another one. A module that has a forward of its
-            own, such as a hook of accelerate, keeps it.
-        config: A configuration that takes the place of the model's in every copied module. By default all
-            of them keep theirs.
+        forwards: Replacement of ``forward`` per module. A module that already has a forward of its own, such
+            as a hook of accelerate, keeps it.
+        config: Configuration that replaces the model's in every copied module. None keeps the model's.
     """
     return _copied(model, {}, forwards, getattr(model, "config", None), config)
 
@@ -35,10 +34,10 @@ def _copied(
     replaced: Any,
     config: Any,
 ) -> Module:
-    # Not a closure that calls itself: such a ring would keep the model until the garbage collector runs.
+    # Not a recursive closure: its reference cycle would keep the model until the garbage collector runs.
     if module in copies:
         return copies[module]
-    # Not `copy.copy`, which pickles: wrappers such as PyTorch's compiler have their own way with that.
+    # Not `copy.copy`, which uses the pickle protocol: wrappers such as PyTorch's compiler override it.
     copies[module] = new = object.__new__(type(module))
     attributes = module.__dict__.copy()
     attributes["_buffers"] = attributes["_buffers"].copy()  # rotary embeddings may replace theirs

@@ -1,1 +1,1 @@
-"""What was measured, as one page that needs nothing beside it: files of results in, HTML out."""
+"""Report: result files in, one self-contained HTML page out."""

@@ -63,7 +63,7 @@ SWEEP_TIMES: Columns = {
     "P90": value("p90_ms", "ms"),
     "P99": value("p99_ms", "ms"),
     "loop ms": value("loop_ms", "ms"),
-    "tokens per pass": value("tokens_per_call", ".2f"),
+    "tokens per pass": value("tokens_per_pass", ".2f"),
     "acceptance": value("acceptance", ".2f"),
 }
 MEASURE: Columns = {
@@ -98,7 +98,7 @@ def tune_columns(candidates: list[dict[str, Any]]) -> Columns:
 
 
 def pays(at: Row) -> str:
-    """Return what a draft brings at its best g, and whether that is known, in words."""
+    """Return the speed of a draft at its best g, and whether that is known to pay, in words."""
     interval, g = at.get("predicted_interval"), at.get("best_g")
     unsure = interval is not None and interval[0] <= 1 < interval[1]
     times = between(interval, ".2f") if interval else ""

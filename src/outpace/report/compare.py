@@ -1,4 +1,4 @@
-"""How sections of a page fit together: where two measured the same thing, the second says how."""
+"""Comparison of the sections of a page that measured the same thing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from collections.abc import Sequence
 from outpace.report.section import Section, Speed, Way
 from outpace.report.source import differences
 
-SHOWN = 3  # drafts and g that are spelt out
+SHOWN = 3  # pairs of draft and g that are listed
 SAME = "It was measured under the same conditions as far as the files tell, at another time."
 
 
 def notes(earlier: Sequence[Section], here: Section) -> list[str]:
-    """Say which earlier sections have speeds of the same drafts, on what, and where they disagree."""
+    """Return notes on earlier sections that have speeds of the same drafts.
+
+    A note names the conditions that differ, and speeds that disagree.
+
+    Args:
+        earlier: Earlier sections.
+        here: The section to write notes for.
+    """
     alike = [there for there in earlier if _both(there, here)]
     apart = [there for there in alike if _apart(there, here)]
     rest = [there for there in alike if there not in apart]
@@ -48,9 +55,12 @@ def _note(there: Section, here: Section) -> str:
 
 
 def doubts(way: Way | None, speed: Speed | None, others: Sequence[Section]) -> list[str]:
-    """Say which other sections contradict an answer.
+    """Return the sections that contradict an answer, in words.
 
-    way, speed  of what the answer recommends, or calls the best; None where it names none
+    Args:
+        way: Draft and g that the answer recommends or calls the best; None where it names none.
+        speed: Their speed; None where the answer names none.
+        others: Sections of other files.
     """
     found = []
     for one in others:

@@ -1,4 +1,4 @@
-"""What `outpace eval` wrote, as sections of a page."""
+"""Sections of a page for the journal that ``outpace eval`` wrote."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from outpace.bench.data import Item
 from outpace.bench.estimate import estimate
 from outpace.bench.spread import faster
 from outpace.report.figures import Line, lines
@@ -18,7 +19,6 @@ from outpace.report.section import Content, Figure, Section, Speed, Table, Text,
 from outpace.report.source import models, source
 from outpace.report.words import with_interval
 from outpace.tasks import table as tables
-from outpace.tasks.items import Item
 from outpace.tasks.kinds import no_measure, task_of
 from outpace.tasks.score import pass_at
 
@@ -35,7 +35,7 @@ SHOWN, LONGEST = 2, 500  # rows whose texts are shown, and characters of each
 
 
 def sections(content: Content) -> list[Section]:
-    """Quality and speed of each way of decoding, by category where `eval` told them apart, and texts."""
+    """Return quality and speed of each runner, by category where the task has categories, and texts."""
     sides, records = content["sides"], content["records"]
     if not records:
         return []
@@ -73,9 +73,9 @@ def sections(content: Content) -> list[Section]:
 
 
 def columns(content: Content) -> list[tables.Column]:
-    """Return what each side did, of rows that all of them have come to.
+    """Return the results of each runner, for rows that all of them have reached.
 
-    The journal has no references, so what needs them is not computed.
+    The journal has no references, so measures that need them are not computed.
     """
     task = task_of(content["task"])
     if content["task"] == "translate":
@@ -98,7 +98,7 @@ def speeds(content: Content) -> dict[Way, Speed]:
 
 
 def length(content: Content) -> str:
-    """Return g, or the policy, by what the decoder says of itself."""
+    """Return g, or the name of the policy, from the decoder's own description."""
     said = next((line.split(maxsplit=1)[1] for line in models(content) if line.startswith("length ")), "")
     if fixed := re.fullmatch(r"Fixed\((\d+)\)", said):
         return fixed[1]
@@ -106,7 +106,7 @@ def length(content: Content) -> str:
 
 
 def intervals(one: tables.Column) -> dict[str, Interval | None]:
-    """Return the 95 % interval of each measure of quality, by rows; None for a single row."""
+    """Return the 95 % interval of each measure of quality over rows; None for a single row."""
     found: dict[str, Interval | None] = {}
     for name in one.quality if one.records else ():
         percent = 1.0 if name == LOG else 100.0
@@ -137,13 +137,13 @@ def _measure(name: str, record: dict[str, Any]) -> tuple[float, int]:
 
 
 def _common(found: Sequence[tables.Column]) -> list[tables.Column]:
-    """Return the rows that no way failed at, as the table has them."""
+    """Return the columns without rows that failed with any runner, as the table has them."""
     failed = tables.lost(found)
     return [one.only(one.done.keys() - failed) for one in found]
 
 
 def _over(one: tables.Column, common: Iterable[tables.Column]) -> tuple[float, Interval | None] | None:
-    """Return the speed over plain decoding of the same rows, and its interval."""
+    """Return the speed relative to decoding the same rows without speculation, and its interval."""
     plain = next((other for other in common if other.side == PLAIN), None)
     if plain is None or not one.records or one.side == PLAIN:
         return None
@@ -155,7 +155,7 @@ def _over(one: tables.Column, common: Iterable[tables.Column]) -> tuple[float, I
 
 
 def _with_intervals(found: Sequence[tables.Column], name: str, line: Sequence[str]) -> list[str]:
-    """Return the cells of a line, with intervals where it is one of quality or of speed."""
+    """Return the cells of a line, with intervals if it is one of quality or speed."""
     common, cells = _common(found), []
     for one, cell in zip(common, line, strict=True):
         if name == OVER and (known := _over(one, common)):
@@ -167,7 +167,7 @@ def _with_intervals(found: Sequence[tables.Column], name: str, line: Sequence[st
 
 
 def _same(found: Sequence[tables.Column], one: tables.Column) -> str:
-    """Return how many rows have the text that plain decoding wrote."""
+    """Return how many rows have the text that decoding without speculation wrote."""
     common = {other.side: other.records for other in _common(found)}
     if one.side == PLAIN or not common[one.side]:
         return "–"
@@ -221,7 +221,7 @@ def _speed(found: Sequence[tables.Column]) -> list[Figure]:
 
 
 def _texts(content: Content) -> list[Text]:
-    """Return the first rows' texts; ways that wrote the same are named together."""
+    """Return the first rows' texts; runners that wrote the same are named together."""
     found = []
     for row in sorted({row for _, row in content["records"]})[:SHOWN]:
         wrote: dict[str, list[str]] = {}
@@ -243,8 +243,10 @@ def _cut(text: str) -> str:
 
 
 def _beside(content: Content) -> tuple[tables.Table, list[tables.Table]]:
-    """Return the table that `eval` wrote beside a whole run, and further ones: what needs the data is there
-    alone."""
+    """Return the table that ``outpace eval`` saved beside a complete run, and its further tables.
+
+    Measures that need the data are in that file alone.
+    """
     path: Path = content["table"]
     if not content["complete"] or not path.is_file():
         return [], []

@@ -1,4 +1,4 @@
-"""matplotlib's figures as SVG inside a page, in the page's own colours and letters."""
+"""matplotlib figures as SVG inside a page, in the page's own colours and fonts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import Any
 
 from markupsafe import Markup
 
-from outpace.bench.curves import MARKERS
-from outpace.bench.pictures import backend
+from outpace.bench.curves import MARKERS, backend
 from outpace.report.words import said
 
-SIZE = (3.6, 2.6)  # inches, before the legend: letters are large enough where a figure is as wide as a phone
+SIZE = (3.6, 2.6)  # inches, without the legend: letters stay readable where a figure is as wide as a phone
 ROW = 0.17  # inches of a row of the legend
 
-# Colours that the style sheet decides on, light or dark: matplotlib is given stand-ins.
+# The style sheet sets the colours, light or dark: matplotlib gets placeholders.
 INK, GRID = "#010101", "#020202"
 SERIES = tuple(f"#0300{i:02x}" for i in range(6))
 VARIABLES = {
@@ -35,13 +34,22 @@ WHOLE = Markup('<svg viewBox="{}" role="img" aria-label="{}">{}')
 
 @dataclass(frozen=True)
 class Line:
-    """Points of one name; NaN leaves a gap."""
+    """The points of one series; NaN leaves a gap.
+
+    Attributes:
+        name: Name in the legend.
+        x: Horizontal positions.
+        y: Values.
+        colour: Index of the colour and marker.
+        spread: Lengths of the error bar below and above each point.
+        predicted: Whether the values were predicted; they are plotted as a dotted line.
+    """
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     colour: int = 0
-    spread: Sequence[Sequence[float]] | None = None  # below and above each
+    spread: Sequence[Sequence[float]] | None = None
     predicted: bool = False
 
     def __str__(self) -> str:
@@ -50,7 +58,16 @@ class Line:
 
 
 def lines(title: str, xlabel: str, shown: Sequence[Line], ticks: dict[float, str] | None = None) -> Markup:
-    """Lines over x, from 0 upwards. Their numbers are in the words for those who cannot see them."""
+    """Return a plot of lines over x, with the y axis from 0 unless values are negative.
+
+    The numbers are also in the alternative text, for readers who cannot see the plot.
+
+    Args:
+        title: Title of the plot.
+        xlabel: Label of the x axis.
+        shown: The lines.
+        ticks: Labels of the x axis, by position.
+    """
 
     def draw(axis: Any) -> None:
         foretold = [one for one in shown if one.predicted]
@@ -79,7 +96,12 @@ def lines(title: str, xlabel: str, shown: Sequence[Line], ticks: dict[float, str
 
 
 def panel(draw: Callable[[Any], None], words: str) -> Markup:
-    """What `draw` puts on an axis, with its legend below; `words` say the same."""
+    """Return a plot with its legend below.
+
+    Args:
+        draw: Function that plots on a matplotlib axis.
+        words: Alternative text with the same content.
+    """
     pyplot = backend()
     looks = {
         "axes.edgecolor": INK, "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK,
@@ -109,7 +131,10 @@ def _below(shown: Sequence[Line]) -> bool:
 
 
 def _inline(svg: str, words: str) -> Markup:
-    """A file as an element of a page: no header, no size of its own, names that no other figure has."""
+    """Return an SVG file as an element of a page.
+
+    It has no header and no size of its own, and ids that no other figure has.
+    """
     view = re.search(r'viewBox="([^"]*)"', svg)
     inside = svg[svg.index(">", svg.index("<svg")) + 1 :].replace("xlink:href", "href").strip()
     inside = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>f{next(NUMBERS)}-", inside)

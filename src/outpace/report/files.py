@@ -1,4 +1,4 @@
-"""Files that `outpace report` takes: results of measuring commands, and journals of `outpace eval`."""
+"""Files that ``outpace report`` takes: results of measuring commands, and journals of ``outpace eval``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from typing import Any
 from outpace.models.hub import DEFAULT
 from outpace.report.section import Content
 
-KINDS = ("measure", "sweep", "tune")  # one JSON object each
-WRITTEN = "`outpace measure`, `sweep`, `tune` or `eval`"
+KINDS = ("alpha", "sweep", "tune")  # one JSON object each
+WRITTEN = "`outpace bench alpha`, `bench sweep`, `tune` or `eval`"
 ENDINGS = (".json", ".jsonl")
 HEADER = ("task", "settings", "data")  # keys of an eval journal's first line
 
 
 def read(path: Path) -> Content:
-    """Return what a file holds; for an eval run its settings, and its lines as "records"."""
+    """Return the content of a file; an eval journal gives its settings, and its other lines as "records".
+
+    Raises:
+        ValueError: The file cannot be read, or is of another kind.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -39,7 +43,11 @@ def read(path: Path) -> Content:
 
 
 def within(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return a folder's files that `read` takes, and others that end in .json or .jsonl."""
+    """Return the files of a folder that ``read`` takes, and the others that end in .json or .jsonl.
+
+    Raises:
+        ValueError: There is no file that ``read`` takes.
+    """
     taken, others = list[Path](), list[Path]()
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.suffix in ENDINGS:
@@ -54,13 +62,16 @@ def within(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def named(paths: Sequence[Path]) -> list[str]:
-    """Return what to call files: their names, with folders where two have the same."""
+    """Return names for files: the file name, or the whole path where two have the same name."""
     names = [path.name for path in paths]
     return [path.name if names.count(path.name) == 1 else str(path) for path in paths]
 
 
 def _journal(path: Path, header: dict[str, Any], text: str) -> Content:
-    """Of a row that was written twice the second counts; a last line that was cut off does not."""
+    """Return the content of an eval journal.
+
+    The second record of a row replaces the first. A last line that was cut off is ignored.
+    """
     data = header["data"]
     if not isinstance(data, dict) or not isinstance(data.get("rows"), int):
         raise ValueError(f"{path}: line 1 is not as `outpace eval` writes it")

@@ -1,4 +1,4 @@
-"""The papers' curves, with a dot for each draft that was measured."""
+"""The papers' curves, with a mark for each measured draft."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outpace import theory
-from outpace.bench import curves
+from outpace.bench import curves, theory
 from outpace.bench.curves import Point
+from outpace.checks.errors import small
 from outpace.report.figures import panel
 from outpace.report.section import Figure, Section, Table
 from outpace.report.words import LEVEL, said
-from outpace.wording import small
 
 Panel = Callable[[Any, Sequence[Point], float], None]
 
@@ -45,7 +44,13 @@ PANELS: tuple[tuple[Panel, str], ...] = (
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft as the formulas see it, and what its measured times say: best g, and the speed at it."""
+    """A draft in the formulas, and in a prediction from measured times.
+
+    Attributes:
+        point: The draft's α and c, and the best g by the formulas.
+        best_g: The best g by the times measured.
+        predicted: The speed at ``best_g``.
+    """
 
     point: Point
     best_g: int | None
@@ -53,9 +58,13 @@ class Draft:
 
 
 def section(drafts: Sequence[Draft], passes: Mapping[float, float]) -> Section:
-    """Leviathan et al. 2023, figures 2 to 4; curves have the c of the draft that is fastest by them.
+    """Return the curves of Leviathan et al. 2023, figures 2 to 4.
 
-    passes  milliseconds of a pass, by its tokens
+    The curves have the c of the draft that is fastest by the formulas.
+
+    Args:
+        drafts: The measured drafts.
+        passes: Milliseconds of a forward pass, by its number of tokens.
     """
     if not drafts:
         return Section(TITLE)
@@ -81,7 +90,7 @@ def section(drafts: Sequence[Draft], passes: Mapping[float, float]) -> Section:
 
 
 def _table(drafts: Sequence[Draft], passes: Mapping[float, float]) -> Table:
-    """Both best g of each draft side by side, and why they differ."""
+    """Return a table with the best g of each draft by the formulas and by the times, and why they differ."""
     heads = ("draft", "α", "c", "best g by the formulas", "thm 3.8", "best g", "predicted")
     rows = [
         (
@@ -103,7 +112,7 @@ def _table(drafts: Sequence[Draft], passes: Mapping[float, float]) -> Table:
 
 
 def dearer(passes: Mapping[float, float], name: str) -> str:
-    """Return how much more the longest pass costs than one over a single token, in a sentence."""
+    """Return a sentence on the cost of the longest forward pass relative to one over a single token."""
     longest = max(passes, default=1)
     if longest == 1 or 1 not in passes:
         return ""

@@ -1,4 +1,4 @@
-"""What `outpace measure` wrote, as sections of a page."""
+"""Sections of a page for the results of ``outpace bench alpha``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from outpace.bench.curves import Point
+from outpace.checks.errors import counted
 from outpace.report import formulas, run
 from outpace.report.columns import MEASURE, Columns, pays, value
 from outpace.report.figures import Line, lines
 from outpace.report.section import Content, Figure, Section, Speed, Table, Way
 from outpace.report.source import Source, source
 from outpace.report.words import said, short
-from outpace.wording import counted
 
 Draft = dict[str, Any]
 BY_DOMAIN: Columns = {
@@ -26,6 +26,7 @@ BY_BATCH: Columns = {"draft": value("draft"), "B": value("B"), "predicted": pays
 
 
 def sections(content: Content) -> list[Section]:
+    """Return the sections on acceptance, formulas, positions, costs, and one traced run."""
     about = source(content)
     if content.get("tokens") is not None:
         of = f"{counted(content['tokens'], 'token')} of the target"
@@ -41,7 +42,7 @@ def sections(content: Content) -> list[Section]:
 
 
 def speeds(content: Content) -> dict[Way, Speed]:
-    """Return what each draft is predicted to bring at its best g."""
+    """Return the predicted speed of each draft at its best g."""
     return {
         (one["draft"], str(one["best_g"])): Speed(
             "predicted", one["predicted"], one.get("predicted_interval")
@@ -52,26 +53,26 @@ def speeds(content: Content) -> dict[Way, Speed]:
 
 
 def cost(content: Content, draft: Draft) -> float | None:
-    """c."""
+    """Return c, the time of a draft step relative to a forward pass of the target; None if unknown."""
     step, plain = draft.get("step_ms"), run.plain_ms(content)
     return step / plain if step is not None and plain else None
 
 
 def named(draft: Draft) -> str:
-    """Lenience is part of the name, where there is any."""
+    """Return a draft's short name, with the lenience if it is not 1."""
     lenience = draft.get("lenience")
     return short(draft.get("draft")) + ("" if lenience in (None, 1) else f", l = {lenience:g}")
 
 
 def strictest(content: Content) -> list[Draft]:
-    """Drafts at the largest lenience, which is the one that runs are made with."""
+    """Return the drafts at the largest lenience, which is the one of real runs."""
     drafts: Sequence[Draft] = content.get("drafts") or ()
     largest = max((one.get("lenience") or 1.0 for one in drafts), default=1.0)
     return [one for one in drafts if (one.get("lenience") or 1.0) == largest]
 
 
 def _timed(content: Content, about: Source) -> Source:
-    """Passes are timed on random tokens, so prompts and sampling do not matter."""
+    """Return the source of timings: passes run on random tokens, so prompts and sampling do not count."""
     context = content.get("context")
     after = f" after a context of {counted(context, 'token')}" if context else ""
     return {name: said for name, said in about.items() if name != "sampling"} | {
@@ -99,7 +100,7 @@ def _drafts(content: Content) -> Section:
 
 
 def _parts(content: Content) -> Iterator[Table]:
-    """By kind of text, and by rows."""
+    """Return tables of α by kind of text, and of speeds by batch size."""
     drafts = strictest(content)
     domains = [
         {"draft": named(one), "kind": kind, **at}
@@ -146,7 +147,7 @@ def _positions(content: Content) -> Section:
 
 
 def _dependence(drafts: Iterable[Draft]) -> str:
-    """Say of each draft whether neighbours are independent, as the formulas assume."""
+    """Return for each draft whether neighbours are independent, as the formulas assume."""
     found = []
     for one in drafts:
         known, chance = [x for x in one.get("autocorrelation") or () if x is not None], one.get("chance")
@@ -168,8 +169,15 @@ def _over(
     predicted: bool = False,
     spread: str | None = None,
 ) -> list[Line]:
-    """A line for each draft that has this part, without what is missing in it; spread: where its intervals
-    are, if there are any."""
+    """Return a line for each draft that has some part, without its missing values.
+
+    Args:
+        drafts: The drafts.
+        part: Function that returns the values of a draft.
+        first: Horizontal position of the first value.
+        predicted: Whether the values were predicted.
+        spread: Key of the intervals in a draft, if there are any.
+    """
     found = []
     for i, one in enumerate(drafts):
         values = list(part(one) or ())

@@ -1,4 +1,4 @@
-"""The page: files of results in, HTML out."""
+"""The page: result files in, HTML out."""
 
 from __future__ import annotations
 
@@ -18,13 +18,20 @@ from outpace.report.verdict import Files, Verdict, verdicts
 KINDS: dict[str, Callable[[Content], list[Section]]] = {
     "tune": tuned.sections,
     "sweep": swept.sections,
-    "measure": measured.sections,
+    "alpha": measured.sections,
     "eval": evaluated.sections,
 }
 
 
 def page(files: Files) -> str:
-    """One page of files, each with its name."""
+    """Return one HTML page for several files.
+
+    Args:
+        files: Name and content of each file.
+
+    Raises:
+        ValueError: Nothing was measured yet, or a file is not as its command writes it.
+    """
     contents = [content for _, content in files]
     found = _sections(files)
     if not found:
@@ -53,8 +60,10 @@ def page(files: Files) -> str:
 
 
 def _sections(files: Files) -> list[tuple[str, Section]]:
-    """Return all sections, each with the name of its file; those of several files of a kind have it in their
-    title."""
+    """Return all sections, each with the name of its file.
+
+    If there are several files of a kind, the name is also in the title.
+    """
     found: list[tuple[str, Section]] = []
     for kind, sections in KINDS.items():
         several = sum(content["kind"] == kind for _, content in files) > 1
@@ -64,13 +73,14 @@ def _sections(files: Files) -> list[tuple[str, Section]]:
             try:
                 made = [one for one in sections(content) if not one.empty]
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{name}: it is not as `outpace {kind}` writes it: {error!r}") from error
+                command = f"bench {kind}" if kind in ("alpha", "sweep") else kind
+                raise ValueError(f"{name}: it is not as `outpace {command}` writes it: {error!r}") from error
             found += [(name, _titled(one, name) if several else one) for one in made]
     return found
 
 
 def _compared(found: Sequence[tuple[str, Section]]) -> list[tuple[str, Section]]:
-    """Add to each section how it fits in with earlier ones of other files."""
+    """Add notes to each section on earlier ones of other files."""
     made = []
     for i, (name, section) in enumerate(found):
         earlier = [there for other, there in found[:i] if other != name]
@@ -84,7 +94,7 @@ def _doubts(verdict: Verdict, found: Sequence[tuple[str, Section]]) -> list[str]
 
 
 def _parted(cell: str) -> Markup:
-    """Return a cell whose interval comes as a whole, if need be on a line of its own."""
+    """Return a cell whose interval is never split, but may stand on a line of its own."""
     figure, bracket, interval = cell.partition(" (")
     if not bracket or not interval.endswith(")"):
         return Markup("{}").format(cell)
@@ -92,7 +102,7 @@ def _parted(cell: str) -> Markup:
 
 
 def _titled(section: Section, name: str) -> Section:
-    """Of several files of a kind, each says which."""
+    """Add the name of its file to the title of a section."""
     return dataclasses.replace(section, title=f"{section.title}: {name}")
 
 

@@ -1,4 +1,4 @@
-"""A real run, from its trace: where its time went, and its text."""
+"""One real run from its trace: where its time went, and its text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from outpace.report.words import said, short
 
 
 def sections(content: Content) -> list[Section]:
+    """Return the sections on the time and the text of the run."""
     return [_time(content), _text(content)]
 
 
 def plain_ms(content: Content) -> float | None:
-    """Time of the target's pass over one token of one text."""
+    """Return the milliseconds of the target's forward pass over one token of one sequence."""
     passes = content.get("passes") or ()
     return next((one["ms"] for one in passes if (one["B"], one["n"]) == (1, 1)), None)
 
@@ -44,7 +45,7 @@ def _text(content: Content) -> Section:
     if not trace.get("pieces") or not trace.get("iterations"):
         return Section("Token by token")
     passes = len(trace["iterations"])
-    count = sum(one["accepted"] + 1 for one in trace["iterations"])
+    count = sum(one["num_accepted"] + 1 for one in trace["iterations"])
     words = (
         f"Text of that run, a line for each pass of the target: {passes} passes for {count} tokens (as in "
         "Leviathan et al. 2023, Figure 1)."

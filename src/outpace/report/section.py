@@ -1,4 +1,4 @@
-"""What a page is made of, before it is HTML."""
+"""The parts of a page, before they are HTML."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from markupsafe import Markup
 
 from outpace.report.words import between
 
-Content = dict[str, Any]  # of one file, as `outpace.report.files.read` gives it
-PHONE, BESIDE = 40, 2  # characters of a table on a phone, and of the gap beside a column
+Content = dict[str, Any]  # of one file, as `outpace.report.files.read` returns it
+PHONE, BESIDE = 40, 2  # characters of a table that fit on a phone, and of the gap beside a column
 Way = tuple[str, str]  # a draft, and its g
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture with what to see in it."""
+    """A figure with its caption.
+
+    Attributes:
+        drawn: The figure as HTML.
+        caption: The caption.
+        wide: Whether it takes the whole width of the page.
+    """
 
     drawn: Markup
     caption: str
@@ -26,17 +32,25 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as they are shown; columns that are `words` start at the left."""
+    """A table of cells as they are shown.
+
+    Attributes:
+        caption: The caption.
+        heads: Head of each column.
+        rows: Cells of each row.
+        words: Columns of words, which are aligned to the left.
+        chosen: Index of a row to highlight.
+    """
 
     caption: str
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
     words: Sequence[int] = (0,)
-    chosen: int | None = None  # a row to point at
+    chosen: int | None = None
 
     @property
     def wide(self) -> bool:
-        """Return whether it needs more characters than a phone shows beside each other."""
+        """True if it needs more characters side by side than a phone shows."""
         longest = (
             max(map(len, (*head.split(), *cells)))
             for head, *cells in zip(self.heads, *self.rows, strict=True)
@@ -46,7 +60,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Text:
-    """Words to copy, as they are."""
+    """A text to copy as it is.
+
+    Attributes:
+        caption: The caption.
+        text: The text.
+    """
 
     caption: str
     text: str
@@ -54,7 +73,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Speed:
-    """A speed over plain decoding, and the column that it stands in."""
+    """A speed relative to decoding without speculation.
+
+    Attributes:
+        column: The column that it stands in.
+        value: The speed.
+        interval: Its interval, if it has one.
+    """
 
     column: str
     value: float
@@ -67,8 +92,8 @@ class Speed:
     def contradicts(self, other: Speed) -> bool:
         """Return whether the two cannot both be right.
 
-        Their intervals lie apart; or one is faster than plain decoding and the other slower, and they do not
-        lie in each other's intervals.
+        They cannot if their intervals lie apart. They also cannot if one is above 1 and the other below, and
+        they do not lie in each other's intervals.
         """
         if self.interval and other.interval:
             (low, high), (least, most) = self.interval, other.interval
@@ -81,11 +106,17 @@ class Speed:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page.
+    """A section of the page.
 
-    source  what its figures were measured on, by what each setting is called
-    speeds  speeds over plain decoding in it, to be compared with other sections
-    notes   sentences about how it fits in with other sections
+    Attributes:
+        title: The title.
+        lead: The first paragraph.
+        figures: Its figures.
+        tables: Its tables.
+        texts: Its texts.
+        source: Conditions that its figures were measured under, by the name of each setting.
+        speeds: Speeds in it, to be compared with other sections.
+        notes: Sentences on how it agrees with other sections.
     """
 
     title: str
@@ -99,4 +130,5 @@ class Section:
 
     @property
     def empty(self) -> bool:
+        """True if there is nothing to show."""
         return not (self.figures or self.tables or self.texts)

@@ -6,17 +6,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from outpace.checks.errors import counted
 from outpace.report.section import Content
 from outpace.report.words import sampled
-from outpace.wording import counted
 
-Source = dict[str, str]  # by what each setting is called
+Source = dict[str, str]  # by the name of each setting
 
 
 def source(content: Content, sampling: str = "") -> Source:
-    """Return what a file's figures were measured on; settings that it does not name are left out.
+    """Return the conditions of a file's figures; settings that the file does not name are left out.
 
-    sampling  of some of the figures, where the file has several
+    Args:
+        content: Content of the file.
+        sampling: Sampling of some of the figures, where the file has several.
     """
     settings = content.get("settings") or {}
     found = {
@@ -34,7 +36,7 @@ def source(content: Content, sampling: str = "") -> Source:
 
 
 def differences(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that differ, but for the date, with both values in words."""
+    """Return the settings that differ, except for the date, with both values in words."""
     both = [name for name in here if name in there and name != "date" and there[name] != here[name]]
     return {name: f"{there[name]} there, {here[name]} here" for name in both}
 
@@ -51,7 +53,7 @@ def dtype(content: Content) -> str:
 
 
 def models(content: Content) -> list[str]:
-    """Return the lines that the decoders describe their models with."""
+    """Return the lines in which the decoders describe their models."""
     found = content.get("models") or (content.get("settings") or {}).get("models") or []
     every = found.values() if isinstance(found, dict) else [found]
     return list(dict.fromkeys(" ".join(line.split()) for lines in every for line in lines))

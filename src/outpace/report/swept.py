@@ -1,4 +1,4 @@
-"""What `outpace sweep` wrote, as sections of a page."""
+"""Sections of a page for the results of ``outpace bench sweep``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMES: Columns = {
 
 
 def sections(content: Content) -> list[Section]:
-    """One for each way to sample."""
+    """Return a section for each sampling."""
     rows: Sequence[Row] = content.get("figures") or ()
     ways: dict[str, list[Row]] = {}
     for row in rows:
@@ -37,17 +37,18 @@ def sections(content: Content) -> list[Section]:
 
 
 def way(row: Row) -> str:
+    """Return the sampling of a row, in words."""
     return sampled({name: row.get(name) for name in SAMPLING})
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """The fastest that speculates."""
+    """Return the fastest row with speculation; None if there is none."""
     there = [row for row in rows if row.get("length") != "0" and row.get("speedup") is not None]
     return max(there, key=lambda row: float(row["speedup"]), default=None)
 
 
 def speeds(rows: Sequence[Row]) -> dict[Way, Speed]:
-    """Return what each draft and g came to."""
+    """Return the measured speed of each draft and g."""
     return {
         (row["draft"], str(row["length"])): Speed("speedup", row["speedup"], row.get("interval"))
         for row in rows
@@ -84,7 +85,7 @@ def _section(content: Content, name: str, rows: Sequence[Row]) -> Section:
 
 
 def _figures(rows: Sequence[Row]) -> list[Figure]:
-    """Chen et al. 2023, Figure 1, and how well the speed was foretold."""
+    """Return the plots of Chen et al. 2023, Figure 1, and measured beside predicted speeds."""
     places = _places(rows)
     ticks = _ticks(places)
 
@@ -149,7 +150,7 @@ def _courses(shown: Sequence[Line], places: dict[str, float]) -> str:
 
 
 def _places(rows: Sequence[Row]) -> dict[str, float]:
-    """Where lengths are: numbers at theirs, policies to the right of them."""
+    """Return the horizontal position of each g: numbers at their value, policies to the right of them."""
     names = list(dict.fromkeys(str(row.get("length")) for row in rows))
     numbers = {name: float(name) for name in names if name.isdecimal()}
     last = max(numbers.values(), default=0.0)
@@ -158,7 +159,7 @@ def _places(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _ticks(places: dict[str, float]) -> dict[float, str]:
-    """Without numbers that there is no room for."""
+    """Return the labels of the x axis, without those that would overlap."""
     apart = max(places.values(), default=0.0) / 14
     found: dict[float, str] = {}
     for at, name in sorted((at, name) for name, at in places.items()):
@@ -174,7 +175,7 @@ def _lines(
     spread: Callable[[Row], Sequence[float]] | None,
     predicted: bool = False,
 ) -> list[Line]:
-    """A line for each draft over numbers, and a point for each policy."""
+    """Return a line for each draft over numbers, and a point for each policy."""
     found = []
     for i, draft in enumerate(dict.fromkeys(row.get("draft") for row in rows)):
         mine = [(places[str(row.get("length"))], row) for row in rows if row.get("draft") == draft]
@@ -192,7 +193,7 @@ def _lines(
 
 
 def _efficiency(row: Row) -> float | None:
-    g, brought = str(row.get("length")), row.get("tokens_per_call")
+    g, brought = str(row.get("length")), row.get("tokens_per_pass")
     return brought / (int(g) + 1) if g.isdecimal() and brought is not None else None
 
 

@@ -1,4 +1,4 @@
-"""Where a real run's time went, as in Leviathan et al. 2023, Figure 5."""
+"""The timeline of a real run, as in Leviathan et al. 2023, Figure 5."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from markupsafe import Markup
 from outpace.report.words import said
 
 Iteration = dict[str, Any]
-Block = tuple[str, float, str]  # phase, seconds, what is written below
+Block = tuple[str, float, str]  # phase, seconds, label below
 
 # Heights in pixels: phases differ in more than colour.
 PHASES = {"draft": 24, "target": 40, "verify": 12, "other": 6}
-FOOT = 60  # of a row's blocks: words are above, what iterations brought is below
+FOOT = 60  # pixels to the foot of a row's blocks: words are above, numbers of tokens below
 ROW = 92
-MOST, BLOCKS = 12, 72  # iterations, and what is in them, that can be told apart on a phone
+MOST, BLOCKS = 12, 72  # steps, and blocks in them, that can be told apart on a phone
 
 BLOCK = Markup('<rect class="{}" x="{:.3f}%" y="{}" width="{:.3f}%" height="{}"/>')
 BELOW = Markup('<text class="brought" x="{:.3f}%" y="{}">{}</text>')
@@ -29,11 +29,11 @@ WHOLE = Markup(
 
 
 def first(iterations: Sequence[Iteration]) -> list[Iteration]:
-    """As many as are drawn."""
+    """Return the first steps, as many as are plotted."""
     found: list[Iteration] = []
     blocks = 0
     for one in iterations[:MOST]:
-        blocks += one["drafted"] + len(one["phases"]) - 1
+        blocks += one["num_draft_tokens"] + len(one["phases"]) - 1
         if found and blocks > BLOCKS:
             break
         found.append(one)
@@ -41,20 +41,24 @@ def first(iterations: Sequence[Iteration]) -> list[Iteration]:
 
 
 def draw(iterations: Sequence[Iteration], plain: float | None) -> Markup:
-    """A block for each step of the draft and every other phase; below, if the seconds of a plain pass are
-    known, plain decoding of as many tokens. The legend has shares of the time.
+    """Return a timeline with a block for each draft step and every other phase.
 
-    In an iteration without a guess at the beginning the prompt is read, which plain decoding does, too.
+    The row below is decoding as many tokens without speculation. The legend has shares of the time. A first
+    step without draft tokens is the prefill, which decoding without speculation has, too.
+
+    Args:
+        iterations: Steps of the trace.
+        plain: Seconds of a step without speculation; None leaves the row below out.
     """
     each = [_phases(one) for one in iterations]
     shares = {phase: sum(one[phase] for one in each) for phase in PHASES}
     spent = sum(shares.values())
-    tokens = sum(one["accepted"] + 1 for one in iterations)
+    tokens = sum(one["num_accepted"] + 1 for one in iterations)
     words = f"speculating: {tokens} tokens in {said(1000 * spent, '.4g')} ms"
     blocks, alone = _blocks(iterations), list[Block]()
     if plain:
         begun = list[Block]()
-        if not iterations[0]["drafted"]:  # its token came with the prompt
+        if not iterations[0]["num_draft_tokens"]:  # its token came with the prompt
             begun, tokens = [(phase, seconds, "") for phase, seconds in each[0].items()], tokens - 1
         alone = [*begun, *[("target", plain, "")] * tokens]
     slow = sum(seconds for _, seconds, _ in alone)
@@ -69,7 +73,7 @@ def draw(iterations: Sequence[Iteration], plain: float | None) -> Markup:
 
 
 def _phases(one: Iteration) -> dict[str, float]:
-    """Seconds of all phases; those of no name that we know are others."""
+    """Return the seconds of each phase; phases of unknown names count as other."""
     found = {phase: float(one["phases"].get(phase) or 0.0) for phase in PHASES}
     found["other"] += sum(seconds for phase, seconds in one["phases"].items() if phase not in PHASES)
     return found
@@ -78,8 +82,8 @@ def _phases(one: Iteration) -> dict[str, float]:
 def _blocks(iterations: Sequence[Iteration]) -> Iterator[Block]:
     for one in iterations:
         for phase, seconds in _phases(one).items():
-            pieces = max(one["drafted"], 1) if phase == "draft" else 1
-            below = f"+{one['accepted'] + 1}" if phase == "target" else ""
+            pieces = max(one["num_draft_tokens"], 1) if phase == "draft" else 1
+            below = f"+{one['num_accepted'] + 1}" if phase == "target" else ""
             yield from [(phase, seconds / pieces, below)] * pieces
 
 

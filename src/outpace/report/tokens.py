@@ -1,4 +1,4 @@
-"""A text, told apart by how each token came about, as in Leviathan et al. 2023, Figure 1."""
+"""The text of a run, coloured by the origin of each token, as in Leviathan et al. 2023, Figure 1."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 KINDS = {
-    "kept": "a guess that was kept",
-    "correction": "the target's own token after a wrong guess",
-    "bonus": "the target's own token after right guesses",
-    "plain": "nothing was guessed",
+    "accepted": "an accepted draft token",
+    "correction": "the target's token after a rejected draft token",
+    "bonus": "the target's token after accepted draft tokens",
+    "plain": "without draft tokens",
 }
 MOST = 40  # lines
 
@@ -22,16 +22,17 @@ MORE = Markup("<p>… and {} lines more.</p>")
 
 
 def lines(pieces: Sequence[Sequence[str]]) -> list[list[tuple[str, str]]]:
-    """Pieces by the iteration that brought them, which ends with the target's own token."""
+    """Return pieces of text by the step that they came with, which ends with the target's own token."""
     found: list[list[tuple[str, str]]] = [[]]
     for text, kind in pieces:
         found[-1].append((text.replace("\n", "⏎"), kind if kind in KINDS else "plain"))
-        if kind != "kept":
+        if kind != "accepted":
             found.append([])
     return [one for one in found if one]
 
 
 def draw(pieces: Sequence[Sequence[str]]) -> Markup:
+    """Return the text as HTML, a line for each step, with a legend."""
     every = lines(pieces)
     made = [LINE.format(Markup("").join(PIECE.format(kind, text) for text, kind in one)) for one in every]
     there = {kind for one in every for _, kind in one}

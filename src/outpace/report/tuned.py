@@ -1,4 +1,4 @@
-"""What `outpace tune` wrote, as sections of a page."""
+"""Sections of a page for the results of ``outpace tune``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ TEXTS = {
 
 
 def sections(content: Content) -> list[Section]:
+    """Return the section on the candidates of a tuning."""
     candidates = content.get("candidates") or []
     chosen = content.get("chosen")
     tables = []
@@ -38,7 +39,7 @@ def sections(content: Content) -> list[Section]:
 
 
 def speeds(content: Content) -> dict[Way, Speed]:
-    """Return what was verified, and else expected, of every draft with one row at a time."""
+    """Return the verified speed, or else the expected one, of every draft with one sequence at a time."""
     found = {}
     for one in content.get("candidates") or ():
         name = "expected" if one.get("verified") is None else "verified"

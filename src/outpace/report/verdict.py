@@ -1,5 +1,8 @@
-"""The answer, in a sentence: what was tuned, else the fastest measured, else the best foretold, else why
-there is none."""
+"""The answer of a page in a sentence.
+
+It is the result of a tuning, else the fastest draft measured, else the best one predicted, else why there is
+none.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,12 @@ Files = Sequence[tuple[str, Content]]
 class Verdict:
     """An answer, and the file that it follows from.
 
-    way, speed  of what it recommends, or calls the best; None where the answer names none
+    Attributes:
+        words: The answer.
+        file: Name of the file.
+        content: Content of the file.
+        way: Draft and g that it recommends or calls the best; None where it names none.
+        speed: Their speed; None where the answer names none.
     """
 
     words: str
@@ -30,11 +38,11 @@ class Verdict:
 
 
 def verdicts(files: Files) -> list[Verdict]:
-    """Return an answer for each file of the first kind that has one; none where nothing allows one."""
+    """Return an answer for each file of the first kind that has one; an empty list if none has."""
     for kind, answer in (
         ("tune", _tuned),
         ("sweep", _swept),
-        ("measure", _measured),
+        ("alpha", _measured),
         ("eval", _evaluated),
         ("tune", _open),
     ):
@@ -45,7 +53,7 @@ def verdicts(files: Files) -> list[Verdict]:
 
 
 def _tuned(name: str, content: Content) -> Verdict | None:
-    """Of those that came to a choice."""
+    """Return the answer of a tuning that made a choice."""
     chosen = content.get("chosen")
     if chosen is None or not content.get("verdict"):
         return None
@@ -55,7 +63,7 @@ def _tuned(name: str, content: Content) -> Verdict | None:
 
 
 def _open(name: str, content: Content) -> Verdict | None:
-    """Of those that came to none."""
+    """Return the answer of a tuning that made no choice."""
     return Verdict(content["verdict"], name, content) if content.get("verdict") else None
 
 
@@ -73,7 +81,7 @@ def _swept(name: str, content: Content) -> Verdict | None:
         return Verdict(words, name, content, way, at)
     if not interval or interval[0] <= 1:
         return Verdict(f"It is not sure that speculation pays: {what} is {known}.", name, content, way, at)
-    return Verdict(f"Guess with {what}: {known}.", name, content, way, at)
+    return Verdict(f"Draft with {what}: {known}.", name, content, way, at)
 
 
 def _measured(name: str, content: Content) -> Verdict | None:
@@ -99,7 +107,7 @@ def _measured(name: str, content: Content) -> Verdict | None:
     known = f"{draft}, g = {g}: {speed:.2f} times as fast as plain decoding{over}"
     if not interval or interval[0] <= 1:
         return found(f"{UNKNOWN}: {known}, by the acceptance and times measured.")
-    return found(f"Guess with {known}, by the acceptance and times measured.")
+    return found(f"Draft with {known}, by the acceptance and times measured.")
 
 
 def _evaluated(name: str, content: Content) -> Verdict | None:
@@ -114,6 +122,6 @@ def _evaluated(name: str, content: Content) -> Verdict | None:
 
 
 def _promise(draft: dict[str, Any]) -> tuple[bool, float, float]:
-    """Whether it pays anywhere in α's interval; how much it is expected to bring; and at best."""
+    """Return whether a draft pays everywhere in α's interval, its predicted speed, and that at best."""
     low, high = draft.get("predicted_interval") or (0.0, 0.0)
     return low > 1, float(draft["predicted"]), high

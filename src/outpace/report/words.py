@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outpace.wording import small
+from outpace.checks.errors import small
 
 LEVEL = 0.05  # values no further apart than this, as a share of the largest, are called level
 
@@ -23,9 +23,12 @@ NEUTRAL = {
 
 
 def said(value: Any, form: str = "") -> str:
-    """A cell, with numbers in this form; a dash for what was not measured.
+    """Return a value as a cell; a dash for what was not measured.
 
-    The form "ms" has one digit after the point below 1000; "small" has two digits that count.
+    Args:
+        value: The value.
+        form: Format of numbers. "ms" has one digit after the point below 1000, and "small" two significant
+            digits.
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
@@ -41,6 +44,7 @@ def said(value: Any, form: str = "") -> str:
 
 
 def between(interval: Sequence[float] | None, form: str) -> str:
+    """Return an interval in words."""
     return " to ".join(said(end, form) for end in interval) if interval else "–"
 
 
@@ -67,13 +71,13 @@ def course(y: Sequence[float]) -> str:
 
 
 def short(name: str | None, most: int = 24) -> str:
-    """The last part of a model's name, for a legend."""
+    """Return the last part of a model's name, for a legend."""
     last = (name or "none").rstrip("/").rsplit("/", 1)[-1].lstrip("_")  # matplotlib hides what starts with _
     return last if len(last) <= most else last[: most - 1] + "…"
 
 
 def sampled(settings: Mapping[str, Any]) -> str:
-    """How texts were drawn."""
+    """Return sampling parameters in words."""
     if settings.get("temperature") == 0:
         return "greedy"
     there = {name: one for name, one in settings.items() if one is not None and one != NEUTRAL.get(name, "")}

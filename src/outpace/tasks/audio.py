@@ -1,4 +1,4 @@
-"""Sound from files, as models hear it."""
+"""Audio files as the samples that models take."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.tasks.extra import needed
+from outpace.checks.errors import needed
 
 
 def packages() -> tuple[Any, Any]:
-    """soundfile and soxr."""
+    """Return the modules soundfile and soxr.
+
+    Raises:
+        ImportError: One of them is not installed.
+    """
     return needed("soundfile", "tasks"), needed("soxr", "tasks")
 
 
 def duration(path: str | os.PathLike[str]) -> float:
-    """Seconds of sound in a file, by what it says of itself; 0 if it cannot be read."""
+    """Return the seconds of sound in a file according to its header; 0 if it cannot be read."""
     soundfile, _ = packages()
     try:
         return float(soundfile.info(path).duration)
@@ -28,8 +32,18 @@ def duration(path: str | os.PathLike[str]) -> float:
 
 
 def read(file: str | os.PathLike[str] | bytes, rate: int) -> Tensor:
-    """Samples `[n]` of a file, or of its bytes, in any format that soundfile reads, all channels mixed, at so
-    many a second."""
+    """Return the samples of a file, with all channels mixed.
+
+    Args:
+        file: Path of a file in any format that soundfile reads, or its bytes.
+        rate: Sampling rate of the result, in samples per second.
+
+    Returns:
+        Samples as float32, ``[n]``.
+
+    Raises:
+        ValueError: The file is missing, cannot be read, or holds no usable sound.
+    """
     soundfile, soxr = packages()
     path = "sound" if isinstance(file, bytes) else file
     if not isinstance(file, bytes) and not Path(file).is_file():
@@ -37,7 +51,7 @@ def read(file: str | os.PathLike[str] | bytes, rate: int) -> Tensor:
     try:
         opened = io.BytesIO(file) if isinstance(file, bytes) else file
         sound, own = soundfile.read(opened, dtype="float32", always_2d=True)
-    except (RuntimeError, OSError, TypeError) as error:  # soundfile's own are of the first kind
+    except (RuntimeError, OSError, TypeError) as error:  # soundfile's own errors are RuntimeErrors
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path}: cannot be read as sound ({said})") from error
     if not len(sound):

@@ -1,7 +1,7 @@
-"""A task, row by row, by every side of a comparison: `outpace eval`.
+"""Evaluation of a task, row by row and with every runner: ``outpace eval``.
 
-Sides take turns at every row, so that what slows a machine down slows all of them. A row's texts depend on
-its seed alone, so that a run that was stopped and goes on ends as one that was not.
+Runners take turns at every row, so that a machine that slows down slows all of them. The texts of a row
+depend on its seed alone. So a run that was stopped and resumed ends like one that was not.
 """
 
 from __future__ import annotations
@@ -12,40 +12,50 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from outpace.decode import Decoder
-from outpace.tasks.items import Item
+from outpace.bench.data import Item
+from outpace.decoder import Decoder
+from outpace.tasks.assisted import AssistedRunner
 from outpace.tasks.journal import Journal
 from outpace.tasks.kinds import no_measure, no_side
 from outpace.tasks.probe import Probe
+from outpace.tasks.runners import Generated, OutpaceRunner, Runner, RunSettings
 from outpace.tasks.score import normal_form
-from outpace.tasks.sides import Ours, Side, Wanted, Written
-from outpace.tasks.speech import OursHearing, TheirsHearing
-from outpace.tasks.theirs import Theirs
-from outpace.verify import Rule
-from outpace.verify.rules import sigmoid
+from outpace.tasks.speech import OutpaceSpeechRunner, TransformersSpeechRunner
+from outpace.verification import Rule
+from outpace.verification.rules import sigmoid
 
-PROBED = 4  # first rows that are decoded once more, to be looked into
-WARM = 4  # tokens before anything is timed
+PROBED = 4  # first rows that are decoded a second time, to be measured by a probe
+WARM = 4  # tokens of the warm-up, before anything is timed
 
 
 @dataclass
 class Evaluation:
-    """Sides that write about items.
+    """The runners of a comparison and their settings.
 
-    decoder  the one of the column "exact"; the others share its models
-    names    which sides there are; those that cannot be have a reason in `missing`
+    Attributes:
+        decoder: Decoder of the column ``"exact"``; the other runners share its models.
+        processor: Feature extractor and tokenizer of a speech model; None for text.
+        wanted: Settings that all runners share.
+        names: Names of the runners, out of ``SIDES``.
+        seed: Seed of the run; each row gets its own from it.
+        profile: Whether to time sampling steps in runs of their own, as is needed on a GPU. By default that
+            is done on every device but the CPU.
+        sides: The runners by name.
+        probes: A probe and its runner, for each runner that is measured a second time.
+        missing: Reasons why some of ``names`` have no runner.
+        normal: Function that brings a transcript to normal form.
     """
 
     decoder: Decoder
     processor: Any
-    wanted: Wanted
+    wanted: RunSettings
     names: Sequence[str]
     seed: int
-    profile: bool | None = None  # time sampling steps in rows of their own, as is needed on a GPU
+    profile: bool | None = None
 
     def __post_init__(self) -> None:
-        self.sides: dict[str, Side] = {}
-        self.probes: dict[str, tuple[Probe, Side]] = {}
+        self.sides: dict[str, Runner] = {}
+        self.probes: dict[str, tuple[Probe, Runner]] = {}
         self.missing: dict[str, str] = {}
         tokenizer = self.decoder.tokenizer if self.processor is None else self.processor.tokenizer
         self.normal = normal_form(tokenizer, self.wanted.language)
@@ -66,9 +76,10 @@ class Evaluation:
 
     @property
     def sigmoid(self) -> Rule:
+        """The sigmoid rule at the task's scale."""
         return sigmoid(-self.wanted.task.scale, self.wanted.task.scale)
 
-    def _side(self, name: str) -> Side:
+    def _side(self, name: str) -> Runner:
         why = no_side(name, self.decoder.drafter is not None, self.wanted.sampling.greedy)
         if why is not None:
             raise ValueError(why)
@@ -78,23 +89,26 @@ class Evaluation:
             return self._ours(self.decoder)
         if name == "baseline":
             if self.processor is None:
-                return Theirs(self.decoder, self.wanted)
-            return TheirsHearing(self.decoder, self.processor, self.wanted)
+                return AssistedRunner(self.decoder, self.wanted)
+            return TransformersSpeechRunner(self.decoder, self.processor, self.wanted)
         return self._ours(self._like(Decoder, self.sigmoid))
 
-    def _ours(self, decoder: Decoder) -> Side:
+    def _ours(self, decoder: Decoder) -> Runner:
         if self.processor is None:
-            return Ours(decoder, self.wanted)
-        return OursHearing(decoder, self.processor, self.wanted)
+            return OutpaceRunner(decoder, self.wanted)
+        return OutpaceSpeechRunner(decoder, self.processor, self.wanted)
 
     def _like(self, kind: type[Decoder], rule: Rule) -> Any:
-        """A decoder as ours is, with another rule. A graph says nothing of its parts, so a probe has none."""
+        """Return a decoder with the same models and another rule.
+
+        A probe has no engine, as a graph does not show the parts of a step.
+        """
         return kind(
             self.decoder.scorer,
             self.decoder.drafter,
             self.decoder.tokenizer,
             rule=rule,
-            length=copy.deepcopy(self.decoder.length),
+            num_draft_tokens=copy.deepcopy(self.decoder.policy),
             engine=False if kind is Probe else None,
         )
 
@@ -104,7 +118,13 @@ class Evaluation:
         journal: Journal,
         step: Callable[[str, int], None] = lambda side, row: None,
     ) -> None:
-        """Whatever the journal does not have yet; `step` is called before each."""
+        """Run each row that the journal does not have yet, with every runner.
+
+        Args:
+            items: Rows of the data.
+            journal: File of the records so far, which gets the new ones.
+            step: Called with the runner's name and the row before each.
+        """
         left = [(row, name) for row in range(len(items)) for name in self.sides if not journal.has(name, row)]
         first = next((one for one in items if self._problem(one) is None), None)
         if left and first is not None:
@@ -120,7 +140,7 @@ class Evaluation:
         for side in self.sides.values():
             used: Any = side
             before, used.wanted = used.wanted, few
-            with contextlib.suppress(Exception):  # the row itself will say so
+            with contextlib.suppress(Exception):  # the row itself will report it
                 side.write(item, self.seed)
             used.wanted = before
 
@@ -136,19 +156,19 @@ class Evaluation:
             if row < PROBED:
                 try:
                     record |= self._looked_into(name, item, seed)
-                except Exception as error:  # what was written stays
+                except Exception as error:  # the texts are kept
                     record["not_looked_into"] = first_line(error)
             return record
         except ValueError as error:
             return {"error": first_line(error).removeprefix("prompt: ").removeprefix(f"{item.audio!s}: ")}
-        except Exception as error:  # one row, of one side; a run that goes on tries it again
+        except Exception as error:  # one row of one runner; a resumed run repeats it
             return {"error": f"{type(error).__name__}: {first_line(error)}", "again": True}
 
     def _problem(self, item: Item) -> str | None:
         return item.problem or self.wanted.task.lacking(item)
 
     def _looked_into(self, name: str, item: Item, seed: int) -> dict[str, Any]:
-        """What one can only see by going slower: the row is written once more."""
+        """Return what can only be measured slowly, from a second run of the row."""
         found: dict[str, Any] = {}
         if name in self.probes:
             probe, side = self.probes[name]
@@ -165,12 +185,12 @@ class Evaluation:
                 stats = theirs.write(item, seed).stats
             finally:
                 theirs.waits = False
-            found |= {"sampling_seconds": stats.verify_seconds, "sampling_passes": stats.target_calls}
+            found |= {"sampling_seconds": stats.verify_seconds, "sampling_passes": stats.target_passes}
         return found
 
-    def _written(self, written: Written) -> dict[str, Any]:
+    def _written(self, written: Generated) -> dict[str, Any]:
         if self.profile:
-            written.stats.verify_seconds = 0.0  # the host's clock does not tell what it was spent on
+            written.stats.verify_seconds = 0.0  # the host's clock does not show what the device worked on
         record: dict[str, Any] = {
             "texts": written.texts,
             "tokens": written.tokens,
@@ -184,14 +204,15 @@ class Evaluation:
 
 
 def seed_of(seed: int, row: int) -> int:
-    """Return the seed of a row, of which its turns take the next ones."""
+    """Return the seed of a row; its later turns take the seeds that follow."""
     return seed + (row << 8)
 
 
 def first_line(error: Exception) -> str:
+    """Return the first line of an error's message that is not empty, or its class name."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def likely(task: Any) -> bool:
-    """Whether answers are judged by how likely they are: where there is nothing to compare them with."""
+    """Return whether answers are judged by their log-probability, as there is nothing to compare with."""
     return bool(task.overall is no_measure)

@@ -1,4 +1,4 @@
-"""A file of JSON lines that a run writes as it goes, and goes on with after it was stopped anywhere."""
+"""A file of JSON lines that a run writes as it goes, so that it can be resumed after any interruption."""
 
 from __future__ import annotations
 
@@ -12,29 +12,33 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from outpace.stats import Stats
+from outpace.engine.stats import Stats
 from outpace.tasks.kinds import SIDES
 
-Key = tuple[str, int]  # a side, and the number of a row
-WHOLE = {"texts", "judged", "seconds", "stats"}  # what a record has, unless it has an error
+Key = tuple[str, int]  # a runner, and the number of a row
+WHOLE = {"texts", "judged", "seconds", "stats"}  # keys that a record without an error must have
 COUNTS = vars(Stats())  # the fields of a record's "stats"
-LOCATED = ("target", "draft")  # flags that hold a digest of where a model lies
+LOCATED = ("target", "draft")  # flags that hold a digest of a model's path
 HARMLESS = ("outpace", "trust_remote_code")  # flags that may change within a run
 
 
 class Journal:
-    """The first line says what was run, each other what a side made of a row.
+    """A run on disk: the first line holds its settings, each other line one runner's record of one row.
 
-    No other run can open the file until this is closed. `begin` is the first to write to it.
+    No other run can open the file until this is closed. ``begin`` is the first to write to it.
+
+    Args:
+        path: The file.
+        fresh: Whether to ignore what the file holds.
 
     Attributes:
         before: The first line of the file; None if a run has to start anew.
-        records: The other lines, by side and row.
-        cut: Whether the last line was not written to its end. Its row is not in `records`.
+        records: The other lines, by runner and row.
+        cut: Whether the last line was cut off. Its row is not in ``records``.
     """
 
     def __init__(self, path: Path, fresh: bool = False) -> None:
-        self.path = path.resolve()  # one lock, whatever name the file is called by
+        self.path = path.resolve()  # one lock, whichever path leads to the file
         self.before: dict[str, Any] | None = None
         self.records: dict[Key, dict[str, Any]] = {}
         self.cut = False
@@ -56,10 +60,10 @@ class Journal:
 
     def _read(self, content: bytes) -> None:
         lines = content.split(b"\n")
-        last = lines.pop()  # what stands after the last newline
+        last = lines.pop()  # the part after the last newline
         foreign = ValueError(f"out: {self.path} is not of this kind; name another file")
         if not lines:
-            # A first line that was cut off, unless it is a file of somebody else.
+            # A first line that was cut off, unless the file is of another kind.
             self.cut = bool(last)
             if last and (_parsed(last) is not None or not last.startswith(b'{"task": ')):
                 raise foreign
@@ -84,11 +88,14 @@ class Journal:
                 )
 
     def check(self, header: dict[str, Any], flags: dict[str, Any] | None = None) -> None:
-        """Refuse a file whose run had other settings than these, as far as they are given.
+        """Refuse a file whose run had other settings than these; only settings named here are compared.
 
         Args:
             header: Settings that change the texts.
             flags: The flags that models are loaded by; a file without flags has none to compare.
+
+        Raises:
+            ValueError: A setting or flag differs.
         """
         if self.before is None:
             return
@@ -108,25 +115,26 @@ class Journal:
             raise ValueError(f"out: {self.path} is of another run ({what}); name another file, or --fresh")
 
     def begin(self, header: dict[str, Any], told: dict[str, Any]) -> None:
-        """Go on after what is there, or write the first line.
+        """Open the file behind its last whole line, or write the first line.
 
         Args:
-            header: What must be the same for a run to go on.
-            told: What is written beside it in the first line.
+            header: Settings that must be the same for a run to be resumed.
+            told: Facts that are written beside it in the first line.
         """
         self.check(header)
         self._file = self.path.open("r+b" if self._size else "w+b")
         self._file.seek(self._size)
-        self._file.truncate()  # a line that was not written to its end
+        self._file.truncate()  # drops a line that was cut off
         if self.before is None:
             self._append({**header, **told})
 
     def has(self, side: str, row: int) -> bool:
-        """Tell whether nothing is left to do for a row: it is done, or cannot be done."""
+        """Return whether nothing is left to do for a row: it is done, or it cannot be done."""
         record = self.records.get((side, row))
         return record is not None and not record.get("again")
 
     def add(self, record: dict[str, Any]) -> None:
+        """Append a record to the file."""
         self._append(record)
         self.records[record["side"], record["row"]] = record
 
@@ -152,7 +160,7 @@ class Journal:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Return the object of a line; None if it holds none."""
+    """Return the JSON object of a line; None if it holds none."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -164,6 +172,7 @@ def _record(line: bytes, rows: int | None) -> dict[str, Any] | None:
     """Return the record of a line; None if the line is damaged.
 
     Args:
+        line: The line, without its newline.
         rows: The number of rows in the data; None if it is unknown.
     """
     found = _parsed(line)
@@ -210,7 +219,7 @@ def _said(value: Any) -> Any:
 
 
 def different(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Name the settings that are others: "temperature: 0 there, 1 here"."""
+    """Return the settings that differ, in words: "temperature: 0 there, 1 here"."""
     found = []
     for name, here in now.items():
         there = before.get(name)

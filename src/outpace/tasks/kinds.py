@@ -1,4 +1,4 @@
-"""The tasks: what is asked of a model, and what its answers are worth."""
+"""The tasks: prompts for a model, and scores for its answers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outpace.bench.data import Item
 from outpace.tasks import score
-from outpace.tasks.items import Item
 
 Judged = dict[str, Any]
 SIDES = ("plain", "baseline", "exact", "sigmoid")
@@ -22,18 +22,20 @@ LANGUAGES = {
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked, and how answers are judged.
+    """A task: how to ask a model, and how to judge its answers.
 
-    chat            what a model with a chat template is told; {source} is the row's text
-    bare            what one without goes on from
-    encoder         what an encoder reads, by the model's family; "" is for all others
-    max_new_tokens  of an answer
-    scale           of the sigmoid column, ±, as Wagner has it for such a task
-    stop            strings that end the answer of a model without a chat template
-    judge           of an answer to a row: numbers, and a "reason" where it failed; speech is compared in
-                    normal form
-    overall         measures of all answers: what is printed
-    lacking         what a row must have to be judged and has not, in words; None if it has all
+    Attributes:
+        name: Name of the task on the command line.
+        chat: Prompt for a model with a chat template; ``{source}`` stands for the row's text.
+        bare: Prompt for a model without a chat template.
+        encoder: Prompt for an encoder, by model family; the key ``""`` is for all other families.
+        max_new_tokens: Maximum number of tokens of an answer.
+        scale: Scale of the sigmoid column, ±, as Wagner et al. have it for such a task.
+        stop: Strings that end the answer of a model without a chat template.
+        judge: Function that scores one answer: numbers, and a ``"reason"`` where it failed. Speech is
+            compared in normal form.
+        overall: Function that returns the printed measures of all answers.
+        lacking: Function that says what a row lacks to be judged; None if it has everything.
     """
 
     name: str
@@ -49,7 +51,15 @@ class Task:
 
 
 def task_of(name: str, languages: tuple[str, str] = ("en", "de")) -> Task:
-    """A task by its name; for a translation, from which language into which."""
+    """Return a task by its name.
+
+    Args:
+        name: A key of ``TASKS``.
+        languages: Codes of the source and the target language of a translation.
+
+    Raises:
+        ValueError: There is no such task.
+    """
     if name not in TASKS:
         raise ValueError(f"task: got {name!r}; there are {', '.join(TASKS)}")
     one = TASKS[name]
@@ -65,12 +75,12 @@ def task_of(name: str, languages: tuple[str, str] = ("en", "de")) -> Task:
 
 
 def no_side(name: str, drafted: bool, greedy: bool) -> str | None:
-    """Return why there cannot be a side, as far as can be told without models; None if nothing is known.
+    """Return why a runner is impossible, as far as that is known without models; None otherwise.
 
     Args:
-        name: One of `SIDES`.
+        name: One of ``SIDES``.
         drafted: Whether there is a drafter.
-        greedy: Whether the likeliest token is always taken.
+        greedy: Whether decoding is greedy.
     """
     if name != "plain" and not drafted:
         return "nobody drafts"
@@ -79,18 +89,21 @@ def no_side(name: str, drafted: bool, greedy: bool) -> str | None:
     return None
 
 
-# What rows must have. It is looked for before anything is generated for them.
+# Requirements of rows, which are checked before anything is generated for them.
 
 
 def no_summary(item: Item) -> str | None:
+    """Return why a row cannot be judged as a summary; None if it can."""
     return None if item.reference else "there is no summary to compare with"
 
 
 def no_translation(item: Item) -> str | None:
+    """Return why a row cannot be judged as a translation; None if it can."""
     return None if item.reference else "there is no translation to compare with"
 
 
 def no_tests(item: Item) -> str | None:
+    """Return why a row cannot be judged as a program; None if it can."""
     test, entry = item.extra.get("test"), item.extra.get("entry_point")
     if not isinstance(entry, str) or not entry.isidentifier():
         return "there is no entry_point, the name of the function to test"
@@ -105,20 +118,23 @@ def no_tests(item: Item) -> str | None:
 
 
 def nothing(item: Item, text: str, normal: score.Normal) -> Judged:
-    """Where rows have no reference."""
+    """Return no scores, where answers are not judged one by one."""
     return {}
 
 
 def heard(item: Item, text: str, normal: score.Normal) -> Judged:
+    """Return the word errors of a transcript."""
     return score.word_errors(item.reference or "", text, normal)
 
 
 def summed_up(item: Item, text: str, normal: score.Normal) -> Judged:
+    """Return the ROUGE scores of a summary."""
     assert item.reference is not None
     return score.rouge(item.reference, text)
 
 
 def programmed(item: Item, text: str, normal: score.Normal) -> Judged:
+    """Return whether a program passes the row's tests in the sandbox, and why not."""
     from outpace.tasks import sandbox
 
     verdict = sandbox.run(program(item, text))
@@ -126,13 +142,16 @@ def programmed(item: Item, text: str, normal: score.Normal) -> Judged:
 
 
 def program(item: Item, answer: str) -> str:
-    """An answer as a program that fails unless the row's tests pass: the function as a whole, or what comes
-    after its beginning; in a block of code, or by itself."""
+    """Return an answer as a program that fails unless the row's tests pass.
+
+    The answer may be the whole function, or only the rest of it after the prompt. It may stand in a block of
+    code, or by itself.
+    """
     beginning, entry = item.turns[0], item.extra["entry_point"]
     before, blocks = code_in(answer)
     code = next((one for one in blocks if f"def {entry}" in one), blocks[0] if blocks else before)
     if before.strip() and before.lstrip("\n")[:1].isspace():
-        code = before  # it goes on with the function, and says something about it afterwards
+        code = before  # the rest of the function, with an explanation behind it
     if re.search(rf"^def {re.escape(entry)}\b", code, re.MULTILINE):
         # Imports and helpers stand before the function in the row's text.
         place = beginning.rfind(f"def {entry}")
@@ -143,7 +162,10 @@ def program(item: Item, answer: str) -> str:
 
 
 def code_in(answer: str) -> tuple[str, list[str]]:
-    """What stands before the first fence, and the blocks between fences; the last may have no end."""
+    """Return the text before the first fence, and the blocks of code between fences.
+
+    The last block may have no closing fence.
+    """
     before: list[str] = []
     blocks: list[list[str]] = []
     inside = False
@@ -165,12 +187,14 @@ def code_in(answer: str) -> tuple[str, list[str]]:
 def no_measure(
     items: Sequence[Item], texts: Sequence[Sequence[str]], judged: Sequence[Sequence[Judged]]
 ) -> dict[str, float]:
+    """Return no measures, for a task without references."""
     return {}
 
 
 def word_error_rate(
     items: Sequence[Item], texts: Sequence[Sequence[str]], judged: Sequence[Sequence[Judged]]
 ) -> dict[str, float]:
+    """Return the word error rate over all words, in percent."""
     every = [one for row in judged for one in row]
     return {"WER %": 100 * sum(one["errors"] for one in every) / sum(one["words"] for one in every)}
 
@@ -178,6 +202,7 @@ def word_error_rate(
 def mean_rouge(
     items: Sequence[Item], texts: Sequence[Sequence[str]], judged: Sequence[Sequence[Judged]]
 ) -> dict[str, float]:
+    """Return the mean ROUGE scores."""
     every = [one for row in judged for one in row]
     return {name: statistics.fmean(one[name] for one in every) for name in score.ROUGE}
 
@@ -185,6 +210,7 @@ def mean_rouge(
 def corpus_bleu(
     items: Sequence[Item], texts: Sequence[Sequence[str]], judged: Sequence[Sequence[Judged]]
 ) -> dict[str, float]:
+    """Return BLEU of all answers together."""
     pairs = [(str(item.reference), text) for item, row in zip(items, texts, strict=True) for text in row]
     return {"BLEU": score.bleu(*zip(*pairs, strict=True))}
 
@@ -192,6 +218,7 @@ def corpus_bleu(
 def pass_rates(
     items: Sequence[Item], texts: Sequence[Sequence[str]], judged: Sequence[Sequence[Judged]]
 ) -> dict[str, float]:
+    """Return pass@k in percent, for each k of 1, 10 and 100 that there are enough samples for."""
     samples = min(map(len, judged))
     found = {}
     for k in (1, 10, 100):

@@ -1,4 +1,4 @@
-"""Encoders that hear a window once, however often they are asked about it."""
+"""A cache for encoders, which then encode a window of sound only once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from transformers.modeling_outputs import BaseModelOutput
 
 
 class Memory:
-    """What encoders made of windows, the last so many. Whisper's language is found by one pass, and each
-    temperature of a fallback is another, over the same sound."""
+    """The encoder outputs of the most recent windows of sound.
+
+    Whisper's language is detected in one forward pass, and each temperature of a fallback is another, over
+    the same sound.
+
+    Args:
+        encoders: Encoders whose outputs are cached.
+        windows: Number of windows to cache for each encoder.
+    """
 
     def __init__(self, encoders: list[Any], windows: int) -> None:
         self.encoders, self.windows = encoders, windows
@@ -23,7 +30,7 @@ class Memory:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Let the encoders remember what this thread asks them; forget all at the end.
+        """Cache what this thread encodes as long as the context is open, and clear the cache at its end.
 
         Other threads that run the same encoders meanwhile get what they would get without this.
         """
@@ -31,7 +38,7 @@ class Memory:
             undone.callback(self._states.clear)
             for i, encoder in enumerate(self.encoders):
                 remembering = self._remembering(i, encoder.forward)
-                # In one step, as another thread may do the same; somebody else's hook stays.
+                # setdefault is atomic, as another thread may do the same; a hook that is there stays.
                 if encoder.__dict__.setdefault("forward", remembering) is remembering:
                     undone.callback(encoder.__dict__.pop, "forward", None)
             yield
@@ -46,7 +53,7 @@ class Memory:
             input_features: Tensor = given[0] if given else options.pop("input_features")
             keys = [(which, _digest(row)) for row in input_features]
             new = {key: row for key, row in zip(keys, input_features, strict=True) if key not in self._states}
-            # On a CPU one window keeps all cores busy, and more of them leave its caches.
+            # On a CPU one window keeps all cores busy, and several do not fit its caches.
             together = 1 if input_features.device.type == "cpu" else len(keys)
             while new:
                 some = [new.popitem() for _ in range(min(together, len(new)))]

@@ -1,4 +1,4 @@
-"""A decoder that is looked into: how far its tokens are from the target's, what its sampling step takes."""
+"""A decoder that measures its distance from the target's distribution, and times its sampling step."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ import torch
 from torch import Tensor
 
 from outpace.bench.distance import effects
-from outpace.decode import Decoder
+from outpace.decoder import Decoder
 from outpace.draft.base import Draft
-from outpace.logprobs import adjusted
-from outpace.rows import Row
+from outpace.engine.logprobs import adjusted
+from outpace.engine.sequence import Row
 from outpace.sampling import Prefix, warp
-from outpace.verify import Verdict
+from outpace.verification import Verdict
 
 
 class Probe(Decoder):
-    """Of all tokens since `begin`, sums: `distance` is the total variation between the law of the token that
-    the rule lets out and the target's, over `positions`, `known` if all guesses said what they were drawn
-    from; `seconds` are those of the sampling step, by a clock that waits for the device, in `passes`."""
+    """A decoder that measures every sampling step; all values are sums since ``begin``.
+
+    Attributes:
+        positions: Number of token positions.
+        distance: Total variation between the distribution of the token that the rule returns and the
+            target's, summed over ``positions``.
+        known: Whether all drafts came with the logits that they were sampled from.
+        seconds: Seconds of the sampling steps, with the device synchronized before and after each.
+        passes: Number of sampling steps.
+    """
 
     positions: int
     distance: float
@@ -28,6 +35,7 @@ class Probe(Decoder):
     passes: int
 
     def begin(self) -> None:
+        """Reset all sums."""
         self.positions, self.distance, self.known = 0, 0.0, True
         self.seconds, self.passes = 0.0, 0
 
@@ -61,12 +69,13 @@ class Probe(Decoder):
             _, distances, _ = effects(target[row, :seen], own[row, :seen], self.rule)
             self.positions += seen
             self.distance += float(distances.sum())
-            if int(verdict.accepted[row]) == length:  # and the token after all drafts
+            if int(verdict.accepted[row]) == length:  # the bonus token counts, too
                 last = target[row, length : length + 1]
                 self.positions += 1
                 self.distance += float(effects(last, last, self.rule)[2])
 
 
 def wait(device: torch.device) -> None:
+    """Wait until a CUDA device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,22 +1,29 @@
-"""Programs that a language model wrote, run apart from everything else.
+"""A sandbox for programs that a language model wrote.
 
-`run` starts `inmate.py` as a script, in a fresh Python of its own session; that process watches over a second
-one, in which the program runs.
+``run`` starts ``worker.py`` as a script, in a fresh Python with a session of its own. That process, the
+watcher, starts a second one, in which the program runs.
 
-What holds for any program: it ends in time, its group of processes with it; its address space, size of files
-and number of open files are limited; what it prints goes nowhere.
+These hold for any program:
 
-What holds for programs that do not try to get around it: one passes only if it ran to its end; no files are
-written, changed or deleted, none are read but Python's library, nothing goes to the network, no processes are
-started. An audit hook refuses these, which a hostile program can evade.
+- It ends in time, and its process group ends with it.
+- Its address space, its file sizes and its number of open files are limited.
+- Its output is discarded.
 
-Where Linux lets users make namespaces, its kernel sees to most of it, too: no network, all file systems
-read-only, and a process that the program starts dies with it, even in another session. Not so on macOS, in
-many containers, and on some distributions.
+These hold for programs that do not try to get around them:
 
-None of this is a wall against hostile code: it can read what you can read, say that it passed once it found
-the token in its interpreter, and, run by root without namespaces, lift its limits. Run such code in a
-container or a virtual machine.
+- A program passes only if it ran to its end.
+- No files are written, changed or deleted, and none are read but Python's library.
+- Nothing goes to the network, and no processes are started.
+
+An audit hook refuses these operations. A hostile program can evade it.
+
+Where Linux lets users make namespaces, the kernel enforces most of this, too. There is no network, and all
+file systems are read-only. A process that the program starts dies with it, even in another session. This does
+not hold on macOS, in many containers, and on some distributions.
+
+None of this is a wall against hostile code. It can read what you can read. It can report that it passed, once
+it found the token in its interpreter. Run by root without namespaces, it can lift its limits. Run such code
+in a container or a virtual machine.
 """
 
 from __future__ import annotations
@@ -33,22 +40,23 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from math import ceil, inf
 
-from outpace.arguments import integer, number
-from outpace.tasks import inmate
-from outpace.tasks.inmate import EARLY, FAILED, PASSED, READY, STOPPED
+from outpace.checks.arguments import integer, number
+from outpace.tasks import worker
+from outpace.tasks.worker import EARLY, FAILED, PASSED, READY, STOPPED
 
-FILE = inmate.__file__
+FILE = worker.__file__
 START = 60.0  # seconds that Python may take to start, on a busy machine
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """The outcome of a program.
 
-    passed   it ran to its end, and the sandbox said so
-    reason   why not, in a line; empty if it passed, and only then
-    seconds  it took, without the start of Python
-    stopped  it did what it may not: took too long or too much memory, or was refused something
+    Attributes:
+        passed: Whether it ran to its end, as the sandbox worker confirmed.
+        reason: Why it did not pass, in one line; empty if and only if it passed.
+        seconds: Seconds that it ran, without the start of Python.
+        stopped: Whether it exceeded its time or memory, or attempted what it may not do.
     """
 
     passed: bool
@@ -58,13 +66,22 @@ class Outcome:
 
 
 def run(program: str, *, seconds: float = 5.0, memory: int = 1 << 30) -> Outcome:
-    """The outcome of a program, which passes if it raises nothing and does not exit early.
+    """Run a program in the sandbox, and return its outcome.
 
-    seconds  by the clock, after which it is killed
-    memory   bytes of address space; Python's own are some 30 MB of them. macOS does not limit it
+    A program passes if it raises nothing and does not exit early. It finds Python's own library, and no other
+    packages.
 
-    Programs find Python's own library, and no other packages. RuntimeError: the sandbox itself did not work,
-    which says nothing about the program.
+    Args:
+        program: Python source code.
+        seconds: Wall-clock seconds after which it is killed.
+        memory: Bytes of address space, of which Python itself takes about 30 MB. macOS does not enforce this.
+
+    Returns:
+        The outcome.
+
+    Raises:
+        OSError: The platform has no limits for processes.
+        RuntimeError: The sandbox itself failed, which says nothing about the program.
     """
     number("seconds", seconds, "a number of seconds > 0", lambda n: 0 < n < inf)
     integer("memory", memory, "a number of bytes >= 1", lambda n: n >= 1)
@@ -95,7 +112,11 @@ def run(program: str, *, seconds: float = 5.0, memory: int = 1 << 30) -> Outcome
 
 
 def check() -> None:
-    """Refuse a platform that has no limits."""
+    """Refuse a platform that cannot limit processes.
+
+    Raises:
+        OSError: Python has no module ``resource``.
+    """
     if find_spec("resource") is None:
         raise OSError(
             "programs cannot be run safely here: this Python has no module `resource`, as on Windows, which "
@@ -104,22 +125,25 @@ def check() -> None:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """What a Python needs to start, and nothing of ours."""
-    kept = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # where some Pythons find themselves
+    """Return the variables that a Python needs to start, and none of the caller's others."""
+    kept = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # where some Pythons find their own library
     own = {"HOME": folder, "TMPDIR": folder, "PATH": os.defpath, "LC_ALL": "C.UTF-8"}
     return own | {name: os.environ[name] for name in kept if name in os.environ}
 
 
 class _Report:
-    """What the watcher and the program's process say, of which only lines with the token count."""
+    """The lines that the watcher and the program's process report; only lines with the token count."""
 
     def __init__(self, pipe: int, token: str) -> None:
         self.pipe, self.rest = pipe, b""
         self._line = re.compile(rb"%b (.*)\n" % token.encode())
 
     def line(self, seconds: float) -> tuple[str, str] | None:
-        """Return the next verdict and reason, or None if there will be none; TimeoutError if none comes in
-        time."""
+        """Return the next verdict and reason, or None if there will be none.
+
+        Raises:
+            TimeoutError: No line arrived in time.
+        """
         end = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self.pipe, selectors.EVENT_READ)
@@ -158,8 +182,11 @@ def _outcome(report: _Report, seconds: float) -> Outcome:
 
 
 def _end(watcher: subprocess.Popen[bytes], report: _Report) -> None:
-    """The end of all processes. The watcher is asked first, so that nobody is left to be reaped by others. It
-    is not reaped itself before its group is killed: until then, no other process can have its number."""
+    """End all processes.
+
+    The watcher gets SIGTERM first, so that no child is left for another process to reap. The watcher itself
+    is not reaped before its group is killed: until then, no other process can have its id.
+    """
     try:
         os.kill(watcher.pid, signal.SIGTERM)
         end = time.monotonic() + 2

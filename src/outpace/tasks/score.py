@@ -1,4 +1,4 @@
-"""How good texts are, by the measures that papers report."""
+"""Measures of text quality, as papers report them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from outpace.tasks.extra import needed
+from outpace.checks.errors import needed
 
 Normal = Callable[[str], str]
 
 
 def normal_form(tokenizer: Any, language: str | None) -> Normal:
-    """Whisper's own: English has its spellings and numbers, other languages lose case and punctuation."""
+    """Return Whisper's own function that brings a transcript to normal form.
+
+    English gets uniform spellings and numbers. Other languages lose case and punctuation.
+
+    Args:
+        tokenizer: Whisper's tokenizer, which has the English spellings.
+        language: Name or code of the language; None is English.
+    """
     from transformers.models.whisper import english_normalizer as normalizers
 
     if language is not None and language.lower() not in ("en", "english"):
@@ -25,7 +32,13 @@ def normal_form(tokenizer: Any, language: str | None) -> Normal:
 
 
 def word_errors(reference: str, text: str, normal: Normal) -> dict[str, float]:
-    """Words that were changed, lost or added, and how many there were, both texts brought to one form."""
+    """Return the numbers of word errors and of reference words, with both texts in normal form.
+
+    Errors are substitutions, deletions and insertions.
+
+    Raises:
+        ValueError: The reference holds no words.
+    """
     jiwer = needed("jiwer", "tasks")
     expected, found = normal(reference), normal(text)
     if not expected:
@@ -36,7 +49,7 @@ def word_errors(reference: str, text: str, normal: Normal) -> dict[str, float]:
 
 
 def rouge(reference: str, text: str) -> dict[str, float]:
-    """F-measures of ROUGE-1, ROUGE-2 and ROUGE-L with stemming, in percent."""
+    """Return the F-measures of ROUGE-1, ROUGE-2 and ROUGE-L with stemming, in percent."""
     scores = _rouge().score(reference, text)
     return {name: 100 * scores[key].fmeasure for name, key in zip(ROUGE, ROUGE_KEYS, strict=True)}
 
@@ -53,18 +66,29 @@ def _rouge() -> Any:
 
 
 def bleu(references: Sequence[str], texts: Sequence[str]) -> float:
-    """sacreBLEU of all texts together."""
+    """Return sacreBLEU of all texts together."""
     return float(needed("sacrebleu", "tasks").corpus_bleu(list(texts), [list(references)]).score)
 
 
 def pass_at(k: int, samples: int, passed: int) -> float:
-    """The probability that one of k programs passes, by n of which c did: 1 − C(n − c, k)/C(n, k)."""
+    """Return pass@k: the probability that one of k programs passes, if c of n samples did.
+
+    It is 1 − C(n − c, k)/C(n, k).
+
+    Args:
+        k: Number of programs.
+        samples: Number of samples, n.
+        passed: Number of samples that passed, c.
+
+    Raises:
+        ValueError: There are fewer than k samples, or the numbers do not fit.
+    """
     if not (1 <= k <= samples and 0 <= passed <= samples):
         raise ValueError(f"k, samples, passed: got {k}, {samples}, {passed}; pass@k needs k of n programs")
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of them does not exceed."""
+    """Return the smallest value that at least this share of the values does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -1,4 +1,4 @@
-"""The sides of a comparison that hear: Whisper by us, and by Transformers."""
+"""The runners for speech: Whisper through ``Transcriber``, and through Transformers."""
 
 from __future__ import annotations
 
@@ -8,22 +8,31 @@ from typing import Any
 
 import torch
 
-from outpace.decode import Decoder
-from outpace.stats import Stats
+from outpace.bench.data import Item
+from outpace.decoder import Decoder
+from outpace.engine.stats import Stats
+from outpace.tasks.assisted import assistant, drawing, watched
 from outpace.tasks.audio import read
-from outpace.tasks.items import Item
-from outpace.tasks.sides import Wanted, Written, forget
-from outpace.tasks.theirs import assistant, drawing, watched
+from outpace.tasks.runners import Generated, RunSettings, forget
 from outpace.tasks.transcribe import Transcriber, features_of
 
 
-class OursHearing:
-    """A Transcriber. A file is decoded once, without fallback, so that all sides do the same."""
+class OutpaceSpeechRunner:
+    """A runner for a ``Transcriber``.
 
-    def __init__(self, decoder: Decoder, processor: Any, wanted: Wanted) -> None:
+    A file is decoded once, without fallback, so that all runners do the same.
+
+    Args:
+        decoder: Decoder with a Whisper model as target.
+        processor: The target's feature extractor and tokenizer.
+        wanted: Settings that all runners share.
+    """
+
+    def __init__(self, decoder: Decoder, processor: Any, wanted: RunSettings) -> None:
         self.transcriber, self.wanted = Transcriber(decoder, processor), wanted
 
-    def write(self, item: Item, seed: int) -> Written:
+    def write(self, item: Item, seed: int) -> Generated:
+        """See ``Side.write``."""
         forget(self.transcriber.decoder)
         self.transcriber.stats = Stats()
         assert item.audio is not None
@@ -39,22 +48,32 @@ class OursHearing:
         )
         if found.error is not None:
             raise ValueError(found.error)
-        return Written([found.text], [[]], self.transcriber.stats, time.perf_counter() - begun)
+        return Generated([found.text], [[]], self.transcriber.stats, time.perf_counter() - begun)
 
 
-class TheirsHearing:
-    """Transformers' Whisper with an assistant."""
+class TransformersSpeechRunner:
+    """A runner for Transformers' Whisper with an assistant model.
 
-    waits = False  # as in `Theirs`
+    Args:
+        decoder: Decoder whose target and draft model are used.
+        processor: The target's feature extractor and tokenizer.
+        wanted: Settings that all runners share.
 
-    def __init__(self, decoder: Decoder, processor: Any, wanted: Wanted) -> None:
+    Raises:
+        ValueError: The drafter is not a model.
+    """
+
+    waits = False  # as in `AssistedRunner`
+
+    def __init__(self, decoder: Decoder, processor: Any, wanted: RunSettings) -> None:
         self.model: Any = decoder.scorer.base
         self.processor, self.wanted = processor, wanted
         self.assistant = assistant(decoder)
         if "assistant_model" not in self.assistant:
             raise ValueError("Transformers' Whisper takes no drafts but those of a model")
 
-    def write(self, item: Item, seed: int) -> Written:
+    def write(self, item: Item, seed: int) -> Generated:
+        """See ``Side.write``."""
         hearing, stats = self.processor.feature_extractor, Stats()
         assert item.audio is not None
         begun = time.perf_counter()
@@ -66,7 +85,7 @@ class TheirsHearing:
             language = {"language": self.wanted.language, "task": "transcribe"}
         torch.manual_seed(seed)
         helper = self.assistant["assistant_model"]
-        before = copy.deepcopy(helper.generation_config)  # where it learns how far to guess
+        before = copy.deepcopy(helper.generation_config)  # where the assistant adapts its draft length
         try:
             with watched(stats, self.waits):
                 found = self.model.generate(
@@ -80,5 +99,5 @@ class TheirsHearing:
         finally:
             helper.generation_config = before
         text = self.processor.tokenizer.decode(found[0], skip_special_tokens=True)
-        stats.new_tokens = stats.accepted + stats.target_calls
-        return Written([text.strip()], [[]], stats, time.perf_counter() - begun)
+        stats.new_tokens = stats.accepted_tokens + stats.target_passes
+        return Generated([text.strip()], [[]], stats, time.perf_counter() - begun)

@@ -1,4 +1,4 @@
-"""Transcripts as files: plain text, SubRip, WebVTT, JSON."""
+"""Transcripts in file formats: SubRip, WebVTT and JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of speech, in seconds, and its text."""
+    """A stretch of speech and its text.
+
+    Attributes:
+        start: Start in seconds.
+        end: End in seconds.
+        text: The text.
+    """
 
     start: float
     end: float
@@ -17,6 +23,7 @@ class Segment:
 
 
 def srt(segments: Sequence[Segment]) -> str:
+    """Return segments as a SubRip file."""
     return "".join(
         f"{i}\n{_time(one.start, ',')} --> {_time(one.end, ',')}\n{one.text.strip()}\n\n"
         for i, one in enumerate(segments, 1)
@@ -24,6 +31,7 @@ def srt(segments: Sequence[Segment]) -> str:
 
 
 def vtt(segments: Sequence[Segment]) -> str:
+    """Return segments as a WebVTT file."""
     cues = (
         f"{_time(one.start, '.')} --> {_time(one.end, '.')}\n{_escaped(one.text.strip())}\n\n"
         for one in segments
@@ -32,7 +40,7 @@ def vtt(segments: Sequence[Segment]) -> str:
 
 
 def as_json(name: str, text: str, language: str | None, duration: float, segments: Sequence[Segment]) -> str:
-    """One line, so that those of several files are lines."""
+    """Return a transcript as one line of JSON, so that several files make JSON lines."""
     whole = {"file": name, "text": text, "language": language, "duration": round(duration, 3)}
     return json.dumps({**whole, "segments": [asdict(one) for one in segments]}, ensure_ascii=False)
 
@@ -45,5 +53,5 @@ def _time(seconds: float, point: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """What would be a tag or an arrow in WebVTT."""
+    """Escape what would be a tag or an arrow in WebVTT."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,4 +1,4 @@
-"""What a run found, as a table: measures down, sides across."""
+"""The result of a run as a table: a line for each measure, a column for each runner."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from outpace.stats import Stats
-from outpace.tasks.items import Item, category
+from outpace.bench.data import Item, category
+from outpace.engine.stats import Stats
 from outpace.tasks.journal import Key
 from outpace.tasks.kinds import Task
 from outpace.tasks.score import percentile
@@ -21,10 +21,13 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Column:
-    """What a side did.
+    """The results of one runner.
 
-    done    by row, the item and the record of what worked
-    failed  by row, why not
+    Attributes:
+        task: The task.
+        side: Name of the runner.
+        done: Item and record of each row that worked, by row.
+        failed: Reason of each row that failed, by row.
     """
 
     task: Task
@@ -34,27 +37,32 @@ class Column:
 
     @cached_property
     def items(self) -> list[Item]:
+        """The items of the rows that worked."""
         return [item for item, _ in self.done.values()]
 
     @cached_property
     def records(self) -> list[Record]:
+        """The records of the rows that worked."""
         return [record for _, record in self.done.values()]
 
     @cached_property
     def stats(self) -> Stats:
+        """The statistics of all rows together."""
         return sum((Stats(**one["stats"]) for one in self.records), Stats())
 
     @property
     def seconds(self) -> float:
+        """The seconds of all rows together."""
         return float(sum(one["seconds"] for one in self.records))
 
     def only(self, rows: Iterable[int]) -> Column:
-        """Of some rows."""
+        """Return the same column with only some rows."""
         wanted = set(rows)
         return replace(self, done={row: one for row, one in self.done.items() if row in wanted})
 
     @property
     def quality(self) -> dict[str, float]:
+        """The measures of quality, by name."""
         if not self.records:
             return {}
         found = self.task.overall(
@@ -67,22 +75,23 @@ class Column:
 
     @property
     def sampling_step(self) -> float | None:
-        """Milliseconds a pass: of rows that were looked into for it, or of all."""
+        """Milliseconds of a sampling step, from the rows that were measured for it, or else from all."""
         passes = sum(one.get("sampling_passes", 0) for one in self.records)
         if passes:
             spent = sum(one.get("sampling_seconds", 0.0) for one in self.records)
             return float(1e3 * spent / passes)
-        calls = self.stats.target_calls
+        calls = self.stats.target_passes
         return 1e3 * self.stats.verify_seconds / calls if calls and self.stats.verify_seconds else None
 
     @property
     def distance(self) -> float | None:
+        """Mean total variation from the target's distribution per token; None if unknown."""
         positions = sum(one.get("positions", 0) for one in self.records)
         return sum(one.get("distance", 0.0) for one in self.records) / positions if positions else None
 
     @property
     def stopped(self) -> list[tuple[str, str]]:
-        """Programs that had to be stopped, by row, and why."""
+        """Programs that were stopped: the name of the row, and why."""
         return [
             (item.name, judged["reason"])
             for item, one in zip(self.items, self.records, strict=True)
@@ -91,12 +100,14 @@ class Column:
         ]
 
     def seconds_at(self, share: float) -> float | None:
+        """Return a percentile of the seconds of a row; None without rows."""
         return percentile([one["seconds"] for one in self.records], share) if self.records else None
 
 
 def columns(
     task: Task, items: Sequence[Item], records: dict[Key, Record], sides: Sequence[str]
 ) -> list[Column]:
+    """Return a column for each runner, from the records of a run."""
     found = []
     for side in sides:
         own = {row: record for (name, row), record in sorted(records.items()) if name == side}
@@ -107,8 +118,10 @@ def columns(
 
 
 def table(found: Sequence[Column]) -> Table:
-    """Quality first, then what it took. Rows that failed on any side are left out on all; a side on which all
-    failed has nothing to be compared."""
+    """Return the lines of the table: quality first, then cost.
+
+    Rows that failed with any runner are left out for all. A runner that failed at all rows is not compared.
+    """
     failed = lost(found)
     common = [one.only(one.done.keys() - failed) for one in found]
     plain = next((one for one in common if one.side == "plain"), None)
@@ -124,21 +137,21 @@ def table(found: Sequence[Column]) -> Table:
 
 
 def lost(found: Sequence[Column]) -> set[int]:
-    """Rows that are not done on some side that did others."""
+    """Return the rows that some runner did not finish; runners that finished none do not count."""
     rows = {row for one in found for row in (*one.done, *one.failed)}
     return {row for one in found if one.done for row in rows - one.done.keys()}
 
 
 def cells(one: Column, plain: Column | None) -> dict[str, str]:
-    """What is known of a side."""
+    """Return the cells of a runner's column, by measure."""
     if not one.records:
         return {}
     stats = one.stats
     values: dict[str, tuple[float | None, str]] = {
         **{name: (value, ".2f") for name, value in one.quality.items()},
-        "acceptance": (stats.acceptance if stats.drafted else None, ".3f"),
+        "acceptance": (stats.acceptance_rate if stats.draft_tokens else None, ".3f"),
         "distance from the target": (one.distance, ".4f"),
-        "tokens per pass": (stats.tokens_per_call or None, ".2f"),
+        "tokens per pass": (stats.tokens_per_pass or None, ".2f"),
         "sampling step, ms a pass": (one.sampling_step, ".3f"),
         "sampling step, s": (stats.verify_seconds or None, ".2f"),
         "wall clock, s": (one.seconds, ".1f"),
@@ -150,7 +163,10 @@ def cells(one: Column, plain: Column | None) -> dict[str, str]:
 
 
 def by_category(found: Sequence[Column]) -> Table:
-    """As Spec-Bench reports: mean accepted tokens, and the speed over plain decoding, for each category."""
+    """Return tokens per pass and throughput relative to no speculation, for each category.
+
+    This is how Spec-Bench reports.
+    """
     failed = lost(found)
     kinds: dict[str, set[int]] = {}
     for one in found:
@@ -164,28 +180,32 @@ def by_category(found: Sequence[Column]) -> Table:
         cells = []
         for one in some:
             over = f", {mean_speed(one) / plain:.2f}x" if plain and one.done else ""
-            cells.append(f"{one.stats.tokens_per_call:.2f}{over}" if one.done else NONE)
+            cells.append(f"{one.stats.tokens_per_pass:.2f}{over}" if one.done else NONE)
         lines.append((f"{kind} ({len(rows)})", cells))
     return lines
 
 
 def speed(one: Column) -> float | None:
+    """Return tokens per second over all rows; None if no time was measured."""
     return one.stats.new_tokens / one.seconds if one.seconds else None
 
 
 def ratio(one: Column, plain: Column) -> float | None:
-    """Tokens a second over plain decoding's; None where that is not known."""
+    """Return throughput relative to decoding without speculation; None where it is unknown."""
     own, other = speed(one), speed(plain)
     return own / other if own and other else None
 
 
 def mean_speed(one: Column) -> float:
-    """Tokens a second of a row, on average, as Spec-Bench has it."""
+    """Return the mean over rows of tokens per second, as Spec-Bench has it."""
     return fmean(record["stats"]["new_tokens"] / record["seconds"] for record in one.records)
 
 
 def failures(found: Sequence[Column], items: Sequence[Item]) -> list[str]:
-    """Which rows failed, where, and why; a reason that all sides have is said once."""
+    """Return a line for each row that failed: its name, the runners, and why.
+
+    A reason that all runners share is named once.
+    """
     lines = []
     for row in sorted({row for one in found for row in one.failed}):
         reasons: dict[str, list[str]] = {}
@@ -199,10 +219,11 @@ def failures(found: Sequence[Column], items: Sequence[Item]) -> list[str]:
 
 
 def stopped(found: Sequence[Column]) -> list[str]:
-    """Which programs had to be stopped, where, and why: they count as programs that do not pass."""
+    """Return a line for each program that was stopped; such programs count as failed."""
     return [f"{name} ({one.side}): the program {reason}" for one in found for name, reason in one.stopped]
 
 
 def markdown(title: str, sides: Sequence[str], lines: Table) -> str:
+    """Return a table as Markdown."""
     rows = [(title, list(sides)), ("---", ["---:"] * len(sides)), *lines]
     return "".join(f"| {name} | {' | '.join(cells)} |\n" for name, cells in rows)

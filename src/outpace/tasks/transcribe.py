@@ -1,7 +1,7 @@
 """Speech to text with Whisper.
 
-Windows, timestamps, silence and temperature fallback are Transformers' own; what decodes a window is ours, so
-that texts are those of `model.generate` with the same settings.
+Windows, timestamps, silence and temperature fallback are Transformers' own. A ``Decoder`` decodes each
+window, so texts are those of ``model.generate`` with the same settings.
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ from typing import Any
 from torch import Tensor
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
-from outpace.arguments import integer
-from outpace.decode import Decoder
+from outpace.checks.arguments import integer
+from outpace.checks.errors import suggestion
+from outpace.decoder import Decoder
 from outpace.draft.model import ModelDrafter
+from outpace.engine.stats import Stats
 from outpace.integrations.transformers import generate
+from outpace.loading import Name, check_draft_name, load_drafter
 from outpace.models.hub import Say, check_model, load_model, load_processor, say
-from outpace.pair import Name, check_draft_name, load_drafter
-from outpace.stats import Stats
 from outpace.tasks.audio import packages, read
 from outpace.tasks.memory import Memory
 from outpace.tasks.subtitles import Segment
-from outpace.verify.rules import parse
-from outpace.wording import suggestion
+from outpace.verification.rules import parse
 
-FALLBACK = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # temperatures, in turn while a text looks wrong
-# When it does: what repeats itself, what the model finds unlikely. The usual values of Whisper.
+FALLBACK = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # temperatures, tried in turn while a text looks wrong
+# A text looks wrong if it repeats itself or the model finds it unlikely. Whisper's usual values.
 WRONG = {"compression_ratio_threshold": 1.35, "logprob_threshold": -1.0, "no_speech_threshold": 0.6}
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """What was said in a file.
+    """The transcript of a file.
 
-    name      of the file
-    text      all of it
-    segments  its parts, where timestamps were asked for or the file is longer than a window
-    language  as it was given or detected
-    duration  seconds of sound
-    error     why there is nothing; None otherwise
+    Attributes:
+        name: Name of the file.
+        text: The whole text.
+        segments: Its segments, if timestamps were requested or the file is longer than a window.
+        language: Code of the language, as requested or detected.
+        duration: Seconds of sound.
+        error: Why there is no transcript; None otherwise.
     """
 
     name: str
@@ -55,7 +56,14 @@ class Transcript:
 
 @dataclass(frozen=True)
 class Sound:
-    """A file that could be read."""
+    """A file that could be read.
+
+    Attributes:
+        place: Index among the files of a call.
+        name: Name of the file.
+        samples: Its samples, ``[n]``.
+        duration: Seconds of sound.
+    """
 
     place: int
     name: str
@@ -64,7 +72,11 @@ class Sound:
 
 
 def language_code(language: str) -> str:
-    """Return Whisper's code of a language, "de" of "de" or "German"; refuse what is none."""
+    """Return Whisper's code of a language: "de" for "de" or "German".
+
+    Raises:
+        ValueError: It is neither a name nor a code that Whisper knows.
+    """
     name = language.strip().lower()
     code: str = TO_LANGUAGE_CODE.get(name, name)
     if code not in TO_LANGUAGE_CODE.values():
@@ -76,7 +88,13 @@ def language_code(language: str) -> str:
 
 
 def features_of(processor: Any, sounds: Sequence[Tensor], long: bool) -> Any:
-    """What Whisper hears: `input_features` and `attention_mask`, of one window or of all there are."""
+    """Return the input of Whisper: ``input_features`` and ``attention_mask``.
+
+    Args:
+        processor: Whisper's feature extractor and tokenizer.
+        sounds: Samples of each file, ``[n]``.
+        long: Whether to encode all windows of a file, and not just one.
+    """
     return processor.feature_extractor(
         [samples.numpy() for samples in sounds],
         sampling_rate=processor.feature_extractor.sampling_rate,
@@ -87,12 +105,18 @@ def features_of(processor: Any, sounds: Sequence[Tensor], long: bool) -> Any:
 
 
 class Transcriber:
-    """Whisper models that transcribe files.
+    """A transcriber of audio files, with a Whisper model and optionally a drafter.
 
-    decoder    with a Whisper model as target, and another, a Drafter or nobody to draft
-    processor  the target's feature extractor and tokenizer
+    Args:
+        decoder: Decoder with a Whisper model as target, and a draft model, another ``Drafter`` or none.
+        processor: The target's feature extractor and tokenizer.
 
-    `stats` and `seconds` add up what happened in all calls.
+    Attributes:
+        stats: Statistics of all calls together.
+        seconds: Seconds of all calls together.
+
+    Raises:
+        ValueError: The target is not a Whisper model.
     """
 
     def __init__(self, decoder: Decoder, processor: Any) -> None:
@@ -116,9 +140,25 @@ class Transcriber:
         tell: Say = say,
         **options: Any,
     ) -> Transcriber:
-        """By names, as `outpace.load` takes them; options are those of `Decoder`. A draft may be less
-        precise than its target: texts stay the target's. What does not fit is refused before weights are
-        loaded."""
+        """Load a transcriber by the names of its models.
+
+        The draft may have a lower precision than the target: texts remain the target's. Settings that do not
+        fit are refused before weights are loaded.
+
+        Args:
+            target: Name of a Whisper model, as ``outpace.load`` takes it.
+            draft: Name of a draft, as ``outpace.load`` takes it; None drafts nothing.
+            device: Device of both models.
+            dtype: Precision of both models.
+            draft_dtype: Precision of the draft, if it is another.
+            trust_remote_code: Whether to run Python code that comes with a model.
+            revision: Revision of the target on the hub.
+            tell: Called with lines about the progress.
+            **options: Further options of ``Decoder``.
+
+        Raises:
+            ValueError: A name or setting does not fit.
+        """
         packages()
         check_draft_name(draft)
         parse(options.get("rule", "token"))
@@ -151,16 +191,29 @@ class Transcriber:
         seed: int | None = None,
         heard: Callable[[float], None] | None = None,
     ) -> Iterator[Transcript]:
-        """Transcripts of files, or of their bytes, in their order; one that fails says why, and the others
-        go on.
+        """Transcribe files, or their bytes, in their order.
 
-        language    such as "en" or "german"; by default it is detected, in each file's first window
-        task        "transcribe", or "translate", into English
-        timestamps  give segments for short files, too
-        fallback    try higher temperatures where a text repeats itself or is unlikely
-        temperature of a single try, without fallback; top_k and top_p, too
-        batch_size  so many files at once
-        heard       called now and then with the seconds of sound that are done, of all files together
+        A file that fails has its error in its transcript; the others are still transcribed.
+
+        Args:
+            files: Paths or contents of audio files; a single one needs no list.
+            language: Language such as "en" or "german". By default it is detected in each file's first
+                window.
+            task: "transcribe", or "translate" for a translation into English.
+            timestamps: Whether to return segments for short files, too.
+            fallback: Whether to retry at higher temperatures if a text repeats itself or is unlikely.
+            temperature: Temperature of the only attempt without fallback; 0 is greedy.
+            top_k: Number of likeliest tokens to sample from, without fallback; 0 is all.
+            top_p: Probability mass of the tokens to sample from, without fallback.
+            batch_size: Number of files to decode at once.
+            seed: Seed of sampling.
+            heard: Called from time to time with the seconds of sound that are done, of all files together.
+
+        Returns:
+            An iterator over the transcripts.
+
+        Raises:
+            ValueError: An argument does not fit the model or another argument.
         """
         if task not in ("transcribe", "translate"):
             raise ValueError(f'task: got {task!r}; it must be "transcribe" or "translate"')
@@ -205,7 +258,7 @@ class Transcriber:
                     sounds.append(Sound(place, name, samples, len(samples) / hearing.sampling_rate))
                 except ValueError as error:
                     found[place] = Transcript(name, error=str(error).removeprefix(f"{name}: "))
-            for long in (False, True):  # what fits into a window needs no timestamps
+            for long in (False, True):  # a file that fits into a window needs no timestamps
                 some = [one for one in sounds if (one.duration > hearing.chunk_length) is long]
                 if some:
                     own = {**options, "return_timestamps": timestamps or long}
@@ -219,7 +272,7 @@ class Transcriber:
             yield from (found[place] for place in sorted(found))
 
     def _monitor(self, heard: Callable[[float], None], done: float) -> Callable[[Tensor], None]:
-        """What Transformers calls with the frames that it came to, `[files, 2]`, and how many there are."""
+        """Return a callback for Transformers, which passes frames done and frames in all, ``[files, 2]``."""
         hearing = self.processor.feature_extractor
 
         def monitor(frames: Tensor) -> None:
@@ -228,7 +281,7 @@ class Transcriber:
         return monitor
 
     def _tried(self, sounds: Sequence[Sound], options: dict[str, Any], long: bool) -> list[Transcript]:
-        """One file that fails does not take the others of its batch along."""
+        """Transcribe a batch; if it fails, transcribe each of its files by itself."""
         try:
             return self._transcribed(sounds, options, long)
         except (ValueError, RuntimeError) as error:  # unusable logits, or no memory
@@ -263,7 +316,7 @@ class Transcriber:
         ]
 
     def _detected(self, features: Tensor) -> list[str | None]:
-        """The language of each file's first window."""
+        """Return the language of each file's first window."""
         frames = 2 * self.model.config.max_source_positions
         ids = self.model.detect_language(features[:, :, :frames])
         names = {token: name for name, token in self.model.generation_config.lang_to_id.items()}

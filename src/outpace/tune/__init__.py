@@ -1,1 +1,1 @@
-"""Which draft, how far to guess, or not at all: found by measuring, within a given time."""
+"""Tuning: choose a draft and num_draft_tokens, or no speculation, by measuring within a time budget."""

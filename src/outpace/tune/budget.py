@@ -1,4 +1,4 @@
-"""Time that may be spent, and how much of it is left."""
+"""A time budget, and how much of it is left."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ Clock = Callable[[], float]
 
 
 class Budget:
-    """So many seconds from now, by this clock.
+    """A number of seconds that starts to run now.
 
-    Stages end at a share of the whole: what one leaves, the next has.
+    A stage ends at a share of the whole. Time that one stage leaves over is the next one's.
+
+    Args:
+        seconds: The whole budget.
+        clock: Function that returns the time in seconds.
+
+    Raises:
+        ValueError: The number of seconds is not positive and finite.
     """
 
     def __init__(self, seconds: float, clock: Clock = time.monotonic) -> None:
@@ -23,8 +30,9 @@ class Budget:
 
     @property
     def spent(self) -> float:
+        """Seconds spent so far."""
         return self._clock() - self._begun
 
     def left(self, share: float = 1.0) -> float:
-        """Seconds until this share of all of them is spent; below 0 after that."""
+        """Return the seconds until this share of the budget is spent; below 0 after that."""
         return share * self.seconds - self.spent

@@ -1,4 +1,4 @@
-"""What was found best, as a file that other commands take their defaults from."""
+"""The configuration file that ``outpace tune`` writes, and that other commands take their defaults from."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outpace.wording import suggestion
+from outpace.checks.errors import suggestion
 
 FLAGS: dict[str, tuple[type, ...]] = {
     "target": (str,),
     "draft": (str,),
-    "length": (str, int),
+    "num_draft_tokens": (str, int),
     "rule": (str,),
     "dtype": (str,),
     "device": (str,),
@@ -23,16 +23,22 @@ FLAGS: dict[str, tuple[type, ...]] = {
 KNOWN: dict[str, tuple[type, ...]] = {**FLAGS, "max_batch": (int,), "measured": (dict,)}
 WORDS = {str: "a string", int: "a whole number", dict: "a table"}
 COMMENTS = {
-    "draft": 'who guesses; "none" decodes plainly',
-    "length": 'tokens to guess per pass: a number, or "auto", by the clock',
-    "rule": "how guesses are judged",
+    "draft": 'what drafts; "none" decodes without speculation',
+    "num_draft_tokens": 'draft tokens per step: a number, or "auto", the fastest by measured time',
+    "rule": "how draft tokens are verified",
     "revision": "of the target, on the hub",
     "max_batch": "rows at a time up to which this is expected to pay; not verified",
 }
 
 
 def written(settings: Mapping[str, Any], measured: Mapping[str, Any], verdict: str) -> str:
-    """The text of such a file; what is None is left out."""
+    """Return the text of a configuration file; values that are None are left out.
+
+    Args:
+        settings: Values of the flags.
+        measured: Measurements that the choice rests on; no command reads them.
+        verdict: The result in a sentence, for the first line.
+    """
     lines = [f"# {verdict}", "# Use it: outpace generate --config FILE; a flag beside it wins.", ""]
     for name, value in settings.items():
         if value is not None:
@@ -44,7 +50,13 @@ def written(settings: Mapping[str, Any], measured: Mapping[str, Any], verdict: s
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What a file says. A table of n-grams that it names lies beside it, unless it says where."""
+    """Return the content of a configuration file.
+
+    The path of an n-gram table is relative to the file.
+
+    Raises:
+        ValueError: The file cannot be read, or a key or value does not fit.
+    """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -70,7 +82,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def flags(path: Path) -> dict[str, str]:
-    """What the file says of flags that commands share."""
+    """Return the values in a configuration file of the flags that commands share."""
     return {name: str(value) for name, value in read(path).items() if name in FLAGS}
 
 

@@ -1,4 +1,4 @@
-"""Which way to take, of what was measured."""
+"""The choice of a setup from measurements."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outpace.bench.spread import Rate, faster
-from outpace.tune.way import Interval, Way
-from outpace.wording import too_few
+from outpace.checks.errors import too_few
+from outpace.tune.way import Interval, Setting
 
-LEAST = 4  # prompts without which nothing is called sure
-CLOSE = 0.03  # as fast as the fastest, if no difference was shown, and none larger than this was seen
+LEAST = 4  # prompts that it takes to call a result sure
+CLOSE = 0.03  # a setup is as fast as the fastest if it is not surely slower, and by no more than this share
 
 Rates = Mapping[tuple[int, int], Rate]
-"""Tokens and seconds, by prompt and by how often it had come before."""
+"""Tokens and seconds, by prompt and by the number of its earlier rounds."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """How much faster one way is than another, with so many prompts."""
+    """The measured speed of one setup relative to another.
+
+    Attributes:
+        speed: Ratio of their throughputs.
+        interval: 95 % interval of ``speed``; None for a single prompt.
+        prompts: Number of prompts that both were measured with.
+    """
 
     speed: float
     interval: Interval | None
@@ -26,10 +32,12 @@ class Seen:
 
     @property
     def surely_faster(self) -> bool:
+        """True if there are enough prompts, and the whole interval lies above 1."""
         return self.prompts >= LEAST and self.interval is not None and self.interval[0] > 1
 
     @property
     def surely_slower(self) -> bool:
+        """True if there are enough prompts, and the whole interval lies below 1."""
         return self.prompts >= LEAST and self.interval is not None and self.interval[1] < 1
 
     def __str__(self) -> str:
@@ -39,14 +47,22 @@ class Seen:
 
 @dataclass(frozen=True)
 class Choice:
-    """The way to take, and of each that was measured, why it is that one or not."""
+    """The chosen setup, with reasons.
 
-    way: Way
-    why: Mapping[Way, str]
+    Attributes:
+        way: The chosen setup.
+        why: Why each measured setup was chosen, or not.
+    """
+
+    way: Setting
+    why: Mapping[Setting, str]
 
 
 def compare(ours: Rates, theirs: Rates) -> Seen | None:
-    """Where both were measured, in pairs; None if nowhere. A prompt that came several times counts once."""
+    """Compare two setups in pairs, where both were measured; None if they never were.
+
+    A prompt of several rounds counts once.
+    """
     both = sorted(set(ours) & set(theirs))
     if not both:
         return None
@@ -59,8 +75,16 @@ def compare(ours: Rates, theirs: Rates) -> Seen | None:
     return Seen(speed, interval, len(prompts))
 
 
-def choose(rates: Mapping[Way, Rates], yardsticks: Mapping[Way, Rates], plain: Way) -> Choice:
-    """The fastest, if it is surely faster than plain decoding; of others that are as fast, the simplest."""
+def choose(rates: Mapping[Setting, Rates], yardsticks: Mapping[Setting, Rates], plain: Setting) -> Choice:
+    """Choose the fastest setup that is surely faster than decoding without speculation.
+
+    Of setups that are about as fast as the fastest, the simplest is chosen.
+
+    Args:
+        rates: Measured rates of each setup.
+        yardsticks: Rates without speculation in the same rounds, for each setup.
+        plain: The setup without speculation, which is chosen if no other is surely faster.
+    """
     seen = {way: found for way in rates if (found := compare(rates[way], yardsticks[way])) is not None}
     sure = [way for way, found in seen.items() if found.surely_faster]
     why = {way: _unsure(found) for way, found in seen.items() if way not in sure}
@@ -86,15 +110,21 @@ def choose(rates: Mapping[Way, Rates], yardsticks: Mapping[Way, Rates], plain: W
     return Choice(chosen, why)
 
 
-def verdict(choice: Choice, seen: Mapping[Way, Seen], first: Way) -> str:
-    """In a sentence, of what was measured; the first way is what they were compared with."""
+def verdict(choice: Choice, seen: Mapping[Setting, Seen], first: Setting) -> str:
+    """Return the result in a sentence.
+
+    Args:
+        choice: The chosen setup.
+        seen: Measured speeds of all setups.
+        first: The setup that the others were compared with.
+    """
     way = choice.way
     if way in seen:
         found = f"{seen[way]} times as fast as plain decoding"
         prompts = f"measured with {seen[way].prompts} prompts"
         if way.plain:
             return f"Do not speculate, but compute in {way.dtype}: {found}, {prompts}."
-        return f"Guess with {way.among(first)}: {found}, {prompts}."
+        return f"Draft with {way.among(first)}: {found}, {prompts}."
     best = max(seen, key=lambda one: seen[one].speed)
     few = seen[best].prompts < LEAST
     known = (
@@ -106,17 +136,20 @@ def verdict(choice: Choice, seen: Mapping[Way, Seen], first: Way) -> str:
 
 
 def better_half(
-    ways: Sequence[Way], rates: Mapping[Way, Rates], yardsticks: Mapping[Way, Rates]
-) -> list[Way]:
-    """Those that are faster so far, in their order; what was not measured is not among them."""
+    ways: Sequence[Setting], rates: Mapping[Setting, Rates], yardsticks: Mapping[Setting, Rates]
+) -> list[Setting]:
+    """Return the faster half of the setups so far, in their order; unmeasured ones are not in it."""
     pairs = {way: compare(rates.get(way, {}), yardsticks.get(way, {})) for way in ways}
     seen = {way: found.speed for way, found in pairs.items() if found is not None}
     kept = sorted(seen, key=lambda way: -seen[way])[: (len(ways) + 1) // 2]
     return [way for way in ways if way in kept]
 
 
-def _fastest(ways: Sequence[Way], rates: Mapping[Way, Rates]) -> Way:
-    """By pairs: those that dropped out had fewer prompts, perhaps easier ones."""
+def _fastest(ways: Sequence[Setting], rates: Mapping[Setting, Rates]) -> Setting:
+    """Return the fastest setup, by comparison in pairs.
+
+    Setups that were dropped had fewer prompts, perhaps easier ones.
+    """
     first = ways[0]
     for way in ways[1:]:
         found = compare(rates[way], rates[first])

@@ -1,4 +1,4 @@
-"""The same way of writing inside Transformers, and in vLLM, as near as they come."""
+"""The chosen setup in Transformers and in vLLM, as near as they come to it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from pathlib import Path
 from outpace.bench.runs import AUTO
 from outpace.tune.way import LOOKUP, NONE
 
-LONGEST = 3  # tokens that a lookup matches at most
+LONGEST = 3  # tokens that prompt lookup matches at most
 NO_POLICY = "it has no policy that goes by the clock"
 NONE_PAYS = f"{NO_POLICY}, and no fixed length was found to pay"
 
 
 @dataclass(frozen=True)
 class Models:
-    """What is to be known of a pair.
+    """The models of a pair.
 
-    target      as the hub has it
-    dtype       of both
-    device      of both
-    encoder     the target has one
-    other       the draft has another tokenizer than the target
-    revision    of the target
+    Attributes:
+        target: Name of the target on the hub.
+        dtype: Precision of both.
+        device: Device of both.
+        encoder: Whether the target has an encoder.
+        other: Whether the draft has another tokenizer than the target.
+        revision: Revision of the target.
     """
 
     target: str
@@ -36,12 +37,19 @@ class Models:
 
 
 def transformers(models: Models, draft: str, length: str, rule: str, near: int | None) -> str:
-    """A model, and calls of its `generate`; `near` is a number for what is not a fixed length, None if none
-    pays."""
+    """Return code that loads the model and calls its ``generate``.
+
+    Args:
+        models: The models.
+        draft: Name of the draft.
+        length: Number of draft tokens, or "auto".
+        rule: Name of the verification rule.
+        near: Fixed number of draft tokens in place of "auto"; None if none pays.
+    """
     loaded = f"model = {_loaded(models, models.target, models.revision)}"
     if draft == NONE:
         return f"{loaded}\nmodel.generate(**inputs)  # nothing more"
-    given = "length=" + ("outpace.Goodput()" if length == AUTO else length)
+    given = "num_draft_tokens=" + ("outpace.Goodput()" if length == AUTO else length)
     given += "" if rule == "token" else f', rule="{rule}"'
     why = f", though {NO_POLICY}" if length == AUTO else ""
     own = f"# or by its own assisted generation{why}:"
@@ -82,7 +90,7 @@ def _loaded(models: Models, name: str, revision: str | None = None) -> str:
 
 
 def _where(name: str) -> str:
-    """As arguments: a GGUF file is named by its folder and itself."""
+    """Return a model's name as arguments; a GGUF file is named by its folder and its file name."""
     if not name.endswith(".gguf"):
         return json.dumps(name)
     path = Path(name)
@@ -94,7 +102,14 @@ def _call(drafter: str, given: str) -> str:
 
 
 def vllm(models: Models, draft: str, length: str, near: int | None) -> str:
-    """A command that serves it."""
+    """Return a command that serves the model with vLLM.
+
+    Args:
+        models: The models.
+        draft: Name of the draft.
+        length: Number of draft tokens, or "auto".
+        near: Fixed number of draft tokens in place of "auto"; None if none pays.
+    """
     if models.encoder:
         return "# it does not speculate with encoder-decoder models"
     command = f"vllm serve {shlex.quote(models.target)} --dtype {models.dtype}"

@@ -1,4 +1,4 @@
-"""What is known of all ways, at any moment of a tuning, and which one that speaks for."""
+"""Everything known about the setups at any moment of a tuning, and the choice that follows."""
 
 from __future__ import annotations
 
@@ -10,68 +10,89 @@ from outpace.bench.estimate import Floats, estimate
 from outpace.tune.decision import Choice, Seen, choose, verdict
 from outpace.tune.race import Record
 from outpace.tune.replay import Speed
-from outpace.tune.way import Candidate, Way, plainly
+from outpace.tune.way import Candidate, Setting, plainly
 
-PAYS = 1.02  # what a draft must promise
+PAYS = 1.02  # expected speed that a draft must reach
 UNMEASURED = "no whole text was measured yet"
 
 
 class Findings:
-    """The first way is plain decoding, which the others are compared with.
+    """All measurements so far, and the choice.
 
-    known     all ways
-    beta      acceptance at the tokens of texts, by draft
-    expected  speeds by acceptance and costs
-    dropped   why some cannot pay, which are not measured with whole texts
-    untried   why some could not be looked at
-    ended     why no whole text was measured, where none was
-    record    what whole texts came to
-    crowds    the choice with more rows at a time
+    Args:
+        first: The setup without speculation, which the others are compared with.
+
+    Attributes:
+        first: The setup without speculation.
+        known: All setups.
+        beta: Acceptance probability at the tokens of texts, by draft.
+        expected: Speeds that follow from acceptance and costs.
+        dropped: Why some setups cannot pay. They are not measured with whole texts.
+        untried: Why some setups could not be measured.
+        ended: Why no whole text was measured, where none was.
+        record: Measurements with whole texts.
+        crowds: The chosen setup with larger batches.
+        choice: The choice so far.
     """
 
-    def __init__(self, first: Way) -> None:
+    def __init__(self, first: Setting) -> None:
         self.first = first
         self.known = [first]
         self.beta: dict[str, list[Floats]] = {}
-        self.expected: dict[Way, Speed] = {}
-        self.dropped: dict[Way, str] = {}
-        self.untried: dict[Way, str] = {}
+        self.expected: dict[Setting, Speed] = {}
+        self.dropped: dict[Setting, str] = {}
+        self.untried: dict[Setting, str] = {}
         self.ended = UNMEASURED
         self.record = Record()
         self.crowds: list[Candidate] = []
         self.choice = Choice(first, {})
 
-    def add(self, *ways: Way) -> None:
+    def add(self, *ways: Setting) -> None:
+        """Add setups that are not known yet."""
         self.known += [way for way in ways if way not in self.known]
 
-    def expect(self, way: Way, speed: Speed, least: float, hope: Speed) -> None:
-        """Less than the least, even if the upper end of what may be hoped for was true, is not worth being
-        measured."""
+    def expect(self, way: Setting, speed: Speed, least: float, hope: Speed) -> None:
+        """Note the expected speed of a setup, and drop it if it cannot pay.
+
+        Args:
+            way: The setup.
+            speed: Its expected speed, with an interval.
+            least: Speed that it must reach to be worth measuring.
+            hope: Speed at best. The setup is dropped if the upper end of its interval is below ``least``.
+        """
         self.add(way)
         self.expected[way] = speed
         if hope[1] is not None and hope[1][1] < least:
             self.dropped[way] = "cannot pay, by how often its guesses are right and what they cost"
 
-    def promising(self) -> list[Way]:
-        """What is left to be measured, the best first."""
+    def promising(self) -> list[Setting]:
+        """Return the setups left to measure, the most promising first."""
         out = {self.first, *self.dropped, *self.untried}
         left = [way for way in self.known if way not in out]
         return sorted(left, key=lambda way: -self.expected.get(way, (1.0, None))[0])
 
     def decide(self) -> None:
+        """Choose a setup from the measurements so far."""
         self.choice = choose(self.record.rates, self.record.yardsticks, self.first)
 
-    def seen(self) -> dict[Way, Seen]:
+    def seen(self) -> dict[Setting, Seen]:
+        """Return the measured speed of each setup that has one."""
         return {way: found for way in self.known if (found := self.record.seen(way)) is not None}
 
     def candidates(self) -> list[Candidate]:
+        """Return all setups with their speeds, larger batches last."""
         return [self._candidate(way) for way in self.known] + self.crowds
 
     def chosen(self) -> Candidate:
+        """Return the chosen setup with its speed."""
         return self._candidate(self.choice.way)
 
     def nearest(self) -> int | None:
-        """The choice's length as a number, for those who know no policy; None if none was found to pay."""
+        """Return the chosen num_draft_tokens as a number, for libraries without a draft-length policy.
+
+        Returns:
+            The number, or that of the fastest fixed setup of the same draft; None if none was found to pay.
+        """
         way = self.choice.way
         if way.length.isdecimal():
             return int(way.length)
@@ -86,8 +107,11 @@ class Findings:
         return max(pays, key=pays.__getitem__, default=None)
 
     def most_rows(self) -> int | None:
-        """Rows at a time up to which the choice is expected to pay; None if it is plain decoding, or if no
-        more than one were looked at."""
+        """Return the largest batch size up to which the chosen setup is expected to pay.
+
+        Returns:
+            The batch size; None if the choice is no speculation, or if no larger batch was measured.
+        """
         if self.choice.way.plain or not self.crowds:
             return None
         most = 1
@@ -98,6 +122,7 @@ class Findings:
         return most
 
     def verdict(self) -> str:
+        """Return the result in a sentence."""
         seen, unknown = self.seen(), self.unknown()
         if unknown is not None:
             return f"Whether it pays is not known: {unknown}."
@@ -109,7 +134,7 @@ class Findings:
         return f"Do not speculate: {which} can pay, by how often guesses are right and what they cost."
 
     def unknown(self) -> str | None:
-        """Why nothing speaks for any way, not for plain decoding either; None if something does."""
+        """Return why no choice is possible, not even that of no speculation; None if one is."""
         hopes = self.promising()
         if self.seen() or not (hopes or (self.untried and not self.dropped)):
             return None
@@ -124,7 +149,7 @@ class Findings:
         return f"{self.ended}; {way.among(self.first)} is expected to be {speed:.2f} times as fast"
 
     def content(self) -> Mapping[str, Any]:
-        """To be written down."""
+        """Return everything for the results file."""
         return {
             "rounds": self.record.rounds,
             "drafts": [self._alpha(name) for name in self.beta],
@@ -134,7 +159,7 @@ class Findings:
             "verdict": self.verdict(),
         }
 
-    def _candidate(self, way: Way) -> Candidate:
+    def _candidate(self, way: Setting) -> Candidate:
         expected, interval = self.expected.get(way, (None, None))
         seen = self.record.seen(way)
         reasons = (self.choice.why, self.record.dropped, self.dropped, self.untried)

@@ -1,8 +1,8 @@
-"""Ways to write take turns at whole texts, and those that fall behind drop out.
+"""A race of setups over whole texts, in which slow ones are dropped.
 
-In a round all that are left write about one prompt, plain decoding among them. The time has as many parts of
-equal length as it takes halvings to come from all ways to two (successive halving), and at the end of each
-the slower half leaves. What is surely slower leaves at once.
+In a round, all setups that are left decode one prompt, and so does the target without speculation. For n
+setups the time is divided into ⌈log2 n⌉ equal parts. At the end of each part the slower half is dropped, down
+to two (successive halving). A setup that is surely slower is dropped at once.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from outpace.bench.cost import let_go
 from outpace.bench.runs import PLAIN, Cell, Run
 from outpace.bench.spread import Rate
 from outpace.bench.sweep import Sweep, rotated
-from outpace.decode import Decoder, WithModel
-from outpace.sampling import Sampling
+from outpace.checks.errors import counted
+from outpace.decoder import Decoder, WithModel
+from outpace.sampling import SamplingParams
 from outpace.tune.decision import Seen, better_half, compare
-from outpace.tune.way import Way
-from outpace.wording import counted
+from outpace.tune.way import Setting
 
-SETTLED = 6  # prompts after which what is surely slower leaves
-SHARP = 0.05  # half an interval, of its speed: known well enough
-TURNS = 3  # times that a prompt may come
-LEAST_ROUNDS = 3  # that there must be time for with all who start
+SETTLED = 6  # prompts after which a surely slower setup is dropped
+SHARP = 0.05  # half-width of an interval, relative to the speed, that is narrow enough
+TURNS = 3  # rounds with the same prompt at most
+LEAST_ROUNDS = 3  # rounds that there must be time for with all setups that start
 
 Left = Callable[[], float]
 Tell = Callable[[str], None]
@@ -32,30 +32,45 @@ Tell = Callable[[str], None]
 
 @dataclass
 class Record:
-    """What ways came to, by prompt and by how often it had come before; plain decoding beside each; and why
-    some were not measured to the end."""
+    """The measurements of a race.
 
-    rates: dict[Way, dict[tuple[int, int], Rate]] = field(default_factory=dict)
-    yardsticks: dict[Way, dict[tuple[int, int], Rate]] = field(default_factory=dict)
-    dropped: dict[Way, str] = field(default_factory=dict)
+    Attributes:
+        rates: Tokens and seconds of each setup, by prompt and by the number of its earlier rounds.
+        yardsticks: The same without speculation in the same rounds, for each setup.
+        dropped: Why some setups were not measured to the end.
+        rounds: Number of rounds.
+    """
+
+    rates: dict[Setting, dict[tuple[int, int], Rate]] = field(default_factory=dict)
+    yardsticks: dict[Setting, dict[tuple[int, int], Rate]] = field(default_factory=dict)
+    dropped: dict[Setting, str] = field(default_factory=dict)
     rounds: int = 0
 
-    def seen(self, way: Way) -> Seen | None:
+    def seen(self, way: Setting) -> Seen | None:
+        """Return the speed of a setup relative to no speculation; None if it was not measured."""
         return compare(self.rates.get(way, {}), self.yardsticks.get(way, {}))
 
 
 class Race:
-    """Of ways, the most promising first, each with a decoder whose own policy is "auto".
+    """A race of setups.
 
-    text  seconds that a text may take, before one was timed
+    Args:
+        decoders: Decoder of each setup, the most promising first; its own policy is "auto".
+        plain: The setup without speculation and its decoder.
+        prompts: Token ids of each prompt.
+        sampling: Sampling parameters.
+        tokens: Maximum number of new tokens of a text.
+        seed: Seed of sampling.
+        text: Estimated seconds of a text, until one was timed.
+        record: Receives the measurements.
     """
 
     def __init__(
         self,
-        decoders: dict[Way, Decoder],
-        plain: tuple[Way, Decoder],
+        decoders: dict[Setting, Decoder],
+        plain: tuple[Setting, Decoder],
         prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         tokens: int,
         seed: int,
@@ -67,27 +82,33 @@ class Race:
         own = {names[way]: decoder for way, decoder in (*decoders.items(), plain)}
         self._own = own
         self.cells = {way: Cell(names[way], sampling, way.length) for way in names}
-        # An engine's caches are large, so that drafts come one after the other.
-        self.apart = any(decoder._engines is not None for decoder in own.values())
+        # An engine's KV caches are large, so drafts are measured one after the other.
+        self.apart = any(decoder.engines is not None for decoder in own.values())
         self.plain = {
             way: Cell(names[way] if self.apart else names[plain[0]], sampling, PLAIN) for way in self.ways
         }
         lengths = list(dict.fromkeys(way.length for way in self.ways))
-        # The prompt, which all would have to read, is not counted; a draft's reading of it is.
+        # The target's prefill is the same for all setups and not counted; the draft's prefill is.
         self.sweep = Sweep(own, [sampling], lengths, prompts, tokens=tokens, seed=seed, beginning=1)
 
     def rounds(self, left: Left, tell: Tell = lambda line: None, first: int = 0) -> Iterator[None]:
-        """Until it is clear or there is no time left, from this turn on; after each round."""
-        groups: dict[Cell, list[Way]] = {}
+        """Measure rounds until the result is clear or no time is left, and yield after each.
+
+        Args:
+            left: Function that returns the seconds left.
+            tell: Called with lines about the progress.
+            first: Number of the first round.
+        """
+        groups: dict[Cell, list[Setting]] = {}
         for way in self.ways:
             groups.setdefault(self.plain[way], []).append(way)
         for i, (plain, ways) in enumerate(groups.items()):
-            later = left() * (1 - 1 / (len(groups) - i))  # for the others
+            later = left() * (1 - 1 / (len(groups) - i))  # seconds for the other groups
             yield from self._rounds(plain, ways, lambda later=later: left() - later, tell, first)  # type: ignore[misc]
             if self.apart:
                 let_go(self.sweep.decoders[plain.draft])
 
-    def _rounds(self, plain: Cell, ways: list[Way], left: Left, tell: Tell, first: int) -> Iterator[None]:
+    def _rounds(self, plain: Cell, ways: list[Setting], left: Left, tell: Tell, first: int) -> Iterator[None]:
         runners = self._start(plain, ways, left, tell)
         span, parts = left(), max(1, math.ceil(math.log2(max(1, len(runners)))))
         part, count = 0, len(self.sweep.groups)
@@ -109,15 +130,19 @@ class Race:
                 part += 1
                 runners = self._halved(runners)
 
-    def _start(self, plain: Cell, ways: list[Way], left: Left, tell: Tell) -> list[Way]:
-        """Those that there is time for, warmed up."""
+    def _start(self, plain: Cell, ways: list[Setting], left: Left, tell: Tell) -> list[Setting]:
+        """Warm up the setups that there is time for, and return them."""
         most = max(1, int(left() / (LEAST_ROUNDS * self.text)) - 1) if self.text else len(ways)
         for way in ways[most:]:
             self.record.dropped[way] = "no time to measure it: others promise more"
-        ready = list[Way]()
-        cells: dict[Cell, Way | None] = {plain: None} | {self.cells[way]: way for way in ways[:most]}
-        # What needs the most room first, or an engine would be made several times.
-        order = sorted(cells, key=lambda cell: -self.sweep.writers[cell].length.most) if self.apart else cells
+        ready = list[Setting]()
+        cells: dict[Cell, Setting | None] = {plain: None} | {self.cells[way]: way for way in ways[:most]}
+        # The largest workspace first, or the engine would be rebuilt several times.
+        order = (
+            sorted(cells, key=lambda cell: -self.sweep.writers[cell].policy.max_draft_tokens)
+            if self.apart
+            else cells
+        )
         for cell in order:
             warmed = cells[cell]
             if left() < self.text:
@@ -131,9 +156,9 @@ class Race:
         return [way for way in ways if way in ready]
 
     def _round(
-        self, plain: Cell, runners: Sequence[Way], turn: int, left: Left, tell: Tell
+        self, plain: Cell, runners: Sequence[Setting], turn: int, left: Left, tell: Tell
     ) -> dict[Cell, Run] | None:
-        """What all came to with a prompt; None if there was no time for it."""
+        """Return the measurements of all setups with one prompt; None if there was no time for it."""
         repeat, group = divmod(turn, len(self.sweep.groups))
         found = {}
         for cell in rotated([plain, *(self.cells[way] for way in runners)], turn):
@@ -148,8 +173,8 @@ class Race:
             self.text = max(self.text, before - left())
         return found
 
-    def _faster(self, runners: list[Way]) -> list[Way]:
-        """Without those that are surely slower than plain decoding, or than the fastest."""
+    def _faster(self, runners: list[Setting]) -> list[Setting]:
+        """Drop setups that are surely slower than no speculation, or than the fastest."""
         seen = {way: found for way in runners if (found := self.record.seen(way)) is not None}
         if not seen:
             return runners
@@ -165,7 +190,7 @@ class Race:
                 kept.append(way)
         return kept
 
-    def _halved(self, runners: list[Way]) -> list[Way]:
+    def _halved(self, runners: list[Setting]) -> list[Setting]:
         if len(runners) <= 2:
             return runners
         kept = better_half(runners, self.record.rates, self.record.yardsticks)
@@ -175,8 +200,8 @@ class Race:
                 self.record.dropped[way] = f"in the slower half after {counted(prompts, 'prompt')}"
         return kept
 
-    def _clear(self, runners: Sequence[Way]) -> bool:
-        """Whether a single one is left, and its speed is known well."""
+    def _clear(self, runners: Sequence[Setting]) -> bool:
+        """Return whether a single setup is left, and its speed is known well."""
         seen = self.record.seen(runners[0])
         if len(runners) > 1 or seen is None or seen.interval is None or seen.prompts < SETTLED:
             return False

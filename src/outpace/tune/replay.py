@@ -1,8 +1,8 @@
-"""How long texts would have taken to write with guesses, by how likely each of them was to be kept.
+"""Expected time of texts with speculation, by the acceptance probability β at each token.
 
-One α for all tokens would say too little of drafts that are right for long stretches and wrong for others,
-as copies are. So a text is written once more, in expectation: an iteration that begins at a token keeps r
-guesses with probability β·β···(1 − β), and the next one begins behind them.
+A draft such as prompt lookup is right for long stretches and wrong for others. One α for all tokens would say
+too little about it. So a text is decoded once more, in expectation. A step that starts at a token accepts r
+draft tokens with probability β·β···(1 − β). The next step starts behind them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ Speed = tuple[float, Interval | None]
 
 
 class Replay:
-    """Of texts by β at their tokens, which is NaN where the draft had no guess.
+    """Texts decoded once more, in expectation.
 
-    iterations  seconds with g = 0, 1, ... guesses
-    yardstick   seconds of an iteration without any, that speeds are told over
-    B           rows at a time: an iteration is a plain one where none of them has a guess
+    Args:
+        texts: β at each token of each text; NaN where the draft proposed nothing.
+        iterations: Seconds of a step with g = 0, 1, ... draft tokens.
+        yardstick: Seconds of a step without speculation, which speeds are relative to.
+        B: Number of sequences of a step. A step has no speculation if none of them has a draft token.
+
+    Attributes:
+        lengths: Numbers of draft tokens, 0 among them.
+        times: Expected seconds, ``[texts, lengths]``.
     """
 
     def __init__(
@@ -34,21 +40,25 @@ class Replay:
         self._tokens = [len(beta) for beta in texts]
         self._plain = [(n, n * yardstick) for n in self._tokens]
         every = np.concatenate([np.zeros(0), *texts])
-        others = 1 - np.isnan(every).mean() ** (B - 1) if every.size else 0.0  # that one of them has a guess
+        others = 1 - np.isnan(every).mean() ** (B - 1) if every.size else 0.0  # P(another sequence drafts)
         silent = [iterations[0] + others * (one - iterations[0]) for one in iterations]
         self.times = np.array(  # [texts, lengths]
             [[seconds(beta, g, iterations[g], silent[g]) for g in self.lengths] for beta in texts]
         )
 
     def fixed(self, g: int) -> Speed:
+        """Return the speed with g draft tokens per step."""
         return self._speed(self.times[:, self.lengths.index(g)])
 
     def best(self) -> int:
-        """The fixed length, but for 0, that is fastest."""
+        """Return the fastest fixed number of draft tokens above 0."""
         return self.lengths[1 + int(self.times[:, 1:].sum(0).argmin())]
 
     def chosen(self) -> Speed:
-        """If the best length was known for each text, 0 too: no policy of one length a text does better."""
+        """Return the speed if the best number of draft tokens, 0 included, was known for each text.
+
+        No policy with a single number per text does better.
+        """
         return self._speed(self.times.min(1))
 
     def _speed(self, times: Floats) -> Speed:
@@ -56,9 +66,16 @@ class Replay:
 
 
 def seconds(beta: Floats, g: int, iteration: float, silent: float) -> float:
-    """Expected, of one text. Where there is no guess an iteration takes as long as a silent one."""
+    """Return the expected seconds of one text.
+
+    Args:
+        beta: Acceptance probability at each token; NaN where the draft proposed nothing.
+        g: Number of draft tokens per step.
+        iteration: Seconds of a step with draft tokens.
+        silent: Seconds of a step where the draft proposed nothing.
+    """
     n, kept, nothing = len(beta), np.nan_to_num(beta).tolist(), np.isnan(beta).tolist()
-    after = [0.0] * (n + g + 2)  # what the rest of the text takes, from each token on
+    after = [0.0] * (n + g + 2)  # seconds of the rest of the text, from each token on
     for i in reversed(range(n)):
         if nothing[i] or g == 0:
             after[i] = silent + after[i + 1]

@@ -1,5 +1,8 @@
-"""From a target and drafts to what to run, stage by stage, within a time: costs, acceptance, a race of whole
-texts, the rule, larger batches. What there is at any moment is written down, and of use."""
+"""Tuning from a target and drafts to a recommended setup, in stages within a time budget.
+
+The stages are costs, acceptance, a race of whole texts, the rule, and larger batches. Results are saved after
+each stage, and are useful at any moment.
+"""
 
 from __future__ import annotations
 
@@ -13,63 +16,75 @@ from outpace.bench.estimate import estimate
 from outpace.bench.prompts import Asked
 from outpace.bench.results import Results
 from outpace.bench.runs import AUTO, BEGINNING
-from outpace.decode import Decoder
+from outpace.checks.errors import too_few
+from outpace.decoder import Decoder
 from outpace.draft.lookup import LookupDrafter
 from outpace.draft.ngram import NGramDrafter
-from outpace.sampling import Sampling
+from outpace.sampling import SamplingParams
 from outpace.tune.budget import Budget
-from outpace.tune.costs import Costs, Side
+from outpace.tune.costs import Costs, PrecisionCosts
 from outpace.tune.decision import LEAST
 from outpace.tune.findings import PAYS, Findings
 from outpace.tune.race import Race
 from outpace.tune.replay import Replay
-from outpace.tune.way import NGRAM, Candidate, Way, plainly
-from outpace.wording import too_few
+from outpace.tune.way import NGRAM, Candidate, Setting, plainly
 
-# Shares of the time after which stages end: what one does not need, the next has.
+# Shares of the budget at which stages end: time that one leaves over is the next one's.
 TIMED, FITTED, FORESEEN, RACED, JUDGED = 0.12, 0.25, 0.4, 0.88, 0.95
-PROMPTS = 64  # that texts are timed with, at most
-TEXTS = 16  # that acceptance is measured on, at most
+PROMPTS = 64  # prompts that texts are timed with, at most
+TEXTS = 16  # texts that acceptance is measured on, at most
 FEWEST = 8  # tokens of such a text, at least
-SHORT = 24  # tokens of a text that is timed, at least, and fewer than asked for if there would be no time for
-ROUNDS, WAYS = 12, 3  # this many texts by this many ways
+SHORT = 24  # tokens of a text that is timed, at least, if there is no time for all
+ROUNDS, WAYS = 12, 3  # texts, and setups, that a race needs time for
 GRAMS = 3  # n of the table that is fitted
-CROWD = 1, 3, 6  # tokens of passes that are timed with larger batches, beside those of the choice
+CROWD = 1, 3, 6  # tokens of the passes to time with larger batches, besides those of the chosen setup
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """tokens    of each text at most
-    batches   rows at a time that the choice is looked at with
+class TunePlan:
+    """The settings of a tuning.
+
+    Attributes:
+        sampling: Sampling parameters.
+        tokens: Maximum number of new tokens of a text.
+        batches: Batch sizes that the chosen setup is measured with.
+        seed: Seed of sampling, and of the order of prompts.
     """
 
-    sampling: Sampling
+    sampling: SamplingParams
     tokens: int = 64
     batches: Sequence[int] = cost.BATCHES
     seed: int = 0
 
 
 class Tuning:
-    """Of a target in each precision that is asked for, the first of which is what others are compared with.
+    """A search for the fastest setup of a target.
 
-    fit  also try an n-gram table of what the target writes for half of the prompts, which then are not
-         measured with
+    Args:
+        sides: The target in each precision; the others are compared with the first.
+        prompts: Prompts to measure with.
+        plan: Settings.
+        budget: Time budget.
+        results: File that the results are saved in.
+        tell: Called with lines about the progress.
+        fit: Whether to include an n-gram table. It is fitted to the target's texts for half of the prompts,
+            which are then not measured with.
     """
 
     def __init__(
         self,
-        sides: Sequence[Side],
+        sides: Sequence[PrecisionCosts],
         prompts: Sequence[Asked],
-        plan: Plan,
+        plan: TunePlan,
         budget: Budget,
         results: Results,
         tell: Tell = lambda line: None,
         fit: bool = False,
     ) -> None:
         self.sides, self.plan, self.budget, self.results, self._tell = sides, plan, budget, results, tell
-        mixed = random.Random(plan.seed).sample(list(prompts), len(prompts))  # files stand ordered by kind
+        mixed = random.Random(plan.seed).sample(list(prompts), len(prompts))  # files are often sorted by kind
         held_back = fit and len(mixed) >= 2 * LEAST
         self.held = mixed[1::2] if held_back else []
         self.prompts = (mixed[::2] if held_back else mixed)[:PROMPTS]
@@ -83,20 +98,22 @@ class Tuning:
             self._give_up(NGRAM, f"{few} to hold some back; it takes {2 * LEAST}")
 
     def run(self) -> None:
-        """Everything, written down after each stage."""
+        """Run all stages, and save the results after each."""
         for stage in (self.time, self.fit, self.foresee, self.race, self.judge, self.crowd):
             stage()
             self.put()
 
     def put(self) -> None:
+        """Save the results so far."""
         spent = round(self.budget.spent, 1)
         self.results.put(spent_seconds=spent, **self.costs.found(), **self.findings.content())
 
     def tell(self, what: str) -> None:
+        """Report progress, with the seconds that are left."""
         self._tell(f"{what} ({max(0.0, self.budget.left()):.0f} s left)")
 
     def time(self) -> None:
-        """Passes of the target."""
+        """Time forward passes of the target."""
         for i, side in enumerate(self.sides):
             self.tell("passes of the target")
             self.costs.time(side, 1, self.budget.left(TIMED * (i + 1) / len(self.sides)))
@@ -108,7 +125,7 @@ class Tuning:
             self.findings.expect(plainly(side.dtype), speed, 0.0, speed)
 
     def fit(self) -> None:
-        """Count n-grams of what the target writes for prompts that nothing is measured with."""
+        """Fit an n-gram table to the target's texts for prompts that nothing is measured with."""
         plan, plain, texts = self.plan, self.sides[0].plain, list[list[int]]()
         took = self._writing(alpha.ROWS)
         for i in range(0, len(self.held), alpha.ROWS):
@@ -119,8 +136,8 @@ class Tuning:
             some = [one.ids for one in self.held[i : i + alpha.ROWS]]
             seeds = list(range(plan.seed + i, plan.seed + i + len(some)))
             outs = plain.generate(some, plan.sampling, max_new_tokens=self.tokens, seed=seeds)
-            # After the prompt's last tokens, which the first guesses go by.
-            texts += [[*ids[1 - GRAMS :], *out.tokens] for ids, out in zip(some, outs, strict=True)]
+            # With the prompt's last tokens, which the first draft tokens depend on.
+            texts += [[*ids[1 - GRAMS :], *out.token_ids] for ids, out in zip(some, outs, strict=True)]
             took = max(took, before - self.budget.left(FITTED))
         if texts:
             self.ngram = NGramDrafter.fit(texts, GRAMS, plain.scorer.vocab_size)
@@ -132,7 +149,7 @@ class Tuning:
             self._give_up(NGRAM, "no time to let the target write what would be counted")
 
     def foresee(self) -> None:
-        """Acceptance on the target's own texts, and what follows from it and from costs."""
+        """Measure acceptance on the target's own texts, and derive expected speeds with the costs."""
         every = [(side, name) for side in self.sides for name in side.drafts]
         for side, name in every:
             if self.budget.left(FORESEEN) > 0:
@@ -164,28 +181,28 @@ class Tuning:
                         self.findings.beta.setdefault(name, []).append(one.beta[name][1.0])
             took = max(took, before - self.budget.left(FORESEEN))
 
-    def _foresee(self, side: Side, name: str) -> None:
+    def _foresee(self, side: PrecisionCosts, name: str) -> None:
         texts = self.findings.beta[name]
         found = estimate(texts)
         if found is None:
             self.findings.dropped[self._auto(name, side)] = "had no guess at all"
             return
-        # Of a longer one nothing would be left to be timed.
+        # With more draft tokens, nothing of a text would be left to time.
         most = min(self.tokens // BEGINNING - 2, side.plain.scorer.context - 1)
         plain = self.costs.iterations(self.sides[0], name, found.mean)[0]
         iterations = self.costs.iterations(side, name, found.mean)
         replay = Replay(texts, iterations[: most + 1], plain)
         if replay.lengths == [0]:
             return
-        g, alone = replay.best(), plain / iterations[0]  # what this precision brings by itself
-        auto, fixed = self._auto(name, side), Way(name, str(g), "token", side.dtype)
+        g, alone = replay.best(), plain / iterations[0]  # the speed of this precision without speculation
+        auto, fixed = self._auto(name, side), Setting(name, str(g), "token", side.dtype)
         speed, hope = replay.fixed(g), replay.chosen()
         self.findings.expect(auto, max(speed, (alone, None), key=lambda one: one[0]), PAYS * alone, hope)
-        # No fixed length does better than the best one of each text, whichever of the two is known better.
+        # A fixed number does no better than the best one of each text, however well either is known.
         self.findings.expect(fixed, speed, PAYS * alone, hope if auto in self.findings.dropped else speed)
 
     def race(self) -> None:
-        """Whole texts, by what may pay and by plain decoding in turn."""
+        """Decode whole texts with the promising setups and without speculation, in turn."""
         enough = self.enough()
         self._race(self.findings.promising(), RACED)
         self.findings.ended = (
@@ -194,19 +211,19 @@ class Tuning:
         )
 
     def enough(self) -> float:
-        """About so many seconds leave time for a race, after what came before it."""
+        """Return about how many seconds of budget would leave time for a race."""
         race = ROUNDS * WAYS * SHORT * self.costs.plain(self.sides[0].dtype)
         return max((self.budget.spent + race) / RACED, race / (RACED - FORESEEN))
 
     def judge(self) -> None:
-        """Rule block beside token, where they differ."""
+        """Compare the rules block and token with the chosen setup, where they differ."""
         way = self.findings.choice.way
         if not way.plain and cost.draws(self._decoder(way), self.plan.sampling):
-            block = Way(way.draft, way.length, "block", way.dtype)
+            block = Setting(way.draft, way.length, "block", way.dtype)
             self.findings.add(block)
             self._race([way, block], JUDGED)
 
-    def _race(self, ways: Sequence[Way], share: float) -> None:
+    def _race(self, ways: Sequence[Setting], share: float) -> None:
         first, record = self.findings.first, self.findings.record
         if not ways:
             return
@@ -223,7 +240,7 @@ class Tuning:
             self.put()
 
     def crowd(self) -> None:
-        """What is expected of the choice with more rows at a time."""
+        """Derive the expected speed of the chosen setup with larger batches."""
         way = self.findings.choice.way
         texts = self.findings.beta.get(way.draft)
         found = estimate(texts) if texts is not None else None
@@ -232,7 +249,7 @@ class Tuning:
         side = next(one for one in self.sides if one.dtype == way.dtype)
         near = self.findings.nearest()
         sizes = tuple(sorted({*CROWD, *(() if near is None else (near + 1,))}))
-        # No pass takes longer than its rows one after the other.
+        # A pass takes no longer than its sequences one after the other.
         row = 2 * (cost.ROUNDS + 1) * self.costs.longest(way.dtype, sizes)
         for B in sorted({*self.plan.batches} - {1}):
             if self.budget.left() < B * row:
@@ -248,9 +265,9 @@ class Tuning:
                 Candidate(way.draft, way.length, way.dtype, way.rule, B, speed, interval, None, why)
             )
 
-    def _decoder(self, way: Way) -> Decoder:
+    def _decoder(self, way: Setting) -> Decoder:
         side = next(one for one in self.sides if one.dtype == way.dtype)
-        if way.plain:  # the drafter is not asked
+        if way.plain:  # the drafter is never used
             return Decoder(side.plain.scorer, LookupDrafter(), side.plain.tokenizer)
         own = side.drafts[way.draft]
         if way.rule == "token":
@@ -258,11 +275,14 @@ class Tuning:
         return Decoder(own.scorer, own.drafter, own.tokenizer, rule=way.rule)
 
     def _writing(self, rows: int) -> float:
-        """About so many seconds for texts, without their prompts; those of several rows take longer."""
+        """Return about how many seconds it takes to decode texts, without their prompts.
+
+        Several sequences take longer than one.
+        """
         return self.tokens * self.costs.plain(self.sides[0].dtype) * (1 if rows == 1 else 2)
 
-    def _auto(self, name: str, side: Side) -> Way:
-        return Way(name, AUTO, "token", side.dtype)
+    def _auto(self, name: str, side: PrecisionCosts) -> Setting:
+        return Setting(name, AUTO, "token", side.dtype)
 
     def _give_up(self, name: str, why: str) -> None:
         way = self._auto(name, self.sides[0])

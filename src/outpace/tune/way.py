@@ -1,4 +1,4 @@
-"""Ways to write that are compared, and what is known of each."""
+"""The setups that are compared, and the speed of each."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Way:
-    """Who guesses, how far (a number, or "auto"), how that is judged, and in which precision."""
+class Setting:
+    """A setup: how to decode.
+
+    Attributes:
+        draft: Name of the draft; "none" is decoding without speculation.
+        length: Number of draft tokens per step, or "auto".
+        rule: Name of the verification rule.
+        dtype: Precision of the models.
+    """
 
     draft: str
     length: str
@@ -21,12 +28,16 @@ class Way:
 
     @property
     def plain(self) -> bool:
+        """True for decoding without speculation."""
         return self.draft == NONE
 
     @property
     def effort(self) -> tuple[int, bool, bool]:
-        """What it takes: nothing, a copy, a table, a model; a number that somebody has to choose; another
-        rule than the usual one."""
+        """The effort that the setup takes, to be compared.
+
+        First comes the kind of draft: none, prompt lookup, table, model. Then comes a number of draft tokens,
+        which somebody has to choose, over "auto". Then comes another rule than the default.
+        """
         kinds = (NONE, LOOKUP, NGRAM)
         kind = self.draft.partition(":")[0]
         return kinds.index(kind) if kind in kinds else len(kinds), self.length != AUTO, self.rule != "token"
@@ -36,25 +47,32 @@ class Way:
             return "plain decoding"
         return f"{self.draft}, g = {self.length}" + ("" if self.rule == "token" else f", rule {self.rule}")
 
-    def among(self, first: Way) -> str:
-        """With its precision, where that is not the first one's."""
+    def among(self, first: Setting) -> str:
+        """Return the setup in words, with its precision where that is not the first one's."""
         if self.dtype == first.dtype:
             return f"{self}"
         return f"{self} in {self.dtype}" if self.plain else f"{self}, in {self.dtype}"
 
 
-def plainly(dtype: str) -> Way:
-    return Way(NONE, PLAIN, "token", dtype)
+def plainly(dtype: str) -> Setting:
+    """Return the setup without speculation in a precision."""
+    return Setting(NONE, PLAIN, "token", dtype)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way and its speed over plain decoding.
+    """A setup and its speed relative to decoding without speculation.
 
-    expected  by acceptance and costs; verified, as measured with whole texts; None where it was not
-    interval  of verified where there is one, else of expected: it holds it in 95 of 100 cases
-    batch     rows at a time
-    why       it was chosen, or not
+    Attributes:
+        draft: Name of the draft.
+        length: Number of draft tokens per step, or "auto".
+        dtype: Precision of the models.
+        rule: Name of the verification rule.
+        batch: Number of sequences at a time.
+        expected: Speed by acceptance and costs; None if unknown.
+        interval: 95 % interval of ``verified`` where there is one, else of ``expected``.
+        verified: Speed as measured with whole texts; None if it was not.
+        why: Why it was chosen, or not.
     """
 
     draft: str

@@ -1,1 +1,1 @@
-"""Triton kernels of a model's pass over few tokens."""
+"""Triton kernels for a model's forward pass over few tokens."""

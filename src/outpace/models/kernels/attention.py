@@ -1,10 +1,12 @@
-"""Attention of a few new tokens over a ragged static cache, from the products' output to its own, as one
-kernel: norms and rotation of queries and keys, writing keys and values down, and the softmax.
+"""Attention of a few new tokens over a ragged static KV cache, as one kernel.
 
-A block has a row's queries of all heads that share a key head, and a range of the row's earlier tokens; the
-block of the first range also has the new tokens, which it takes from the product and writes into the cache,
-so that no block waits for another. A row that is long enough is cut into as many ranges of equal length as
-keep the GPU busy, and the last block to finish puts their outputs together.
+The kernel takes the output of the query, key and value product. It normalizes and rotates queries and keys,
+writes keys and values into the cache, and computes the softmax.
+
+A block handles the queries of all heads that share a key head in a row, and a range of the row's earlier
+tokens. The block of the first range also handles the new tokens. It takes them from the product and writes
+them into the cache, so that no block waits for another. A row that is long enough is cut into ranges of equal
+length, as many as keep the GPU busy. The last block to finish combines their outputs.
 """
 
 from __future__ import annotations
@@ -19,22 +21,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outpace.models.kernels.launch import ALIGNED, Device, device
 
-RANGE = 256  # least earlier tokens of a block, and twice as many where there are more heads
+RANGE = 256  # least earlier tokens of a block; twice as many from FEW_HEADS key heads on
 FEW_HEADS = 16
-LONG = 2048  # most earlier tokens of a block that nothing but a lack of processors makes so long
-BLOCKS = 1  # per processor, that ranges are made for
-BLOCK = 64  # looked at at once; with more queries, twice as many, or half as many, by fewer warps, where
-# there are many blocks
-FEW_BLOCKS = 160  # with fewer, each of several ranges has twice the warps, and tokens are fetched
+LONG = 2048  # most earlier tokens of a block, even if the GPU is busy with fewer blocks
+BLOCKS = 1  # blocks per processor that the number of ranges aims at
+BLOCK = 64  # earlier tokens loaded at once; with more queries, twice as many, or half as many with fewer
+# warps if there are many blocks
+FEW_BLOCKS = 160  # with fewer blocks, each of several ranges has twice the warps, and tokens are prefetched
 FEW_QUERIES = 2
 STAGES = 3
-TOGETHER = 4  # ranges that are fetched at once when they are put together
-AHEAD = 64  # earlier tokens that each of few blocks fetches before the kernel before has ended
+TOGETHER = 4  # ranges loaded at once when their outputs are combined
+AHEAD = 64  # earlier tokens that each of few blocks prefetches before the previous kernel has ended
 
 
 @triton.jit
 def normed(a, b, weight, eps, half, HALF: tl.constexpr, D: tl.constexpr, SHIFTED: tl.constexpr):
-    """The two halves of vectors, normalized together."""
+    """Normalize vectors, each held as two halves."""
     if weight is not None:
         h = tl.arange(0, HALF)
         squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
@@ -50,7 +52,7 @@ def normed(a, b, weight, eps, half, HALF: tl.constexpr, D: tl.constexpr, SHIFTED
 
 @triton.jit
 def angles_of(place, real, cos, sin, cos_line, D: tl.constexpr, HALF: tl.constexpr):
-    """Cosines and sines of places `[n]`, `[n, HALF]` each."""
+    """Return cosines and sines of positions ``[n]``, ``[n, HALF]`` each."""
     h = tl.arange(0, HALF)[None, :]
     mask = real[:, None] & (h < D // 2)
     at = place[:, None] * cos_line + h
@@ -61,7 +63,7 @@ def angles_of(place, real, cos, sin, cos_line, D: tl.constexpr, HALF: tl.constex
 def vectors(
     at, real, weight, cosine, sine, eps, D: tl.constexpr, HALF: tl.constexpr, SHIFTED: tl.constexpr
 ):  # fmt: skip
-    """Queries or keys at pointers `[n]`, normalized and rotated: two halves `[n, HALF]`."""
+    """Load queries or keys at pointers ``[n]``, normalized and rotated, as two halves ``[n, HALF]``."""
     half = D // 2
     h = tl.arange(0, HALF)[None, :]
     mask = real[:, None] & (h < half)
@@ -76,7 +78,7 @@ def vectors(
 
 @triton.jit
 def fetch(table, first, stop, D: tl.constexpr, TOKENS: tl.constexpr):
-    """Ask for so many tokens of a table `[T, D]`, from `first` on and before `stop`, to be brought near."""
+    """Prefetch up to TOKENS tokens of a table ``[T, D]`` into L2, from ``first`` on and before ``stop``."""
     t = first + tl.arange(0, TOKENS)
     size = tl.where(t < stop, D * (table.dtype.element_ty.primitive_bitwidth // 8), 0)
     tl.inline_asm_elementwise(
@@ -92,7 +94,7 @@ def fetch(table, first, stop, D: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def taken_in(qa, qb, ka, kb, v, seen, scale, most, total, mixed, PRECISION: tl.constexpr):
-    """The running maximum, total and mixture of a softmax, with more keys and values."""
+    """Update the running maximum, total and weighted sum of a softmax with more keys and values."""
     score = tl.dot(qa, tl.trans(ka), input_precision=PRECISION)
     score = tl.dot(qb, tl.trans(kb), score, input_precision=PRECISION) * scale
     score = tl.where(seen, score, -float("inf"))
@@ -113,10 +115,12 @@ def attend(
     BLOCK: tl.constexpr, TOGETHER: tl.constexpr, SHIFTED: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One block of (row, key head, range). HALF and WIDTH are the powers of two that hold D / 2 and D.
+    """Compute one block of (row, key head, range).
 
-    Positions, angles and earlier tokens are older than the kernel before, so that a block has them, or has
-    asked for AHEAD of them, when that one ends.
+    HALF and WIDTH are powers of two that hold D / 2 and D.
+
+    Positions, angles and earlier tokens are older than the previous kernel. So a block loads them, or
+    prefetches AHEAD of them, before that kernel ends.
     """
     pid = tl.program_id(0)
     r = pid % ranges
@@ -193,7 +197,7 @@ def attend(
     if used == 1:
         tl.store(to, (mixed / total[:, None]).to(kind), mask=wanted)
     else:
-        # Each range leaves maximum, total and mixture; the last one puts them together.
+        # Each range stores maximum, total and weighted sum; the last one to finish combines them.
         group = (pid // ranges).to(tl.int64)
         cell = ROWS * (WIDTH + 2)
         mine = parts + (group * ranges + r) * cell
@@ -239,11 +243,22 @@ def few_queries(
     window: int | None = None,
     norms: tuple[Tensor, Tensor, float, bool] | None = None,
 ) -> Tensor:
-    """Attention of qkv `[B, n, (heads + 2·kv_heads)·d]` at positions `[B, n]`, consecutive in each row, over
-    keys and values `[B, kv_heads, T, d]`, into which the new ones are written; `[B, n, heads·d]`.
+    """Attend from new tokens over the KV cache, and write their keys and values into it.
 
-    counters  int32, at least B·kv_heads zeros, which they are again when all is done
-    norms     of queries and keys: weights, eps, and whether weights are relative to 1
+    Args:
+        qkv: Queries, keys and values of the new tokens, ``[B, n, (heads + 2·kv_heads)·d]``.
+        positions: Positions ``[B, n]``, consecutive in each row.
+        angles: Cosines and sines of every position, ``[T, d]`` each.
+        keys: Cached keys ``[B, kv_heads, T, d]``.
+        values: Cached values ``[B, kv_heads, T, d]``.
+        counters: int32, at least B·kv_heads zeros. They are zeros again when all is done.
+        heads: Number of query heads.
+        scale: Factor of the attention scores.
+        window: How far back the layer looks; None for no limit.
+        norms: Norms of queries and keys: weights of each, eps, and whether weights are relative to 1.
+
+    Returns:
+        The attention output ``[B, n, heads·d]``.
     """
     B, n, _ = qkv.shape
     kv_heads, T, D = keys.shape[1:]
@@ -277,14 +292,21 @@ def few_queries(
 
 
 def shape_of(n: int, few: bool, ranges: int) -> tuple[int, int]:
-    """How many tokens are looked at at once, and by how many warps, as was fastest on an H200."""
+    """Return the number of tokens loaded at once, and of warps, that were fastest on an H200."""
     if n > FEW_QUERIES and not few:
         return max(16, BLOCK // 2), 2
     return 2 * BLOCK if n > FEW_QUERIES else BLOCK, 8 if few and ranges > 1 else 4
 
 
 def fitting(block: int, rows: int, line: int, here: Device) -> tuple[int, int]:
-    """How many tokens of so many bytes are looked at at once, and stages, with a device's shared memory."""
+    """Return the number of tokens loaded at once, and of stages, that fit a device's shared memory.
+
+    Args:
+        block: Preferred number of tokens loaded at once.
+        rows: Queries of a block.
+        line: Bytes of a token.
+        here: The device.
+    """
     stages = STAGES
     while shared(block, rows, line, stages) > here.shared and block > 16:
         block, stages = (block, stages - 1) if stages > 2 else (block // 2, stages)
@@ -292,6 +314,8 @@ def fitting(block: int, rows: int, line: int, here: Device) -> tuple[int, int]:
 
 
 def shared(block: int, rows: int, line: int, stages: int) -> int:
-    """Bytes of shared memory that a block takes at most: keys and values of all stages but one, queries, and
-    scores on their way from one product to the other."""
+    """Return the most bytes of shared memory that a block takes.
+
+    It holds keys and values of all stages but one, queries, and scores between the two products.
+    """
     return 2 * block * line * (stages - 1) + 2 * rows * line + 4 * rows * block

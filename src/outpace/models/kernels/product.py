@@ -1,9 +1,11 @@
-"""Products of few rows with a large weight, and what stands around them in a layer, as one kernel.
+"""Products of few rows with a large weight, fused with the operations around them in a layer.
 
-Such a product costs what reading the weight costs, so whatever else is done to its few rows should cost
-nothing: bias and residual after it, and the gate of a feed-forward layer, whose two halves one block
-computes together. A norm stands between two products: the one before it scales its own columns by the
-norm's weights and leaves their sum of squares, and the one after it divides by the root of all such sums.
+Such a product costs as much as reading the weight. So everything else done to its few rows should cost
+nothing. That is bias and residual after it, and the gate of a feed-forward layer, whose two halves one block
+computes together.
+
+A norm stands between two products. The product before it scales its own columns by the norm's weights and
+stores their sum of squares. The product after it divides by the root of all such sums.
 """
 
 from __future__ import annotations
@@ -19,34 +21,34 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outpace.models.kernels.launch import ALIGNED, Device, device
 
-LEAST_ROWS, MOST_ROWS = 8, 32  # that a block has room for; more are better left to the library
-RESIDENT = 2  # blocks on a processor, of those that are there before a kernel can begin
-NO_GATE, SILU, GELU = 0, 1, 2  # as `fused.GATES` has them
+LEAST_ROWS, MOST_ROWS = 8, 32  # rows of a block; more are better left to the library
+RESIDENT = 2  # blocks per processor that are there before a kernel can begin
+NO_GATE, SILU, GELU = 0, 1, 2  # SILU and GELU are the keys of `fused.GATES`
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What a norm multiplies by."""
+    """Weights and settings of a norm."""
 
     weight: Tensor
     eps: float
     shifted: bool  # whether weights are relative to 1
-    room: float = 1.0  # what scaled rows are multiplied by, so that float16 holds them: at most 1 / weight
+    room: float = 1.0  # factor of scaled rows, so that float16 holds them: at most 1 / weight
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Rows `[M, K]` and what is known of them when the norm that follows is done."""
+    """Rows ``[M, K]`` with the partial results of the norm that follows."""
 
     x: Tensor
-    scaled: Tensor  # times the norm's weights and its room
-    squares: Tensor  # float32 `[M, parts]`, of which the sum is that of squares
+    scaled: Tensor  # x times the norm's weights and its `room`
+    squares: Tensor  # float32 `[M, parts]`; the sum over parts is the sum of squares
     norm: Scale
 
 
 @triton.jit
 def gated(x, KIND: tl.constexpr):
-    """The activation of a gate: silu, or gelu by its tanh."""
+    """Apply the activation of a gate: silu, or gelu by its tanh."""
     if KIND == 1:
         return x * tl.sigmoid(x)
     inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
@@ -55,7 +57,7 @@ def gated(x, KIND: tl.constexpr):
 
 @triton.jit
 def fetch(weight, first, N, K, BN: tl.constexpr, BYTES: tl.constexpr):
-    """Ask for the first BYTES of rows `first` to `first + BN` of a weight to be brought near."""
+    """Prefetch the first BYTES of rows ``first`` to ``first + BN`` of a weight into L2."""
     LINE: tl.constexpr = 256
     SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     i = tl.arange(0, BN * (BYTES // LINE))
@@ -75,8 +77,10 @@ def fetch(weight, first, N, K, BN: tl.constexpr, BYTES: tl.constexpr):
 def leave(
     value, scale, room, out, scaled, sums, at, n, real, there, SHIFTED: tl.constexpr
 ):  # fmt: skip
-    """Write values `[n, m]` down at `out + at`, and for the norm that follows, if any, scaled at
-    `scaled + at`, and the sums of their squares at `sums`, `[m]`."""
+    """Store values ``[n, m]`` at ``out + at``, with partial results for the norm that follows, if any.
+
+    These are scaled values at ``scaled + at``, and the sums of their squares at ``sums``, ``[m]``.
+    """
     mask = real[:, None] & there[None, :]
     kind = out.dtype.element_ty
     rounded = value.to(kind)
@@ -97,13 +101,13 @@ def product(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, GATE: tl.constexpr,
     SHIFTED: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """`[M, N]` of x `[M, K]` and weight `[N, K]`, of which one block computes BN columns; `[2N, K]` with a
-    gate, whose half comes first.
+    """Compute BN columns of x ``[M, K]`` times weight ``[N, K]`` transposed, per block.
 
-    squares  `[M, parts]`, where x is to be normalized; PARTS of them are added at once
-    scale    of the norm that follows, if any
-    AHEAD    bytes of each row of the weight that the blocks that come first, `early` of them, fetch before
-             the kernel before has ended; negative where kernels wait for each other's end
+    With a gate, the weight is ``[2N, K]``, and the gate's half comes first.
+
+    If x is to be normalized, ``squares`` is ``[M, parts]``, and PARTS of them are added at once. ``scale`` is
+    that of the norm that follows, if any. The first ``early`` blocks prefetch AHEAD bytes of each row of the
+    weight before the previous kernel has ended. AHEAD is negative where kernels wait for each other's end.
     """
     block = tl.program_id(0)
     m, n = tl.arange(0, BM), block * BN + tl.arange(0, BN)
@@ -158,7 +162,7 @@ def embedded(
     ids, table, scale, out, scaled, sums, factor, room, K, ids_line, per_line,
     BK: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
-    """One token's row of a table, with what the norm that follows wants."""
+    """Load one token's row of a table, with partial results for the norm that follows."""
     row = tl.program_id(0)
     k, one = tl.arange(0, BK), tl.arange(0, 1)
     inside = k < K
@@ -169,7 +173,7 @@ def embedded(
 
 
 def take(ids: Tensor, table: Tensor, factor: float, norm: Scale) -> Stream:
-    """Rows of a table `[V, K]` by tokens `[B, n]`, times a factor."""
+    """Return the rows of a table ``[V, K]`` for tokens ``[B, n]``, times a factor, as a stream."""
     B, n = ids.shape
     K = table.shape[1]
     stream = _stream(B * n, K, 1, table, norm)
@@ -203,11 +207,15 @@ def few_rows(
     residual: Tensor | None = None,
     norm: Scale | None = None,
 ) -> Tensor | Stream:
-    """x `[M, K]`, normalized if it is a stream, times weight `[N, K]` transposed, M up to MOST_ROWS.
+    """Return x ``[M, K]``, normalized if it is a stream, times weight ``[N, K]`` transposed.
 
-    gate      NO_GATE, SILU or GELU: weight is `[2N, K]`, and its first half gates the second
-    residual  `[M, N]`, added
-    norm      that follows: the result is a stream
+    Args:
+        x: At most ``MOST_ROWS`` rows.
+        weight: ``[N, K]``; with a gate ``[2N, K]``.
+        bias: Added to the product.
+        gate: ``NO_GATE``, ``SILU`` or ``GELU``. The first half of the weight gates the second.
+        residual: ``[M, N]``, added to the result.
+        norm: The norm that follows. With it, the result is a stream.
     """
     before = x if isinstance(x, Stream) else None
     rows = x.scaled if isinstance(x, Stream) else x
@@ -243,11 +251,11 @@ def _stream(M: int, K: int, parts: int, like: Tensor, norm: Scale) -> Stream:
 
 
 Shape = tuple[int, int, int, int, int]
-"""Columns of a block, entries read at once, warps, stages, and bytes of a row to fetch ahead."""
+"""Columns of a block, entries read at once, warps, stages, and bytes of a row to prefetch."""
 
 
 def fitting(shape: Shape, BM: int, dtype: torch.dtype, gate: bool, here: Device) -> Shape:
-    """With fewer stages, and then fewer entries, where a device's blocks have less shared memory."""
+    """Return a shape with fewer stages, and then fewer entries, where blocks have less shared memory."""
     BN, BK, warps, stages, ahead = shape
     while shared(BM, BN, BK, stages, dtype, gate) > here.shared and BK > 16:
         BK, stages = (BK, stages - 1) if stages > 2 else (BK // 2, stages)
@@ -255,13 +263,16 @@ def fitting(shape: Shape, BM: int, dtype: torch.dtype, gate: bool, here: Device)
 
 
 def shared(BM: int, BN: int, BK: int, stages: int, dtype: torch.dtype, gate: bool) -> int:
-    """Bytes of shared memory that a block takes at most: all stages of its rows and columns."""
+    """Return the most bytes of shared memory that a block takes: all stages of its rows and columns."""
     return (BM + (2 if gate else 1) * BN) * BK * stages * dtype.itemsize
 
 
 def shape_of(BM: int, N: int, dtype: torch.dtype, gate: bool) -> Shape:
-    """Found by timing whole passes of 7B and 1.3B Llama shapes on an H200. What counts inside a layer is that
-    all blocks are on the device at once, and about as many on each of its 132 processors."""
+    """Return the shape of blocks for a product of BM rows and N columns.
+
+    The shapes were found by timing whole forward passes of 7B and 1.3B Llama shapes on an H200. Inside a
+    layer all blocks should be on the device at once, about as many on each of its 132 processors.
+    """
     if dtype == torch.float32:
         return 16, 64, 4, 3, 0
     if BM <= 16:

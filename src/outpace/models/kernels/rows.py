@@ -1,5 +1,4 @@
-"""What stands between the products of many rows, where those are the library's: a sum and its norm as one
-kernel, and a gate as one."""
+"""Kernels between the library's products of many rows: a sum with its norm, and a gate."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ BLOCK = 1024
 def summed(
     x, more, weight, total, out, K, eps, x_line, more_line, BK: tl.constexpr, SHIFTED: tl.constexpr
 ):  # fmt: skip
-    """One row: x and what is added to it, and that normalized."""
+    """Add to x in one row, and normalize the sum."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BK)
     inside = k < K
@@ -38,7 +37,7 @@ def summed(
 
 @triton.jit
 def gates(x, out, N, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """A part of one row."""
+    """Gate a part of one row."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < N
@@ -49,7 +48,7 @@ def gates(x, out, N, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def added(x: Tensor, more: Tensor | None, norm: Scale) -> tuple[Tensor, Tensor]:
-    """x `[M, K]` plus more, and that normalized."""
+    """Return x ``[M, K]`` plus ``more``, and the same normalized."""
     M, K = x.shape
     out = torch.empty(M, K, dtype=x.dtype, device=x.device)
     total = x if more is None else torch.empty_like(out)
@@ -61,7 +60,7 @@ def added(x: Tensor, more: Tensor | None, norm: Scale) -> tuple[Tensor, Tensor]:
 
 
 def gate(x: Tensor, kind: int) -> Tensor:
-    """The second half of x `[M, 2N]`, gated by the first."""
+    """Return the second half of x ``[M, 2N]``, gated by the first."""
     M, N = x.shape[0], x.shape[1] // 2
     out = torch.empty(M, N, dtype=x.dtype, device=x.device)
     gates[(M, triton.cdiv(N, BLOCK))](x, out, N, kind, BLOCK)

@@ -1,0 +1,1 @@
+"""Statistical tests of losslessness for users and for CI, and planted faults."""

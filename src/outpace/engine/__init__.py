@@ -1,0 +1,1 @@
+"""Sequences from request to output: prompts, drafting, steps, and the graph executor."""

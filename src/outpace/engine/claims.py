@@ -1,0 +1,21 @@
+"""Exclusive use of objects that hold the state of sequences: a Decoder, its scorers and its drafter.
+
+An owner is any object that stands for one call. ``dict.setdefault`` checks and claims in one operation, so
+neither a thread nor Ctrl-C can come between. An owner created before its ``try`` can always be released after
+it.
+"""
+
+from __future__ import annotations
+
+_owners: dict[int, object] = {}  # by id of the claimed object
+
+
+def claim(part: object, owner: object) -> bool:
+    """Claim a part for an owner; return whether the owner holds it, now or already."""
+    return _owners.setdefault(id(part), owner) is owner
+
+
+def release(owner: object) -> None:
+    """Release everything that the owner has claimed."""
+    for key in [key for key, one in list(_owners.items()) if one is owner]:
+        del _owners[key]

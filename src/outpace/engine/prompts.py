@@ -1,0 +1,158 @@
+"""Prompts in all forms that users pass: text, messages, token ids, a tokenizer's encoding."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outpace.checks.arguments import kind
+from outpace.checks.text import check_text
+from outpace.engine.text import chat_ids
+from outpace.models.source import Source
+
+FITS = "a string, messages, token ids [n] (or [B, n], a batch), a tokenizer's encoding, or a list of prompts"
+BESIDE = {"token_type_ids", "special_tokens_mask", "offset_mapping", "length"}
+"""Keys that tokenizers return beside ``input_ids`` and that a causal model does not need."""
+
+
+def split(prompt: Any) -> tuple[list[Any], bool]:
+    """Return the prompts of a call, and whether it named a single one.
+
+    A list of prompts is a batch, also a list of one. A tensor, an array or an encoding with one row is a
+    single prompt, since tokenizers return that for one.
+    """
+    if isinstance(prompt, Mapping):
+        return _split_encoding(prompt)
+    if isinstance(prompt, str | bytes | Source):
+        return [prompt], True
+    if isinstance(prompt, Tensor) or hasattr(prompt, "tolist"):
+        return _split_array(prompt)
+    if isinstance(prompt, Sequence | Iterator):
+        items = list(prompt)
+        single = not items or _is_scalar(items[0]) or _is_message(items[0])
+        return ([items], True) if single else (items, False)
+    return [prompt], True
+
+
+def token_ids(prompt: Any, tokenizer: Any) -> list[int]:
+    """Return the token ids of one of the prompts that ``split`` returned."""
+    messages = isinstance(prompt, list) and prompt and _is_message(prompt[0])
+    if tokenizer is None and (messages or isinstance(prompt, str)):
+        got = "messages" if messages else "a string"
+        raise ValueError(f"prompt: got {got}, and the Decoder has no tokenizer; pass tokenizer=, or ids")
+    if isinstance(prompt, str):
+        check_text("prompt", prompt)
+        return list(tokenizer(prompt).input_ids)
+    if messages:
+        return chat_ids(tokenizer, prompt)
+    if isinstance(prompt, Mapping):
+        ids = token_ids(prompt["input_ids"], tokenizer)
+        return ids if prompt.get("attention_mask") is None else _unpadded(ids, prompt["attention_mask"])
+    if not isinstance(prompt, list) and not hasattr(prompt, "tolist"):
+        raise TypeError(f"prompt: got {kind(prompt)[:80]}; it must be {FITS}")
+    return _integers(prompt)
+
+
+def is_features(prompt: Any) -> TypeGuard[Tensor]:
+    """Return whether a prompt that ``split`` returned is features of speech, ``[bins, frames]``."""
+    return isinstance(prompt, Tensor) and prompt.is_floating_point() and prompt.dim() == 2
+
+
+def one(prompt: Any) -> Any:
+    """Return a prompt of a batch in the form in which ``split`` returns a single one."""
+    prompts, single = split(prompt)
+    if not single:
+        raise ValueError(
+            f"prompt: got a batch of {len(prompts)} inside a list of prompts; a batch is a flat list"
+        )
+    return prompts[0]
+
+
+def _split_array(array: Any) -> tuple[list[Any], bool]:
+    if not isinstance(array, Tensor):
+        array = np.asarray(array)
+        if array.dtype.kind not in "biuf":  # strings, or objects such as lists of ids
+            return split(array.tolist())
+    shape = tuple(array.shape)
+    features = array.is_floating_point() if isinstance(array, Tensor) else array.dtype.kind == "f"
+    least = 2 if features and len(shape) > 1 else 1  # axes of one prompt
+    if not least <= len(shape) <= least + 1 or 0 in shape[:-1]:
+        fits = "features [bins, frames], or [B, bins, frames]" if least == 2 else "token ids [n], or [B, n]"
+        raise ValueError(f"prompt: got shape {shape}; it must be that of {fits} for a batch")
+    array = torch.as_tensor(array) if least == 2 else array
+    return ([array], True) if len(shape) == least else (list(array), shape[0] == 1)
+
+
+def _split_encoding(encoding: Mapping[str, Any]) -> tuple[list[Any], bool]:
+    given = {name: value for name, value in encoding.items() if value is not None}
+    if "role" in given:
+        raise TypeError("prompt: got a single message; it must be a list of messages")
+    name = "input_features" if "input_features" in given else "input_ids"
+    if name not in given:
+        names = ", ".join(map(str, given)) or "nothing"
+        raise ValueError(f"prompt: got {type(encoding).__name__} of {names}; it must have input_ids")
+    strange = [one for one in given if one not in {name, "attention_mask", *BESIDE}]
+    if strange:
+        raise ValueError(f"prompt: got {strange[0]} beside {name}, which has no effect here; leave it out")
+    prompts, single = split(given[name])
+    mask = given.get("attention_mask")
+    if name == "input_features" or mask is None:  # a speech encoder reads padding too
+        return prompts, single
+    masks = _listed(mask)
+    masks = [masks] if not masks or _is_scalar(masks[0]) else masks
+    if len(masks) != len(prompts):
+        raise ValueError(
+            f"attention_mask: got {len(masks)} rows; input_ids has {len(prompts)}, and it must have the same"
+        )
+    both = zip(prompts, masks, strict=True)
+    return [{"input_ids": ids, "attention_mask": mask} for ids, mask in both], single
+
+
+def _unpadded(ids: list[int], mask: Any) -> list[int]:
+    """Return the ids that the mask shows: all but padding, on the left or on the right."""
+    shown = [one == 1 for one in _listed(mask)]
+    if len(shown) != len(ids):
+        raise ValueError(f"attention_mask: got {len(shown)} values for {len(ids)} input_ids; give as many")
+    if not all(one in (0, 1) for one in _listed(mask)):
+        raise ValueError("attention_mask: got other values than 0 and 1; it must be [n] or [B, n] of those")
+    if True not in shown:
+        return []
+    first, last = shown.index(True), len(shown) - shown[::-1].index(True)
+    if not all(shown[first:last]):
+        raise ValueError(
+            "attention_mask: it hides tokens between others; it must hide padding alone, on the left or right"
+        )
+    return ids[first:last]
+
+
+def _listed(values: Any) -> list[Any]:
+    return list(values.tolist() if hasattr(values, "tolist") else values)
+
+
+def _integers(values: Any) -> list[int]:
+    array = hasattr(values, "tolist")
+    ids: list[Any] = values.tolist() if array else values
+    if set(map(type, ids)) <= {int}:
+        return list(ids)
+    ids = [one.item() if hasattr(one, "item") else one for one in ids]  # scalars of NumPy and PyTorch
+    for place, value in enumerate(ids):
+        if isinstance(value, bool) or not isinstance(value, int):
+            got = f"{values.dtype} values" if array else f"{kind(value)[:80]} at {place}"
+            raise TypeError(f"prompt: got {got}; token ids must be ints")
+    return ids
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, str):
+        return False
+    return isinstance(value, numbers.Number | np.generic) or (isinstance(value, Tensor) and not value.dim())
+
+
+def _is_message(value: Any) -> bool:
+    """Return whether a value belongs to a conversation: a mapping that is no encoding."""
+    return isinstance(value, Mapping) and not {"input_ids", "input_features"} & set(value)

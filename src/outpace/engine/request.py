@@ -1,0 +1,238 @@
+"""Requests: the checked arguments of a call, as sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from outpace.checks.arguments import boolean, integer, kind, signed, unknown
+from outpace.engine import prompts
+from outpace.engine.sequence import Row
+from outpace.engine.text import Detokenizer
+from outpace.models.causal import CausalScorer
+from outpace.models.seq2seq import Seq2SeqScorer
+from outpace.models.source import Source
+from outpace.sampling import Processor, SamplingParams, from_generation_config, per_row
+
+MAX_NEW_TOKENS = 256  # where neither the caller nor the model sets it
+Messages = list[dict[str, Any]]
+"""A conversation: ``[{"role": "user", "content": "Hello"}]``."""
+Prompt = str | Sequence[int] | Messages | Source
+Prompts = list[str] | list[list[int]] | list[Messages] | list[Tensor] | list[Source] | list[Prompt]
+Arrays = Tensor | npt.NDArray[Any] | Mapping[str, Any]
+"""A prompt, or several, by shape: ``[n]`` and ``[1, n]`` are one, ``[B, n]`` is B."""
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of ``Decoder.generate`` and ``Decoder.stream``, documented there.
+
+    The last nine are the fields of ``SamplingParams``.
+    """
+
+    max_new_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_tokens: int | Sequence[int] | None
+    ignore_eos: bool
+    seed: int | Sequence[int] | None
+    logprobs: bool | int
+    scores: bool
+    logits: bool
+    stop_when: Callable[[Row], bool] | None
+    batch_size: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float] | None
+    processors: Sequence[Processor]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader of requests, which checks them against a decoder's models and tokenizer."""
+
+    scorer: CausalScorer
+    tokenizer: Any
+    draft_sampling: SamplingParams | None
+
+    def rows(
+        self,
+        prompt: Prompt | Arrays | Prompts,
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        n: int | None,
+        *,
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        stop_tokens: int | Sequence[int] | None = (),
+        ignore_eos: bool = False,
+        seed: int | Sequence[int] | None = None,
+        logprobs: bool | int = False,
+        scores: bool = False,
+        logits: bool = False,
+        stop_when: Callable[[Row], bool] | None = None,
+        batch_size: int | None = None,
+        **fields: Any,
+    ) -> tuple[list[Row], bool]:
+        """Return the sequences that a call asks for, and whether it named a single prompt.
+
+        A single prompt that cannot be read raises. In a list it becomes sequences that have ended with the
+        error.
+        """
+        names = [field.name for field in dataclasses.fields(SamplingParams)]
+        for name in fields:
+            if name not in names:
+                raise unknown(name, [*Options.__annotations__, "n", "sampling"])
+        if sampling is not None and fields:
+            raise ValueError(f"sampling: given together with {', '.join(fields)}; give one or the other")
+        given, single = prompts.split(prompt)
+        if sampling is None:
+            sampling = (
+                SamplingParams(**fields) if fields else from_generation_config(self.scorer.generation_config)
+            )
+        samplings = per_row(sampling, len(given))
+        if max_new_tokens is None:
+            max_new_tokens = getattr(self.scorer.generation_config, "max_new_tokens", None) or MAX_NEW_TOKENS
+        integer("max_new_tokens", max_new_tokens, "an int >= 1", lambda m: m >= 1)
+        if n is not None:
+            integer("n", n, "an int >= 1", lambda n: n >= 1)
+        if batch_size is not None:
+            integer("batch_size", batch_size, "an int >= 1", lambda b: b >= 1)
+        for name, value in (("ignore_eos", ignore_eos), ("scores", scores), ("logits", logits)):
+            boolean(name, value)
+        if not isinstance(logprobs, bool):
+            fits = f"True, False, or an int in 0..{self.scorer.vocab_size}"
+            integer("logprobs", logprobs, fits, lambda k: 0 <= k <= self.scorer.vocab_size)
+        if stop_when is not None and not callable(stop_when):
+            raise TypeError(f"stop_when: got {kind(stop_when)[:80]}; it must be a function of a row")
+        stops = self._stops(stop)
+        ends = set(self._stop_tokens(stop_tokens)) | (set() if ignore_eos else self.scorer.end_of_text)
+        special = set(getattr(self.tokenizer, "all_special_tokens", ())) & set(stops)
+        ends |= {self.tokenizer.convert_tokens_to_ids(one) for one in special}  # decoding skips those
+        rows: list[Row] = []
+        for i, asked in enumerate(given):
+            tokens, source, error = list[int](), None, None
+            try:
+                tokens, source = self._read(asked)
+            except Exception as refusal:  # a tokenizer may raise anything
+                if single:
+                    raise
+                error = refusal
+            one = samplings[i if len(samplings) > 1 else 0]
+            for sample in range(n or 1):
+                rows.append(
+                    Row(
+                        len(rows),
+                        list(tokens),
+                        len(tokens),
+                        one.fork() if one.processors else one,
+                        self.draft_sampling and self.draft_sampling.fork(),
+                        seed_of(seed, i, sample, len(given)),
+                        max_new_tokens,
+                        frozenset(ends),
+                        None if self.tokenizer is None else Detokenizer(self.tokenizer, stops),
+                        None if logprobs is False else int(logprobs) if logprobs is not True else 0,
+                        stop_when,
+                        [] if scores else None,
+                        [] if logits else None,
+                        source,
+                        finish_reason=None if error is None else "error",
+                        error=error,
+                    )
+                )
+        return rows, single
+
+    def _stops(self, stop: Any) -> list[str]:
+        """Return the stop strings."""
+        if stop is None:
+            return []
+        several = isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping)
+        stops = list(stop) if several else [stop]
+        if not all(isinstance(one, str) and one for one in stops):
+            raise ValueError(f"stop: got {stop!r}; it must be a string that is not empty, or several")
+        if stops and self.tokenizer is None:
+            raise ValueError(
+                "stop: stop strings need a tokenizer; pass tokenizer= to Decoder, or stop_tokens="
+            )
+        return stops
+
+    def _stop_tokens(self, tokens: Any) -> list[int]:
+        """Return the token ids that end a sequence, in addition to the model's own."""
+        if tokens is None:
+            return []
+        tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+        several = isinstance(tokens, Iterable) and not isinstance(tokens, str | bytes | Mapping)
+        ids = list(tokens) if several else [tokens]
+        V = self.scorer.vocab_size
+        for token in ids:
+            integer("stop_tokens", token, f"token ids in 0..{V - 1}", lambda t: 0 <= t < V)
+        return ids
+
+    def _read(self, prompt: Any) -> tuple[list[int], Source | None]:
+        """Return the tokens that decoding continues from, and the encoder's input."""
+        prompt = prompts.one(prompt)
+        if not isinstance(self.scorer, Seq2SeqScorer):
+            return self._fitting(prompts.token_ids(prompt, self.tokenizer)), None
+        source = self._source(self.scorer, prompt)
+        return self._fitting(source.start or []), source
+
+    def _source(self, scorer: Seq2SeqScorer, prompt: Any) -> Source:
+        """Return the encoder's input."""
+        if isinstance(prompt, Source) or prompts.is_features(prompt):
+            return scorer.source(prompt)
+        if scorer.hears:
+            raise TypeError(
+                f"prompt: got {kind(prompt)[:80]}; this model is given features of speech [bins, frames], "
+                "as its feature extractor returns them"
+            )
+        return scorer.source(prompts.token_ids(prompt, self.tokenizer))
+
+    def encode(self, prompt: Prompt | Arrays | Prompts) -> list[int] | list[list[int]]:
+        """Return the token ids of a prompt, or of each of several."""
+        given, single = prompts.split(prompt)
+        ids = [self._encoded(asked) for asked in given]
+        return ids[0] if single else ids
+
+    def _encoded(self, prompt: Any) -> list[int]:
+        prompt = prompts.one(prompt)
+        if not isinstance(self.scorer, Seq2SeqScorer):
+            return self._fitting(prompts.token_ids(prompt, self.tokenizer))
+        source = self._source(self.scorer, prompt)
+        if source.ids is None:
+            raise TypeError("prompt: got features of speech, which have no token ids")
+        return source.ids
+
+    def _fitting(self, tokens: list[int]) -> list[int]:
+        if not tokens:
+            raise ValueError("prompt: it is empty; a model needs at least one token to go on from")
+        if len(tokens) >= self.scorer.context:
+            raise ValueError(
+                f"prompt: got {len(tokens)} tokens; the model's context holds {self.scorer.context}, "
+                "new ones included"
+            )
+        V = self.scorer.vocab_size
+        if min(tokens) < 0 or max(tokens) >= V:
+            raise ValueError(f"prompt: got ids {min(tokens)}..{max(tokens)}; the model knows 0..{V - 1}")
+        return tokens
+
+
+def seed_of(seed: int | Sequence[int] | None, prompt: int, sample: int, prompts: int) -> int:
+    """Return the seed of a prompt's sample; the first sample has the seed itself."""
+    if seed is None:
+        return int(torch.randint(-(2**63), 2**63 - 1, ()))
+    seed = seed.tolist() if hasattr(seed, "tolist") else seed  # arrays of NumPy and PyTorch
+    if isinstance(seed, Sequence) and len(seed) != prompts:
+        raise ValueError(f"seed: got {len(seed)} for {prompts} prompts; give one int, or one per prompt")
+    one = seed[prompt] if isinstance(seed, Sequence) else seed
+    one = one.item() if hasattr(one, "item") else one
+    fits = "an int in -2**63..2**64-1, or one per prompt"
+    integer("seed", one, fits, lambda s: -(2**63) <= s < 2**64)
+    return signed((one + sample * 0x9E3779B97F4A7C15) % 2**64)

@@ -1,0 +1,173 @@
+"""Sequences that are being generated, their steps and their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from outpace.engine.stats import Stats
+from outpace.engine.text import Detokenizer
+from outpace.models.source import Source
+from outpace.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Output:
+    """The result of one sequence.
+
+    Attributes:
+        text: The new text, up to a stop string. None without a tokenizer.
+        token_ids: The new token ids. They include the end-of-text token or the stop string that ended it.
+        finish_reason: "stop", "length", or "error" for a sequence of a batch that failed.
+        stats: Counts and seconds of its generation.
+        logprobs: With ``logprobs=``: the log-probability of each token under the adjusted target. For greedy
+            sequences it is that under the softmax of the logits before the argmax.
+        top_logprobs: With ``logprobs=k``: for each token the k likeliest ids with their log-probabilities.
+        error: The error of a sequence that failed; None otherwise.
+        scores: With ``scores=True``: the adjusted logits ``[tokens, V]`` that each token was sampled from.
+            For greedy sequences they are those before the argmax.
+        logits: With ``logits=True``: the target's own logits ``[tokens, V]`` before any adjustment.
+        context_full: Whether the model's full context ended generation before ``max_new_tokens``.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    finish_reason: str
+    stats: Stats
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    error: Exception | None = None
+    scores: Tensor | None = None
+    logits: Tensor | None = None
+    context_full: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """The result of one decode step for one sequence.
+
+    Attributes:
+        row: The index of the output that it belongs to.
+        pieces: Text that is certain now. Each piece comes with the index of its token, counted from the first
+            new one.
+        token_ids: New token ids: accepted draft tokens, then the target's own, cut where the sequence ends.
+        num_draft_tokens: Draft tokens that the target scored.
+        num_accepted: Draft tokens that were accepted.
+        token: The target's own token after them. -1 where a prompt could not be read.
+        draft_token_ids: The draft tokens.
+        finish_reason: The sequence's ``finish_reason``, if this is its last step.
+        output: The sequence's ``Output``, if this is its last step.
+        phases: Seconds of the step for all sequences together, by phase: draft, target, verify, other.
+    """
+
+    row: int
+    pieces: list[tuple[int, str]] | None
+    token_ids: list[int]
+    num_draft_tokens: int
+    num_accepted: int
+    token: int
+    draft_token_ids: list[int]
+    finish_reason: str | None = None
+    output: Output | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str | None:
+        """Text that is certain now; None without a tokenizer."""
+        return None if self.pieces is None else "".join(text for _, text in self.pieces)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kind of each of ``token_ids``.
+
+        "accepted" is an accepted draft token. The target's own token is "correction" after a rejection,
+        "bonus" if all draft tokens were accepted, and "plain" without draft tokens.
+        """
+        own = (
+            "plain"
+            if not self.num_draft_tokens
+            else "bonus"
+            if self.num_accepted == self.num_draft_tokens
+            else "correction"
+        )
+        return [*["accepted"] * self.num_accepted, own][: len(self.token_ids)]
+
+
+@dataclass
+class Row:
+    """A sequence that is being generated."""
+
+    index: int  # among the outputs
+    tokens: list[int]  # prompt and output; the last one is not in the target's KV cache yet
+    prompt_length: int
+    sampling: SamplingParams
+    draft_sampling: SamplingParams | None  # None: the target's
+    seed: int
+    max_new_tokens: int
+    stop_tokens: frozenset[int]
+    text: Detokenizer | None
+    top: int | None  # log-probabilities: None, 0 for the tokens' own, k for the k likeliest too
+    stop_when: Callable[[Row], bool] | None = None
+    scores: list[Tensor] | None = None  # `[V]` per token; None: not requested
+    logits: list[Tensor] | None = None
+    source: Source | None = None  # the encoder's input, where there is an encoder
+    slot: int = -1
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    finish_reason: str | None = None
+    error: Exception | None = None
+    context_full: bool = False
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The token ids after the prompt."""
+        return self.tokens[self.prompt_length :]
+
+    def extend(self, tokens: Sequence[int], context: int) -> int:
+        """Append tokens up to where decoding without speculation would have stopped.
+
+        Returns:
+            The number of tokens appended.
+        """
+        for count, token in enumerate(tokens, 1):
+            self.tokens.append(token)
+            self.stats.new_tokens += 1
+            complete = self.text is not None and self.text.push(token)
+            asked = self.stop_when is not None and self.stop_when(self)
+            if complete or asked or token in self.stop_tokens:
+                self.finish_reason = "stop"
+            elif self.stats.new_tokens == self.max_new_tokens or len(self.tokens) >= context:
+                self.finish_reason = "length"
+                self.context_full = self.stats.new_tokens < self.max_new_tokens
+            if self.finish_reason is not None:
+                return count
+        return len(tokens)
+
+    def output(self) -> Output:
+        """Return the result of a sequence that has ended."""
+        assert self.finish_reason is not None
+        return Output(
+            None if self.text is None else self.text.text,
+            self.new_tokens,
+            self.finish_reason,
+            self.stats,
+            None if self.top is None else self.logprobs[: self.stats.new_tokens],
+            self.top_logprobs[: self.stats.new_tokens] if self.top else None,
+            self.error,
+            self._stacked(self.scores),
+            self._stacked(self.logits),
+            self.context_full,
+        )
+
+    def refused(self) -> Step:
+        """Return the only step of a prompt that could not be read."""
+        assert self.error is not None
+        pieces: list[tuple[int, str]] | None = None if self.text is None else []
+        return Step(self.index, pieces, [], 0, 0, -1, [], self.finish_reason, self.output())
+
+    def _stacked(self, kept: list[Tensor] | None) -> Tensor | None:
+        return torch.stack(kept[: self.stats.new_tokens]) if kept else None

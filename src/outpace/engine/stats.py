@@ -1,0 +1,112 @@
+"""Statistics of a generation: draft tokens, acceptance and seconds by phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+
+@dataclass
+class Stats:
+    """Counts and seconds of one sequence's generation.
+
+    They add up over sequences: ``sum(stats, Stats())``. In a batch each sequence gets an equal share of the
+    seconds, so that the sum is the elapsed time. On CUDA the host measures: work that it did not wait for
+    counts where it waits next.
+
+    Attributes:
+        new_tokens: Generated tokens.
+        target_passes: Forward passes of the target that this sequence took part in, prefill included.
+        draft_tokens: Draft tokens.
+        accepted_tokens: Draft tokens that the rule accepted.
+        draft_tokens_by_position: How often a first, second, ... token was drafted.
+        accepted_by_position: How often a first, second, ... draft token was accepted.
+        encode_seconds: Seconds of encoders, the draft's included, where there are any.
+        draft_seconds: Seconds of drafting.
+        target_seconds: Seconds of the target's forward passes.
+        verify_seconds: Seconds of verification.
+        other_seconds: The rest of the seconds.
+    """
+
+    new_tokens: int = 0
+    target_passes: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_tokens_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    encode_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    other_seconds: float = 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The accepted fraction of the draft tokens; 0 if there were none."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """New tokens per forward pass of the target."""
+        return self.new_tokens / self.target_passes if self.target_passes else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all phases."""
+        each = self.draft_seconds, self.target_seconds, self.verify_seconds, self.other_seconds
+        return self.encode_seconds + sum(each)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second; 0 if no time was measured."""
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Count the draft tokens of one step."""
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        for counts, n in ((self.draft_tokens_by_position, drafted), (self.accepted_by_position, accepted)):
+            counts.extend([0] * (drafted - len(counts)))
+            for i in range(n):
+                counts[i] += 1
+
+    def __add__(self, other: Stats) -> Stats:
+        summed: dict[str, Any] = {}
+        for name, mine in vars(self).items():
+            theirs = getattr(other, name)
+            if isinstance(mine, list):
+                summed[name] = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)]
+            else:
+                summed[name] = mine + theirs
+        return Stats(**summed)
+
+
+class Clock:
+    """Seconds of a step by phase."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._spent: dict[str, float] = {}
+
+    def lap(self, what: str) -> None:
+        """Record the seconds since the last lap for a phase."""
+        now = time.perf_counter()
+        self._spent[what] = now - self._last
+        self._last = now
+
+    def took(self, what: str, seconds: float) -> None:
+        """Record seconds since the last lap that were measured elsewhere."""
+        self._spent[what] = seconds
+        self._last += seconds
+
+    def share(self, rows: Sequence[Stats]) -> dict[str, float]:
+        """Record the rest as "other", add an equal share of all phases to each sequence and return them."""
+        self.lap("other")
+        for stats in rows:
+            for what, seconds in self._spent.items():
+                name = f"{what}_seconds"
+                setattr(stats, name, getattr(stats, name) + seconds / len(rows))
+        return self._spent

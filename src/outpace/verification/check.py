@@ -1,0 +1,173 @@
+"""Checks of the arguments of ``outpace.verify``.
+
+Each error names the argument, its value and what fits. Values on another device are not read, because the
+host would have to wait. There, a row with a value out of range is flagged as bad instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outpace.checks.arguments import floats, integers, number, one_or_each, row_integers
+from outpace.sampling import Prefix, SamplingParams
+from outpace.verification.rules import Rule
+
+
+def shapes(
+    draft_tokens: Tensor, draft_logits: Tensor | None, target_logits: Tensor, draft_lse: Tensor | None
+) -> tuple[int, int]:
+    """Check types, shapes, dtypes and devices of the tensors.
+
+    Returns:
+        B and g.
+    """
+    floats("target_logits", target_logits)
+    if target_logits.dim() != 3 or target_logits.shape[1] < 1 or target_logits.shape[2] < 1:
+        raise ValueError(f"target_logits: got shape {_shape(target_logits)}; it must be [B, g+1, V]")
+    B, g, V = target_logits.shape
+    g -= 1
+    integers("draft_tokens", draft_tokens, "an int64 tensor [B, g]")
+    expected: list[tuple[str, Tensor, tuple[int, ...]]] = [("draft_tokens", draft_tokens, (B, g))]
+    if draft_logits is not None:
+        floats("draft_logits", draft_logits)
+        if draft_logits.dtype is not target_logits.dtype:
+            raise TypeError(
+                f"draft_logits: got dtype {draft_logits.dtype}, and target_logits {target_logits.dtype}; "
+                "they must be the same"
+            )
+        expected.append(("draft_logits", draft_logits, (B, g, V)))
+    if draft_lse is not None:
+        floats("draft_lse", draft_lse)
+        if draft_logits is None:
+            raise ValueError("draft_lse: given without draft_logits; point masses have no logsumexp")
+        expected.append(("draft_lse", draft_lse, (B, g)))
+    for name, tensor, shape in expected:
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{name}: got shape {_shape(tensor)}; target_logits {_shape(target_logits)} asks for {shape}"
+            )
+        if tensor.device != target_logits.device:
+            raise ValueError(f"{name}: is on {tensor.device}; target_logits are on {target_logits.device}")
+    return B, g
+
+
+def lenience(value: float, rule: Rule) -> None:
+    """Check that the lenience is in (0, 1], and that the rule has one."""
+    if type(value) is float and value == 1:  # the usual case
+        return
+    number("lenience", value, "a number in (0, 1]", lambda l: 0 < l <= 1)
+    if value < 1 and rule.name != "token":
+        raise ValueError(f'lenience: got {value!r} with rule "{rule}"; only rule "token" has lenience')
+
+
+def lengths(
+    value: Sequence[int] | Tensor | None, rows: int, g: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Check the number of draft tokens per row.
+
+    Returns:
+        Numbers in 0..g, int64 ``[rows]``, or None for all g. Then a mask of rows that were out of range, or
+        None.
+    """
+    if value is None:
+        return None, None
+    given = row_integers("lengths", value, rows, device, 0, g)
+    if device.type == "cpu":
+        return given, None
+    return given.clamp(0, g), (given < 0) | (given > g)
+
+
+def tokens(draft_tokens: Tensor, counts: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor | None]:
+    """Check the draft tokens.
+
+    Returns:
+        Token ids, int64 ``[B, g]``, which are 0 past a row's count. Then a mask of rows with a token out of
+        range, or None.
+    """
+    given = draft_tokens.to(torch.int64)
+    if counts is not None:
+        drafted = torch.arange(given.shape[1], device=counts.device) < counts[:, None]
+        given = torch.where(drafted, given, 0)
+    if given.device.type != "cpu":
+        return given.clamp(0, vocab_size - 1), ((given < 0) | (given >= vocab_size)).any(-1)
+    low, high = map(int, torch.aminmax(given)) if given.numel() else (0, 0)
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"draft_tokens: got token id {low if low < 0 else high}; "
+            f"with {vocab_size} logits ids lie in 0..{vocab_size - 1}"
+        )
+    return given, None
+
+
+def cut(
+    given: tuple[Tensor, Tensor], draft_lse: Tensor | None, drafters: object, draft_tokens: Tensor
+) -> None:
+    """Check the cut of the draft.
+
+    A cut says which logits a sampling's filters leave. It needs that sampling and the logsumexp.
+    """
+    if draft_lse is None or drafters is None:
+        raise ValueError("draft_cut: given without draft_lse and draft_sampling, which it belongs to")
+    if len(given) != 2 or not all(isinstance(one, Tensor) for one in given):
+        raise TypeError("draft_cut: got no pair of tensors; it must be cut and tie, as `sample` gives them")
+    for name, one, dtype in zip(("cut", "tie"), given, (torch.float32, torch.int32), strict=True):
+        if one.device != draft_tokens.device:
+            raise ValueError(f"draft_cut: {name} is on {one.device}; the others are on {draft_tokens.device}")
+        if one.shape != draft_tokens.shape or one.dtype is not dtype:
+            raise ValueError(
+                f"draft_cut: got {name} of {one.dtype} {tuple(one.shape)}; it must be {dtype} "
+                f"{tuple(draft_tokens.shape)}, as `sample` gives it"
+            )
+
+
+def prefix(
+    value: Prefix | Tensor | Sequence[Sequence[int]] | None, rows: int, device: torch.device
+) -> Prefix | None:
+    """Check the prefix, and convert it to a ``Prefix``."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        value = Prefix(value)
+    elif not isinstance(value, Prefix):
+        value = Prefix.of(value, device=device)
+    if value.tokens.shape[0] != rows:
+        raise ValueError(f"prefix: got {value.tokens.shape[0]} rows; target_logits have {rows}")
+    if value.tokens.device != device:
+        raise ValueError(f"prefix: is on {value.tokens.device}; target_logits are on {device}")
+    return value
+
+
+def position(
+    value: int | Sequence[int] | Tensor | None,
+    prefix: Prefix | None,
+    samplings: Sequence[SamplingParams],
+    rows: int,
+    g: int,
+    device: torch.device,
+) -> Tensor | int:
+    """Return the absolute position of each row's first draft token.
+
+    Returns:
+        Positions, int64 ``[rows]``, or one int for all rows.
+    """
+    if value is None:
+        return 0 if prefix is None else prefix.row_lengths()
+    given = one_or_each("position", value, rows, device, 0, 2**32 - 1 - g)
+    if prefix is None and any(one.reads_prefix for one in samplings):
+        if isinstance(given, int):
+            before, where = given > 0, f"{given}"
+        else:
+            before, where = given.device.type != "cpu" or bool(given.any()), f"{given.tolist()}"
+        if before:
+            raise ValueError(
+                "prefix: missing; the sampling has penalties or processors, which read the tokens before "
+                f"position {where}"
+            )
+    return given
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)

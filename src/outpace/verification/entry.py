@@ -1,0 +1,280 @@
+"""Entry points of verification: ``verify``, ``sample`` and ``settle``.
+
+They check arguments, adjust logits, and run the eager or the fused form of a rule. ``rules`` says what each
+rule guarantees. ``oracle`` follows the text of the papers. ``eager`` has the rules in batched PyTorch. On
+CUDA, ``triton`` and its ``kernels`` replace it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.checks.arguments import floats, on_device, one_or_each, row_integers
+from outpace.sampling import Prefix, SamplingParams, per_row, process, warp
+from outpace.verification import check, eager
+from outpace.verification.block import Block, Drawn, Verdict
+from outpace.verification.rules import Rule, parse
+
+
+def verify(
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    target_logits: Tensor,
+    *,
+    rule: Rule | str = "token",
+    lenience: float = 1.0,
+    seed: int | Sequence[int] | Tensor | None = None,
+    position: int | Sequence[int] | Tensor | None = None,
+    lengths: Sequence[int] | Tensor | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    draft_sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    draft_lse: Tensor | None = None,
+    draft_cut: tuple[Tensor, Tensor] | None = None,
+    prefix: Prefix | Tensor | Sequence[Sequence[int]] | None = None,
+) -> Verdict:
+    """Accept or reject draft tokens and sample the token after them, for B sequences at once.
+
+    With an exact rule, ``draft_tokens[b, :accepted[b]]`` followed by ``next_token[b]`` is distributed as if
+    the target alone had generated it, whatever the draft.
+
+    Both logits have one dtype (float16, bfloat16, float32 or float64). All tensors are on one device, CPU or
+    CUDA. On CUDA the host never waits, unless a sampling has processors.
+
+    Args:
+        draft_tokens: Draft tokens, int ``[B, g]``. g may be 0.
+        draft_logits: Logits of the very distribution q that each token was sampled from, float ``[B, g, V]``.
+            ``None`` if tokens were not sampled but chosen (argmax, copied from the context). q is then a
+            point mass.
+        target_logits: The target's logits before each draft token and after the last, float ``[B, g+1, V]``.
+        rule: "token", "block", "match", ``sigmoid(alpha, beta)`` or "sigmoid(ALPHA, BETA)". For comparison
+            only, "rejection". See ``outpace.verification.rules`` and docs/design/verification.md.
+        lenience: l in (0, 1], for "token": accept x with probability min(1, p/(l·q)). No token then has a
+            probability above p/l. In greedy rows (``sampling`` with temperature 0), x is accepted when p(x)
+            >= l·max p, with p as it was before the argmax.
+        seed: An int, or one per row. ``None`` takes fresh ones from PyTorch's generator. Rows with equal seed
+            and position get equal noise, so use different seeds for samples of one prompt.
+        position: Absolute position of ``draft_tokens[:, 0]``, an int or one per row. By default the length of
+            ``prefix``, or 0. All noise is a function of seed and position. A loop that passes a seed must
+            therefore advance the position, too.
+        lengths: Number of draft tokens of each row, int ``[B]``. By default all g. Tokens and logits beyond
+            it are ignored. A row without draft tokens is decoded without speculation.
+        sampling: One ``SamplingParams``, or one per row, to adjust the target's logits by. By default they
+            are taken as adjusted already.
+        draft_sampling: The same for the draft's logits. For processors with state, see ``SamplingParams``.
+            Those of the draft are called at drafted positions, those of the target also after them.
+        draft_lse: Logsumexp of the (adjusted) draft logits, float ``[B, g]``, if the drafter stored it.
+        draft_cut: ``Drawn.cut`` and ``Drawn.tie`` of ``sample``, ``[B, g]`` each, with ``draft_lse`` and
+            ``draft_sampling``. The draft's logits then need not be scanned again.
+        prefix: The tokens before ``draft_tokens``: a tensor ``[B, T]``, a list of lists, or a ``Prefix``.
+            Needed when ``sampling`` has penalties or processors, which read them.
+
+    Returns:
+        A ``Verdict`` with ``accepted``, ``next_token`` and ``bad``, ``[B]`` each. A row is flagged in ``bad``
+        if its verdict depends on logits that hold NaN, +inf or nothing but -inf. Other rows are not affected.
+        Past a rejection such logits need not be noticed. Off the CPU, a row with a token or length out of
+        range is flagged, too. On the CPU it raises.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: An argument has the wrong value, shape or device, or does not fit the others.
+
+    Example:
+        >>> import torch, outpace
+        >>> logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 3, 3)
+        >>> verdict = outpace.verify(torch.tensor([[0, 2]]), logits[:, :2], logits, seed=7, position=0)
+        >>> verdict.accepted  # p = q: everything is accepted
+        tensor([2])
+
+    References:
+        Leviathan et al. 2023, Alg. 1, A.2, A.5; Chen et al. 2023, Alg. 2; Sun et al. 2024, "Block
+        verification accelerates speculative decoding"; Wagner et al. 2024, eq. 5.
+    """
+    rule = parse(rule)
+    check.lenience(lenience, rule)
+    B, g = check.shapes(draft_tokens, draft_logits, target_logits, draft_lse)
+    V, device = target_logits.shape[-1], target_logits.device
+    targets = None if sampling is None else per_row(sampling, B)
+    drafters = None if draft_sampling is None else per_row(draft_sampling, B, "draft_sampling")
+    if drafters is not None and draft_logits is None:
+        raise ValueError("draft_sampling: given without draft_logits; point masses have nothing to adjust")
+
+    counts, given_up = None, None
+    tokens = draft_tokens if draft_tokens.dtype is torch.int64 else draft_tokens.to(torch.int64)
+    fused = _fused(rule, draft_logits, target_logits) and not _reads_tokens(targets, drafters)
+    fused &= lenience == 1 or targets is None or _can_adjust(targets, rule)  # as `settle` decides
+    if fused:
+        # The kernels check tokens and lengths themselves.
+        if lengths is not None:
+            counts = row_integers("lengths", lengths, B, device, 0, g)
+    else:
+        counts, given_up = check.lengths(lengths, B, g, device)
+        tokens, strange = check.tokens(draft_tokens, counts, V)
+        if strange is not None:
+            given_up = strange if given_up is None else given_up | strange
+    prefix = check.prefix(prefix, B, device)
+    starts = check.position(position, prefix, [*(targets or ()), *(drafters or ())], B, g, device)
+    if seed is None:
+        seed = torch.randint(-(2**63), 2**63 - 1, (B,), device=device)
+    seeds = one_or_each("seed", seed, B, device, -(2**63), 2**64 - 1)
+    block = Block(tokens, draft_logits, target_logits, draft_lse, seeds, starts, counts, given_up)
+    if draft_cut is not None:
+        check.cut(draft_cut, draft_lse, drafters, draft_tokens)
+        block = replace(block, draft_cut=draft_cut[0], draft_tie=draft_cut[1])
+    if fused and all(_can_adjust(rows, rule) for rows in (targets, drafters) if rows is not None):
+        decided: Verdict = _kernels().verify(block, rule, lenience, targets, drafters)
+        return decided
+    return settle(block, rule, lenience, targets, drafters, prefix)
+
+
+@torch.no_grad()
+def sample(
+    logits: Tensor,
+    *,
+    seed: int | Sequence[int] | Tensor,
+    position: int | Sequence[int] | Tensor,
+    step: int = 0,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+) -> Drawn:
+    """Sample one draft token per row from logits ``[B, V]``, on CUDA in one launch.
+
+    The uniform is that of the draft stream. The token is the first one whose running sum exceeds it. Stack
+    the ``tokens``, ``lse`` and ``(cut, tie)`` of g draft steps for ``verify``.
+
+    Args:
+        logits: Logits of the draft, float ``[B, V]``.
+        seed: The seed of ``verify`` in the same step.
+        position: The position of ``verify`` in the same step.
+        step: Index of the draft token within the step, from 0.
+        sampling: One ``SamplingParams``, or one per row, without penalties, bias or processors.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: ``logits`` are not ``[B, V]``, or ``sampling`` has penalties, bias or processors.
+    """
+    floats("logits", logits)
+    if logits.dim() != 2:
+        raise ValueError(f"logits: got shape {tuple(logits.shape)}; it must be [B, V]")
+    B, device = logits.shape[0], logits.device
+    rows = None if sampling is None else per_row(sampling, B)
+    if _reads_tokens(rows):
+        raise ValueError(
+            "sampling: has penalties, bias or processors; `outpace.sampling.adjust` applies them"
+        )
+    seeds = one_or_each("seed", seed, B, device, -(2**63), 2**64 - 1)
+    starts = one_or_each("position", position, B, device, 0, 2**32 - 1)
+    if _fused(parse("token"), None, logits):
+        drawn: Drawn = _kernels().sample(logits, seeds, starts, step, rows)
+        return drawn
+    return eager.sample(logits, seeds, starts, step, rows)
+
+
+@torch.no_grad()
+def settle(
+    block: Block,
+    rule: Rule,
+    lenience: float = 1.0,
+    targets: list[SamplingParams] | None = None,
+    drafters: list[SamplingParams] | None = None,
+    prefix: Prefix | None = None,
+) -> Verdict:
+    """Run ``verify`` without its checks.
+
+    It adjusts the block's logits, applies the rule, and sets the state of processors back.
+
+    Args:
+        block: Draft tokens and logits.
+        rule: Rule to apply.
+        lenience: Lenience of rule "token".
+        targets: Sampling parameters of the target, one for all rows or one per row.
+        drafters: Sampling parameters of the draft, one for all rows or one per row.
+        prefix: Tokens before the draft tokens.
+    """
+    fused = _fused(rule, block.draft_logits, block.target_logits)
+    fused &= lenience == 1 or targets is None or _can_adjust(targets, rule)
+    greedy = targets is not None and all(one.greedy for one in targets) and rule.exact and lenience == 1
+    rewind_draft = rewind_target = None
+
+    def left_to_the_kernels(rows: list[SamplingParams]) -> bool:
+        return fused and _can_adjust(rows, rule)
+
+    if drafters is not None and block.draft_logits is not None:
+        in_both = {id(processor) for one in targets or () for processor in one.processors}
+        if any(id(processor) in in_both for one in drafters for processor in one.processors):
+            drafters = [one.fork() for one in drafters]  # two uses must not see each other's state
+        scores = block.draft_logits
+        if not left_to_the_kernels(drafters) or _reads_tokens(drafters):
+            scores, rewind_draft = process(scores, drafters, prefix, block.tokens, block.lengths)
+            block = replace(block, draft_logits=scores)
+        if not left_to_the_kernels(drafters):
+            block, drafters = replace(block, draft_logits=warp(scores, drafters)), None
+    if targets is not None and not all(one.neutral for one in targets):
+        scores = block.target_logits
+        if not left_to_the_kernels(targets) or _reads_tokens(targets):
+            scores, rewind_target = process(
+                scores, targets, prefix, block.tokens, block.lengths + 1, until_lost=True
+            )
+            block = replace(block, target_logits=scores)
+        if not left_to_the_kernels(targets) and not greedy:
+            if lenience < 1:
+                near = _near_the_top(scores[:, : block.tokens.shape[1]], block.tokens, targets, lenience)
+                block = replace(block, greedy_keep=near)
+            block, targets = replace(block, target_logits=warp(scores, targets)), None
+    if fused:
+        verdict: Verdict = _kernels().verify(block, rule, lenience, targets, drafters)
+    else:
+        verdict = eager.argmax(block) if greedy else eager.verify(block, rule, lenience)
+    if rewind_target is not None:
+        rewind_target(verdict.accepted)
+    if rewind_draft is not None:
+        rewind_draft(torch.minimum(verdict.accepted, block.lengths - 1))
+    return verdict
+
+
+def _fused(rule: Rule, draft_logits: Tensor | None, target_logits: Tensor) -> bool:
+    """Return whether the kernels are available and support such logits."""
+    if not target_logits.is_cuda or (triton := _kernels()) is None:
+        return False
+    fits: bool = triton.fits(rule, target_logits) and (
+        draft_logits is None or triton.fits(rule, draft_logits)
+    )
+    return fits
+
+
+@functools.cache
+def _kernels() -> Any:
+    """Return the module that launches the kernels, or None without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("outpace.verification.triton")
+
+
+def _reads_tokens(*samplings: list[SamplingParams] | None) -> bool:
+    """Return whether logits are adjusted before temperature.
+
+    Such an adjustment may depend on the draft tokens.
+    """
+    return any(one.logit_bias or one.reads_prefix for rows in samplings for one in rows or ())
+
+
+def _can_adjust(rows: list[SamplingParams], rule: Rule) -> bool:
+    """Return whether the kernels can do what ``warp`` does."""
+    return rule.exact or not any(one.greedy for one in rows)
+
+
+def _near_the_top(scores: Tensor, tokens: Tensor, rows: list[SamplingParams], lenience: float) -> Tensor:
+    """Return the draft tokens of greedy rows with p(x) >= lenience·max p, bool ``[B, g]``.
+
+    p is the softmax before the argmax.
+    """
+    greedy = on_device([one.greedy for one in rows], torch.bool, scores.device)[:, None]
+    score = scores.gather(-1, tokens[..., None]).squeeze(-1)
+    return greedy & (score >= scores.amax(-1) + math.log(lenience))

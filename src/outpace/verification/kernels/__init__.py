@@ -1,0 +1,1 @@
+"""Verification as Triton kernels, launched by ``verification.triton``."""

@@ -1,0 +1,235 @@
+"""Functions that the kernels are composed of.
+
+Names: p rows are the target's, and q rows the draft's. z is an input logit, and x is one after temperature. G
+and S are the powers of two that hold g and the splits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outpace.sampling.random import Stream
+
+DRAFT = tl.constexpr(int(Stream.DRAFT) // 2)
+ACCEPT = tl.constexpr(int(Stream.ACCEPT) // 2)
+TARGET = tl.constexpr(int(Stream.TARGET) // 2)
+RULES = {"token": 0, "sigmoid": 1, "block": 2}
+SIGMOID, BLOCK = tl.constexpr(RULES["sigmoid"]), tl.constexpr(RULES["block"])
+CUT = tl.constexpr(2)  # ADJUST: 0 leaves logits as they are, 1 divides them by a temperature, 2 cuts them too
+NONE = tl.constexpr(2**31 - 1)  # no token
+KNOBS = tl.constexpr(4)  # of a row: temperature, top_k (0: all), 1 - top_p (-1: all), min_p
+
+
+@triton.jit
+def uniforms(seed, position, start, stream):
+    """Return the two float64 uniforms of a key, as in ``outpace.sampling.random``."""
+    c1, c2 = position.to(tl.uint32), start.to(tl.uint32)
+    zero = c1 * 0
+    a, b, c, d = tl.philox(seed, zero, c1, c2 + zero, zero + stream)
+    first = ((a >> 6).to(tl.float64) * 67108864.0 + (b >> 6).to(tl.float64) + 0.5) * 2.220446049250313e-16
+    second = ((c >> 6).to(tl.float64) * 67108864.0 + (d >> 6).to(tl.float64) + 0.5) * 2.220446049250313e-16
+    return first, second
+
+
+@triton.jit
+def key_of(each, one, b):
+    """Return a row's own number where there is one per row, else the number of all rows."""
+    if each is not None:
+        one = tl.load(each + b)
+    return one
+
+
+@triton.jit
+def exponential(u):
+    """Return -log1p(-u) of a float32.
+
+    Small u, which win races, go through the series of 2 artanh(u / (2 - u)). The device's logarithm near 1 is
+    too rough for them.
+    """
+    z = u / (2.0 - u)
+    y = z * z
+    series = 2.0 * z * (1.0 + y * (0.33333334 + y * (0.2 + y * (0.14285715 + y * 0.11111111))))
+    return tl.where(u < 0.25, series, -tl.log(1.0 - u))
+
+
+@triton.jit
+def raw(row, ids, V):
+    """Load a row's own logits as float32, -inf past V."""
+    return tl.load(row + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def tempered(z, coolness, ADJUST: tl.constexpr):
+    """Divide logits by the temperature, as a product with its inverse.
+
+    The product is several times as fast, and equal but for the last digit.
+    """
+    if ADJUST:
+        z = z * coolness
+    return z
+
+
+@triton.jit
+def logits_of(row, ids, V, coolness, cut, tie, ADJUST: tl.constexpr):
+    """Return adjusted logits.
+
+    Logits below the cut become -inf, and so do those equal to it with an id before ``tie``.
+    """
+    z = raw(row, ids, V)
+    if ADJUST == CUT:
+        z = tl.where((z > cut) | ((z == cut) & (ids >= tie)), z, -float("inf"))
+    return tempered(z, coolness, ADJUST)
+
+
+@triton.jit
+def coolness_of(knobs, heat, b, ADJUST: tl.constexpr):
+    """Return the inverse of a row's temperature, and whether the row is greedy instead.
+
+    The temperature is the row's own, or that of all rows.
+    """
+    coolness = 1.0
+    greedy = False
+    if ADJUST:
+        temperature = heat
+        if knobs is not None:
+            temperature = tl.load(knobs + KNOBS * b)
+        greedy = temperature == 0.0
+        coolness = 1.0 / tl.where(greedy, 1.0, temperature)
+    return coolness, greedy
+
+
+@triton.jit
+def exponentials(x):
+    """Return a split's maximum, and exp(x - maximum).
+
+    The exponentials are 0 where nothing is possible, and NaN from NaN or +inf.
+    """
+    top = tl.max(x, axis=0)
+    return top, tl.exp(x - tl.where(top == -float("inf"), 0.0, top))
+
+
+@triton.jit
+def splits_of(maxima, sums, row, i, splits, drafted, S: tl.constexpr):
+    """Return what ``scan`` stored for rows ``row + i``.
+
+    These are the maxima and sums of their splits, ``[G, S]`` each.
+    """
+    s = tl.arange(0, S)
+    at = (row + i)[:, None] * splits + s[None, :]
+    mask = drafted[:, None] & (s < splits)[None, :]
+    m = tl.load(maxima + at, mask=mask, other=-float("inf"))
+    return m, tl.load(sums + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def softmax_of(m, total):
+    """Return the maximum of each row, and the logsumexp relative to it.
+
+    Added to a large maximum, the logsumexp would lose its digits. It is infinite or NaN where a row has no
+    softmax.
+    """
+    most = tl.max(tl.where(total > 0, m, -float("inf")), axis=1)
+    most = tl.where(most == -float("inf"), 0.0, most)
+    # A split with nothing possible has sum 0; NaN stays NaN.
+    mass = tl.sum(tl.where(total == 0, 0.0, total * tl.exp(m - most[:, None])), axis=1)
+    return most, tl.log(mass)
+
+
+@triton.jit
+def argmax_of(maxima, tops, row, i, splits, drafted, S: tl.constexpr):
+    """Return the token with the largest logit of rows ``row + i``, ``[G]``, the first among equals."""
+    s = tl.arange(0, S)
+    at = (row + i)[:, None] * splits + s[None, :]
+    mask = drafted[:, None] & (s < splits)[None, :]
+    m = tl.load(maxima + at, mask=mask, other=-float("inf"))
+    top = tl.load(tops + at, mask=mask, other=0.0).to(tl.int32, bitcast=True)
+    return tl.min(tl.where(m == tl.max(m, axis=1)[:, None], top, NONE), axis=1)
+
+
+@triton.jit
+def pick(vector, index, n):
+    """Return ``vector[n]``, or 0 where there is no n."""
+    return tl.sum(tl.where(index == n, vector, 0), axis=0)
+
+
+@triton.jit
+def squash(x, alpha, width):
+    """Return the sigmoid in place of a probability, or NaN where there can be none."""
+    return tl.where(x == float("inf"), float("nan"), tl.sigmoid((x - alpha) / width))
+
+
+@triton.jit
+def weights_of(
+    p_row, q_row, ids, V, n, length, token, top_p, log_p, top_q, log_q, p_cut, p_tie, q_cut, q_tie,
+    scale, coolness, q_coolness, q_greedy, q_top,
+    alpha, width, RULE: tl.constexpr, HAS_Q: tl.constexpr, ADJUST: tl.constexpr, ADJUST_Q: tl.constexpr,
+):  # fmt: skip
+    """Return the weights of the next token in one split of row n.
+
+    It returns a reference, the weights relative to its exponential, p, and the adjusted logits.
+    """
+    x = logits_of(p_row, ids, V, coolness, p_cut, p_tie, ADJUST)
+    reference = tl.full([], 0.0, tl.float32)
+    if n < length:
+        if RULE == SIGMOID:
+            p = squash(x, alpha, width)
+        else:
+            p = tl.exp((x - top_p) - log_p)
+        if HAS_Q:
+            y = logits_of(q_row, ids, V, q_coolness, q_cut, q_tie, ADJUST_Q)
+            if RULE == SIGMOID:
+                q = squash(y, alpha, width)
+            else:
+                q = tl.exp((y - top_q) - log_q)
+                q = tl.where(y == float("inf"), float("nan"), q)  # a stored logsumexp would hide it
+                q = tl.where(q_greedy, (ids == q_top).to(tl.float32), q)
+            w = scale * p - q
+            w = tl.where(w < 0, 0.0, w)  # NaN stays
+        else:
+            w = tl.where(ids == token, 0.0, scale * p)
+    else:
+        reference, p = exponentials(x)
+        if RULE == SIGMOID:
+            if length > 0:
+                reference = tl.full([], 0.0, tl.float32)
+                p = squash(x, alpha, width)
+        w = p
+    return reference, w, p, x
+
+
+@triton.jit
+def raced(x, s, seed, position, greedy, SPLIT: tl.constexpr):
+    """Return a split's maximum, and its logits plus the target stream's Gumbel noise.
+
+    The sums are relative to that maximum, so that large logits do not swallow the noise's digits.
+    """
+    # Four tokens share a block of noise: each key is computed once and its words dealt out.
+    c0 = (s * (SPLIT // 4) + tl.arange(0, SPLIT // 4)).to(tl.uint32)
+    zero = c0 * 0
+    a, b, c, d = tl.philox(seed, c0, zero + position.to(tl.uint32), zero, zero + TARGET)
+    word = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    u = tl.minimum(word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
+    top = tl.max(x, axis=0)
+    noise = tl.where(greedy, 0.0, -tl.log(exponential(u)))
+    return top, x - tl.where(top == -float("inf"), 0.0, top) + noise
+
+
+@triton.jit
+def first_max(x, ids):
+    """Return the id of the largest entry, the first among equals."""
+    return tl.min(tl.where(x == tl.max(x, axis=0), ids, NONE), axis=0)
+
+
+@triton.jit
+def first_beyond(weights, ids, level):
+    """Return the first id at which the running sum exceeds a level, or NONE."""
+    reached = (tl.cumsum(weights, axis=0).to(tl.float64) > level) & (weights > 0)
+    return tl.min(tl.where(reached, ids, NONE), axis=0)
+
+
+@triton.jit
+def drawn_at(weights, ids, level):
+    """Return ``first_beyond``, or the last possible id where it is NONE."""
+    token = first_beyond(weights, ids, level)
+    return tl.where(token == NONE, tl.max(tl.where(weights > 0, ids, 0), axis=0), token)

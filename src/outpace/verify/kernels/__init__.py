@@ -1,1 +1,0 @@
-"""Verification as Triton kernels, launched by `outpace.verify.triton`: pieces, cuts, rules and draws."""

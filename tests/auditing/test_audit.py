@@ -1,0 +1,292 @@
+"""The audit finds no difference where there is none, and every planted fault by sampling alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import outpace
+from outpace import Decoder, Fixed, Goodput
+from outpace.auditing.audit import Greedy, Joint, Report, _Sampler, audit, balanced, distribution
+from outpace.auditing.faults import FAULTS, planted
+from tests.tiny import V, tiny
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6]]
+REPEATING = [5, 6, 7, 5, 5, 7, 6, 6, 5, 7, 7, 5, 6]
+REPORT = Report(
+    [Greedy(32, None, 40)],
+    [Joint(4768, 27, 0, 0.4, 0.05, 6000, 2500)],
+    tokens=3,
+    different=False,
+    p_value=0.4,
+    alarm=1e-4,
+    detectable=0.05,
+    rounding=0.0,
+    length="Fixed(3)",
+    forced=True,
+    engine=False,
+    seconds=90.0,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_difference_is_found_in_a_correct_decoder_and_the_report_states_its_power(
+    dtype: torch.dtype,
+) -> None:
+    model = tiny().to(dtype)
+    decoder = Decoder(model, tiny(seed=1), num_draft_tokens=Fixed(3))
+    report = audit(decoder, PROMPTS, samples=600, progress=False)
+    assert report.passed, str(report)
+    said = str(report)
+    assert said.startswith("No difference found.")
+    assert "2 of 2 prompts gave the target's own tokens" in said
+    assert report.detectable is not None
+    assert f"A misplacement of {report.detectable:.1%} or more" in said
+    assert "on every prompt would have been found with 99% certainty" in said
+    assert "found different in at most 1 of 1,000 audits" in said
+    assert ("put down to rounding in 16 bits" in said) == (dtype == torch.bfloat16)
+    assert 0.05 < report.detectable <= min(one.detectable for one in report.joint) < 0.5
+    assert report.joint[0].outcomes == 3**3
+    assert report.draft_tokens > report.accepted_tokens > 0
+    for word in ("prove", "lossless", "guess", "agree"):
+        assert word not in said.lower()
+
+
+def test_as_many_samples_are_drawn_as_the_wanted_misplacement_needs() -> None:
+    decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(3))
+    report = audit(decoder, [REPEATING], misplacement=0.2, greedy_tokens=0, temperature=3, progress=False)
+    assert report.passed
+    assert report.detectable is not None
+    assert 0.19 < report.detectable <= 0.2
+    assert report.joint[0].detectable == pytest.approx(report.detectable, abs=1e-3)
+
+
+def test_lenience_is_found_out() -> None:
+    decoder = Decoder(tiny(), outpace.RandomDrafter(V), num_draft_tokens=Fixed(3), lenience=0.05)
+    report = audit(decoder, PROMPTS[:1], samples=1000, greedy_tokens=0, progress=False)
+    assert report.verdict == "difference found"
+    assert str(report).startswith("DIFFERENCE FOUND")
+
+
+def test_a_large_difference_ends_the_audit_early() -> None:
+    decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(3))
+    with planted(decoder, "noise"):
+        report = audit(decoder, [REPEATING], samples=1600, greedy_tokens=0, progress=False)
+    assert report.verdict == "difference found"
+    assert report.joint[0].samples == 200
+
+
+@pytest.mark.parametrize(
+    ("p_value", "different", "verdict", "odds"),
+    [
+        (7.56e-6, True, "difference found", "at most 1 of 44,092 audits"),
+        (3e-4, False, "could not tell", "at most 1 of 1,111 audits"),
+        (0.3, False, "no difference found", "at most 1 of 10,000 audits"),
+    ],
+)
+def test_a_small_p_value_is_called_what_it_is(
+    p_value: float, different: bool, verdict: str, odds: str
+) -> None:
+    report = replace(REPORT, p_value=p_value, different=different)
+    assert report.verdict == verdict
+    assert report.passed == (verdict == "no difference found")
+    said = str(report)
+    assert f"Sampling: {verdict} in 4,768 samples of 3 tokens; p-value {p_value:.2g}." in said
+    assert odds in said
+    assert ("suspicious" in said) == (verdict == "could not tell")
+    assert ("would have been found" in said) == (verdict == "no difference found")
+
+
+def test_a_difference_in_greedy_decoding_is_a_difference() -> None:
+    report = replace(REPORT, greedy=[Greedy(32, 7, 40)])
+    assert (report.verdict, report.sampling) == ("difference found", "no difference found")
+    tied = replace(REPORT, greedy=[Greedy(32, None, 40, ties=2)])
+    assert tied.passed
+    assert "(32 compared, 2 of them at ties that rounding decides)" in str(tied)
+
+
+def test_the_report_says_what_was_not_tested() -> None:
+    joint = REPORT.joint[0]
+    assert "None was accepted" in str(replace(REPORT, joint=[replace(joint, accepted_tokens=0)]))
+    assert "None was rejected" in str(
+        replace(REPORT, joint=[replace(joint, accepted_tokens=joint.draft_tokens)])
+    )
+    assert "tokens that were ruled out" in str(replace(REPORT, joint=[replace(joint, impossible=3)]))
+    assert "without the engine" in str(replace(REPORT, engine=True))
+    few = replace(REPORT, detectable=1.0)
+    assert few.verdict == "could not tell"
+    assert "too few samples" in str(few)
+
+
+def test_a_prompt_without_draft_tokens_is_named() -> None:
+    joint = REPORT.joint[0]
+    some = replace(REPORT, joint=[joint, replace(joint, draft_tokens=0, accepted_tokens=0)])
+    assert some.passed
+    assert "No draft token was proposed in the samples of prompt 2" in str(some)
+    none = replace(REPORT, joint=[replace(joint, draft_tokens=0, accepted_tokens=0)])
+    assert none.verdict == "could not tell"
+
+
+def test_without_samples_there_is_no_p_value() -> None:
+    report = audit(
+        Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(3)), PROMPTS, samples=0, progress=False
+    )
+    assert (report.p_value, report.detectable, report.joint) == (None, None, [])
+    assert report.passed
+
+
+def test_probabilities_from_passes_with_and_without_a_cache_are_the_same_but_for_rounding() -> None:
+    whole = distribution(tiny(), REPEATING, 3, [5, 6, 7])
+    cached = distribution(tiny(), REPEATING, 3, [5, 6, 7], cached=True)
+    assert cached == pytest.approx(whole, rel=1e-4)
+
+
+def test_what_rounding_may_bring_about_is_no_difference_and_more_is() -> None:
+    """In 16 bits the sampler may be as far from the reference as two ways to compute it are, twice."""
+    model = tiny().to(torch.bfloat16)
+    sampler = _Sampler(Decoder(model, "lookup", num_draft_tokens=Fixed(3)), [REPEATING], 3, 3, 1.0, 64, 0)
+    p = np.array([*sampler.exact[0].values()])
+    q = np.array([*distribution(model, REPEATING, 3, sampler._allowed[0], cached=True).values()])
+    assert sampler.rounding()[0] == pytest.approx(4 * ((q - p) ** 2 / p).sum())
+    exact = _Sampler(Decoder(tiny(), "lookup", num_draft_tokens=Fixed(3)), [REPEATING], 3, 3, 1.0, 64, 0)
+    assert exact.rounding()[0] == 0
+
+
+def test_another_text_is_found_out() -> None:
+    decoder = Decoder(tiny(), num_draft_tokens=0)
+    decoder.scorer.model = tiny(seed=1)  # what is compared with is not what decodes
+    honest = decoder.scorer._forward
+    decoder.scorer._forward = lambda *a, **k: -honest(*a, **k)  # type: ignore[method-assign]
+    report = audit(decoder, PROMPTS, samples=0, progress=False)
+    assert not report.passed
+    assert all(one.differs_at is not None for one in report.greedy)
+
+
+def test_the_exact_distribution_is_the_product_of_conditionals() -> None:
+    model = tiny()
+    allowed = [7, 11, 3]
+    exact = distribution(model, [5, 6], tokens=2, allowed=allowed)
+    assert len(exact) == 9
+    assert sum(exact.values()) == pytest.approx(1)
+    with torch.inference_mode():
+        first = model(input_ids=torch.tensor([[5, 6]])).logits[0, -1].double()
+        a, b = allowed[1], allowed[2]
+        then = model(input_ids=torch.tensor([[5, 6, a]])).logits[0, -1].double()
+    chance = first[allowed].softmax(0)[1] * then[allowed].softmax(0)[2]
+    assert exact[a, b] == pytest.approx(float(chance), rel=1e-5)
+
+
+def test_prompts_need_room() -> None:
+    with pytest.raises(ValueError, match="prompts: got one of 126 tokens; to be audited it may have 96"):
+        audit(Decoder(tiny()), [[1] * 126], progress=False)
+    with pytest.raises(ValueError, match="prompts: give a list of at least one prompt"):
+        audit(Decoder(tiny()), [], progress=False)
+
+
+def test_sampled_tokens_are_of_the_prompt_where_it_has_enough_and_none_is_rare() -> None:
+    assert set(balanced(tiny(), REPEATING, top=3)) == {5, 6, 7}
+    assert {5, 6} < set(balanced(tiny(), [5, 6, 5, 6], top=8))
+    prompt = [5, 6, 7, 9, 8, 7, 6, 11, 3, 20]
+    chosen = balanced(tiny(), prompt, top=3)
+    assert set(chosen) <= set(prompt)
+
+    def entropy(tokens: list[int]) -> float:
+        exact = torch.tensor([*distribution(tiny(), prompt, 2, tokens).values()])
+        return float(-torch.xlogy(exact, exact).sum())
+
+    assert entropy(chosen) >= max(entropy([5, 6, 7]), entropy([11, 3, 20])) - 1e-6
+
+
+def test_no_two_samples_share_their_noise_even_of_equal_prompts() -> None:
+    decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(3))
+    first, second = audit(decoder, [REPEATING] * 2, samples=300, greedy_tokens=0, progress=False).joint
+    assert first.p_value != second.p_value
+
+
+def test_a_policy_that_goes_by_measured_time_is_replaced_for_the_audit() -> None:
+    decoder = Decoder(tiny(), "lookup")
+    own = decoder.policy
+    assert isinstance(own, Goodput)
+    report = audit(decoder, [REPEATING], samples=300, progress=False)
+    assert decoder.policy is own
+    assert report.forced
+    assert report.draft_tokens > 0
+    assert "(length Fixed(3), fixed for the audit)" in str(report)
+    assert not audit(
+        Decoder(tiny(), "lookup", num_draft_tokens=2), [REPEATING], samples=100, progress=False
+    ).forced
+
+
+def test_steps_draft_one_token_and_more() -> None:
+    drafts: list[int] = []
+    decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(3))
+    honest = decoder._verify
+
+    def verify(rows, draft, logits):  # type: ignore[no-untyped-def]
+        drafts.append(draft.tokens.shape[1])
+        return honest(rows, draft, logits)
+
+    decoder._verify = verify  # type: ignore[method-assign]
+    audit(decoder, [REPEATING], samples=600, greedy_tokens=0, progress=False)
+    assert {0, 1, 2, 3} <= set(drafts)
+
+
+def test_the_audit_says_before_how_long_it_takes() -> None:
+    said: list[str] = []
+    decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(3))
+    audit(decoder, [REPEATING], samples=300, greedy_tokens=0, progress=False, tell=said.append)
+    assert len(said) == 1
+    assert said[0].startswith("sampling: 300 samples, about ")
+
+
+def test_a_report_says_when_nothing_was_drafted() -> None:
+    report = audit(Decoder(tiny()), PROMPTS[:1], samples=200, progress=False)
+    assert report.verdict == "could not tell"
+    assert not report.tested
+    assert str(report).startswith("Could not tell: no draft token was proposed")
+
+
+def test_what_cannot_be_counted_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tokens, top: got 11, 5; .* are too many to count"):
+        audit(Decoder(tiny()), PROMPTS, tokens=11, top=5)
+    with pytest.raises(ValueError, match=f"top: got {V + 1}; it must be an int in 2..{V}"):
+        audit(Decoder(tiny()), PROMPTS, tokens=1, top=V + 1)
+    with pytest.raises(ValueError, match="temperature: got 0"):
+        audit(Decoder(tiny()), PROMPTS, temperature=0)
+    with pytest.raises(ValueError, match=r"alarm: got 0.01; it must be a number in \(0, 0.001\]"):
+        audit(Decoder(tiny()), PROMPTS, alarm=0.01)
+    with pytest.raises(ValueError, match="misplacement: got 0; it must be"):
+        audit(Decoder(tiny()), PROMPTS, misplacement=0)
+
+
+@pytest.mark.parametrize("drafter", ["model", "lookup"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_by_sampling_alone(fault: str, drafter: str) -> None:
+    decoder = Decoder(tiny(), tiny(seed=1) if drafter == "model" else drafter, num_draft_tokens=Fixed(3))
+    with planted(decoder, fault):
+        found = audit(decoder, [REPEATING], samples=1600, greedy_tokens=0, temperature=1.5, progress=False)
+    assert found.sampling == "difference found"
+
+
+@pytest.mark.parametrize("drafter", ["model", "lookup"])
+def test_after_a_planted_fault_the_decoder_is_as_before(drafter: str) -> None:
+    decoder = Decoder(
+        tiny(), tiny(seed=1) if drafter == "model" else drafter, num_draft_tokens=Fixed(3), engine=True
+    )
+    before = dict(vars(decoder))
+    for fault in FAULTS:
+        with planted(decoder, fault):
+            assert decoder.engines is None
+    assert vars(decoder) == before
+    assert audit(decoder, [REPEATING], samples=400, progress=False).passed
+
+
+def test_an_unknown_fault_is_named() -> None:
+    with (
+        pytest.raises(ValueError, match="plant: got 'gremlin'; known are"),
+        planted(Decoder(tiny()), "gremlin"),
+    ):
+        pass

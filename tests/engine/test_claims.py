@@ -1,0 +1,127 @@
+"""What holds the state of sequences serves one call at a time, and is free again after any end of it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from outpace import Decoder, Fixed, ModelDrafter
+from outpace.models.causal import CausalScorer
+from tests.tiny import greedy, tiny
+
+PROMPT, OTHER = [5, 6, 7], [9, 8, 7, 6]
+
+
+def test_two_decoders_on_one_scorer_are_refused_while_the_first_is_streaming() -> None:
+    scorer = CausalScorer(tiny())
+    one, other = Decoder(scorer), Decoder(scorer)
+    stream = one.stream(PROMPT, temperature=0, max_new_tokens=8, ignore_eos=True)
+    text = list(next(stream).token_ids)
+    with pytest.raises(RuntimeError, match="this CausalScorer is at work for another Decoder"):
+        other.generate(OTHER, temperature=0, max_new_tokens=8)
+    text += [token for step in stream for token in step.token_ids]
+    assert text == greedy(tiny(), PROMPT, 8)
+    assert other.generate(OTHER, temperature=0, max_new_tokens=8, ignore_eos=True).token_ids == greedy(
+        tiny(), OTHER, 8
+    )
+
+
+def test_two_drafters_on_one_scorer_are_refused_while_the_first_is_streaming() -> None:
+    draft = CausalScorer(tiny(seed=1))
+    one, other = (Decoder(tiny(), ModelDrafter(draft), num_draft_tokens=Fixed(2)) for _ in range(2))
+    stream = one.stream(PROMPT, max_new_tokens=8, ignore_eos=True)
+    next(stream)
+    with pytest.raises(RuntimeError, match="this CausalScorer is at work for another Decoder"):
+        other.generate(OTHER, max_new_tokens=8)
+    stream.close()
+    other.generate(OTHER, max_new_tokens=8)
+
+
+def test_a_drafter_with_the_targets_scorer_is_refused() -> None:
+    scorer = CausalScorer(tiny())
+    with pytest.raises(ValueError, match="draft: it has the target's own scorer"):
+        Decoder(scorer, ModelDrafter(scorer))
+
+
+def test_two_decoders_of_one_model_may_stream_side_by_side() -> None:
+    model = tiny()
+    streams = [
+        Decoder(model).stream(prompt, temperature=0, max_new_tokens=6, ignore_eos=True)
+        for prompt in (PROMPT, OTHER)
+    ]
+    texts: list[list[int]] = [[], []]
+    for steps in zip(*streams, strict=True):
+        for text, step in zip(texts, steps, strict=True):
+            text += step.token_ids
+    assert texts == [greedy(model, PROMPT, 6), greedy(model, OTHER, 6)]
+
+
+def test_a_stream_that_nobody_reads_any_more_leaves_its_decoder_free() -> None:
+    decoder = Decoder(tiny())
+    next(decoder.stream(PROMPT, max_new_tokens=8, ignore_eos=True))
+    gc.collect()
+    decoder.generate(PROMPT, max_new_tokens=2)
+
+
+def test_an_interruption_at_any_line_leaves_a_decoder_free() -> None:
+    decoder = Decoder(tiny(), "lookup", num_draft_tokens=Fixed(2))
+    lines = 0
+
+    def counting(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line" and frame.f_code is Decoder._run.__code__
+        return counting
+
+    def interrupting(at: int) -> Any:
+        seen = 0
+
+        def trace(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal seen
+            if event == "line" and frame.f_code is Decoder._run.__code__:
+                seen += 1
+                if seen == at:
+                    raise KeyboardInterrupt
+            return trace
+
+        return trace
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(counting)
+        decoder.generate(PROMPT, max_new_tokens=2, seed=0)
+        sys.settrace(before)
+        last = lines - 2  # the last two release: nothing can be done for an interruption of that
+        for at in range(1, last):
+            sys.settrace(interrupting(at))
+            with pytest.raises(KeyboardInterrupt):
+                decoder.generate(PROMPT, max_new_tokens=2, seed=0)
+            sys.settrace(before)
+            decoder.generate(PROMPT, max_new_tokens=2, seed=0)
+    finally:
+        sys.settrace(before)
+
+
+def test_of_threads_that_call_one_decoder_at_once_one_is_served() -> None:
+    decoder, together = Decoder(tiny()), threading.Barrier(4)
+    answers: list[str] = []
+
+    def call() -> None:
+        together.wait()
+        try:
+            decoder.generate(PROMPT, max_new_tokens=16, ignore_eos=True)
+            answers.append("served")
+        except RuntimeError as error:
+            answers.append("refused" if "generating already" in str(error) else f"{error}")
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(answers) <= {"served", "refused"}
+    assert "served" in answers

@@ -1,0 +1,62 @@
+"""The scripts of `examples/` run."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace import Decoder, loading
+from tests.tiny import byte_tokenizer, tiny
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+WITH_A_MODEL = ["quick_start", "batch", "own_drafter", "inside_transformers"]
+
+
+@pytest.fixture
+def _tiny_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model in the place of the default one."""
+    tokenizer = byte_tokenizer()
+    model = tiny(vocab_size=272)
+    model.generation_config.pad_token_id = 0
+
+    def load(draft: Any = "lookup") -> Decoder:
+        return Decoder(model, None if draft == "none" else draft, tokenizer)
+
+    monkeypatch.setattr(loading, "load", load)
+
+
+@pytest.mark.usefixtures("_tiny_default")
+@pytest.mark.parametrize("name", WITH_A_MODEL)
+def test_an_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert capsys.readouterr().out.strip()
+
+
+def test_verification_alone_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "verification_alone.py"), run_name="__main__")
+    assert "sequence 1: accepted" in capsys.readouterr().out
+
+
+def test_tune_and_use_calls_commands_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.cli.test_help import ALL
+
+    called: list[list[str]] = []
+    monkeypatch.setattr("subprocess.run", lambda words, check: called.append(words))
+    monkeypatch.setattr(sys, "argv", ["tune_and_use.py", "30"])
+    runpy.run_path(str(EXAMPLES / "tune_and_use.py"), run_name="__main__")
+    assert [words[3] for words in called] == ["tune", "generate"]
+    for words in called:
+        flags = {flag for one in ALL[words[3]].params for flag in one.opts}
+        assert {word for word in words if word.startswith("--")} <= flags
+
+
+def test_every_example_is_run_here() -> None:
+    assert {one.stem for one in EXAMPLES.glob("*.py")} == {
+        *WITH_A_MODEL,
+        "verification_alone",
+        "tune_and_use",
+    }

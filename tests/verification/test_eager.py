@@ -1,0 +1,440 @@
+"""Given the same noise, the batched rules decide as the oracle does, row by row."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import outpace
+from outpace.sampling import random
+from outpace.sampling.random import Stream
+from outpace.verification import eager, oracle
+from outpace.verification.block import Block
+from outpace.verification.rules import parse
+
+pytest.importorskip("hypothesis", reason="hypothesis is not installed: pip install 'outpace[dev]'")
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+RULES = ("token", "block", "match", "rejection", "sigmoid(-3, 5)")
+Row = list[float]
+
+
+def decide(
+    rule: str,
+    tokens: list[int],
+    draft: list[Row] | None,
+    target: list[Row],
+    noise: dict[str, Any],
+    lenience: float,
+) -> tuple[int, int]:
+    """One row by the oracle. A row that drafted nothing is plain decoding under every rule."""
+    if rule == "match" or not tokens:
+        return oracle.match(tokens, target, noise["gumbel"][: len(target)])
+    r, u = noise["r"], noise["u"]
+    if rule.startswith("sigmoid"):
+        scale = parse(rule)
+        return oracle.sigmoid(tokens, target, draft, r, u, scale.alpha, scale.beta)
+    p = [oracle.softmax(row) for row in target]
+    q = None if draft is None else [oracle.softmax(row) for row in draft]
+    if rule == "token":
+        return oracle.token(tokens, p, q, r, u, lenience)
+    return {"block": oracle.block, "rejection": oracle.rejection}[rule](tokens, p, q, r, u)
+
+
+def noise_of(seed: int, start: int, g: int, V: int) -> dict[str, Any]:
+    """What `verify` draws for a row, as the oracle takes it."""
+    key, first = torch.tensor(seed), torch.tensor(start)
+    positions = first + torch.arange(g + 1)
+    return {
+        "r": random.uniform(key, positions[:g], first, Stream.ACCEPT).tolist(),
+        "u": random.uniform(key, positions, first, Stream.RESIDUAL).tolist(),
+        "gumbel": random.gumbel(key, positions, V).tolist(),
+    }
+
+
+def blocks(
+    B: int, g: int, V: int, sharpness: float = 1.0, masked: float = 0.0, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random drafts from random logits; a share of the vocabulary is impossible, differently for p and q."""
+
+    def logits(n: int) -> Tensor:
+        z = sharpness * torch.randn(B, n, V, dtype=torch.float64)
+        out = torch.rand(B, n, V) < masked
+        out.scatter_(-1, torch.randint(V, (B, n, 1)), False)
+        return z.masked_fill(out, -math.inf).to(dtype)
+
+    target = logits(g + 1)
+    draft = torch.where(torch.rand(B, g, 1) < 0.5, target[:, :g] + 0.5 * logits(g), logits(g))
+    draft = torch.where(draft.amax(-1, keepdim=True).isfinite(), draft, target[:, :g])
+    tokens = torch.multinomial(draft.double().softmax(-1).flatten(0, 1), 1).view(B, g)
+    return tokens, draft, target
+
+
+def agree(
+    rule: str, tokens: Tensor, draft: Tensor | None, target: Tensor, lengths: list[int], lenience: float = 1.0
+) -> None:
+    B, g, V = target.shape[0], target.shape[1] - 1, target.shape[2]
+    seeds, starts = [1000 + b for b in range(B)], [3 * b for b in range(B)]
+    verdict = outpace.verify(
+        tokens, draft, target, rule=rule, lenience=lenience, seed=seeds, position=starts, lengths=lengths
+    )
+    assert not verdict.bad.any()
+    for b, length in enumerate(lengths):
+        expected = decide(
+            rule,
+            tokens[b, :length].tolist(),
+            None if draft is None else draft[b, :length].tolist(),
+            target[b, : length + 1].tolist(),
+            noise_of(seeds[b], starts[b], g, V),
+            lenience,
+        )
+        assert (int(verdict.accepted[b]), int(verdict.next_token[b])) == expected, f"row {b}"
+
+
+@pytest.mark.parametrize("soft", [True, False])
+@pytest.mark.parametrize("V", [1, 2, 5, 100, 2500])
+@pytest.mark.parametrize("g", [0, 1, 2, 6])
+@pytest.mark.parametrize("rule", RULES)
+def test_decisions_equal_the_oracles(rule: str, g: int, V: int, soft: bool) -> None:
+    B = 60 if V < 1000 else 8
+    for masked in (0.0, 0.5):
+        tokens, draft, target = blocks(B, g, V, masked=masked)
+        agree(rule, tokens, draft if soft else None, target, [b % (g + 1) for b in range(B)])
+
+
+@pytest.mark.parametrize("lenience", [0.9, 0.3, 0.01])
+@pytest.mark.parametrize("soft", [True, False])
+def test_lenient_decisions_equal_the_oracles(lenience: float, soft: bool) -> None:
+    tokens, draft, target = blocks(200, 4, 6, sharpness=2.0, masked=0.2)
+    agree("token", tokens, draft if soft else None, target, [4] * 200, lenience)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(RULES),
+    st.integers(0, 8),
+    st.integers(1, 40),
+    st.sampled_from([0.0, 0.1, 1.0, 10.0, 300.0]),
+    st.sampled_from([0.0, 0.3, 0.9]),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
+def test_decisions_equal_the_oracles_anywhere(
+    rule: str, g: int, V: int, sharpness: float, masked: float, soft: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    tokens, draft, target = blocks(6, g, V, sharpness, masked)
+    agree(rule, tokens, draft if soft else None, target, torch.randint(g + 1, (6,)).tolist())
+
+
+def steady(rule: str, tokens: list[int], draft: list[Row], target: list[Row], noise: dict[str, Any]) -> Any:
+    """The oracle's decision, or None where noise a hair away would change it."""
+    answers = set()
+    for nudge in (-2e-5, 0.0, 2e-5):
+        near = {name: [x * (1 + nudge) for x in noise[name]] for name in "ru"}
+        near["u"] = [x + nudge for x in noise["u"]]
+        near["gumbel"] = noise["gumbel"]
+        answers.add(decide(rule, tokens, draft, target, near, 1.0))
+    if rule == "match" or not tokens:
+        for z, e in zip(target, noise["gumbel"], strict=True):
+            best = sorted((a + b for a, b in zip(z, e, strict=True)), reverse=True)
+            if len(best) > 1 and best[0] - best[1] < 2e-5:
+                return None
+    return answers.pop() if len(answers) == 1 else None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rule", RULES)
+def test_lower_precision_decides_alike_except_at_near_ties(rule: str, dtype: torch.dtype) -> None:
+    B, g, V = 300, 3, 20
+    tokens, draft, target = blocks(B, g, V, dtype=dtype)
+    verdict = outpace.verify(tokens, draft, target, rule=rule, seed=list(range(B)), position=9)
+    ties = 0
+    for b in range(B):
+        noise = noise_of(b, 9, g, V)
+        expected = steady(rule, tokens[b].tolist(), draft[b].tolist(), target[b].tolist(), noise)
+        ties += expected is None
+        if expected is not None:
+            assert (int(verdict.accepted[b]), int(verdict.next_token[b])) == expected
+    assert ties < B / 20
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_verdicts_do_not_depend_on_how_the_work_is_cut(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, draft, target = blocks(23, 3, 11)
+    draft[5:9] = target[5:9, :3]  # nothing is left over where these lose a draft
+    whole = outpace.verify(tokens, draft, target, rule=rule, seed=list(range(23)))
+    for piece in (1, 100, 200):
+        monkeypatch.setattr(eager, "PIECE", piece)
+        monkeypatch.setattr(eager, "LONG", 12 if piece == 100 else 1)
+        cut = outpace.verify(tokens, draft, target, rule=rule, seed=list(range(23)))
+        assert torch.equal(cut.accepted, whole.accepted)
+        assert torch.equal(cut.next_token, whole.next_token)
+
+
+def test_stored_logsumexp_changes_nothing() -> None:
+    tokens, draft, target = blocks(50, 4, 30)
+    for rule in ("token", "block", "rejection"):
+        plain = outpace.verify(tokens, draft, target, rule=rule, seed=3)
+        kept = outpace.verify(tokens, draft, target, rule=rule, seed=3, draft_lse=draft.logsumexp(-1))
+        assert torch.equal(plain.accepted, kept.accepted)
+        assert torch.equal(plain.next_token, kept.next_token)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rejected_token_is_never_resampled_at_equal_p_and_q(rule: str) -> None:
+    """p = q up to rounding leaves an empty residual; the draw then comes from p."""
+    tokens, draft, _ = blocks(500, 3, 8, dtype=torch.float32)
+    target = torch.cat((draft + 1000.0, torch.randn(500, 1, 8)), 1)  # the same softmax, rounded otherwise
+    verdict = outpace.verify(tokens, draft, target, rule=rule, seed=list(range(500)))
+    assert not verdict.bad.any()
+    if rule in ("token", "block"):
+        assert (verdict.accepted == 3).float().mean() > 0.95
+    exact = torch.cat((draft, torch.randn(500, 1, 8)), 1)
+    if rule in ("token", "block", "rejection"):
+        assert (outpace.verify(tokens, draft, exact, rule=rule, seed=list(range(500))).accepted == 3).all()
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "match", "rejection"])
+def test_greedy_targets_keep_exactly_the_argmax(rule: str) -> None:
+    tokens, _draft, target = blocks(100, 4, 5)
+    tokens = torch.where(torch.rand(100, 4) < 0.7, target[:, :4].argmax(-1), tokens)
+    verdict = outpace.verify(
+        tokens, None, target, rule=rule, seed=1, sampling=outpace.SamplingParams(temperature=0)
+    )
+    for b in range(100):
+        p = [oracle.softmax(row) for row in target[b].tolist()]
+        assert (int(verdict.accepted[b]), int(verdict.next_token[b])) == oracle.greedy(tokens[b].tolist(), p)
+
+
+@pytest.mark.parametrize("lenience", [1.0, 0.7, 0.2])
+def test_greedy_lenience_keeps_what_is_near_the_top(lenience: float) -> None:
+    tokens, draft, target = blocks(300, 4, 5)
+    sampling = outpace.SamplingParams(temperature=0)
+    verdict = outpace.verify(tokens, draft, target, lenience=lenience, seed=1, sampling=sampling)
+    for b in range(300):
+        p = [oracle.softmax(row) for row in target[b].tolist()]
+        expected = oracle.greedy(tokens[b].tolist(), p, lenience)
+        assert (int(verdict.accepted[b]), int(verdict.next_token[b])) == expected
+
+
+def test_greedy_lenience_looks_at_p_after_penalties() -> None:
+    target = torch.tensor([[[2.0, 1.9, -5.0]] * 2])
+    sampling = outpace.SamplingParams(temperature=0, repetition_penalty=2.0)
+    fresh = outpace.verify(torch.tensor([[1]]), None, target, lenience=0.8, seed=0, sampling=sampling)
+    assert fresh.accepted.item() == 1
+    used = outpace.verify(
+        torch.tensor([[1]]), None, target, lenience=0.8, seed=0, sampling=sampling, prefix=[[1, 1]]
+    )
+    assert used.accepted.item() == 0
+
+
+def test_match_repeats_plain_decoding_token_for_token() -> None:
+    """Any drafts, any grouping into iterations: the text is that of g = 0."""
+    V, length, rows = 6, 12, 40
+    table = torch.randn(V, V)
+    seed = torch.arange(rows)
+
+    def generate(g: int, good: float) -> list[list[int]]:
+        texts = [[0] for _ in range(rows)]
+        while min(map(len, texts)) <= length:
+            last = torch.tensor([text[-1] for text in texts])
+            drafts = torch.randint(V, (rows, g))
+            before = torch.cat((last[:, None], drafts), 1)
+            for i in range(g):  # some drafters guess well
+                own = random.race(
+                    table[before[:, i]], random.gumbel(seed, torch.tensor(list(map(len, texts))) + i, V)
+                )
+                hit = torch.rand(rows) < good
+                drafts[:, i] = torch.where(hit, own, drafts[:, i])
+                before[:, i + 1] = drafts[:, i]
+            verdict = outpace.verify(
+                drafts, None, table[before], rule="match", seed=seed, position=[len(text) for text in texts]
+            )
+            for b, text in enumerate(texts):
+                text += [*drafts[b, : int(verdict.accepted[b])].tolist(), int(verdict.next_token[b])]
+        return [text[: length + 1] for text in texts]
+
+    plain = generate(0, 0.0)
+    assert plain == [[int(t) for t in text] for text in plain]
+    for g, good in ((1, 0.0), (3, 0.5), (5, 1.0)):
+        assert generate(g, good) == plain
+
+
+def test_rows_without_drafts_are_plain_decoding_under_every_rule() -> None:
+    tokens, draft, target = blocks(30, 3, 9)
+    seeds = list(range(30))
+    plain = outpace.verify(tokens[:, :0], None, target[:, :1], seed=seeds, position=4)
+    for rule in RULES:
+        none = outpace.verify(tokens[:, :0], draft[:, :0], target[:, :1], rule=rule, seed=seeds, position=4)
+        ragged = outpace.verify(tokens, draft, target, rule=rule, seed=seeds, position=4, lengths=[0, 3] * 15)
+        assert torch.equal(none.next_token, plain.next_token)
+        assert torch.equal(ragged.next_token[::2], plain.next_token[::2])
+        assert (ragged.accepted[::2] == 0).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_row_does_not_depend_on_its_neighbours(rule: str) -> None:
+    tokens, draft, target = blocks(12, 3, 9)
+    seeds, lengths = list(range(12)), [b % 4 for b in range(12)]
+    whole = outpace.verify(tokens, draft, target, rule=rule, seed=seeds, position=5, lengths=lengths)
+    for b in range(12):
+        alone = outpace.verify(
+            tokens[b : b + 1, : lengths[b]],
+            draft[b : b + 1, : lengths[b]],
+            target[b : b + 1, : lengths[b] + 1],
+            rule=rule,
+            seed=seeds[b],
+            position=5,
+        )
+        assert (alone.accepted.item(), alone.next_token.item()) == (
+            whole.accepted[b].item(),
+            whole.next_token[b].item(),
+        )
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_lies_past_a_rows_drafts_is_not_looked_at(rule: str) -> None:
+    tokens, draft, target = blocks(8, 3, 9)
+    lengths = [0, 1, 2, 3] * 2
+    before = outpace.verify(tokens, draft, target, rule=rule, seed=2, lengths=lengths)
+    for b, length in enumerate(lengths):
+        tokens[b, length:] = -1
+        draft[b, length:] = math.nan
+        target[b, length + 1 :] = math.nan
+    after = outpace.verify(tokens, draft, target, rule=rule, seed=2, lengths=lengths)
+    assert not after.bad.any()
+    assert torch.equal(before.accepted, after.accepted)
+    assert torch.equal(before.next_token, after.next_token)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_unusable_logits_flag_their_row_alone(rule: str, poison: float, place: int) -> None:
+    tokens, draft, target = blocks(5, 2, 7)
+    sound = outpace.verify(tokens, draft, target, rule=rule, seed=6)
+    spoilt = target.clone()
+    spoilt[3, place, slice(None) if poison == -math.inf else 4] = poison
+    verdict = outpace.verify(tokens, draft, spoilt, rule=rule, seed=6)
+    assert verdict.bad.tolist() == [False, False, False, True, False]
+    assert verdict.accepted[3] == verdict.next_token[3] == 0
+    others = [0, 1, 2, 4]
+    assert torch.equal(verdict.accepted[others], sound.accepted[others])
+    assert torch.equal(verdict.next_token[others], sound.next_token[others])
+    if place < 2 and rule != "match":
+        spoilt = draft.clone()
+        spoilt[3, place, slice(None) if poison == -math.inf else 4] = poison
+        verdict = outpace.verify(tokens, spoilt, target, rule=rule, seed=6)
+        assert verdict.bad.tolist() == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_unusable_draft_logits_are_flagged_beside_a_stored_logsumexp(poison: float) -> None:
+    tokens, draft, target = blocks(2, 2, 7)
+    lse = draft.logsumexp(-1)
+    draft[0, 0, 4] = poison
+    for stored in (lse, draft.logsumexp(-1)):
+        for rule in ("token", "block", "rejection"):
+            verdict = outpace.verify(tokens, draft, target, rule=rule, seed=0, draft_lse=stored)
+            assert verdict.bad.tolist() == [True, False]
+
+
+def test_a_sigmoid_that_underflows_everywhere_is_flagged() -> None:
+    target = torch.full((3, 2, 5), -1000.0)
+    target[..., 4] = -math.inf
+    target[1] = 0
+    tokens = torch.zeros(3, 1, dtype=torch.int64)
+    verdict = outpace.verify(tokens, None, target, rule="sigmoid(-1, 1)", seed=0, lengths=[1, 1, 0])
+    assert verdict.bad.tolist() == [True, False, False]  # the last row is plain decoding
+    assert verdict.next_token[2] != 4
+
+
+def test_unusable_logits_are_flagged_through_sampling_too() -> None:
+    tokens, draft, target = blocks(2, 2, 7)
+    target[1, 0, 2] = math.nan
+    for sampling in (
+        outpace.SamplingParams(temperature=0),
+        outpace.SamplingParams(top_k=3, top_p=0.9, repetition_penalty=1.2),
+    ):
+        assert outpace.verify(tokens, draft, target, seed=0, sampling=sampling).bad.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "match", "rejection"])
+def test_impossible_tokens_never_come_out(rule: str) -> None:
+    tokens, draft, target = blocks(2000, 2, 6, masked=0.5)
+    verdict = outpace.verify(tokens, draft, target, rule=rule, seed=list(range(2000)))
+    for i in range(2):
+        kept = verdict.accepted > i
+        assert target[kept, i].gather(-1, tokens[kept, i : i + 1]).isfinite().all()
+    last = target[torch.arange(2000), verdict.accepted]
+    assert last.gather(-1, verdict.next_token[:, None]).isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1e4, 65504.0])
+def test_extreme_logits_are_decided_as_small_ones(scale: float) -> None:
+    tokens, draft, target = blocks(200, 2, 6, dtype=torch.float32)
+    shifted = outpace.verify(tokens, draft, (target * 8).round() / 8 + 8192, seed=list(range(200)))
+    plain = outpace.verify(tokens, draft, (target * 8).round() / 8, seed=list(range(200)))
+    assert torch.equal(shifted.accepted, plain.accepted)
+    assert torch.equal(shifted.next_token, plain.next_token)
+    corners = torch.where(torch.rand(200, 3, 6) < 0.5, scale, -scale)
+    corners.scatter_(-1, torch.randint(6, (200, 3, 1)), scale)
+    for rule in RULES:
+        verdict = outpace.verify(tokens, None, corners.half(), rule=rule, seed=0)
+        assert not verdict.bad.any()
+
+
+@pytest.mark.parametrize("V", [40, eager.LONG])  # shorter rows are decided together
+@pytest.mark.parametrize("soft", [True, False])
+@pytest.mark.parametrize("lenience", [1.0, 0.4])
+def test_going_only_as_far_as_drafts_are_kept_decides_alike(V: int, soft: bool, lenience: float) -> None:
+    B, g = 60, 4
+    tokens, draft, target = blocks(B, g, V, dtype=torch.float32)
+    target[: B // 2, :g] = draft[: B // 2] + 0.3 * torch.randn(B // 2, g, V)  # so that some are kept
+    lengths = torch.arange(B) % (g + 1)
+    seed = torch.arange(B)
+    whole = Block(
+        tokens,
+        draft if soft else None,
+        target,
+        None,
+        seed,
+        seed + 7,
+        lengths,
+    )
+    expected = eager.verify(whole, parse("token"), lenience)
+    found = eager.verify(dataclasses.replace(whole, in_turn=True), parse("token"), lenience)
+    assert len(set(expected.accepted.tolist())) > 2 or not soft
+    assert torch.equal(found.accepted, expected.accepted)
+    assert torch.equal(found.next_token, expected.next_token)
+    assert not found.bad.any()
+
+
+@pytest.mark.parametrize("V", [40, eager.LONG])
+def test_in_turn_only_logits_that_were_looked_at_can_spoil_a_row(V: int) -> None:
+    g, rows = 3, 2
+    target, draft = torch.zeros(rows, g + 1, V), torch.zeros(rows, g, V)
+    target[:, 1, 5] = -torch.inf  # the second draft is lost for certain
+    tokens = torch.full((rows, g), 5)
+    target[0, 2] = math.nan
+    target[1, 1] = math.nan
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    block = Block(
+        tokens,
+        draft,
+        target,
+        None,
+        zeros + 3,
+        zeros + 7,
+    )
+    assert eager.verify(block, parse("token")).bad.tolist() == [True, True]
+    verdict = eager.verify(dataclasses.replace(block, in_turn=True), parse("token"))
+    assert verdict.bad.tolist() == [False, True]
+    assert verdict.accepted.tolist() == [1, 0]
