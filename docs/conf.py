@@ -1,0 +1,49 @@
+"""The documentation site: `sphinx-build -W docs build/docs`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+import outpace
+
+project = "outpace"
+copyright = "the authors of outpace"
+version = release = outpace.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = "outpace"
+exclude_patterns = []
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 3
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+
+COMMANDS = [
+    *("generate", "chat", "transcribe", "audit", "tune", "plan", "doctor", "eval", "report"),
+    *(f"bench {name}" for name in ("alpha", "sweep", "kernel", "profile", "engine")),
+]
+
+
+def write_help(app: Sphinx) -> None:
+    """Write what every command says about itself, as one page."""
+    parts = ["# Help of every command\n"]
+    settings = os.environ | {"COLUMNS": "100", "TERMINAL_WIDTH": "100", "NO_COLOR": "1"}
+    for name in COMMANDS:
+        done = subprocess.run(
+            [sys.executable, "-m", "outpace", *name.split(), "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=settings,
+        )
+        parts.append(f"## outpace {name}\n\n```text\n{done.stdout.strip()}\n```\n")
+    Path(app.srcdir, "reference", "help.md").write_text("\n".join(parts), encoding="utf-8")
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("builder-inited", write_help)
