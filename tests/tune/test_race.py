@@ -36,7 +36,7 @@ class World:
 
 
 class Decoderlike:
-    _engines = None
+    engines = None
     drafter = None
 
 
