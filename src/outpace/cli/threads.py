@@ -6,7 +6,7 @@ import os
 
 # Each of these sets how OpenMP threads wait: if one of them is set, the user has chosen.
 CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
-BOUNDED = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}  # spins of GNU's OpenMP; ms of LLVM's and Intel's
+BOUNDED = {"GOMP_SPINCOUNT": "30000", "KMP_BLOCKTIME": "1"}  # spins of GNU's OpenMP; ms of LLVM's and Intel's
 
 
 def bound_spinning() -> None:
