@@ -20,9 +20,10 @@ from typing import Any
 from report import arguments, machine, write
 
 import outpace
-from outpace.auditing.audit import DIFFERENCE, NO_DIFFERENCE, Report, audit
+from outpace.auditing.audit import audit
 from outpace.auditing.faults import FAULTS, planted
 from outpace.auditing.pearson import LOOKS
+from outpace.auditing.report import DIFFERENCE, NO_DIFFERENCE, Report
 from outpace.cli.audit import PROMPTS
 from outpace.cli.audit import audit as command
 from outpace.decoder import Decoder

@@ -89,7 +89,7 @@ class Texts:
 
     seconds: float = 0.0
     tokens: int = 0
-    guesses: Counter[int] = field(default_factory=Counter)
+    proposals: Counter[int] = field(default_factory=Counter)
     kept: int = 0
     lost: int = 0
     making: float = 0.0
@@ -97,7 +97,7 @@ class Texts:
 
     def add(self, step: Step) -> None:
         self.tokens += len(step.token_ids)
-        self.guesses[step.num_draft_tokens] += 1
+        self.proposals[step.num_draft_tokens] += 1
         self.kept += step.num_accepted
         self.lost += step.num_accepted < step.num_draft_tokens
 
@@ -112,7 +112,7 @@ class Texts:
 
     def fair(self, alpha: float) -> float:
         """The same, with as many tokens as so many guesses bring on average: luck is not in it."""
-        tokens = sum(n * float(theory.expected_tokens(alpha, g)) for g, n in self.guesses.items())
+        tokens = sum(n * float(theory.expected_tokens(alpha, g)) for g, n in self.proposals.items())
         return tokens / (self.seconds - self.making)
 
 
@@ -291,7 +291,7 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> Iterator[dict[str, An
                 "ratio_with_luck": round(written["goodput"] / written[best], 4),
                 "ratio_with_making": round(with_making / rates[best], 4),
                 "whole_ratio": round(whole.pop("goodput") / max(whole.values()), 4),
-                "chosen": dict(sum((one.guesses for one in texts["goodput"]), Counter[int]())),
+                "chosen": dict(sum((one.proposals for one in texts["goodput"]), Counter[int]())),
                 "tokens_per_second": {side: round(rate, 1) for side, rate in written.items()},
                 "c": cost(decoder, B),
                 "predicted": predicted(parts, alpha) if parts is not None else None,

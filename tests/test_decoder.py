@@ -831,14 +831,14 @@ def test_what_a_drafter_gets_wrong_is_named(draft: Draft, message: str) -> None:
 
 
 def test_a_drafter_in_lower_precision_does_not_round_the_target() -> None:
-    def guess(state: Any, g: int) -> Draft:
+    def proposal(state: Any, g: int) -> Draft:
         return Draft(torch.zeros(1, g, dtype=torch.int64), torch.zeros(1, g, V, dtype=torch.bfloat16))
 
     outs = [
         Decoder(tiny(), drafter, num_draft_tokens=2, rule="match").generate(
             PROMPT, SamplingParams(), seed=1, max_new_tokens=9, logprobs=True
         )
-        for drafter in (None, Says(guess))
+        for drafter in (None, Says(proposal))
     ]
     assert outs[0].token_ids == outs[1].token_ids
     assert outs[0].logprobs == pytest.approx(outs[1].logprobs, abs=1e-5)

@@ -10,8 +10,10 @@ import torch
 
 import outpace
 from outpace import Decoder, Fixed, Goodput
-from outpace.auditing.audit import Greedy, Joint, Report, _Sampler, audit, balanced, distribution
+from outpace.auditing.audit import audit
 from outpace.auditing.faults import FAULTS, planted
+from outpace.auditing.report import Greedy, Joint, Report
+from outpace.auditing.samples import Sampler, balanced, distribution
 from tests.tiny import V, tiny
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6]]
@@ -147,11 +149,11 @@ def test_probabilities_from_passes_with_and_without_a_cache_are_the_same_but_for
 def test_what_rounding_may_bring_about_is_no_difference_and_more_is() -> None:
     """In 16 bits the sampler may be as far from the reference as two ways to compute it are, twice."""
     model = tiny().to(torch.bfloat16)
-    sampler = _Sampler(Decoder(model, "lookup", num_draft_tokens=Fixed(3)), [REPEATING], 3, 3, 1.0, 64, 0)
+    sampler = Sampler(Decoder(model, "lookup", num_draft_tokens=Fixed(3)), [REPEATING], 3, 3, 1.0, 64, 0)
     p = np.array([*sampler.exact[0].values()])
     q = np.array([*distribution(model, REPEATING, 3, sampler._allowed[0], cached=True).values()])
     assert sampler.rounding()[0] == pytest.approx(4 * ((q - p) ** 2 / p).sum())
-    exact = _Sampler(Decoder(tiny(), "lookup", num_draft_tokens=Fixed(3)), [REPEATING], 3, 3, 1.0, 64, 0)
+    exact = Sampler(Decoder(tiny(), "lookup", num_draft_tokens=Fixed(3)), [REPEATING], 3, 3, 1.0, 64, 0)
     assert exact.rounding()[0] == 0
 
 

@@ -73,9 +73,9 @@ def test_of_greedy_texts_it_is_whether_the_likeliest_tokens_agree_or_nearly_do()
     for text, beta in zip(texts, found, strict=True):
         assert text.tokens == greedy(tiny(), text.start, 30)
         p, q = (distributions(model, text, SamplingParams()) for model in (tiny(), small))
-        guess = q.argmax(-1)
-        assert beta[1.0].tolist() == (guess == text.tokens).tolist()
-        at = p[np.arange(len(p)), guess]
+        proposal = q.argmax(-1)
+        assert beta[1.0].tolist() == (proposal == text.tokens).tolist()
+        at = p[np.arange(len(p)), proposal]
         for lenience in LENIENCE[1:]:
             assert beta[lenience].tolist() == (at >= lenience * p.max(-1)).tolist()
     each = [np.concatenate([one[lenience] for one in found]).mean() for lenience in LENIENCE]
@@ -89,13 +89,13 @@ def test_a_copy_counts_only_where_something_was_copied() -> None:
     for text, beta in zip(texts, found, strict=True):
         p = distributions(tiny(), text, sampling)
         for i, value in enumerate(beta[1.0]):
-            guess = copied([*text.start, *text.tokens[:i]])
-            silent += guess is None
-            if guess is None:
+            proposal = copied([*text.start, *text.tokens[:i]])
+            silent += proposal is None
+            if proposal is None:
                 assert np.isnan(value)
             else:
-                assert value == pytest.approx(p[i, guess], abs=1e-5)
-                assert beta[0.5][i] == pytest.approx(min(1.0, p[i, guess] / 0.5), abs=1e-5)
+                assert value == pytest.approx(p[i, proposal], abs=1e-5)
+                assert beta[0.5][i] == pytest.approx(min(1.0, p[i, proposal] / 0.5), abs=1e-5)
     assert 0 < silent < sum(len(text.tokens) for text in texts)
 
 

@@ -115,9 +115,9 @@ def test_a_token_that_a_guess_cuts_short_is_left_out_unless_the_text_ends() -> N
     drafter = TextDrafter(tiny(vocab_size=300), tokenizer("bytes"), tokenizer("words"))
     text = ours.encode("Le café est")
     reading = drafter._read(0, text)
-    guess = theirs.encode(" à côté d")
-    assert drafter._translated(reading, text, guess, 400) == ours.encode(" à côté")
-    ended = [*guess, tokenizer("bytes").eos_token_id, *guess]
+    proposal = theirs.encode(" à côté d")
+    assert drafter._translated(reading, text, proposal, 400) == ours.encode(" à côté")
+    ended = [*proposal, tokenizer("bytes").eos_token_id, *proposal]
     whole = [*ours.encode(" à côté d"), tokenizer("words").eos_token_id]
     assert drafter._translated(reading, text, ended, 400) == whole
     assert drafter._translated(reading, text, ended, vocab_size=ours.encode(" à")[0]) == []

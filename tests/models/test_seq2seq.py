@@ -120,8 +120,8 @@ def test_copies_are_taken_from_what_the_encoder_reads() -> None:
     model = tiny_seq2seq("t5")
     source = Seq2SeqScorer(model).source(Source([20, 21, 22, 50, 51, 52], start=[1, 21, 22]))
     state = State([0], [[1, 21, 22]], [3], [SamplingParams()], torch.tensor([0]), [3], V, torch.device("cpu"))
-    guess = outpace.LookupDrafter().propose(replace(state, sources=[source]), 3)
-    assert guess.tokens.tolist() == [[50, 51, 52]]
+    proposal = outpace.LookupDrafter().propose(replace(state, sources=[source]), 3)
+    assert proposal.tokens.tolist() == [[50, 51, 52]]
     assert outpace.LookupDrafter().propose(state, 3).lengths == [0]
     marian = tiny_seq2seq("marian", share_encoder_decoder_embeddings=False, decoder_vocab_size=V)
     assert not Seq2SeqScorer(marian).source(source.ids).copyable  # two vocabularies

@@ -336,15 +336,15 @@ def test_a_device_that_waits_for_guesses_loses_that(wait: float) -> None:
     """Before guesses and after them; so of those that are tried now and then, twice. They are booked with
     what they are believed to bring, none of which comes."""
     policy, slots = Goodput(), [0]
-    seconds, believed, guesses, last = 0.0, 0.0, 0, 0
+    seconds, believed, proposals, last = 0.0, 0.0, 0, 0
     for t in range(1500):
         (g,) = policy.choose(slots, load=Load(1, t + 1))
         waited = wait if g or last else 0.0
         done = StepOutcome(slots, [g], [0], g, Load(1, t + 1), 1 + 0.3 * g, 0.1 * g, g, waited=waited)
         policy.observe(done)
         believed += policy.forecast.keeps(done)
-        seconds, guesses, last = seconds + 1 + 0.3 * g + waited, guesses + (g > 0), g
-    assert guesses > 5
+        seconds, proposals, last = seconds + 1 + 0.3 * g + waited, proposals + (g > 0), g
+    assert proposals > 5
     assert policy.forecast.at(Load(1)).wait(Load(1)) == wait
     assert seconds - believed <= 1500 + 8 + 0.0075 * 1500 + 1
 

@@ -12,7 +12,7 @@ CHEAP = Price(0.2)
 
 def rested(tries: Probes, iterations: int) -> None:
     for _ in range(iterations):
-        tries.over(guessed=False)
+        tries.over(proposed=False)
 
 
 def due(tries: Probes, price: Price = CHEAP, *, hopeless: bool = False, thinking: float = 0.0) -> bool:
@@ -39,10 +39,10 @@ def test_the_next_is_not_made_before_the_outcome_of_the_last() -> None:
     rested(tries, SELDOM)
     assert due(tries)
     assert not due(tries)
-    assert tries.over(guessed=False) is None  # one that was under way before
+    assert tries.over(proposed=False) is None  # one that was under way before
     assert not due(tries)
-    assert tries.over(guessed=True) == CHEAP
-    assert tries.over(guessed=True) is None
+    assert tries.over(proposed=True) == CHEAP
+    assert tries.over(proposed=True) is None
     rested(tries, SELDOM)
     assert due(tries)
 
@@ -51,7 +51,7 @@ def test_one_that_nothing_is_heard_of_has_come_to_nothing() -> None:
     tries = Probes(ExplorationBudget())
     tries.make(CHEAP)
     rested(tries, LATE)
-    assert tries.over(guessed=False) == CHEAP
+    assert tries.over(proposed=False) == CHEAP
     rested(tries, SELDOM)
     assert due(tries)
 
@@ -66,12 +66,12 @@ def test_one_that_was_withdrawn_is_made_at_the_next_choice() -> None:
 
 def test_after_one_that_went_well_there_is_no_rest_within_a_text() -> None:
     tries = Probes(ExplorationBudget())
-    tries.over(guessed=True)
+    tries.over(proposed=True)
     tries.heard(went_well=True)
     assert due(tries)
-    tries.over(guessed=True)
+    tries.over(proposed=True)
     assert due(tries)
-    tries.over(guessed=True)
+    tries.over(proposed=True)
     tries.another_text()
     assert not due(tries)
 
@@ -95,7 +95,7 @@ def test_it_is_not_thought_of_again_before_one_may_be_due() -> None:
     assert not due(tries, Price(100.0))
     assert waited(tries) == PATIENCE
     assert not due(tries)
-    tries.over(guessed=True)
+    tries.over(proposed=True)
     assert waited(tries) == 0
     assert not due(tries)
     tries.another_text()

@@ -207,7 +207,7 @@ def check_text(
     V, length = 3, 4
     generator = torch.Generator().manual_seed(2)
     target = (1.5 * torch.randn(V, V, generator=generator)).to(device)
-    guess = target + torch.randn(V, V, generator=generator).to(device)
+    proposal = target + torch.randn(V, V, generator=generator).to(device)
     seed = torch.arange(draws, device=device) * 104729 + 1
     texts = torch.zeros(draws, 1 + length + g + 1, dtype=torch.int64, device=device)  # token 0 is the prompt
     written = torch.ones_like(seed)
@@ -220,14 +220,14 @@ def check_text(
         for i in range(g):
             if draft == "soft":
                 u = random.uniform(key, start + i, start, Stream.DRAFT)
-                tokens.append(random.draw(guess.softmax(-1)[seen[-1]], u))
+                tokens.append(random.draw(proposal.softmax(-1)[seen[-1]], u))
             else:  # under rule "match" the drafter may use the target's noise
-                tokens.append(random.race(guess[seen[-1]], random.gumbel(key, start + i, V)))
+                tokens.append(random.race(proposal[seen[-1]], random.gumbel(key, start + i, V)))
             seen.append(tokens[-1])
         before = torch.stack(seen, 1)
         drafted = torch.stack(tokens, 1)
         verdict = outpace.verify(
-            drafted, guess[before[:, :-1]], target[before], rule=rule, seed=key, position=start
+            drafted, proposal[before[:, :-1]], target[before], rule=rule, seed=key, position=start
         )
         new = torch.cat((drafted, torch.zeros_like(drafted[:, :1])), 1)
         new.scatter_(1, verdict.accepted[:, None], verdict.next_token[:, None])

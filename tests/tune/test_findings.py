@@ -65,7 +65,7 @@ def test_plain_decoding_is_recommended_only_where_something_speaks_for_it() -> N
     assert findings.verdict() == f"Whether it pays is not known: {told}."
     findings.dropped[AUTO] = "cannot pay"
     assert findings.unknown() is None
-    assert findings.verdict().startswith("Do not speculate: no draft can pay, by how often")
+    assert findings.verdict().startswith("Do not speculate: no draft can pay, by acceptance rates")
     findings.add(NGRAM)
     findings.untried[NGRAM] = "2 prompts are too few"
     assert findings.unknown() is None

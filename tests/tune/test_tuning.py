@@ -142,7 +142,7 @@ def test_drafts_that_guess_nothing_are_left_out(target: Any, tmp_path: Path) -> 
     found.tokens = 8
     found.time()
     found.foresee()
-    assert "had no guess at all" in found.findings.dropped.values()
+    assert "drafted nothing" in found.findings.dropped.values()
 
 
 def test_a_long_choice_is_looked_at_with_more_rows_at_its_own_length(target: Any, tmp_path: Path) -> None:

@@ -171,10 +171,10 @@ def acceptance_along(
             if draft.tokens.shape[1] == 0:
                 continue
             scores = torch.stack([text.scores[i] for text in there])
-            guessed = draft.lengths or [draft.tokens.shape[1]] * len(rows)
+            proposed = draft.lengths or [draft.tokens.shape[1]] * len(rows)
             for one in lenience:
                 values = kept(scores, draft, sampling, one).tolist()
-                for row, length, value in zip(rows, guessed, values, strict=True):
+                for row, length, value in zip(rows, proposed, values, strict=True):
                     if length:
                         found[row][one][i] = _checked(value, name, i)
     finally:

@@ -103,7 +103,7 @@ def _figure(
     """
     times = Spread.of([1e3 * SPAN * waited / tokens for run in mine for tokens, waited in run.texts])
     tokens, seconds = sum(run.tokens for run in mine), sum(run.seconds for run in mine)
-    drafted = guesses(mine)
+    drafted = proposals(mine)
     speedup, interval = faster(*_paired(mine, plain))
     alpha, c = judged(alike), step_cost(alike, plain)
     predicted = simple = None
@@ -155,7 +155,7 @@ def loop(runs: Sequence[Run]) -> float:
     return sum(run.seconds for run in runs) / sum(run.iterations for run in runs)
 
 
-def guesses(runs: Sequence[Run]) -> Counter[int]:
+def proposals(runs: Sequence[Run]) -> Counter[int]:
     """Return how often a sequence had each number of draft tokens in a step."""
     return sum((run.drafted for run in runs), Counter[int]())
 

@@ -255,7 +255,7 @@ def own_sides(B: int, device: torch.device, filtered: bool) -> dict[str, Side]:
 
 
 def rotated(B: int, g: int, V: int, device: torch.device, dtype: torch.dtype) -> list[Inputs]:
-    """Return inputs to take in turn, so many that a GPU's caches cannot hold them."""
+    """Return inputs to use in turn; together they exceed a GPU's caches."""
     first = Inputs.random(B, g, V, device, dtype)
     count = max(3, min(CALLS, ROTATED // first.nbytes + 1)) if device.type == "cuda" else 3
     return [first, *(Inputs.random(B, g, V, device, dtype) for _ in range(count - 1))]

@@ -76,8 +76,8 @@ class Parts:
         taken = judging(self.B, self.passes, self.verify)
         g = np.arange(len(taken))
         tokens = coverage * theory.expected_tokens(alpha, g) + 1 - coverage
-        guessing = some_row(coverage, self.B)  # a forward pass is equally wide for all rows
-        mean = guessing * taken + (1 - guessing) * taken[0]
+        proposing = some_row(coverage, self.B)  # a forward pass is equally wide for all rows
+        mean = proposing * taken + (1 - proposing) * taken[0]
         drafting = self.drafting.taken(g, some_row(coverage * np.power(alpha, g), self.B))
         return theory.measured_speedup(tokens, g, 0.0, mean + drafting, taken[0])
 

@@ -28,7 +28,7 @@ from outpace.cli.options import (
 from outpace.cli.show import note, screen
 
 if TYPE_CHECKING:
-    from outpace.auditing.audit import Report
+    from outpace.auditing.report import Report
 
 # Three words in no strict order: each may come next, prompt lookup proposes all of them, and the token after
 # a rejected one depends on it. One prompt, as samples split between two would say less about each.
@@ -95,9 +95,9 @@ def audit(
             raise ValueError(f"{prompts}: no prompts in it")
     from contextlib import nullcontext
 
-    from outpace.auditing.audit import DIFFERENCE, NO_DIFFERENCE
     from outpace.auditing.audit import audit as run
     from outpace.auditing.faults import FAULTS, planted
+    from outpace.auditing.report import DIFFERENCE, NO_DIFFERENCE
     from outpace.checks.errors import suggestion
 
     if plant is not None and plant not in FAULTS:
@@ -143,7 +143,7 @@ def audit(
 
 def _verdicts(report: Report) -> dict[str, str]:
     """Return the verdict of each check that ran."""
-    from outpace.auditing.audit import DIFFERENCE, NO_DIFFERENCE
+    from outpace.auditing.report import DIFFERENCE, NO_DIFFERENCE
 
     verdicts = {}
     if report.greedy:
@@ -177,7 +177,7 @@ def _print(report: Report, texts: list[str]) -> None:
     from rich import box
     from rich.table import Table
 
-    from outpace.auditing.audit import NO_DIFFERENCE
+    from outpace.auditing.report import NO_DIFFERENCE
 
     console = screen(sys.stdout)
     verdict, *details = str(report).splitlines()

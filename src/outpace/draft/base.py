@@ -73,21 +73,21 @@ class Draft:
     @classmethod
     def chosen(
         cls,
-        guesses: Sequence[Sequence[int]],
+        proposals: Sequence[Sequence[int]],
         device: torch.device | str = "cpu",
         confidence: Sequence[float] | None = None,
     ) -> Draft:
         """Return a draft of chosen tokens, from lists of any lengths.
 
         Args:
-            guesses: Token ids proposed for each sequence.
+            proposals: Token ids proposed for each sequence.
             device: Device of the tensors.
             confidence: Confidence in each sequence's draft, in [0, 1].
         """
-        g = max(map(len, guesses), default=0)
-        padded = [[*guess, *[0] * (g - len(guess))] for guess in guesses]
-        tokens = torch.tensor(padded, dtype=torch.int64, device=device).view(len(guesses), g)
-        return cls(tokens, None, [len(guess) for guess in guesses], confidence=confidence)
+        g = max(map(len, proposals), default=0)
+        padded = [[*proposal, *[0] * (g - len(proposal))] for proposal in proposals]
+        tokens = torch.tensor(padded, dtype=torch.int64, device=device).view(len(proposals), g)
+        return cls(tokens, None, [len(proposal) for proposal in proposals], confidence=confidence)
 
 
 @dataclass(frozen=True)

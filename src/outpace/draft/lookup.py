@@ -39,17 +39,17 @@ class LookupDrafter:
 
     def propose(self, state: State, g: int) -> Draft:
         """See ``Drafter.propose``."""
-        guesses, sure = [], []
+        proposals, sure = [], []
         sources = state.sources or [None] * len(state.rows)
         for row, text, limit, source in zip(state.rows, state.tokens, state.limits, sources, strict=True):
             if source is not None and source.copyable:
                 text = [*source.copyable, *text]
             index = self._indices.setdefault(row, Index(self.min_ngram, self.max_ngram))
             index.extend(text)
-            guess, size = index.guess(text, min(g, limit))
-            guesses.append(guess)
+            proposal, size = index.proposal(text, min(g, limit))
+            proposals.append(proposal)
             sure.append(size / self.max_ngram)
-        return Draft.chosen(guesses, state.device, sure)
+        return Draft.chosen(proposals, state.device, sure)
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
         """Do nothing: the next text shows what was accepted."""
@@ -86,7 +86,7 @@ class Index:
                     self.ends[tuple(text[end - size : end])] = end
         self.covered = max(self.covered, len(text))
 
-    def guess(self, text: Sequence[int], most: int) -> tuple[list[int], int]:
+    def proposal(self, text: Sequence[int], most: int) -> tuple[list[int], int]:
         """Return draft tokens after the text, and the length of the match.
 
         Args:
@@ -105,7 +105,7 @@ class Index:
 def copied(text: Tensor, lengths: Tensor, g: int, least: int, most: int) -> tuple[Tensor, Tensor]:
     """Return the draft tokens of prompt lookup, computed with tensors.
 
-    They are those that ``Index.guess`` finds.
+    They are those that ``Index.proposal`` finds.
 
     Args:
         text: Token ids ``[rows, T]``.

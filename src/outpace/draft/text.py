@@ -65,13 +65,13 @@ class TextDrafter:
         steps = self._steps(list(readings.values()), g + max(waiting.values(), default=0))
         active = [row for row in waiting if 0 < len(readings[row].ids) <= self.scorer.context - steps]
         drafted = dict(zip(active, self._guess(active, steps), strict=True)) if active else {}
-        guesses = [
+        proposals = [
             self._translated(readings[row], text, drafted[row], state.vocab_size)[:g]
             if row in drafted
             else []
             for row, text in zip(state.rows, state.tokens, strict=True)
         ]
-        return Draft.chosen(guesses, state.device)
+        return Draft.chosen(proposals, state.device)
 
     def _read(self, row: int, text: Sequence[int]) -> Reading:
         reading = self._readings.get(row)
@@ -97,14 +97,14 @@ class TextDrafter:
             if i < steps - 1:
                 logits = self.scorer.score(rows, tokens[-1][:, None])[:, 0]
                 self.scorer.commit(rows, [1] * len(rows))
-        guesses: list[list[int]] = torch.stack(tokens, dim=1).tolist()
+        proposals: list[list[int]] = torch.stack(tokens, dim=1).tolist()
         counts = torch.stack(sound, dim=1).cumprod(dim=1).sum(dim=1).tolist()
-        for row, guess, count in zip(rows, guesses, counts, strict=True):
-            self._held[row] += guess[:-1]
+        for row, proposal, count in zip(rows, proposals, counts, strict=True):
+            self._held[row] += proposal[:-1]
             if count < steps:  # NaN in a cache outlives rollback
                 self.scorer.reset([row])
                 del self._held[row]
-        return [guess[:count] for guess, count in zip(guesses, counts, strict=True)]
+        return [proposal[:count] for proposal, count in zip(proposals, counts, strict=True)]
 
     def _catch_up(self, rows: Sequence[int]) -> Tensor:
         """Return the logits after each sequence.
@@ -125,11 +125,11 @@ class TextDrafter:
         return logits
 
     def _translated(
-        self, reading: Reading, text: Sequence[int], guess: Sequence[int], vocab_size: int
+        self, reading: Reading, text: Sequence[int], proposal: Sequence[int], vocab_size: int
     ) -> list[int]:
         """Return the target's tokens for a draft, as far as they are certain."""
-        plain = list(takewhile(lambda token: token not in self._stops and token < self.draft.size, guess))
-        end = self._ends.get(guess[len(plain)]) if len(plain) < len(guess) else None
+        plain = list(takewhile(lambda token: token not in self._stops and token < self.draft.size, proposal))
+        end = self._ends.get(proposal[len(plain)]) if len(plain) < len(proposal) else None
         new = self.draft.grown(reading.ids[max(reading.origin, len(reading.ids) - WINDOW) :], plain)
         if BROKEN in new:
             new, end = new[: new.index(BROKEN)], None

@@ -54,9 +54,9 @@ class Proposal:
         )
 
 
-def right(guesses: Sequence[int | None], tokens: Sequence[int]) -> list[bool | None]:
+def right(proposals: Sequence[int | None], tokens: Sequence[int]) -> list[bool | None]:
     """Return whether each draft token equals the token that came; None where there was none."""
-    return [None if one is None else one == token for one, token in zip(guesses, tokens, strict=True)]
+    return [None if one is None else one == token for one, token in zip(proposals, tokens, strict=True)]
 
 
 class Proposer:
@@ -155,8 +155,8 @@ class Proposer:
         slots = [row.slot for row in rows]
         chosen = self.length.choose(slots, load=load, hint=Hint(there, confidence))
         spare: list[int | None] = [
-            guess[g] if g < most else None
-            for guess, g, most in zip(draft.tokens.tolist(), chosen, there, strict=True)
+            proposal[g] if g < most else None
+            for proposal, g, most in zip(draft.tokens.tolist(), chosen, there, strict=True)
         ]
         return Proposal(self._first(draft, chosen), load, state, spare=spare)
 
@@ -176,9 +176,9 @@ class Proposer:
     def aside(self, rows: Sequence[Row]) -> list[int | None]:
         """Return the next token that a free drafter would propose for each sequence, for the record."""
         assert self.drafter is not None
-        guesses = self.drafter.propose(self.state(rows, [1] * len(rows), torch.device("cpu")), 1)
-        lengths = guesses.lengths or [1] * len(rows)
-        return [row[0] if n else None for row, n in zip(guesses.tokens.tolist(), lengths, strict=True)]
+        proposals = self.drafter.propose(self.state(rows, [1] * len(rows), torch.device("cpu")), 1)
+        lengths = proposals.lengths or [1] * len(rows)
+        return [row[0] if n else None for row, n in zip(proposals.tokens.tolist(), lengths, strict=True)]
 
     def _asked(self, state: State, limits: list[int]) -> Draft:
         assert self.drafter is not None

@@ -335,12 +335,12 @@ class Engine:
         if self.draft is None and self.copies is None and given is None:
             g = 0
         with self._on_device():
-            guesses = None if given is None else self._put(g, given)
-            key = Iteration(g, rows, sampling, None if guesses is None else id(guesses))
+            proposals = None if given is None else self._put(g, given)
+            key = Iteration(g, rows, sampling, None if proposals is None else id(proposals))
             begun = Moment(self.target.device)
             result, making = self.graphs.run(
                 key,
-                lambda: self.iteration(g, sampling, rows, guesses),
+                lambda: self.iteration(g, sampling, rows, proposals),
                 f"an iteration of g = {g}, {rows} rows,",
                 (self.lengths, self.last),
             )
@@ -408,13 +408,13 @@ class Engine:
         places = (state.lengths[:, None] + torch.arange(-2, g, device=state.last.device)).clamp(
             0, self.tokens - 1
         )
-        guesses = self._propose(g, sampling, state, places) if given is None else given.first(rows)
-        scored = torch.cat((state.last[:, 1:], guesses.tokens), dim=1)  # [rows, g+1]
+        proposals = self._propose(g, sampling, state, places) if given is None else given.first(rows)
+        scored = torch.cat((state.last[:, 1:], proposals.tokens), dim=1)  # [rows, g+1]
         p = self.target.logits(scored, places[:, 1:], self.target_cache)  # [rows, g+1, V]
-        verdict = self._verify(guesses, p, sampling, state)
+        verdict = self._verify(proposals, p, sampling, state)
         if self.copies is not None:
             at = (state.lengths[:, None] + torch.arange(g + 1, device=p.device)).clamp(max=self.tokens - 1)
-            new = torch.cat((guesses.tokens, verdict.next_token[:, None]), dim=1)
+            new = torch.cat((proposals.tokens, verdict.next_token[:, None]), dim=1)
             state.text.scatter_(1, at, new.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None]))
         kept = scored.gather(1, verdict.accepted[:, None])  # the token before the next one
         moved = state.active[:, None].bool()
@@ -422,9 +422,9 @@ class Engine:
             torch.where(moved, torch.cat((kept, verdict.next_token[:, None]), dim=1), state.last)
         )
         state.lengths.add_((verdict.accepted + 1) * state.active)
-        drafted = torch.full_like(verdict.accepted, g) if guesses.lengths is None else guesses.lengths
+        drafted = torch.full_like(verdict.accepted, g) if proposals.lengths is None else proposals.lengths
         each = torch.stack((verdict.accepted, verdict.next_token, verdict.bad.long(), drafted), dim=1)
-        return torch.cat((each, guesses.tokens), dim=1)
+        return torch.cat((each, proposals.tokens), dim=1)
 
     def _propose(self, g: int, sampling: SamplingParams, state: State, places: Tensor) -> DraftInputs:
         """Propose g draft tokens for each sequence.
@@ -452,15 +452,15 @@ class Engine:
         all_q = torch.stack(logits, dim=1) if logits else None
         return DraftInputs(torch.stack(drafts, dim=1), all_q, drawn, sampling=sampling)
 
-    def _verify(self, guesses: DraftInputs, p: Tensor, sampling: SamplingParams, state: State) -> Verdict:
-        q, drawn = guesses.logits, guesses.drawn
+    def _verify(self, proposals: DraftInputs, p: Tensor, sampling: SamplingParams, state: State) -> Verdict:
+        q, drawn = proposals.logits, proposals.drawn
         if q is not None and q.dtype != p.dtype:  # both get one precision, never less than the target's
             wide = torch.promote_types(p.dtype, q.dtype)
             p, q = p.to(wide), q.to(wide)
         cuts = [one.cut for one in drawn if one.cut is not None]
         ties = [one.tie for one in drawn if one.tie is not None]
         return verify(
-            guesses.tokens,
+            proposals.tokens,
             q,
             p,
             rule=self.rule,
@@ -468,8 +468,8 @@ class Engine:
             seed=state.seeds,
             position=state.lengths,
             sampling=sampling,
-            lengths=guesses.lengths,
-            draft_sampling=None if q is None else guesses.sampling,
+            lengths=proposals.lengths,
+            draft_sampling=None if q is None else proposals.sampling,
             draft_lse=torch.stack([one.lse for one in drawn], dim=1) if drawn else None,
             draft_cut=(torch.stack(cuts, dim=1), torch.stack(ties, dim=1)) if cuts else None,
         )

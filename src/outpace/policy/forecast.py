@@ -205,11 +205,11 @@ class Forecast:
         asked = self._used(np.minimum(done.asked or done.drafted, self.most), done.load)
         return float((reach * self.belief.first[asked]).sum()) / len(done.rows)
 
-    def _used(self, guesses: Levels, load: Load) -> Levels:
+    def _used(self, proposals: Levels, load: Load) -> Levels:
         """Limit the draft tokens of each sequence to those that it can use."""
         if load.room is None:
-            return guesses
-        found: Levels = np.maximum(np.minimum(guesses, load.room), 0)
+            return proposals
+        found: Levels = np.maximum(np.minimum(proposals, load.room), 0)
         return found
 
     def would_pay(self, done: StepOutcome, margin: float) -> bool:

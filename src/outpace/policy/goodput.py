@@ -221,23 +221,23 @@ class Goodput(DraftLengthPolicy):
             costs.note_draft(done.load, done.steps, done.draft_seconds, done.catching_up)
         if done.steps and done.waited:
             costs.note_wait(done.load, done.waited)
-        guessed = done.g > 0 or done.steps > 0
-        tried = self.probes.over(guessed)
+        proposed = done.g > 0 or done.steps > 0
+        tried = self.probes.over(proposed)
         if outlook.learn(done, self._plan):
             goes_well = tried is not None or self.probes.went_well
             self.probes.heard(goes_well and outlook.would_pay(done, MARGIN))
-        self._book(done, guessed, tried)
+        self._book(done, proposed, tried)
         self._since_plain = self._since_plain + 1 if done.g else 0
 
-    def _book(self, done: StepOutcome, guessed: bool, tried: Price | None) -> None:
+    def _book(self, done: StepOutcome, proposed: bool, tried: Price | None) -> None:
         """Book the gain or loss of a step against decoding without speculation."""
         self._queries.over()
         asked = done.draft_seconds > 0 and not done.steps
-        plain = self.forecast.at(done.load).plain(done.load) if guessed or asked or done.waited else None
+        plain = self.forecast.at(done.load).plain(done.load) if proposed or asked or done.waited else None
         gain = once = 0.0
-        if plain is not None and (guessed or not asked):
+        if plain is not None and (proposed or not asked):
             gain = -done.waited / plain
-        if plain is not None and guessed:
+        if plain is not None and proposed:
             if done.seconds is not None:
                 # Drafts with a known confidence differ too much for the estimate over all of them.
                 kept = sum(done.accepted) / len(done.rows) if self._hinted else self.forecast.keeps(done)
@@ -246,7 +246,7 @@ class Goodput(DraftLengthPolicy):
                 once = booked(done.making + done.reading_made, plain)
         if plain is not None and asked:
             taken = (done.draft_seconds + done.waited) / plain
-            self._queries.book(taken, gain + taken if guessed else 0.0, any(done.unused))
+            self._queries.book(taken, gain + taken if proposed else 0.0, any(done.unused))
         self.budget.book(gain, tried.each_time if tried is not None else 0.0, once)
 
     def withdraw(self) -> None:

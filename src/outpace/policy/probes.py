@@ -79,11 +79,11 @@ class Probes:
         self.make(price)
         return True
 
-    def over(self, guessed: bool) -> Price | None:
+    def over(self, proposed: bool) -> Price | None:
         """Count one step.
 
         Args:
-            guessed: True if the step had draft tokens.
+            proposed: True if the step had draft tokens.
 
         Returns:
             Price of the probe that ended with this step, or None.
@@ -91,9 +91,9 @@ class Probes:
         self._time += 1
         self._blind += 1
         self._rested += 1
-        if guessed:
+        if proposed:
             self._rested = self._wait = 0
-        if self._open is None or not (guessed or self._time > self._open[1] + LATE):
+        if self._open is None or not (proposed or self._time > self._open[1] + LATE):
             return None
         price, _ = self._open
         self._open = None

@@ -60,13 +60,13 @@ class Heuristic(DraftLengthPolicy):
 
     def observe(self, done: StepOutcome) -> None:
         """See ``DraftLengthPolicy.observe``."""
-        for row, guessed, kept in zip(done.rows, done.drafted, done.accepted, strict=True):
+        for row, proposed, kept in zip(done.rows, done.drafted, done.accepted, strict=True):
             g = self._g.setdefault(row, self.start)
-            if guessed == 0:
+            if proposed == 0:
                 if g == 0:
                     self._rested[row] = self._rested.get(row, 0) + 1
                 continue
-            self._g[row] = min(g + 2, self.max_draft_tokens) if kept == guessed else max(g - 1, self.least)
+            self._g[row] = min(g + 2, self.max_draft_tokens) if kept == proposed else max(g - 1, self.least)
             self._rested[row] = 0
 
     def reset(self, rows: Sequence[int]) -> None:

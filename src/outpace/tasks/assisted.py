@@ -20,7 +20,7 @@ from outpace.sampling import SamplingParams
 from outpace.tasks.probe import wait
 from outpace.tasks.runners import Generated, RunSettings, conversation, stops
 
-GUESSES = 10  # draft tokens per step of its prompt lookup
+LOOKUP_TOKENS = 10  # draft tokens per step of its prompt lookup
 
 
 class AssistedRunner:
@@ -117,7 +117,7 @@ def assistant(decoder: Decoder) -> dict[str, Any]:
     """
     drafter = decoder.drafter
     if isinstance(drafter, LookupDrafter):
-        return {"prompt_lookup_num_tokens": GUESSES}
+        return {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
     if (
         isinstance(decoder.scorer, Seq2SeqScorer)
         and isinstance(drafter, ModelDrafter)
@@ -161,7 +161,7 @@ def watched(stats: Stats, waits: bool = False) -> Iterator[None]:
 
     from outpace.integrations.assisted import generation
 
-    guessed = depth = 0
+    proposed = depth = 0
 
     def outermost(own: Any, after: Callable[..., None]) -> Any:
         """Wrap a method to call ``after`` with its result, unless another wrapped method called it."""
@@ -179,13 +179,13 @@ def watched(stats: Stats, waits: bool = False) -> Iterator[None]:
 
         return method
 
-    def guess(found: Any, input_ids: Any, *rest: Any, **more: Any) -> None:
-        nonlocal guessed
-        guessed = found[0].shape[1] - input_ids.shape[1]
+    def proposal(found: Any, input_ids: Any, *rest: Any, **more: Any) -> None:
+        nonlocal proposed
+        proposed = found[0].shape[1] - input_ids.shape[1]
 
     def learn(found: Any, input_ids: Any, scores: Any, num_matches: Any) -> None:
         stats.target_passes += 1
-        stats.count(guessed, min(int(num_matches), guessed))
+        stats.count(proposed, min(int(num_matches), proposed))
 
     def verify(*given: Any, **named: Any) -> Any:
         if waits:
@@ -200,7 +200,7 @@ def watched(stats: Stats, waits: bool = False) -> Iterator[None]:
     verification = generation._speculative_sampling
     before: list[tuple[Any, str, Any]] = []
     for kind in vars(candidate_generator).values():
-        for name, after in (("get_candidates", guess), ("update_candidate_strategy", learn)):
+        for name, after in (("get_candidates", proposal), ("update_candidate_strategy", learn)):
             if isinstance(kind, type) and name in vars(kind):
                 before.append((kind, name, vars(kind)[name]))
                 setattr(kind, name, outermost(vars(kind)[name], after))

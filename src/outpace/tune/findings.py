@@ -63,7 +63,7 @@ class Findings:
         self.add(way)
         self.expected[way] = speed
         if hope[1] is not None and hope[1][1] < least:
-            self.dropped[way] = "cannot pay, by how often its guesses are right and what they cost"
+            self.dropped[way] = "cannot pay, by its acceptance rate and its cost"
 
     def promising(self) -> list[Setting]:
         """Return the setups left to measure, the most promising first."""
@@ -131,7 +131,7 @@ class Findings:
         if not self.dropped:
             return "Do not speculate: no draft was named."
         which = "no draft that could be looked at" if self.untried else "no draft"
-        return f"Do not speculate: {which} can pay, by how often guesses are right and what they cost."
+        return f"Do not speculate: {which} can pay, by acceptance rates and costs."
 
     def unknown(self) -> str | None:
         """Return why no choice is possible, not even that of no speculation; None if one is."""

@@ -185,7 +185,7 @@ class Tuning:
         texts = self.findings.beta[name]
         found = estimate(texts)
         if found is None:
-            self.findings.dropped[self._auto(name, side)] = "had no guess at all"
+            self.findings.dropped[self._auto(name, side)] = "drafted nothing"
             return
         # With more draft tokens, nothing of a text would be left to time.
         most = min(self.tokens // BEGINNING - 2, side.plain.scorer.context - 1)

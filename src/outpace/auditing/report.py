@@ -1,0 +1,199 @@
+"""The result of an audit, and the words for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outpace.auditing.pearson import CERTAINTY, LOOKS, SUSPICIOUS
+
+NO_DIFFERENCE, DIFFERENCE, UNKNOWN = "no difference found", "difference found", "could not tell"
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Greedy decoding of one prompt."""
+
+    tokens: int  # compared
+    differs_at: int | None  # the first token that differs
+    draft_tokens: int  # of the whole output
+    ties: int = 0  # tokens that differ where two logits are equal up to rounding, so either is right
+
+    @property
+    def passed(self) -> bool:
+        """True if all tokens are the target's own."""
+        return self.differs_at is None
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Samples of one prompt.
+
+    Attributes:
+        samples: Sequences that were sampled.
+        outcomes: Sequences that are possible.
+        impossible: Sampled sequences that the target cannot give.
+        p_value: The p-value of this prompt by itself.
+        detectable: Misplaced probability on this prompt alone that is found with 99 % certainty.
+        draft_tokens: Draft tokens of all samples.
+        accepted_tokens: Draft tokens that were accepted.
+    """
+
+    samples: int
+    outcomes: int
+    impossible: int
+    p_value: float
+    detectable: float
+    draft_tokens: int
+    accepted_tokens: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Result of an audit.
+
+    Attributes:
+        greedy: The greedy check of each prompt; empty where that check was left out.
+        joint: The sampling check of each prompt; empty where that check was left out.
+        tokens: Tokens of a sample.
+        different: Whether the sampling check found a difference.
+        p_value: The p-value of its last look at all prompts together, corrected for their number. None
+            without a sampling check.
+        alarm: Probability that a correct decoder is found different.
+        detectable: Misplaced probability on every prompt that is found with 99 % certainty. None without a
+            sampling check.
+        rounding: Misplaced probability on any prompt that is attributed to rounding.
+        length: Draft-length policy that the checks ran with.
+        forced: Whether the audit's own policy replaced one that depends on measured time.
+        engine: Whether the decoder has an engine. Samples have a logit bias, so they do not run in it.
+        seconds: Seconds of all checks.
+    """
+
+    greedy: list[Greedy]
+    joint: list[Joint]
+    tokens: int
+    different: bool
+    p_value: float | None
+    alarm: float
+    detectable: float | None
+    rounding: float
+    length: str
+    forced: bool
+    engine: bool
+    seconds: float
+
+    @property
+    def sampling(self) -> str:
+        """Verdict of the sampling check alone."""
+        if self.different:
+            return DIFFERENCE
+        drafted = any(one.draft_tokens for one in self.joint)
+        return NO_DIFFERENCE if drafted and not self.suspicious and not self.blind else UNKNOWN
+
+    @property
+    def suspicious(self) -> bool:
+        """True if the p-value is small, but not small enough for a difference."""
+        return not self.different and self.p_value is not None and self.p_value < SUSPICIOUS
+
+    @property
+    def blind(self) -> bool:
+        """True if there are too few samples to find anything."""
+        return self.detectable is None or self.detectable >= 1
+
+    @property
+    def verdict(self) -> str:
+        """One of "no difference found", "difference found" and "could not tell"."""
+        if not all(one.passed for one in self.greedy) or self.different:
+            return DIFFERENCE
+        if self.joint:
+            return self.sampling
+        return NO_DIFFERENCE if self.tested else UNKNOWN
+
+    @property
+    def passed(self) -> bool:
+        """True if no difference was found."""
+        return self.verdict == NO_DIFFERENCE
+
+    @property
+    def tested(self) -> bool:
+        """True if there were any draft tokens; without them there is nothing to test."""
+        return self.draft_tokens > 0 or any(one.draft_tokens for one in self.greedy)
+
+    @property
+    def draft_tokens(self) -> int:
+        """Draft tokens of the sampling check."""
+        return sum(one.draft_tokens for one in self.joint)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Accepted draft tokens of the sampling check."""
+        return sum(one.accepted_tokens for one in self.joint)
+
+    def __str__(self) -> str:
+        """Return the verdict in words, then the figures."""
+        lines = [f"{self.verdict.capitalize()}."]
+        if self.verdict == DIFFERENCE:
+            lines = ["DIFFERENCE FOUND: the output is not what the target gives without speculation."]
+        elif not self.tested:
+            lines = ["Could not tell: no draft token was proposed on these prompts, so nothing was tested."]
+        if self.greedy:
+            lines.append(self._greedy_words())
+        if self.joint:
+            lines += self._sampling_words()
+        return "\n".join(lines)
+
+    def _greedy_words(self) -> str:
+        passed, compared = sum(one.passed for one in self.greedy), sum(one.tokens for one in self.greedy)
+        ties = sum(one.ties for one in self.greedy)
+        parted = f", {ties} of them at ties that rounding decides" if ties else ""
+        return (
+            f"Greedy: {passed} of {len(self.greedy)} prompts gave the target's own tokens "
+            f"({compared} compared{parted})."
+        )
+
+    def _sampling_words(self) -> list[str]:
+        assert self.p_value is not None
+        samples = sum(one.samples for one in self.joint)
+        impossible = sum(one.impossible for one in self.joint)
+        corrected = f", corrected for {len(self.joint)} prompts" if len(self.joint) > 1 else ""
+        lines = [
+            f"Sampling: {self.sampling} in {samples:,} samples of {self.tokens} tokens; "
+            f"p-value {self.p_value:.2g}{corrected}."
+        ]
+        if impossible:
+            lines.append(f"{impossible:,} samples have tokens that were ruled out.")
+        elif self.p_value < SUSPICIOUS:
+            chance = len(LOOKS) * self.p_value  # at one of the looks
+            odds = f"at most 1 of {1 / chance:,.0f}" if chance > 1e-12 else "fewer than 1 of 10^12"
+            lines.append(f"A correct decoder gives a p-value this small in {odds} audits.")
+        if self.suspicious:
+            lines.append("That is suspicious, and no proof: run again with more samples.")
+        undrafted = [i for i, one in enumerate(self.joint) if not one.draft_tokens]
+        if self.tested and undrafted and not self.different:
+            which = "any prompt" if len(undrafted) == len(self.joint) else f"prompt {undrafted[0] + 1}"
+            lines.append(f"No draft token was proposed in the samples of {which}: give prompts that repeat.")
+        if self.blind and not self.different:
+            lines.append("There are too few samples to find anything: give more.")
+        if self.sampling == NO_DIFFERENCE:
+            every = " on every prompt" if len(self.joint) > 1 else ""
+            lines.append(
+                f"A misplacement of {self.detectable:.1%} or more of these sequences' probability{every} "
+                f"would have been found with {CERTAINTY:.0%} certainty."
+            )
+            lines.append(
+                f"A correct decoder is found different in at most 1 of {1 / self.alarm:,.0f} audits."
+            )
+        if self.rounding:
+            lines.append(f"Up to {self.rounding:.1%} is put down to rounding in 16 bits.")
+        fixed = ", fixed for the audit" if self.forced else ""
+        lines.append(
+            f"Draft tokens: {self.accepted_tokens:,} accepted, "
+            f"{self.draft_tokens - self.accepted_tokens:,} rejected "
+            f"(length {self.length}{fixed})."
+        )
+        if self.engine:
+            lines.append("Samples were drawn without the engine: it takes no logit bias, which they need.")
+        if self.draft_tokens and not self.accepted_tokens:
+            lines.append("None was accepted, so acceptance was not tested: give prompts that repeat.")
+        elif self.draft_tokens and self.accepted_tokens == self.draft_tokens:
+            lines.append("None was rejected, so rejection was not tested: give other prompts.")
+        return lines
