@@ -1,11 +1,10 @@
-"""How long `outpace audit` takes with the default model, what it would find, and whether sampling alone finds
-every planted fault every time.
+"""Time of `outpace audit` with the default model, and how often sampling alone finds planted faults.
 
     python benchmarks/audit_cpu.py --seeds 3 --out benchmarks/results/audit_cpu.json
 
-The command's own settings: default model, prompt lookup, built-in prompt. Planted faults are looked for
-without the greedy check, each with several seeds; a found one ends its audit early. About ten minutes on two
-cores.
+Settings are the command's defaults: default model, prompt lookup, built-in prompt. Each planted fault is
+audited with several seeds, without the greedy check. An audit ends as soon as it finds a fault. The benchmark
+takes about ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ def described(report: Report) -> dict[str, Any]:
     }
 
 
-def found(decoder: Decoder, fault: str, seed: int) -> dict[str, Any]:
-    """One audit of a planted fault, by sampling alone."""
+def audit_fault(decoder: Decoder, fault: str, seed: int) -> dict[str, Any]:
+    """Audit a planted fault by sampling alone."""
     with planted(decoder, fault):
         report = audit(decoder, PROMPTS, seed=seed, progress=False, **SETTINGS | {"greedy_tokens": 0})
     return {"fault": fault, "seed": seed, **described(report)}
@@ -56,22 +55,22 @@ def found(decoder: Decoder, fault: str, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--seeds", type=int, default=3, help="of each planted fault (default 3)")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds per planted fault (default 3)")
     options = parser.parse_args()
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     decoder = outpace.load()
-    loading = time.perf_counter() - begun
+    loading = time.perf_counter() - started_at
     audits, faults = [], []
-    more: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for seed in range(2):
-        found_none = audit(decoder, PROMPTS, seed=seed, progress=False, **SETTINGS | more)
-        audits.append({"seed": seed, **described(found_none)})
+        passed = audit(decoder, PROMPTS, seed=seed, progress=False, **SETTINGS | changes)
+        audits.append({"seed": seed, **described(passed)})
         print(json.dumps(audits[-1]), file=sys.stderr, flush=True)
-        # A 5 % misplacement is settled by a third look: as many samples as that has, and what they take.
-        more = {"samples": math.ceil(LOOKS[2] * audits[0]["samples"])}
+        # The third look settles a 5 % misplacement, so the second audit has as many samples as that look.
+        changes = {"samples": math.ceil(LOOKS[2] * audits[0]["samples"])}
     for seed in range(options.seeds):
         for fault in FAULTS:
-            faults.append(found(decoder, fault, seed))
+            faults.append(audit_fault(decoder, fault, seed))
             print(json.dumps(faults[-1]), file=sys.stderr, flush=True)
     bars = {
         "detectable at most 0.05": max(one["detectable"] for one in audits) <= 0.05,

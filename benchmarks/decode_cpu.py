@@ -1,9 +1,9 @@
-"""The decoder on a CPU beside Transformers' own generation, with the same models in the same run.
+"""The decoder on a CPU and Transformers' own generation, with the same models in the same run.
 
     python benchmarks/decode_cpu.py --model SmolLM2-135M-Instruct --out benchmarks/results/decode_cpu.json
 
-`--model` is a folder or hub id of a causal model with a chat template. Sides take turns; ratios are what
-counts, absolute times are this machine's. Copying from the context is measured by defaults_cpu.py.
+`--model` is a folder or hub id of a causal model with a chat template. Both implementations take turns.
+Compare ratios: absolute times depend on the machine. defaults_cpu.py measures prompt lookup.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DRAFT_LAYERS = 4
 
 
 class Passes:
-    """Seconds spent inside models' forward passes, and how many of each model there were."""
+    """Seconds of the models' forward passes, and their number by model."""
 
     def __init__(self, **models: Any) -> None:
         self.seconds, self.count = 0.0, dict.fromkeys(models, 0)
@@ -37,10 +37,10 @@ class Passes:
             self._hooks.append(model.register_forward_hook(lambda *_, name=name: self._end(name)))
 
     def _begin(self, *_: Any) -> None:
-        self._begun = time.perf_counter()
+        self._started_at = time.perf_counter()
 
     def _end(self, name: str) -> None:
-        self.seconds += time.perf_counter() - self._begun
+        self.seconds += time.perf_counter() - self._started_at
         self.count[name] += 1
 
     def close(self) -> None:
@@ -49,17 +49,17 @@ class Passes:
 
 
 def outside(call: Callable[[], Any], target: Any, draft: Any) -> float:
-    """Milliseconds per iteration that a generation spends outside the models' passes."""
+    """Return the milliseconds per step that a generation spends outside the models' forward passes."""
     passes = Passes(target=target, draft=draft)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     call()
-    spent = time.perf_counter() - begun - passes.seconds
+    seconds = time.perf_counter() - started_at - passes.seconds
     passes.close()
-    return 1e3 * spent / passes.count["target"]
+    return 1e3 * seconds / passes.count["target"]
 
 
 def overhead(target: Any, draft: Any, repeats: int) -> dict[str, Any]:
-    """An iteration of g = 5 outside the passes, sampling."""
+    """Measure the overhead of a step with g = 5 outside the forward passes, with sampling."""
     g, tokens = 5, 60
     for model in (target, draft):
         model.generation_config.eos_token_id = None
@@ -69,31 +69,31 @@ def overhead(target: Any, draft: Any, repeats: int) -> dict[str, Any]:
     prompt = torch.randint(target.config.vocab_size, (1, 50))
     decoder = Decoder(target, ModelDrafter(draft), num_draft_tokens=Fixed(g))
 
-    def theirs() -> None:
+    def run_transformers() -> None:
         target.generate(
             prompt, assistant_model=draft, do_sample=True, top_k=0, max_new_tokens=tokens, pad_token_id=0
         )
 
-    def ours(B: int) -> None:
+    def run_outpace(B: int) -> None:
         rows = [prompt[0].tolist()] * B
         decoder.generate(rows, SamplingParams(), max_new_tokens=tokens, seed=list(range(B)))
 
-    sides: list[Callable[[], None]] = [theirs, lambda: ours(1), lambda: ours(8)]
+    runners: list[Callable[[], None]] = [run_transformers, lambda: run_outpace(1), lambda: run_outpace(8)]
     times: list[list[float]] = [[], [], []]
     for turn in range(-1, repeats):
-        for side, spent in zip(sides, times, strict=True):
-            one = outside(side, target, draft)
+        for run, times_ms in zip(runners, times, strict=True):
+            one = outside(run, target, draft)
             if turn >= 0:
-                spent.append(one)
+                times_ms.append(one)
         say(f"outside the passes: {turn + 1} of {repeats}")
-    their, alone, eight = (statistics.median(spent) for spent in times)
+    transformers_ms, outpace_ms, batch_ms = (statistics.median(times_ms) for times_ms in times)
     return {
         "what": f"ms per iteration outside the passes, g = {g}, temperature 1",
-        "transformers_assisted": round(their, 3),
-        "outpace_B1": round(alone, 3),
-        "outpace_B8_per_row": round(eight / 8, 3),
-        "B1_over_transformers": round(alone / their, 3),
-        "B8_per_row_over_B1": round(eight / 8 / alone, 3),
+        "transformers_assisted": round(transformers_ms, 3),
+        "outpace_B1": round(outpace_ms, 3),
+        "outpace_B8_per_row": round(batch_ms / 8, 3),
+        "B1_over_transformers": round(outpace_ms / transformers_ms, 3),
+        "B8_per_row_over_B1": round(batch_ms / 8 / outpace_ms, 3),
         "runs": {
             "transformers": rounded(times[0]),
             "outpace_B1": rounded(times[1]),
@@ -104,35 +104,35 @@ def overhead(target: Any, draft: Any, repeats: int) -> dict[str, Any]:
 
 
 def lookup(vocab_size: int) -> dict[str, Any]:
-    """Proposing from a context of 32k tokens that grows."""
+    """Time prompt lookup in a growing context of 32k tokens."""
     text = torch.randint(vocab_size, (32_768,)).tolist()
-    drafter, spent = LookupDrafter(), []
+    drafter, times_ms = LookupDrafter(), []
     seed, device = torch.tensor([1]), torch.device("cpu")
     for turn in range(-1, 500):
         state = State([0], [text], [1], [SamplingParams()], seed, [16], vocab_size, device)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         drafter.propose(state, 16)
         if turn >= 0:
-            spent.append(1e3 * (time.perf_counter() - begun))
+            times_ms.append(1e3 * (time.perf_counter() - started_at))
         else:
-            first = 1e3 * (time.perf_counter() - begun)
+            first = 1e3 * (time.perf_counter() - started_at)
         text.extend(text[40 * turn + 50 : 40 * turn + 54])
     return {
         "what": "LookupDrafter, ms per proposal of 16 tokens from 32768",
-        "median": round(statistics.median(spent), 4),
-        "p99": round(sorted(spent)[494], 4),
+        "median": round(statistics.median(times_ms), 4),
+        "p99": round(sorted(times_ms)[494], 4),
         "first_with_indexing": round(first, 2),
         "bar": "< 1",
     }
 
 
-def plain(target: Any, prompts: list[list[int]], tokens: int, repeats: int) -> dict[str, Any]:
-    """Greedy decoding without drafts, tokens per second, against `generate`."""
+def baseline(target: Any, prompts: list[list[int]], tokens: int, repeats: int) -> dict[str, Any]:
+    """Measure greedy throughput without speculation, and that of `generate`."""
     decoder = Decoder(target)
     rates: dict[str, list[float]] = {"transformers": [], "outpace": []}
     texts: dict[str, list[int]] = {}
 
-    def theirs(prompt: list[int]) -> list[int]:
+    def run_transformers(prompt: list[int]) -> list[int]:
         ids = torch.tensor([prompt])
         out = target.generate(
             ids,
@@ -144,24 +144,24 @@ def plain(target: Any, prompts: list[list[int]], tokens: int, repeats: int) -> d
         )
         return list(out[0, len(prompt) :].tolist())
 
-    def ours(prompt: list[int]) -> list[int]:
+    def run_outpace(prompt: list[int]) -> list[int]:
         return decoder.generate(prompt, temperature=0, max_new_tokens=tokens, ignore_eos=True).token_ids
 
-    sides = {"transformers": theirs, "outpace": ours}
+    runners = {"transformers": run_transformers, "outpace": run_outpace}
     for turn in range(-1, repeats):
         for i, prompt in enumerate(prompts):
-            took: dict[str, float] = {}
+            seconds: dict[str, float] = {}
             for name in ("transformers", "outpace") if (turn + i) % 2 else ("outpace", "transformers"):
-                decoder.scorer.reset([0])  # nothing is kept from the last time
-                begun = time.perf_counter()
-                texts[name] = sides[name](prompt)
-                took[name] = time.perf_counter() - begun
+                decoder.scorer.reset([0])  # drops the KV cache
+                started_at = time.perf_counter()
+                texts[name] = runners[name](prompt)
+                seconds[name] = time.perf_counter() - started_at
             if turn >= 0:
                 for name in rates:
-                    rates[name].append(tokens / took[name])
+                    rates[name].append(tokens / seconds[name])
             elif texts["transformers"] != texts["outpace"]:
-                print("note: a text differs from Transformers'", file=sys.stderr)
-        say(f"plain decoding: {turn + 1} of {repeats}")
+                print("note: a text differs from that of Transformers", file=sys.stderr)
+        say(f"without speculation: {turn + 1} of {repeats}")
     ratios = [b / a for a, b in zip(rates["transformers"], rates["outpace"], strict=True)]
     return {
         "what": f"plain greedy decoding of {tokens} tokens, tokens/s",
@@ -184,9 +184,11 @@ def say(what: str) -> None:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--model", required=True, help="folder or hub id of the target")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each side (default 5)")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the models")
-    parser.add_argument("--only", choices=["overhead", "lookup", "plain"], help="one part alone")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each implementation (default 5)")
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "bfloat16"], help="dtype of the models"
+    )
+    parser.add_argument("--only", choices=["overhead", "lookup", "plain"], help="measure only this part")
     options = parser.parse_args()
     torch.manual_seed(0)
     named = {"pretrained_model_name_or_path": options.model, "trust_remote_code": False}
@@ -195,7 +197,7 @@ def main() -> None:
     target = AutoModelForCausalLM.from_pretrained(**named, dtype=dtype)
     draft = AutoModelForCausalLM.from_pretrained(**named, dtype=dtype, num_hidden_layers=DRAFT_LAYERS)
 
-    def wanted(part: str) -> bool:
+    def selected(part: str) -> bool:
         return options.only in (None, part)
 
     def encode(text: str) -> list[int]:
@@ -204,16 +206,16 @@ def main() -> None:
         return ids
 
     figures: list[dict[str, Any]] = []
-    if wanted("overhead"):
+    if selected("overhead"):
         figures.append(overhead(target, draft, options.repeats))
-    if wanted("lookup"):
+    if selected("lookup"):
         figures.append(lookup(target.config.vocab_size))
-    if wanted("plain"):
+    if selected("plain"):
         questions = (
             "Why is the sky blue?",
             "Write a short story about a lighthouse keeper and a lost whale.",
         )
-        figures.append(plain(target, [encode(one) for one in questions], 64, options.repeats))
+        figures.append(baseline(target, [encode(one) for one in questions], 64, options.repeats))
     print(file=sys.stderr)
     command = f"python benchmarks/decode_cpu.py --model {Path(options.model).name}"
     command += f" --dtype {options.dtype} --repeats {options.repeats}"

@@ -1,10 +1,10 @@
-"""How long a GGUF file takes to start, and how much memory: the first time, and every later one.
+"""Time and peak memory of the first command with a GGUF file, and of later ones.
 
     python benchmarks/gguf_start_cpu.py --out benchmarks/results/gguf_start_cpu.json
 
-The file is made here: random weights in the shape of Qwen2.5-0.5B, Q8_0, with a vocabulary of the same size.
-Each start is an `outpace generate` of one token in float32, a process of its own. The first converts the file
-in an empty cache. Peak memory is the process's largest resident set.
+The benchmark writes the file: random weights in the shape of Qwen2.5-0.5B, Q8_0, with a vocabulary of the
+same size. Each start is a process that runs `outpace generate` for one token in float32. The first one
+converts the file into an empty cache. Peak memory is the largest resident set of the process.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def make(path: Path) -> int:
 def tensors() -> list[tuple[str, tuple[int, ...]]]:
     """Return the names and shapes of all weights."""
     kv = KV_HEADS * HIDDEN // HEADS
-    found: list[tuple[str, tuple[int, ...]]] = [
+    shapes: list[tuple[str, tuple[int, ...]]] = [
         ("token_embd.weight", (VOCABULARY, HIDDEN)),
         ("output_norm.weight", (HIDDEN,)),
     ]
     for layer in range(LAYERS):
         for name, rows in (("attn_q", HIDDEN), ("attn_k", kv), ("attn_v", kv)):
-            found += [(f"blk.{layer}.{name}.weight", (rows, HIDDEN)), (f"blk.{layer}.{name}.bias", (rows,))]
-        found += [
+            shapes += [(f"blk.{layer}.{name}.weight", (rows, HIDDEN)), (f"blk.{layer}.{name}.bias", (rows,))]
+        shapes += [
             (f"blk.{layer}.attn_norm.weight", (HIDDEN,)),
             (f"blk.{layer}.ffn_norm.weight", (HIDDEN,)),
             (f"blk.{layer}.attn_output.weight", (HIDDEN, HIDDEN)),
@@ -82,7 +82,7 @@ def tensors() -> list[tuple[str, tuple[int, ...]]]:
             (f"blk.{layer}.ffn_up.weight", (INNER, HIDDEN)),
             (f"blk.{layer}.ffn_down.weight", (HIDDEN, INNER)),
         ]
-    return found
+    return shapes
 
 
 def add_tokenizer(file: Any) -> None:
@@ -109,7 +109,7 @@ def start(model: Path, cache: Path) -> tuple[float, int]:
     """Return the seconds and the peak memory, in bytes, of one command."""
     outpace = str(Path(sys.executable).with_name("outpace"))
     command = [outpace, "generate", "Why?", "-m", "1", "--dtype", "float32", "-t", str(model)]
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     process = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
@@ -120,12 +120,12 @@ def start(model: Path, cache: Path) -> tuple[float, int]:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    return time.perf_counter() - begun, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return time.perf_counter() - started_at, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--repeats", type=int, default=3, help="of the later starts (default 3)")
+    parser.add_argument("--repeats", type=int, default=3, help="later starts (default 3)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,9 +1,11 @@
-"""What a pass over n tokens costs on a CPU, beside a pass over one: Transformers' forward, ours, ours with
-packed weights, and the rearranged model of the engine, in the same run.
+"""Time of a forward pass over n tokens on a CPU, relative to one over a single token.
+
+Methods are Transformers' forward, outpace's scorer, the scorer with packed weights, and the engine's fused
+model, in the same run.
 
     python benchmarks/pass_cpu.py --model SmolLM2-135M-Instruct --out benchmarks/results/pass_cpu.json
 
-All sides take turns; medians; absolute times are this machine's.
+Methods take turns, and times are medians. Absolute times depend on the machine.
 """
 
 from __future__ import annotations
@@ -49,10 +51,10 @@ def scorer_pass(model: Any, text: torch.Tensor, packed: bool) -> Pass:
 
 def fused_pass(model: Any, text: torch.Tensor) -> Pass:
     fused = FusedModel(model)
-    cache = fused.room(1, 2 * CONTEXT)
-    fused.read(text[:, :CONTEXT], torch.arange(CONTEXT)[None], cache)
-    places = torch.arange(CONTEXT, 2 * CONTEXT)[None]
-    return lambda n: fused.logits(text[:, CONTEXT : CONTEXT + n], places[:, :n], cache)
+    cache = fused.allocate_cache(1, 2 * CONTEXT)
+    fused.fill_cache(text[:, :CONTEXT], torch.arange(CONTEXT)[None], cache)
+    positions = torch.arange(CONTEXT, 2 * CONTEXT)[None]
+    return lambda n: fused.logits(text[:, CONTEXT : CONTEXT + n], positions[:, :n], cache)
 
 
 def load(name: str, dtype: torch.dtype) -> Any:
@@ -62,52 +64,52 @@ def load(name: str, dtype: torch.dtype) -> Any:
 @torch.inference_mode()
 def measure(name: str, dtype: torch.dtype, repeats: int) -> list[dict[str, Any]]:
     text = torch.randint(1000, (1, 2 * CONTEXT), generator=torch.Generator().manual_seed(1))
-    sides = {
+    runners = {
         "transformers": transformers_pass(load(name, dtype), text),
         "outpace": scorer_pass(load(name, dtype), text, packed=False),
         "outpace, packed": scorer_pass(load(name, dtype), text, packed=True),
         "outpace, rearranged": fused_pass(load(name, dtype), text),
     }
-    times: dict[tuple[str, int], list[float]] = {(side, n): [] for side in sides for n in TOKENS}
+    times: dict[tuple[str, int], list[float]] = {(method, n): [] for method in runners for n in TOKENS}
     for turn in range(-2, repeats):
         print(f"\r{dtype}: {max(turn, 0)} of {repeats}", end="", file=sys.stderr)
         for n in TOKENS:
-            for side, run in sides.items():
-                begun = time.perf_counter()
+            for method, run in runners.items():
+                started_at = time.perf_counter()
                 run(n)
                 if turn >= 0:
-                    times[side, n].append(1e3 * (time.perf_counter() - begun))
+                    times[method, n].append(1e3 * (time.perf_counter() - started_at))
     print(file=sys.stderr)
-    middle = {key: statistics.median(spent) for key, spent in times.items()}
+    medians = {key: statistics.median(milliseconds) for key, milliseconds in times.items()}
     return [
         {
-            "side": side,
+            "method": method,
             "dtype": str(dtype).removeprefix("torch."),
             "tokens": n,
-            "milliseconds": round(middle[side, n], 2),
-            "of_one": round(middle[side, n] / middle[side, 1], 2),
+            "milliseconds": round(medians[method, n], 2),
+            "of_one": round(medians[method, n] / medians[method, 1], 2),
         }
-        for side, n in times
+        for method, n in times
     ]
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--model", required=True, help="a folder or hub id")
+    parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--repeats", type=int, default=30)
-    given = parser.parse_args()
+    options = parser.parse_args()
     figures = [
         figure
         for dtype in (torch.float32, torch.bfloat16)
-        for figure in measure(given.model, dtype, given.repeats)
+        for figure in measure(options.model, dtype, options.repeats)
     ]
     for one in figures:
         print(
-            f"{one['dtype']:9} {one['side']:20} {one['tokens']:3} {one['milliseconds']:8.2f} ms "
+            f"{one['dtype']:9} {one['method']:20} {one['tokens']:3} {one['milliseconds']:8.2f} ms "
             f"{one['of_one']:5.2f} x one"
         )
-    command = f"python benchmarks/pass_cpu.py --model {Path(given.model).name} --repeats {given.repeats}"
-    write({"command": command, "machine": machine(), "context": CONTEXT, "figures": figures}, given.out)
+    command = f"python benchmarks/pass_cpu.py --model {Path(options.model).name} --repeats {options.repeats}"
+    write({"command": command, "machine": machine(), "context": CONTEXT, "figures": figures}, options.out)
 
 
 if __name__ == "__main__":

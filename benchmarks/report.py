@@ -1,4 +1,4 @@
-"""A benchmark's JSON: where it ran, and writing it down."""
+"""The JSON report of a benchmark: the machine, and the file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 import outpace
 from outpace.bench.machine import cpu, version
 
-COMMANDS = ("bench", "cli", "report", "tune")  # rooms that decoding has no need of
+COMMANDS = ("bench", "cli", "report", "tune")  # packages that decoding does not use
 
 
 def arguments(purpose: str | None) -> argparse.ArgumentParser:
-    """A benchmark's own text as its help, and where its figures go."""
+    """Return a parser with a benchmark's docstring as help, and the flag --out."""
     parser = argparse.ArgumentParser(
         description=purpose, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -27,8 +27,10 @@ def arguments(purpose: str | None) -> argparse.ArgumentParser:
 
 
 def machine() -> dict[str, Any]:
-    """With versions, and a digest of the source that decodes: `python benchmarks/report.py` prints that of
-    this checkout."""
+    """Return the machine, versions, and a digest of the source code that decodes.
+
+    `python benchmarks/report.py` prints the digest of this checkout.
+    """
     return {
         "cpu": cpu(),
         "architecture": platform.machine(),
@@ -42,7 +44,7 @@ def machine() -> dict[str, Any]:
 
 
 def source() -> str:
-    """The same for the same code."""
+    """Return a digest of the source code that decodes."""
     root = Path(outpace.__file__).parent
     found = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -53,7 +55,7 @@ def source() -> str:
 
 
 def write(report: dict[str, Any], out: Path | None) -> None:
-    """To the file, if one is named."""
+    """Write a report to a file, if one is named."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report, indent=2) + "\n")

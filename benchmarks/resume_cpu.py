@@ -1,10 +1,10 @@
-"""A run of `outpace eval` that is killed again and again ends with the table of one that is not.
+"""Check that an `outpace eval` that is killed and restarted several times ends with the same table.
 
     python benchmarks/resume_cpu.py --data wmt_en_de.jsonl --rows 100 --kills 8
 
-Both runs translate the same rows with SmolLM2, plainly and with lookup. One is killed, at moments drawn at
-random, and started again; lines that no clock has a part in must be the same in both tables, and so must all
-texts.
+Both runs translate the same rows with SmolLM2, without speculation and with prompt lookup. One is killed at
+random moments and restarted. All texts must be the same in both runs, and so must all table lines without
+times.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="JSON lines with source and reference")
     parser.add_argument("--rows", type=int, default=100)
-    parser.add_argument("--tokens", type=int, default=6, help="new ones of each row")
+    parser.add_argument("--tokens", type=int, default=6, help="new tokens of each row")
     parser.add_argument("--kills", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    given = parser.parse_args()
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
+    options = parser.parse_args()
     words = [
-        sys.executable, "-m", "outpace", "eval", "translate", "--data", str(given.data), "--sides",
-        "plain,exact", "--limit", str(given.rows), "-m", str(given.tokens), "--temperature", "1", "-o",
+        sys.executable, "-m", "outpace", "eval", "translate", "--data", str(options.data), "--runners",
+        "plain,exact", "--limit", str(options.rows), "-m", str(options.tokens), "--temperature", "1", "-o",
     ]  # fmt: skip
-    noise = random.Random(given.seed)
+    noise = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
         whole, parts = Path(folder) / "whole.jsonl", Path(folder) / "parts.jsonl"
-        begun = time.monotonic()
+        started_at = time.monotonic()
         subprocess.run([*words, str(whole)], check=True, capture_output=True)
-        spent = time.monotonic() - begun
-        there = []
-        for _ in range(given.kills):
+        spent = time.monotonic() - started_at
+        done = []
+        for _ in range(options.kills):
             one = subprocess.Popen([*words, str(parts)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            time.sleep(noise.uniform(0, 2 * spent / given.kills))
+            time.sleep(noise.uniform(0, 2 * spent / options.kills))
             one.kill()
             one.wait()
-            there.append(len(texts(parts)) if parts.exists() and parts.read_bytes().count(b"\n") else 0)
+            done.append(len(texts(parts)) if parts.exists() and parts.read_bytes().count(b"\n") else 0)
         subprocess.run([*words, str(parts)], check=True, capture_output=True)
         same = texts(parts) == texts(whole)
         tables = untimed(Path(f"{parts}.md")) == untimed(Path(f"{whole}.md"))
         lines = untimed(Path(f"{whole}.md"))
     print("\n".join(lines))
-    print(f"killed with {there} of {2 * given.rows} there; texts the same: {same}, tables: {tables}")
-    command = f"python benchmarks/resume_cpu.py --data {given.data.name} --rows {given.rows}"
-    command += f" --tokens {given.tokens} --kills {given.kills} --seed {given.seed}"
-    found = {"killed_with": there, "texts_the_same": same, "tables_the_same": tables, "table": lines}
-    write({"command": command, "machine": machine(), **found}, given.out)
+    print(f"killed with {done} of {2 * options.rows} done; texts the same: {same}, tables: {tables}")
+    command = f"python benchmarks/resume_cpu.py --data {options.data.name} --rows {options.rows}"
+    command += f" --tokens {options.tokens} --kills {options.kills} --seed {options.seed}"
+    found = {"killed_with": done, "texts_the_same": same, "tables_the_same": tables, "table": lines}
+    write({"command": command, "machine": machine(), **found}, options.out)
     raise SystemExit(0 if same and tables else 1)
 
 

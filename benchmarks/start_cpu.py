@@ -1,8 +1,8 @@
-"""How long a newcomer waits: the first command, and every later one.
+"""Time of the first command after installation, and of later ones.
 
     python benchmarks/start_cpu.py --out benchmarks/results/start_cpu.json
 
-Each command is a process of its own, run with the `outpace` beside this Python. The first run starts with an
+Each command is a separate process of the `outpace` that belongs to this Python. The first one starts with an
 empty model cache and includes the download.
 """
 
@@ -23,7 +23,7 @@ PROMPT = "Why is the sky blue?"
 
 
 def seconds(command: list[str], cache: str) -> float:
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     subprocess.run(
         command,
         check=True,
@@ -31,12 +31,12 @@ def seconds(command: list[str], cache: str) -> float:
         stderr=subprocess.DEVNULL,
         env=os.environ | {"OUTPACE_CACHE": cache},
     )
-    return time.perf_counter() - begun
+    return time.perf_counter() - started_at
 
 
 def until_first_byte(command: list[str], cache: str) -> float:
-    """Seconds from the start of a process to its first output."""
-    begun = time.perf_counter()
+    """Return the seconds from the start of a process to its first output."""
+    started_at = time.perf_counter()
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -45,14 +45,14 @@ def until_first_byte(command: list[str], cache: str) -> float:
     ) as process:
         assert process.stdout is not None
         process.stdout.read(1)
-        spent = time.perf_counter() - begun
+        elapsed = time.perf_counter() - started_at
         process.stdout.read()
-    return spent
+    return elapsed
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="of the later starts (default 5)")
+    parser.add_argument("--repeats", type=int, default=5, help="later starts (default 5)")
     options = parser.parse_args()
     outpace = [str(Path(sys.executable).with_name("outpace")), "generate", PROMPT]
     with tempfile.TemporaryDirectory() as cache:
@@ -63,7 +63,7 @@ def main() -> None:
             times["import"].append(until_first_byte([sys.executable, "-c", imports], cache))
             times["first token"].append(until_first_byte([*outpace, "-m", "64"], cache))
             times["64 tokens"].append(seconds([*outpace, "-m", "64"], cache))
-    typical = {name: round(statistics.median(spent), 2) for name, spent in times.items()}
+    typical = {name: round(statistics.median(runs), 2) for name, runs in times.items()}
     report = {
         "command": f"python benchmarks/start_cpu.py --repeats {options.repeats}",
         "machine": machine(),
@@ -72,7 +72,7 @@ def main() -> None:
         "first_token_seconds": typical["first token"],
         "first_token_beyond_imports_seconds": round(typical["first token"] - typical["import"], 2),
         "64_tokens_seconds": typical["64 tokens"],
-        "runs": {name: [round(one, 2) for one in spent] for name, spent in times.items()},
+        "runs": {name: [round(one, 2) for one in runs] for name, runs in times.items()},
         "bars": "first command < 300, first token <= imports + 3, 64 tokens < 25",
     }
     print(json.dumps(report, indent=2))

@@ -1,4 +1,4 @@
-"""How long the whole test suite takes here, and how often a correct program would fail it.
+"""Duration of the test suite, and the probability that a correct program fails it.
 
 python benchmarks/suite.py --out benchmarks/results/suite.json
 """
@@ -20,11 +20,11 @@ ROOT = Path(__file__).parents[1]
 def main() -> None:
     parser = arguments(__doc__)
     options = parser.parse_args()
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "auto"], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started_at
     print(run.stdout)
     counted = re.search(r"statistical assertions: (\d+), false alarms below (\S+) per run", run.stdout)
     passed = re.search(r"(\d+) passed", run.stdout)

@@ -2,13 +2,13 @@
 
     python benchmarks/threads_cpu.py --out benchmarks/results/threads_arm.json
 
-Each cell is a process of its own that decodes without speculation in float32: alone, beside a second such
-process, and beside a single-threaded Python loop. Settings take turns, `--rounds` times; figures are medians.
-`--preload` names another OpenMP library (LLVM's libomp, Intel's libiomp5), which then replaces the one that
-PyTorch brings; its settings are KMP_BLOCKTIME. `--settings` picks settings by name.
+Each cell is a process that decodes without speculation in float32: alone, beside a second such process, and
+beside a single-threaded Python loop. Settings take turns, `--rounds` times, and figures are medians.
+`--preload` names another OpenMP library (LLVM's libomp, Intel's libiomp5) that replaces PyTorch's own. Its
+settings are values of KMP_BLOCKTIME. `--settings` selects settings by name.
 
-`--commands` measures `outpace generate` instead, which chooses by itself: as it is, and with what GNU's
-library does by itself (a spin count of 300,000).
+`--commands` measures `outpace generate` instead: with its own setting, and with the default of GNU's library
+(a spin count of 300,000).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ LLVM: dict[str, dict[str, str]] = {
 }
 THREADS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
 PROMPT = "Why is the sky blue?"
-CHUNK = 16  # tokens between two looks at the clock
+CHUNK = 16  # tokens between two readings of the clock
 
 
 def worker(seconds: float, synthetic: bool) -> None:
-    """Decode until the time is over; one process of a cell."""
+    """Decode for some seconds, as one process of a cell."""
     import torch
 
     import outpace
@@ -56,11 +56,11 @@ def worker(seconds: float, synthetic: bool) -> None:
     decoder.generate(prompt, temperature=0, max_new_tokens=CHUNK, ignore_eos=True)
     print(openmp(), flush=True)
     sys.stdin.readline()
-    begun, tokens = time.perf_counter(), 0
-    while time.perf_counter() - begun < seconds:
+    started_at, tokens = time.perf_counter(), 0
+    while time.perf_counter() - started_at < seconds:
         decoder.generate(prompt, temperature=0, max_new_tokens=CHUNK, ignore_eos=True)
         tokens += CHUNK
-    print(tokens / (time.perf_counter() - begun), flush=True)
+    print(tokens / (time.perf_counter() - started_at), flush=True)
 
 
 def openmp() -> str:
@@ -72,7 +72,7 @@ def openmp() -> str:
 
 
 def random_model() -> Any:
-    """A model in the shape of SmolLM2-135M, where the real one is not at hand."""
+    """Return a model with random weights in the shape of SmolLM2-135M."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -88,8 +88,8 @@ def random_model() -> Any:
 
 
 def throughputs(workers: int, env: dict[str, str], seconds: float, synthetic: bool) -> list[float]:
-    """Tokens per second of each of several processes that decode at the same time."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(THREADS)}
+    """Return the tokens per second of each of several processes that decode at the same time."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(THREADS)}
     command = [sys.executable, __file__, "--worker", f"{seconds}", *(["--synthetic"] if synthetic else [])]
     with ExitStack() as open_processes:
         processes = [
@@ -100,7 +100,7 @@ def throughputs(workers: int, env: dict[str, str], seconds: float, synthetic: bo
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                     text=True,
-                    env=kept | env,
+                    env=inherited | env,
                 )
             )
             for _ in range(workers)
@@ -123,7 +123,7 @@ def answer(process: subprocess.Popen[str]) -> str:
 
 
 def beside_a_loop(env: dict[str, str], seconds: float, synthetic: bool) -> float:
-    """Tokens per second beside a program that keeps one core busy."""
+    """Return the tokens per second beside a program that keeps one core busy."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as loop:
         try:
             return throughputs(1, env, seconds, synthetic)[0]
@@ -132,8 +132,8 @@ def beside_a_loop(env: dict[str, str], seconds: float, synthetic: bool) -> float
 
 
 def commands(count: int, env: dict[str, str], draft: str) -> list[float]:
-    """Tokens per second that `outpace generate` reports, of several started at the same time."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(THREADS)}
+    """Return the tokens per second that `outpace generate` reports, of several processes at the same time."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(THREADS)}
     flags = [
         "--draft",
         draft,
@@ -151,12 +151,12 @@ def commands(count: int, env: dict[str, str], draft: str) -> list[float]:
             [sys.executable, "-m", "outpace", "generate", PROMPT, "--json", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=kept | env,
+            env=inherited | env,
         )
         for _ in range(count)
     ]
-    said = [json.loads(process.communicate()[0]) for process in processes]
-    return [one["outputs"][0]["stats"]["tokens_per_second"] for one in said]
+    replies = [json.loads(process.communicate()[0]) for process in processes]
+    return [one["outputs"][0]["stats"]["tokens_per_second"] for one in replies]
 
 
 Cells = dict[str, dict[str, list[float]]]
@@ -198,37 +198,37 @@ def tell(turn: int, rounds: int, name: str, cell: dict[str, list[float]]) -> Non
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--seconds", type=float, default=6.0, help="that a cell decodes (default 6)")
-    parser.add_argument("--rounds", type=int, default=3, help="of all settings (default 3)")
-    parser.add_argument("--settings", nargs="+", help="by name (default: all)")
+    parser.add_argument("--seconds", type=float, default=6.0, help="seconds that a cell decodes (default 6)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of all settings (default 3)")
+    parser.add_argument("--settings", nargs="+", help="names of settings (default: all)")
     parser.add_argument("--preload", help="another OpenMP library, for LD_PRELOAD")
     parser.add_argument("--synthetic", action="store_true", help="random weights in SmolLM2's shape")
     parser.add_argument("--commands", action="store_true", help="measure `outpace generate`")
-    parser.add_argument("--worker", type=float, help="be one process of a cell")
-    given = parser.parse_args()
-    if given.worker is not None:
-        worker(given.worker, given.synthetic)
+    parser.add_argument("--worker", type=float, help="run one process of a cell, for so many seconds")
+    options = parser.parse_args()
+    if options.worker is not None:
+        worker(options.worker, options.synthetic)
         return
-    if given.commands:
-        cells = measure_commands(given.rounds)
+    if options.commands:
+        cells = measure_commands(options.rounds)
     else:
-        known = LLVM if given.preload else GNU
-        if unknown := set(given.settings or ()) - set(known):
+        known = LLVM if options.preload else GNU
+        if unknown := set(options.settings or ()) - set(known):
             parser.error(f"--settings: no such setting: {', '.join(unknown)}; known are {', '.join(known)}")
-        extra = {"LD_PRELOAD": given.preload} if given.preload else {}
-        settings = {name: extra | known[name] for name in given.settings or known}
-        cells = measure_workers(settings, given.rounds, given.seconds, given.synthetic)
+        extra = {"LD_PRELOAD": options.preload} if options.preload else {}
+        settings = {name: extra | known[name] for name in options.settings or known}
+        cells = measure_workers(settings, options.rounds, options.seconds, options.synthetic)
     report = {
         "command": f"python {' '.join(sys.argv)}",
         "machine": machine(),
-        "openmp": os.path.basename(given.preload) if given.preload else openmp(),
-        "model": "random weights, SmolLM2-135M's shape" if given.synthetic else "SmolLM2-135M-Instruct",
+        "openmp": os.path.basename(options.preload) if options.preload else openmp(),
+        "model": "random weights, SmolLM2-135M's shape" if options.synthetic else "SmolLM2-135M-Instruct",
         "unit": "tokens/s of one process, float32",
         "median": {name: medians(cell) for name, cell in cells.items()},
         "runs": cells,
     }
     print(json.dumps(report["median"], indent=2))
-    write(report, given.out)
+    write(report, options.out)
 
 
 if __name__ == "__main__":

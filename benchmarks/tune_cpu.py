@@ -1,9 +1,10 @@
-"""Whether `outpace tune` picks the best of five drafts, by a sweep of all of them beside it.
+"""Check whether `outpace tune` chooses the best of five drafts, by a sweep of all of them.
 
 python benchmarks/tune_cpu.py --data spec_bench.jsonl --out benchmarks/results/tune_cpu.json
 
-Drafts of SmolLM2-135M-Instruct: copies, n-grams of the prompts, its own first layers (a third and two thirds
-of them), and itself. Both commands are run as people run them; the sweep's rows are among those of the other.
+The drafts of SmolLM2-135M-Instruct are prompt lookup, n-grams of the prompts, its own first layers (a third
+and two thirds of them), and itself. Both commands run as separate processes. The rows of the sweep are among
+those of the tuning.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ import torch
 from report import arguments, machine, write
 
 from outpace import NGramDrafter
-from outpace.bench.prompts import asked
+from outpace.bench.prompts import tokenized_prompts
 from outpace.models.hub import load_model
 
 LAYERS = (10, 20)
 LENGTHS = ("2", "5", "auto")
-ALIKE = 0.97  # of the best's speed, and no difference shown: as good
+ALIKE = 0.97  # fraction of the best speedup that counts as equally good
 
 
 def drafts(folder: Path, data: str) -> list[str]:
-    """As flags name them."""
+    """Save the drafts in a folder, and return their names for --draft."""
     model, tokenizer = load_model(None, dtype=torch.float32)
-    texts = [one.ids for one in asked(tokenizer, (), data)]
+    texts = [one.ids for one in tokenized_prompts(tokenizer, (), data)]
     table = folder / "prompts.safetensors"
     NGramDrafter.fit(
         [token for text in texts for token in text], n=3, vocab_size=model.config.vocab_size
@@ -49,20 +50,20 @@ def drafts(folder: Path, data: str) -> list[str]:
 
 
 def run(*words: str) -> tuple[float, str]:
-    """A command's seconds and what it printed."""
-    begun = time.perf_counter()
+    """Run a command; return its seconds and its output."""
+    started_at = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "outpace", *words], stdout=subprocess.PIPE, text=True, check=True
     )
     print(done.stdout, flush=True)
-    return time.perf_counter() - begun, done.stdout
+    return time.perf_counter() - started_at, done.stdout
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--data", required=True)
     parser.add_argument("--budget", type=float, default=420.0)
-    parser.add_argument("--every", type=int, default=20, help="rows of the sweep")
+    parser.add_argument("--every", type=int, default=20, help="take every n-th row in the sweep")
     parser.add_argument("--tokens", type=int, default=48)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
@@ -82,10 +83,12 @@ def main() -> None:
     best = max(figures, key=lambda one: one["speedup"])
     own = [one for one in figures if one["draft"] == chosen["draft"]]
     if chosen["draft"] == "none":
-        own = [one for one in figures if one["length"] == "0"]
-    same = [one for one in own if one["length"] == chosen["length"]]
-    picked = (same or [one for one in own if one["length"] == "auto"])[0]  # a number may not be in the sweep
+        own = [one for one in figures if one["num_draft_tokens"] == "0"]
+    same = [one for one in own if one["num_draft_tokens"] == chosen["num_draft_tokens"]]
+    # The chosen number may not be in the sweep.
+    picked = (same or [one for one in own if one["num_draft_tokens"] == "auto"])[0]
     share = picked["speedup"] / best["speedup"]
+    keys = ("draft", "num_draft_tokens", "speedup", "interval")
     report = {
         "command": "python " + " ".join(sys.argv),
         "machine": machine(),
@@ -93,15 +96,15 @@ def main() -> None:
         "spent_seconds": round(seconds, 1),
         "verdict": tuned["verdict"],
         "candidates": tuned["candidates"],
-        "best_by_sweep": {name: best[name] for name in ("draft", "length", "speedup", "interval")},
-        "chosen_in_sweep": {name: picked[name] for name in ("draft", "length", "speedup", "interval")},
+        "best_by_sweep": {name: best[name] for name in keys},
+        "chosen_in_sweep": {name: picked[name] for name in keys},
         "chosen_over_best": round(share, 4),
         "shown": shown,
         "sweep": figures,
     }
     write(report, options.out)
     print(f"tune: {tuned['verdict']} In {seconds:.0f} s of {options.budget:g}.")
-    print(f"sweep: the best is {best['draft']}, g = {best['length']}, {best['speedup']:.3f}")
+    print(f"sweep: the best is {best['draft']}, g = {best['num_draft_tokens']}, {best['speedup']:.3f}")
     print(f"the choice is {share:.3f} of the best: {'as good' if share >= ALIKE else 'worse'}")
 
 

@@ -1,10 +1,10 @@
-"""Which shapes of blocks make a whole pass fastest: each product's in turn, the others as they are.
+"""Search the block shapes of matrix products that make a whole forward pass fastest, one product at a time.
 
     python benchmarks/tune_gpu.py --model llama2-1.3b --tokens 1 --out tune.json
 
-Products are not timed alone: in a pass each begins while the one before it ends, and finds its weights in no
-cache. What `outpace.models.kernels.product.shape_of` says was found so on an H200, for llama2-7b with 6
-tokens and llama2-1.3b with one. The first round starts from it, and shows what is gained.
+Products are not timed alone. In a pass, a product starts while the one before it ends, and its weights are in
+no cache. The shapes in `outpace.models.kernels.product.shape_of` were found in this way on an H200, for
+llama2-7b with 6 tokens and llama2-1.3b with one. The first round starts from them, and shows the gain.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Key = tuple[int, bool]  # columns, and whether there is a gate
 
 
 def products(fused: FusedModel) -> dict[Key, str]:
-    """What there is in a pass, by what `shape_of` is told of it."""
+    """Return the names of the products of a pass, by their key in `shape_of`."""
     layer = fused.layers[0]
     return {
         (fused.head.weight.shape[0], False): "head",
@@ -43,75 +43,77 @@ def products(fused: FusedModel) -> dict[Key, str]:
     }
 
 
-def pass_of(fused: FusedModel, rows: int, tokens: int, context: int) -> Callable[[], float]:
-    """Microseconds of a pass, in a graph, whenever it is called."""
-    cache = fused.room(rows, context + tokens)
+def time_pass(fused: FusedModel, rows: int, tokens: int, context: int) -> Callable[[], float]:
+    """Return a function that measures the microseconds of a pass as a CUDA graph."""
+    cache = fused.allocate_cache(rows, context + tokens)
     ids = torch.zeros(rows, tokens, dtype=torch.int64, device=fused.device)
-    places = (context + torch.arange(tokens, device=fused.device)).expand(rows, tokens).contiguous()
+    positions = (context + torch.arange(tokens, device=fused.device)).expand(rows, tokens).contiguous()
 
-    def taken() -> float:
+    def measure() -> float:
         for _ in range(2):
-            fused.logits(ids, places, cache)
+            fused.logits(ids, positions, cache)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kept = fused.logits(ids, places, cache)
-        spent = statistics.median(timed(graph.replay, fused.device, REPEATS) for _ in range(3))
-        del kept
-        return spent
+            outputs = fused.logits(ids, positions, cache)
+        microseconds = statistics.median(timed(graph.replay, fused.device, REPEATS) for _ in range(3))
+        del outputs
+        return microseconds
 
-    return taken
+    return measure
 
 
-def tuned(fused: FusedModel, taken: Callable[[], float], least: float = 0.001) -> list[dict[str, Any]]:
-    """Every shape that was tried, with what the pass took; the best so far is kept."""
-    own: dict[Key, product.Shape] = {}
+def tune_shapes(
+    fused: FusedModel, measure: Callable[[], float], least: float = 0.001
+) -> list[dict[str, Any]]:
+    """Return every measured shape with the microseconds of the pass. The best so far stays in use."""
+    chosen: dict[Key, product.Shape] = {}
     default = product.shape_of
 
     def shape_of(BM: int, N: int, dtype: torch.dtype, gate: bool) -> product.Shape:
-        return own.get((N, gate)) or default(BM, N, dtype, gate)
+        return chosen.get((N, gate)) or default(BM, N, dtype, gate)
 
     product.shape_of = shape_of
-    best = taken()
-    tried: list[dict[str, Any]] = [{"product": "all", "shape": None, "microseconds": round(best, 1)}]
+    best = measure()
+    trials: list[dict[str, Any]] = [{"product": "all", "shape": None, "microseconds": round(best, 1)}]
     for _ in range(ROUNDS):
         for (N, gate), name in products(fused).items():
-            start = shape_of(product.LEAST_ROWS, N, fused.dtype, gate)
+            start = shape_of(product.MIN_ROWS, N, fused.dtype, gate)
             shapes = [(*block, start[4]) for block in BLOCKS] + [(*start[:4], ahead) for ahead in AHEAD]
             for shape in shapes:
-                before = own.get((N, gate))
-                own[N, gate] = shape
-                spent = taken()
-                tried.append({"product": name, "shape": list(shape), "microseconds": round(spent, 1)})
-                if spent < best * (1 - least):
-                    best = spent
+                before = chosen.get((N, gate))
+                chosen[N, gate] = shape
+                microseconds = measure()
+                trials.append({"product": name, "shape": list(shape), "microseconds": round(microseconds, 1)})
+                if microseconds < best * (1 - least):
+                    best = microseconds
                 elif before is None:
-                    del own[N, gate]
+                    del chosen[N, gate]
                 else:
-                    own[N, gate] = before
-            print(f"{name:10} {own.get((N, gate)) or start}: {best:.0f} µs", file=sys.stderr)
+                    chosen[N, gate] = before
+            print(f"{name:10} {chosen.get((N, gate)) or start}: {best:.0f} µs", file=sys.stderr)
     product.shape_of = default
-    return tried
+    return trials
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--model", default="llama2-1.3b", choices=SHAPES, help="whose shapes")
+    parser.add_argument("--model", default="llama2-1.3b", choices=SHAPES, help="model whose shapes are used")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=1)
     parser.add_argument("--context", type=int, default=128)
-    given = parser.parse_args()
+    options = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("there is no CUDA device here")
-    shape = SHAPES[given.model]
+        parser.error("this machine has no CUDA device")
+    shape = SHAPES[options.model]
     fused = FusedModel(bigram(shape, Codes.random(shape["vocab_size"], 0, "cuda"), 0.0, device="cuda"))
     with torch.inference_mode():
-        tried = tuned(fused, pass_of(fused, given.rows, given.tokens, given.context))
-    print(f"{tried[0]['microseconds']} µs before, {min(one['microseconds'] for one in tried)} at best")
-    command = f"python benchmarks/tune_gpu.py --model {given.model} --rows {given.rows}"
-    command += f" --tokens {given.tokens} --context {given.context}"
+        trials = tune_shapes(fused, time_pass(fused, options.rows, options.tokens, options.context))
+    print(f"{trials[0]['microseconds']} µs before, {min(one['microseconds'] for one in trials)} at best")
+    command = f"python benchmarks/tune_gpu.py --model {options.model} --rows {options.rows}"
+    command += f" --tokens {options.tokens} --context {options.context}"
     here = {**machine(), "gpu": torch.cuda.get_device_name()}
-    write({"command": command, "machine": here, "tried": tried}, given.out)
+    write({"command": command, "machine": here, "tried": trials}, options.out)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Eager verification on the CPU beside Transformers' own functions, on the same tensors in the same run.
+"""Eager verification on the CPU and Transformers' functions, on the same tensors in the same run.
 
     python benchmarks/verify_cpu.py --out benchmarks/results/verify_cpu.json
 
-Each line times both sides alternately, call by call, and compares medians; absolute times are this machine's.
+Each line times both methods alternately, call by call, and compares medians. Absolute times depend on the
+machine.
 """
 
 from __future__ import annotations
@@ -23,51 +24,51 @@ import outpace
 from outpace.sampling import adjust
 
 Block = tuple[Tensor, Tensor, Tensor]
-INPUTS = 8  # different blocks, taken in turn
+INPUTS = 8  # different blocks, used in turn
 
 
 def blocks(B: int, g: int, V: int) -> list[Block]:
-    """Drafts from a draft that agrees with its target about four times in five."""
-    made = []
+    """Return blocks with an acceptance rate of about 0.8."""
+    inputs = []
     for _ in range(INPUTS):
         target = 2 * torch.randn(B, g + 1, V)
         draft = target[:, :g] + 0.5 * torch.randn(B, g, V)
         tokens = torch.multinomial(draft.softmax(-1).flatten(0, 1), 1).view(B, g)
-        made.append((tokens, draft, target))
-    return made
+        inputs.append((tokens, draft, target))
+    return inputs
 
 
-def alpha(made: list[Block]) -> float:
-    overlap = [torch.minimum(p[:, :-1].softmax(-1), q.softmax(-1)).sum(-1).mean() for _, q, p in made]
+def alpha(inputs: list[Block]) -> float:
+    overlap = [torch.minimum(p[:, :-1].softmax(-1), q.softmax(-1)).sum(-1).mean() for _, q, p in inputs]
     return float(torch.stack(overlap).mean())
 
 
-def median_ms(sides: list[Callable[[Block], Any]], made: list[Block], repeats: int) -> list[float]:
-    """Median milliseconds of each side, called on the same inputs, each as often first as second."""
-    times: list[list[float]] = [[] for _ in sides]
+def median_ms(methods: list[Callable[[Block], Any]], inputs: list[Block], repeats: int) -> list[float]:
+    """Return median milliseconds of each method on the same inputs; each is first equally often."""
+    times: list[list[float]] = [[] for _ in methods]
     for turn in range(-INPUTS, repeats):
-        block = made[turn % len(made)]
-        pairs = list(zip(sides, times, strict=True))
-        for side, spent in pairs if turn // len(made) % 2 else reversed(pairs):
-            begun = time.perf_counter()
-            side(block)
+        block = inputs[turn % len(inputs)]
+        pairs = list(zip(methods, times, strict=True))
+        for method, milliseconds in pairs if turn // len(inputs) % 2 else reversed(pairs):
+            started_at = time.perf_counter()
+            method(block)
             if turn >= 0:
-                spent.append(1e3 * (time.perf_counter() - begun))
-    return [statistics.median(spent) for spent in times]
+                milliseconds.append(1e3 * (time.perf_counter() - started_at))
+    return [statistics.median(milliseconds) for milliseconds in times]
 
 
-def ours(**arguments: Any) -> Callable[[Block], Any]:
+def outpace_verify(**arguments: Any) -> Callable[[Block], Any]:
     return lambda block: outpace.verify(*block, seed=1, position=100, **arguments)
 
 
 def transformers_rows(block: Block) -> None:
-    """Transformers verifies one row a call."""
+    """Verify with Transformers, which takes one row per call."""
     for tokens, draft, target in zip(*block, strict=True):
         _speculative_sampling(tokens[None], draft[None], tokens.shape[0], target[None])
 
 
 def transformers_top_p(block: Block) -> None:
-    """Transformers' warper on the rows that our side adjusts: g of the draft, g+1 of the target."""
+    """Apply Transformers' warper to the rows that outpace adjusts: g of the draft, g+1 of the target."""
     _, draft, target = block
     warper = TopPLogitsWarper(0.95)
     warper(None, draft.flatten(0, 1))
@@ -78,33 +79,37 @@ def measure(V: int, g: int, repeats: int) -> list[dict[str, Any]]:
     rows = []
 
     def compare(
-        what: str, B: int, bar: str, theirs: Callable[[Block], Any], our: Callable[[Block], Any]
+        what: str,
+        B: int,
+        bar: str,
+        transformers_method: Callable[[Block], Any],
+        outpace_method: Callable[[Block], Any],
     ) -> None:
-        made = blocks(B, g, V)
-        our_ms, their_ms = median_ms([our, theirs], made, repeats)
+        inputs = blocks(B, g, V)
+        outpace_ms, transformers_ms = median_ms([outpace_method, transformers_method], inputs, repeats)
         rows.append(
             {
                 "what": what,
                 "B": B,
-                "outpace_ms": round(our_ms, 3),
-                "transformers_ms": round(their_ms, 3),
-                "outpace_over_transformers": round(our_ms / their_ms, 3),
+                "outpace_ms": round(outpace_ms, 3),
+                "transformers_ms": round(transformers_ms, 3),
+                "outpace_over_transformers": round(outpace_ms / transformers_ms, 3),
                 "bar": bar,
-                "alpha": round(alpha(made), 3),
+                "alpha": round(alpha(inputs), 3),
             }
         )
         print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
         print(f"measured: {what}, B = {B}", end="", file=sys.stderr, flush=True)
 
     top_p = outpace.SamplingParams(top_p=0.95)
-    compare("verify, rule token", 1, "<= 1", transformers_rows, ours())
-    compare("verify, rule token", 8, "<= 1/3", transformers_rows, ours())
+    compare("verify, rule token", 1, "<= 1", transformers_rows, outpace_verify())
+    compare("verify, rule token", 8, "<= 1/3", transformers_rows, outpace_verify())
     for B in (1, 8):
-        both = ours(sampling=top_p, draft_sampling=top_p)
+        both = outpace_verify(sampling=top_p, draft_sampling=top_p)
         compare("verify with top-p 0.95 / top-p warper alone", B, "<= 2", transformers_top_p, both)
     for rule in ("block", "match", "rejection", "sigmoid(-1e4, 1e4)"):
-        compare(f"verify, rule {rule}", 1, "", transformers_rows, ours(rule=rule))
-        compare(f"verify, rule {rule}", 8, "", transformers_rows, ours(rule=rule))
+        compare(f"verify, rule {rule}", 1, "", transformers_rows, outpace_verify(rule=rule))
+        compare(f"verify, rule {rule}", 8, "", transformers_rows, outpace_verify(rule=rule))
 
     prefix = torch.randint(V, (8, 1000))
     penalty = outpace.SamplingParams(repetition_penalty=1.1)
@@ -125,8 +130,8 @@ def main() -> None:
     parser.add_argument(
         "--vocab", type=int, default=49152, help="V, tokens in the vocabulary (default 49152)"
     )
-    parser.add_argument("--drafts", type=int, default=5, help="g, drafted tokens a row (default 5)")
-    parser.add_argument("--repeats", type=int, default=100, help="timed calls of each side (default 100)")
+    parser.add_argument("--drafts", type=int, default=5, help="g, draft tokens per row (default 5)")
+    parser.add_argument("--repeats", type=int, default=100, help="timed calls of each method (default 100)")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_grad_enabled(False)

@@ -1,4 +1,4 @@
-"""The Decoder as a user meets it."""
+"""The public behaviour of `Decoder`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PROMPT = [9, 8, 7, 6, 5, 4]
 TOKENIZER = byte_tokenizer()
 
 
-def texts(**changes: Any) -> Decoder:
-    """A decoder of strings."""
+def text_decoder(**changes: Any) -> Decoder:
+    """Return a decoder with a tokenizer."""
     target = tiny(vocab_size=272)
     return Decoder(target, tiny(seed=1, vocab_size=272), TOKENIZER, num_draft_tokens=Fixed(3), **changes)
 
 
-def test_a_string_in_a_string_out() -> None:
-    out = texts().generate("The lighthouse", max_new_tokens=12, temperature=0.8, top_p=0.95, seed=7)
+def test_a_string_prompt_gives_a_string() -> None:
+    out = text_decoder().generate("The lighthouse", max_new_tokens=12, temperature=0.8, top_p=0.95, seed=7)
     assert isinstance(out, Output)
     assert len(out.token_ids) == 12
     assert out.text == TOKENIZER.decode(out.token_ids)
@@ -37,7 +37,7 @@ def test_a_string_in_a_string_out() -> None:
     assert out.stats.new_tokens == 12
 
 
-def test_a_list_in_a_list_out_each_row_as_alone() -> None:
+def test_a_batch_gives_the_tokens_of_its_prompts_alone() -> None:
     decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(3))
     prompts: list[Any] = [PROMPT, torch.tensor([3, 4]), (1,)]
     outs = decoder.generate(prompts, SamplingParams(top_k=20), seed=[1, 2, 3], max_new_tokens=15)
@@ -49,11 +49,11 @@ def test_a_list_in_a_list_out_each_row_as_alone() -> None:
         assert out.text is None
 
 
-@pytest.mark.parametrize(("rule", "length"), [("token", Heuristic(3)), ("block", Fixed(2)), ("match", None)])
-def test_equal_seeds_give_equal_texts_and_fresh_ones_do_not(
-    rule: str, length: DraftLengthPolicy | None
+@pytest.mark.parametrize(("rule", "policy"), [("token", Heuristic(3)), ("block", Fixed(2)), ("match", None)])
+def test_equal_seeds_give_equal_tokens_and_fresh_seeds_do_not(
+    rule: str, policy: DraftLengthPolicy | None
 ) -> None:
-    decoder = Decoder(tiny(), tiny(seed=1), rule=rule, num_draft_tokens=length)
+    decoder = Decoder(tiny(), tiny(seed=1), rule=rule, num_draft_tokens=policy)
     once, again = (decoder.generate(PROMPT, temperature=1.0, seed=5, max_new_tokens=20) for _ in range(2))
     assert once.token_ids == again.token_ids
     fresh = {tuple(decoder.generate(PROMPT, temperature=1.0, max_new_tokens=20).token_ids) for _ in range(3)}
@@ -71,16 +71,16 @@ def test_samples_come_prompt_by_prompt() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
-def test_rows_are_refilled_as_they_finish(batch_size: int) -> None:
+def test_waiting_sequences_take_the_slots_of_ended_ones(batch_size: int) -> None:
     decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(2))
     prompts = [torch.randint(V, (n,)).tolist() for n in (3, 11, 1, 6, 2, 9, 4)]
-    whole = decoder.generate(prompts, temperature=0, max_new_tokens=9)
-    few = decoder.generate(prompts, temperature=0, max_new_tokens=9, batch_size=batch_size)
-    assert [out.token_ids for out in few] == [out.token_ids for out in whole]
-    assert [out.token_ids for out in whole] == [greedy(tiny(), prompt, 9) for prompt in prompts]
+    together = decoder.generate(prompts, temperature=0, max_new_tokens=9)
+    limited = decoder.generate(prompts, temperature=0, max_new_tokens=9, batch_size=batch_size)
+    assert [out.token_ids for out in limited] == [out.token_ids for out in together]
+    assert [out.token_ids for out in together] == [greedy(tiny(), prompt, 9) for prompt in prompts]
 
 
-def test_the_generation_config_decides_where_nothing_is_said() -> None:
+def test_the_generation_config_sets_the_defaults() -> None:
     model = tiny()
     decoder = Decoder(model, num_draft_tokens=0)
     assert decoder.generate(PROMPT, max_new_tokens=8).token_ids == greedy(model, PROMPT, 8)
@@ -89,30 +89,30 @@ def test_the_generation_config_decides_where_nothing_is_said() -> None:
     model.generation_config.update(do_sample=True, temperature=0.7, top_p=0.9)
     expected = SamplingParams(temperature=0.7, top_p=0.9, top_k=50)
     assert outpace.sampling.from_generation_config(model.generation_config) == expected
-    sampled, said = decoder.generate(PROMPT, seed=1), decoder.generate(PROMPT, expected, seed=1)
-    assert sampled.token_ids == said.token_ids
+    by_default, explicit = decoder.generate(PROMPT, seed=1), decoder.generate(PROMPT, expected, seed=1)
+    assert by_default.token_ids == explicit.token_ids
 
 
-def test_end_of_text_stops_inside_a_block() -> None:
+def test_end_of_text_ends_a_sequence_among_accepted_tokens() -> None:
     model = tiny()
-    plain = greedy(model, PROMPT, 30)
-    end = plain[7]
+    baseline = greedy(model, PROMPT, 30)
+    end = baseline[7]
     model.generation_config.eos_token_id = [end, 60]
     for g in (0, 3, 12):
         decoder = Decoder(model, model, num_draft_tokens=Fixed(g))
         out = decoder.generate(PROMPT, temperature=0, max_new_tokens=30)
-        assert out.token_ids == plain[: plain.index(end) + 1] == greedy(model, PROMPT, 30)
+        assert out.token_ids == baseline[: baseline.index(end) + 1] == greedy(model, PROMPT, 30)
         assert out.finish_reason == "stop"
-        on = decoder.generate(PROMPT, temperature=0, max_new_tokens=30, ignore_eos=True)
-        assert on.token_ids == plain
-        other = decoder.generate(
-            PROMPT, temperature=0, max_new_tokens=30, ignore_eos=True, stop_tokens=[plain[2]]
+        continued = decoder.generate(PROMPT, temperature=0, max_new_tokens=30, ignore_eos=True)
+        assert continued.token_ids == baseline
+        stopped = decoder.generate(
+            PROMPT, temperature=0, max_new_tokens=30, ignore_eos=True, stop_tokens=[baseline[2]]
         )
-        assert other.token_ids == plain[: plain.index(plain[2]) + 1]
+        assert stopped.token_ids == baseline[: baseline.index(baseline[2]) + 1]
 
 
 @pytest.mark.parametrize("g", [0, 1, 2, 5])
-def test_stop_strings_cut_where_plain_decoding_would(g: int) -> None:
+def test_stop_strings_end_a_text_where_decoding_without_speculation_would(g: int) -> None:
     target = tiny(vocab_size=272)
     decoder = Decoder(target, target, TOKENIZER, num_draft_tokens=Fixed(g))
     whole = decoder.generate("abc", temperature=0, max_new_tokens=40)
@@ -128,7 +128,7 @@ def test_stop_strings_cut_where_plain_decoding_would(g: int) -> None:
     assert "".join(step.text or "" for step in steps) == out.text
 
 
-def test_the_context_is_an_end_like_any_other() -> None:
+def test_a_full_context_ends_a_sequence() -> None:
     model = tiny(max_position_embeddings=32)
     for drafter in (None, model, outpace.LookupDrafter(), tiny(seed=1, max_position_embeddings=16)):
         out = Decoder(model, drafter, num_draft_tokens=Fixed(6)).generate(
@@ -149,7 +149,7 @@ def test_an_output_says_whether_the_context_was_full() -> None:
     assert last.output.context_full
 
 
-def test_learned_positions_are_never_overrun() -> None:
+def test_learned_positions_are_never_exceeded() -> None:
     model = tiny("gpt2", max_position_embeddings=24)
     outs = Decoder(model, model, num_draft_tokens=Fixed(6)).generate(
         [PROMPT, [3] * 20, [1]], temperature=0, max_new_tokens=50
@@ -157,8 +157,8 @@ def test_learned_positions_are_never_overrun() -> None:
     assert [len(out.token_ids) for out in outs] == [18, 4, 23]
 
 
-def test_a_stream_is_the_generation_step_by_step() -> None:
-    decoder = texts()
+def test_a_stream_yields_the_steps_of_generate() -> None:
+    decoder = text_decoder()
     out = decoder.generate("hello", temperature=1.0, seed=3, max_new_tokens=30)
     steps = list(decoder.stream("hello", temperature=1.0, seed=3, max_new_tokens=30))
     assert "".join(step.text or "" for step in steps) == out.text
@@ -176,7 +176,7 @@ def test_a_stream_is_the_generation_step_by_step() -> None:
     assert steps[-1].output.token_ids == out.token_ids
 
 
-def test_a_stream_of_a_batch_names_its_rows() -> None:
+def test_a_step_of_a_batch_names_its_output() -> None:
     decoder = Decoder(tiny(), num_draft_tokens=0)
     rows: dict[int, list[int]] = {0: [], 1: []}
     for step in decoder.stream([PROMPT, [1, 2]], temperature=0, max_new_tokens=5):
@@ -185,8 +185,8 @@ def test_a_stream_of_a_batch_names_its_rows() -> None:
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "match"])
-def test_a_target_that_drafts_for_itself_is_always_right(rule: str) -> None:
-    """Catches a draft cache that lags behind: its guesses would differ."""
+def test_all_draft_tokens_of_the_target_itself_are_accepted(rule: str) -> None:
+    """If the draft model's KV cache missed tokens, its draft tokens would differ."""
     model = tiny()
     decoder = Decoder(model, tiny(), num_draft_tokens=Fixed(3), rule=rule)
     for sampling in (
@@ -194,31 +194,31 @@ def test_a_target_that_drafts_for_itself_is_always_right(rule: str) -> None:
         SamplingParams(),
         SamplingParams(top_p=0.8, repetition_penalty=1.3),
     ):
-        out = decoder.generate([PROMPT, [1]], sampling, max_new_tokens=29, seed=1)
-        assert sum((one.stats for one in out), Stats()).acceptance_rate == 1
-        assert out[0].stats.target_passes == 1 + 7
+        outs = decoder.generate([PROMPT, [1]], sampling, max_new_tokens=29, seed=1)
+        assert sum((out.stats for out in outs), Stats()).acceptance_rate == 1
+        assert outs[0].stats.target_passes == 1 + 7
 
 
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), SamplingParams(temperature=0.5, top_k=9, frequency_penalty=0.4)]
 )
-def test_match_gives_the_same_text_whatever_drafts(sampling: SamplingParams) -> None:
+def test_match_generates_the_same_tokens_with_every_drafter(sampling: SamplingParams) -> None:
     model = tiny()
-    plain = Decoder(model, rule="match").generate(PROMPT, sampling, seed=9, max_new_tokens=40)
-    fitted = outpace.NGramDrafter.fit(plain.token_ids, 3, V)
+    baseline = Decoder(model, rule="match").generate(PROMPT, sampling, seed=9, max_new_tokens=40)
+    fitted = outpace.NGramDrafter.fit(baseline.token_ids, 3, V)
     drafters: list[Any] = [model, tiny(seed=1), "lookup", outpace.RandomDrafter(V), fitted]
     for drafter in drafters:
-        for length in (Fixed(1), Fixed(7), Heuristic(3)):
-            decoder = Decoder(model, drafter, rule="match", num_draft_tokens=length)
+        for policy in (Fixed(1), Fixed(7), Heuristic(3)):
+            decoder = Decoder(model, drafter, rule="match", num_draft_tokens=policy)
             out = decoder.generate([[1, 2, 3], PROMPT], sampling, seed=9, max_new_tokens=40)
-            assert out[1].token_ids == plain.token_ids
+            assert out[1].token_ids == baseline.token_ids
     assert (
         Decoder(model, rule="token").generate(PROMPT, sampling, seed=9, max_new_tokens=40).token_ids
-        == plain.token_ids
+        == baseline.token_ids
     )
 
 
-def test_log_probabilities_are_the_adjusted_targets() -> None:
+def test_log_probabilities_are_those_of_the_adjusted_target() -> None:
     model = tiny()
     sampling = SamplingParams(temperature=0.7, top_k=12, repetition_penalty=1.2)
     for g in (0, 3):
@@ -243,7 +243,7 @@ def test_log_probabilities_are_the_adjusted_targets() -> None:
     greedy_out = decoder.generate(PROMPT, temperature=0, max_new_tokens=4, logprobs=True)
     assert greedy_out.logprobs is not None
     assert greedy_out.top_logprobs is None
-    assert all(-10 < one < 0 for one in greedy_out.logprobs)
+    assert all(-10 < logprob < 0 for logprob in greedy_out.logprobs)
     assert decoder.generate(PROMPT, temperature=0, max_new_tokens=4).logprobs is None
 
 
@@ -265,33 +265,33 @@ def test_statistics_are_complete_and_add_up() -> None:
         assert out.stats.target_passes + out.stats.accepted_tokens >= out.stats.new_tokens
 
 
-def test_the_heuristic_grows_shrinks_rests_and_tries_again() -> None:
+def test_the_heuristic_grows_shrinks_pauses_and_probes_again() -> None:
     policy = Heuristic(2, max_draft_tokens=5)
     chosen = []
-    for kept in (2, 4, 5, 0, 0, 0, 0, 0):
+    for accepted in (2, 4, 5, 0, 0, 0, 0, 0):
         (g,) = policy.choose([7])
         chosen.append(g)
-        policy.observe(StepOutcome([7], [g], [kept], g, Load(1), None))
+        policy.observe(StepOutcome([7], [g], [accepted], g, Load(1), None))
     assert chosen == [2, 4, 5, 5, 4, 3, 2, 1]
-    resting = []
+    after_pause = []
     for _ in range(10):
         (g,) = policy.choose([7])
-        resting.append(g)
+        after_pause.append(g)
         policy.observe(StepOutcome([7], [g], [g], g, Load(1), None))
-    assert resting == [0] * 4 + [1, 2, 4, 5, 5, 5]
+    assert after_pause == [0] * 4 + [1, 2, 4, 5, 5, 5]
 
 
 @pytest.mark.parametrize("engine", [False, True])
 @pytest.mark.parametrize("drafter", ["lookup", None])
-def test_a_heuristic_may_have_nothing_to_choose(drafter: str | None, engine: bool) -> None:
+def test_a_heuristic_works_without_draft_tokens(drafter: str | None, engine: bool) -> None:
     decoder = Decoder(tiny(), drafter, num_draft_tokens=Heuristic(5), engine=engine)
     assert decoder.generate(PROMPT, temperature=0, max_new_tokens=2).token_ids == greedy(tiny(), PROMPT, 2)
 
 
-def test_a_drafter_that_draws_cannot_be_free() -> None:
+def test_a_drafter_that_samples_cannot_be_free() -> None:
     drafter: Any = outpace.RandomDrafter(V)
     drafter.free = True
-    with pytest.raises(ValueError, match="RandomDrafter is free and draws its tokens"):
+    with pytest.raises(ValueError, match="RandomDrafter is free and samples its tokens"):
         Decoder(tiny(), drafter).generate(PROMPT, SamplingParams(), max_new_tokens=9)
 
 
@@ -309,7 +309,7 @@ def test_a_heuristic_with_a_least_never_rests() -> None:
     assert policy.choose([7]) == [2]
 
 
-def test_hopeless_drafts_are_given_up() -> None:
+def test_the_heuristic_stops_drafting_if_nothing_is_accepted() -> None:
     model = tiny()
     out = Decoder(model, outpace.RandomDrafter(V), num_draft_tokens=Heuristic(3)).generate(
         PROMPT, temperature=0, max_new_tokens=100
@@ -317,7 +317,7 @@ def test_hopeless_drafts_are_given_up() -> None:
     assert out.stats.draft_tokens < 40
 
 
-def test_the_draft_may_sample_differently() -> None:
+def test_the_draft_may_have_other_sampling_parameters() -> None:
     model = tiny()
     decoder = Decoder(model, tiny(), num_draft_tokens=Fixed(3), draft_sampling=SamplingParams(temperature=0))
     out = decoder.generate(PROMPT, SamplingParams(), seed=1, max_new_tokens=50)
@@ -325,7 +325,7 @@ def test_the_draft_may_sample_differently() -> None:
 
 
 class Counting(LogitsProcessor):  # type: ignore[misc]
-    """Forbids token `calls % V`: where plain decoding has called it so many times is part of the result."""
+    """A processor with state: which tokens it forbids depends on the number of its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -339,38 +339,38 @@ class Counting(LogitsProcessor):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("drafter", ["model", "random", "lookup"])
-@pytest.mark.parametrize("own", [None, "same", "none"])
-def test_processors_with_state_see_what_plain_decoding_would(drafter: str, own: str | None) -> None:
+@pytest.mark.parametrize("draft_processors", [None, "same", "none"])
+def test_processors_with_state_see_only_generated_tokens(drafter: str, draft_processors: str | None) -> None:
     model = tiny()
-    made = {"model": tiny(), "random": outpace.RandomDrafter(V), "lookup": "lookup"}[drafter]
+    draft = {"model": tiny(), "random": outpace.RandomDrafter(V), "lookup": "lookup"}[drafter]
     draft_sampling = {
         None: None,
         "same": SamplingParams(temperature=0, processors=[Counting()]),
         "none": SamplingParams(),
-    }[own]
+    }[draft_processors]
     sampling = SamplingParams(temperature=0, processors=[Counting()])
-    plain = Decoder(model).generate([PROMPT, [1]], sampling, max_new_tokens=30)
-    decoder = Decoder(model, made, num_draft_tokens=Fixed(3), draft_sampling=draft_sampling)
+    baseline = Decoder(model).generate([PROMPT, [1]], sampling, max_new_tokens=30)
+    decoder = Decoder(model, draft, num_draft_tokens=Fixed(3), draft_sampling=draft_sampling)
     outs = decoder.generate([PROMPT, [1]], sampling, max_new_tokens=30)
-    assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+    assert [out.token_ids for out in outs] == [out.token_ids for out in baseline]
     assert sampling.processors[0].calls == 0  # type: ignore[attr-defined]
-    if drafter == "model" and own is None:
+    if drafter == "model" and draft_processors is None:
         assert outs[0].stats.acceptance_rate == 1
 
 
-def test_two_threads_are_told_no_and_nothing_breaks() -> None:
+def test_a_second_thread_gets_an_error_and_the_decoder_stays_usable() -> None:
     decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(2))
     stream = decoder.stream(PROMPT, temperature=0, max_new_tokens=20)
     next(stream)
     errors: list[Exception] = []
 
-    def other() -> None:
+    def call() -> None:
         try:
             decoder.generate([1], max_new_tokens=3)
         except RuntimeError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=call)
     thread.start()
     thread.join()
     assert "this Decoder is generating already" in str(errors[0])
@@ -378,7 +378,7 @@ def test_two_threads_are_told_no_and_nothing_breaks() -> None:
     assert decoder.generate(PROMPT, temperature=0, max_new_tokens=9).token_ids == greedy(tiny(), PROMPT, 9)
 
 
-def test_two_decoders_of_one_model_work_in_two_threads() -> None:
+def test_decoders_of_one_model_work_in_several_threads() -> None:
     model, found = tiny(), {}
     torch.set_num_threads(torch.get_num_threads())
 
@@ -415,13 +415,13 @@ UNREADABLE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("bad", UNREADABLE.values(), ids=UNREADABLE)
-def test_a_prompt_that_cannot_be_read_leaves_the_others_alone(bad: Any) -> None:
-    decoder = texts()
+def test_an_unreadable_prompt_does_not_affect_the_others(bad: Any) -> None:
+    decoder = text_decoder()
     options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 6}
     others = decoder.generate(["first", "last"], **options, seed=[1, 3])
     with pytest.warns(UserWarning, match=r"^prompt 1: ") as warned:
         outs = decoder.generate(["first", bad, "last"], **options, seed=[1, 2, 3])
-    assert [str(one.message) for one in warned] == [
+    assert [str(warning.message) for warning in warned] == [
         f"prompt 1: {str(outs[1].error).removeprefix('prompt: ')}"
     ]
     assert [outs[0].text, outs[2].text] == [out.text for out in others]
@@ -432,13 +432,13 @@ def test_a_prompt_that_cannot_be_read_leaves_the_others_alone(bad: Any) -> None:
         Stats(),
     )
     assert isinstance(outs[1].error, ValueError | TypeError)
-    if bad is not UNREADABLE["a batch"]:  # which by itself is one
+    if bad is not UNREADABLE["a batch"]:  # which is valid by itself
         with pytest.raises(type(outs[1].error), match=re.escape(str(outs[1].error))):
             decoder.generate(bad, **options)
 
 
-def test_samplings_seeds_and_samples_stay_with_their_prompts() -> None:
-    decoder = texts()
+def test_sampling_seeds_and_samples_stay_with_their_prompts() -> None:
+    decoder = text_decoder()
     samplings = [SamplingParams(), SamplingParams(temperature=0.5), SamplingParams(top_k=3)]
     options: dict[str, Any] = {"max_new_tokens": 5, "n": 2, "batch_size": 2, "logprobs": 1}
     with pytest.warns(UserWarning, match="prompt 1: it is empty"):
@@ -470,8 +470,8 @@ def test_a_list_of_unreadable_prompts_gives_a_list_of_errors() -> None:
     assert decoder.generate(PROMPT, temperature=0, max_new_tokens=3).token_ids == greedy(tiny(), PROMPT, 3)
 
 
-def test_a_stream_of_a_batch_has_one_step_of_a_prompt_that_cannot_be_read() -> None:
-    decoder = texts()
+def test_a_stream_has_one_step_for_an_unreadable_prompt() -> None:
+    decoder = text_decoder()
     steps = list(decoder.stream(["first", "", "last"], temperature=0, max_new_tokens=5))
     (step,) = [step for step in steps if step.row == 1]
     assert (step.text, step.token_ids, step.kinds, step.finish_reason) == ("", [], [], "error")
@@ -482,10 +482,10 @@ def test_a_stream_of_a_batch_has_one_step_of_a_prompt_that_cannot_be_read() -> N
         decoder.stream("")
 
 
-def test_features_that_do_not_fit_are_an_error_of_their_row_alone() -> None:
+def test_features_of_a_wrong_shape_fail_only_their_sequence() -> None:
     model = tiny_seq2seq("whisper")
     good, bad = sources("whisper", 1)[0], outpace.Source(features=torch.randn(8, 30))
-    with pytest.warns(UserWarning, match=r"prompt 0: features: got \[8, 30\]; this model hears \[8, 40\]"):
+    with pytest.warns(UserWarning, match=r"prompt 0: features: got \[8, 30\]; this model takes \[8, 40\]"):
         outs = Decoder(model).generate([bad, good], temperature=0, max_new_tokens=5)
     assert outs[0].finish_reason == "error"
     assert outs[1].token_ids == greedy_of(model, good, 5)
@@ -511,7 +511,7 @@ def test_features_that_do_not_fit_are_an_error_of_their_row_alone() -> None:
         ({"stop": ""}, "stop: got ''"),
         ({"stop": {"a": 1}}, "stop: got {'a': 1}"),
         ({"stop_tokens": "5"}, "stop_tokens: got str '5'"),
-        ({"stop_when": 5}, "stop_when: got int 5; it must be a function of a row"),
+        ({"stop_when": 5}, "stop_when: got int 5; it must be a function of a sequence"),
         ({"ignore_eos": "no"}, "ignore_eos: got str 'no'; it must be True or False"),
         ({"scores": 1}, "scores: got int 1; it must be True or False"),
         ({"logits": "yes"}, "logits: got str 'yes'; it must be True or False"),
@@ -531,14 +531,16 @@ def test_features_that_do_not_fit_are_an_error_of_their_row_alone() -> None:
         ({"sampling": [SamplingParams()] * 2}, "sampling: got 2 for 1 rows"),
     ],
 )
-def test_bad_arguments_are_named_and_the_next_call_works(arguments: dict[str, Any], message: str) -> None:
-    decoder = texts()
+def test_errors_name_the_wrong_argument_and_the_next_call_works(
+    arguments: dict[str, Any], message: str
+) -> None:
+    decoder = text_decoder()
     with pytest.raises((ValueError, TypeError), match=message):
         decoder.generate(**{"prompt": PROMPT, **arguments})
     assert len(decoder.generate(PROMPT, max_new_tokens=3).token_ids) == 3
 
 
-def test_bad_parts_are_named() -> None:
+def test_the_constructor_names_the_wrong_argument() -> None:
     model = tiny()
     with pytest.raises(
         ValueError, match=r"num_draft_tokens: Fixed\(128\) does not fit a context of 128 tokens"
@@ -573,14 +575,14 @@ def test_bad_parts_are_named() -> None:
         Decoder(model).generate([1], stop="x")
 
 
-def test_errors_about_rules_name_no_rule_that_is_for_comparison_only() -> None:
+def test_errors_do_not_mention_the_rule_for_comparison() -> None:
     with pytest.raises(ValueError, match="known are") as caught:
         Decoder(tiny(), rule="rejektion")
     assert "rejection" not in str(caught.value)
     assert str(Decoder(tiny(), rule="rejection").rule) == "rejection"
 
 
-def test_unknown_names_come_with_the_known_one() -> None:
+def test_errors_suggest_the_nearest_known_name() -> None:
     with pytest.raises(TypeError, match='topk: no such argument; did you mean "top_k"'):
         SamplingParams(topk=5)  # type: ignore[call-arg]
     with pytest.raises(AttributeError, match="outpace has no 'Decodr'; did you mean \"Decoder\""):
@@ -591,17 +593,23 @@ def test_unknown_names_come_with_the_known_one() -> None:
         outpace.integrations.transformer  # noqa: B018
 
 
-def test_numbers_of_numpy_and_torch_are_taken_for_what_they_are() -> None:
+def test_numbers_of_numpy_and_torch_are_accepted() -> None:
     three: Any = np.int64(3)
     decoder = Decoder(tiny(), "lookup", num_draft_tokens=three)
     assert repr(decoder.policy) == "Fixed(3)"
-    plain = greedy(tiny(), PROMPT, 9)
-    end = plain[4]
-    ends: list[Any] = [[end], np.int64(end), torch.tensor(end), torch.tensor([end]), (one for one in [end])]
+    baseline = greedy(tiny(), PROMPT, 9)
+    end = baseline[4]
+    ends: list[Any] = [
+        [end],
+        np.int64(end),
+        torch.tensor(end),
+        torch.tensor([end]),
+        (token for token in [end]),
+    ]
     for stop_tokens in ends:
         out = decoder.generate(PROMPT, temperature=0, max_new_tokens=9, stop_tokens=stop_tokens)
-        assert (out.token_ids, out.finish_reason) == (plain[: plain.index(end) + 1], "stop")
-    assert decoder.generate(PROMPT, temperature=0, max_new_tokens=9, stop_tokens=None).token_ids == plain
+        assert (out.token_ids, out.finish_reason) == (baseline[: baseline.index(end) + 1], "stop")
+    assert decoder.generate(PROMPT, temperature=0, max_new_tokens=9, stop_tokens=None).token_ids == baseline
     assert len(decoder.generate(PROMPT, max_new_tokens=three).token_ids) == 3
     seeds: list[Any] = [[3, 4], np.array([3, 4]), torch.tensor([3, 4])]
     prompts = [PROMPT, [1]]
@@ -609,7 +617,7 @@ def test_numbers_of_numpy_and_torch_are_taken_for_what_they_are() -> None:
     assert len({tuple(tuple(out.token_ids) for out in outs) for outs in found}) == 1
 
 
-def test_a_draft_with_another_tokenizer_is_refused() -> None:
+def test_a_draft_with_another_tokenizer_is_rejected() -> None:
     with pytest.raises(ValueError, match="it knows 5000 tokens and the target 61"):
         Decoder(tiny(), tiny(vocab_size=5000))
     other = byte_tokenizer()
@@ -622,17 +630,17 @@ def test_a_draft_with_another_tokenizer_is_refused() -> None:
         Decoder(target, outpace.ModelDrafter(draft, swapped), TOKENIZER)
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(61, 64), (64, 61)])
-def test_vocabularies_may_differ_by_padding(ours: int, theirs: int) -> None:
-    target, draft = tiny(vocab_size=ours), tiny(seed=1, vocab_size=theirs)
+@pytest.mark.parametrize(("target_size", "draft_size"), [(61, 64), (64, 61)])
+def test_vocabularies_may_differ_by_padding(target_size: int, draft_size: int) -> None:
+    target, draft = tiny(vocab_size=target_size), tiny(seed=1, vocab_size=draft_size)
     decoder = Decoder(target, draft, num_draft_tokens=Fixed(4))
-    prompt = [ours - 1, 5, ours - 1]
+    prompt = [target_size - 1, 5, target_size - 1]
     assert decoder.generate(prompt, temperature=0, max_new_tokens=30).token_ids == greedy(target, prompt, 30)
     decoder.generate(prompt, SamplingParams(temperature=3.0), seed=1, max_new_tokens=60)
 
 
-class Poison(LogitsProcessor):  # type: ignore[misc]
-    """NaN once the text contains a token."""
+class NanAfter(LogitsProcessor):  # type: ignore[misc]
+    """A processor that returns NaN once the sequence contains a token."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -641,38 +649,38 @@ class Poison(LogitsProcessor):  # type: ignore[misc]
         return scores * torch.nan if self.token in input_ids[0].tolist() else scores
 
 
-def test_nan_is_an_error_of_its_row_alone() -> None:
+def test_nan_fails_only_its_sequence() -> None:
     model = tiny()
     decoder = Decoder(model, model, num_draft_tokens=Fixed(3))
     bad = greedy(model, PROMPT, 9)[4]
-    sampling = SamplingParams(temperature=0, processors=[Poison(bad)])
+    sampling = SamplingParams(temperature=0, processors=[NanAfter(bad)])
     with pytest.raises(ValueError, match=r"the logits at position 1[01] are unusable"):
         decoder.generate(PROMPT, sampling, max_new_tokens=9)
-    plain = SamplingParams(temperature=0)
+    unprocessed = SamplingParams(temperature=0)
     with pytest.warns(UserWarning, match="prompt 0: the logits"):
-        outs = decoder.generate([PROMPT, [1]], [sampling, plain], max_new_tokens=9)
+        outs = decoder.generate([PROMPT, [1]], [sampling, unprocessed], max_new_tokens=9)
     assert outs[0].finish_reason == "error"
     assert isinstance(outs[0].error, ValueError)
     assert outs[1].token_ids == greedy(model, [1], 9)
-    assert decoder.generate(PROMPT, plain, max_new_tokens=9).token_ids == greedy(model, PROMPT, 9)
+    assert decoder.generate(PROMPT, unprocessed, max_new_tokens=9).token_ids == greedy(model, PROMPT, 9)
 
 
-@pytest.mark.parametrize("side", ["target", "draft"])
-def test_a_model_that_returns_nan_leaves_nothing_behind(side: str) -> None:
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_nan_of_a_model_does_not_stay_in_its_kv_cache(role: str) -> None:
     target, draft = tiny(), tiny(seed=1)
-    sick = target if side == "target" else draft
+    broken = target if role == "target" else draft
     decoder = Decoder(target, draft, num_draft_tokens=Fixed(3))
-    healthy = sick.model.embed_tokens.weight.clone()
+    weights = broken.model.embed_tokens.weight.clone()
     expected = greedy(target, PROMPT, 9)
     with torch.no_grad():
-        sick.model.embed_tokens.weight[expected[3]] = torch.nan
-    if side == "target":
+        broken.model.embed_tokens.weight[expected[3]] = torch.nan
+    if role == "target":
         with pytest.raises(ValueError, match="are unusable"):
             decoder.generate(PROMPT, SamplingParams(temperature=0.001), max_new_tokens=9, seed=1)
-    else:  # a draft that fails costs guesses, nothing else
+    else:  # a draft model that fails only proposes fewer tokens
         assert decoder.generate(PROMPT, temperature=0, max_new_tokens=9).token_ids == expected
     with torch.no_grad():
-        sick.model.embed_tokens.weight.copy_(healthy)
+        broken.model.embed_tokens.weight.copy_(weights)
     for prompt in (PROMPT, [1, 2, 3], PROMPT):
         assert decoder.generate(prompt, temperature=0, max_new_tokens=9).token_ids == greedy(
             target, prompt, 9
@@ -680,18 +688,18 @@ def test_a_model_that_returns_nan_leaves_nothing_behind(side: str) -> None:
 
 
 class Grammar(LogitsProcessor):  # type: ignore[misc]
-    """Only even tokens; one that is not cannot be gone on from, as with any grammar."""
+    """A processor that allows even tokens only, and raises an error after an odd one."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if (input_ids[0, len(PROMPT) :] % 2).any():
-            raise RuntimeError("no such text")
+            raise RuntimeError("an odd token")
         return scores.index_fill(1, torch.arange(1, V, 2), -torch.inf)
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "match"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_grammar_never_sees_a_text_that_it_forbids(rule: str, temperature: float) -> None:
-    """Guesses do not follow it: what comes after one that it forbids is not shown to it."""
+def test_a_grammar_never_sees_a_forbidden_token(rule: str, temperature: float) -> None:
+    """Draft tokens ignore the grammar. It is not called for positions after a forbidden draft token."""
     sampling = SamplingParams(temperature=temperature, processors=[Grammar()])
     drafter = outpace.RandomDrafter(V)
     decoder = Decoder(tiny(), drafter, rule=rule, num_draft_tokens=Fixed(4), draft_sampling=SamplingParams())
@@ -699,34 +707,36 @@ def test_a_grammar_never_sees_a_text_that_it_forbids(rule: str, temperature: flo
     assert len(out.token_ids) == 20
     assert not any(token % 2 for token in out.token_ids)
     if temperature == 0 or rule == "match":
-        plain = Decoder(tiny()).generate(PROMPT, sampling, seed=3, max_new_tokens=20)
-        assert out.token_ids == plain.token_ids
+        baseline = Decoder(tiny()).generate(PROMPT, sampling, seed=3, max_new_tokens=20)
+        assert out.token_ids == baseline.token_ids
 
 
-def test_an_error_in_a_processor_or_drafter_leaves_nothing_half_done() -> None:
-    class Angry(LogitsProcessor):  # type: ignore[misc]
+def test_the_decoder_works_after_an_error_in_a_processor_or_drafter() -> None:
+    class Failing(LogitsProcessor):  # type: ignore[misc]
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             if input_ids.shape[1] > len(PROMPT) + 3:
-                raise ZeroDivisionError("no more")
+                raise ZeroDivisionError("processor failed")
             return scores
 
-    class Broken(outpace.RandomDrafter):
+    class FailingDrafter(outpace.RandomDrafter):
         def propose(self, state: Any, g: int) -> Draft:
-            raise ZeroDivisionError("no idea")
+            raise ZeroDivisionError("drafter failed")
 
     model = tiny()
     decoder = Decoder(model, model, num_draft_tokens=Fixed(3))
-    with pytest.raises(ZeroDivisionError, match="no more"):
-        decoder.generate([PROMPT, [1]], SamplingParams(temperature=0, processors=[Angry()]), max_new_tokens=9)
+    with pytest.raises(ZeroDivisionError, match="processor failed"):
+        decoder.generate(
+            [PROMPT, [1]], SamplingParams(temperature=0, processors=[Failing()]), max_new_tokens=9
+        )
     assert decoder.generate(PROMPT, temperature=0, max_new_tokens=9).token_ids == greedy(model, PROMPT, 9)
-    decoder = Decoder(model, Broken(V), num_draft_tokens=Fixed(3))
-    with pytest.raises(ZeroDivisionError, match="no idea"):
+    decoder = Decoder(model, FailingDrafter(V), num_draft_tokens=Fixed(3))
+    with pytest.raises(ZeroDivisionError, match="drafter failed"):
         decoder.generate(PROMPT, temperature=0, max_new_tokens=9)
     decoder.drafter = None
     assert decoder.generate(PROMPT, temperature=0, max_new_tokens=9).token_ids == greedy(model, PROMPT, 9)
 
 
-def test_a_decoder_gives_back_its_parts() -> None:
+def test_a_decoder_exposes_its_target_tokenizer_and_drafter() -> None:
     target, draft = tiny(vocab_size=272), tiny(seed=1, vocab_size=272)
     decoder = Decoder(target, draft, TOKENIZER)
     assert decoder.target is target
@@ -739,25 +749,30 @@ def test_a_decoder_gives_back_its_parts() -> None:
 
 
 def test_a_decoder_describes_itself() -> None:
-    said = Decoder(tiny(), tiny("gpt2"), rule="token", lenience=0.5).describe()
-    for part in ("LlamaForCausalLM", "GPT2LMHeadModel", "KiB a token", "lenience 0.5", "Goodput(16)"):
-        assert part in said
-    assert "none, plain decoding" in Decoder(tiny()).describe()
+    decoder = Decoder(tiny(), tiny("gpt2"), rule="token", lenience=0.5, engine=True)
+    described = dict(line.split(maxsplit=1) for line in decoder.describe().splitlines())
+    assert list(described) == ["target", "drafter", "rule", "num_draft_tokens", "engine"]
+    assert "LlamaForCausalLM" in described["target"]
+    assert "KiB a token" in described["target"]
+    assert "GPT2LMHeadModel" in described["drafter"]
+    assert "lenience 0.5" in described["rule"]
+    assert described["num_draft_tokens"] == "Goodput(16)"
+    assert "none, without speculation" in Decoder(tiny()).describe()
 
 
-def test_a_drafter_without_a_possible_token_costs_guesses_not_the_row() -> None:
+def test_a_drafter_without_a_possible_token_proposes_nothing() -> None:
     model, forbidden = tiny(), {5: -torch.inf, 6: -torch.inf}
     fitted = outpace.NGramDrafter.fit([5] * 20 + [6, 5], 2, V)
-    plain = Decoder(model).generate(PROMPT, SamplingParams(logit_bias=forbidden), seed=1, max_new_tokens=8)
+    baseline = Decoder(model).generate(PROMPT, SamplingParams(logit_bias=forbidden), seed=1, max_new_tokens=8)
     out = Decoder(model, fitted, num_draft_tokens=2).generate(
         PROMPT, SamplingParams(logit_bias=forbidden), seed=1, max_new_tokens=8
     )
-    assert out.token_ids == plain.token_ids
+    assert out.token_ids == baseline.token_ids
     assert out.stats.draft_tokens == 0
 
 
-class Forgetful:
-    """A drafter that lacks a method."""
+class WithoutCommit:
+    """A drafter that has no method `commit`."""
 
     def propose(self, state: Any, g: int) -> Draft:
         return Draft.chosen([[] for _ in state.rows])
@@ -776,11 +791,13 @@ def test_a_drafter_may_be_a_pytorch_module() -> None:
     assert out.stats.draft_tokens > 0
 
 
-def test_a_drafter_that_lacks_a_method_is_refused_by_the_constructor() -> None:
-    with pytest.raises(TypeError, match=r"Forgetful has no method commit; derive it from outpace\.Drafter"):
-        Decoder(tiny(), Forgetful())  # type: ignore[arg-type]
+def test_a_drafter_without_a_method_is_rejected_by_the_constructor() -> None:
+    with pytest.raises(
+        TypeError, match=r"WithoutCommit has no method commit; derive it from outpace\.Drafter"
+    ):
+        Decoder(tiny(), WithoutCommit())  # type: ignore[arg-type]
 
-    class Derived(Forgetful, outpace.Drafter): ...
+    class Derived(WithoutCommit, outpace.Drafter): ...
 
     out = Decoder(tiny(), Derived(), num_draft_tokens=2).generate(PROMPT, temperature=0, max_new_tokens=5)
     assert out.token_ids == greedy(tiny(), PROMPT, 5)
@@ -789,21 +806,24 @@ def test_a_drafter_that_lacks_a_method_is_refused_by_the_constructor() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ([[1]], r"Says.propose returned list \[\[1\]\]; it must return an outpace.Draft"),
-        (None, "Says.propose returned NoneType None; it must return an outpace.Draft"),
-        (torch.zeros(1, 2, dtype=torch.int64), "Says.propose returned a tensor of torch.int64; it must"),
-        (Draft([[1, 2]]), r"draft: got tokens that are list \[\[1, 2\]\], from Says; they must be a tensor"),  # type: ignore[arg-type]
+        ([[1]], r"Returns.propose returned list \[\[1\]\]; it must return an outpace.Draft"),
+        (None, "Returns.propose returned NoneType None; it must return an outpace.Draft"),
+        (torch.zeros(1, 2, dtype=torch.int64), "Returns.propose returned a tensor of torch.int64; it must"),
+        (
+            Draft([[1, 2]]),  # type: ignore[arg-type]
+            r"draft: got tokens that are list \[\[1, 2\]\], from Returns; they must be a tensor",
+        ),
         (Draft(torch.zeros(1, 2, dtype=torch.int64), [0.5]), r"draft: got logits that are list"),  # type: ignore[arg-type]
     ],
 )
-def test_a_drafter_that_returns_something_else_is_told_what_to_return(returned: Any, message: str) -> None:
-    decoder = Decoder(tiny(), Says(lambda state, g: returned), num_draft_tokens=2)
+def test_errors_say_what_a_drafter_must_return(returned: Any, message: str) -> None:
+    decoder = Decoder(tiny(), Returns(lambda state, g: returned), num_draft_tokens=2)
     with pytest.raises(TypeError, match=message):
         decoder.generate(PROMPT, max_new_tokens=5)
 
 
-class Says:
-    """Drafts what it is told to."""
+class Returns:
+    """A drafter that returns what a function returns."""
 
     def __init__(self, draft: Callable[[Any, int], Draft]) -> None:
         self.propose = draft
@@ -824,8 +844,8 @@ class Says:
         (Draft(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, 5)), "draft: got logits"),
     ],
 )
-def test_what_a_drafter_gets_wrong_is_named(draft: Draft, message: str) -> None:
-    decoder = Decoder(tiny(), Says(lambda state, g: draft), num_draft_tokens=2)
+def test_errors_say_what_is_wrong_with_a_draft(draft: Draft, message: str) -> None:
+    decoder = Decoder(tiny(), Returns(lambda state, g: draft), num_draft_tokens=2)
     with pytest.raises(ValueError, match=message):
         decoder.generate(PROMPT, max_new_tokens=5)
 
@@ -838,7 +858,7 @@ def test_a_drafter_in_lower_precision_does_not_round_the_target() -> None:
         Decoder(tiny(), drafter, num_draft_tokens=2, rule="match").generate(
             PROMPT, SamplingParams(), seed=1, max_new_tokens=9, logprobs=True
         )
-        for drafter in (None, Says(proposal))
+        for drafter in (None, Returns(proposal))
     ]
     assert outs[0].token_ids == outs[1].token_ids
     assert outs[0].logprobs == pytest.approx(outs[1].logprobs, abs=1e-5)
@@ -846,13 +866,13 @@ def test_a_drafter_in_lower_precision_does_not_round_the_target() -> None:
 
 def test_a_drafter_serves_one_decoder_at_a_time() -> None:
     drafter = outpace.LookupDrafter()
-    one, other = Decoder(tiny(), drafter), Decoder(tiny(), drafter)
-    stream = one.stream(PROMPT, temperature=0, max_new_tokens=9)
+    first, second = Decoder(tiny(), drafter), Decoder(tiny(), drafter)
+    stream = first.stream(PROMPT, temperature=0, max_new_tokens=9)
     next(stream)
     with pytest.raises(RuntimeError, match="this LookupDrafter is at work for another Decoder"):
-        other.generate(PROMPT)
+        second.generate(PROMPT)
     stream.close()
-    assert other.generate(PROMPT, temperature=0, max_new_tokens=9).token_ids == greedy(tiny(), PROMPT, 9)
+    assert second.generate(PROMPT, temperature=0, max_new_tokens=9).token_ids == greedy(tiny(), PROMPT, 9)
 
 
 def test_a_stop_string_may_be_a_special_token() -> None:
@@ -864,13 +884,13 @@ def test_a_stop_string_may_be_a_special_token() -> None:
     assert (out.token_ids, out.text, out.finish_reason) == ([end], "", "stop")
 
 
-def test_numbers_of_numpy_are_seeds_too() -> None:
+def test_a_seed_may_be_a_numpy_integer() -> None:
     decoder, seeds = Decoder(tiny()), list[Any]([7, np.int64(7)])
     outs = [decoder.generate(PROMPT, temperature=1.0, seed=seed, max_new_tokens=5) for seed in seeds]
     assert outs[0].token_ids == outs[1].token_ids
 
 
-def test_what_the_generation_config_asks_for_in_vain_is_said() -> None:
+def test_a_warning_names_fields_of_the_generation_config_that_have_no_effect() -> None:
     model = tiny()
     model.generation_config.no_repeat_ngram_size = 2
     with pytest.warns(UserWarning, match="generation_config: no_repeat_ngram_size not applied"):

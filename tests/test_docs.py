@@ -1,4 +1,4 @@
-"""Every Python block of the pages runs, and the site builds without a warning."""
+"""Every Python block of the documentation runs, and the site builds without a warning."""
 
 from __future__ import annotations
 
@@ -32,23 +32,25 @@ def blocks(page: str) -> list[str]:
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The names that pages use: a model, a smaller one, their tokenizer. The default model is a tiny one."""
+    """The names that pages use: a model, a smaller model and their tokenizer. The default model is tiny."""
     tokenizer = byte_tokenizer()
     tokenizer.pad_token, tokenizer.padding_side = "<end>", "left"
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     model, small = tiny(vocab_size=272), tiny(seed=1, vocab_size=272)
-    for one in (model, small):
-        one.generation_config.pad_token_id = tokenizer.pad_token_id
+    for each in (model, small):
+        each.generation_config.pad_token_id = tokenizer.pad_token_id
     monkeypatch.setattr(loading, "load", lambda: Decoder(model, "lookup", tokenizer))
     short = {"samples": 200, "progress": False}
-    honest = outpace.audit
+    original = outpace.audit
     monkeypatch.setattr(
-        sys.modules["outpace.auditing.audit"], "audit", lambda *a, **k: honest(*a, **{**k, **short})
+        sys.modules["outpace.auditing.audit"],
+        "audit",
+        lambda *args, **options: original(*args, **{**options, **short}),
     )
     return {"model": model, "small": small, "tokenizer": tokenizer}
 
 
-@pytest.mark.parametrize("page", [one for one in PAGES if one not in NEEDS_MODELS])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in NEEDS_MODELS])
 def test_the_blocks_of_a_page_run(page: str, names: dict[str, Any]) -> None:
     for block in blocks(page):
         exec(compile(block, page, "exec"), names)
@@ -60,7 +62,7 @@ def test_the_blocks_of_the_readme_run(names: dict[str, Any]) -> None:
         exec(compile(block, "README.md", "exec"), names)
 
 
-def test_the_drafter_of_the_page_is_exact_and_short(names: dict[str, Any]) -> None:
+def test_the_example_drafter_is_exact_and_short(names: dict[str, Any]) -> None:
     names["model"] = tiny()
     for block in blocks("guides/add-a-drafter.md"):
         exec(block, names)
@@ -68,7 +70,7 @@ def test_the_drafter_of_the_page_is_exact_and_short(names: dict[str, Any]) -> No
     out = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=30)
     assert out.token_ids == greedy(tiny(), [5, 6, 7], 30)
     sampled = decoder.generate([5, 6, 7], SamplingParams(temperature=2.0), n=20, seed=1, max_new_tokens=30)
-    assert sum(one.stats.draft_tokens for one in sampled) > 0
+    assert sum(out.stats.draft_tokens for out in sampled) > 0
     body = blocks("guides/add-a-drafter.md")[0].split("class ")[1].strip().splitlines()
     assert len([line for line in body if line.strip()]) <= 20
 
@@ -76,8 +78,8 @@ def test_the_drafter_of_the_page_is_exact_and_short(names: dict[str, Any]) -> No
 def test_the_transformers_page_gives_the_same_text_before_and_after(names: dict[str, Any]) -> None:
     for block in blocks("guides/transformers.md"):
         exec(block, names)
-    alone, first = names["before"][0].tolist(), names["after"][0].tolist()
-    assert first[-len(alone) :] == alone
+    before, after = names["before"][0].tolist(), names["after"][0].tolist()
+    assert after[-len(before) :] == before
     assert names["after"].shape[1] - names["inputs"].input_ids.shape[1] == 40
     assert names["stats"].new_tokens == 40
     assert names["out"].stats.new_tokens == 80
@@ -89,11 +91,11 @@ def test_the_readme_is_short() -> None:
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("myst_parser", reason="the site needs pip install 'outpace[docs]'")
-    done = subprocess.run(
+    build = subprocess.run(
         [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", str(DOCS), str(tmp_path / "site")],
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert build.returncode == 0, build.stderr[-4000:]
     page = (tmp_path / "site" / "reference" / "help.html").read_text(encoding="utf-8")
     assert "outpace bench alpha" in page

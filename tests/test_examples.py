@@ -1,4 +1,4 @@
-"""The scripts of `examples/` run."""
+"""The scripts in `examples/` run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WITH_A_MODEL = ["quick_start", "batch", "own_drafter", "inside_transformers"]
 
 @pytest.fixture
 def _tiny_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny model in the place of the default one."""
+    """Replace the default model by a tiny one."""
     tokenizer = byte_tokenizer()
     model = tiny(vocab_size=272)
     model.generation_config.pad_token_id = 0
@@ -36,12 +36,12 @@ def test_an_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip()
 
 
-def test_verification_alone_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verification_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "verification_alone.py"), run_name="__main__")
     assert "sequence 1: accepted" in capsys.readouterr().out
 
 
-def test_tune_and_use_calls_commands_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tuning_example_calls_existing_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.cli.test_help import ALL
 
     called: list[list[str]] = []
@@ -50,12 +50,12 @@ def test_tune_and_use_calls_commands_that_exist(monkeypatch: pytest.MonkeyPatch)
     runpy.run_path(str(EXAMPLES / "tune_and_use.py"), run_name="__main__")
     assert [words[3] for words in called] == ["tune", "generate"]
     for words in called:
-        flags = {flag for one in ALL[words[3]].params for flag in one.opts}
+        flags = {flag for option in ALL[words[3]].params for flag in option.opts}
         assert {word for word in words if word.startswith("--")} <= flags
 
 
-def test_every_example_is_run_here() -> None:
-    assert {one.stem for one in EXAMPLES.glob("*.py")} == {
+def test_every_example_has_a_test() -> None:
+    assert {script.stem for script in EXAMPLES.glob("*.py")} == {
         *WITH_A_MODEL,
         "verification_alone",
         "tune_and_use",

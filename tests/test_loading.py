@@ -1,4 +1,4 @@
-"""`outpace.load`: names, files and consent are checked before weights are read."""
+"""`outpace.load` checks names, files and trust_remote_code before weights are read."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def remote(tmp_path: Path) -> Path:
 
 
 def needing_code(tmp_path: Path) -> Path:
-    """A model that needs Python code of its own, which leaves a file `ran` when it runs."""
+    """Return a model with remote code, which creates a file `ran` when it runs."""
     folder = saved(tmp_path / "remote")
     maps = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
     edited(folder / "config.json", model_type="mine", auto_map=maps)
@@ -72,19 +72,19 @@ def needing_code(tmp_path: Path) -> Path:
     return folder
 
 
-def said(*arguments: Any, **options: Any) -> tuple[str, list[str]]:
-    """Why `load` raises, and what it said before."""
+def load_error(*arguments: Any, **options: Any) -> tuple[str, list[str]]:
+    """Return the error of `load`, and the progress lines before it."""
     lines: list[str] = []
     with pytest.raises((ValueError, TypeError, OSError)) as raised:
         outpace.load(*arguments, device=options.pop("device", "cpu"), tell=lines.append, **options)
     return str(raised.value), lines
 
 
-# Consent
+# trust_remote_code
 
 
 @pytest.mark.parametrize("role", ["target", "draft", "tokenizer", "processor"])
-def test_code_of_a_model_does_not_run_unasked(remote: Path, good: Path, tmp_path: Path, role: str) -> None:
+def test_remote_code_does_not_run_by_default(remote: Path, good: Path, tmp_path: Path, role: str) -> None:
     if role == "tokenizer":
         edited(
             good / "tokenizer_config.json",
@@ -98,7 +98,7 @@ def test_code_of_a_model_does_not_run_unasked(remote: Path, good: Path, tmp_path
         why = str(raised.value)
     else:
         names = {"target": (remote, "lookup"), "draft": (good, remote), "tokenizer": (good, "lookup")}[role]
-        why, _ = said(*names)
+        why, _ = load_error(*names)
     assert why == (
         f"{good if role == 'tokenizer' else remote}: needs Python code of its own, which runs only if you "
         "allow it: --trust-remote-code, or trust_remote_code=True in Python"
@@ -107,7 +107,9 @@ def test_code_of_a_model_does_not_run_unasked(remote: Path, good: Path, tmp_path
 
 
 @pytest.mark.parametrize("role", ["--target", "--draft"])
-def test_the_command_reads_no_consent_from_stdin(remote: Path, good: Path, tmp_path: Path, role: str) -> None:
+def test_the_command_does_not_read_consent_from_stdin(
+    remote: Path, good: Path, tmp_path: Path, role: str
+) -> None:
     answers = tmp_path / "answers"
     answers.write_text("y\n" * 20)
     names = ["--target", str(good), role, str(remote)]  # the last of two counts
@@ -125,14 +127,14 @@ def test_the_command_reads_no_consent_from_stdin(remote: Path, good: Path, tmp_p
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_flag_of_the_command_allows_the_code(remote: Path, tmp_path: Path) -> None:
+def test_the_flag_trust_remote_code_runs_the_code(remote: Path, tmp_path: Path) -> None:
     words = ["generate", "hi", "--raw", "-m", "2", "--target", str(remote), "--trust-remote-code"]
     done = subprocess.run([sys.executable, "-m", "outpace", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "ran").exists()
 
 
-def test_code_of_a_model_runs_where_it_is_trusted(remote: Path, good: Path, tmp_path: Path) -> None:
+def test_remote_code_runs_with_trust_remote_code(remote: Path, good: Path, tmp_path: Path) -> None:
     decoder = outpace.load(
         remote,
         remote,
@@ -148,14 +150,14 @@ def test_code_of_a_model_runs_where_it_is_trusted(remote: Path, good: Path, tmp_
     assert out.token_ids == greedy(tiny(vocab_size=272), PROMPT, 12)
 
 
-def test_code_that_is_not_needed_is_ignored(good: Path, remote: Path, tmp_path: Path) -> None:
+def test_remote_code_that_is_not_needed_does_not_run(good: Path, remote: Path, tmp_path: Path) -> None:
     edited(good / "config.json", auto_map={"AutoModelForCausalLM": "mine.MineForCausalLM"})
     shutil.copy(remote / "mine.py", good)
     outpace.load(good, device="cpu", tell=lambda line: None)
     assert not (tmp_path / "ran").exists()
 
 
-# Names and files, before weights
+# Names and files
 
 
 @pytest.mark.parametrize(
@@ -168,11 +170,11 @@ def test_code_that_is_not_needed_is_ignored(good: Path, remote: Path, tmp_path: 
         ("ngrm:a.st", "ngram:a.st"),
     ],
 )
-def test_a_misspelt_draft_is_told_before_the_target_is_read(
+def test_a_misspelt_draft_is_refused_before_the_target_is_read(
     good: Path, monkeypatch: pytest.MonkeyPatch, draft: str, meant: str | None
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    why, lines = said(good, draft)
+    why, lines = load_error(good, draft)
     assert lines == []
     if meant:
         assert why == f'draft: {draft}: no such file, folder or hub model; did you mean "{meant}"?'
@@ -180,7 +182,7 @@ def test_a_misspelt_draft_is_told_before_the_target_is_read(
         assert why == "draft: .: no such file; save one with NGramDrafter.save"
 
 
-def test_a_model_whose_name_is_close_to_lookup_is_a_model(
+def test_an_existing_model_with_a_name_close_to_lookup_is_loaded(
     good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(good.parent)
@@ -189,16 +191,16 @@ def test_a_model_whose_name_is_close_to_lookup_is_a_model(
     assert outpace.load(good, "lokup", device="cpu", tell=lambda line: None).drafter is not None
 
 
-def test_a_table_has_to_be_named() -> None:
+def test_draft_ngram_without_a_file_is_refused() -> None:
     with pytest.raises(ValueError, match="draft: ngram needs a file, ngram:FILE"):
         loading.check_draft_name("ngram")
 
 
-def test_a_draft_that_the_hub_does_not_have_is_told_before_the_target_is_read(
+def test_a_draft_missing_on_the_hub_is_refused_before_the_target_is_read(
     good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    why, lines = said(good, "no-one/nothing")
+    why, lines = load_error(good, "no-one/nothing")
     assert why.startswith("no-one/nothing: no such file or folder, and the hub cannot be asked")
     assert lines == []
 
@@ -220,33 +222,33 @@ def damage(folder: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["cut off", "cut off in its header", "overwritten", "a shard is missing"])
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_damaged_weights_are_told_before_others_are_read(
+def test_damaged_weights_are_refused_before_other_weights_are_read(
     good: Path, tmp_path: Path, how: str, role: str
 ) -> None:
     bad = saved(tmp_path / "bad")
     damage(bad, how)
-    why, lines = said(*((bad, good) if role == "target" else (good, bad)))
+    why, lines = load_error(*((bad, good) if role == "target" else (good, bad)))
     assert why.startswith(f"{bad}: cannot be loaded (")
     assert lines == []
 
 
-def test_a_damaged_gguf_draft_is_told_before_the_target_is_read(good: Path, tmp_path: Path) -> None:
+def test_a_damaged_gguf_draft_is_refused_before_the_target_is_read(good: Path, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "draft.gguf")
     file.write_bytes(file.read_bytes()[:-100])
-    why, lines = said(good, file)
+    why, lines = load_error(good, file)
     assert why.startswith(f"{file}: cannot be loaded, as it is damaged or cut off (its tensors end at byte ")
     assert lines == []
 
 
 def table(path: Path, *, about: Any = None, drop: str = "", arrays: Mapping[str, Any] | None = None) -> Path:
-    """A saved n-gram drafter, with some of it changed."""
+    """Save an n-gram drafter with changes to its metadata or arrays."""
     from safetensors.numpy import load_file, save_file
 
     NGramDrafter.fit([1, 2, 3, 1, 2, 4] * 9, 2, 8).save(path)
     whole = {**load_file(path), **(arrays or {})}
     whole.pop(drop, None)
-    said = {"kind": "ngram", "n": 2, "vocab_size": 8} if about is None else about
-    save_file(whole, path, {"outpace": said if isinstance(said, str) else json.dumps(said)})
+    header = {"kind": "ngram", "n": 2, "vocab_size": 8} if about is None else about
+    save_file(whole, path, {"outpace": header if isinstance(header, str) else json.dumps(header)})
     return path
 
 
@@ -254,29 +256,29 @@ def table(path: Path, *, about: Any = None, drop: str = "", arrays: Mapping[str,
     ("changes", "why"),
     [
         ({"drop": "counts.2"}, "it lacks the 2-grams"),
-        ({"about": "{"}, "it is another's"),
+        ({"about": "{"}, "it has no header of outpace"),
         ({"about": {"kind": "ngram", "n": "2", "vocab_size": 8}}, "n 2, vocab_size 8"),
         ({"about": {"kind": "other", "n": 2, "vocab_size": 8}}, "it is of kind other"),
         ({"arrays": {"counts.2": torch.zeros(1).long().numpy()}}, "its 2-grams have shapes"),
         ({"arrays": {"counts.1": torch.ones(4).numpy()}}, "its 1-grams have shapes"),
     ],
 )
-def test_a_damaged_table_is_told_before_the_target_is_read(
+def test_a_damaged_ngram_table_is_refused_before_the_target_is_read(
     good: Path, tmp_path: Path, changes: dict[str, Any], why: str
 ) -> None:
     path = table(tmp_path / "table.safetensors", **changes)
-    found, lines = said(good, f"ngram:{path}")
+    found, lines = load_error(good, f"ngram:{path}")
     assert found.startswith(f"draft: {path} holds no n-gram drafter ({why}")
     assert lines == []
 
 
-def test_a_table_that_is_cut_off_or_out_of_order_is_told(good: Path, tmp_path: Path) -> None:
+def test_an_ngram_table_that_is_cut_off_or_out_of_order_is_refused(good: Path, tmp_path: Path) -> None:
     path = table(tmp_path / "table.safetensors")
     loading.check_draft_name(f"ngram:{path}")
     keys = torch.tensor([3, 2, 1, 0]).numpy()
-    why, _ = said(good, f"ngram:{table(path, arrays={'keys.1': keys})}")
+    why, _ = load_error(good, f"ngram:{table(path, arrays={'keys.1': keys})}")
     assert why.endswith("holds no n-gram drafter (its n-grams are out of order)")
-    why, _ = said(good, f"ngram:{table(path, arrays={'counts.1': 0 * keys})}")
+    why, _ = load_error(good, f"ngram:{table(path, arrays={'counts.1': 0 * keys})}")
     assert why.endswith("holds no n-gram drafter (it counts less than 1)")
     path.write_bytes(table(path).read_bytes()[:-8])
     with pytest.raises(ValueError, match=r"draft: .* holds no n-gram drafter"):
@@ -297,26 +299,26 @@ def test_a_table_that_is_cut_off_or_out_of_order_is_told(good: Path, tmp_path: P
         ({"quantization_config": "int8"}, "quantization_config: got 'int8'; it must be a quantization"),
     ],
 )
-def test_arguments_that_do_not_fit_are_told_before_weights_are_read(
+def test_wrong_arguments_are_refused_before_weights_are_read(
     good: Path, options: dict[str, Any], why: str
 ) -> None:
-    found, lines = said(good, good, **options)
+    found, lines = load_error(good, good, **options)
     assert found.startswith(why)
     assert lines == []
 
 
-def test_the_default_has_no_revision() -> None:
-    assert said(None, revision="v1")[0].startswith("revision: got 'v1', and the default model has none")
+def test_a_revision_of_the_default_model_is_refused() -> None:
+    assert load_error(None, revision="v1")[0].startswith("revision: got 'v1', and the default model has none")
 
 
-def test_a_gguf_file_is_not_quantized_again(tmp_path: Path) -> None:
+def test_quantization_config_is_refused_for_a_gguf_file(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf")
-    why, lines = said(file, quantization_config={"quant_method": "torchao"})
+    why, lines = load_error(file, quantization_config={"quant_method": "torchao"})
     assert why == f"quantization_config: {file} is a GGUF file, whose weights are loaded dense"
     assert lines == []
 
 
-# What Transformers takes
+# Arguments of Transformers
 
 
 @pytest.mark.parametrize(
@@ -335,7 +337,7 @@ def test_dtypes_have_short_names(name: Any, dtype: torch.dtype) -> None:
     assert hub.precision_of(name, torch.device("cpu")) == dtype
 
 
-def test_a_wrong_dtype_lists_all_names() -> None:
+def test_the_error_for_a_wrong_dtype_lists_all_names() -> None:
     for wrong in ("int8", "nn", "", torch.int8):
         with pytest.raises(ValueError, match="dtype: got") as raised:
             hub.precision_of(wrong, torch.device("cpu"))
@@ -361,9 +363,7 @@ PARTS = (
         ({**dict.fromkeys((*PARTS, "model.layers.1"), "cpu"), "model.embed_tokens": "disk"}, "disk, cpu"),
     ],
 )
-def test_a_device_map_places_the_target_and_it_decodes(
-    good: Path, device_map: Any, places: str | None
-) -> None:
+def test_a_target_with_a_device_map_decodes(good: Path, device_map: Any, places: str | None) -> None:
     lines: list[str] = []
     decoder = outpace.load(
         good, good, device_map=device_map, dtype="float32", num_draft_tokens=3, tell=lines.append
@@ -373,7 +373,7 @@ def test_a_device_map_places_the_target_and_it_decodes(
     assert out.token_ids == greedy(tiny(vocab_size=272), PROMPT, 12)
 
 
-def test_quantized_weights_decode_as_transformers_does(good: Path) -> None:
+def test_quantized_weights_decode_as_in_transformers(good: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     torchao = pytest.importorskip("torchao.quantization")
@@ -385,19 +385,19 @@ def test_quantized_weights_decode_as_transformers_does(good: Path) -> None:
         good, device="cpu", dtype="float32", num_draft_tokens=3, quantization_config=config, tell=lines.append
     )
     assert lines == [f"{good}: float32, quantized by torchao on cpu"]
-    theirs = AutoModelForCausalLM.from_pretrained(
+    reference = AutoModelForCausalLM.from_pretrained(
         good, dtype=torch.float32, device_map="cpu", quantization_config=config, trust_remote_code=False
     )
-    assert "Int8" in type(theirs.model.layers[0].mlp.up_proj.weight).__name__
+    assert "Int8" in type(reference.model.layers[0].mlp.up_proj.weight).__name__
     assert type(decoder.scorer.model.model.layers[0].mlp.up_proj.weight) is type(
-        theirs.model.layers[0].mlp.up_proj.weight
+        reference.model.layers[0].mlp.up_proj.weight
     )
     out = decoder.generate(PROMPT, temperature=0, max_new_tokens=12)
-    assert out.token_ids == greedy(theirs, PROMPT, 12)
+    assert out.token_ids == greedy(reference, PROMPT, 12)
 
 
-def test_a_revision_of_the_hub_is_the_one_that_is_loaded(tmp_path: Path) -> None:
-    """From a cache as the hub library keeps it, without a network."""
+def test_load_uses_the_requested_revision(tmp_path: Path) -> None:
+    """Use a cache with the layout of the hub library, without a network."""
     repository = tmp_path / "hub" / "models--some--model"
     for seed, (name, commit) in enumerate({"main": "a" * 40, "v1": "b" * 40}.items()):
         saved(repository / "snapshots" / commit, seed)
@@ -420,10 +420,10 @@ def test_a_revision_of_the_hub_is_the_one_that_is_loaded(tmp_path: Path) -> None
     assert "AssertionError" not in done.stderr
 
 
-def test_a_second_copy_of_the_weights_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_packed_only_up_to_the_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(hidden_size=1024, num_hidden_layers=1)
     size = packed_bytes(model)
     assert size > 0
     assert loading.worth_packing(model)
-    monkeypatch.setattr(loading, "MOST_PACKED", size - 1)
+    monkeypatch.setattr(loading, "MAX_PACKED_BYTES", size - 1)
     assert not loading.worth_packing(model)

@@ -1,4 +1,4 @@
-"""What a newcomer touches first: the import, the version, the one command of the README."""
+"""The import, the version and the command of the README."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_verify_does_not_import_models() -> None:
     assert out.stdout.strip() == "False"
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     for name in outpace.__all__:
         assert getattr(outpace, name) is not None
     assert sorted(outpace.__all__) == dir(outpace)
 
 
-def test_version_is_the_packages() -> None:
+def test_version_equals_that_of_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == outpace.__version__
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 Cell = TypeVar("Cell")
+T = TypeVar("T")
 full = False  # set by conftest.py from the command line, before tests are collected
 
 
-def pairwise(cells: Sequence[Cell], factors: Callable[[Cell], Sequence[Hashable]]) -> list[Cell]:
+def pairwise(cells: Sequence[Cell], factors: Callable[[Cell], Iterable[Hashable]]) -> list[Cell]:
     """Return few cells in which every pair of values that occurs together in some cell still does.
 
     Greedy: the cell with the most pairs that are not covered yet is next, the first of equals. In the full
@@ -25,3 +26,16 @@ def pairwise(cells: Sequence[Cell], factors: Callable[[Cell], Sequence[Hashable]
         chosen.add(best)
         missing -= pairs[best]
     return [cells[i] for i in sorted(chosen)]
+
+
+def each_value(*factors: Iterable[Hashable]) -> list[tuple[Hashable, ...]]:
+    """Return few combinations in which every value of every factor occurs; in the full tier all of them."""
+    values = [list(factor) for factor in factors]
+    if full:
+        return list(itertools.product(*values))
+    return [tuple(one[i % len(one)] for one in values) for i in range(max(map(len, values)))]
+
+
+def sized(default: T, full_size: T) -> T:
+    """Return the size of a test for this tier."""
+    return full_size if full else default

@@ -21,15 +21,15 @@ from torch import Tensor
 from outpace.checks.arguments import boolean, integer, kind, on_device, suggests
 from outpace.checks.errors import suggestion
 from outpace.draft.base import Draft, Drafter, one_for_all
-from outpace.draft.given import drafter_of
 from outpace.draft.model import ModelDrafter
+from outpace.draft.resolve import resolve_drafter
 from outpace.draft.text import TextDrafter
 from outpace.engine import graph_run
 from outpace.engine.claims import claim, release
 from outpace.engine.commit import advance
 from outpace.engine.drafting import Proposer, seeds
-from outpace.engine.graphs import Engines
-from outpace.engine.logprobs import adjusted, keep, note
+from outpace.engine.engines import Engines
+from outpace.engine.logprobs import adjusted_logits, store_logprobs, store_scores
 from outpace.engine.request import Arrays, Options, Prompt, Prompts, Reader
 from outpace.engine.sequence import Output, Row, Step
 from outpace.engine.stats import Clock
@@ -37,14 +37,14 @@ from outpace.models.causal import CausalScorer
 from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
 from outpace.policy import DraftLengthPolicy, Fixed, Goodput
 from outpace.sampling import Prefix, SamplingParams
-from outpace.verification import Rule, Verdict, check, settle
+from outpace.verification import Rule, Verdict, check, verify_block
 from outpace.verification.block import Block
 from outpace.verification.rules import parse
 
 WithModel = ModelDrafter | TextDrafter
-MOST = 16  # draft tokens per step, by default
-# What a draft-length policy must have
-POLICY = ("choose", "max_draft_tokens", "asks", "idle", "enough", "observe", "withdraw", "reset")
+MAX_DRAFT_TOKENS = 16  # per step, by default
+# Attributes and methods of a draft-length policy
+POLICY_NAMES = ("choose", "max_draft_tokens", "asks", "idle", "enough", "observe", "withdraw", "reset")
 
 
 class Decoder:
@@ -99,13 +99,15 @@ class Decoder:
         if engine is not None:
             boolean("engine", engine)
         self.scorer = scorer_of(target)
-        self.drafter = drafter_of(draft)
+        self.drafter = resolve_drafter(draft)
         self._check_encoders()
         self.rule = parse(rule)
         check.lenience(lenience, self.rule)
         self.lenience = lenience
         if num_draft_tokens in (None, "auto"):
-            num_draft_tokens = Fixed(0) if draft is None else Goodput(min(MOST, self.scorer.context - 1))
+            num_draft_tokens = (
+                Fixed(0) if draft is None else Goodput(min(MAX_DRAFT_TOKENS, self.scorer.context - 1))
+            )
         self.policy: DraftLengthPolicy = policy_of(num_draft_tokens)
         if self.policy.max_draft_tokens >= self.scorer.context:
             raise ValueError(
@@ -218,8 +220,8 @@ class Decoder:
             if output.error is not None:
                 if single:
                     raise output.error
-                why = str(output.error).removeprefix("prompt: ")
-                warnings.warn(f"prompt {row // (n or 1)}: {why}", stacklevel=2)
+                reason = str(output.error).removeprefix("prompt: ")
+                warnings.warn(f"prompt {row // (n or 1)}: {reason}", stacklevel=2)
         return outputs[0] if single and n is None else [outputs[i] for i in range(len(rows))]
 
     def stream(
@@ -247,7 +249,7 @@ class Decoder:
 
     def _steps(self, rows: list[Row], batch_size: int | None) -> Generator[Step]:
         """Yield one step for each prompt that could not be read, then the steps of the others."""
-        yield from (row.refused() for row in rows if row.error is not None)
+        yield from (row.failed_step() for row in rows if row.error is not None)
         readable = [row for row in rows if row.error is None]
         if readable:
             yield from self._run(readable, batch_size)
@@ -277,23 +279,23 @@ class Decoder:
 
     def describe(self) -> str:
         """Return a readable summary of target, drafter, rule, draft-length policy and engine."""
-        drafter = "none, plain decoding" if self.drafter is None else type(self.drafter).__name__
+        drafter = "none, without speculation" if self.drafter is None else type(self.drafter).__name__
         if isinstance(self.drafter, WithModel):
             drafter = self.drafter.describe()
-        lines = [
-            f"target   {self.scorer.describe()}",
-            f"drafter  {drafter}",
-            f"rule     {self.rule}" + (f", lenience {self.lenience}" if self.lenience < 1 else ""),
-            f"length   {self.policy!r}",
-        ]
+        parts = {
+            "target": self.scorer.describe(),
+            "drafter": drafter,
+            "rule": f"{self.rule}" + (f", lenience {self.lenience}" if self.lenience < 1 else ""),
+            "num_draft_tokens": f"{self.policy!r}",
+        }
         if self.engines is not None:
-            lines.append(f"engine   {self.engines.describe()}")
-        return "\n".join(lines)
+            parts["engine"] = self.engines.describe()
+        return "\n".join(f"{name:<16}  {value}" for name, value in parts.items())
 
     # The decode step
 
     @torch.inference_mode()
-    def _iteration(self, rows: list[Row]) -> list[Step]:
+    def _step(self, rows: list[Row]) -> list[Step]:
         """Run one decode step: one forward pass of the target and g draft tokens.
 
         Each sequence gains 1 to g+1 tokens.
@@ -310,16 +312,16 @@ class Decoder:
         outcome = torch.stack((verdict.accepted, verdict.next_token, verdict.bad)).cpu()
         accepted, next_token, bad = outcome.tolist()
         clock.lap("verify")
-        self.scorer.commit(slots, [1 + kept for kept in accepted])
+        self.scorer.commit(slots, [1 + count for count in accepted])
         if state is not None and self.drafter is not None:
             self.drafter.commit(outcome[0], outcome[1])
         steps = advance(rows, draft, state, (accepted, next_token, bad), self.scorer.context)
         phases = clock.share([row.stats for row in rows])
-        self.policy.observe(proposal.done(rows, accepted, next_token, phases))
+        self.policy.observe(proposal.outcome(rows, accepted, next_token, phases))
         return [replace(step, phases=phases) for step in steps]
 
     @torch.inference_mode()
-    def _begin(self, rows: list[Row]) -> list[Step]:
+    def _prefill(self, rows: list[Row]) -> list[Step]:
         """Prefill the prompts and sample each sequence's first token.
 
         This is a step with g = 0.
@@ -328,7 +330,9 @@ class Decoder:
         sources = [row.source for row in rows]
         for scorer in self.encoders():
             longest = max(len(row.tokens) for row in rows)
-            scorer.take_in([row.slot for row in rows], [one for one in sources if one is not None], longest)
+            scorer.cache_sources(
+                [row.slot for row in rows], [one for one in sources if one is not None], longest
+            )
         clock.lap("encode")
         logits = self.scorer.prefill([row.slot for row in rows], [row.tokens for row in rows], sources)
         clock.lap("target")
@@ -348,50 +352,50 @@ class Decoder:
             prefix = Prefix.padded([row.tokens for row in rows], prompts, logits.device)
         if draft.logits is not None:
             # Both get one precision, never less than the target's.
-            wide = torch.promote_types(logits.dtype, draft.logits.dtype)
-            logits, draft = logits.to(wide), replace(draft, logits=draft.logits.to(wide))
+            dtype = torch.promote_types(logits.dtype, draft.logits.dtype)
+            logits, draft = logits.to(dtype), replace(draft, logits=draft.logits.to(dtype))
         scores = None
         if any(row.top is not None or row.scores is not None for row in rows):
-            scores = adjusted(logits, samplings, prefix, draft)
-        verdict = settle(
+            scores = adjusted_logits(logits, samplings, prefix, draft)
+        verdict = verify_block(
             self._block(rows, draft, logits),
             self.rule,
             self.lenience,
             one_for_all(samplings),
-            None if draft.told is None else draft.told.sampling,
+            None if draft.precomputed is None else draft.precomputed.sampling,
             prefix,
         )
         if any(row.scores is not None or row.logits is not None for row in rows):
-            keep(rows, verdict, logits, scores)
+            store_scores(rows, verdict, logits, scores)
         if scores is not None and any(row.top is not None for row in rows):
-            note(rows, draft, verdict, scores)
+            store_logprobs(rows, draft, verdict, scores)
         return verdict
 
     def _block(self, rows: list[Row], draft: Draft, logits: Tensor) -> Block:
         R, g, device = len(rows), draft.tokens.shape[1], logits.device
         ragged = any(length < g for length in draft.lengths or ())
         lengths = on_device(list(draft.lengths or [0] * R), torch.int64, device) if ragged else None
-        tokens, strange = draft.tokens, None
+        tokens, invalid = draft.tokens, None
         if lengths is not None:
             tokens = tokens.masked_fill(torch.arange(g, device=device) >= lengths[:, None], 0)
         if device.type != "cpu" and g:  # on the CPU `check_draft` has checked them
-            tokens, strange = check.tokens(tokens, None, logits.shape[-1])
-        alone = R == 1  # then ints serve instead of tensors
-        told = draft.told
+            tokens, invalid = check.tokens(tokens, None, logits.shape[-1])
+        single = R == 1  # ints then replace tensors
+        precomputed = draft.precomputed
         return Block(
             tokens,
             draft.logits,
             logits,
-            None if told is None else told.lse,
-            rows[0].seed if alone else seeds(rows, device),
+            None if precomputed is None else precomputed.lse,
+            rows[0].seed if single else seeds(rows, device),
             len(rows[0].tokens)
-            if alone
+            if single
             else on_device([len(row.tokens) for row in rows], torch.int64, device),
             lengths,
-            strange,
-            draft_cut=None if told is None else told.cut,
-            draft_tie=None if told is None else told.tie,
-            in_turn=True,
+            invalid,
+            draft_cut=None if precomputed is None else precomputed.cut,
+            draft_tie=None if precomputed is None else precomputed.tie,
+            stop_at_rejection=True,
         )
 
     def _scorers(self) -> list[CausalScorer]:
@@ -424,21 +428,22 @@ class Decoder:
         """Decode all sequences to their ends, at most ``batch_size`` at a time."""
         owner = object()
         waiting, active = deque(rows), list[Row]()
-        sound = False  # whether the KV caches agree with the sequences' tokens
+        caches_valid = False  # whether the KV caches agree with the sequences' tokens
         try:
             self._claim(owner)
             self._proposer = Proposer(self.scorer, self.drafter, self.policy, self.rule)
             slots = min(batch_size or len(rows), len(rows))
             longest = max(min(row.prompt_length + row.max_new_tokens, self.scorer.context) for row in rows)
             if self.engines is not None:
-                engine = self.engines.take(rows, slots, longest + 2 * (self.policy.max_draft_tokens + 1))
+                engine = self.engines.engine_for(
+                    rows, slots, longest + 2 * (self.policy.max_draft_tokens + 1)
+                )
                 if engine is not None:
                     if isinstance(self.drafter, TextDrafter):
                         self.drafter.reserve(slots, longest + self.policy.max_draft_tokens + 1)
-                    inside, sampling = self.engines.inside, waiting[0].sampling
-                    yield from graph_run.GraphRun(engine, self._proposer, slots, inside, sampling).steps(
-                        waiting
-                    )
+                    drafts_in_graph, sampling = self.engines.drafts_in_graph, waiting[0].sampling
+                    run = graph_run.GraphRun(engine, self._proposer, slots, drafts_in_graph, sampling)
+                    yield from run.steps(waiting)
                     return
             self.scorer.reserve(slots, longest + self.policy.max_draft_tokens + 1)
             if isinstance(self.drafter, WithModel):
@@ -451,26 +456,26 @@ class Decoder:
                     for row, slot in zip(new, free, strict=False):
                         row.slot = slot
                     active.extend(new)
-                    steps = self._begin(new)
+                    steps = self._prefill(new)
                 else:
-                    steps = self._iteration(active)
+                    steps = self._step(active)
                 done = {row.index: row for row in active if row.finish_reason is not None}
                 for i in reversed(range(len(active))):
-                    if active[i].index in done:  # the last one moves here; the others stay where they are
+                    if active[i].index in done:  # the last one moves here; the others keep their positions
                         active[i] = active[-1]
                         active.pop()
                 for row in done.values():
                     self._release(row, keep=row.error is None)
-                sound = True
+                caches_valid = True
                 for step in steps:
                     if step.row in done:
                         row = done[step.row]
                         step = dataclasses.replace(step, finish_reason=row.finish_reason, output=row.output())
                     yield step
-                sound = False
+                caches_valid = False
         finally:
             for row in active:
-                self._release(row, keep=sound)
+                self._release(row, keep=caches_valid)
             release(owner)
 
     def _claim(self, owner: object) -> None:
@@ -501,18 +506,18 @@ def policy_of(num_draft_tokens: Any) -> DraftLengthPolicy:
             "num_draft_tokens", num_draft_tokens, "an int >= 0, or a draft-length policy", lambda g: g >= 0
         )
         return Fixed(int(num_draft_tokens))
-    lacks = [name for name in POLICY if not hasattr(num_draft_tokens, name)]
-    if isinstance(num_draft_tokens, type) or "choose" in lacks:  # a class is not a policy
-        close = (
+    missing = [name for name in POLICY_NAMES if not hasattr(num_draft_tokens, name)]
+    if isinstance(num_draft_tokens, type) or "choose" in missing:  # a class is not a policy
+        hint = (
             suggestion(num_draft_tokens, ("Fixed", "Heuristic", "Goodput"))
             if isinstance(num_draft_tokens, str)
             else ""
         )
-        fits = 'an int, "auto", Fixed(g), Heuristic(start) or Goodput()'
-        raise TypeError(f"num_draft_tokens: got {kind(num_draft_tokens)[:80]}; it must be {fits}{close}")
-    if lacks:
+        expected = 'an int, "auto", Fixed(g), Heuristic(start) or Goodput()'
+        raise TypeError(f"num_draft_tokens: got {kind(num_draft_tokens)[:80]}; it must be {expected}{hint}")
+    if missing:
         raise TypeError(
-            f"num_draft_tokens: {kind(num_draft_tokens)} has no {lacks[0]}; derive it from "
+            f"num_draft_tokens: {kind(num_draft_tokens)} has no {missing[0]}; derive it from "
             "outpace.policy.DraftLengthPolicy"
         )
     return num_draft_tokens  # type: ignore[no-any-return]

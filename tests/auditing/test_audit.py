@@ -1,4 +1,4 @@
-"""The audit finds no difference where there is none, and every planted fault by sampling alone."""
+"""The audit reports no difference for a correct decoder, and finds every planted fault by sampling alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REPORT = Report(
     alarm=1e-4,
     detectable=0.05,
     rounding=0.0,
-    length="Fixed(3)",
+    draft_length_policy="Fixed(3)",
     forced=True,
     engine=False,
     seconds=90.0,
@@ -42,22 +42,22 @@ def test_no_difference_is_found_in_a_correct_decoder_and_the_report_states_its_p
     decoder = Decoder(model, tiny(seed=1), num_draft_tokens=Fixed(3))
     report = audit(decoder, PROMPTS, samples=600, progress=False)
     assert report.passed, str(report)
-    said = str(report)
-    assert said.startswith("No difference found.")
-    assert "2 of 2 prompts gave the target's own tokens" in said
+    text = str(report)
+    assert text.startswith("No difference found.")
+    assert "2 of 2 prompts gave the target's own tokens" in text
     assert report.detectable is not None
-    assert f"A misplacement of {report.detectable:.1%} or more" in said
-    assert "on every prompt would have been found with 99% certainty" in said
-    assert "found different in at most 1 of 1,000 audits" in said
-    assert ("put down to rounding in 16 bits" in said) == (dtype == torch.bfloat16)
+    assert f"A misplacement of {report.detectable:.1%} or more" in text
+    assert "on every prompt would have been found with 99% certainty" in text
+    assert "found different in at most 1 of 1,000 audits" in text
+    assert ("attributed to rounding in 16 bits" in text) == (dtype == torch.bfloat16)
     assert 0.05 < report.detectable <= min(one.detectable for one in report.joint) < 0.5
     assert report.joint[0].outcomes == 3**3
     assert report.draft_tokens > report.accepted_tokens > 0
     for word in ("prove", "lossless", "guess", "agree"):
-        assert word not in said.lower()
+        assert word not in text.lower()
 
 
-def test_as_many_samples_are_drawn_as_the_wanted_misplacement_needs() -> None:
+def test_number_of_samples_depends_on_the_misplacement_to_find() -> None:
     decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(3))
     report = audit(decoder, [REPEATING], misplacement=0.2, greedy_tokens=0, temperature=3, progress=False)
     assert report.passed
@@ -66,7 +66,7 @@ def test_as_many_samples_are_drawn_as_the_wanted_misplacement_needs() -> None:
     assert report.joint[0].detectable == pytest.approx(report.detectable, abs=1e-3)
 
 
-def test_lenience_is_found_out() -> None:
+def test_audit_finds_that_lenience_changes_the_distribution() -> None:
     decoder = Decoder(tiny(), outpace.RandomDrafter(V), num_draft_tokens=Fixed(3), lenience=0.05)
     report = audit(decoder, PROMPTS[:1], samples=1000, greedy_tokens=0, progress=False)
     assert report.verdict == "difference found"
@@ -89,20 +89,18 @@ def test_a_large_difference_ends_the_audit_early() -> None:
         (0.3, False, "no difference found", "at most 1 of 10,000 audits"),
     ],
 )
-def test_a_small_p_value_is_called_what_it_is(
-    p_value: float, different: bool, verdict: str, odds: str
-) -> None:
+def test_verdict_depends_on_the_p_value(p_value: float, different: bool, verdict: str, odds: str) -> None:
     report = replace(REPORT, p_value=p_value, different=different)
     assert report.verdict == verdict
     assert report.passed == (verdict == "no difference found")
-    said = str(report)
-    assert f"Sampling: {verdict} in 4,768 samples of 3 tokens; p-value {p_value:.2g}." in said
-    assert odds in said
-    assert ("suspicious" in said) == (verdict == "could not tell")
-    assert ("would have been found" in said) == (verdict == "no difference found")
+    text = str(report)
+    assert f"Sampling: {verdict} in 4,768 samples of 3 tokens; p-value {p_value:.2g}." in text
+    assert odds in text
+    assert ("suspicious" in text) == (verdict == "could not tell")
+    assert ("would have been found" in text) == (verdict == "no difference found")
 
 
-def test_a_difference_in_greedy_decoding_is_a_difference() -> None:
+def test_a_greedy_difference_alone_is_reported_but_a_tie_is_not() -> None:
     report = replace(REPORT, greedy=[Greedy(32, 7, 40)])
     assert (report.verdict, report.sampling) == ("difference found", "no difference found")
     tied = replace(REPORT, greedy=[Greedy(32, None, 40, ties=2)])
@@ -110,13 +108,15 @@ def test_a_difference_in_greedy_decoding_is_a_difference() -> None:
     assert "(32 compared, 2 of them at ties that rounding decides)" in str(tied)
 
 
-def test_the_report_says_what_was_not_tested() -> None:
+def test_the_report_names_checks_that_could_not_run() -> None:
     joint = REPORT.joint[0]
     assert "None was accepted" in str(replace(REPORT, joint=[replace(joint, accepted_tokens=0)]))
     assert "None was rejected" in str(
         replace(REPORT, joint=[replace(joint, accepted_tokens=joint.draft_tokens)])
     )
-    assert "tokens that were ruled out" in str(replace(REPORT, joint=[replace(joint, impossible=3)]))
+    assert "tokens that the logit bias ruled out" in str(
+        replace(REPORT, joint=[replace(joint, impossible=3)])
+    )
     assert "without the engine" in str(replace(REPORT, engine=True))
     few = replace(REPORT, detectable=1.0)
     assert few.verdict == "could not tell"
@@ -140,14 +140,13 @@ def test_without_samples_there_is_no_p_value() -> None:
     assert report.passed
 
 
-def test_probabilities_from_passes_with_and_without_a_cache_are_the_same_but_for_rounding() -> None:
-    whole = distribution(tiny(), REPEATING, 3, [5, 6, 7])
+def test_cached_and_uncached_forward_passes_give_the_same_probabilities_up_to_rounding() -> None:
+    uncached = distribution(tiny(), REPEATING, 3, [5, 6, 7])
     cached = distribution(tiny(), REPEATING, 3, [5, 6, 7], cached=True)
-    assert cached == pytest.approx(whole, rel=1e-4)
+    assert cached == pytest.approx(uncached, rel=1e-4)
 
 
-def test_what_rounding_may_bring_about_is_no_difference_and_more_is() -> None:
-    """In 16 bits the sampler may be as far from the reference as two ways to compute it are, twice."""
+def test_rounding_tolerance_is_twice_the_distance_between_two_computations_in_16_bits() -> None:
     model = tiny().to(torch.bfloat16)
     sampler = Sampler(Decoder(model, "lookup", num_draft_tokens=Fixed(3)), [REPEATING], 3, 3, 1.0, 64, 0)
     p = np.array([*sampler.exact[0].values()])
@@ -157,11 +156,11 @@ def test_what_rounding_may_bring_about_is_no_difference_and_more_is() -> None:
     assert exact.rounding()[0] == 0
 
 
-def test_another_text_is_found_out() -> None:
+def test_greedy_check_finds_a_decoder_with_wrong_logits() -> None:
     decoder = Decoder(tiny(), num_draft_tokens=0)
-    decoder.scorer.model = tiny(seed=1)  # what is compared with is not what decodes
-    honest = decoder.scorer._forward
-    decoder.scorer._forward = lambda *a, **k: -honest(*a, **k)  # type: ignore[method-assign]
+    decoder.scorer.model = tiny(seed=1)  # the audit compares with this model
+    original = decoder.scorer._forward
+    decoder.scorer._forward = lambda *a, **k: -original(*a, **k)  # type: ignore[method-assign]
     report = audit(decoder, PROMPTS, samples=0, progress=False)
     assert not report.passed
     assert all(one.differs_at is not None for one in report.greedy)
@@ -181,14 +180,14 @@ def test_the_exact_distribution_is_the_product_of_conditionals() -> None:
     assert exact[a, b] == pytest.approx(float(chance), rel=1e-5)
 
 
-def test_prompts_need_room() -> None:
-    with pytest.raises(ValueError, match="prompts: got one of 126 tokens; to be audited it may have 96"):
+def test_a_prompt_that_leaves_no_context_for_the_samples_is_refused() -> None:
+    with pytest.raises(ValueError, match="prompts: got one of 126 tokens; it must have at most 96"):
         audit(Decoder(tiny()), [[1] * 126], progress=False)
     with pytest.raises(ValueError, match="prompts: give a list of at least one prompt"):
         audit(Decoder(tiny()), [], progress=False)
 
 
-def test_sampled_tokens_are_of_the_prompt_where_it_has_enough_and_none_is_rare() -> None:
+def test_sampled_tokens_come_from_the_prompt_and_none_is_rare() -> None:
     assert set(balanced(tiny(), REPEATING, top=3)) == {5, 6, 7}
     assert {5, 6} < set(balanced(tiny(), [5, 6, 5, 6], top=8))
     prompt = [5, 6, 7, 9, 8, 7, 6, 11, 3, 20]
@@ -202,56 +201,56 @@ def test_sampled_tokens_are_of_the_prompt_where_it_has_enough_and_none_is_rare()
     assert entropy(chosen) >= max(entropy([5, 6, 7]), entropy([11, 3, 20])) - 1e-6
 
 
-def test_no_two_samples_share_their_noise_even_of_equal_prompts() -> None:
+def test_samples_of_equal_prompts_have_different_noise() -> None:
     decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(3))
     first, second = audit(decoder, [REPEATING] * 2, samples=300, greedy_tokens=0, progress=False).joint
     assert first.p_value != second.p_value
 
 
-def test_a_policy_that_goes_by_measured_time_is_replaced_for_the_audit() -> None:
+def test_a_policy_that_depends_on_measured_time_is_replaced_during_the_audit() -> None:
     decoder = Decoder(tiny(), "lookup")
-    own = decoder.policy
-    assert isinstance(own, Goodput)
+    policy = decoder.policy
+    assert isinstance(policy, Goodput)
     report = audit(decoder, [REPEATING], samples=300, progress=False)
-    assert decoder.policy is own
+    assert decoder.policy is policy
     assert report.forced
     assert report.draft_tokens > 0
-    assert "(length Fixed(3), fixed for the audit)" in str(report)
+    assert "(policy Fixed(3), set by the audit)" in str(report)
     assert not audit(
         Decoder(tiny(), "lookup", num_draft_tokens=2), [REPEATING], samples=100, progress=False
     ).forced
 
 
-def test_steps_draft_one_token_and_more() -> None:
+def test_samples_cover_steps_with_zero_to_three_draft_tokens() -> None:
     drafts: list[int] = []
     decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(3))
-    honest = decoder._verify
+    original = decoder._verify
 
     def verify(rows, draft, logits):  # type: ignore[no-untyped-def]
         drafts.append(draft.tokens.shape[1])
-        return honest(rows, draft, logits)
+        return original(rows, draft, logits)
 
     decoder._verify = verify  # type: ignore[method-assign]
     audit(decoder, [REPEATING], samples=600, greedy_tokens=0, progress=False)
     assert {0, 1, 2, 3} <= set(drafts)
 
 
-def test_the_audit_says_before_how_long_it_takes() -> None:
-    said: list[str] = []
+def test_the_audit_first_reports_how_long_it_takes() -> None:
+    lines: list[str] = []
     decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(3))
-    audit(decoder, [REPEATING], samples=300, greedy_tokens=0, progress=False, tell=said.append)
-    assert len(said) == 1
-    assert said[0].startswith("sampling: 300 samples, about ")
+    audit(decoder, [REPEATING], samples=300, greedy_tokens=0, progress=False, tell=lines.append)
+    assert len(lines) == 1
+    assert lines[0].startswith("sampling: 300 samples, about ")
 
 
-def test_a_report_says_when_nothing_was_drafted() -> None:
+def test_without_draft_tokens_the_verdict_is_could_not_tell() -> None:
     report = audit(Decoder(tiny()), PROMPTS[:1], samples=200, progress=False)
     assert report.verdict == "could not tell"
     assert not report.tested
     assert str(report).startswith("Could not tell: no draft token was proposed")
 
 
-def test_what_cannot_be_counted_is_refused() -> None:
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"tokens, top: got 11, 5; .* are too many to count"):
         audit(Decoder(tiny()), PROMPTS, tokens=11, top=5)
     with pytest.raises(ValueError, match=f"top: got {V + 1}; it must be an int in 2..{V}"):
@@ -274,7 +273,7 @@ def test_a_planted_fault_is_found_by_sampling_alone(fault: str, drafter: str) ->
 
 
 @pytest.mark.parametrize("drafter", ["model", "lookup"])
-def test_after_a_planted_fault_the_decoder_is_as_before(drafter: str) -> None:
+def test_removing_a_planted_fault_restores_the_decoder(drafter: str) -> None:
     decoder = Decoder(
         tiny(), tiny(seed=1) if drafter == "model" else drafter, num_draft_tokens=Fixed(3), engine=True
     )
@@ -286,7 +285,7 @@ def test_after_a_planted_fault_the_decoder_is_as_before(drafter: str) -> None:
     assert audit(decoder, [REPEATING], samples=400, progress=False).passed
 
 
-def test_an_unknown_fault_is_named() -> None:
+def test_an_unknown_fault_is_refused() -> None:
     with (
         pytest.raises(ValueError, match="plant: got 'gremlin'; known are"),
         planted(Decoder(tiny()), "gremlin"),

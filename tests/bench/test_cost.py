@@ -1,4 +1,4 @@
-"""Parts of an iteration are timed by themselves, and the best length follows from them."""
+"""Parts of a step are timed by themselves, and the best g is predicted from them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from outpace import Decoder, SamplingParams
 from outpace.bench import cost, theory
 from outpace.bench.cost import Drafting, Pass, Verification
 from outpace.bench.prediction import Parts
-from outpace.verification import settle as honest
+from outpace.verification import verify_block as original
 from tests.tiny import greedy, tiny, tiny_seq2seq
 
 CPU = torch.device("cpu")
 
 
-def test_medians_are_of_runs_in_turn_and_the_first_round_does_not_count() -> None:
+def test_medians_are_of_runs_in_turn_without_the_first_round() -> None:
     order: list[str] = []
 
     def run(name: str, seconds: float) -> None:
@@ -33,18 +33,18 @@ def test_medians_are_of_runs_in_turn_and_the_first_round_does_not_count() -> Non
     assert found["b"] >= 12
 
 
-def test_the_curve_is_that_of_the_scorers_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that takes 3 ms a token of a row, on top of what the tiny model takes."""
+def test_timed_passes_have_the_requested_tokens_and_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass takes 3 ms per token, and the time of the tiny model."""
     decoder = Decoder(tiny())
-    honest, seen = decoder.scorer.score, set()
+    original, seen = decoder.scorer.score, set()
 
     def score(rows: Any, tokens: torch.Tensor) -> torch.Tensor:
         seen.add((decoder.scorer.length(0), *tokens.shape))
         time.sleep(0.003 * tokens.numel())
-        return honest(rows, tokens)
+        return original(rows, tokens)
 
     monkeypatch.setattr(decoder.scorer, "score", score)
-    found = cost.curve(decoder, lengths=(1, 4), batches=(1, 2), context=10)
+    found = cost.curve(decoder, sizes=(1, 4), batches=(1, 2), context=10)
     assert [(one.B, one.n) for one in found] == [(1, 1), (1, 4), (2, 1), (2, 4)]
     assert seen == {(10, B, n) for B in (1, 2) for n in (1, 4)}
     for one in found:
@@ -54,60 +54,62 @@ def test_the_curve_is_that_of_the_scorers_passes(monkeypatch: pytest.MonkeyPatch
     assert out.token_ids == greedy(tiny(), [5, 6, 7], 9)
 
 
-def test_what_beginning_a_draft_takes_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_time_of_the_first_draft_token_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Decoder(tiny(), tiny(seed=1))
     assert decoder.drafter is not None
-    honest, lengths = decoder.drafter.propose, list[int]()
+    original, sizes = decoder.drafter.propose, list[int]()
 
     def propose(state: Any, g: int) -> Any:
-        lengths.append(len(state.tokens[0]))
+        sizes.append(len(state.tokens[0]))
         time.sleep(0.02 + 0.005 * g)
-        return honest(state, g)
+        return original(state, g)
 
     monkeypatch.setattr(decoder.drafter, "propose", propose)
     found = cost.drafting(decoder, 2, context=10)
     assert 10 <= found.step < 40
     assert found.start > 10
-    assert found.taken([0, 4]).tolist() == [0.0, pytest.approx(4 * found.step)]
-    assert np.diff([10, *lengths]).tolist() == [1, 1, 2] * (cost.ROUNDS + 1)
+    assert found.milliseconds([0, 4]).tolist() == [0.0, pytest.approx(4 * found.step)]
+    assert np.diff([10, *sizes]).tolist() == [1, 1, 2] * (cost.ROUNDS + 1)
     monkeypatch.undo()
     out = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=9)
     assert out.token_ids == greedy(tiny(), [5, 6, 7], 9)
 
 
 @pytest.mark.parametrize("drafter", ["lookup", None], ids=["lookup", "model"])
-def test_an_engines_parts_are_timed_where_there_is_one(drafter: str | None) -> None:
+def test_parts_of_the_engine_are_timed_if_a_decoder_has_one(drafter: str | None) -> None:
     decoder = Decoder(tiny(), drafter or tiny(seed=1), engine=True)
     engines = decoder.engines
     assert engines is not None
     assert engines.engine is None
-    found = cost.curve(decoder, lengths=(1, 3), batches=(2, 1), context=10)
+    found = cost.curve(decoder, sizes=(1, 3), batches=(2, 1), context=10)
     assert [(one.B, one.n) for one in found] == [(2, 1), (2, 3), (1, 1), (1, 3)]
     assert all(one.ms > 0 for one in found)
     assert engines.engine is not None
     assert cost.drafting(decoder, 2, context=10).step > 0
     assert engines.engine.active.tolist() == [0, 0]
-    cost.let_go(decoder)
+    cost.free_engine(decoder)
     assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=9).token_ids == greedy(
         tiny(), [5, 6, 7], 9
     )
 
 
-def test_a_model_with_an_encoder_is_timed_too() -> None:
+def test_encoder_decoder_models_are_timed() -> None:
     decoder = Decoder(tiny_seq2seq(), tiny_seq2seq(seed=1))
-    assert [one.n for one in cost.curve(decoder, lengths=(1, 3), batches=(2,), context=10)] == [1, 3]
+    assert [one.n for one in cost.curve(decoder, sizes=(1, 3), batches=(2,), context=10)] == [1, 3]
     assert cost.drafting(decoder, 2, context=10).step > 0
 
 
-def test_verification_is_of_as_many_drafts_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_is_timed_with_the_requested_draft_tokens_and_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     decoder = Decoder(tiny(), lenience=0.5)
     seen = set()
 
-    def settle(block: Any, rule: Any, lenience: float, samplings: Any) -> Any:
+    def verify_block(block: Any, rule: Any, lenience: float, samplings: Any) -> Any:
         seen.add((*block.tokens.shape, block.draft_logits is not None, lenience, samplings[0].temperature))
-        return honest(block, rule, lenience, samplings)
+        return original(block, rule, lenience, samplings)
 
-    monkeypatch.setattr(cost, "settle", settle)
+    monkeypatch.setattr(cost, "verify_block", verify_block)
     sampling = SamplingParams(temperature=0.5, repetition_penalty=1.2)
     drawn = cost.verification(decoder, (0, 3), (1, 2), sampling)
     chosen = cost.verification(decoder, (3,), (1,), sampling, drawn=False)
@@ -123,7 +125,7 @@ FLAT = [Pass(1, n, 10.0) for n in (1, 5, 9)]
 STEEP = [Pass(1, n, 10.0 * n) for n in (1, 5, 9)]
 
 
-def test_where_passes_are_flat_the_prediction_is_the_papers() -> None:
+def test_with_equal_pass_times_the_prediction_is_theorem_3_8() -> None:
     drafting, papers = Drafting(0.5), theory.speedup(0.8, np.arange(9), 0.05)
     np.testing.assert_allclose(Parts(1, drafting, FLAT, []).speedups(0.8, 1.0), papers)
     found = Parts(1, drafting, FLAT, []).best(0.8, 1.0)
@@ -131,13 +133,13 @@ def test_where_passes_are_flat_the_prediction_is_the_papers() -> None:
     assert found.speedup == pytest.approx(theory.speedup(0.8, found.g, 0.05), abs=1e-4)
 
 
-def test_a_speed_is_foretold_over_the_interval_of_alpha() -> None:
+def test_predicted_speedup_has_an_interval_from_that_of_alpha() -> None:
     parts = Parts(1, Drafting(2.0), FLAT, [])
     found = parts.best(0.5, 1.0, (0.1, 0.8))
     assert found.g == 1
     assert found.interval == pytest.approx([theory.speedup(end, 1, 0.2) for end in (0.1, 0.8)], abs=1e-4)
     assert parts.best(0.5).interval is None
-    # What does not pay may do so at the upper end, by the g that is best there.
+    # A draft that does not pay may pay at the upper end of the interval, with the best g there.
     found = parts.best(0.1, 1.0, (0.0, 0.8))
     g = theory.best_length(0.8, 0.2)
     assert (found.g, found.speedup) == (0, 1.0)
@@ -145,37 +147,37 @@ def test_a_speed_is_foretold_over_the_interval_of_alpha() -> None:
     assert parts.best(0.1, 1.0, (0.0, 0.15)).interval == (1.0, 1.0)
 
 
-def test_where_passes_cost_as_much_as_their_tokens_no_draft_pays() -> None:
+def test_no_draft_pays_if_passes_cost_as_much_as_their_tokens() -> None:
     found = Parts(1, Drafting(0.0), STEEP, []).best(0.9, 1.0)
     assert (found.g, found.speedup) == (0, 1.0)
     np.testing.assert_allclose(Parts(1, Drafting(0.0), STEEP, []).speedups(1.0, 1.0), 1.0)
 
 
-def test_the_best_length_ends_before_a_step_of_the_curve() -> None:
+def test_best_g_stops_before_pass_times_jump() -> None:
     passes = [Pass(1, n, 10.0 if n <= 4 else 30.0) for n in range(1, 10)]
     assert Parts(1, Drafting(0.0), passes, []).best(0.9, 1.0).g == 3
 
 
-def test_verification_and_silence_are_counted_by_hand() -> None:
+def test_prediction_with_verification_and_coverage_matches_a_calculation_by_hand() -> None:
     verify = [Verification(1, 0, 2.0, True), Verification(1, 8, 4.0, True)]
     found = Parts(1, Drafting(1.0), FLAT, verify).speedups(0.5, 0.25)
-    # g = 4: a quarter of iterations has guesses, passes take 10 + 3, others 12; four steps are always made
+    # g = 4: a quarter of the steps has draft tokens and takes 10 + 3, others take 12; drafting always takes 4
     tokens = 0.25 * theory.expected_tokens(0.5, 4) + 0.75
     assert found[4] == pytest.approx(tokens * 12 / (4 + 0.25 * 13 + 0.75 * 12))
     assert found[0] == 1
 
 
-def test_what_beginning_a_draft_takes_is_in_the_prediction() -> None:
+def test_prediction_includes_the_extra_time_of_the_first_draft_token() -> None:
     drafting = Drafting(step=2.0, start=4.0)
-    assert drafting.taken(range(5)).tolist() == [0.0, 5.0, 6.0, 7.0, 8.0]
+    assert drafting.milliseconds(range(5)).tolist() == [0.0, 5.0, 6.0, 7.0, 8.0]
     found = Parts(1, drafting, FLAT, []).speedups(0.5, 1.0)
     assert found[0] == 1
     assert found[1] == pytest.approx(1.5 * 10 / 15)
 
 
-def test_a_draft_reads_what_it_guessed_right_to_the_last() -> None:
+def test_prediction_includes_the_extra_token_a_draft_feeds_after_full_acceptance() -> None:
     drafting = Drafting(step=2.0, start=0.0, behind=3.0)
-    assert drafting.taken([0, 1, 2], [1.0, 1.0, 0.5]).tolist() == [0.0, 5.0, 5.5]
+    assert drafting.milliseconds([0, 1, 2], [1.0, 1.0, 0.5]).tolist() == [0.0, 5.0, 5.5]
     one, two = (Parts(B, drafting, [Pass(B, n, 10.0) for n in range(1, 10)], []) for B in (1, 2))
     assert one.speedups(0.5)[2] == pytest.approx(1.75 * 10 / (14 + 3 / 4))
     assert two.speedups(0.5)[2] == pytest.approx(1.75 * 10 / (14 + 3 * (1 - (3 / 4) ** 2)))
@@ -185,22 +187,22 @@ def test_a_draft_reads_what_it_guessed_right_to_the_last() -> None:
     )
 
 
-def test_a_longer_text_to_read_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_time_of_feeding_one_more_token_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Decoder(tiny(), tiny(seed=1))
     assert decoder.drafter is not None
-    honest, read = decoder.drafter.propose, [10]
+    original, read = decoder.drafter.propose, [10]
 
     def propose(state: Any, g: int) -> Any:
         time.sleep(0.02 * (len(state.tokens[0]) - read[-1]))
         read.append(len(state.tokens[0]))
-        return honest(state, g)
+        return original(state, g)
 
     monkeypatch.setattr(decoder.drafter, "propose", propose)
     assert 10 < cost.drafting(decoder, 1, context=10).behind < 40
 
 
-def test_what_does_not_fit_is_named() -> None:
-    with pytest.raises(ValueError, match="passes: there must be one over a single token of B = 2 rows"):
+def test_wrong_arguments_are_refused_with_their_name() -> None:
+    with pytest.raises(ValueError, match="passes: there must be one over a single token of B = 2 sequences"):
         Parts(2, Drafting(0.0), FLAT, []).speedups(0.5, 1.0)
     decoder = Decoder(tiny(), tiny(max_position_embeddings=40))
     with pytest.raises(ValueError, match="context: got 200; with 4 tokens more it must fit the model's"):

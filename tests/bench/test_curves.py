@@ -1,5 +1,7 @@
-"""Figures 2 to 4 of Leviathan et al. 2023, drawn: each line is what its definition says, by sums and by
-search rather than by closed forms."""
+"""Plots of Figures 2 to 4 of Leviathan et al. 2023.
+
+Each line is checked against its definition, by sums and by search instead of closed forms.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from outpace.bench.curves import backend
 ALPHAS = curves.ALPHAS
 
 
-def drawn(panel: Callable[..., None], c: float = 0.05) -> dict[str, Any]:
+def plotted(panel: Callable[..., None], c: float = 0.05) -> dict[str, Any]:
     pyplot = backend()
     found, axis = pyplot.subplots()
     panel(axis, [], c)
@@ -25,20 +27,20 @@ def drawn(panel: Callable[..., None], c: float = 0.05) -> dict[str, Any]:
 
 
 def tokens(g: int) -> Any:
-    """The i-th further token comes if i guesses are kept."""
+    """Return the expected tokens: token i + 1 is generated if i draft tokens are accepted."""
     return sum(ALPHAS**i for i in range(g + 1))
 
 
 def test_figure_2_expected_tokens() -> None:
-    lines = drawn(curves.tokens)
+    lines = plotted(curves.tokens)
     assert set(lines) == {"g = 1", "g = 3", "g = 5", "g = 7", "g = 10", "no limit"}
     for g in curves.LENGTHS:
         assert lines[f"g = {g}"] == pytest.approx(tokens(g))
     assert lines["no limit"] == pytest.approx(tokens(3000))
 
 
-def test_figure_3_the_best_length() -> None:
-    lines = drawn(curves.lengths)
+def test_figure_3_best_g() -> None:
+    lines = plotted(curves.lengths)
     assert set(lines) == {f"c = {c:g}" for c in (0.01, 0.02, 0.05, 0.1)}
     for c in curves.COSTS:
         speeds = np.stack([tokens(g) / (1 + c * g) for g in range(150)])  # [g, α]
@@ -47,7 +49,7 @@ def test_figure_3_the_best_length() -> None:
         assert (np.diff(lines[f"c = {c:g}"]) >= 0).all()
 
 
-def test_a_measured_c_is_among_the_curves_of_the_best_length() -> None:
+def test_figure_3_has_a_curve_for_the_c_of_a_point() -> None:
     points = [curves.Point(0.6, 6.8e-5), curves.Point(0.5, 6.8e-5), curves.Point(0.8, 0.05)]
     pyplot = backend()
     found, axis = pyplot.subplots()
@@ -63,8 +65,8 @@ def test_a_measured_c_is_among_the_curves_of_the_best_length() -> None:
 
 
 @pytest.mark.parametrize("c", [0.0, 0.05])
-def test_figure_4_speed_and_operations(c: float) -> None:
-    speed, operations = drawn(curves.speed, c), drawn(curves.operations, c)
+def test_figure_4_speedup_and_operations(c: float) -> None:
+    speed, operations = plotted(curves.speed, c), plotted(curves.operations, c)
     for g in curves.LENGTHS:
         assert speed[f"g = {g}"] == pytest.approx(tokens(g) / (1 + c * g))
         assert operations[f"g = {g}"] == pytest.approx((g + 1 + c * g) / tokens(g))

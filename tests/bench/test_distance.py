@@ -1,4 +1,4 @@
-"""Acceptance and distance against the oracle, whose random numbers are gone through instead of drawn."""
+"""Acceptance and distance match the oracle, which runs over a grid of all random numbers."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def distance_to(p: list[float], q: list[float]) -> float:
 
 
 @pytest.mark.parametrize("rule", ["token", "sigmoid(-1, 1)", "sigmoid(-3, 5)", "sigmoid(-100, 100)"])
-@pytest.mark.parametrize("shift", [0.0, -1.0], ids=["apart", "nothing left over"])
-def test_acceptance_and_distance_are_those_of_the_oracle(rule: str, shift: float) -> None:
-    """A shift leaves p and q the same but puts every sigmoid of the target below the draft's."""
+@pytest.mark.parametrize("shift", [0.0, -1.0], ids=["different", "empty residual"])
+def test_acceptance_and_distance_match_the_oracle(rule: str, shift: float) -> None:
+    """A shift leaves p and q the same, but every sigmoid of the target is below the draft's."""
     draft, other = 3 * torch.randn(2, 6, dtype=torch.float64)
     target = draft + shift if shift else other
     made, parsed = one_position(draft, target), parse(rule)
     p, q = oracle.softmax(target.tolist()), oracle.softmax(draft.tolist())
     grid = [(i + 0.5) / STEPS for i in range(STEPS)]
 
-    kept = [sum(decided(x, made, parsed, r, 0.5)[0] for r in grid) / STEPS for x in range(6)]
-    hardest = min(range(6), key=kept.__getitem__)
-    out = [a * b for a, b in zip(q, kept, strict=True)]
+    accepted = [sum(decided(x, made, parsed, r, 0.5)[0] for r in grid) / STEPS for x in range(6)]
+    hardest = min(range(6), key=accepted.__getitem__)
+    out = [a * b for a, b in zip(q, accepted, strict=True)]
     acceptance, bonus = sum(out), [0.0] * 6
     for u in grid:
         bonus[decided(hardest, made, parsed, 0.0, u)[1]] += 1 / STEPS
-        if kept[hardest] < 1:
+        if accepted[hardest] < 1:
             out[decided(hardest, made, parsed, 1 - 1e-12, u)[1]] += (1 - acceptance) / STEPS
 
     found = quality(made, parsed)
@@ -56,7 +56,7 @@ def test_acceptance_and_distance_are_those_of_the_oracle(rule: str, shift: float
     assert found.bonus_distance == pytest.approx(distance_to(bonus, p), abs=1e-3)
 
 
-def test_the_exact_rule_is_at_no_distance_and_keeps_the_overlap() -> None:
+def test_exact_rule_has_distance_zero_and_accepts_the_overlap() -> None:
     made = positions(500, CPU, torch.bfloat16)
     p, q = made.target[:, :-1].double().softmax(-1), made.draft.double().softmax(-1)
     found = quality(made, parse("token"))
@@ -64,7 +64,7 @@ def test_the_exact_rule_is_at_no_distance_and_keeps_the_overlap() -> None:
     assert found.distance == found.bonus_distance == 0
 
 
-def test_a_wide_sigmoid_keeps_everything_and_writes_the_draft_s_text() -> None:
+def test_wide_sigmoid_accepts_everything_and_outputs_the_draft_distribution() -> None:
     made = positions(500, CPU, torch.float32)
     p, q = made.target[:, :-1].double().softmax(-1), made.draft.double().softmax(-1)
     found = quality(made, sigmoid(-1e6, 1e6))
@@ -73,7 +73,7 @@ def test_a_wide_sigmoid_keeps_everything_and_writes_the_draft_s_text() -> None:
     assert found.bonus_distance == pytest.approx(float((p - 1 / 500).abs().sum(-1).mean()) / 2, abs=1e-5)
 
 
-def test_positions_repeat_and_leave_the_generator_alone() -> None:
+def test_positions_are_reproducible_and_leave_the_random_generator_unchanged() -> None:
     before = torch.get_rng_state()
     made, again = positions(50, CPU, torch.float32), positions(50, CPU, torch.float32)
     assert made.draft.shape == (1, POSITIONS, 50)

@@ -1,4 +1,4 @@
-"""Means of clusters, and what is said about how sure they are."""
+"""Means of clusters and their confidence intervals."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("freedom", "confidence", "t"), TABLE)
-def test_students_t_is_that_of_the_tables(freedom: int, confidence: float, t: float) -> None:
+def test_students_t_matches_published_tables(freedom: int, confidence: float, t: float) -> None:
     assert student(confidence, freedom) == pytest.approx(t, abs=5e-4)
 
 
-def test_the_interval_is_the_one_computed_by_hand() -> None:
+def test_interval_matches_a_calculation_by_hand() -> None:
     clusters = [np.array([1.0, 0.0, 0.5]), np.array([np.nan, 1.0]), np.array([0.5, 0.5])]
     found = estimate(clusters, 0.95)
     assert found is not None
@@ -32,10 +32,10 @@ def test_the_interval_is_the_one_computed_by_hand() -> None:
     half = 4.302653 * math.sqrt(off * 3 / 2) / 6
     assert found.half == pytest.approx(half, rel=1e-6)
     assert found.interval == pytest.approx([max(0.0, mean - half), min(1.0, mean + half)])
-    assert found.needed(half / 2) == 12  # half as wide takes four times as many
+    assert found.needed(half / 2) == 12  # half the width needs four times as many clusters
 
 
-def test_values_alike_in_their_clusters_say_less_than_values_that_are_not() -> None:
+def test_equal_values_within_clusters_give_a_wider_interval_than_mixed_ones() -> None:
     together = estimate([np.full(50, value) for value in (0.0, 1.0, 0.0, 1.0)])
     mixed = estimate([np.tile([0.0, 1.0], 25)] * 4)
     assert together is not None
@@ -46,28 +46,28 @@ def test_values_alike_in_their_clusters_say_less_than_values_that_are_not() -> N
     assert mixed.half == 0
 
 
-def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
-    """400 draws of 8 clusters: 360 expected at 90 %, standard deviation 6."""
+def test_interval_covers_the_true_mean_at_its_confidence() -> None:
+    """400 samples of 8 clusters: 360 expected at 90 %, standard deviation 6."""
     noise = np.random.default_rng(5)
-    held = 0
+    covered = 0
     for _ in range(400):
         levels = noise.normal(0.5, 0.1, 8)
         found = estimate([level + noise.normal(0, 0.1, 20) for level in levels], 0.9)
         assert found is not None
         assert found.half is not None
-        held += abs(found.mean - 0.5) <= found.half
-    assert 336 <= held <= 384
+        covered += abs(found.mean - 0.5) <= found.half
+    assert 336 <= covered <= 384
 
 
-def test_a_share_is_never_off_by_more_than_it_can_be() -> None:
+def test_interval_of_a_fraction_stays_within_0_and_1() -> None:
     found = estimate([np.zeros(4), np.ones(4)])
     assert found is not None
     assert found.half is not None
     assert found.half > 1
-    assert (found.interval, found.off) == ([0.0, 1.0], 0.5)
+    assert (found.interval, found.max_error) == ([0.0, 1.0], 0.5)
 
 
-def test_one_cluster_has_no_interval_and_none_no_mean() -> None:
+def test_one_cluster_has_no_interval_and_no_values_have_no_estimate() -> None:
     alone = estimate([np.array([0.2, 0.4])])
     assert alone is not None
     assert alone.mean == pytest.approx(0.3)
@@ -77,14 +77,14 @@ def test_one_cluster_has_no_interval_and_none_no_mean() -> None:
         estimate([np.ones(2)], 1)
 
 
-def test_values_that_go_up_and_down_are_correlated_so() -> None:
+def test_alternating_values_have_negative_then_positive_autocorrelation() -> None:
     found = autocorrelation([np.tile([0.0, 1.0], 40)] * 2, lags=2)
     assert found == [pytest.approx(-1), pytest.approx(1)]
     assert autocorrelation([np.ones(9)], lags=2) == [None, None]
     assert autocorrelation([np.array([0.0, np.nan, 1.0, np.nan])], lags=2) == [None, pytest.approx(-1)]
 
 
-def test_pairs_do_not_cross_from_one_cluster_to_the_next() -> None:
+def test_autocorrelation_pairs_stay_within_a_cluster() -> None:
     """Within clusters values are equal; across their borders they are opposite."""
     found = autocorrelation([np.zeros(2), np.ones(2)] * 10, lags=2)
     assert found == [pytest.approx(1), None]

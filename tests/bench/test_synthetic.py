@@ -1,4 +1,4 @@
-"""Synthetic pairs keep drafts as often as they were made to."""
+"""Synthetic pairs have the requested acceptance rate."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 import outpace
 from outpace.bench import synthetic
+from tests import tiers
 
 TARGET: dict[str, Any] = {
     "model_type": "llama",
@@ -23,9 +24,10 @@ TARGET: dict[str, Any] = {
 DRAFT = {**TARGET, "hidden_size": 96, "head_dim": 24, "num_hidden_layers": 1}
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
-@pytest.mark.parametrize("alpha", [0.6, 0.9])
-def test_a_pair_has_the_acceptance_that_was_asked_for(family: str, alpha: float) -> None:
+@pytest.mark.parametrize(
+    ("family", "alpha"), tiers.each_value(["llama", "mistral", "qwen2", "qwen3", "gemma"], [0.6, 0.9])
+)
+def test_pair_has_the_requested_acceptance_rate(family: str, alpha: float) -> None:
     shapes = [{**shape, "model_type": family} for shape in (TARGET, DRAFT)]
     made = synthetic.pair(shapes[0], shapes[1], alpha, dtype=torch.float32)
     assert made.alpha == pytest.approx(alpha, abs=1e-3)
@@ -33,18 +35,18 @@ def test_a_pair_has_the_acceptance_that_was_asked_for(family: str, alpha: float)
     assert made.alpha == pytest.approx(alpha, abs=0.01)
 
 
-def test_texts_are_accepted_so_often_too() -> None:
+def test_generated_texts_have_the_requested_acceptance_rate() -> None:
     made = synthetic.pair(TARGET, DRAFT, 0.8, dtype=torch.float32)
     decoder = outpace.Decoder(made.target, made.draft, num_draft_tokens=outpace.Fixed(1))
     outs = decoder.generate(
         [[i] for i in range(8)], outpace.SamplingParams(), seed=list(range(8)), max_new_tokens=300
     )
     seen = sum((out.stats for out in outs), outpace.Stats())
-    # 8 rows of some 170 drafts, a standard error of 0.011
+    # 8 sequences of about 170 draft tokens, a standard error of 0.011
     assert seen.acceptance_rate == pytest.approx(0.8, abs=0.05)
 
 
-def test_texts_without_a_draft_repeat() -> None:
+def test_texts_of_a_target_for_prompt_lookup_repeat() -> None:
     made = synthetic.pair(TARGET, synthetic.LOOKUP, 0.8, dtype=torch.float32)
     assert made.draft is None
     assert made.alpha == pytest.approx(0.8, abs=1e-3)
@@ -56,20 +58,20 @@ def test_texts_without_a_draft_repeat() -> None:
     assert seen.tokens_per_pass > 2
 
 
-def test_the_noise_of_a_known_acceptance_is_known() -> None:
-    """At 32000 tokens, as measured elsewhere for codes made in this way."""
+def test_noise_for_a_known_acceptance_rate_is_found() -> None:
+    """For 32000 tokens, the value was measured separately."""
     codes = synthetic.Codes.random(32000, 0)
     assert synthetic.noise_for(codes, 0.83) == pytest.approx(0.1, abs=0.005)
 
 
-def test_every_named_shape_is_a_configuration() -> None:
+def test_models_of_a_named_pair_have_the_same_vocabulary_size() -> None:
     for target, draft in synthetic.PAIRS.values():
         if draft == synthetic.LOOKUP:
             continue
         assert synthetic.SHAPES[target]["vocab_size"] == synthetic.SHAPES[draft]["vocab_size"]
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_wrong_arguments_are_refused_with_their_name() -> None:
     with pytest.raises(ValueError, match="vocabulary has another size"):
         synthetic.pair(TARGET, {**DRAFT, "vocab_size": 501}, 0.8)
     with pytest.raises(ValueError, match=r"alpha: got 0\.01"):

@@ -1,4 +1,4 @@
-"""The papers' formulas give the papers' figures, and hold where everything can be enumerated."""
+"""The formulas give the figures of the papers, and match enumeration where that is possible."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ROUNDED = 3
 
 
 @pytest.mark.parametrize(("alpha", "g", "operations", "speed"), TABLE_1)
-def test_table_1_is_given_to_the_digit(alpha: float, g: int, operations: float, speed: float) -> None:
+def test_table_1_of_the_paper_is_reproduced(alpha: float, g: int, operations: float, speed: float) -> None:
     assert round(theory.operations(alpha, g), 2) == operations
     assert round(theory.speedup(alpha, g), 2) == speed
 
 
 @pytest.mark.parametrize(("g", "alpha", "c", "expected"), TABLE_4)
-def test_table_4_is_given_to_the_digit_or_within_its_rounding(
+def test_table_4_of_the_paper_is_reproduced_within_its_rounding(
     g: int, alpha: float, c: float, expected: float
 ) -> None:
     if (g, alpha, c, expected) in TABLE_4[-ROUNDED:]:
@@ -43,13 +43,13 @@ def test_table_4_is_given_to_the_digit_or_within_its_rounding(
         assert round(theory.speedup(alpha, g, c), 1) == expected
 
 
-def test_table_5s_speeds_are_above_those_of_its_rounded_acceptances() -> None:
-    """As printed they are 2.5, 3.1, 3.6 and 5, of values that were rounded less."""
+def test_table_5_speedups_are_above_those_of_its_rounded_acceptance_rates() -> None:
+    """The paper prints 2.5, 3.1, 3.6 and 5, computed from values with more digits."""
     found = [theory.speedup(a, theory.best_length(a, 0.015), 0.015) for a in (0.62, 0.71, 0.76, 0.84)]
     assert [round(one, 2) for one in found] == [2.33, 2.94, 3.45, 4.79]
 
 
-def test_tokens_of_a_pass_are_those_of_all_outcomes() -> None:
+def test_expected_tokens_match_a_sum_over_all_outcomes() -> None:
     for alpha, g in itertools.product((0.0, 0.3, 0.9, 1.0), (0, 1, 5)):
         each = [(alpha**n * (1 - alpha if n < g else 1), n + 1) for n in range(g + 1)]
         assert theory.expected_tokens(alpha, g) == pytest.approx(
@@ -57,7 +57,7 @@ def test_tokens_of_a_pass_are_those_of_all_outcomes() -> None:
         )
 
 
-def test_arrays_are_taken_together() -> None:
+def test_arrays_broadcast() -> None:
     alpha, g = np.array([0.0, 0.5, 1.0])[:, None], np.arange(4)
     found = theory.speedup(alpha, g, 0.1)
     assert found.shape == (3, 4)
@@ -66,7 +66,7 @@ def test_arrays_are_taken_together() -> None:
     assert theory.oracle_speedup(alpha, 0.1).shape == (3, 1)
 
 
-def test_the_best_length_is_the_best_and_0_where_no_draft_pays() -> None:
+def test_best_g_has_the_largest_speedup_and_is_0_where_no_draft_pays() -> None:
     for alpha, c in itertools.product((0.0, 0.2, 0.5, 0.8, 0.95), (0.0, 0.01, 0.1, 0.5, 0.9)):
         best = theory.best_length(alpha, c, most=60)
         assert theory.speedup(alpha, best, c) == pytest.approx(theory.speedup(alpha, np.arange(61), c).max())
@@ -79,7 +79,7 @@ def test_the_best_length_is_the_best_and_0_where_no_draft_pays() -> None:
     alphas, cs = np.array([[0.0], [0.6], [0.9]]), np.array([0.02, 0.3])
     found = theory.best_length(alphas, cs)
     assert found.tolist() == [[theory.best_length(a, c) for c in cs] for a in alphas[:, 0]]
-    # Section 3.5: an oracle of lengths brings up to about 60 % more.
+    # Section 3.5: an oracle of draft lengths is up to about 60 % faster.
     alphas = np.linspace(0.5, 0.9, 41)
     for c in (0.01, 0.02, 0.05, 0.1):
         fixed = theory.speedup(alphas, theory.best_length(alphas, c), c)
@@ -88,21 +88,21 @@ def test_the_best_length_is_the_best_and_0_where_no_draft_pays() -> None:
     assert math.isinf(theory.oracle_speedup(1.0, 0.0))
 
 
-def test_what_alpha_is_needed() -> None:
+def test_needed_alpha_gives_the_requested_speedup() -> None:
     assert theory.needed_alpha(0.2) == pytest.approx(0.2)
     assert theory.speedup(theory.needed_alpha(0.05, 2.0, 4), 4, 0.05) == pytest.approx(2.0)
     assert math.isnan(theory.needed_alpha(0.5, 2.0, 4))
     assert theory.needed_alpha(0.0, 1.0, 3) == pytest.approx(0)
 
 
-def test_acceptance_of_distributions() -> None:
+def test_acceptance_rate_is_the_overlap_of_distributions() -> None:
     rng = np.random.default_rng(0)
     p, q = rng.dirichlet(np.ones(7), 50), rng.dirichlet(np.ones(7), 50)
     beta = theory.acceptance(p, q)
-    # E over x drawn from q of min(1, p/q)
+    # E over x sampled from q of min(1, p/q)
     assert np.allclose(beta, (q * np.minimum(1, p / q)).sum(-1))
     assert np.allclose(beta, 1 - theory.divergence(p, q))
-    assert (theory.rejection_acceptance(p, q) <= beta + 1e-12).all()  # A.2 keeps fewer
+    assert (theory.rejection_acceptance(p, q) <= beta + 1e-12).all()  # A.2 accepts fewer
     assert np.allclose(theory.rejection_acceptance(p, p), 1)
     lenient = theory.acceptance(p, q, 0.5)
     assert (lenient >= beta).all()
@@ -111,7 +111,7 @@ def test_acceptance_of_distributions() -> None:
     assert theory.acceptance([1.0, 0.0], [0.0, 1.0]) == 0.0
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     cases: tuple[tuple[Callable[[], Any], str], ...] = (
         (lambda: theory.expected_tokens(1.2, 3), "alpha"),
         (lambda: theory.expected_tokens(float("nan"), 3), "alpha"),
@@ -127,19 +127,19 @@ def test_what_makes_no_sense_is_refused() -> None:
             wrong()
 
 
-def test_with_times_as_they_are_a_flat_pass_is_theorem_3_8_and_a_steep_one_is_not() -> None:
+def test_measured_speedup_equals_theorem_3_8_only_if_pass_times_do_not_depend_on_g() -> None:
     g = np.arange(8)
     flat = theory.measured_speedup(theory.expected_tokens(0.8, g), g, 0.5, 10.0, 10.0)
     np.testing.assert_allclose(flat, theory.speedup(0.8, g, 0.05))
-    # 2 tokens in 4·1 + 16 units, where plain decoding takes 10 for one
+    # 2 tokens in 4·1 + 16 units, where the baseline takes 10 for one
     assert theory.measured_speedup(2.0, 4, 1.0, 16.0, 10.0) == 1.0
     with pytest.raises(ValueError, match="step: got -1"):
         theory.measured_speedup(2.0, 4, -1.0, 16.0, 10.0)
 
 
-def test_shares_of_kept_drafts_are_those_of_expected_tokens() -> None:
-    np.testing.assert_allclose(theory.kept_shares(0.5, 3), [0.5, 0.25, 0.125, 0.125])
+def test_accepted_probabilities_are_consistent_with_expected_tokens() -> None:
+    np.testing.assert_allclose(theory.accepted_probabilities(0.5, 3), [0.5, 0.25, 0.125, 0.125])
     for alpha, g in itertools.product((0.0, 0.3, 1.0), (0, 4)):
-        shares = theory.kept_shares(alpha, g)
+        shares = theory.accepted_probabilities(alpha, g)
         assert shares.sum() == pytest.approx(1)
         assert (shares * np.arange(1, g + 2)).sum() == pytest.approx(theory.expected_tokens(alpha, g))

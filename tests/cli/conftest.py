@@ -25,7 +25,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 class Run:
-    """Runs the command in this process: exit status, stdout, stderr. "bench alpha" is two words."""
+    """Run the command in this process, and return exit status, stdout and stderr.
+
+    "bench alpha" is split into two words.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._patch, self._capsys = patch, capsys
@@ -61,11 +64,11 @@ def saved(folder: Path, seed: int) -> str:
 
 
 def full_disk(patch: pytest.MonkeyPatch, after: int) -> None:
-    """There is room for so many writes."""
-    write, left = Path.write_text, iter(range(after))
+    """Let ``Path.write_text`` succeed ``after`` times, then raise as on a full disk."""
+    write, remaining = Path.write_text, iter(range(after))
 
     def write_text(path: Path, *arguments: Any, **options: Any) -> int:
-        if next(left, None) is None:
+        if next(remaining, None) is None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return write(path, *arguments, **options)
 
@@ -73,18 +76,18 @@ def full_disk(patch: pytest.MonkeyPatch, after: int) -> None:
 
 
 def interrupted(
-    words: Sequence[str], far: Callable[[], bool], before: str = "", seconds: float = 180
+    words: Sequence[str], reached: Callable[[], bool], before: str = "", seconds: float = 180
 ) -> tuple[int, str, str]:
-    """Runs the command, and Ctrl-C when it has come far enough: exit status, stdout, stderr.
+    """Run the command, send Ctrl-C once ``reached`` is true, and return exit status, stdout and stderr.
 
-    before  what Python does first
+    ``before`` is Python code that runs first.
     """
     code = f"{before}\nfrom outpace.cli import main\nmain()"
     with subprocess.Popen(
         [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         deadline = time.monotonic() + seconds
-        while process.poll() is None and not far() and time.monotonic() < deadline:
+        while process.poll() is None and not reached() and time.monotonic() < deadline:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
@@ -92,9 +95,9 @@ def interrupted(
 
 
 def outpace(*words: str, stdin: bytes = b"", redirect: str = "") -> tuple[int, str, str]:
-    """Runs the real command: exit status, stdout, stderr.
+    """Run the command in a process of its own, and return exit status, stdout and stderr.
 
-    redirect  as a shell writes it, such as >&-, which closes stdout
+    ``redirect`` is in the syntax of a shell, such as ``>&-``, which closes stdout.
     """
     command = f'exec "$@" {redirect}'
     done = subprocess.run(
@@ -107,5 +110,5 @@ def outpace(*words: str, stdin: bytes = b"", redirect: str = "") -> tuple[int, s
 
 
 def buffered() -> dict[str, str]:
-    """The environment, with stdout buffered, as it usually is."""
+    """Return the environment without PYTHONUNBUFFERED, so that stdout is buffered as usual."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

@@ -21,7 +21,7 @@ SIZES = ["--pass", "1", "--pass", "3", "--batch", "1", "--batch", "2", "--num-dr
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder where files go that were not named."""
+    """Change to a folder for files that no flag names."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -34,7 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_every_draft_and_lenience_is_in_one_table_and_all_of_it_in_the_file(
+def test_every_draft_and_lenience_is_in_the_table_and_in_the_file(
     run: Run, model: str, other: str, data: str, tmp_path: Path
 ) -> None:
     ngram, out = tmp_path / "counts.safetensors", tmp_path / "alpha.json"
@@ -45,7 +45,7 @@ def test_every_draft_and_lenience_is_in_one_table_and_all_of_it_in_the_file(
     assert status == 0, errors
     found = load(out, ("alpha",))
     assert found["complete"]
-    assert (found["prompts"], found["tokens"], found["sampling"]["temperature"]) == (6, 72, 1)
+    assert (found["prompts"], found["new_tokens"], found["sampling"]["temperature"]) == (6, 72, 1)
     assert found["command"].startswith("outpace bench alpha")
     names = [Path(other).name, Path(model).name, f"ngram:{ngram.name}", "lookup", "random"]
     assert [(one["draft"], one["lenience"]) for one in found["drafts"]] == [
@@ -70,21 +70,21 @@ def test_every_draft_and_lenience_is_in_one_table_and_all_of_it_in_the_file(
     assert sum(one["num_draft_tokens"] for one in found["trace"]["iterations"]) > 0
 
 
-def test_it_explains_itself(run: Run) -> None:
+def test_help_names_the_command(run: Run) -> None:
     status, out, _ = run("bench alpha", "--help")
     assert status == 0
     assert "Usage: outpace bench alpha" in out
 
 
 def check(one: dict[str, Any], counted: bool) -> None:
-    """What every entry promises."""
+    """Check what holds for every entry."""
     assert 0 <= one["interval"][0] <= one["alpha"] <= one["interval"][1] <= 1
     assert set(one["by_domain"]) == {"ab", "other"}
     domains = one["by_domain"].values()
-    assert sum(each["tokens"] for each in domains) == one["tokens"]
-    whole = sum(each["tokens"] * (each["alpha"] or 0) for each in domains)
-    assert whole / one["tokens"] == pytest.approx(one["alpha"])
-    assert one["coverage"] == pytest.approx(one["tokens"] / 72)
+    assert sum(each["draft_tokens"] for each in domains) == one["draft_tokens"]
+    whole = sum(each["draft_tokens"] * (each["alpha"] or 0) for each in domains)
+    assert whole / one["draft_tokens"] == pytest.approx(one["alpha"])
+    assert one["coverage"] == pytest.approx(one["draft_tokens"] / 72)
     assert len(one["autocorrelation"]) == 5
     assert one["step_ms"] > 0
     assert one["predicted"] >= 1
@@ -101,11 +101,11 @@ def check(one: dict[str, Any], counted: bool) -> None:
     assert 0 <= one["counted"] <= 1
     for shares in one["blocks"].values():
         assert sum(shares) == pytest.approx(1)
-    kept = sum(k * share for k, share in enumerate(one["blocks"]["observed"]))
-    assert one["tokens_per_pass"][0] == pytest.approx(1 + kept)
+    accepted = sum(k * share for k, share in enumerate(one["blocks"]["observed"]))
+    assert one["tokens_per_pass"][0] == pytest.approx(1 + accepted)
 
 
-def test_too_few_prompts_for_what_was_asked_is_said_with_how_many_would_do(
+def test_too_wide_an_interval_exits_with_1_and_says_how_many_prompts_are_needed(
     run: Run, model: str, other: str, data: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "alpha.json"
@@ -126,12 +126,14 @@ def test_too_few_prompts_for_what_was_asked_is_said_with_how_many_would_do(
     assert "too few" not in errors
 
 
-def test_one_prompt_has_no_interval_which_is_said(run: Run, model: str, other: str, folder: Path) -> None:
+def test_note_says_that_a_single_prompt_has_no_interval(
+    run: Run, model: str, other: str, folder: Path
+) -> None:
     flags = ["--target", model, "-d", other, "--prompt", "ab ab", "--lenience", "1", *SMALL, *SIZES]
     status, table, errors = run("bench alpha", *flags)
     assert status == 0
-    assert "α of a single prompt has no interval: give at least 2" in errors
-    assert "all of it in alpha.json" in errors
+    assert "α of a single prompt has no interval; give at least 2" in errors
+    assert "results in alpha.json" in errors
     assert load(folder / "alpha.json")["complete"]
     assert f"{Path(other).name}: B = 1: " in table
     status, _, errors = run("bench alpha", *flags, "--within", "0.1")
@@ -141,7 +143,7 @@ def test_one_prompt_has_no_interval_which_is_said(run: Run, model: str, other: s
     )
 
 
-def test_two_drafts_of_one_name_are_both_measured(run: Run, model: str, tmp_path: Path) -> None:
+def test_two_drafts_with_the_same_folder_name_are_both_measured(run: Run, model: str, tmp_path: Path) -> None:
     flags = ["--target", model, "--prompt", "ab", "--lenience", "1", *SMALL, *SIZES]
     folders = [tmp_path / one / "draft" for one in ("a", "b")]
     for seed, folder in enumerate(folders):
@@ -151,10 +153,10 @@ def test_two_drafts_of_one_name_are_both_measured(run: Run, model: str, tmp_path
     assert run("bench alpha", *flags, "-d", str(folders[0]), "-d", str(folders[1]), "-o", str(out))[0] == 0
     found = {one["draft"]: one["alpha"] for one in load(out)["drafts"]}
     assert list(found) == ["draft", str(folders[1])]
-    assert found["draft"] == 1 > found[str(folders[1])]  # greedy, and itself
+    assert found["draft"] == 1 > found[str(folders[1])]  # greedy, and the draft is the target
 
 
-def test_prompts_that_do_not_fit_are_left_out_and_said(run: Run, model: str) -> None:
+def test_prompts_longer_than_the_context_are_left_out_with_a_note(run: Run, model: str) -> None:
     """The tiny models' context is 128."""
     flags = ["--target", model, "--lenience", "1", *SMALL, *SIZES, "--prompt", "a " * 200]
     status, table, errors = run("bench alpha", *flags, "--prompt", "ab", "--prompt", "ba")
@@ -168,7 +170,7 @@ def test_prompts_that_do_not_fit_are_left_out_and_said(run: Run, model: str) -> 
     )
 
 
-def test_an_interruption_leaves_a_file_and_tables_of_what_there_was(
+def test_an_interruption_leaves_a_file_and_tables_of_the_results_so_far(
     model: str, other: str, tmp_path: Path
 ) -> None:
     out, prompts = tmp_path / "alpha.json", tmp_path / "prompts.jsonl"
@@ -182,11 +184,11 @@ def test_an_interruption_leaves_a_file_and_tables_of_what_there_was(
     assert [one["lenience"] for one in found["drafts"]] == [1.0, 0.5, 0.3, 0.1]
     assert all(one["alpha"] is not None and one["best_g"] is None for one in found["drafts"])
     assert f"{found['prompts']} prompts" in table
-    assert f"cut short: the tables have what there is, and so has {out}" in errors
+    assert f"stopped early: these are the results so far, also in {out}" in errors
     assert [one for one in tmp_path.iterdir() if one.name.startswith(".")] == []
 
 
-def test_an_interruption_before_anything_was_measured_says_that_nothing_was_kept(
+def test_an_interruption_before_any_result_says_that_nothing_was_saved(
     run: Run, model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*arguments: object, **options: object) -> None:
@@ -195,11 +197,11 @@ def test_an_interruption_before_anything_was_measured_says_that_nothing_was_kept
     monkeypatch.setattr("outpace.bench.alpha.measure", stop)
     status, table, errors = run("bench alpha", "--target", model, *SMALL, *SIZES)
     assert (status, table) == (130, "")
-    assert "cut short: nothing was measured yet, and nothing was kept" in errors
+    assert "stopped early: nothing was measured yet, and nothing was saved" in errors
     assert not list(folder.iterdir())
 
 
-def test_results_that_cannot_be_written_are_not_said_to_be_kept(
+def test_note_does_not_name_a_file_that_could_not_be_written(
     run: Run, model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full_disk(monkeypatch, after=1)
@@ -207,12 +209,12 @@ def test_results_that_cannot_be_written_are_not_said_to_be_kept(
     assert status == 2
     assert "1 prompt, 12 tokens of the target" in table
     assert errors.splitlines()[-2:] == [
-        "cut short: the tables have what there is",
+        "stopped early: these are the results so far",
         "outpace: alpha.json: it cannot be written (No space left on device)",
     ]
 
 
-def test_where_stderr_is_no_terminal_there_is_a_line_for_each_part(run: Run, model: str) -> None:
+def test_progress_without_a_terminal_is_one_line_per_part(run: Run, model: str) -> None:
     status, _, errors = run("bench alpha", "--target", model, "--limit", "5", *SMALL, *SIZES)
     assert status == 0
     lines = errors.splitlines()
@@ -265,32 +267,32 @@ def test_where_stderr_is_no_terminal_there_is_a_line_for_each_part(run: Run, mod
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(
+def test_a_wrong_flag_is_one_line_of_error_and_writes_no_file(
     run: Run, model: str, tmp_path: Path, flags: list[str], why: str
 ) -> None:
     out = tmp_path / "alpha.json"
-    given = [] if "--target" in flags else ["--target", model]
-    given += ["--dtype", "float32", "--device", "cpu", "-o", str(out)]
-    status, table, errors = run("bench alpha", *given, *flags)
+    words = [] if "--target" in flags else ["--target", model]
+    words += ["--dtype", "float32", "--device", "cpu", "-o", str(out)]
+    status, table, errors = run("bench alpha", *words, *flags)
     assert (status, table) == (2, "")
     assert why in errors.splitlines()[-1]
     assert len([line for line in errors.splitlines() if line.startswith("outpace: ")]) == 1
     assert not out.exists()
 
 
-def test_a_first_prompt_that_fails_is_left_out_of_the_trace_too(
+def test_trace_skips_a_first_prompt_that_failed(
     run: Run, model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, traced = alpha.target_texts, blocks.trace
-    asked: list[Any] = []
+    target_texts, trace = alpha.target_texts, blocks.trace
+    seen: list[Any] = []
 
     def but_the_first(target: Any, prompts: Any, *more: Any) -> Any:
-        asked.extend(prompts)
-        return written(target, prompts, *more)[1:]
+        seen.extend(prompts)
+        return target_texts(target, prompts, *more)[1:]
 
-    def second(decoder: Any, prompt: Any, *more: Any, **given: Any) -> Any:
-        assert prompt == asked[1] != asked[0]
-        return traced(decoder, prompt, *more, **given)
+    def second(decoder: Any, prompt: Any, *more: Any, **options: Any) -> Any:
+        assert prompt == seen[1] != seen[0]
+        return trace(decoder, prompt, *more, **options)
 
     monkeypatch.setattr(alpha, "target_texts", but_the_first)
     monkeypatch.setattr(blocks, "trace", second)
@@ -301,14 +303,14 @@ def test_a_first_prompt_that_fails_is_left_out_of_the_trace_too(
 
 
 @pytest.mark.parametrize("command", ["bench alpha", "bench sweep", "generate"])
-def test_a_table_has_to_be_named(run: Run, model: str, command: str) -> None:
+def test_ngram_without_a_file_is_refused(run: Run, model: str, command: str) -> None:
     words = ["ab"] if command == "generate" else []
     status, _, errors = run(command, *words, "--target", model, "-d", "ngram")
     assert status == 2
     assert errors.splitlines()[-1].startswith("outpace: draft: ngram needs a file, ngram:FILE")
 
 
-def test_a_draft_that_is_not_there_is_noticed_before_the_target_is_loaded(
+def test_a_missing_draft_is_refused_before_the_target_is_loaded(
     run: Run, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nothing(name: str, **options: Any) -> None:

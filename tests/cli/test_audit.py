@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outpace.auditing.faults import FAULTS
-from outpace.cli.audit import NAMES
+from outpace.cli.audit import FAULT_NAMES
 from tests.cli.conftest import Run
 
 PROMPT = "ab ba bb aa ab bb ba aa b"
@@ -25,7 +25,7 @@ def flags(model: str, other: str, tmp_path: Path) -> list[str]:
     ]
 
 
-def test_no_difference_is_found_and_a_planted_fault_is(run: Run, flags: list[str]) -> None:
+def test_a_correct_decoder_passes_and_a_planted_fault_is_found(run: Run, flags: list[str]) -> None:
     code, out, err = run("audit", *flags)
     assert (code, out.splitlines()[0]) == (0, "No difference found.")
     assert "would have been found with 99% certainty" in " ".join(out.split())
@@ -38,26 +38,26 @@ def test_no_difference_is_found_and_a_planted_fault_is(run: Run, flags: list[str
 
 def test_json_has_every_figure_of_the_report(run: Run, flags: list[str]) -> None:
     code, out, _ = run("audit", *flags, "--json")
-    made = json.loads(out)
+    report = json.loads(out)
     assert code == 0
-    assert made["verdict"] == "no difference found"
-    assert made["verdicts"] == {"greedy": "no difference found", "sampling": "no difference found"}
-    assert made["certainty"] == 0.99
-    assert 0 < made["detectable"] < 0.5
-    assert made["alarm"] == 1e-3
-    assert made["p_value"] == made["joint"][0]["p_value"]
-    assert made["draft_tokens"] == made["joint"][0]["draft_tokens"] > made["accepted_tokens"] > 0
-    assert made["prompts"] == [PROMPT]
+    assert report["verdict"] == "no difference found"
+    assert report["verdicts"] == {"greedy": "no difference found", "sampling": "no difference found"}
+    assert report["certainty"] == 0.99
+    assert 0 < report["detectable"] < 0.5
+    assert report["alarm"] == 1e-3
+    assert report["p_value"] == report["joint"][0]["p_value"]
+    assert report["draft_tokens"] == report["joint"][0]["draft_tokens"] > report["accepted_tokens"] > 0
+    assert report["prompts"] == [PROMPT]
 
 
-def test_without_draft_tokens_it_could_not_tell(run: Run, flags: list[str]) -> None:
+def test_without_draft_tokens_the_exit_status_is_3(run: Run, flags: list[str]) -> None:
     code, out, _ = run("audit", *flags, "--num-draft-tokens", "0", "--samples", "100")
     assert code == 3
     assert out.startswith("Could not tell: no draft token was proposed")
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_table_fits_the_screen_and_shows_prompts_from_their_beginning(
+def test_the_table_fits_the_terminal_and_shows_the_start_of_each_prompt(
     run: Run, flags: list[str], width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "prompts.txt").write_text(PROMPT + " and so on" * 8 + "\n" + PROMPT + "\n")
@@ -76,7 +76,7 @@ def test_a_configuration_names_the_models(run: Run, model: str, other: str, tmp_
     config.write_text(f'target = "{model}"\ndraft = "{other}"\nnum_draft_tokens = 2\n')
     code, out, _ = run("audit", "--config", str(config), "--samples", "0", "--json")
     assert code == 0
-    assert json.loads(out)["length"] == "Fixed(2)"
+    assert json.loads(out)["draft_length_policy"] == "Fixed(2)"
 
 
 def test_a_misspelt_fault_is_suggested(run: Run) -> None:
@@ -87,4 +87,4 @@ def test_a_misspelt_fault_is_suggested(run: Run) -> None:
 
 
 def test_help_names_every_fault() -> None:
-    assert NAMES.split("|") == [*FAULTS]
+    assert FAULT_NAMES.split("|") == [*FAULTS]

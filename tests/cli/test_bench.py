@@ -1,4 +1,4 @@
-"""`outpace bench` where there is no GPU: every side is timed, nothing is captured."""
+"""`outpace bench` without a GPU: every method is timed, and no CUDA graph is captured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cli.conftest import Run
 PEER = "def verify(draft_tokens, draft_logits, target_logits):\n    return target_logits.argmax(-1)\n"
 
 
-def test_every_side_is_timed_and_written_down(run: Run, tmp_path: Path) -> None:
+def test_kernel_times_every_method_and_writes_the_results(run: Run, tmp_path: Path) -> None:
     (tmp_path / "argmax.py").write_text(PEER)
     out = tmp_path / "figures.json"
     sizes = ("--vocab", "300", "--num-draft-tokens", "2", "--batch", "1", "--batch", "16")
@@ -24,8 +24,8 @@ def test_every_side_is_timed_and_written_down(run: Run, tmp_path: Path) -> None:
     status, table, errors = run("bench", "kernel", *sizes, *options)
     assert status == 0, errors
     report = json.loads(out.read_text())
-    sides = [(one["side"], one["B"]) for one in report["figures"]]
-    assert sides == [
+    methods = [(one["method"], one["B"]) for one in report["figures"]]
+    assert methods == [
         *(("outpace", 1), ("outpace eager", 1), ("transformers", 1), ("argmax", 1)),
         *(("outpace", 16), ("outpace eager", 16), ("argmax", 16)),
     ]
@@ -34,7 +34,7 @@ def test_every_side_is_timed_and_written_down(run: Run, tmp_path: Path) -> None:
     assert "argmax" in table
 
 
-def test_adjusted_logits_are_timed_too(run: Run, tmp_path: Path) -> None:
+def test_kernel_times_filtered_logits(run: Run, tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(PEER)
     (tmp_path / "both.py").write_text(PEER + PEER.replace("verify", "verify_filtered"))
     out = tmp_path / "figures.json"
@@ -42,34 +42,34 @@ def test_adjusted_logits_are_timed_too(run: Run, tmp_path: Path) -> None:
     options = ("--device", "cpu", "--dtype", "float32", "--peers", str(tmp_path), "--out", str(out))
     status, _, errors = run("bench", "kernel", *sizes, *options)
     assert status == 0, errors
-    sides = [one["side"] for one in json.loads(out.read_text())["figures"]]
-    assert sides == ["outpace", "outpace eager", "transformers", "both"]
+    methods = [one["method"] for one in json.loads(out.read_text())["figures"]]
+    assert methods == ["outpace", "outpace eager", "transformers", "both"]
 
 
-def test_a_folder_without_peers_is_one_line(run: Run, tmp_path: Path) -> None:
+def test_a_folder_without_peers_is_one_line_of_error(run: Run, tmp_path: Path) -> None:
     status, _, errors = run("bench", "kernel", "--device", "cpu", "--peers", str(tmp_path))
     assert status == 2
     assert errors.strip() == f"outpace: peers: no Python file in {tmp_path}"
 
 
-def test_the_sampling_step_is_profiled_and_written_down(run: Run, tmp_path: Path) -> None:
+def test_profile_times_the_sampling_step_and_writes_the_results(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "new" / "profile.json"
     sizes = ("--vocab", "300", "--num-draft-tokens", "1", "--num-draft-tokens", "2")
     status, table, errors = run("bench", "profile", *sizes, "--device", "cpu", "--out", str(out))
     assert status == 0, errors
     report = json.loads(out.read_text())
-    sides = ["transformers", "exact", "drop-in", "sigmoid"]
-    assert [(one["g"], one["side"]) for one in report["figures"]] == [
-        (g, side) for g in (1, 2) for side in sides
+    methods = ["transformers", "exact", "drop-in", "sigmoid"]
+    assert [(one["g"], one["method"]) for one in report["figures"]] == [
+        (g, method) for g in (1, 2) for method in methods
     ]
-    assert [one["side"] for one in report["bounds"]] == sides
+    assert [one["method"] for one in report["bounds"]] == methods
     rules = ["token", *(f"sigmoid(-{scale}, {scale})" for scale in (10, 1000, 10000, 100000))]
     assert [one["rule"] for one in report["scaling"]] == rules
     in_use = {one["rule"]: one["quality"] for one in report["figures"]}
     assert in_use == {one["rule"]: one["quality"] for one in report["scaling"] if one["rule"] in in_use}
     assert report["command"] == f"outpace bench profile {' '.join(sizes)} --device cpu --out profile.json"
     assert report["machine"]["torch"] == torch.__version__
-    assert all(side in table for side in sides)
+    assert all(method in table for method in methods)
     assert all(rule in table for rule in rules)
 
 
@@ -86,9 +86,7 @@ def test_the_sampling_step_is_profiled_and_written_down(run: Run, tmp_path: Path
         ),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(
-    run: Run, command: str, flag: str, value: str, line: str
-) -> None:
+def test_a_wrong_flag_is_one_line_of_error(run: Run, command: str, flag: str, value: str, line: str) -> None:
     status, _, errors = run("bench", command, flag, value)
     assert status == 2
     assert errors.startswith(f"outpace: {line}")
@@ -96,7 +94,7 @@ def test_what_cannot_be_measured_is_one_line(
 
 
 @pytest.mark.parametrize("command", ["kernel", "profile", "engine"])
-def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     run: Run, tmp_path: Path, command: str
 ) -> None:
     assert run("bench", command, "--out", str(tmp_path)) == (
@@ -112,7 +110,7 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(
     )
 
 
-def test_a_file_of_something_else_is_not_gone_on_with(run: Run, tmp_path: Path) -> None:
+def test_engine_refuses_an_output_file_of_another_command(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "engine.json"
     for text in ("", "[1]", '{"kind": "sweep"}'):
         out.write_text(text)
@@ -121,12 +119,12 @@ def test_a_file_of_something_else_is_not_gone_on_with(run: Run, tmp_path: Path) 
         assert out.read_text() == text
 
 
-def test_figures_of_whole_texts_that_are_there_are_not_made_again(run: Run, tmp_path: Path) -> None:
+def test_engine_does_not_measure_figures_again_that_are_in_the_file(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "engine.json"
-    sides = (("transformers", 0), ("transformers static", 0), ("transformers assisted", 5))
+    methods = (("transformers", 0), ("transformers static", 0), ("transformers assisted", 5))
     known = [
         {
-            "side": side,
+            "method": method,
             "name": "qwen2-7b/0.5b",
             "alpha": 0.8 if g else 0.0,
             "g": g,
@@ -134,7 +132,7 @@ def test_figures_of_whole_texts_that_are_there_are_not_made_again(run: Run, tmp_
             "context": 128,
             "tokens_per_second": 10.0 + i,
         }
-        for i, (side, g) in enumerate((*sides, ("outpace plain", 0), ("outpace", 5)))
+        for i, (method, g) in enumerate((*methods, ("outpace baseline", 0), ("outpace", 5)))
     ]
     here = machine(torch.device("cpu"))
     before = {"command": "before", "machine": here, "dtype": "bfloat16", "figures": known}
@@ -150,13 +148,13 @@ def test_figures_of_whole_texts_that_are_there_are_not_made_again(run: Run, tmp_
         13,
         14,
     ]
-    assert "outpace plain" in table
+    assert "outpace baseline" in table
     status, _, errors = run("bench", "engine", "--device", "cpu", "--dtype", "float32", "--out", str(out))
     assert status == 2
     assert "another machine, version or dtype" in errors
 
 
-def test_a_file_names_all_commands_that_made_its_figures(
+def test_engine_file_names_all_commands_that_measured_its_figures(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "engine.json"
@@ -182,7 +180,7 @@ def test_a_file_names_all_commands_that_made_its_figures(
     assert len(report["figures"]) == 2
 
 
-def test_ctrl_c_is_one_line_and_keeps_what_there_is(
+def test_ctrl_c_is_one_line_and_saves_the_figures_so_far(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(*arguments: object) -> Iterator[engine.Throughput]:
@@ -194,16 +192,16 @@ def test_ctrl_c_is_one_line_and_keeps_what_there_is(
     status, _, errors = run("bench", "engine", "--device", "cpu", "--out", str(out))
     assert status == 130
     assert errors.strip() == "outpace: interrupted"
-    assert [one["side"] for one in json.loads(out.read_text())["figures"]] == ["outpace"]
+    assert [one["method"] for one in json.loads(out.read_text())["figures"]] == ["outpace"]
 
 
-def test_a_pair_that_is_not_known_is_one_line(run: Run) -> None:
+def test_an_unknown_pair_is_one_line_of_error(run: Run) -> None:
     status, _, errors = run("bench", "engine", "--pair", "gpt5/gpt4", "--device", "cpu")
     assert status == 2
     assert errors.startswith("outpace: pair: got 'gpt5/gpt4'; there are llama2-7b/1.3b")
 
 
-def test_figures_and_their_picture_in_one_file_are_refused(run: Run, tmp_path: Path) -> None:
+def test_the_same_file_for_results_and_plot_is_refused(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture, link = tmp_path / "a.svg", tmp_path / "b.svg"
     link.symlink_to(picture)

@@ -1,4 +1,4 @@
-"""Wrong flags are refused at once: before PyTorch is imported, before files are written or models loaded."""
+"""Wrong flags are refused before PyTorch is imported, files are written or models are loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from outpace.cli import checks
-from outpace.cli.options import policy_of
+from outpace.cli.options import parse_policy
 from outpace.models.hub import DTYPES, precision_of
 from outpace.sampling import SamplingParams
 from outpace.sampling.params import PENALTIES
@@ -63,8 +63,8 @@ WRONG = {
     "--target /nowhere/at/all": "/nowhere/at/all: no such file or folder",
     "--prompt ab --data x": "--prompt: given together with --data",
 }
-# Of checks that a command makes itself, those that other commands do not make
-OWN = {
+# Checks that only one command makes
+OF_ONE_COMMAND = {
     "generate ab --lenience 0.5 --rule block": "--lenience: got 0.5 with --rule block",
     "generate ab --draft none --num-draft-tokens 3": "--num-draft-tokens: nothing is drafted",
     "generate ab --svg .": "--svg: . is a folder",
@@ -118,7 +118,7 @@ def test_a_wrong_flag_is_refused_before_pytorch_is_imported() -> None:
         and not (name == "bench alpha" and "--num-draft-tokens" in words)  # a number there
     }
     assert len(lines) > 100
-    lines |= OWN
+    lines |= OF_ONE_COMMAND
     done = subprocess.run(
         [sys.executable, "-c", SEVERAL], input=json.dumps(list(lines)), capture_output=True, text=True
     )
@@ -140,19 +140,19 @@ def quoted(word: str) -> str:
     return f"'{word}'"
 
 
-def test_the_comparison_rule_is_accepted_but_not_offered() -> None:
+def test_rule_rejection_is_accepted_but_never_suggested() -> None:
     assert checks.rule("rejection") == "rejection"
-    with pytest.raises(ValueError, match="--rule") as wrong:
+    with pytest.raises(ValueError, match="--rule") as raised:
         checks.rule("rejectoin")
-    assert "rejection" not in str(wrong.value)
+    assert "rejection" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", *PENALTIES])
-def test_ranges_of_sampling_flags_are_those_of_sampling(name: str) -> None:
-    whole = name == "top_k"
+def test_sampling_flags_accept_the_same_ranges_as_sampling_params(name: str) -> None:
+    integral = name == "top_k"
     values: list[Any] = (
         [-1, 0, 1, 2]
-        if whole
+        if integral
         else [-math.inf, -1.0, -0.1, 0.0, 1e-300, 0.5, 1.0, 1.1, 3.0, 1e300, math.inf, math.nan]
     )
     accepted = [accepts(lambda: checks.number(name)(one)) for one in values]  # noqa: B023
@@ -166,21 +166,21 @@ def test_ranges_of_sampling_flags_are_those_of_sampling(name: str) -> None:
     ["token", "block", "match", "rejection", "tokn", "", "sigmoid", "sigmoid(-1, 1)", "sigmoid(1,-1)",
      "sigmoid(1e4, 2e4)", "sigmoid(a, b)", "sigmoid(1)", "sigmoid(0, inf)", "sigmoid(nan, 1)", "Token"],
 )  # fmt: skip
-def test_rules_that_the_flag_accepts_are_those_that_verification_knows(text: str) -> None:
+def test_rule_flag_accepts_the_same_rules_as_verification(text: str) -> None:
     assert accepts(lambda: checks.rule(text)) == accepts(lambda: parse(text))
 
 
 @pytest.mark.parametrize("text", ["42=-1.5", "42=-inf", "42=inf", "42=1e300", "42=nan", "-1=2"])
-def test_a_bias_that_the_flag_accepts_is_one_that_sampling_knows(text: str) -> None:
+def test_logit_bias_flag_accepts_the_same_values_as_sampling_params(text: str) -> None:
     token, _, number = text.partition("=")
     known = accepts(lambda: SamplingParams(logit_bias={int(token): float(number)}))
     assert accepts(lambda: checks.logit_bias(text)) == known
 
 
 @pytest.mark.parametrize("text", ["0", "5", "auto", "heuristic", "heuristic:3"])
-def test_a_length_that_the_flag_accepts_is_a_policy(text: str) -> None:
+def test_every_accepted_num_draft_tokens_gives_a_policy(text: str) -> None:
     assert checks.num_draft_tokens(text) == text
-    policy = policy_of(text)
+    policy = parse_policy(text)
     assert policy is None if text == "auto" else policy is not None
 
 
@@ -190,7 +190,7 @@ def test_dtypes_have_short_names(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["cpu", "cuda", "cuda:1", "mps", "xpu:0"])
-def test_devices_that_the_flag_accepts_are_known_to_pytorch(text: str) -> None:
+def test_device_flag_accepts_only_devices_of_pytorch(text: str) -> None:
     assert checks.device(text) == text
     assert torch.device(text).type == text.partition(":")[0]
 
@@ -214,7 +214,7 @@ def accepts(call: Any) -> bool:
     ],
     ids=["no model", "no table", "damaged table", "misspelt"],
 )
-def test_a_draft_that_is_not_there_is_said_before_a_model_is_loaded(
+def test_a_missing_draft_is_refused_before_a_model_is_loaded(
     run: Run,
     model: str,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""A configuration gives every command that names models its defaults, in a sense that fits the command."""
+"""A configuration file sets the defaults of every command that names models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config(model: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def stop(patch: pytest.MonkeyPatch, module: Any, name: str) -> list[dict[str, Any]]:
-    """Put an end to a command where it loads models; with what arguments it would have."""
+    """Stop a command where it loads models, and return the arguments of the call."""
     calls: list[dict[str, Any]] = []
 
     def load(*arguments: Any, **options: Any) -> None:
@@ -40,21 +40,22 @@ def stop(patch: pytest.MonkeyPatch, module: Any, name: str) -> list[dict[str, An
 
 
 @pytest.mark.parametrize("command", NAMING)
-def test_every_command_that_names_models_has_the_flags_about_them(command: str) -> None:
+def test_every_command_that_names_models_has_all_model_flags(command: str) -> None:
     flags = {flag for one in ALL[command].params for flag in one.opts}
     assert {"--config", "--trust-remote-code", "--revision", "--target", "--device", "--dtype"} <= flags
 
 
-def test_generate_takes_the_revision_of_the_target_that_it_belongs_to(
+def test_a_configured_revision_applies_only_to_the_configured_target(
     run: Run, config: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = stop(monkeypatch, generate_module(), "open_decoder")
     run("generate", "ab", "--config", config)
     run("generate", "ab", "--config", config, "--target", other)
     run("generate", "ab", "--config", config, "--revision", "v2", "--trust-remote-code")
-    assert [one["revision"] for one in calls] == ["v1", None, "v2"]
-    assert [one["trust_remote_code"] for one in calls] == [False, False, True]
-    assert calls[0]["arguments"][2:4] == ("cpu", "float32")
+    models = [one["arguments"][0] for one in calls]
+    assert [one.revision for one in models] == ["v1", None, "v2"]
+    assert [one.trust_remote_code for one in models] == [False, False, True]
+    assert (models[0].device, models[0].dtype) == ("cpu", "float32")
 
 
 def generate_module() -> Any:
@@ -67,7 +68,7 @@ def generate_module() -> Any:
 def test_measuring_commands_measure_the_models_of_the_configuration(
     run: Run, config: str, model: str, other: str, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    calls = stop(monkeypatch, drafts, "line_up")
+    calls = stop(monkeypatch, drafts, "load_decoders")
     assert run(command, "--config", config)[0] == 2
     (call,) = calls
     found = ["lookup", other] if command == "tune" else [other]
@@ -80,30 +81,30 @@ def test_measuring_commands_measure_the_models_of_the_configuration(
     assert (call["revision"], call["trust_remote_code"]) == (None, True)
 
 
-def test_more_drafts_are_measured_beside_that_of_the_configuration(
+def test_drafts_on_the_command_line_are_measured_beside_the_configured_one(
     run: Run, config: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = stop(monkeypatch, drafts, "line_up")
+    calls = stop(monkeypatch, drafts, "load_decoders")
     run("tune", "lookup", "--config", config)
     assert calls[0]["arguments"][1] == [other, "lookup"]
 
 
-def test_the_length_of_the_configuration_is_one_of_those_that_a_sweep_measures(run: Run, config: str) -> None:
+def test_a_sweep_also_measures_the_configured_num_draft_tokens(run: Run, config: str) -> None:
     without_revision(config)
     code, _, errors = run("bench sweep", "--config", config, "-m", "16", *PROMPTS)
     assert code == 0, errors
-    line = "length 8, 12: left out, as texts of 16 tokens are too short; --max-new-tokens 27 is enough"
-    assert line in errors.splitlines()
+    line = "num_draft_tokens 8, 12: left out, as texts of 16 tokens are too short; "
+    assert line + "--max-new-tokens 27 is enough" in errors.splitlines()
     found = json.loads(Path("sweep.json").read_text())["figures"]
-    assert [one["length"] for one in found] == ["0", "1", "2", "3", "5", "auto", "4"]
+    assert [one["num_draft_tokens"] for one in found] == ["0", "1", "2", "3", "5", "auto", "4"]
     code, _, errors = run("bench sweep", "--config", config, "-m", "16", "--num-draft-tokens", "1", *PROMPTS)
     assert code == 0, errors
     assert "left out" not in errors
     found = json.loads(Path("sweep.json").read_text())["figures"]
-    assert [one["length"] for one in found] == ["0", "1"]
+    assert [one["num_draft_tokens"] for one in found] == ["0", "1"]
 
 
-def test_measure_runs_with_a_configuration(run: Run, config: str, other: str) -> None:
+def test_bench_alpha_runs_with_a_configuration(run: Run, config: str, other: str) -> None:
     small = [
         "-m",
         "6",
@@ -126,7 +127,7 @@ def test_measure_runs_with_a_configuration(run: Run, config: str, other: str) ->
 
 
 def without_revision(config: str) -> None:
-    """The models of these tests are folders."""
+    """Remove the revision, because the models of these tests are folders."""
     Path(config).write_text(Path(config).read_text().replace('revision = "v1"\n', ""))
 
 
@@ -140,16 +141,16 @@ def test_a_rule_that_a_command_does_not_run_is_refused(run: Run, config: str, co
 
 
 @pytest.mark.parametrize("command", ["bench alpha", "bench sweep", "tune"])
-def test_measuring_commands_measure_their_own_drafts_if_a_configuration_has_none(
+def test_measuring_commands_use_their_default_drafts_if_the_configured_draft_is_none(
     run: Run, config: str, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    calls = stop(monkeypatch, drafts, "line_up")
+    calls = stop(monkeypatch, drafts, "load_decoders")
     Path(config).write_text('draft = "none"\n')
     _, _, errors = run(command, "--config", config)
     assert [one["arguments"][1] for one in calls] == [["lookup"]], errors
 
 
-def test_the_length_of_a_configuration_holds_for_its_own_draft_alone(
+def test_a_configured_num_draft_tokens_applies_only_to_the_configured_draft(
     run: Run, config: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = stop(monkeypatch, generate_module(), "open_decoder")
@@ -161,12 +162,12 @@ def test_the_length_of_a_configuration_holds_for_its_own_draft_alone(
         ["-d", "lookup", "--num-draft-tokens", "2"],
     ):
         run("generate", "ab", "--config", config, *words)
-    assert [one["arguments"][6] for one in calls] == ["4", "4", None, None, "2"]
+    assert [one["arguments"][0].num_draft_tokens for one in calls] == ["4", "4", None, None, "2"]
 
 
 @pytest.mark.parametrize("role", ["--target", "--draft"])
 @pytest.mark.parametrize("command", ["chat", "bench alpha", "bench sweep", "tune"])
-def test_code_that_comes_with_a_model_runs_only_with_the_flag(
+def test_remote_code_runs_only_with_the_flag(
     run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, role: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -176,7 +177,7 @@ def test_code_that_comes_with_a_model_runs_only_with_the_flag(
     assert (code, out) == (2, "")
     assert errors.splitlines()[-1].endswith("--trust-remote-code, or trust_remote_code=True in Python")
     assert not (tmp_path / "ran").exists()
-    stop(monkeypatch, drafts, "fitting")
+    stop(monkeypatch, drafts, "select_fitting")
     run(*words, "--trust-remote-code")
     assert (tmp_path / "ran").exists()
 
@@ -193,7 +194,7 @@ def test_a_misspelt_key_is_refused_with_a_suggestion(run: Run, config: str, comm
     assert errors.endswith('; did you mean "num_draft_tokens"?\n')
 
 
-def test_a_configuration_may_not_allow_code_to_run(run: Run, config: str) -> None:
+def test_a_configuration_cannot_set_trust_remote_code(run: Run, config: str) -> None:
     Path(config).write_text("trust_remote_code = true\n")
     code, _, errors = run("generate", "ab", "--config", config)
     assert code == 2

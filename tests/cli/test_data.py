@@ -1,4 +1,4 @@
-"""Prompts from files: what cannot be used is said, and what cannot be read is said before a model is."""
+"""Prompts from files: unusable rows and files are reported before a model is loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMANDS = {
     "tune": ["-m", "24", "--budget", "4", "--drafts", "lookup"],
     "eval": ["specbench", "-m", "4"],
 }
-PROMPTED = [name for name in COMMANDS if name != "eval"]  # eval says it in its table
+COMMANDS_WITH_NOTES = [name for name in COMMANDS if name != "eval"]  # eval reports bad rows in its table
 ROW = {"prompt": "ab ab", "source": "ab ab", "test": "def check(f): 0", "entry_point": "f", "audio": "a.wav",
        "text": "a", "reference": "b"}  # fmt: skip
 
@@ -37,10 +37,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", PROMPTED)
-def test_rows_that_cannot_be_used_are_said_and_counted(
-    run: Run, model: str, folder: Path, command: str
-) -> None:
+@pytest.mark.parametrize("command", COMMANDS_WITH_NOTES)
+def test_unusable_rows_are_reported_and_counted(run: Run, model: str, folder: Path, command: str) -> None:
     rows = ['{"prompt": "ab ab"}', "", '{"prompt": "ba', '{"nothing": 1}', '{"prompt": "ab ba"}']
     (folder / "bad.jsonl").write_text("\n".join(rows))
     flags = ["--target", model, "--data", "bad.jsonl", "--device", "cpu", "--dtype", "float32"]
@@ -75,10 +73,10 @@ def test_rows_that_cannot_be_used_are_said_and_counted(
     ids=["missing", "empty", "blank", "mark", "no text", "UTF-16", "no prompts", "{}", "no turns", "null",
          "3", "[]", "string", "deep", "number", "long"],
 )  # fmt: skip
-def test_data_are_read_before_a_model_is(
+def test_bad_data_files_are_refused_before_a_model_is_loaded(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, command: str, text: bytes | None, why: str
 ) -> None:
-    refuse_models(monkeypatch)
+    forbid_loading(monkeypatch)
     if text is not None:
         (folder / "rows.jsonl").write_bytes(text)
     status, _, errors = run(command, *COMMANDS[command], "--data", "rows.jsonl")
@@ -88,8 +86,10 @@ def test_data_are_read_before_a_model_is(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_data_are_a_file(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    refuse_models(monkeypatch)
+def test_data_must_be_a_regular_file(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    forbid_loading(monkeypatch)
     (folder / "rows").mkdir()
     os.mkfifo(folder / "pipe")
     for name, why in (
@@ -101,7 +101,7 @@ def test_data_are_a_file(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
         assert f"data: {why}" in errors.splitlines()[-1]
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_row(folder: Path) -> None:
+def test_a_byte_order_mark_is_ignored(folder: Path) -> None:
     (folder / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "ab"}\r\n{"prompt": "ba"}\r\n')
     assert [list(one.turns) for one in read("rows.jsonl").items] == [["ab"], ["ba"]]
 
@@ -119,10 +119,10 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(folder: Path) -> None:
         ("tune", ["--top-p", "2"], "--top-p: got 2.0"),
     ],
 )
-def test_numbers_are_checked_before_a_model_is_read(
+def test_numbers_are_checked_before_a_model_is_loaded(
     run: Run, monkeypatch: pytest.MonkeyPatch, command: str, flags: list[str], why: str
 ) -> None:
-    refuse_models(monkeypatch)
+    forbid_loading(monkeypatch)
     status, _, errors = run(command, *COMMANDS[command], *flags)
     assert status == 2
     assert why in errors.splitlines()[-1]
@@ -131,10 +131,18 @@ def test_numbers_are_checked_before_a_model_is_read(
 @pytest.mark.parametrize(
     ("task", "flags", "why"),
     [
-        ("dialog", ["--sides", "fast"], "--sides: got 'fast'"),
-        ("dialog", ["--sides", "plian"], 'did you mean "plain"?'),
-        ("dialog", ["--sides", "exact", "-d", "none"], "--sides: none of exact can be: nobody drafts"),
-        ("dialog", ["--sides", "sigmoid"], "--sides: none of sigmoid can be: where the likeliest token"),
+        ("dialog", ["--runners", "fast"], "--runners: got 'fast'"),
+        ("dialog", ["--runners", "plian"], 'did you mean "plain"?'),
+        (
+            "dialog",
+            ["--runners", "exact", "-d", "none"],
+            "--runners: none of exact is possible: there is no drafter",
+        ),
+        (
+            "dialog",
+            ["--runners", "sigmoid"],
+            "--runners: none of sigmoid is possible: greedy decoding is always",
+        ),
         ("dialog", ["--rule", "tokn"], "rule: got 'tokn'"),
         ("dialog", ["--dtype", "float31"], "dtype: got 'float31'"),
         ("dialog", ["--device", "abacus"], "device: got 'abacus'"),
@@ -152,11 +160,11 @@ def test_numbers_are_checked_before_a_model_is_read(
         ("dialog", ["--top-p", "2"], "--top-p: got 2"),
         ("dialog", ["--seed", str(2**64 - 1)], "seed: got"),
         ("dialog", ["--scale", "inf"], "--scale: got inf"),
-        ("dialog", ["--language", "en"], "--language: of speech"),
+        ("dialog", ["--language", "en"], "--language: only for asr"),
         ("dialog", ["-o", "."], "--out: . is a folder"),
         ("dialog", ["-o", "rows.jsonl/x"], "--out: rows.jsonl: no such folder can be made"),
         ("dialog", ["-o", "x"], "--out: x.md is a folder"),
-        ("dialog", ["-o", "untested.jsonl"], "untested.jsonl is not of this kind"),
+        ("dialog", ["-o", "untested.jsonl"], "untested.jsonl is not a file of `outpace eval`"),
         ("translate", ["--languages", "en-"], "--languages: got 'en-'"),
         ("asr", ["--language", "germn"], 'did you mean "german"?'),
         ("code", ["--data", "untested.jsonl"], "no row that can be used: line 1: there is no test"),
@@ -169,10 +177,10 @@ def test_numbers_are_checked_before_a_model_is_read(
         ("asr", ["--data", "untested.jsonl"], "no row that can be used: line 1: there is no audio"),
     ],
 )
-def test_eval_looks_at_everything_before_a_model_is_read(
+def test_eval_checks_flags_files_and_data_before_a_model_is_loaded(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, task: str, flags: list[str], why: str
 ) -> None:
-    refuse_models(monkeypatch)
+    forbid_loading(monkeypatch)
     (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
     (folder / "untested.jsonl").write_text('{"source": "ab", "entry_point": "f"}\n')
     (folder / "x.md").mkdir()
@@ -184,10 +192,10 @@ def test_eval_looks_at_everything_before_a_model_is_read(
 @pytest.mark.parametrize(
     ("task", "package"), [("asr", "jiwer"), ("summarize", "rouge_score"), ("translate", "sacrebleu")]
 )
-def test_a_package_that_is_missing_is_said_before_a_model_is_read(
+def test_a_missing_package_is_reported_before_a_model_is_loaded(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, task: str, package: str
 ) -> None:
-    refuse_models(monkeypatch)
+    forbid_loading(monkeypatch)
     monkeypatch.setitem(sys.modules, package, None)
     (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
     status, _, errors = run("eval", task, "--data", "rows.jsonl")
@@ -195,7 +203,7 @@ def test_a_package_that_is_missing_is_said_before_a_model_is_read(
     assert errors.splitlines()[-1] == f"outpace: this needs {package}: pip install 'outpace[tasks]'"
 
 
-def test_a_run_that_is_there_is_looked_at_before_a_model_is_read(
+def test_an_existing_run_is_checked_before_a_model_is_loaded(
     run: Run, model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "rows.jsonl").write_text((json.dumps(ROW) + "\n") * 2)
@@ -204,11 +212,11 @@ def test_a_run_that_is_there_is_looked_at_before_a_model_is_read(
     assert status == 0, errors
     saved = Path("out.jsonl.md").read_text()
     whole = Path("out.jsonl").read_text()
-    refuse_models(monkeypatch)
+    forbid_loading(monkeypatch)
 
     status, again, errors = run(*words, "-t", model, "--dtype", "float32")
     assert (status, again) == (0, shown), errors
-    assert "out.jsonl has all of them; --fresh runs them again" in errors
+    assert "out.jsonl has all rows; --fresh runs them again" in errors
     assert Path("out.jsonl.md").read_text() == saved
 
     status, _, errors = run(*words, "-t", model, "--dtype", "float32", "--seed", "3")
@@ -222,7 +230,7 @@ def test_a_run_that_is_there_is_looked_at_before_a_model_is_read(
 
     for flags, why in (
         (["--dtype", "bfloat16"], "dtype: float32 there, bfloat16 here"),
-        (["--dtype", "float32", "--num-draft-tokens", "2"], "length: default there, 2 here"),
+        (["--dtype", "float32", "--num-draft-tokens", "2"], "num_draft_tokens: default there, 2 here"),
         (
             ["--dtype", "float32", "--rule", "block", "--revision", "v2"],
             "rule: token there, block here; revision: default there, v2 here",
@@ -237,12 +245,12 @@ def test_a_run_that_is_there_is_looked_at_before_a_model_is_read(
 
     Path("out.jsonl").write_text(whole[: len(whole) - 20])
     _, _, errors = run(*words, "-t", model, "--dtype", "float32")
-    assert "its last line was cut off; that row is run again" in errors
+    assert "its last line is incomplete; that row is run again" in errors
     assert "a model was loaded" in errors
     assert Path("out.jsonl").read_text() == whole[: len(whole) - 20]
 
 
-def test_eval_does_not_continue_the_run_of_another_model_of_the_same_name(
+def test_eval_does_not_resume_the_run_of_another_model_of_the_same_name(
     run: Run, model: str, other: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "rows.jsonl").write_text((json.dumps(ROW) + "\n") * 2)
@@ -252,7 +260,7 @@ def test_eval_does_not_continue_the_run_of_another_model_of_the_same_name(
     assert run(*words, str(folder / "one" / "model"))[0] == 0
     whole = Path("out.jsonl").read_text()
     Path("out.jsonl").write_text("".join(whole.splitlines(keepends=True)[:-1]))
-    refuse_models(monkeypatch)
+    forbid_loading(monkeypatch)
     status, _, errors = run(*words, str(folder / "two" / "model"))
     assert status == 2
     assert "is of another run (target: another model of this name); name another file" in errors
@@ -262,7 +270,7 @@ def test_eval_records_its_date(run: Run, model: str, folder: Path) -> None:
     (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
     words = "eval", "dialog", "--data", "rows.jsonl", "-m", "4", "-o", "out.jsonl", "-t", model
     before = datetime.now(UTC).replace(microsecond=0)
-    assert run(*words, "--sides", "plain")[0] == 0
+    assert run(*words, "--runners", "plain")[0] == 0
     written = json.loads(Path("out.jsonl").read_text().splitlines()[0])["date"]
     assert before <= datetime.fromisoformat(written) <= datetime.now(UTC)
 
@@ -271,7 +279,7 @@ def test_eval_records_its_date(run: Run, model: str, folder: Path) -> None:
 def test_eval_refuses_to_overwrite_its_data(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, data: str
 ) -> None:
-    refuse_models(monkeypatch)
+    forbid_loading(monkeypatch)
     out = {"folder": "folder/manifest.jsonl", "table.jsonl.md": "table.jsonl"}.get(data, "rows.jsonl")
     (folder / "folder").mkdir()
     for name in ("rows.jsonl", "folder/manifest.jsonl", "table.jsonl.md"):
@@ -290,31 +298,31 @@ def test_a_run_with_a_row_missing_is_not_complete(run: Run, model: str, folder: 
     Path("out.jsonl").write_text("".join(lines[:3] + lines[4:]))
     status, _, errors = run(*words)
     assert status == 0, errors
-    assert f"out.jsonl has {len(lines) - 2} of {len(lines) - 1}; going on" in errors
+    assert f"out.jsonl has {len(lines) - 2} of {len(lines) - 1} results; resuming" in errors
     found = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()[1:]]
     untimed = {(one["side"], one["row"]): one["texts"] for one in found}
     before = [json.loads(line) for line in lines[1:]]
     assert untimed == {(one["side"], one["row"]): one["texts"] for one in before}
 
 
-def test_an_interrupted_eval_goes_on(
+def test_an_interrupted_eval_is_resumed(
     run: Run, model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))  # a run keeps to its threads
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))  # the subprocess uses as many threads
     rows = [{"prompt": f"count to {i}"} for i in range(40)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["eval", "dialog", "--data", "rows.jsonl", "-m", "24", "-t", model, "--sides", "plain,exact"]
+    words = ["eval", "dialog", "--data", "rows.jsonl", "-m", "24", "-t", model, "--runners", "plain,exact"]
     out = folder / "eval-dialog.jsonl"
     status, _, errors = interrupted(words, lambda: out.exists() and out.read_bytes().count(b"\n") > 3)
     assert status == 130
-    there = out.read_bytes().count(b"\n") - 1
-    assert there < 80
-    assert f"{there} are in eval-dialog.jsonl; the same command goes on" in errors
+    done = out.read_bytes().count(b"\n") - 1
+    assert done < 80
+    assert f"eval-dialog.jsonl has {done} results; the same command resumes the run" in errors
     assert not Path(f"{out}.lock").exists()
     before = out.read_bytes()
     status, _, errors = run(*words)
     assert status == 0, errors
-    assert f"eval-dialog.jsonl has {there} of 80; going on" in errors
+    assert f"eval-dialog.jsonl has {done} of 80 results; resuming" in errors
     assert out.read_bytes().startswith(before)
     assert out.read_bytes().count(b"\n") == 81
 
@@ -326,37 +334,37 @@ def test_eval_takes_defaults_from_a_configuration(run: Run, model: str, folder: 
     assert status == 0, errors
     header = json.loads(Path("eval-dialog.jsonl").read_text().splitlines()[0])
     assert header["target"] == Path(model).name
-    assert "length   Fixed(2)" in header["settings"]["models"]
+    assert "num_draft_tokens  Fixed(2)" in header["settings"]["models"]
 
 
-def test_eval_tells_loaders_of_code_and_revision(
+def test_eval_passes_trust_remote_code_and_revision_to_loaders(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: dict[str, Any] = {}
+    received: dict[str, Any] = {}
 
     def load(*names: Any, **options: Any) -> None:
-        told.update(options)
+        received.update(options)
         raise ValueError("that is enough")
 
     monkeypatch.setattr(loading, "load", load)
-    asking_the_hub = sys.modules["outpace.cli.options"]
-    monkeypatch.setattr(asking_the_hub, "refuse_speech", lambda *_, **__: None)
+    options_module = sys.modules["outpace.cli.options"]
+    monkeypatch.setattr(options_module, "refuse_speech", lambda *_, **__: None)
     (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
     words = "eval", "dialog", "--data", "rows.jsonl", "-t", "owner/name"
     assert "that is enough" in run(*words, "--trust-remote-code", "--revision", "v2")[2]
-    assert (told["trust_remote_code"], told["revision"]) == (True, "v2")
-    told.clear()
+    assert (received["trust_remote_code"], received["revision"]) == (True, "v2")
+    received.clear()
     run(*words)
-    assert not told.get("trust_remote_code")
-    assert told.get("revision") is None
+    assert not received.get("trust_remote_code")
+    assert received.get("revision") is None
 
 
-def test_eval_says_what_its_exit_status_means(run: Run) -> None:
+def test_the_help_of_eval_explains_its_exit_status(run: Run) -> None:
     _, shown, _ = run("eval", "--help")
-    assert "The exit status is 0 if all rows were evaluated" in " ".join(shown.split())
+    assert "Exit status: 0 if all rows were evaluated" in " ".join(shown.split())
 
 
-def refuse_models(patch: pytest.MonkeyPatch) -> None:
+def forbid_loading(patch: pytest.MonkeyPatch) -> None:
     def load(*arguments: Any, **options: Any) -> None:
         raise AssertionError("a model was loaded")
 

@@ -20,19 +20,19 @@ doctor = importlib.import_module("outpace.cli.doctor")  # the package has a func
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(gguf.LIMIT_VARIABLE, raising=False)
-    monkeypatch.setattr(doctor, "bandwidth", lambda place: 1.0)
+    monkeypatch.setattr(doctor, "bandwidth", lambda device: 1.0)
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
-    """Two converted files, the first used last."""
-    made = [write_gguf(tmp_path / f"{name}.gguf", seed) for seed, name in enumerate("ab")]
-    for file in made:
+    """Return two converted files; the first was used more recently."""
+    written = [write_gguf(tmp_path / f"{name}.gguf", seed) for seed, name in enumerate("ab")]
+    for file in written:
         hub.load_model(file, device="cpu", dtype="float32", tell=lambda line: None)
     (older,) = (one for one in gguf.converted() if one.name == "b.gguf")
     os.utime(older.folder / gguf.USED, (0, 0))
-    return made
+    return written
 
 
 def test_converted_files_are_listed_with_size_and_last_use(run: Run, files: list[Path]) -> None:
@@ -48,7 +48,7 @@ def test_converted_files_are_listed_with_size_and_last_use(run: Run, files: list
     assert "converted GGUF files up to 20 GiB" in shown
 
 
-def test_an_empty_cache_is_said_to_be_empty(run: Run) -> None:
+def test_an_empty_cache_is_reported_as_none(run: Run) -> None:
     assert json.loads(run("doctor", "--json")[1])["converted GGUF"] == []
     assert "converted GGUF none" in " ".join(run("doctor")[1].split())
     assert json.loads(run("doctor", "--clear-cache", "--json")[1]) == {
@@ -58,7 +58,7 @@ def test_an_empty_cache_is_said_to_be_empty(run: Run) -> None:
     }
 
 
-def test_clearing_removes_converted_files_alone_and_says_what_it_freed(
+def test_clear_cache_removes_only_converted_files_and_reports_freed_bytes(
     run: Run, files: list[Path], cache: Path
 ) -> None:
     (cache / hub.DEFAULT).mkdir()
@@ -73,7 +73,7 @@ def test_clearing_removes_converted_files_alone_and_says_what_it_freed(
     assert all(file.exists() for file in files)
 
 
-def test_clearing_takes_names(run: Run, files: list[Path]) -> None:
+def test_clear_cache_with_names_removes_only_these_files(run: Run, files: list[Path]) -> None:
     _, out, _ = run("doctor", "--clear-cache", "b.gguf")
     assert "removed b.gguf in float32" in " ".join(out.split())
     assert [one.name for one in gguf.converted()] == ["a.gguf"]
@@ -84,7 +84,7 @@ def test_clearing_takes_names(run: Run, files: list[Path]) -> None:
     )
 
 
-def test_a_file_in_use_stays_and_is_named(run: Run, files: list[Path]) -> None:
+def test_clear_cache_leaves_a_file_in_use_and_names_it(run: Run, files: list[Path]) -> None:
     model, _ = hub.load_model(files[0], device="cpu", dtype="float32", tell=lambda line: None)
     found = json.loads(run("doctor", "--clear-cache", "--json")[1])
     assert [one["name"] for one in found["removed"]] == ["b.gguf"]
@@ -92,7 +92,7 @@ def test_a_file_in_use_stays_and_is_named(run: Run, files: list[Path]) -> None:
     assert model.get_input_embeddings().weight.isfinite().all()
 
 
-def test_names_without_the_flag_remove_nothing(run: Run, files: list[Path]) -> None:
+def test_names_without_clear_cache_are_refused(run: Run, files: list[Path]) -> None:
     code, _, errors = run("doctor", "a.gguf")
     assert (code, errors.splitlines()[-1]) == (
         2,
@@ -101,6 +101,6 @@ def test_names_without_the_flag_remove_nothing(run: Run, files: list[Path]) -> N
     assert len(gguf.converted()) == 2
 
 
-def test_sizes_are_shown_in_units_that_fit() -> None:
+def test_sizes_are_shown_in_mib_or_gib() -> None:
     assert doctor._size(3 << 20) == "3 MiB"
     assert doctor._size(5 << 29) == "2.5 GiB"

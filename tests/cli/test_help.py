@@ -1,4 +1,4 @@
-"""What commands say about themselves is whole."""
+"""The help of every command is complete."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL = dict(commands(typer.main.get_command(cli.app)))
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_option_is_explained_and_brackets_are_not_taken_for_markup(
+def test_every_option_has_help_and_brackets_are_not_parsed_as_markup(
     run: Run, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "250")
@@ -41,14 +41,14 @@ def test_every_option_is_explained_and_brackets_are_not_taken_for_markup(
             assert bracket in out
 
 
-def test_defaults_of_lists_are_those_that_are_used(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_states_the_default_lists_of_bench_alpha(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "250")
     _, out, _ = run("bench alpha", "--help")
-    for name in ("LENGTHS", "BATCHES"):
+    for name in ("PASS_SIZES", "BATCHES"):
         assert f"Default: {', '.join(map(str, getattr(cost, name)))}." in out
 
 
-def test_sweep_has_the_flags_that_the_others_have(run: Run) -> None:
+def test_sweep_has_the_sampling_flags_of_alpha_and_tune(run: Run) -> None:
     own = {flag for one in ALL["bench sweep"].params for flag in one.opts}
     for other in ("bench alpha", "tune"):
         panel = [one for one in ALL[other].params if getattr(one, "rich_help_panel", None) == "Sampling"]

@@ -1,4 +1,4 @@
-"""Lines about what was measured."""
+"""Verdicts of `outpace bench alpha`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outpace.cli.measured import verdicts
         (0, 1.0, None, "does not pay"),
     ],
 )  # fmt: skip
-def test_a_speed_comes_with_how_sure_it_is(
+def test_verdict_says_whether_the_interval_shows_that_speculation_pays(
     g: int, speed: float, interval: list[float] | None, said: str
 ) -> None:
     at: dict[str, Any] = {"B": 1, "best_g": g, "predicted": speed, "predicted_interval": interval}

@@ -1,4 +1,4 @@
-"""What the formulas say, on a screen."""
+"""`outpace plan`: its numbers, errors and plots."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from outpace.bench.curves import Point
 from tests.cli.conftest import Run
 
 
-def test_the_plan_is_the_papers(run: Run) -> None:
+def test_the_plan_matches_the_formulas_of_the_paper(run: Run) -> None:
     status, out, errors = run("plan", "--alpha", "0.8", "--c", "0.05")
     assert status == 0, errors
-    assert "Draft g = 8: 4.33 tokens a pass, 3.09 times as fast" in " ".join(out.split())
+    assert "Draft g = 8: 4.33 tokens per pass, 3.09 times as fast" in " ".join(out.split())
     status, out, _ = run("plan", "--alpha", "0.8", "--c", "0.05", "--num-draft-tokens", "4", "--json")
     found = json.loads(out)
     assert found["best"]["speedup"] == round(theory.speedup(0.8, 8, 0.05), 3)
@@ -30,7 +30,7 @@ def test_the_plan_is_the_papers(run: Run) -> None:
     assert [one["alpha"][0] for one in json.loads(out)["lenience"]] == [0.71, 0.76, 0.84]
 
 
-def test_a_draft_that_does_not_pay_is_not_recommended(run: Run) -> None:
+def test_a_draft_without_speedup_is_not_recommended(run: Run) -> None:
     status, out, _ = run("plan", "--alpha", "0.1", "--c", "0.2")
     assert status == 0
     assert "Do not speculate: a draft pays only if its α is above c = 0.2." in out
@@ -40,7 +40,7 @@ def test_a_draft_that_does_not_pay_is_not_recommended(run: Run) -> None:
     assert [one["alpha"] for one in json.loads(out)["needed"]] == [None] * 4
 
 
-def test_wrong_numbers_are_a_line(run: Run) -> None:
+def test_wrong_numbers_give_one_line(run: Run) -> None:
     status, _, errors = run("plan", "--alpha", "0.8", "--c", "inf")
     assert (status, errors) == (2, "outpace: --c: got inf; it must be a number from 0 to 1000\n")
     for words in (("--alpha", "1.2"), ("--alpha", "0.5", "--c", "-1"), ("--alpha", "x"), ()):
@@ -65,7 +65,7 @@ def test_wrong_numbers_are_a_line(run: Run) -> None:
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
-def test_numbers_that_nothing_can_be_planned_with_are_a_line(run: Run, words: list[str], why: str) -> None:
+def test_numbers_out_of_range_give_one_line(run: Run, words: list[str], why: str) -> None:
     status, out, errors = run("plan", "--alpha", "0.8", *words)
     assert (status, out) == (2, "")
     assert why in errors
@@ -84,33 +84,33 @@ def test_extreme_plans_are_finite_and_without_warnings(run: Run, alpha: str, c: 
         assert run("plan", *flags)[0] == 0
 
 
-def test_formulas_at_the_ends_of_floats_do_not_warn() -> None:
+def test_formulas_with_huge_floats_do_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert theory.speedup(0.8, 5, 1e308) == 0
         assert theory.operations(0.8, 5, 1e308) == float("inf")
 
 
-def test_curves_are_drawn(run: Run, tmp_path: Path) -> None:
+def test_the_plot_has_all_curves(run: Run, tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
     assert run("plan", "--alpha", "0.8", "--c", "0.05", "--plot", str(picture))[0] == 0
     text = picture.read_text()
-    for said in ("expected tokens a pass", "best g", "oracle", "α = 0.8, c = 0.05, g = 8"):
-        assert said in text
+    for label in ("expected tokens per pass", "best g", "oracle", "α = 0.8, c = 0.05, g = 8"):
+        assert label in text
 
 
-def test_the_picture_is_of_what_was_asked(run: Run, tmp_path: Path) -> None:
+def test_the_plot_uses_the_values_of_the_flags(run: Run, tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
     words = ["--alpha", "0.8", "--c", "0.05", "--ops", "0.2", "--most", "4", "--plot", str(picture)]
     status, out, _ = run("plan", *words)
     assert status == 0
     assert "Draft g = 4:" in out
     text = picture.read_text()
-    for said in ("α = 0.8, c = 0.05, g = 4", "speed over plain decoding, c = 0.05", "ĉ = 0.2"):
-        assert said in text
+    for label in ("α = 0.8, c = 0.05, g = 4", "speedup over the baseline, c = 0.05", "ĉ = 0.2"):
+        assert label in text
 
 
-def test_operations_of_a_point_are_by_its_own_share() -> None:
+def test_operations_of_a_point_use_its_own_ops() -> None:
     point = Point(0.8, 0.05, ops=0.2, most=4)
     assert point.operations == theory.operations(0.8, 4, 0.2)
     assert Point(0.8, 0.05).operations == theory.operations(0.8, 8, 0.05)

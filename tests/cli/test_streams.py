@@ -1,4 +1,4 @@
-"""Streams that are closed, full or no text, and Ctrl-C before anything has begun: one line each."""
+"""Closed or full streams, bytes that are not UTF-8, and an early Ctrl-C give one line each."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from tests.cli.conftest import Run, outpace
 from tests.cli.test_cli import PROMPT, common
 
 PLAN = ("plan", "--alpha", "0.8")
-NOWHERE = "outpace: stdout is closed; send it to a file, or to /dev/null\n"
+STDOUT_CLOSED = "outpace: stdout is closed; send it to a file, or to /dev/null\n"
 
 
 @pytest.mark.parametrize("words", [PLAN, ("generate", "ab"), ("chat",), ("doctor",), ("bench", "kernel")])
-def test_a_closed_stdout_is_said_before_anything_is_done(words: tuple[str, ...]) -> None:
-    assert outpace(*words, redirect=">&-") == (2, "", NOWHERE)
+def test_a_closed_stdout_is_refused_before_any_work(words: tuple[str, ...]) -> None:
+    assert outpace(*words, redirect=">&-") == (2, "", STDOUT_CLOSED)
     assert outpace(*words, redirect="<&- >&- 2>&-") == (2, "", "")
 
 
-def test_with_a_closed_stderr_stdout_has_the_text_alone(model: str) -> None:
+def test_with_a_closed_stderr_stdout_is_unchanged(model: str) -> None:
     assert outpace(*PLAN, redirect="2>&-") == outpace(*PLAN)
     words = ("generate", PROMPT, "--raw", "--num-draft-tokens", "2", *common(model))
     assert outpace(*words, redirect="2>&-")[:2] == outpace(*words)[:2]
 
 
-def test_a_closed_stdin_is_an_empty_one(model: str) -> None:
+def test_a_closed_stdin_counts_as_empty(model: str) -> None:
     code, out, err = outpace("generate", redirect="<&-")
     assert (code, out) == (2, "")
     assert err == "outpace: prompt: it is empty; a model needs something to go on from\n"
@@ -37,12 +37,12 @@ def test_a_closed_stdin_is_an_empty_one(model: str) -> None:
 
 
 @pytest.mark.parametrize("words", [PLAN, (*PLAN, "--json"), ("--version",), ("plan", "--help")])
-def test_a_full_disk_is_one_line(words: tuple[str, ...]) -> None:
+def test_a_full_disk_gives_one_line(words: tuple[str, ...]) -> None:
     assert outpace(*words, redirect=">/dev/full") == (2, "", "outpace: [Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize("redirect", ["", ">/dev/null"])
-def test_where_nobody_reads_stderr_the_status_still_says_what_was_wrong(redirect: str) -> None:
+def test_the_exit_status_is_2_even_if_nobody_reads_stderr(redirect: str) -> None:
     words = "-m outpace plan --alpha 3"
     command = f"trap '' PIPE; sleep 1; exec {sys.executable} {words} 2>&1 {redirect}"
     done = subprocess.run(
@@ -51,7 +51,7 @@ def test_where_nobody_reads_stderr_the_status_still_says_what_was_wrong(redirect
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
-def test_a_prompt_that_is_not_utf8_is_said(run: Run, model: str) -> None:
+def test_a_prompt_that_is_not_utf8_is_refused(run: Run, model: str) -> None:
     code, out, err = outpace("generate", stdin=b"a\xff\xfeb\n")
     assert (code, out, err) == (2, "", "outpace: prompt: not text in UTF-8\n")
     code, out, err = outpace("chat", *common(model), stdin=b"a\xff\xfeb\nab\n")
@@ -64,21 +64,21 @@ def test_a_prompt_that_is_not_utf8_is_said(run: Run, model: str) -> None:
         assert (code, err) == (2, "outpace: --system: not text in UTF-8\n")
 
 
-def test_a_warning_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_gives_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = importlib.import_module("outpace.cli.plan")
-    honest = plan.planned
+    original = plan.compute
 
-    def planned(*arguments: Any) -> Any:
+    def compute(*arguments: Any) -> Any:
         warnings.warn("the first line\nframe #0: and the rest", stacklevel=1)
-        return honest(*arguments)
+        return original(*arguments)
 
-    monkeypatch.setattr(plan, "planned", planned)
+    monkeypatch.setattr(plan, "compute", compute)
     code, _, err = run(*PLAN)
     assert (code, err) == (0, "outpace: the first line\n")
 
 
 @pytest.mark.parametrize("module", ["typer", "outpace.cli.show", "torch", "transformers"])
-def test_ctrl_c_while_modules_are_imported_is_one_line(model: str, module: str) -> None:
+def test_ctrl_c_during_imports_gives_one_line(model: str, module: str) -> None:
     code = f"""
 import sys
 class Interrupt:

@@ -1,4 +1,4 @@
-"""`outpace bench sweep`: tables, a file, a picture, and what there is when it is stopped."""
+"""`outpace bench sweep`: tables, a file, a plot, and the results so far if it is interrupted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def common(models: Path) -> list[str]:
     return ["--target", str(models / "target"), "--dtype", "float32", "--device", "cpu", "-m", "16"]
 
 
-def test_every_cell_is_measured_shown_and_written_down(run: Run, models: Path, tmp_path: Path) -> None:
+def test_every_cell_is_in_the_tables_the_file_and_the_plot(run: Run, models: Path, tmp_path: Path) -> None:
     out, picture = tmp_path / "sweep.json", tmp_path / "sweep.svg"
     flags = [
         "--draft",
@@ -50,20 +50,20 @@ def test_every_cell_is_measured_shown_and_written_down(run: Run, models: Path, t
     assert (found["rounds"], found["of"]) == (1, 1)
     assert (found["target"], found["prompts"], found["batch"]) == ("target", 2, 2)
     assert found["command"].startswith("outpace bench sweep --target target")
-    names = [(one["draft"], one["temperature"], one["length"]) for one in found["figures"]]
+    names = [(one["draft"], one["temperature"], one["num_draft_tokens"]) for one in found["figures"]]
     assert sorted(names) == sorted(
-        (draft, temperature, length)
+        (draft, temperature, num_draft_tokens)
         for draft in ("small", "lookup")
         for temperature in (0.0, 1.0)
-        for length in ("0", "3", "auto")
+        for num_draft_tokens in ("0", "3", "auto")
     )
     for one in found["figures"]:
         assert one["texts"] == 2
         assert one["p50_ms"] <= one["p90_ms"] <= one["p99_ms"]
         assert one["top_k"] == 9
-        assert (one["predicted"] is not None) == (one["length"] == "3")
-        assert one["interval"] is None  # of a single group
-        if one["length"] == "0":
+        assert (one["predicted"] is not None) == (one["num_draft_tokens"] == "3")
+        assert one["interval"] is None  # a single group has none
+        if one["num_draft_tokens"] == "0":
             assert (one["speedup"], one["tokens_per_pass"]) == (1.0, 1.0)
     assert "small, temperature 0, top-k 9: ms of 128 tokens, 2 texts" in shown
     assert {"P99", "loop ms", "tokens per pass", "α counted", "speedup", "thm 3.8"} <= heads(shown)
@@ -74,7 +74,7 @@ def test_every_cell_is_measured_shown_and_written_down(run: Run, models: Path, t
     assert "small, temperature 1, top-k 9, auto" in picture.read_text()
 
 
-def test_texts_are_drawn_as_flags_say(run: Run, models: Path, tmp_path: Path) -> None:
+def test_texts_are_sampled_with_the_sampling_flags(run: Run, models: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep.json"
     flags = ["--draft", "random", "--num-draft-tokens", "1", "--prompt", "ab ab", "--out", str(out)]
     drawn = ["--temperature", "1", "--min-p", "0.1", "--presence-penalty", "0.5", "--logit-bias", "97=-inf"]
@@ -86,7 +86,7 @@ def test_texts_are_drawn_as_flags_say(run: Run, models: Path, tmp_path: Path) ->
     assert (found["min_p"], found["presence_penalty"], found["logit_bias"]) == (0.1, 0.5, {"97": "-inf"})
 
 
-def test_a_pair_is_measured_too(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_synthetic_pair_is_measured(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(synthetic.PAIRS, "tiny/er", (TARGET, DRAFT))
     out = tmp_path / "sweep.json"
     flags = [
@@ -118,14 +118,14 @@ def test_a_pair_is_measured_too(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
     assert code == 0, errors
     found = json.loads(out.read_text())
     assert (found["target"], found["prompts"], found["settings"]["alpha"]) == ("tiny/er", 3, 0.7)
-    plain, two = found["figures"]
-    assert (plain["draft"], two["draft"]) == ("er", "er")
-    # Some 130 iterations, a standard error of 0.03
+    baseline, two = found["figures"]
+    assert (baseline["draft"], two["draft"]) == ("er", "er")
+    # About 130 steps, a standard error of 0.03
     assert two["alpha"] == pytest.approx(0.7, abs=0.12)
     assert two["interval"][0] < two["interval"][1]
 
 
-def test_ctrl_c_keeps_whole_rounds(models: Path, tmp_path: Path) -> None:
+def test_ctrl_c_saves_the_results_of_complete_rounds(models: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep.json"
     flags = [
         "--num-draft-tokens",
@@ -150,13 +150,13 @@ def test_ctrl_c_keeps_whole_rounds(models: Path, tmp_path: Path) -> None:
     assert [one["texts"] for one in found["figures"]] == [found["rounds"]] * 2
     assert "ms of 128 tokens" in shown
     last = errors.splitlines()[-1]
-    said = f"interrupted after {found['rounds']} of 200000 rounds: what is shown is of those, and in {out}"
+    said = f"interrupted after {found['rounds']} of 200000 rounds: these are their results, also in {out}"
     assert last == said
     assert not [one for one in tmp_path.iterdir() if one != out]
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_ctrl_c_before_the_first_round_keeps_the_times_of_parts_if_there_are_any(
+def test_ctrl_c_before_the_first_round_saves_the_times_of_parts_if_they_are_measured(
     run: Run, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timed: bool
 ) -> None:
     from outpace.bench import cost
@@ -166,14 +166,14 @@ def test_ctrl_c_before_the_first_round_keeps_the_times_of_parts_if_there_are_any
         raise KeyboardInterrupt
 
     if timed:
-        monkeypatch.setattr(Sweep, "warm", interrupted)
+        monkeypatch.setattr(Sweep, "warm_up", interrupted)
     else:
         monkeypatch.setattr(cost, "curve", interrupted)
     out = tmp_path / "sweep.json"
     code, shown, errors = run("bench sweep", *common(models), "--num-draft-tokens", "2", "--out", str(out))
     assert (code, shown) == (130, "")
-    kept = f"times of parts are in {out}" if timed else "nothing was kept"
-    assert errors.splitlines()[-1] == f"interrupted after 0 of 12 rounds: {kept}"
+    saved = f"times of parts are in {out}" if timed else "nothing was saved"
+    assert errors.splitlines()[-1] == f"interrupted after 0 of 12 rounds: {saved}"
     assert out.exists() == timed
     if timed:
         found = results.load(out, ("sweep",))
@@ -181,7 +181,7 @@ def test_ctrl_c_before_the_first_round_keeps_the_times_of_parts_if_there_are_any
         assert [one["draft"] for one in found["parts"]] == ["lookup"]
 
 
-def test_where_stderr_is_no_terminal_there_is_a_line_for_each_part_and_round(
+def test_progress_without_a_terminal_is_one_line_per_part_and_round(
     run: Run, models: Path, tmp_path: Path
 ) -> None:
     flags = [
@@ -200,7 +200,7 @@ def test_where_stderr_is_no_terminal_there_is_a_line_for_each_part_and_round(
     assert parts[-5:-1] == ["timing parts", "warming up", "round 1 of 2", "round 2 of 2"]
 
 
-def test_results_that_cannot_be_written_are_not_said_to_be_kept(
+def test_note_does_not_name_a_file_that_could_not_be_written(
     run: Run, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full_disk(monkeypatch, after=2)
@@ -210,13 +210,13 @@ def test_results_that_cannot_be_written_are_not_said_to_be_kept(
     assert code == 2
     assert "ms of 128 tokens" in shown
     said = [
-        "failed after 2 of 2 rounds: what is shown is of those",
+        "failed after 2 of 2 rounds: these are their results",
         f"outpace: {out}: it cannot be written (No space left on device)",
     ]
     assert errors.splitlines()[-2:] == said
 
 
-def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Path) -> None:
+def test_error_says_that_texts_ended_before_anything_was_timed(run: Run, tmp_path: Path) -> None:
     model = tiny(vocab_size=272)
     model.generation_config.eos_token_id = list(range(272))
     model.save_pretrained(tmp_path / "target")
@@ -246,7 +246,7 @@ def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Pat
             "--num-draft-tokens: got 'far'; it must be a number, auto, heuristic",
         ),
         (["--num-draft-tokens", "-1"], "num-draft-tokens: got '-1'"),
-        (["--num-draft-tokens", "8"], "length: got 8 for texts of 16 tokens"),
+        (["--num-draft-tokens", "8"], "num_draft_tokens: got 8 for texts of 16 tokens"),
         (
             ["--num-draft-tokens", "2", "--num-draft-tokens", "12", "--num-draft-tokens", "8"],
             "or at least 27 tokens (--max-new-tokens 27)",
@@ -256,9 +256,9 @@ def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Pat
             "num_draft_tokens: Fixed(600) does not fit a context of 512 tokens",
         ),
         (["--pair", "gpt5/gpt4"], "--target: given together with --pair"),
-        (["--alpha", "0.5"], "--alpha: it is of a synthetic pair, and no --pair was given"),
-        (["--context", "9"], "--context: it is of a synthetic pair, and no --pair was given"),
-        (["--draft", "none"], "--draft: none is plain decoding"),
+        (["--alpha", "0.5"], "--alpha: it needs --pair, a synthetic pair of models"),
+        (["--context", "9"], "--context: it needs --pair, a synthetic pair of models"),
+        (["--draft", "none"], "--draft: none is the baseline"),
         (["--draft", "/nowhere/model"], "/nowhere/model: no such file or folder"),
         (["--draft", "/a/model", "--draft", "/b/model"], "--draft: two have the same name"),
         (["--prompt", "a", "--data", "b"], "--prompt: given together with --data"),
@@ -274,22 +274,24 @@ def test_texts_that_end_at_once_are_said_to_be_too_short(run: Run, tmp_path: Pat
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_line(run: Run, models: Path, tmp_path: Path, words: list[str], why: str) -> None:
-    length = [] if "--num-draft-tokens" in words else ["--num-draft-tokens", "1"]
+def test_a_wrong_flag_is_one_line_of_error(
+    run: Run, models: Path, tmp_path: Path, words: list[str], why: str
+) -> None:
+    num_draft_tokens = [] if "--num-draft-tokens" in words else ["--num-draft-tokens", "1"]
     out = [] if "--out" in words else ["--out", str(tmp_path / "sweep.json")]
-    code, shown, errors = run("bench sweep", *common(models), *length, *out, *words)
+    code, shown, errors = run("bench sweep", *common(models), *num_draft_tokens, *out, *words)
     assert (code, shown) == (2, "")
     assert why in errors.splitlines()[-1]
     assert not (tmp_path / "sweep.json").exists()
 
 
-def test_a_pair_that_is_not_known_is_one_line(run: Run) -> None:
+def test_an_unknown_pair_is_one_line_of_error(run: Run) -> None:
     code, _, errors = run("bench sweep", "--pair", "gpt5/gpt4")
     assert code == 2
     assert errors.startswith("outpace: --pair: got 'gpt5/gpt4'; there are llama2-7b/1.3b")
 
 
-def test_prompts_that_do_not_fit_are_left_out(run: Run, models: Path, tmp_path: Path) -> None:
+def test_prompts_longer_than_the_context_are_left_out(run: Run, models: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep.json"
     flags = [*common(models), "--num-draft-tokens", "1", "--out", str(out), "--prompt", "a" * 600]
     code, _, errors = run("bench sweep", *flags)
@@ -299,7 +301,7 @@ def test_prompts_that_do_not_fit_are_left_out(run: Run, models: Path, tmp_path: 
     assert json.loads(out.read_text())["prompts"] == 1
 
 
-def test_a_file_without_prompts_is_one_line(run: Run, models: Path, tmp_path: Path) -> None:
+def test_a_file_without_prompts_is_one_line_of_error(run: Run, models: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"nothing": 1}\n')
     out = str(tmp_path / "sweep.json")

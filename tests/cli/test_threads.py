@@ -8,52 +8,54 @@ import sys
 
 import pytest
 
-from outpace.cli.threads import BOUNDED, CHOSEN_BY_USER, bound_spinning
+from outpace.cli import SPIN_BOUNDS, SPIN_VARIABLES, bound_spinning
 
 
 @pytest.fixture
-def unchosen(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in CHOSEN_BY_USER:
-        monkeypatch.setenv(name, "")  # so that it is as it was afterwards
+def without_variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in SPIN_VARIABLES:
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
     return monkeypatch
 
 
-def test_spinning_is_bounded_where_the_user_chose_nothing(unchosen: pytest.MonkeyPatch) -> None:
+def test_spinning_is_bounded_if_the_user_set_no_variable(without_variables: pytest.MonkeyPatch) -> None:
     bound_spinning()
-    assert {name: os.environ[name] for name in BOUNDED} == BOUNDED
+    assert {name: os.environ[name] for name in SPIN_BOUNDS} == SPIN_BOUNDS
 
 
-@pytest.mark.parametrize("name", CHOSEN_BY_USER)
-def test_what_the_user_chose_stays_the_only_choice(unchosen: pytest.MonkeyPatch, name: str) -> None:
-    unchosen.setenv(name, "7")
+@pytest.mark.parametrize("name", SPIN_VARIABLES)
+def test_a_variable_set_by_the_user_prevents_the_bound(
+    without_variables: pytest.MonkeyPatch, name: str
+) -> None:
+    without_variables.setenv(name, "7")
     bound_spinning()
-    assert [one for one in CHOSEN_BY_USER if one in os.environ] == [name]
+    assert [one for one in SPIN_VARIABLES if one in os.environ] == [name]
 
 
 def run(program: str) -> str:
-    env = {name: value for name, value in os.environ.items() if name not in CHOSEN_BY_USER}
+    env = {name: value for name, value in os.environ.items() if name not in SPIN_VARIABLES}
     return subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
     ).stdout.strip()
 
 
-def test_the_command_chooses_before_the_libraries_are_loaded() -> None:
+def test_the_command_sets_the_bound_before_pytorch_is_imported() -> None:
     program = """
 import os, sys
 from outpace.cli import main
 import outpace.cli
-honest = outpace.cli.bound_spinning
-def noting():
-    honest()
+original = outpace.cli.bound_spinning
+def reporting():
+    original()
     print("torch" in sys.modules, os.environ["GOMP_SPINCOUNT"])
-outpace.cli.bound_spinning = noting
+outpace.cli.bound_spinning = reporting
 sys.argv = ["outpace", "--version"]
 main()
 """
-    assert run(program).splitlines()[0] == f"False {BOUNDED['GOMP_SPINCOUNT']}"
+    assert run(program).splitlines()[0] == f"False {SPIN_BOUNDS['GOMP_SPINCOUNT']}"
 
 
-def test_an_import_chooses_nothing() -> None:
+def test_importing_outpace_sets_no_bound() -> None:
     program = "import os, outpace; outpace.Decoder; print('GOMP_SPINCOUNT' in os.environ)"
     assert run(program) == "False"

@@ -1,4 +1,4 @@
-"""Each drafter guesses what it says it guesses."""
+"""Each drafter proposes the tokens that it documents, and reports their distribution."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import outpace
 from outpace import LookupDrafter, ModelDrafter, NGramDrafter, RandomDrafter, SamplingParams
 from outpace.draft import lookup
-from outpace.draft.base import Draws, State
+from outpace.draft.base import DraftSampler, State
 from tests.tiny import V, byte_tokenizer, greedy, tiny
 
 pytest.importorskip("hypothesis", reason="hypothesis is not installed: pip install 'outpace[dev]'")
@@ -39,14 +39,14 @@ def state(
     )
 
 
-def copied(text: list[int], g: int, most: int, least: int) -> list[int]:
-    """What a lookup has to guess, by looking everywhere."""
-    for size in range(most, least - 1, -1):
+def expected_lookup(text: list[int], g: int, max_ngram: int, min_ngram: int) -> list[int]:
+    """Return the draft tokens that prompt lookup must propose, found by an exhaustive search."""
+    for size in range(max_ngram, min_ngram - 1, -1):
         ending = text[len(text) - size :]
         for end in range(len(text) - 1, size - 1, -1):
             if len(text) >= size and text[end - size : end] == ending:
-                later = text[end:]
-                return [later[i % len(later)] for i in range(1 if size == 1 < most else g)]
+                continuation = text[end:]
+                return [continuation[i % len(continuation)] for i in range(1 if size == 1 < max_ngram else g)]
     return []
 
 
@@ -58,13 +58,13 @@ def copied(text: list[int], g: int, most: int, least: int) -> list[int]:
     st.integers(1, 2),
 )
 def test_lookup_copies_after_the_latest_longest_match(
-    text: list[int], cut: int, most: int, least: int
+    text: list[int], cut: int, max_ngram: int, min_ngram: int
 ) -> None:
-    least = min(least, most)
-    drafter = LookupDrafter(most, least)
+    min_ngram = min(min_ngram, max_ngram)
+    drafter = LookupDrafter(max_ngram, min_ngram)
     for length in (min(cut, len(text)), len(text)):  # the text grows under the same drafter
         draft = drafter.propose(state(text[:length], g=5), 5)
-        expected = copied(text[:length], 5, most, least)
+        expected = expected_lookup(text[:length], 5, max_ngram, min_ngram)
         assert draft.logits is None
         assert draft.lengths == [len(expected)]
         assert draft.tokens[0].tolist() == expected
@@ -76,18 +76,20 @@ def test_lookup_copies_after_the_latest_longest_match(
     st.integers(1, 4),
     st.integers(1, 2),
 )
-def test_tensors_copy_what_the_lookup_copies(texts: list[list[int]], most: int, least: int) -> None:
-    least = min(least, most)
-    held = torch.randint(4, (len(texts), 42))  # what lies past a text is garbage
+def test_lookup_on_tensors_equals_the_lookup_drafter(
+    texts: list[list[int]], max_ngram: int, min_ngram: int
+) -> None:
+    min_ngram = min(min_ngram, max_ngram)
+    token_ids = torch.randint(4, (len(texts), 42))  # entries past a text are garbage
     for row, text in enumerate(texts):
-        held[row, : len(text)] = torch.tensor(text)
+        token_ids[row, : len(text)] = torch.tensor(text)
     lengths = torch.tensor([len(text) for text in texts])
-    tokens, counts = lookup.copied(held, lengths, 5, least, most)
+    tokens, counts = lookup.lookup_draft(token_ids, lengths, 5, min_ngram, max_ngram)
     found = [row[:count].tolist() for row, count in zip(tokens, counts, strict=True)]
-    assert found == [copied(text, 5, most, least) for text in texts]
+    assert found == [expected_lookup(text, 5, max_ngram, min_ngram) for text in texts]
 
 
-def test_lookup_keeps_rows_apart_and_forgets_on_reset() -> None:
+def test_lookup_keeps_sequences_apart_and_forgets_on_reset() -> None:
     drafter = LookupDrafter()
     one, other = [1, 2, 3, 1, 2], [7, 8, 9, 9, 7, 8]
     draft = drafter.propose(state(one, other, g=2), 2)
@@ -100,14 +102,14 @@ def test_lookup_proposes_from_a_long_context_in_a_millisecond() -> None:
     text = torch.randint(50000, (32_768,)).tolist()
     drafter = LookupDrafter()
     drafter.propose(state(text, vocab_size=50000), 8)
-    spent = []
+    seconds = []
     for i in range(200):
         text.extend(text[100 * i : 100 * i + 3])
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         draft = drafter.propose(state(text, vocab_size=50000), 8)
-        spent.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - started_at)
         assert draft.lengths == [8]
-    assert sorted(spent)[100] < 1e-3
+    assert sorted(seconds)[100] < 1e-3
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -134,16 +136,16 @@ def test_ngram_counts_what_followed_the_longest_known_context(
     assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == followers
 
 
-def test_ngram_states_the_distribution_it_drew_from() -> None:
+def test_ngram_drafter_reports_the_distribution_it_sampled_from() -> None:
     drafter = NGramDrafter.fit([0, 1, 0, 2, 0, 1, 0, 1, 3], 2, 5)
     draft = drafter.propose(state([0], vocab_size=5), 3)
     assert draft.logits is not None
     torch.testing.assert_close(draft.logits[0, 0].softmax(-1), torch.tensor([0, 3, 1, 0, 0]) / 4)
     first = int(draft.tokens[0, 0])
-    follow = {1: torch.tensor([2, 0, 0, 1, 0]) / 3, 2: torch.tensor([1.0, 0, 0, 0, 0])}[first]
-    torch.testing.assert_close(draft.logits[0, 1].softmax(-1), follow)
-    sharp = drafter.propose(state([0], vocab_size=5, sampling=SamplingParams(temperature=0)), 1)
-    assert sharp.tokens.tolist() == [[1]]
+    expected = {1: torch.tensor([2, 0, 0, 1, 0]) / 3, 2: torch.tensor([1.0, 0, 0, 0, 0])}[first]
+    torch.testing.assert_close(draft.logits[0, 1].softmax(-1), expected)
+    greedy_draft = drafter.propose(state([0], vocab_size=5, sampling=SamplingParams(temperature=0)), 1)
+    assert greedy_draft.tokens.tolist() == [[1]]
 
 
 def test_ngram_survives_saving_and_refuses_other_files(tmp_path: Path) -> None:
@@ -151,9 +153,9 @@ def test_ngram_survives_saving_and_refuses_other_files(tmp_path: Path) -> None:
     drafter.save(tmp_path / "draft.safetensors")
     again = NGramDrafter.load(tmp_path / "draft.safetensors")
     assert (again.n, again.vocab_size) == (3, V)
-    for mine, theirs in zip(drafter.orders, again.orders, strict=True):
-        np.testing.assert_array_equal(mine[0], theirs[0])
-        np.testing.assert_array_equal(mine[1], theirs[1])
+    for saved, loaded in zip(drafter.orders, again.orders, strict=True):
+        np.testing.assert_array_equal(saved[0], loaded[0])
+        np.testing.assert_array_equal(saved[1], loaded[1])
     tiny().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="holds no n-gram drafter"):
         NGramDrafter.load(tmp_path / "model.safetensors")
@@ -181,12 +183,12 @@ def test_ngram_reads_text_files(tmp_path: Path) -> None:
         (([], 2, 5), "token_ids: got none"),
     ],
 )
-def test_ngram_names_what_does_not_fit(arguments: Any, message: str) -> None:
+def test_ngram_errors_name_the_wrong_argument(arguments: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         NGramDrafter.fit(*arguments)
 
 
-def test_random_draws_alike_from_what_the_sampling_allows() -> None:
+def test_random_drafter_samples_allowed_tokens_uniformly() -> None:
     allowed = SamplingParams(logit_bias=dict.fromkeys(range(3, V), -torch.inf))
     draft = RandomDrafter(V).propose(state([1], sampling=allowed), 4)
     assert draft.logits is not None
@@ -194,27 +196,28 @@ def test_random_draws_alike_from_what_the_sampling_allows() -> None:
     assert set(draft.tokens[0].tolist()) <= {0, 1, 2}
 
 
-def test_a_model_drafts_its_own_greedy_text_and_keeps_up_with_any_acceptance() -> None:
+def test_model_drafter_proposes_its_greedy_text_after_any_acceptance() -> None:
     model = tiny()
     drafter = ModelDrafter(model)
     prompts = [[5, 6, 7], [1, 2, 3, 4, 5, 6]]
     texts = [list(prompt) for prompt in prompts]
-    sure = SamplingParams(temperature=0)
-    for kept in ([0, 4], [4, 4], [2, 0], [4, 1]):
-        draft = drafter.propose(state(*texts, sampling=sure), 4)
+    greedy_params = SamplingParams(temperature=0)
+    for accepted in ([0, 4], [4, 4], [2, 0], [4, 1]):
+        draft = drafter.propose(state(*texts, sampling=greedy_params), 4)
         assert draft.logits is None
         for row in (0, 1):
             assert draft.tokens[row].tolist() == greedy(model, texts[row], 4)
-            texts[row] += [*draft.tokens[row, : kept[row]].tolist(), 9]  # then a token of the target's own
-        drafter.commit(torch.tensor(kept), torch.tensor([9, 9]))
+            # The accepted draft tokens, then a token that the target sampled
+            texts[row] += [*draft.tokens[row, : accepted[row]].tolist(), 9]
+        drafter.commit(torch.tensor(accepted), torch.tensor([9, 9]))
         for text in texts:
             text += [3, 1]  # tokens that came without drafting
     drafter.reset([0])
-    draft = drafter.propose(state([8, 8], texts[1], sampling=sure), 4)  # a new row beside an old one
+    draft = drafter.propose(state([8, 8], texts[1], sampling=greedy_params), 4)  # a new row beside an old one
     assert draft.tokens.tolist() == [greedy(model, [8, 8], 4), greedy(model, texts[1], 4)]
 
 
-def test_a_model_states_the_distribution_it_drew_from() -> None:
+def test_model_drafter_reports_the_distribution_it_sampled_from() -> None:
     model, text = tiny(), [5, 6, 7]
     sampling = SamplingParams(temperature=0.7, repetition_penalty=1.5)
     draft = ModelDrafter(model).propose(state(text, sampling=sampling), 3)
@@ -228,25 +231,25 @@ def test_a_model_states_the_distribution_it_drew_from() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"max_ngram": 0}, {"min_ngram": 0}, {"max_ngram": 2, "min_ngram": 3}])
-def test_lookup_names_what_does_not_fit(bad: dict[str, int]) -> None:
+def test_lookup_errors_name_the_wrong_argument(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="_ngram: got"):
         LookupDrafter(**bad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_drafts_are_drawn_in_float32_and_say_from_what(dtype: torch.dtype) -> None:
-    given = torch.randn(1, V, dtype=torch.float64).to(dtype)
+def test_draft_tokens_are_sampled_in_float32_and_logits_are_reported(dtype: torch.dtype) -> None:
+    raw_logits = torch.randn(1, V, dtype=torch.float64).to(dtype)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        draws = Draws(state([1, 2, 3], g=2), 2)
-        token = draws.take(given)
+        sampler = DraftSampler(state([1, 2, 3], g=2), 2)
+        token = sampler.sample_next(raw_logits)
     finally:
         torch.set_default_dtype(torch.float32)
-    same = Draws(state([1, 2, 3], g=2), 2).take(given.float())
-    assert torch.equal(token, same)
-    logits = draws.draft().logits
+    expected = DraftSampler(state([1, 2, 3], g=2), 2).sample_next(raw_logits.float())
+    assert torch.equal(token, expected)
+    logits = sampler.draft().logits
     assert logits is not None
-    assert torch.equal(logits[:, 0].float(), given.float())
+    assert torch.equal(logits[:, 0].float(), raw_logits.float())
     assert logits.dtype == (torch.float32 if dtype is torch.float64 else dtype)
 
 
@@ -259,10 +262,10 @@ def test_drafts_are_drawn_in_float32_and_say_from_what(dtype: torch.dtype) -> No
         SamplingParams(repetition_penalty=1.2),
     ],
 )
-def test_the_kernels_draws_make_the_same_texts(
+def test_sampling_through_verification_gives_the_same_texts(
     monkeypatch: pytest.MonkeyPatch, rule: str, sampling: SamplingParams
 ) -> None:
-    """On a GPU tokens are drawn by `verification.sample`; here by the same function's form for CPUs."""
+    """On a GPU `verification.sample` samples the tokens; here its CPU implementation does."""
 
     def texts() -> list[Any]:
         decoder = outpace.Decoder(tiny(), tiny(seed=1), rule=rule, num_draft_tokens=outpace.Fixed(3))
@@ -271,6 +274,6 @@ def test_the_kernels_draws_make_the_same_texts(
             for prompts in ([[5, 6, 7]], [[5, 6, 7], [9, 8], [30]])
         ]
 
-    usual = [[out.token_ids for out in outs] for outs in texts()]
+    expected = [[out.token_ids for out in outs] for outs in texts()]
     monkeypatch.setattr("outpace.draft.base.has_kernel", lambda device: True)
-    assert [[out.token_ids for out in outs] for outs in texts()] == usual
+    assert [[out.token_ids for out in outs] for outs in texts()] == expected

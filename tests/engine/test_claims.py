@@ -1,4 +1,4 @@
-"""What holds the state of sequences serves one call at a time, and is free again after any end of it."""
+"""A Decoder, its scorers and its drafter serve one call at a time and are released when it ends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_drafter_with_the_targets_scorer_is_refused() -> None:
         Decoder(scorer, ModelDrafter(scorer))
 
 
-def test_two_decoders_of_one_model_may_stream_side_by_side() -> None:
+def test_two_decoders_of_one_model_can_stream_at_the_same_time() -> None:
     model = tiny()
     streams = [
         Decoder(model).stream(prompt, temperature=0, max_new_tokens=6, ignore_eos=True)
@@ -61,14 +61,14 @@ def test_two_decoders_of_one_model_may_stream_side_by_side() -> None:
     assert texts == [greedy(model, PROMPT, 6), greedy(model, OTHER, 6)]
 
 
-def test_a_stream_that_nobody_reads_any_more_leaves_its_decoder_free() -> None:
+def test_an_abandoned_stream_releases_its_decoder() -> None:
     decoder = Decoder(tiny())
     next(decoder.stream(PROMPT, max_new_tokens=8, ignore_eos=True))
     gc.collect()
     decoder.generate(PROMPT, max_new_tokens=2)
 
 
-def test_an_interruption_at_any_line_leaves_a_decoder_free() -> None:
+def test_an_interruption_at_any_line_releases_the_decoder() -> None:
     decoder = Decoder(tiny(), "lookup", num_draft_tokens=Fixed(2))
     lines = 0
 
@@ -95,7 +95,7 @@ def test_an_interruption_at_any_line_leaves_a_decoder_free() -> None:
         sys.settrace(counting)
         decoder.generate(PROMPT, max_new_tokens=2, seed=0)
         sys.settrace(before)
-        last = lines - 2  # the last two release: nothing can be done for an interruption of that
+        last = lines - 2  # the last two lines release the decoder, and cannot be protected
         for at in range(1, last):
             sys.settrace(interrupting(at))
             with pytest.raises(KeyboardInterrupt):
@@ -106,12 +106,12 @@ def test_an_interruption_at_any_line_leaves_a_decoder_free() -> None:
         sys.settrace(before)
 
 
-def test_of_threads_that_call_one_decoder_at_once_one_is_served() -> None:
-    decoder, together = Decoder(tiny()), threading.Barrier(4)
+def test_threads_share_a_decoder_one_call_at_a_time() -> None:
+    decoder, barrier = Decoder(tiny()), threading.Barrier(4)
     answers: list[str] = []
 
     def call() -> None:
-        together.wait()
+        barrier.wait()
         try:
             decoder.generate(PROMPT, max_new_tokens=16, ignore_eos=True)
             answers.append("served")

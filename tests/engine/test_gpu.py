@@ -1,4 +1,4 @@
-"""The decoder on a CUDA device: Transformers' own greedy texts, and one text per seed whatever drafts.
+"""The decoder on a CUDA device generates the tokens of Transformers and passes the audit.
 
 pytest -m gpu
 """
@@ -14,8 +14,8 @@ import torch
 import outpace
 from outpace import Decoder, Fixed, Goodput, SamplingParams
 from outpace.bench import cost
-from outpace.bench.blocks import divided, trace
-from outpace.bench.prompts import Asked
+from outpace.bench.blocks import divide_phases, trace
+from outpace.bench.prompts import Prompt
 from outpace.models.fused import FAMILIES as FUSED
 from outpace.policy import DraftLengthPolicy, Hint, Load
 from tests.tiny import FAMILIES, SEQ2SEQ, V, greedy_of, sources, tiny, tiny_seq2seq
@@ -42,16 +42,16 @@ def test_greedy_texts_are_those_of_transformers(family: str, engine: bool) -> No
     model = tiny(family).double().cuda()  # in double precision no tie is near
     expected = [greedy(model, prompt, 40) for prompt in PROMPTS]
     for drafter in (tiny(family, seed=1).double().cuda(), "lookup", outpace.RandomDrafter(V), None):
-        one = Decoder(model, drafter, num_draft_tokens=Fixed(4), engine=engine)
-        outs = one.generate(PROMPTS, temperature=0, max_new_tokens=40)
+        decoder = Decoder(model, drafter, num_draft_tokens=Fixed(4), engine=engine)
+        outs = decoder.generate(PROMPTS, temperature=0, max_new_tokens=40)
         assert [out.token_ids for out in outs] == expected
 
 
 @pytest.mark.parametrize("family", SEQ2SEQ)
-def test_encoder_decoders_write_transformers_greedy_texts(family: str) -> None:
+def test_greedy_texts_of_encoder_decoders_are_those_of_transformers(family: str) -> None:
     model = tiny_seq2seq(family).double()
     prompts = sources(family, 7, 3, 12)
-    prompts = [one.double() if isinstance(one, torch.Tensor) else one for one in prompts]
+    prompts = [prompt.double() if isinstance(prompt, torch.Tensor) else prompt for prompt in prompts]
     expected = [greedy_of(model, prompt, 30) for prompt in prompts]  # on the CPU
     model.cuda()
     drafters: list[Any] = [
@@ -59,38 +59,38 @@ def test_encoder_decoders_write_transformers_greedy_texts(family: str) -> None:
         tiny().double().cuda(), None,
     ]  # fmt: skip
     for drafter in drafters:
-        one = Decoder(model, drafter, num_draft_tokens=Fixed(4))
+        decoder = Decoder(model, drafter, num_draft_tokens=Fixed(4))
         for batch_size in (None, 2):
-            outs = one.generate(prompts, temperature=0, max_new_tokens=30, batch_size=batch_size)
+            outs = decoder.generate(prompts, temperature=0, max_new_tokens=30, batch_size=batch_size)
             assert [out.token_ids for out in outs] == expected
 
 
 @pytest.mark.parametrize("family", FUSED)
-def test_the_kernels_write_transformers_greedy_texts(family: str) -> None:
+def test_greedy_texts_with_kernels_are_those_of_transformers(family: str) -> None:
     model = tiny(family).cuda()
     expected = [greedy(model, prompt, 40) for prompt in PROMPTS]
     for drafter in (tiny(family, seed=1).cuda(), "lookup"):
-        one = Decoder(model, drafter, num_draft_tokens=Fixed(4), engine=True)
+        decoder = Decoder(model, drafter, num_draft_tokens=Fixed(4), engine=True)
         for batch_size in (None, 1, 2):
-            outs = one.generate(PROMPTS, temperature=0, max_new_tokens=40, batch_size=batch_size)
+            outs = decoder.generate(PROMPTS, temperature=0, max_new_tokens=40, batch_size=batch_size)
             assert [out.token_ids for out in outs] == expected
 
 
 @pytest.mark.parametrize("engine", [False, True])
-def test_match_gives_plain_decodings_text(engine: bool) -> None:
+def test_match_generates_the_tokens_of_decoding_without_speculation(engine: bool) -> None:
     model = tiny().cuda()
-    plain = Decoder(model, rule="match").generate(PROMPTS, SamplingParams(), seed=3, max_new_tokens=40)
+    baseline = Decoder(model, rule="match").generate(PROMPTS, SamplingParams(), seed=3, max_new_tokens=40)
     drafters: list[Any] = [model, tiny(seed=1).cuda(), "lookup"]
     for drafter in drafters:
         outs = Decoder(model, drafter, rule="match", num_draft_tokens=Fixed(3), engine=engine).generate(
             PROMPTS, SamplingParams(), seed=3, max_new_tokens=40
         )
-        assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+        assert [out.token_ids for out in outs] == [out.token_ids for out in baseline]
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_a_target_that_drafts_for_itself_is_almost_always_right(rule: str) -> None:
-    """Rounding differs between a draft's passes of one token and the target's of four, by a hair."""
+def test_almost_all_draft_tokens_of_the_target_itself_are_accepted(rule: str) -> None:
+    """Rounding differs slightly between forward passes of one token and of four."""
     decoder = Decoder(tiny().cuda(), tiny().cuda(), rule=rule, num_draft_tokens=Fixed(3))
     outs = decoder.generate(PROMPTS, SamplingParams(repetition_penalty=1.2), seed=3, max_new_tokens=60)
     assert sum((out.stats for out in outs), outpace.Stats()).acceptance_rate > 0.99
@@ -106,86 +106,88 @@ def test_a_draft_on_another_device_works() -> None:
 
 @pytest.mark.parametrize("engine", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_pass_the_audit(dtype: torch.dtype, engine: bool) -> None:
+def test_half_precision_passes_the_audit(dtype: torch.dtype, engine: bool) -> None:
     model = tiny().to(dtype).cuda()
     decoder = Decoder(model, tiny(seed=1).to(dtype).cuda(), num_draft_tokens=Fixed(3), engine=engine)
     report = outpace.audit(decoder, PROMPTS, samples=1000, progress=False)
     assert report.passed, str(report)
 
 
-class Uneasy(Fixed):
-    """Rests, guesses, and rests again, so that a draft has to catch up."""
+class Alternating(Fixed):
+    """A policy that chooses 0 for some steps, so that the draft model has to catch up."""
 
     def __init__(self) -> None:
         super().__init__(4)
-        self.turn = 0
+        self.calls = 0
 
     def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
-        self.turn += 1
-        return [(0, 0, 0, 0, 4, 2, 0, 3)[self.turn % 8]] * len(rows)
+        self.calls += 1
+        return [(0, 0, 0, 0, 4, 2, 0, 3)[self.calls % 8]] * len(rows)
 
 
-@pytest.mark.parametrize("length", [Goodput, Uneasy])
+@pytest.mark.parametrize("policy", [Goodput, Alternating])
 @pytest.mark.parametrize("batch_size", [None, 2])
-def test_lengths_that_change_leave_texts_alone(
-    length: Callable[[], DraftLengthPolicy], batch_size: int | None
+def test_greedy_texts_do_not_depend_on_the_policy(
+    policy: Callable[[], DraftLengthPolicy], batch_size: int | None
 ) -> None:
     model = tiny().double().cuda()
     expected = [greedy(model, prompt, 60) for prompt in PROMPTS]
     fitted = outpace.NGramDrafter.fit([*PROMPTS[1], *PROMPTS[0]] * 3, 2, V)
     drafters: list[Any] = [tiny(seed=1).double().cuda(), "lookup", outpace.RandomDrafter(V), fitted]
     for drafter in drafters:
-        one = Decoder(model, drafter, num_draft_tokens=length(), engine=True)
-        outs = one.generate(PROMPTS, temperature=0, max_new_tokens=60, batch_size=batch_size)
+        decoder = Decoder(model, drafter, num_draft_tokens=policy(), engine=True)
+        outs = decoder.generate(PROMPTS, temperature=0, max_new_tokens=60, batch_size=batch_size)
         assert [out.token_ids for out in outs] == expected
 
 
-def test_a_draft_that_rested_has_caught_up() -> None:
+def test_draft_model_catches_up_after_steps_without_draft_tokens() -> None:
     model = tiny().cuda()
-    one = Decoder(model, model, num_draft_tokens=Uneasy(), engine=True)
-    outs = one.generate(PROMPTS, SamplingParams(), seed=1, max_new_tokens=100)
+    decoder = Decoder(model, model, num_draft_tokens=Alternating(), engine=True)
+    outs = decoder.generate(PROMPTS, SamplingParams(), seed=1, max_new_tokens=100)
     assert sum((out.stats for out in outs), outpace.Stats()).acceptance_rate > 0.98
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "match"])
 @pytest.mark.parametrize("drafter", ["ngram", "random", "lookup", "model"])
-def test_the_engine_passes_the_audit_whoever_guesses(rule: str, drafter: str) -> None:
+def test_engine_passes_the_audit_with_every_drafter(rule: str, drafter: str) -> None:
     drafters: dict[str, Any] = {
         "ngram": outpace.NGramDrafter.fit([*PROMPTS[1], *PROMPTS[0]] * 3, 2, V),
         "random": outpace.RandomDrafter(V),
         "lookup": "lookup",
         "model": tiny(seed=1).cuda(),
     }
-    decoder = Decoder(tiny().cuda(), drafters[drafter], rule=rule, num_draft_tokens=Uneasy(), engine=True)
+    decoder = Decoder(
+        tiny().cuda(), drafters[drafter], rule=rule, num_draft_tokens=Alternating(), engine=True
+    )
     report = outpace.audit(decoder, PROMPTS, samples=1000, progress=False)
     assert report.passed, str(report)
 
 
-def test_iterations_are_timed_by_the_device() -> None:
-    one = Decoder(tiny().cuda(), "lookup", engine=True)
-    assert isinstance(one.policy, Goodput)
+def test_steps_are_timed_by_the_device() -> None:
+    decoder = Decoder(tiny().cuda(), "lookup", engine=True)
+    assert isinstance(decoder.policy, Goodput)
     for _ in range(3):
-        one.generate(PROMPTS[0], SamplingParams(), seed=1, max_new_tokens=50)
-    load = Load(1, way="engine")
-    plain = one.policy.forecast.at(load).plain(load)
-    assert plain is not None
-    assert 1e-5 < plain < 0.1
+        decoder.generate(PROMPTS[0], SamplingParams(), seed=1, max_new_tokens=50)
+    load = Load(1, executor="engine")
+    seconds = decoder.policy.forecast.costs(load).baseline_seconds(load)
+    assert seconds is not None
+    assert 1e-5 < seconds < 0.1
 
 
-def test_a_trace_of_graphs_is_divided_into_their_parts() -> None:
+def test_trace_of_graphs_is_divided_into_phases() -> None:
     decoder = Decoder(tiny().cuda(), tiny(seed=1).cuda(), num_draft_tokens=Fixed(3), engine=True)
     for _ in range(2):
-        found = trace(decoder, Asked(PROMPTS[0], ""), SamplingParams(temperature=0), tokens=30)["iterations"]
-    parts = cost.inside(decoder, 3, context=16)
+        traced = trace(decoder, Prompt(PROMPTS[0], ""), SamplingParams(temperature=0), max_new_tokens=30)
+    parts = cost.graph_phases(decoder, 3, context=16)
     assert parts is not None
     assert min(parts.draft, parts.target) > 0
-    for one in divided(found, parts):
-        phases = one["phases"]
+    for step in divide_phases(traced["iterations"], parts):
+        phases = step["phases"]
         assert phases["draft"] / phases["target"] <= parts.draft / parts.target * (1 + 1e-9)
         assert phases["verify"] >= 0
 
 
-def test_nothing_is_guessed_for_a_single_token() -> None:
+def test_nothing_is_drafted_for_a_single_token() -> None:
     model = tiny().cuda()
     decoder = Decoder(model, model, num_draft_tokens=Goodput(4), engine=True)
     decoder.generate(PROMPTS, temperature=0, max_new_tokens=100)

@@ -1,4 +1,4 @@
-"""Prompts in all forms mean the same."""
+"""All forms of a prompt give the same tokens."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ MODEL = tiny(vocab_size=272)
 DECODER = Decoder(MODEL, "lookup", TOKENIZER, num_draft_tokens=Fixed(2))
 
 
-def written(prompt: Any) -> Any:
-    """The text of a prompt, or those of several."""
+def generated(prompt: Any) -> Any:
+    """Return the generated text of a prompt, or those of several prompts."""
     outs = DECODER.generate(prompt, **OPTIONS)
     return outs.text if isinstance(outs, Output) else [out.text for out in outs]
 
 
-def test_messages_go_through_the_chat_template_as_in_the_command() -> None:
+def test_messages_go_through_the_chat_template_as_in_the_cli() -> None:
     ids = TOKENIZER(CHAT).input_ids
     assert DECODER.encode(MESSAGES) == encode(DECODER, MESSAGES, None) == ids
-    assert written(MESSAGES) == written(CHAT) == TOKENIZER.decode(greedy(MODEL, ids, 6))
-    assert [written(MESSAGES), written("abc")] == written([MESSAGES, "abc"])
+    assert generated(MESSAGES) == generated(CHAT) == TOKENIZER.decode(greedy(MODEL, ids, 6))
+    assert [generated(MESSAGES), generated("abc")] == generated([MESSAGES, "abc"])
     steps = list(DECODER.stream(MESSAGES, **OPTIONS))
-    assert "".join(step.text or "" for step in steps) == written(MESSAGES)
+    assert "".join(step.text or "" for step in steps) == generated(MESSAGES)
 
 
-ROWS = ["Hello, you", "Hi"]
-IDS = [TOKENIZER(text).input_ids for text in ROWS]
+TEXTS = ["Hello, you", "Hi"]
+IDS = [TOKENIZER(text).input_ids for text in TEXTS]
 
 
 @pytest.mark.parametrize(
@@ -66,41 +66,45 @@ IDS = [TOKENIZER(text).input_ids for text in ROWS]
         np.array(IDS[0]),
         np.array([IDS[0]]),
         torch.tensor([IDS[0]]),
-        TOKENIZER(ROWS[0]),
-        TOKENIZER(ROWS[0], return_tensors="pt"),
-        TOKENIZER(ROWS[0], return_tensors="np"),
-        TOKENIZER(ROWS[0], return_token_type_ids=True, return_special_tokens_mask=True),
+        TOKENIZER(TEXTS[0]),
+        TOKENIZER(TEXTS[0], return_tensors="pt"),
+        TOKENIZER(TEXTS[0], return_tensors="np"),
+        TOKENIZER(TEXTS[0], return_token_type_ids=True, return_special_tokens_mask=True),
         {"input_ids": IDS[0]},
         {"input_ids": torch.tensor([[7, 7, *IDS[0]]]), "attention_mask": torch.tensor([[0, 0] + [1] * 10])},
         BatchEncoding({"input_ids": [*IDS[0], 7], "attention_mask": [*[1] * 10, 0]}),
         {"input_ids": [7, *IDS[0]], "attention_mask": torch.tensor([0.0] + [1.0] * 10)},
         {"input_ids": torch.tensor([[7, *IDS[0]]]), "attention_mask": torch.tensor([[False] + [True] * 10])},
-        np.str_(ROWS[0]),
+        np.str_(TEXTS[0]),
     ],
     ids=lambda prompt: type(prompt).__name__,
 )
 def test_one_prompt_in_any_form_gives_one_output(prompt: Any) -> None:
     if not hasattr(prompt, "__next__"):
         assert DECODER.encode(prompt) == IDS[0]
-    assert written(prompt) == written(ROWS[0])
+    assert generated(prompt) == generated(TEXTS[0])
 
 
-def test_what_the_chat_template_returns_is_a_prompt() -> None:
+def test_output_of_the_chat_template_is_a_prompt() -> None:
     for options in ({}, {"return_tensors": "pt"}, {"return_dict": False}):
-        given = TOKENIZER.apply_chat_template(MESSAGES, add_generation_prompt=True, **options)
-        assert written(given) == written(MESSAGES)
+        encoding = TOKENIZER.apply_chat_template(MESSAGES, add_generation_prompt=True, **options)
+        assert generated(encoding) == generated(MESSAGES)
     both = TOKENIZER.apply_chat_template(
         [MESSAGES, MESSAGES[1:]], add_generation_prompt=True, return_tensors="pt", padding=True
     )
-    assert written(both) == [written(MESSAGES), written(MESSAGES[1:])] == written([MESSAGES, MESSAGES[1:]])
+    assert (
+        generated(both)
+        == [generated(MESSAGES), generated(MESSAGES[1:])]
+        == generated([MESSAGES, MESSAGES[1:]])
+    )
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("padding_side", ["left", "right"])
 @pytest.mark.parametrize("tensors", ["pt", "np", None])
-def test_padding_of_an_encoding_is_taken_out(side: str, tensors: str | None) -> None:
-    given = TOKENIZER(ROWS, padding=True, padding_side=side, return_tensors=tensors)
-    assert DECODER.encode(given) == IDS
-    assert written(given) == written(ROWS)
+def test_padding_of_an_encoding_is_removed(padding_side: str, tensors: str | None) -> None:
+    encoding = TOKENIZER(TEXTS, padding=True, padding_side=padding_side, return_tensors=tensors)
+    assert DECODER.encode(encoding) == IDS
+    assert generated(encoding) == generated(TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -108,26 +112,26 @@ def test_padding_of_an_encoding_is_taken_out(side: str, tensors: str | None) -> 
     [
         IDS,
         [torch.tensor(IDS[0]), torch.tensor([IDS[1]])],
-        [TOKENIZER(ROWS[0]), TOKENIZER(ROWS[1], return_tensors="pt")],
-        TOKENIZER(ROWS),
-        tuple(ROWS),
-        (row for row in ROWS),
-        np.array(ROWS),
-        [ROWS[0], IDS[1]],
+        [TOKENIZER(TEXTS[0]), TOKENIZER(TEXTS[1], return_tensors="pt")],
+        TOKENIZER(TEXTS),
+        tuple(TEXTS),
+        (text for text in TEXTS),
+        np.array(TEXTS),
+        [TEXTS[0], IDS[1]],
     ],
     ids=lambda prompts: type(prompts).__name__,
 )
 def test_several_prompts_in_any_form_give_a_list(prompts: Any) -> None:
-    assert written(prompts) == [written(row) for row in ROWS]
+    assert generated(prompts) == [generated(text) for text in TEXTS]
 
 
 def test_a_list_gives_a_list_and_a_tensor_of_one_row_an_output() -> None:
     same = [IDS[1], IDS[1]]
-    assert written([IDS[1]]) == [written(IDS[1])]
-    assert written(TOKENIZER([ROWS[1]])) == [written(IDS[1])]
-    assert written(torch.tensor([IDS[1]])) == written(IDS[1])
-    assert written(torch.tensor(same)) == written(np.array(same)) == written(same)
-    assert written(list(torch.tensor([IDS[1]]))) == [written(IDS[1])]
+    assert generated([IDS[1]]) == [generated(IDS[1])]
+    assert generated(TOKENIZER([TEXTS[1]])) == [generated(IDS[1])]
+    assert generated(torch.tensor([IDS[1]])) == generated(IDS[1])
+    assert generated(torch.tensor(same)) == generated(np.array(same)) == generated(same)
+    assert generated(list(torch.tensor([IDS[1]]))) == [generated(IDS[1])]
 
 
 @pytest.mark.parametrize(
@@ -187,10 +191,10 @@ def test_a_list_gives_a_list_and_a_tensor_of_one_row_an_output() -> None:
         ({"input_ids": [1, 2], "attention_mask": [0, 0]}, ValueError, "prompt: it is empty"),
     ],
 )
-def test_what_is_wrong_with_a_prompt_is_named(prompt: Any, error: type[Exception], message: str) -> None:
-    for read in (DECODER.generate, DECODER.encode, DECODER.stream):
+def test_errors_say_what_is_wrong_with_a_prompt(prompt: Any, error: type[Exception], message: str) -> None:
+    for method in (DECODER.generate, DECODER.encode, DECODER.stream):
         with pytest.raises(error, match=message):
-            read(prompt)
+            method(prompt)
 
 
 def test_messages_need_a_tokenizer_and_a_template() -> None:
@@ -204,19 +208,19 @@ def test_messages_need_a_tokenizer_and_a_template() -> None:
         Decoder(MODEL, None, strict).generate(MESSAGES)
 
 
-def test_an_encoder_reads_what_a_tokenizer_returns() -> None:
+def test_encoder_accepts_the_output_of_a_tokenizer() -> None:
     model = tiny_seq2seq("t5", vocab_size=272)
     decoder = Decoder(model, None, TOKENIZER)
     expected = [greedy_of(model, ids, 6) for ids in IDS]
-    for prompts in (ROWS, TOKENIZER(ROWS, padding=True, return_tensors="pt"), [Source(ids) for ids in IDS]):
+    for prompts in (TEXTS, TOKENIZER(TEXTS, padding=True, return_tensors="pt"), [Source(ids) for ids in IDS]):
         assert [out.token_ids for out in decoder.generate(prompts, **OPTIONS)] == expected
-    assert decoder.generate(TOKENIZER(ROWS[1], return_tensors="pt"), **OPTIONS).token_ids == expected[1]
-    assert decoder.encode(ROWS) == IDS
+    assert decoder.generate(TOKENIZER(TEXTS[1], return_tensors="pt"), **OPTIONS).token_ids == expected[1]
+    assert decoder.encode(TEXTS) == IDS
     with pytest.raises(ValueError, match="prompt: got decoder_input_ids beside input_ids"):
         decoder.generate({"input_ids": IDS[0], "decoder_input_ids": [1]})
 
 
-def test_a_speech_model_reads_what_a_feature_extractor_returns() -> None:
+def test_speech_model_accepts_the_output_of_a_feature_extractor() -> None:
     model = tiny_seq2seq("whisper")
     decoder, (one, other) = Decoder(model), sources("whisper", 1, 2)
     expected = [greedy_of(model, features, 5) for features in (one, other)]
@@ -226,7 +230,7 @@ def test_a_speech_model_reads_what_a_feature_extractor_returns() -> None:
     both = torch.stack([one, other])
     for several in (both, [one, other], {"input_features": both, "attention_mask": torch.ones(2, 40)}):
         assert [out.token_ids for out in decoder.generate(several, **options)] == expected
-    with pytest.raises(TypeError, match="prompt: got str 'Hello'; this model is given features of speech"):
+    with pytest.raises(TypeError, match="prompt: got str 'Hello'; this model takes features of speech"):
         decoder.generate("Hello")
     with pytest.raises(TypeError, match="prompt: got features of speech, which have no token ids"):
         decoder.encode(one)

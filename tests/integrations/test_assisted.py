@@ -1,4 +1,4 @@
-"""Transformers' own assisted generation with our verifier in it."""
+"""Transformers' assisted generation with the verification of outpace."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ def generated(target: Any, draft: Any, seed: int = 0, **options: Any) -> list[in
     return tokens
 
 
-def test_generate_verifies_by_our_rule_and_unpatch_gives_its_own_back() -> None:
+def test_patch_makes_generate_verify_with_outpace_and_unpatch_restores_transformers() -> None:
     target, draft = pair()
-    theirs = generation._speculative_sampling
-    before = generated(target, draft)
+    transformers_sampling = generation._speculative_sampling
+    unpatched_tokens = generated(target, draft)
     patch()
     patch()
     try:
-        ours = generated(target, draft)
-        assert generated(target, draft) == ours  # PyTorch's seed is the seed
-        assert generated(target, draft, seed=1) != ours
+        patched_tokens = generated(target, draft)
+        assert generated(target, draft) == patched_tokens  # PyTorch's generator gives the seed
+        assert generated(target, draft, seed=1) != patched_tokens
     finally:
         unpatch()
-    assert generation._speculative_sampling is theirs
-    assert ours != before  # the noise is another
-    assert generated(target, draft) == before
-    assert len(ours) == 12
+    assert generation._speculative_sampling is transformers_sampling
+    assert patched_tokens != unpatched_tokens  # the two take their random numbers in another order
+    assert generated(target, draft) == unpatched_tokens
+    assert len(patched_tokens) == 12
 
 
-def test_for_a_while_only_even_if_it_fails() -> None:
-    theirs = generation._speculative_sampling
+def test_patched_restores_transformers_verification_after_an_error() -> None:
+    transformers_sampling = generation._speculative_sampling
 
     def fails() -> None:
         with patched():
@@ -66,10 +66,10 @@ def test_for_a_while_only_even_if_it_fails() -> None:
 
     with pytest.raises(KeyError):
         fails()
-    assert generation._speculative_sampling is theirs
+    assert generation._speculative_sampling is transformers_sampling
 
 
-def test_a_draft_that_is_the_target_is_always_kept() -> None:
+def test_drafts_of_the_target_itself_are_always_accepted() -> None:
     target, _ = pair()
     _, draft = pair()
     draft.load_state_dict(target.state_dict())
@@ -78,10 +78,10 @@ def test_a_draft_that_is_the_target_is_always_kept() -> None:
     with patched():
         generated(target, draft)
     hook.remove()
-    assert len(passes) == 3  # 12 tokens, four a pass
+    assert len(passes) == 3  # 12 tokens, four per forward pass
 
 
-def test_the_kernels_write_the_same_text_as_the_eager_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_generate_the_same_tokens_as_the_eager_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     target, draft = pair()
     package = importlib.import_module("outpace.verification.entry")
@@ -93,32 +93,36 @@ def test_the_kernels_write_the_same_text_as_the_eager_rule(monkeypatch: pytest.M
 
 
 @pytest.mark.statistical
-def test_what_it_wins_is_distributed_as_the_target() -> None:
-    V, g, draws = 4, 2, 4000
+def test_new_tokens_follow_the_target_distribution() -> None:
+    V, g, samples = 4, 2, 4000
     p, q = torch.randn(g + 1, V).double(), torch.randn(g, V).double()
     counts: Counter[tuple[int, ...]] = Counter()
-    for _ in range(draws):
+    for _ in range(samples):
         drafts = q.softmax(-1).multinomial(1).T
-        won, n = assisted.speculative_sampling(drafts, q[None], g, p[None])
-        text = won[0].tolist()
-        assert len(text) == int(n) + 1
-        while len(text) < g + 1:  # what later passes of the target would add
-            text.append(int(p[len(text)].softmax(-1).multinomial(1)))
-        counts[tuple(text)] += 1
-    texts = list(itertools.product(range(V), repeat=g + 1))
-    chances = [float(torch.stack([p[i].softmax(-1)[x] for i, x in enumerate(text)]).prod()) for text in texts]
-    chisquare.agrees([counts[text] for text in texts], chances, "patched", expected=chisquare.SOME)
+        tokens, n = assisted.speculative_sampling(drafts, q[None], g, p[None])
+        sequence = tokens[0].tolist()
+        assert len(sequence) == int(n) + 1
+        while len(sequence) < g + 1:  # tokens of later forward passes of the target
+            sequence.append(int(p[len(sequence)].softmax(-1).multinomial(1)))
+        counts[tuple(sequence)] += 1
+    sequences = list(itertools.product(range(V), repeat=g + 1))
+    probabilities = [
+        float(torch.stack([p[i].softmax(-1)[token] for i, token in enumerate(sequence)]).prod())
+        for sequence in sequences
+    ]
+    observed = [counts[sequence] for sequence in sequences]
+    chisquare.agrees(observed, probabilities, "patched", expected=chisquare.SOME)
 
 
-def test_a_text_that_the_drafts_end_is_ended() -> None:
+def test_a_draft_that_ends_the_sequence_gets_no_bonus_token() -> None:
     logits = torch.zeros(1, 3, 4)
     drafts = torch.tensor([[0, 1]])
-    won, n = assisted.speculative_sampling(drafts, logits[:, :2], 2, logits, is_done_candidate=True)
-    assert won.tolist() == [[0, 1]]
+    tokens, n = assisted.speculative_sampling(drafts, logits[:, :2], 2, logits, is_done_candidate=True)
+    assert tokens.tolist() == [[0, 1]]
     assert int(n) == 1
 
 
-def test_unusable_logits_raise() -> None:
+def test_unusable_logits_raise_an_error() -> None:
     logits = torch.full((1, 2, 4), torch.nan)
     with pytest.raises(ValueError, match="unusable"):
         assisted.speculative_sampling(torch.tensor([[1]]), logits[:, :1], 1, logits)

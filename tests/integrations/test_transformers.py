@@ -1,4 +1,4 @@
-"""`custom_generate=outpace.generate`: what `model.generate` gives, drafted."""
+"""`custom_generate=outpace.generate` gives the results of `model.generate`, with speculative decoding."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from transformers import (
 
 import outpace
 from outpace import Fixed, Stats
-from outpace.integrations.processors import Given, samplings
+from outpace.integrations.processors import OriginalPromptProcessor, samplings
+from tests import tiers
 from tests.statistical import chisquare
 from tests.tiny import SEQ2SEQ, V, byte_tokenizer, sources, tiny, tiny_seq2seq
 
-ours = outpace.generate
 forget = outpace.integrations.transformers.forget
 
 IDS = torch.tensor([[0, 0, 5, 6, 7], [9, 8, 7, 6, 5], [0, 0, 0, 0, 3]])
@@ -41,7 +41,7 @@ ENDS = [3, 7, 9, 11, 30]
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tiny models are faster on one, above all where others want the rest."""
+    """Run on one thread. Tiny models are faster on one, above all on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -55,7 +55,7 @@ def target() -> Any:
 
 @functools.cache
 def small() -> Any:
-    """A draft that agrees with the target often, not always."""
+    """Return a draft model that agrees with the target often, but not always."""
     model = tiny()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -72,7 +72,7 @@ def drafters() -> list[Any]:
 
 
 class ForbidNext(LogitsProcessor):  # type: ignore[misc]
-    """Forbids a few tokens that depend on how long the text is and on the last token."""
+    """Forbid a few tokens, depending on the length of the sequence and on its last token."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         last = input_ids[:, -1:] * 3 + input_ids.shape[1]
@@ -80,7 +80,7 @@ class ForbidNext(LogitsProcessor):  # type: ignore[misc]
 
 
 class Counting(LogitsProcessor):  # type: ignore[misc]
-    """What it forbids depends on how often it was called: once a token, in plain generation."""
+    """Forbid tokens depending on the number of calls, which is one per token without speculation."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -131,75 +131,89 @@ ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_greedy_batches_with_padding_are_transformers_own(name: str) -> None:
-    """Tokens, shapes, scores and logits, for each of the usual arguments and every kind of draft."""
+def test_greedy_batches_with_padding_equal_those_of_transformers(name: str) -> None:
+    """Compare tokens, shapes, scores and logits, for each common argument and every kind of draft."""
     slow = name in ("guidance_scale", "negative_prompt_ids", "watermarking_config")
-    asked: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    asked |= {"max_new_tokens": 8 if slow else 20}
-    plain = target().generate(**batch(**asked, **ARGUMENTS[name]()))
-    for draft in drafters()[slow:2] if slow else drafters():
+    arguments: dict[str, Any] = {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+    }
+    arguments |= {"max_new_tokens": 8 if slow else 20}
+    baseline = target().generate(**batch(**arguments, **ARGUMENTS[name]()))
+    drafts = drafters()[slow:2] if slow else drafters()
+    if not tiers.full:
+        place = list(ARGUMENTS).index(name)
+        drafts = [drafts[place % len(drafts)]]
+    for draft in drafts:
         out = target().generate(
-            **batch(**asked, **ARGUMENTS[name]()),
-            custom_generate=ours,
+            **batch(**arguments, **ARGUMENTS[name]()),
+            custom_generate=outpace.generate,
             draft=draft,
             num_draft_tokens=Fixed(4),
         )
-        assert torch.equal(out.sequences, plain.sequences)
+        assert torch.equal(out.sequences, baseline.sequences)
         ends = [out.sequences.shape[1] - IDS.shape[1]] * len(IDS)
         if "eos_token_id" in ARGUMENTS[name]():
             eos = torch.tensor(ARGUMENTS[name]()["eos_token_id"])
             found = torch.isin(out.sequences[:, IDS.shape[1] :], eos).long()
             ends = [int(row.argmax()) + 1 if row.any() else len(row) for row in found]
-        for mine, theirs in ((out.scores, plain.scores), (out.logits, plain.logits)):
-            for i, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        for found_scores, expected_scores in ((out.scores, baseline.scores), (out.logits, baseline.logits)):
+            for i, (one, other) in enumerate(zip(found_scores, expected_scores, strict=True)):
                 live = torch.tensor([i < end for end in ends])
                 torch.testing.assert_close(one[live], other[live], rtol=1e-4, atol=1e-4)
                 assert not one[~live].any()
                 assert one.dtype is torch.float32
-                one[0, 0] = 1.0  # it is the caller's
+                one[0, 0] = 1.0  # the caller may change it
 
 
-def test_a_target_that_drafts_for_itself_is_always_right() -> None:
+def test_drafts_of_the_target_itself_are_always_accepted() -> None:
     for name in ("nothing", "repetition_penalty", "logits_processor", "begin_suppress_tokens"):
-        stats, asked = Stats(), batch(**ARGUMENTS[name](), max_new_tokens=21)
-        target().generate(**asked, custom_generate=ours, draft=target(), num_draft_tokens=4, stats=stats)
+        stats, arguments = Stats(), batch(**ARGUMENTS[name](), max_new_tokens=21)
+        target().generate(
+            **arguments, custom_generate=outpace.generate, draft=target(), num_draft_tokens=4, stats=stats
+        )
         assert stats.acceptance_rate == 1, name
         assert stats.tokens_per_pass == 21 / 5
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "match"])
-def test_every_rule_is_greedy_where_sampling_is_off(rule: str) -> None:
-    plain = target().generate(**batch())
-    assert torch.equal(plain, target().generate(**batch(), custom_generate=ours, draft=small(), rule=rule))
+def test_every_rule_is_greedy_without_sampling(rule: str) -> None:
+    baseline = target().generate(**batch())
+    assert torch.equal(
+        baseline, target().generate(**batch(), custom_generate=outpace.generate, draft=small(), rule=rule)
+    )
 
 
-def test_inner_holes_of_a_mask_are_left_out_as_in_transformers() -> None:
+def test_masked_tokens_inside_a_prompt_are_left_out_as_in_transformers() -> None:
     mask = MASK.clone()
     mask[1, 2] = 0
-    plain = target().generate(**batch(attention_mask=mask, repetition_penalty=1.4))
+    baseline = target().generate(**batch(attention_mask=mask, repetition_penalty=1.4))
     out = target().generate(
-        **batch(attention_mask=mask, repetition_penalty=1.4), custom_generate=ours, draft="lookup"
+        **batch(attention_mask=mask, repetition_penalty=1.4), custom_generate=outpace.generate, draft="lookup"
     )
-    assert torch.equal(out, plain)
+    assert torch.equal(out, baseline)
 
 
-def test_the_limit_may_be_a_total_length_or_come_from_criteria() -> None:
+def test_length_and_time_limits_hold_as_in_transformers() -> None:
     for limit in (
         {"max_new_tokens": None, "max_length": 12},
         {"stopping_criteria": StoppingCriteriaList([transformers.MaxLengthCriteria(8)])},
         {"max_time": 1e-9},
     ):
-        plain = target().generate(**batch(**limit))
+        baseline = target().generate(**batch(**limit))
         assert torch.equal(
-            plain,
-            target().generate(**batch(**limit), custom_generate=ours, draft=target(), num_draft_tokens=8),
+            baseline,
+            target().generate(
+                **batch(**limit), custom_generate=outpace.generate, draft=target(), num_draft_tokens=8
+            ),
         )
 
 
 # Sampling
 
 
-def test_warpers_are_native_where_order_allows_and_processors_elsewhere() -> None:
+def test_warpers_become_sampling_params_where_the_order_allows_it() -> None:
     temperature, k, p = TemperatureLogitsWarper(0.7), TopKLogitsWarper(9), TopPLogitsWarper(0.8)
     typical, penalty = (
         transformers.TypicalLogitsWarper(0.9),
@@ -212,11 +226,11 @@ def test_warpers_are_native_where_order_allows_and_processors_elsewhere() -> Non
 
     assert made(temperature, k, p)[0] == outpace.SamplingParams(temperature=0.7, top_k=9, top_p=0.8)
     assert made(penalty, temperature)[1] == outpace.SamplingParams(temperature=0.7, repetition_penalty=1.2)
-    padded = made(penalty, temperature)[0]  # before 5.23, the penalty of Transformers counts padding
+    padded = made(penalty, temperature)[0]  # before Transformers 5.23, its penalty counts padding
     assert (padded.temperature, padded.repetition_penalty) == (0.7, 1)
-    (given,) = padded.processors
-    assert isinstance(given, Given)
-    assert given.processors == (penalty,)
+    (wrapped,) = padded.processors
+    assert isinstance(wrapped, OriginalPromptProcessor)
+    assert wrapped.processors == (penalty,)
     assert made(temperature, k, typical)[1] == outpace.SamplingParams(processors=[temperature, k, typical])
     assert made(k, temperature)[1] == outpace.SamplingParams(temperature=0.7, processors=[k])
     assert made(k, k)[1] == outpace.SamplingParams(top_k=9, processors=[k])
@@ -226,32 +240,32 @@ def test_warpers_are_native_where_order_allows_and_processors_elsewhere() -> Non
     )
 
 
-def test_a_penalty_that_ignores_padding_ignores_each_rows_own() -> None:
-    """As Transformers prepares it since 5.23: with a number for each row, or for each prompt."""
+def test_repetition_penalty_ignores_the_padding_of_each_row() -> None:
+    """Transformers prepares the penalty so since 5.23: with a length for each row, or for each prompt."""
     penalty = transformers.RepetitionPenaltyLogitsProcessor(1.2)
     penalty.prompt_ignore_length = torch.tensor([2, 0, 4])
     first, whole, last = samplings([penalty], True, IDS, [[5, 6, 7], [9, 8, 7, 6, 5], [3]], IDS.device)
     assert whole == outpace.SamplingParams(repetition_penalty=1.2)
     for sampling, padding in ((first, 2), (last, 4)):
-        (given,) = sampling.processors
-        assert isinstance(given, Given)
-        (own,) = given.processors
-        assert own.prompt_ignore_length == padding  # type: ignore[attr-defined]
+        (wrapped,) = sampling.processors
+        assert isinstance(wrapped, OriginalPromptProcessor)
+        (row_penalty,) = wrapped.processors
+        assert row_penalty.prompt_ignore_length == padding  # type: ignore[attr-defined]
     twice = samplings([penalty], True, IDS.repeat_interleave(2, 0), [[1] * 5] * 6, IDS.device)
     assert [one.repetition_penalty for one in twice] == [1, 1, 1.2, 1.2, 1, 1]
     penalty.prompt_ignore_length = torch.tensor([0, 0, 0])
     each = samplings([penalty], True, IDS, [[1] * 5] * 3, IDS.device)
     assert each[0] is each[1] is each[2]
     assert each[0] == outpace.SamplingParams(repetition_penalty=1.2)
-    assert isinstance(penalty.prompt_ignore_length, Tensor)  # it was left as it is
+    assert isinstance(penalty.prompt_ignore_length, Tensor)  # the caller's processor is unchanged
 
 
-def test_sampled_scores_are_what_transformers_says_of_the_same_text() -> None:
-    way = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
-    way |= {"repetition_penalty": 1.2, "typical_p": 0.95}
-    asked = batch(**way, return_dict_in_generate=True, output_scores=True)
-    out = target().generate(**asked, custom_generate=ours, draft=small(), seed=3)
-    config = transformers.GenerationConfig(**way)
+def test_scores_of_sampled_tokens_equal_those_of_transformers() -> None:
+    sampling_options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
+    sampling_options |= {"repetition_penalty": 1.2, "typical_p": 0.95}
+    arguments = batch(**sampling_options, return_dict_in_generate=True, output_scores=True)
+    out = target().generate(**arguments, custom_generate=outpace.generate, draft=small(), seed=3)
+    config = transformers.GenerationConfig(**sampling_options)
     processors = target()._get_logits_processor(
         config, IDS.shape[1], device="cpu", model_kwargs={"attention_mask": MASK}
     )
@@ -264,30 +278,34 @@ def test_sampled_scores_are_what_transformers_says_of_the_same_text() -> None:
 
 
 def test_torch_manual_seed_makes_runs_repeatable_and_rows_differ() -> None:
-    def draw(**arguments: Any) -> Tensor:
+    def sample(**arguments: Any) -> Tensor:
         sampled = batch(do_sample=True, num_return_sequences=2, **arguments)
-        out: Tensor = target().generate(**sampled, custom_generate=ours, draft=small())
+        out: Tensor = target().generate(**sampled, custom_generate=outpace.generate, draft=small())
         return out
 
-    draw()  # models are made, which takes random numbers
+    sample()  # creates the models, which uses random numbers
     transformers.set_seed(5)
-    once, other = draw(), draw()
+    once, other = sample(), sample()
     torch.manual_seed(5)
-    assert torch.equal(once, draw())
+    assert torch.equal(once, sample())
     assert not torch.equal(once, other)
     assert once.shape == (6, 25)
     assert len({tuple(row) for row in once[:, 5:].tolist()}) == 6
-    assert torch.equal(draw(seed=7), draw(seed=7))
-    assert len({tuple(row) for row in draw(seed=7)[:, 5:].tolist()}) == 6
-    assert torch.equal(draw(seed=[1, 2, 3])[2:4], draw(seed=[9, 2, 8])[2:4])
+    assert torch.equal(sample(seed=7), sample(seed=7))
+    assert len({tuple(row) for row in sample(seed=7)[:, 5:].tolist()}) == 6
+    assert torch.equal(sample(seed=[1, 2, 3])[2:4], sample(seed=[9, 2, 8])[2:4])
     with pytest.raises(ValueError, match="seed: got 2 for 3 prompts"):
-        draw(seed=[1, 2])
+        sample(seed=[1, 2])
 
 
-def test_rule_match_gives_one_text_whatever_drafts() -> None:
+def test_rule_match_gives_the_same_text_with_every_drafter() -> None:
     texts = [
         target().generate(
-            **batch(do_sample=True, top_k=30), custom_generate=ours, draft=draft, rule="match", seed=4
+            **batch(do_sample=True, top_k=30),
+            custom_generate=outpace.generate,
+            draft=draft,
+            rule="match",
+            seed=4,
         )
         for draft in drafters()
     ]
@@ -297,45 +315,53 @@ def test_rule_match_gives_one_text_whatever_drafts() -> None:
 @pytest.mark.statistical
 @pytest.mark.parametrize("draft", ["model", "lookup"])
 def test_sampled_tokens_have_exactly_the_targets_distribution(draft: str) -> None:
-    """The first two tokens together, after temperature, top-k, top-p and two processors, behind padding."""
-    way = {
+    """Test the first two tokens jointly, with temperature, top-k, top-p, two processors, and padding."""
+    sampling_options = {
         "temperature": 1.4,
         "top_k": 6,
         "top_p": 0.95,
         "repetition_penalty": 1.3,
         "begin_suppress_tokens": [5],
     }
-    ids, mask, n = torch.tensor([[0, 5, 6, 5, 6]]), torch.tensor([[0, 1, 1, 1, 1]]), 6000
+    ids, mask, n = torch.tensor([[0, 5, 6, 5, 6]]), torch.tensor([[0, 1, 1, 1, 1]]), tiers.sized(2500, 6000)
     out = target().generate(
-        **{"input_ids": ids, "attention_mask": mask, "max_new_tokens": 2, "do_sample": True, **way},
+        **{
+            "input_ids": ids,
+            "attention_mask": mask,
+            "max_new_tokens": 2,
+            "do_sample": True,
+            **sampling_options,
+        },
         num_return_sequences=n,
-        custom_generate=ours,
+        custom_generate=outpace.generate,
         draft=small() if draft == "model" else outpace.LookupDrafter(min_ngram=1),
         num_draft_tokens=Fixed(1),
         seed=20230213,
     )
-    config = transformers.GenerationConfig(do_sample=True, **way)
+    config = transformers.GenerationConfig(do_sample=True, **sampling_options)
     processors = target()._get_logits_processor(config, 5, device="cpu")
 
-    def chances(*more: int) -> Tensor:
+    def probabilities(*more: int) -> Tensor:
         with torch.no_grad():
             logits = target()(input_ids=torch.tensor([[*ids[0, 1:].tolist(), *more]])).logits[:, -1].double()
         adjusted: Tensor = processors(torch.tensor([[*ids[0].tolist(), *more]]), logits)
         return adjusted.softmax(-1)[0]
 
-    first = chances()
-    expected = torch.stack([first[i] * chances(i) if first[i] > 0 else torch.zeros(V) for i in range(V)])
+    first = probabilities()
+    expected = torch.stack(
+        [first[i] * probabilities(i) if first[i] > 0 else torch.zeros(V) for i in range(V)]
+    )
     counts = torch.bincount(out[:, 5] * V + out[:, 6], minlength=V * V)
     chisquare.agrees(
         counts.tolist(), expected.flatten().tolist(), f"custom_generate, {draft}", chisquare.SOME
     )
 
 
-# Ends
+# Stopping criteria
 
 
 class EndsIn(StoppingCriteria):  # type: ignore[misc]
-    """Stops a text whose last tokens sum to a multiple of 6; holds what cannot be copied."""
+    """Stop a sequence whose last two tokens sum to a multiple of 6; the event cannot be copied."""
 
     def __init__(self) -> None:
         self.cancelled = threading.Event()
@@ -347,15 +373,15 @@ class EndsIn(StoppingCriteria):  # type: ignore[misc]
 
 
 class Unsure(StoppingCriteria):  # type: ignore[misc]
-    """Stops where the last score's maximum is low."""
+    """Stop where the maximum of the last scores is low."""
 
     def __call__(self, input_ids: Tensor, scores: tuple[Tensor, ...], **kwargs: Any) -> Tensor:
         return scores[-1].amax(-1) < 3.6
 
 
 @pytest.mark.parametrize("g", [0, 1, 3, 8])
-def test_criteria_stop_inside_a_block_where_plain_generation_would(g: int) -> None:
-    for asked in (
+def test_criteria_stop_among_draft_tokens_where_the_baseline_stops(g: int) -> None:
+    for arguments in (
         {"stopping_criteria": StoppingCriteriaList([EndsIn()])},
         {
             "stopping_criteria": StoppingCriteriaList([Unsure()]),
@@ -363,17 +389,19 @@ def test_criteria_stop_inside_a_block_where_plain_generation_would(g: int) -> No
             "output_scores": True,
         },
     ):
-        asked |= {"eos_token_id": 60, "max_new_tokens": 30}
-        plain = target().generate(**batch(**asked))
-        out = target().generate(**batch(**asked), custom_generate=ours, draft=target(), num_draft_tokens=g)
-        plain, out = (one if isinstance(one, Tensor) else one.sequences for one in (plain, out))
-        assert torch.equal(out, plain)
-        assert 6 < plain.shape[1] < 35
-        assert (plain[:, 6:] == 0).any()  # some row ended before others
+        arguments |= {"eos_token_id": 60, "max_new_tokens": 30}
+        baseline = target().generate(**batch(**arguments))
+        out = target().generate(
+            **batch(**arguments), custom_generate=outpace.generate, draft=target(), num_draft_tokens=g
+        )
+        baseline, out = (one if isinstance(one, Tensor) else one.sequences for one in (baseline, out))
+        assert torch.equal(out, baseline)
+        assert 6 < baseline.shape[1] < 35
+        assert (baseline[:, 6:] == 0).any()  # some row ended before the others
 
 
-def test_a_criterion_is_asked_once_a_token_in_order() -> None:
-    class Asked(StoppingCriteria):  # type: ignore[misc]
+def test_a_criterion_is_called_once_per_token_in_order() -> None:
+    class RecordingCriterion(StoppingCriteria):  # type: ignore[misc]
         def __init__(self) -> None:
             self.texts: list[list[int]] = []
 
@@ -381,55 +409,65 @@ def test_a_criterion_is_asked_once_a_token_in_order() -> None:
             self.texts.append(input_ids[0].tolist())
             return torch.tensor([len(self.texts) == 11])
 
-    asked = {"input_ids": IDS[1:2], "max_new_tokens": 20, "do_sample": False}
-    plain, drafted = Asked(), Asked()
-    expected = target().generate(**asked, stopping_criteria=[plain])
+    arguments = {"input_ids": IDS[1:2], "max_new_tokens": 20, "do_sample": False}
+    baseline, speculative = RecordingCriterion(), RecordingCriterion()
+    expected = target().generate(**arguments, stopping_criteria=[baseline])
     out = target().generate(
-        **asked, stopping_criteria=[drafted], custom_generate=ours, draft=target(), num_draft_tokens=Fixed(4)
+        **arguments,
+        stopping_criteria=[speculative],
+        custom_generate=outpace.generate,
+        draft=target(),
+        num_draft_tokens=Fixed(4),
     )
     assert torch.equal(out, expected)
-    assert drafted.texts == plain.texts
-    assert len(plain.texts) == 11
+    assert speculative.texts == baseline.texts
+    assert len(baseline.texts) == 11
 
 
-def two_tokens_each(tokenizer: Any, row: Tensor) -> Iterator[str]:
+def token_pairs(tokenizer: Any, row: Tensor) -> Iterator[str]:
     texts = (tokenizer.decode(row[i : i + 2]) for i in range(len(row) - 1))
     return (text for text in texts if "\N{REPLACEMENT CHARACTER}" not in text)
 
 
-def test_stop_strings_stop_where_transformers_stops() -> None:
+def test_stop_strings_stop_where_the_baseline_stops() -> None:
     tokenizer, model = byte_tokenizer(), tiny(vocab_size=272)
     tokenizer.pad_token, tokenizer.padding_side = "<end>", "left"
     inputs = tokenizer(["abc", "the lighthouse"], return_tensors="pt", padding=True)
-    asked = {**inputs, "max_new_tokens": 40, "do_sample": False, "eos_token_id": 271, "pad_token_id": 0}
-    whole = model.generate(**asked)[:, inputs.input_ids.shape[1] :]
-    stops = [next(filter(str.isprintable, two_tokens_each(tokenizer, row[7:]))) for row in whole]
+    arguments = {**inputs, "max_new_tokens": 40, "do_sample": False, "eos_token_id": 271, "pad_token_id": 0}
+    whole = model.generate(**arguments)[:, inputs.input_ids.shape[1] :]
+    stops = [next(filter(str.isprintable, token_pairs(tokenizer, row[7:]))) for row in whole]
     criterion = StoppingCriteriaList([transformers.StopStringCriteria(tokenizer, stops)])
-    plain = model.generate(**asked, stopping_criteria=criterion)
+    baseline = model.generate(**arguments, stopping_criteria=criterion)
     out = model.generate(
-        **asked, stopping_criteria=criterion, custom_generate=ours, draft=model, num_draft_tokens=6
+        **arguments,
+        stopping_criteria=criterion,
+        custom_generate=outpace.generate,
+        draft=model,
+        num_draft_tokens=6,
     )
-    assert torch.equal(out, plain)
-    assert plain.shape[1] - inputs.input_ids.shape[1] < 40
+    assert torch.equal(out, baseline)
+    assert baseline.shape[1] - inputs.input_ids.shape[1] < 40
 
 
-def test_the_end_of_text_of_the_call_replaces_that_of_the_model() -> None:
+def test_eos_token_id_of_the_call_replaces_that_of_the_model() -> None:
     model = tiny()
     model.generation_config.eos_token_id = model.generate(**batch())[:, 9].tolist()
     lengths = []
-    for asked in ({}, {"eos_token_id": 60}, {"eos_token_id": [60, -1, 999]}):
-        plain = model.generate(**batch(**asked))
-        assert torch.equal(plain, model.generate(**batch(**asked), custom_generate=ours, draft=model))
-        lengths.append(plain.shape[1])
+    for arguments in ({}, {"eos_token_id": 60}, {"eos_token_id": [60, -1, 999]}):
+        baseline = model.generate(**batch(**arguments))
+        assert torch.equal(
+            baseline, model.generate(**batch(**arguments), custom_generate=outpace.generate, draft=model)
+        )
+        lengths.append(baseline.shape[1])
     assert lengths[0] < lengths[1]
 
 
-def test_the_context_ends_a_text() -> None:
+def test_a_full_context_ends_a_sequence() -> None:
     model = tiny(max_position_embeddings=16)
     model.generation_config.pad_token_id = None
     with pytest.raises(ValueError, match="pad_token_id: nothing was given, and rows that end early need one"):
-        model.generate(**batch(), custom_generate=ours, draft="lookup")
-    out = model.generate(**batch(pad_token_id=60), custom_generate=ours, draft="lookup")
+        model.generate(**batch(), custom_generate=outpace.generate, draft="lookup")
+    out = model.generate(**batch(pad_token_id=60), custom_generate=outpace.generate, draft="lookup")
     lengths = [16 - 3, 16 - 5, 16 - 1]
     assert out.shape == (3, 5 + max(lengths))
     assert torch.equal(out[1, 5 + lengths[1] :], torch.tensor([60] * 4))
@@ -438,40 +476,44 @@ def test_the_context_ends_a_text() -> None:
 # Streamers
 
 
-def words() -> tuple[Any, Any, dict[str, Any]]:
+def byte_inputs() -> tuple[Any, Any, dict[str, Any]]:
     tokenizer, model = byte_tokenizer(), tiny(vocab_size=272)
-    asked = {**tokenizer("abc", return_tensors="pt"), "max_new_tokens": 30, "do_sample": False}
-    return tokenizer, model, asked
+    arguments = {**tokenizer("abc", return_tensors="pt"), "max_new_tokens": 30, "do_sample": False}
+    return tokenizer, model, arguments
 
 
-def test_a_text_streamer_prints_what_plain_generation_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer, model, asked = words()
-    model.generate(**asked, streamer=transformers.TextStreamer(tokenizer))
-    plain = capsys.readouterr().out
+def test_a_text_streamer_prints_the_text_of_the_baseline(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer, model, arguments = byte_inputs()
+    model.generate(**arguments, streamer=transformers.TextStreamer(tokenizer))
+    baseline = capsys.readouterr().out
     for streamed in (
-        {"streamer": transformers.TextStreamer(tokenizer), "custom_generate": ours},
-        {"custom_generate": functools.partial(ours, streamer=transformers.TextStreamer(tokenizer))},
+        {"streamer": transformers.TextStreamer(tokenizer), "custom_generate": outpace.generate},
+        {
+            "custom_generate": functools.partial(
+                outpace.generate, streamer=transformers.TextStreamer(tokenizer)
+            )
+        },
     ):
-        model.generate(**asked, **streamed, draft=model, num_draft_tokens=3)
+        model.generate(**arguments, **streamed, draft=model, num_draft_tokens=3)
         printed = capsys.readouterr().out
-        assert printed == plain
+        assert printed == baseline
 
 
-def test_an_iterator_streamer_ends_and_gets_blocks_as_they_come() -> None:
-    tokenizer, model, asked = words()
+def test_an_iterator_streamer_gets_the_tokens_of_each_step_and_ends() -> None:
+    tokenizer, model, arguments = byte_inputs()
     puts: list[list[int]] = []
 
-    class Watched(transformers.TextIteratorStreamer):  # type: ignore[misc]
+    class RecordingStreamer(transformers.TextIteratorStreamer):  # type: ignore[misc]
         def put(self, value: Tensor) -> None:
             puts.append(value.flatten().tolist())
             super().put(value)
 
-    streamer = Watched(tokenizer, skip_prompt=True, timeout=30)
+    streamer = RecordingStreamer(tokenizer, skip_prompt=True, timeout=30)
     call = functools.partial(
         model.generate,
-        **asked,
+        **arguments,
         streamer=streamer,
-        custom_generate=ours,
+        custom_generate=outpace.generate,
         draft=model,
         num_draft_tokens=Fixed(3),
     )
@@ -479,71 +521,74 @@ def test_an_iterator_streamer_ends_and_gets_blocks_as_they_come() -> None:
     thread.start()
     text = "".join(streamer)
     thread.join()
-    new = model.generate(**asked)[0, asked["input_ids"].shape[1] :].tolist()
+    new = model.generate(**arguments)[0, arguments["input_ids"].shape[1] :].tolist()
     assert text == tokenizer.decode(new)
-    assert puts[0] == asked["input_ids"][0].tolist()
+    assert puts[0] == arguments["input_ids"][0].tolist()
     assert [token for put in puts[1:] for token in put] == new
     assert [len(put) for put in puts[1:]] == [1, *[4] * 7, 1]
 
 
-def test_arguments_that_transformers_keeps_back_are_found_in_its_frame() -> None:
-    """Fails with a version of Transformers in which a streamer or an assistant would be ignored silently."""
+def test_withheld_arguments_are_read_from_the_frame_of_transformers_generate() -> None:
+    """Fail with a version of Transformers in which a streamer or an assistant would be ignored silently."""
     found: list[dict[str, Any]] = []
 
     def custom(model: Any, input_ids: Tensor, **_: Any) -> Tensor:
-        found.append(outpace.integrations.transformers._kept_back(model))
+        found.append(outpace.integrations.transformers._withheld_arguments(model))
         return input_ids
 
-    given = {"streamer": transformers.TextStreamer(byte_tokenizer()), "synced_gpus": False}
-    target().generate(IDS[1:2], **given, assistant_model=small(), custom_generate=custom, max_new_tokens=3)
-    assert found == [{**given, "assistant_model": small()}]
-    assert set(found[0]) == set(outpace.integrations.transformers.KEPT)
+    withheld = {"streamer": transformers.TextStreamer(byte_tokenizer()), "synced_gpus": False}
+    target().generate(IDS[1:2], **withheld, assistant_model=small(), custom_generate=custom, max_new_tokens=3)
+    assert found == [{**withheld, "assistant_model": small()}]
+    assert set(found[0]) == set(outpace.integrations.transformers.WITHHELD)
 
 
-def test_an_argument_that_transformers_no_longer_shows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outpace.integrations.transformers, "KEPT", ("streamer", "renamed"))
-    with pytest.raises(RuntimeError, match="renamed: outpace cannot see whether generate was given it"):
-        target().generate(**batch(), custom_generate=ours, draft="lookup")
+def test_a_withheld_argument_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outpace.integrations.transformers, "WITHHELD", ("streamer", "renamed"))
+    with pytest.raises(RuntimeError, match="renamed: outpace cannot read this argument of generate"):
+        target().generate(**batch(), custom_generate=outpace.generate, draft="lookup")
 
 
-def test_a_call_outside_transformers_has_nothing_kept_back() -> None:
-    assert outpace.integrations.transformers._kept_back(target()) == {}
+def test_a_call_outside_transformers_has_no_withheld_arguments() -> None:
+    assert outpace.integrations.transformers._withheld_arguments(target()) == {}
 
 
-def test_a_streamer_takes_one_row() -> None:
+def test_a_streamer_is_refused_for_several_rows() -> None:
     class Silent(transformers.generation.streamers.BaseStreamer):  # type: ignore[misc]
         def put(self, value: Tensor) -> None: ...
 
         def end(self) -> None: ...
 
     with pytest.raises(ValueError, match="streamer: got 3 rows; a streamer takes a single one"):
-        target().generate(**batch(), streamer=Silent(), custom_generate=ours, draft="lookup")
+        target().generate(**batch(), streamer=Silent(), custom_generate=outpace.generate, draft="lookup")
 
 
 # Pipelines
 
 
-def test_a_text_generation_pipeline_writes_the_same_with_a_draft() -> None:
+def test_a_text_generation_pipeline_returns_the_same_text_with_a_draft() -> None:
     tokenizer, model = byte_tokenizer(), tiny(vocab_size=272)
     tokenizer.pad_token, tokenizer.padding_side = "<end>", "left"
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
-    asked: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    arguments: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
     texts = ["abc", "the lighthouse", "de"]
     for inputs, size in (("abc", None), (texts, None), (texts, 3)):
-        plain = pipe(inputs, batch_size=size, **asked)
+        baseline = pipe(inputs, batch_size=size, **arguments)
         for draft in ("lookup", model):
-            assert pipe(inputs, batch_size=size, **asked, custom_generate=ours, draft=draft) == plain
+            assert (
+                pipe(inputs, batch_size=size, **arguments, custom_generate=outpace.generate, draft=draft)
+                == baseline
+            )
     stats = Stats()
-    pipe(texts, **asked, custom_generate=ours, draft=model, stats=stats)
+    pipe(texts, **arguments, custom_generate=outpace.generate, draft=model, stats=stats)
     assert stats.new_tokens == 60
 
 
-# Between calls
+# State between calls
 
 
-def fed(model: Any) -> tuple[list[int], Any]:
-    """How many tokens each pass of a model takes in, from now on."""
+def token_counts(model: Any) -> tuple[list[int], Any]:
+    """Count the tokens of each forward pass of a model from now on; return the counts and the hook."""
     counts: list[int] = []
 
     def count(_: Any, arguments: Any, named: dict[str, Any]) -> None:
@@ -555,33 +600,33 @@ def fed(model: Any) -> tuple[list[int], Any]:
 def test_a_prompt_is_not_computed_again_in_the_next_call() -> None:
     model, draft = tiny(), tiny(seed=1)
     prompt = torch.randint(1, V, (1, 50))  # 0 is padding
-    asked = {
+    arguments = {
         "input_ids": prompt,
         "max_new_tokens": 3,
         "do_sample": False,
-        "custom_generate": ours,
+        "custom_generate": outpace.generate,
         "num_draft_tokens": 2,
     }
-    first = model.generate(**asked, draft=draft)
-    for counts, hook in (fed(model), fed(draft)):
-        assert torch.equal(model.generate(**asked, draft=draft), first)
+    first = model.generate(**arguments, draft=draft)
+    for counts, hook in (token_counts(model), token_counts(draft)):
+        assert torch.equal(model.generate(**arguments, draft=draft), first)
         assert max(counts) < 10
         hook.remove()
-    counts, hook = fed(model)
+    counts, hook = token_counts(model)
     forget()
-    model.generate(**asked, draft=draft)
+    model.generate(**arguments, draft=draft)
     assert max(counts) == 50
 
 
-def test_models_are_not_kept_alive() -> None:
+def test_models_are_freed_without_other_references() -> None:
     model, draft = tiny(), tiny(seed=1)
-    asked = {"input_ids": IDS[1:2], "max_new_tokens": 3, "custom_generate": ours}
-    model.generate(**asked, draft=draft)
+    arguments = {"input_ids": IDS[1:2], "max_new_tokens": 3, "custom_generate": outpace.generate}
+    model.generate(**arguments, draft=draft)
     gone = weakref.ref(draft)
     del draft
     gc.collect()
     assert gone() is None
-    model.generate(**asked, draft="lookup")
+    model.generate(**arguments, draft="lookup")
     gone = weakref.ref(model)
     del model
     gc.collect()
@@ -590,11 +635,13 @@ def test_models_are_not_kept_alive() -> None:
 
 def test_a_model_may_change_between_calls() -> None:
     model = tiny()
-    asked = {"input_ids": IDS[1:2], "max_new_tokens": 9, "do_sample": False}
+    arguments = {"input_ids": IDS[1:2], "max_new_tokens": 9, "do_sample": False}
 
     def same() -> bool:
-        plain = model.generate(**asked)
-        return torch.equal(plain, model.generate(**asked, custom_generate=ours, draft="lookup"))
+        baseline = model.generate(**arguments)
+        return torch.equal(
+            baseline, model.generate(**arguments, custom_generate=outpace.generate, draft="lookup")
+        )
 
     assert same()
     with torch.no_grad():
@@ -612,15 +659,19 @@ def test_adapters_may_be_switched_between_calls() -> None:
     torch.manual_seed(0)
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, r=4)
     model: Any = peft.get_peft_model(tiny(), config).eval()
-    asked = {"input_ids": IDS[1:2], "max_new_tokens": 15, "do_sample": False}
+    arguments = {"input_ids": IDS[1:2], "max_new_tokens": 15, "do_sample": False}
     texts = []
     for _ in range(2):
-        plain = model.generate(**asked)
-        assert torch.equal(plain, model.generate(**asked, custom_generate=ours, draft="lookup"))
+        baseline = model.generate(**arguments)
+        assert torch.equal(
+            baseline, model.generate(**arguments, custom_generate=outpace.generate, draft="lookup")
+        )
         with model.disable_adapter():
-            bare = model.generate(**asked)
-            assert torch.equal(bare, model.generate(**asked, custom_generate=ours, draft="lookup"))
-        texts += [plain, bare]
+            without_adapter = model.generate(**arguments)
+            assert torch.equal(
+                without_adapter, model.generate(**arguments, custom_generate=outpace.generate, draft="lookup")
+            )
+        texts += [baseline, without_adapter]
     assert not torch.equal(texts[0], texts[1])
 
 
@@ -631,7 +682,11 @@ def test_threads_generate_at_once_from_one_pair() -> None:
         ids = torch.tensor([[token]])
         for _ in range(3):
             found[token] = model.generate(
-                input_ids=ids, max_new_tokens=20, do_sample=False, custom_generate=ours, draft=draft
+                input_ids=ids,
+                max_new_tokens=20,
+                do_sample=False,
+                custom_generate=outpace.generate,
+                draft=draft,
             )
 
     threads = [threading.Thread(target=work, args=(token,)) for token in (1, 2, 3)]
@@ -640,29 +695,29 @@ def test_threads_generate_at_once_from_one_pair() -> None:
     for thread in threads:
         thread.join()
     for token in (1, 2, 3):
-        plain = model.generate(input_ids=torch.tensor([[token]]), max_new_tokens=20, do_sample=False)
-        assert torch.equal(found[token], plain)
+        baseline = model.generate(input_ids=torch.tensor([[token]]), max_new_tokens=20, do_sample=False)
+        assert torch.equal(found[token], baseline)
 
 
-def test_a_drafter_that_is_at_work_says_so() -> None:
+def test_a_drafter_in_use_by_another_decoder_is_refused() -> None:
     drafter = outpace.LookupDrafter()
     stream = outpace.Decoder(tiny(), drafter).stream([1, 2], temperature=0, max_new_tokens=5)
     next(stream)
     with pytest.raises(RuntimeError, match="this LookupDrafter is at work for another Decoder"):
-        target().generate(**batch(), custom_generate=ours, draft=drafter)
+        target().generate(**batch(), custom_generate=outpace.generate, draft=drafter)
     stream.close()
-    target().generate(**batch(), custom_generate=ours, draft=drafter)
+    target().generate(**batch(), custom_generate=outpace.generate, draft=drafter)
 
 
-# What comes back
+# Outputs
 
 
-def test_the_output_is_transformers_own_with_stats() -> None:
+def test_the_output_has_the_fields_of_transformers_and_stats() -> None:
     stats = Stats()
-    asked = batch(return_dict_in_generate=True)
+    arguments = batch(return_dict_in_generate=True)
     for calls in (1, 2):
         out = target().generate(
-            **asked, custom_generate=ours, draft=target(), num_draft_tokens=3, stats=stats
+            **arguments, custom_generate=outpace.generate, draft=target(), num_draft_tokens=3, stats=stats
         )
         assert isinstance(out, transformers.generation.GenerateDecoderOnlyOutput)
         assert (out.scores, out.logits, out.past_key_values) == (None, None, None)
@@ -671,14 +726,14 @@ def test_the_output_is_transformers_own_with_stats() -> None:
         assert stats.new_tokens == 60 * calls
     assert out[0] is out.sequences
     scored = target().generate(
-        **asked, output_scores=True, custom_generate=ours, draft=small(), eos_token_id=ENDS
+        **arguments, output_scores=True, custom_generate=outpace.generate, draft=small(), eos_token_id=ENDS
     )
     transition = target().compute_transition_scores(scored.sequences, scored.scores, normalize_logits=True)
     assert transition.shape == (3, scored.sequences.shape[1] - 5)
     assert transition.isfinite().all()
 
 
-# What is refused
+# Invalid arguments
 
 
 @pytest.mark.parametrize(
@@ -714,88 +769,100 @@ def test_the_output_is_transformers_own_with_stats() -> None:
         ({"tempreature": 1.0}, "tempreature"),
     ],
 )
-def test_what_does_not_fit_is_named(arguments: dict[str, Any], message: str) -> None:
+def test_an_invalid_argument_is_named_in_the_error(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        target().generate(**{**batch(), "draft": "lookup", **arguments}, custom_generate=ours)
-    assert target().generate(**batch(), draft="lookup", custom_generate=ours).shape == (3, 25)
+        target().generate(**{**batch(), "draft": "lookup", **arguments}, custom_generate=outpace.generate)
+    assert target().generate(**batch(), draft="lookup", custom_generate=outpace.generate).shape == (3, 25)
 
 
 def test_caches_and_embeddings_are_refused() -> None:
     model = target()
     past = model(input_ids=IDS[:, :3], use_cache=True).past_key_values
     with pytest.raises(ValueError, match="past_key_values: got a cache that is not empty"):
-        model.generate(**batch(past_key_values=past), custom_generate=ours, draft="lookup")
+        model.generate(**batch(past_key_values=past), custom_generate=outpace.generate, draft="lookup")
     embedded = model.get_input_embeddings()(IDS[1:2])
     with pytest.raises(ValueError, match="inputs_embeds: outpace scores token ids alone"):
-        model.generate(inputs_embeds=embedded, custom_generate=ours, draft="lookup", max_new_tokens=3)
+        model.generate(
+            inputs_embeds=embedded, custom_generate=outpace.generate, draft="lookup", max_new_tokens=3
+        )
 
 
 @pytest.mark.parametrize("family", SEQ2SEQ)
 @pytest.mark.parametrize("draft", ["model", "lookup"])
-def test_encoder_decoder_models_write_transformers_greedy_texts(family: str, draft: str) -> None:
-    """Of texts of different lengths, whose padding the encoder does not see."""
+def test_encoder_decoder_models_generate_the_greedy_text_of_transformers(family: str, draft: str) -> None:
+    """The encoder does not see the padding of prompts with different lengths."""
     model = tiny_seq2seq(family)
-    own: Any = tiny_seq2seq(family, seed=1) if draft == "model" else draft
-    read = sources(family, 3, 9, 5)
+    drafter: Any = tiny_seq2seq(family, seed=1) if draft == "model" else draft
+    encoder_inputs = sources(family, 3, 9, 5)
     if family == "whisper":
         start = torch.full((3, 1), model.config.decoder_start_token_id)
-        given = {"input_features": torch.stack(read), "decoder_input_ids": start}
+        inputs = {"input_features": torch.stack(encoder_inputs), "decoder_input_ids": start}
     else:
-        longest = max(map(len, read))
-        ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in read])
-        given = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+        longest = max(map(len, encoder_inputs))
+        ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in encoder_inputs])
+        inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
-    expected = GenerationMixin.generate(model, **given, **options)
-    found = GenerationMixin.generate(model, **given, **options, custom_generate=ours, draft=own)
+    expected = GenerationMixin.generate(model, **inputs, **options)
+    found = GenerationMixin.generate(
+        model, **inputs, **options, custom_generate=outpace.generate, draft=drafter
+    )
     assert torch.equal(found, expected)
     options |= {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": 2}
     options |= {"do_sample": True, "top_k": 1}
-    whole = GenerationMixin.generate(model, **given, **options, custom_generate=ours, draft=own)
+    whole = GenerationMixin.generate(
+        model, **inputs, **options, custom_generate=outpace.generate, draft=drafter
+    )
     assert torch.equal(whole.sequences[::2], expected)
     assert len(whole.scores) == 20
 
 
 @pytest.mark.parametrize("length", [4, 5])
-def test_suppressed_tokens_are_those_that_transformers_suppresses(length: int) -> None:
-    """Everywhere, and where the first token is drawn; ids that no token has are ignored."""
-    theirs: list[Any] = [
+def test_the_same_tokens_are_suppressed_as_in_transformers(length: int) -> None:
+    """Suppress tokens everywhere, and at the first token; ignore ids outside the vocabulary."""
+    processors: list[Any] = [
         transformers.SuppressTokensLogitsProcessor([3, 7, V + 5, -1]),
         transformers.SuppressTokensAtBeginLogitsProcessor([9, 11], 4),
     ]
     ids, scores = torch.randint(V, (1, length)), torch.randn(1, V)
-    (own,) = samplings(theirs, True, ids, [ids[0].tolist()], torch.device("cpu"))
+    (sampling,) = samplings(processors, True, ids, [ids[0].tolist()], torch.device("cpu"))
     expected, found = scores, scores
-    for one, other in zip(theirs, own.processors, strict=True):
+    for one, other in zip(processors, sampling.processors, strict=True):
         expected, found = one(ids, expected), other(ids, found)
     assert torch.equal(found, expected)
     assert int(found.isinf().sum()) == (4 if length == 4 else 2)
 
 
-def test_a_decoder_can_be_used_again_and_again() -> None:
+def test_a_decoder_serves_several_calls_of_generate() -> None:
     model = tiny()
     decoder = outpace.Decoder(model, "lookup", num_draft_tokens=3)
     expected = model.generate(input_ids=IDS[:1], max_new_tokens=12, do_sample=False)
     for _ in range(2):
         found = model.generate(
-            input_ids=IDS[:1], max_new_tokens=12, do_sample=False, custom_generate=ours, decoder=decoder
+            input_ids=IDS[:1],
+            max_new_tokens=12,
+            do_sample=False,
+            custom_generate=outpace.generate,
+            decoder=decoder,
         )
         assert torch.equal(found, expected)
     with pytest.raises(ValueError, match="one or the other"):
-        model.generate(input_ids=IDS[:1], custom_generate=ours, decoder=decoder, draft="lookup")
+        model.generate(input_ids=IDS[:1], custom_generate=outpace.generate, decoder=decoder, draft="lookup")
     with pytest.raises(ValueError, match="whose target is the model"):
-        tiny().generate(input_ids=IDS[:1], custom_generate=ours, decoder=decoder)
+        tiny().generate(input_ids=IDS[:1], custom_generate=outpace.generate, decoder=decoder)
 
 
-def test_unusable_logits_name_the_row() -> None:
+def test_the_error_for_unusable_logits_names_the_row() -> None:
     class Poison(LogitsProcessor):  # type: ignore[misc]
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             return scores * torch.nan if input_ids[0, 0] == 9 and input_ids.shape[1] > 7 else scores
 
     with pytest.raises(ValueError, match="row 1: the logits at position"):
-        target().generate(**batch(), logits_processor=[Poison()], custom_generate=ours, draft="lookup")
+        target().generate(
+            **batch(), logits_processor=[Poison()], custom_generate=outpace.generate, draft="lookup"
+        )
 
 
-def test_the_options_of_the_decoder_behind_it_hold_without_transformers() -> None:
+def test_decoder_returns_scores_and_logits_and_stops_when_a_function_says_so() -> None:
     decoder = outpace.Decoder(target(), target(), num_draft_tokens=Fixed(4))
     whole = decoder.generate([9, 8, 7], temperature=0, max_new_tokens=20, scores=True, logits=True)
     assert whole.scores is not None
@@ -809,45 +876,46 @@ def test_the_options_of_the_decoder_behind_it_hold_without_transformers() -> Non
     assert sampled.logits is None
     assert sampled.scores is not None
     assert (sampled.scores.isfinite().sum(-1) == 5).all()
-    own = sampled.scores.log_softmax(-1).gather(1, torch.tensor(sampled.token_ids)[:, None])[:, 0]
-    assert own.tolist() == pytest.approx(sampled.logprobs, abs=1e-5)
-    for wanted in (1, 3, 7):
-        asked: list[int] = []
+    logprobs = sampled.scores.log_softmax(-1).gather(1, torch.tensor(sampled.token_ids)[:, None])[:, 0]
+    assert logprobs.tolist() == pytest.approx(sampled.logprobs, abs=1e-5)
+    for length in (1, 3, 7):
+        seen: list[int] = []
 
-        def enough(row: Any, wanted: int = wanted, asked: list[int] = asked) -> bool:
-            asked.append(row.tokens[-1])
-            return len(row.new_tokens) == wanted
+        def reached(row: Any, length: int = length, seen: list[int] = seen) -> bool:
+            seen.append(row.tokens[-1])
+            return len(row.new_tokens) == length
 
         cut = decoder.generate(
-            [9, 8, 7], temperature=0, max_new_tokens=20, stop_when=enough, scores=True, ignore_eos=True
+            [9, 8, 7], temperature=0, max_new_tokens=20, stop_when=reached, scores=True, ignore_eos=True
         )
-        assert cut.token_ids == asked == whole.token_ids[:wanted]
+        assert cut.token_ids == seen == whole.token_ids[:length]
         assert cut.finish_reason == "stop"
         assert cut.scores is not None
-        assert len(cut.scores) == wanted
+        assert len(cut.scores) == length
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
-@pytest.mark.parametrize("given_on", ["cpu", "cuda"])
+@pytest.mark.parametrize("input_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["nothing", "repetition_penalty", "suppress_tokens", "many"])
-def test_on_cuda_it_is_as_on_cpu_wherever_the_ids_are(name: str, given_on: str) -> None:
-    model, draft = tiny().double().cuda(), tiny(seed=1).double().cuda()  # in double precision no tie is near
+def test_cuda_models_accept_input_ids_on_cpu_and_cuda(name: str, input_device: str) -> None:
+    # In double precision, no two logits are nearly equal.
+    model, draft = tiny().double().cuda(), tiny(seed=1).double().cuda()
     ends = StoppingCriteriaList([EndsIn()])
-    where = {"input_ids": IDS.to(given_on), "attention_mask": MASK.to(given_on)}
-    plain = model.generate(**batch(input_ids=IDS.cuda(), attention_mask=MASK.cuda(), **ARGUMENTS[name]()))
+    where = {"input_ids": IDS.to(input_device), "attention_mask": MASK.to(input_device)}
+    baseline = model.generate(**batch(input_ids=IDS.cuda(), attention_mask=MASK.cuda(), **ARGUMENTS[name]()))
     for proposer in (draft, model, "lookup"):
-        asked = batch(**where, **ARGUMENTS[name](), return_dict_in_generate=True, output_scores=True)
-        out = model.generate(**asked, custom_generate=ours, draft=proposer)
-        assert torch.equal(out.sequences.cpu(), plain.cpu())
-        assert out.sequences.device.type == out.scores[0].device.type == given_on
+        arguments = batch(**where, **ARGUMENTS[name](), return_dict_in_generate=True, output_scores=True)
+        out = model.generate(**arguments, custom_generate=outpace.generate, draft=proposer)
+        assert torch.equal(out.sequences.cpu(), baseline.cpu())
+        assert out.sequences.device.type == out.scores[0].device.type == input_device
     stopped = batch(**where, eos_token_id=60, stopping_criteria=ends)
-    cut = model.generate(**stopped, custom_generate=ours, draft=model)
+    cut = model.generate(**stopped, custom_generate=outpace.generate, draft=model)
     on_cuda = batch(input_ids=IDS.cuda(), attention_mask=MASK.cuda(), eos_token_id=60, stopping_criteria=ends)
     assert torch.equal(cut.cpu(), model.generate(**on_cuda).cpu())
 
 
-def test_all_orders_of_warpers_sample_from_transformers_distribution() -> None:
+def test_warpers_in_any_order_give_the_logits_of_transformers() -> None:
     warpers = [
         TemperatureLogitsWarper(0.6),
         TopKLogitsWarper(12),

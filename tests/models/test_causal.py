@@ -1,4 +1,4 @@
-"""Every family scores through the ragged cache as it does by itself."""
+"""Every family scores through the ragged KV cache as its own forward does."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import transformers
 
 import outpace
 from outpace.models import causal
-from outpace.models.causal import WORTH_COPYING, CausalScorer, most_shared
+from outpace.models.causal import MIN_COPIED_PREFIX, CausalScorer, longest_shared_prefix
+from tests import tiers
 from tests.tiny import FAMILIES, V, greedy, tiny
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 12, 40, 41, 42], [30]]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_is_that_of_transformers_alone_and_in_a_ragged_batch(family: str, attention: str) -> None:
+@pytest.mark.parametrize(("family", "attention"), tiers.each_value(FAMILIES, ["sdpa", "eager"]))
+def test_greedy_text_equals_transformers_alone_and_in_a_ragged_batch(family: str, attention: str) -> None:
     if (family, attention) == ("gemma2", "sdpa"):
         pytest.skip("Gemma 2 caps attention scores, which sdpa cannot")
     model = tiny(family)
@@ -36,42 +36,45 @@ def test_greedy_text_is_that_of_transformers_alone_and_in_a_ragged_batch(family:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_ragged_rows_are_those_of_a_plain_pass(family: str) -> None:
+def test_logits_of_ragged_rows_equal_those_of_a_single_forward_pass(family: str) -> None:
     model = tiny(family)
     scorer = CausalScorer(model)
     texts = torch.randint(V, (3, 30))
     with torch.inference_mode():
-        own = model(input_ids=texts, use_cache=False).logits
+        reference = model(input_ids=texts, use_cache=False).logits
 
-    def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    def same(logits: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
     starts = [9, 17, 1]
     first = scorer.prefill([0, 1, 2], [texts[row, :start].tolist() for row, start in enumerate(starts)])
-    same(first, own[[0, 1, 2], [8, 16, 0]])
-    scorer.score([0, 1, 2], torch.randint(V, (3, 6)))  # drafts that are all lost
+    same(first, reference[[0, 1, 2], [8, 16, 0]])
+    scorer.score([0, 1, 2], torch.randint(V, (3, 6)))  # draft tokens that are all rejected
     drafts = torch.stack([texts[row, start : start + 6] for row, start in enumerate(starts)])
     scored = scorer.score([0, 1, 2], drafts)
     for row, start in enumerate(starts):
-        same(scored[row], own[row, start : start + 6])
+        same(scored[row], reference[row, start : start + 6])
     scorer.commit([0, 1, 2], [2, 0, 5])
     some = scorer.score([2, 0], torch.stack((texts[2, 6:8], texts[0, 11:13])))  # reordered, one left out
-    same(some[0], own[2, 6:8])
-    same(some[1], own[0, 11:13])
-    same(scorer.append([1, 0], [texts[1, 17:18].tolist(), texts[0, 11:15].tolist()]), own[[1, 0], [17, 14]])
+    same(some[0], reference[2, 6:8])
+    same(some[1], reference[0, 11:13])
+    same(
+        scorer.append([1, 0], [texts[1, 17:18].tolist(), texts[0, 11:15].tolist()]),
+        reference[[1, 0], [17, 14]],
+    )
 
 
-def test_long_prompts_go_through_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_prefilled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     model, text = tiny("mistral"), torch.randint(V, (1, 100))
     with torch.inference_mode():
-        own = model(input_ids=text, use_cache=False).logits[0, [99, 40]]
+        reference = model(input_ids=text, use_cache=False).logits[0, [99, 40]]
     monkeypatch.setattr(causal, "CHUNK", 7)
     prompts = [text[0].tolist(), text[0, :41].tolist()]
-    torch.testing.assert_close(CausalScorer(model).prefill([0, 1], prompts), own, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(CausalScorer(model).prefill([0, 1], prompts), reference, atol=1e-4, rtol=1e-4)
 
 
 def passes(model: Any) -> list[int]:
-    """Tokens a row of every pass from now on."""
+    """Record the tokens per row of every forward pass from now on."""
     seen: list[int] = []
     model.register_forward_pre_hook(
         lambda _, __, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -79,7 +82,7 @@ def passes(model: Any) -> list[int]:
     return seen
 
 
-def test_a_prompt_that_begins_as_the_last_text_is_not_computed_again() -> None:
+def test_a_prompt_that_continues_the_last_text_reuses_its_kv_cache() -> None:
     model = tiny()
     decoder = outpace.Decoder(model, num_draft_tokens=0)
     first = decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=10)
@@ -90,7 +93,7 @@ def test_a_prompt_that_begins_as_the_last_text_is_not_computed_again() -> None:
     assert again.token_ids == greedy(model, longer, 5)
 
 
-def test_samples_of_one_prompt_share_its_computation() -> None:
+def test_samples_of_one_prompt_share_its_prefill() -> None:
     model = tiny()
     decoder = outpace.Decoder(model, num_draft_tokens=0)
     seen: list[torch.Size] = []
@@ -101,7 +104,7 @@ def test_samples_of_one_prompt_share_its_computation() -> None:
     assert len({tuple(out.token_ids) for out in texts}) > 1
 
 
-def test_changed_weights_are_not_answered_from_the_old_cache() -> None:
+def test_changed_weights_invalidate_the_kv_cache() -> None:
     model = tiny()
     decoder = outpace.Decoder(model, num_draft_tokens=0)
     before = decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20)
@@ -111,18 +114,18 @@ def test_changed_weights_are_not_answered_from_the_old_cache() -> None:
     assert after.token_ids == greedy(model, PROMPTS[1], 20) != before.token_ids
 
 
-def test_rows_share_a_beginning_with_a_neighbour() -> None:
+def test_a_row_copies_a_shared_prefix_from_another_row() -> None:
     scorer, shared = CausalScorer(tiny()), torch.randint(V, (40,)).tolist()
     scorer.prefill([0], [[*shared, 1, 2]])
     seen = passes(scorer.model)
     logits = scorer.prefill([1], [[*shared, 7, 8, 9]])
     assert seen == [3]
     with torch.inference_mode():
-        own = tiny()(input_ids=torch.tensor([[*shared, 7, 8, 9]])).logits[:, -1]
-    torch.testing.assert_close(logits, own, atol=1e-4, rtol=1e-4)
+        reference = tiny()(input_ids=torch.tensor([[*shared, 7, 8, 9]])).logits[:, -1]
+    torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)
 
 
-def test_the_cache_says_its_size_before_it_is_made(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_kv_cache_logs_its_size_and_refuses_too_much_memory(caplog: pytest.LogCaptureFixture) -> None:
     scorer = CausalScorer(tiny())
     with caplog.at_level("INFO", "outpace"):
         scorer.reserve(300, 100)
@@ -134,7 +137,7 @@ def test_the_cache_says_its_size_before_it_is_made(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cache_memory_is_what_was_computed(family: str) -> None:
+def test_bytes_per_token_equal_the_allocated_kv_cache(family: str) -> None:
     scorer = CausalScorer(tiny(family))
     scorer.prefill([0, 1], [[1, 2], [3]])
     assert scorer.cache.nbytes() == 2 * 64 * scorer.bytes_per_token
@@ -148,7 +151,9 @@ def test_cache_memory_is_what_was_computed(family: str) -> None:
         ("mamba", {"num_hidden_layers": 1, "hidden_size": 8}, "keeps a running state"),
     ],
 )
-def test_models_that_cannot_be_ragged_are_refused(family: str, config: dict[str, Any], why: str) -> None:
+def test_models_that_cannot_score_ragged_rows_are_refused(
+    family: str, config: dict[str, Any], why: str
+) -> None:
     with pytest.raises(ValueError, match=why):
         CausalScorer(tiny(family, **config))
 
@@ -168,27 +173,27 @@ def test_encoder_decoders_vision_models_and_headless_models_are_refused() -> Non
         CausalScorer("gpt2")
 
 
-def test_a_family_that_was_never_seen_is_checked_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_family_is_checked_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("stablelm")
     decoder = outpace.Decoder(model, model, num_draft_tokens=3)
     text = decoder.generate(PROMPTS[0], temperature=0, max_new_tokens=20)
     assert text.token_ids == greedy(model, PROMPTS[0], 20)
-    honest = CausalScorer._new_masks
-    monkeypatch.setattr(CausalScorer, "_new_masks", lambda self, at, reach: honest(self, at + 1, reach))
+    original = CausalScorer._new_masks
+    monkeypatch.setattr(CausalScorer, "_new_masks", lambda self, at, reach: original(self, at + 1, reach))
     with pytest.raises(ValueError, match="scores differently through a ragged cache"):
         CausalScorer(model)
 
 
-def test_masks_that_are_ready_are_those_that_would_be_made() -> None:
+def test_prebuilt_masks_equal_computed_masks() -> None:
     for family in ("llama", "mistral", "gemma3_text"):
         scorer = CausalScorer(tiny(family))
         for tokens in (40, 200):  # the cache grows
             scorer.reserve(3, tokens)
             for start, n in ((0, 1), (3, 5), (tokens - 32, 32), (tokens - 7, 7)):
                 positions = torch.arange(start, start + n)[None].expand(2, n)
-                ready = scorer._masks(positions, start, start + n)
-                made = scorer._masks(positions, None, start + n)
-                for one, other in zip(_each(ready), _each(made), strict=True):
+                prebuilt = scorer._masks(positions, start, start + n)
+                computed = scorer._masks(positions, None, start + n)
+                for one, other in zip(_each(prebuilt), _each(computed), strict=True):
                     assert torch.equal(one, other)
 
 
@@ -196,7 +201,7 @@ def _each(masks: torch.Tensor | dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [masks[kind] for kind in sorted(masks)] if isinstance(masks, dict) else [masks]
 
 
-def test_flex_attention_is_switched_to_sdpa_with_a_notice() -> None:
+def test_flex_attention_is_switched_to_sdpa_with_a_warning() -> None:
     model = tiny()
     model.set_attn_implementation("flex_attention")
     with pytest.warns(UserWarning, match="flex_attention cannot take ragged rows: switched to sdpa"):
@@ -204,14 +209,14 @@ def test_flex_attention_is_switched_to_sdpa_with_a_notice() -> None:
     assert "attention sdpa" in scorer.describe()
 
 
-def test_training_mode_is_left_with_a_notice() -> None:
+def test_training_mode_is_switched_off_with_a_warning() -> None:
     model = tiny("gpt2").train()
     with pytest.warns(UserWarning, match="training mode"):
         CausalScorer(model)
     assert not model.training
 
 
-def test_no_notice_without_a_reason() -> None:
+def test_a_supported_model_gives_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         outpace.Decoder(tiny(), tiny(seed=1)).generate([1, 2], max_new_tokens=4)
@@ -226,15 +231,15 @@ def test_peft_models_score_with_their_adapter() -> None:
     assert expected != greedy(tiny(), PROMPTS[1], 20)
     decoder = outpace.Decoder(model, tiny(), num_draft_tokens=3)
     assert decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20).token_ids == expected
-    with model.disable_adapter():  # no weight changes, and the cache must know all the same
-        plain = decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20)
-    assert plain.token_ids == greedy(tiny(), PROMPTS[1], 20)
+    with model.disable_adapter():  # no weight changes, and the cached tokens must still be invalidated
+        without_adapter = decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20)
+    assert without_adapter.token_ids == greedy(tiny(), PROMPTS[1], 20)
     learned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(ValueError, match="PEFT's prompt learning"):
         CausalScorer(peft.get_peft_model(tiny(), learned))
 
 
-def test_models_placed_by_a_device_map_score_as_they_did() -> None:
+def test_models_with_a_device_map_score_as_before() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = tiny("gemma2")
     expected = greedy(model, PROMPTS[1], 20)
@@ -243,7 +248,7 @@ def test_models_placed_by_a_device_map_score_as_they_did() -> None:
     assert decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20).token_ids == expected
 
 
-def test_quantized_models_score_as_they_did() -> None:
+def test_quantized_models_score_as_before() -> None:
     torchao = pytest.importorskip("torchao.quantization")
     model = tiny(hidden_size=64, intermediate_size=128)
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
@@ -259,7 +264,7 @@ def test_sixteen_bit_texts_differ_at_most_at_near_ties() -> None:
     assert report.passed, str(report)
 
 
-def test_longrope_ends_where_its_factors_would_depend_on_the_batch() -> None:
+def test_longrope_context_ends_where_factors_would_depend_on_the_batch() -> None:
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -273,7 +278,7 @@ def test_longrope_ends_where_its_factors_would_depend_on_the_batch() -> None:
     assert scorer.context == 40
 
 
-def test_families_with_windows_of_their_own_are_seen_through() -> None:
+def test_families_with_an_unknown_attention_window_are_refused() -> None:
     neo: dict[str, Any] = {"num_layers": 3, "attention_types": [[["local"], 3]], "window_size": 32}
     model = tiny("gpt_neo", **neo, max_position_embeddings=400)
     for dtype in (torch.float32, torch.bfloat16):
@@ -281,7 +286,7 @@ def test_families_with_windows_of_their_own_are_seen_through() -> None:
             CausalScorer(model.to(dtype))
 
 
-def test_memory_of_rows_no_longer_wanted_is_given_back() -> None:
+def test_the_kv_cache_shrinks_when_no_slot_is_in_use() -> None:
     scorer = CausalScorer(tiny())
     scorer.prefill(list(range(8)), [[1, 2]] * 8)
     scorer.reset(range(8), [[1, 2]] * 8)
@@ -289,7 +294,7 @@ def test_memory_of_rows_no_longer_wanted_is_given_back() -> None:
     assert scorer.cache.nbytes() == 128 * scorer.bytes_per_token
 
 
-def test_padding_never_outgrows_the_texts() -> None:
+def test_padding_does_not_grow_the_kv_cache() -> None:
     scorer, long = CausalScorer(tiny()), torch.randint(V, (100,)).tolist()
     scorer.reserve(2, 127)
     scorer.prefill([0], [long])
@@ -297,11 +302,11 @@ def test_padding_never_outgrows_the_texts() -> None:
     logits = scorer.prefill([0, 1], [[*long, 3], long[::-1]])
     assert scorer.cache.capacity == 128
     with torch.inference_mode():
-        own = tiny()(input_ids=torch.tensor([[*long, 3]])).logits[:, -1]
-    torch.testing.assert_close(logits[:1], own, atol=1e-4, rtol=1e-4)
+        reference = tiny()(input_ids=torch.tensor([[*long, 3]])).logits[:, -1]
+    torch.testing.assert_close(logits[:1], reference, atol=1e-4, rtol=1e-4)
 
 
-def test_adapters_of_transformers_itself_are_never_answered_from_the_cache() -> None:
+def test_switched_transformers_adapters_invalidate_the_kv_cache() -> None:
     peft = pytest.importorskip("peft")
     model = tiny()
     for seed, name in enumerate("ab"):
@@ -316,25 +321,25 @@ def test_adapters_of_transformers_itself_are_never_answered_from_the_cache() -> 
     assert out.token_ids == greedy(model, PROMPTS[1], 20)
 
 
-def test_the_row_that_shares_the_most_is_found() -> None:
+def test_longest_shared_prefix_finds_the_best_row() -> None:
     noise = torch.Generator().manual_seed(3)
-    found = set()
+    was_none = set()
     for _ in range(300):
         text = torch.randint(2, (int(torch.randint(1, 60, (), generator=noise)),), generator=noise).tolist()
-        held = {}
+        cached = {}
         for row in range(4):
-            kept = int(torch.randint(0, 60, (), generator=noise))
-            held[row] = [*text[:kept], *torch.randint(2, (5,), generator=noise).tolist()]
+            num_shared = int(torch.randint(0, 60, (), generator=noise))
+            cached[row] = [*text[:num_shared], *torch.randint(2, (5,), generator=noise).tolist()]
         shared = {
             row: next((i for i, (a, b) in enumerate(zip(one, text[:-1], strict=False)) if a != b), None)
-            for row, one in held.items()
+            for row, one in cached.items()
         }
-        counts = {row: min(len(held[row]), len(text) - 1) if n is None else n for row, n in shared.items()}
+        counts = {row: min(len(cached[row]), len(text) - 1) if n is None else n for row, n in shared.items()}
         most = max(counts.values())
-        best, n = most_shared(held, text)
-        found.add(best is None)
+        best, n = longest_shared_prefix(cached, text)
+        was_none.add(best is None)
         if best is None:
-            assert most < WORTH_COPYING
+            assert most < MIN_COPIED_PREFIX
         else:
-            assert n == counts[best] == most >= WORTH_COPYING
-    assert found == {True, False}
+            assert n == counts[best] == most >= MIN_COPIED_PREFIX
+    assert was_none == {True, False}

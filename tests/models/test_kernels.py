@@ -1,5 +1,8 @@
-"""The kernels of a pass do what PyTorch's operations do. Here under Triton's interpreter, which knows no
-products of bfloat16; on a GPU, `pytest -m gpu` runs the same tests compiled."""
+"""The kernels of a forward pass compute what PyTorch's operations compute.
+
+Without a GPU they run in Triton's interpreter, which has no bfloat16 products. ``pytest -m gpu`` runs
+the same tests compiled on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
-from outpace.models.fused import LARGEST_TILE, WIDEST_HEAD, Norm
+from outpace.models.fused import MAX_HEAD_BYTES, MAX_QUERY_BYTES, Norm
 
 attention = pytest.importorskip(
     "outpace.models.kernels.attention", reason="needs triton", exc_type=ImportError
@@ -28,23 +31,25 @@ def normed(x: Tensor, weight: Tensor, shifted: bool) -> Tensor:
 
 
 def stream_of(x: Tensor, norm: Any) -> Any:
-    """Rows as an embedding would bring them."""
-    return product.take(torch.arange(len(x), device=DEVICE)[:, None], x, 1.0, norm)
+    """Return rows as a stream, as the embedding kernel does."""
+    return product.embed(torch.arange(len(x), device=DEVICE)[:, None], x, 1.0, norm)
 
 
 @pytest.mark.parametrize("M", [1, 6, 17])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("norm", [None, False, True])
 @pytest.mark.parametrize("gate", [product.NO_GATE, product.SILU, product.GELU])
-def test_few_rows_are_multiplied(M: int, bias: bool, norm: bool | None, gate: int) -> None:
+def test_few_rows_product_equals_pytorch(M: int, bias: bool, norm: bool | None, gate: int) -> None:
     K, N = 100, 40  # no multiples of a block
     x, weight = torch.randn(M, K, device=DEVICE), torch.randn(N, K, device=DEVICE) / 10
-    shift = torch.randn(N, device=DEVICE) if bias else None
+    bias_vector = torch.randn(N, device=DEVICE) if bias else None
     scale = torch.randn(K, device=DEVICE)
     residual = None if gate else torch.randn(M, N, device=DEVICE)
-    given = x if norm is None else stream_of(x, product.Scale(scale, EPS, norm))
-    found = product.few_rows(given, weight, shift, gate=gate, residual=residual)
-    expected = (x if norm is None else normed(x, scale, norm)) @ weight.T + (0 if shift is None else shift)
+    inputs = x if norm is None else stream_of(x, product.Scale(scale, EPS, norm))
+    found = product.few_rows(inputs, weight, bias_vector, gate=gate, residual=residual)
+    expected = (x if norm is None else normed(x, scale, norm)) @ weight.T + (
+        0 if bias_vector is None else bias_vector
+    )
     if gate:
         half, up = expected.chunk(2, dim=-1)
         expected = (silu(half) if gate == product.SILU else gelu(half, approximate="tanh")) * up
@@ -53,20 +58,20 @@ def test_few_rows_are_multiplied(M: int, bias: bool, norm: bool | None, gate: in
     assert torch.allclose(found, expected, atol=1e-4)
 
 
-def test_large_activations_have_room() -> None:
+def test_large_float16_activations_do_not_overflow() -> None:
     x = torch.full((1, 64), 3000.0, device=DEVICE, dtype=torch.float16)
     scale = torch.full((64,), 30.0, device=DEVICE, dtype=torch.float16)
     weight = torch.randn(32, 64, device=DEVICE).half() / 8
     norm = Norm(scale, EPS, False).scale
-    assert norm.room == 1 / 32
+    assert norm.headroom == 1 / 32
     found = product.few_rows(stream_of(x, norm), weight)
     expected = normed(x.float(), scale.float(), False) @ weight.float().T
     assert torch.allclose(found.float(), expected, atol=0.2)
 
 
 @pytest.mark.parametrize(("size", "weight"), [(1.0, 1.0), (0.02, 0.05), (0.002, 0.05), (1000.0, 20.0)])
-def test_float16_keeps_its_digits(size: float, weight: float) -> None:
-    """Small rows times small weights are not made smaller still."""
+def test_small_float16_activations_keep_their_precision(size: float, weight: float) -> None:
+    """Small activations times small weights must not be scaled down."""
     x = (size * torch.randn(2, 512, device=DEVICE)).half()
     scale = torch.full((512,), weight, device=DEVICE).half()
     matrix = torch.randn(32, 512, device=DEVICE).half() / 16
@@ -77,14 +82,14 @@ def test_float16_keeps_its_digits(size: float, weight: float) -> None:
     assert (found - expected).norm() < 1e-3 * expected.norm()
 
 
-def test_rows_may_lie_apart() -> None:
+def test_rows_may_be_strided() -> None:
     x, weight = torch.randn(4, 300, device=DEVICE)[:, :100], torch.randn(20, 100, device=DEVICE)
     assert torch.allclose(product.few_rows(x, weight), x @ weight.T, atol=1e-4)
 
 
 @pytest.mark.parametrize("M", [1, 9])
 @pytest.mark.parametrize("shifted", [False, True])
-def test_a_norm_stands_between_two_products(M: int, shifted: bool) -> None:
+def test_a_norm_between_two_products_equals_pytorch(M: int, shifted: bool) -> None:
     x, first, second = (torch.randn(size, device=DEVICE) / 4 for size in ((M, 60), (100, 60), (40, 100)))
     residual, scale = torch.randn(M, 100, device=DEVICE), torch.randn(100, device=DEVICE)
     stream = product.few_rows(x, first, residual=residual, norm=product.Scale(scale, EPS, shifted))
@@ -94,11 +99,11 @@ def test_a_norm_stands_between_two_products(M: int, shifted: bool) -> None:
     assert torch.allclose(found, normed(expected, scale, shifted) @ second.T, atol=1e-4)
 
 
-def test_tokens_are_embedded() -> None:
+def test_embedding_kernel_equals_pytorch() -> None:
     table, scale = torch.randn(11, 100, device=DEVICE), torch.randn(100, device=DEVICE)
     ids = torch.tensor([[3, 10, 0], [7, 7, 1]], device=DEVICE)
-    for some in (ids, ids[:, 1:]):  # rows that lie apart, too
-        stream = product.take(some, table, 1.5, product.Scale(scale, EPS, False, 0.5))
+    for some in (ids, ids[:, 1:]):  # strided rows, too
+        stream = product.embed(some, table, 1.5, product.Scale(scale, EPS, False, 0.5))
         expected = (table[some] * 1.5).flatten(0, 1)
         assert torch.equal(stream.x, expected)
         assert torch.allclose(stream.scaled, expected * scale / 2)
@@ -106,17 +111,17 @@ def test_tokens_are_embedded() -> None:
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-def test_rows_are_summed_and_normalized(shifted: bool) -> None:
+def test_add_norm_kernel_equals_pytorch(shifted: bool) -> None:
     x, more = torch.randn(2, 5, 300, device=DEVICE)
     scale = torch.randn(300, device=DEVICE)
     for added in (None, more):
-        total, found = rows.added(x, added, product.Scale(scale, EPS, shifted))
+        total, found = rows.add_norm(x, added, product.Scale(scale, EPS, shifted))
         expected = x if added is None else x + added
         assert torch.allclose(total, expected)
         assert torch.allclose(found, normed(expected, scale, shifted), atol=1e-5)
 
 
-def test_gates_of_many_rows() -> None:
+def test_gate_kernel_equals_pytorch() -> None:
     x = torch.randn(5, 3000, device=DEVICE)
     half, up = x.chunk(2, dim=-1)
     assert torch.allclose(rows.gate(x, product.SILU), silu(half) * up, atol=1e-5)
@@ -133,7 +138,7 @@ def test_gates_of_many_rows() -> None:
         (2, 2, 8, 2, 130, 32, 20, True),
     ],
 )
-def test_few_queries_attend(
+def test_attention_kernel_equals_pytorch(
     monkeypatch: pytest.MonkeyPatch,
     ranges: str,
     B: int,
@@ -146,15 +151,15 @@ def test_few_queries_attend(
     norms: bool,
 ) -> None:
     monkeypatch.setattr(attention, "BLOCK", 16)
-    monkeypatch.setattr(attention, "RANGE", 256 if ranges == "one range" else 16)
+    monkeypatch.setattr(attention, "MIN_RANGE", 256 if ranges == "one range" else 16)
     if ranges == "stretched ranges":
         monkeypatch.setattr(attention, "BLOCKS", 0)
-        monkeypatch.setattr(attention, "LONG", 40)
+        monkeypatch.setattr(attention, "MAX_RANGE", 40)
     qkv = torch.randn(B, n, (heads + 2 * kv_heads) * d, device=DEVICE)
     keys, values = torch.randn(2, B, kv_heads, T, d, device=DEVICE)
     start = torch.randint(0, T - n, (B,), device=DEVICE)
     start[0] = 0  # a row without earlier tokens
-    places = start[:, None] + torch.arange(n, device=DEVICE)
+    positions = start[:, None] + torch.arange(n, device=DEVICE)
     angle = torch.randn(T, d // 2, device=DEVICE)
     cos, sin = (torch.cat((one, one), dim=1) for one in (angle.cos(), angle.sin()))
     weights = torch.randn(2, d, device=DEVICE)
@@ -166,24 +171,24 @@ def test_few_queries_attend(
 
     def rotated(x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
-        return x * cos[places][:, None] + torch.cat((-second, first), -1) * sin[places][:, None]
+        return x * cos[positions][:, None] + torch.cat((-second, first), -1) * sin[positions][:, None]
 
-    at = places[:, None, :, None].expand(B, kv_heads, n, d)
+    at = positions[:, None, :, None].expand(B, kv_heads, n, d)
     all_keys, all_values = keys.scatter(2, at, rotated(k)), values.scatter(2, at, v)
     key = torch.arange(T, device=DEVICE)
-    seen = key <= places[:, None, :, None]
+    visible = key <= positions[:, None, :, None]
     if window is not None:
-        seen &= key > places[:, None, :, None] - window
-    shared = heads // kv_heads
+        visible &= key > positions[:, None, :, None] - window
+    groups = heads // kv_heads
     expected = scaled_dot_product_attention(
-        rotated(q), all_keys.repeat_interleave(shared, 1), all_values.repeat_interleave(shared, 1), seen
+        rotated(q), all_keys.repeat_interleave(groups, 1), all_values.repeat_interleave(groups, 1), visible
     )
 
     counters = torch.zeros(B, kv_heads, dtype=torch.int32, device=DEVICE)
-    for _ in range(2):  # nothing is left of the first call
+    for _ in range(2):  # the first call leaves no state behind
         found = attention.few_queries(
             qkv,
-            places,
+            positions,
             (cos, sin),
             keys,
             values,
@@ -200,11 +205,11 @@ def test_few_queries_attend(
 
 
 KIBIBYTE = 1024
-DEVICES = {"H200": 227, "A100": 163, "RTX 4090": 99}  # what a block of them may have
+DEVICES = {"H200": 227, "A100": 163, "RTX 4090": 99}  # KiB of shared memory per block
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_blocks_fit_every_device(name: str) -> None:
+def test_block_shapes_fit_the_shared_memory_of_every_device(name: str) -> None:
     launch = pytest.importorskip("outpace.models.kernels.launch", reason="needs triton", exc_type=ImportError)
     here = launch.Device(False, 100, DEVICES[name] * KIBIBYTE)
     for dtype in (torch.bfloat16, torch.float32):
@@ -213,8 +218,8 @@ def test_blocks_fit_every_device(name: str) -> None:
                 for N in (500, 2048, 4096, 6144, 11008, 14336, 32000, 128256):
                     shape = product.fitting(product.shape_of(BM, N, dtype, gate), BM, dtype, gate, here)
                     assert product.shared(BM, *shape[:2], shape[3], dtype, gate) <= here.shared
-        for line in (32, 128, 256, WIDEST_HEAD):
-            for rows in (16, LARGEST_TILE // line):
+        for line in (32, 128, 256, MAX_HEAD_BYTES):
+            for rows in (16, MAX_QUERY_BYTES // line):
                 for block in (attention.BLOCK, 2 * attention.BLOCK):
                     fit, stages = attention.fitting(block, rows, line, here)
                     assert fit >= 16
@@ -229,10 +234,10 @@ def test_blocks_fit_every_device(name: str) -> None:
     ("N", "K", "gate"),
     [(2048, 5504, 0), (4096, 4096, 0), (6144, 2048, 0), (11008, 4096, 1), (32000, 2048, 0)],
 )
-def test_real_shapes_are_multiplied_alike_each_time(
+def test_products_of_real_shapes_are_deterministic_and_correct(
     M: int, N: int, K: int, gate: int, dtype: torch.dtype
 ) -> None:
-    """A chain of two, each of which may begin before the one before has ended, in a graph and again."""
+    """Run a chain of two products in a CUDA graph. Each may begin before the previous one has ended."""
     torch.manual_seed(M + N)
     x, first = torch.randn(M, K, device="cuda", dtype=dtype), torch.randn(K, K, device="cuda", dtype=dtype)
     second = torch.randn(2 * N if gate else N, K, device="cuda", dtype=dtype) / K**0.5
@@ -267,24 +272,24 @@ def test_real_shapes_are_multiplied_alike_each_time(
 @pytest.mark.parametrize(
     ("B", "n", "T"), [(1, 1, 512), (1, 6, 512), (32, 4, 512), (1, 6, 4352), (3, 1, 4352), (8, 6, 4352)]
 )
-def test_real_heads_attend(
+def test_attention_of_real_head_shapes_equals_pytorch(
     heads: int, kv_heads: int, d: int, B: int, n: int, T: int, dtype: torch.dtype
 ) -> None:
-    if heads // kv_heads * n * d * dtype.itemsize > LARGEST_TILE or d * dtype.itemsize > WIDEST_HEAD:
-        pytest.skip("more than the kernel is asked for")
+    if heads // kv_heads * n * d * dtype.itemsize > MAX_QUERY_BYTES or d * dtype.itemsize > MAX_HEAD_BYTES:
+        pytest.skip("larger than the kernel supports")
     torch.manual_seed(T + n)
     qkv = torch.randn(B, n, (heads + 2 * kv_heads) * d, device="cuda", dtype=dtype)
     keys, values = torch.randn(2, B, kv_heads, T, d, device="cuda", dtype=dtype)
     start = torch.randint(T // 2, T - n, (B,), device="cuda")
-    places = start[:, None] + torch.arange(n, device="cuda")
+    positions = start[:, None] + torch.arange(n, device="cuda")
     still = torch.ones(T, d, device="cuda", dtype=dtype), torch.zeros(T, d, device="cuda", dtype=dtype)
     counters = torch.zeros(B, kv_heads, dtype=torch.int32, device="cuda")
     found = attention.few_queries(
-        qkv, places, still, keys, values, counters, heads=heads, scale=d**-0.5
-    )  # which has written the new ones down
+        qkv, positions, still, keys, values, counters, heads=heads, scale=d**-0.5
+    )  # it has also written the new keys and values
     q = qkv.view(B, n, -1, d)[:, :, :heads].transpose(1, 2).double()
-    seen = torch.arange(T, device="cuda") <= places[:, None, :, None]
+    visible = torch.arange(T, device="cuda") <= positions[:, None, :, None]
     k, v = (one.double().repeat_interleave(heads // kv_heads, 1) for one in (keys, values))
-    expected = scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).reshape(B, n, -1)
+    expected = scaled_dot_product_attention(q, k, v, visible).transpose(1, 2).reshape(B, n, -1)
     assert (found.double() - expected).norm() < 1e-2 * expected.norm()
     assert not counters.any()

@@ -1,4 +1,4 @@
-"""Packed weights compute the same, leave the model alone, and follow its weights."""
+"""Packed weights compute the same, do not change the model, and follow changes of its weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def packable() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (1, 7), (3, 5), (1, 64), (2, 40)])
-def test_packed_layers_compute_what_the_others_do(shape: tuple[int, int]) -> None:
+def test_packed_layers_compute_the_same_logits(shape: tuple[int, int]) -> None:
     model = packable()
     ids = torch.randint(61, shape)
     with torch.inference_mode():
@@ -32,7 +32,7 @@ def test_packed_layers_compute_what_the_others_do(shape: tuple[int, int]) -> Non
     torch.testing.assert_close(found, expected, atol=0.05 * float(expected.abs().max()), rtol=0)
 
 
-def test_a_bias_is_added() -> None:
+def test_packed_layers_add_their_bias() -> None:
     layer = torch.nn.Linear(8, 5).to(torch.bfloat16)
     model = torch.nn.Sequential(layer)
     if not layers(model):
@@ -44,7 +44,7 @@ def test_a_bias_is_added() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 300])
-def test_large_layers_of_float32_compute_what_the_others_do(rows: int) -> None:
+def test_large_packed_float32_layers_compute_the_same_outputs(rows: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(600, 900), torch.nn.Linear(900, 100))
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         pytest.skip("this PyTorch has no oneDNN")
@@ -58,7 +58,7 @@ def test_large_layers_of_float32_compute_what_the_others_do(rows: int) -> None:
         torch.testing.assert_close(packed(x), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_forward_pass_with_packed_weights_leaves_the_model_alone() -> None:
+def test_a_forward_pass_with_packed_weights_does_not_change_the_model() -> None:
     model = packable()
     seen = []
     model.register_forward_hook(
@@ -68,7 +68,7 @@ def test_a_forward_pass_with_packed_weights_leaves_the_model_alone() -> None:
     assert seen == [False, False]
 
 
-def test_layers_with_somebody_elses_hook_are_left_alone() -> None:
+def test_layers_with_a_replaced_forward_are_not_packed() -> None:
     model = packable()
     hooked = layers(model)[0]
     hooked.forward = hooked.forward  # type: ignore[method-assign]
@@ -76,7 +76,7 @@ def test_layers_with_somebody_elses_hook_are_left_alone() -> None:
     assert packed_bytes(model) == sum(layer.weight.nbytes for layer in layers(model)) > 0
 
 
-def test_weights_that_change_are_packed_anew() -> None:
+def test_changed_weights_are_packed_again() -> None:
     model = packable()
     decoder = Decoder(model, num_draft_tokens=Fixed(0), pack=True)
     assert "weights packed" in decoder.describe()
@@ -84,11 +84,11 @@ def test_weights_that_change_are_packed_anew() -> None:
     with torch.no_grad():
         for layer in layers(model):
             layer.weight.zero_()
-    # Nothing is left but the last layer's zeros: every logit is 0, and the first token wins.
+    # The last layer's weights are 0, so every logit is 0, and the argmax is token 0.
     assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=8).token_ids == [0] * 8
 
 
-def test_weights_that_change_unseen_are_packed_anew_by_forget() -> None:
+def test_forget_packs_weights_again_after_undetected_changes() -> None:
     model = packable()
     decoder = Decoder(model, num_draft_tokens=Fixed(0), pack=True)
     decoder.generate([5, 6, 7], temperature=0, max_new_tokens=8)
@@ -98,7 +98,7 @@ def test_weights_that_change_unseen_are_packed_anew_by_forget() -> None:
     assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=8).token_ids == [0] * 8
 
 
-def test_two_decoders_of_one_model_may_work_at_once() -> None:
+def test_two_decoders_of_one_model_may_run_in_parallel() -> None:
     model = packable()
     decoders = [Decoder(model, num_draft_tokens=Fixed(0), pack=True) for _ in range(2)]
     texts: list[list[int]] = []
@@ -120,11 +120,11 @@ def test_two_decoders_of_one_model_may_work_at_once() -> None:
 def test_a_hook_set_after_packing_is_called_and_stays() -> None:
     model = packable()
     packed, layer = Packed(model), layers(model)[0]
-    calls, honest = [], layer.forward
+    calls, original = [], layer.forward
 
     def hook(x: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        return honest(x)
+        return original(x)
 
     layer.forward = hook  # type: ignore[method-assign,assignment]
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Encoder-decoder models score here as they do by themselves, in ragged rows."""
+"""Encoder-decoder models score ragged rows as their own forward does."""
 
 from __future__ import annotations
 
@@ -14,59 +14,62 @@ from outpace.draft.base import State
 from outpace.models.causal import fingerprint
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.models.source import Source
+from tests import tiers
 from tests.tiny import SEQ2SEQ, V, greedy_of, sources, tiny, tiny_seq2seq
 
 LENGTHS = 7, 3, 12
 
 
-def own_logits(model: Any, source: Any, tokens: list[int]) -> torch.Tensor:
-    """By one forward pass of the model."""
+def transformers_logits(model: Any, source: Any, tokens: list[int]) -> torch.Tensor:
+    """Return the logits of one forward pass of the Transformers model."""
     ids = torch.tensor([tokens])
-    given = (
+    inputs = (
         {"input_features": source[None]}
         if isinstance(source, torch.Tensor)
         else {"input_ids": torch.tensor([source])}
     )
     with torch.inference_mode():
-        logits: torch.Tensor = model(**given, decoder_input_ids=ids, use_cache=False).logits[0]
+        logits: torch.Tensor = model(**inputs, decoder_input_ids=ids, use_cache=False).logits[0]
     return logits
 
 
 @pytest.mark.parametrize("family", SEQ2SEQ)
-def test_ragged_rows_score_as_the_model_does_alone(family: str) -> None:
+def test_ragged_rows_score_as_the_transformers_model(family: str) -> None:
     model = tiny_seq2seq(family).double()
     scorer = Seq2SeqScorer(model)
-    given = [one.double() if isinstance(one, torch.Tensor) else one for one in sources(family, *LENGTHS)]
-    read = [scorer.source(one) for one in given]
+    inputs = [one.double() if isinstance(one, torch.Tensor) else one for one in sources(family, *LENGTHS)]
+    encoder_inputs = [scorer.source(one) for one in inputs]
     texts = [[1, *range(10, 10 + n)] for n in (0, 4, 9)]
     scorer.reserve(3, 40)
-    first = scorer.prefill([0, 1, 2], texts, read)
+    first = scorer.prefill([0, 1, 2], texts, encoder_inputs)
     new = torch.randint(V, (3, 5), generator=torch.Generator().manual_seed(1))
-    scorer.score([0, 1, 2], new.flip(0))  # is lost
+    scorer.score([0, 1, 2], new.flip(0))  # is rejected
     found = scorer.score([0, 1, 2], new)
     for row in range(3):
-        expected = own_logits(model, given[row], [*texts[row], *new[row].tolist()])
+        expected = transformers_logits(model, inputs[row], [*texts[row], *new[row].tolist()])
         assert torch.allclose(first[row], expected[len(texts[row]) - 1], atol=1e-10)
         assert torch.allclose(found[row], expected[len(texts[row]) :], atol=1e-10)
-    # One row goes, another takes its slot, and they are asked for in another order.
+    # One sequence leaves, another one takes its slot, and the slots are scored in another order.
     scorer.commit([0, 1, 2], [2, 0, 5])
     scorer.reset([1])
     other = sources(family, 20)[0]
     other = other.double() if isinstance(other, torch.Tensor) else other
     scorer.prefill([1], [[1, 5]], [scorer.source(other)])
     found = scorer.score([2, 1, 0], new)
-    held = {0: [*texts[0], *new[0, :2].tolist()], 1: [1, 5], 2: [*texts[2], *new[2].tolist()]}
+    texts_by_row = {0: [*texts[0], *new[0, :2].tolist()], 1: [1, 5], 2: [*texts[2], *new[2].tolist()]}
     for i, row in enumerate((2, 1, 0)):
-        source = other if row == 1 else given[row]
-        expected = own_logits(model, source, [*held[row], *new[i].tolist()])
-        assert torch.allclose(found[i], expected[len(held[row]) :], atol=1e-10)
+        source = other if row == 1 else inputs[row]
+        expected = transformers_logits(model, source, [*texts_by_row[row], *new[i].tolist()])
+        assert torch.allclose(found[i], expected[len(texts_by_row[row]) :], atol=1e-10)
 
 
-@pytest.mark.parametrize("family", SEQ2SEQ)
-@pytest.mark.parametrize("drafter", ["model", "self", "lookup", "random", "causal", None])
-def test_greedy_texts_are_those_of_transformers(family: str, drafter: str | None) -> None:
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    tiers.each_value(SEQ2SEQ, ["model", "self", "lookup", "random", "causal", None]),
+)
+def test_greedy_texts_equal_transformers(family: str, drafter: str | None) -> None:
     model = tiny_seq2seq(family)
-    made: dict[str | None, Any] = {
+    drafters: dict[str | None, Any] = {
         "model": tiny_seq2seq(family, seed=1),
         "self": model,
         "random": outpace.RandomDrafter(V),
@@ -75,7 +78,7 @@ def test_greedy_texts_are_those_of_transformers(family: str, drafter: str | None
     }
     prompts = sources(family, *LENGTHS)
     expected = [greedy_of(model, prompt, 30) for prompt in prompts]
-    decoder = Decoder(model, made.get(drafter), num_draft_tokens=Fixed(4))
+    decoder = Decoder(model, drafters.get(drafter), num_draft_tokens=Fixed(4))
     for batch_size in (None, 2):
         outs = decoder.generate(prompts, temperature=0, max_new_tokens=30, batch_size=batch_size)
         assert [out.token_ids for out in outs] == expected
@@ -85,24 +88,24 @@ def test_greedy_texts_are_those_of_transformers(family: str, drafter: str | None
 
 
 @pytest.mark.parametrize("family", SEQ2SEQ)
-def test_match_writes_plain_decodings_texts(family: str) -> None:
+def test_match_gives_the_text_of_decoding_without_speculation(family: str) -> None:
     model, prompts = tiny_seq2seq(family), sources(family, *LENGTHS)
     sampling = SamplingParams(temperature=0.9, top_p=0.9)
-    plain, drafted = (
+    baseline, drafted = (
         Decoder(model, drafter, rule="match").generate(prompts, sampling, seed=[1, 2, 3], max_new_tokens=25)
         for drafter in (None, tiny_seq2seq(family, seed=1))
     )
-    assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
+    assert [out.token_ids for out in drafted] == [out.token_ids for out in baseline]
 
 
-def test_an_encoder_that_both_have_works_once() -> None:
+def test_an_encoder_shared_by_target_and_draft_runs_once_per_source() -> None:
     target, draft = tiny_seq2seq("whisper"), tiny_seq2seq("whisper", seed=1, decoder_layers=1)
     draft.get_encoder().load_state_dict(target.get_encoder().state_dict())
     prompts = sources("whisper", *LENGTHS)
     expected = [greedy_of(target, one, 12) for one in prompts]
     calls: list[int] = []
     for model in (target, draft):
-        model.get_encoder().register_forward_hook(lambda module, given, out: calls.append(len(given[0])))
+        model.get_encoder().register_forward_hook(lambda module, inputs, out: calls.append(len(inputs[0])))
     decoder = Decoder(target, draft, num_draft_tokens=Fixed(3))
     outs = decoder.generate(prompts, temperature=0, max_new_tokens=12, n=2)
     assert sum(calls) == 3  # three sources, for two samples each, and for both models
@@ -110,13 +113,13 @@ def test_an_encoder_that_both_have_works_once() -> None:
     calls.clear()
     other = Decoder(target, tiny_seq2seq("whisper", seed=1), num_draft_tokens=Fixed(3))
     other.drafter.scorer.encoder.register_forward_hook(  # type: ignore[union-attr]
-        lambda module, given, out: calls.append(-len(given[0]))
+        lambda module, inputs, out: calls.append(-len(inputs[0]))
     )
     other.generate(prompts[0], temperature=0, max_new_tokens=12)
     assert sorted(calls) == [-1, 1]
 
 
-def test_copies_are_taken_from_what_the_encoder_reads() -> None:
+def test_prompt_lookup_copies_from_the_encoder_input() -> None:
     model = tiny_seq2seq("t5")
     source = Seq2SeqScorer(model).source(Source([20, 21, 22, 50, 51, 52], start=[1, 21, 22]))
     state = State([0], [[1, 21, 22]], [3], [SamplingParams()], torch.tensor([0]), [3], V, torch.device("cpu"))
@@ -127,23 +130,23 @@ def test_copies_are_taken_from_what_the_encoder_reads() -> None:
     assert not Seq2SeqScorer(marian).source(source.ids).copyable  # two vocabularies
 
 
-def test_what_cannot_be_read_is_said() -> None:
+def test_wrong_prompts_and_models_raise_errors_that_say_why() -> None:
     decoder = Decoder(tiny_seq2seq("bart"))
-    for prompt, error, words in (
+    for prompt, error, message in (
         ([], ValueError, "empty"),
         ([V], ValueError, f"knows 0..{V - 1}"),
         (list(range(2, 60)) * 3, ValueError, "encoder reads 128"),
-        (torch.randn(8, 40), TypeError, "is given token ids"),
+        (torch.randn(8, 40), TypeError, "takes token ids"),
         ("text", ValueError, "no tokenizer"),
         (3.5, TypeError, "must be a string"),
     ):
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=message):
             decoder.generate(prompt, max_new_tokens=2)  # type: ignore[arg-type]
-    hearing = Decoder(tiny_seq2seq("whisper"))
-    with pytest.raises(ValueError, match=r"this model hears \[8, 40\]"):
-        hearing.generate(torch.randn(8, 30), max_new_tokens=2)
+    speech_decoder = Decoder(tiny_seq2seq("whisper"))
+    with pytest.raises(ValueError, match=r"this model takes \[8, 40\]"):
+        speech_decoder.generate(torch.randn(8, 30), max_new_tokens=2)
     with pytest.raises(TypeError, match="features of speech"):
-        hearing.generate([1, 2, 3], max_new_tokens=2)
+        speech_decoder.generate([1, 2, 3], max_new_tokens=2)
     with pytest.raises(ValueError, match="give ids= or features="):
         Source()
     with pytest.raises(ValueError, match="cannot draft for a target without an encoder"):
@@ -162,21 +165,21 @@ def tiny_seq2seq_of_another_family() -> Any:
     return transformers.PegasusForConditionalGeneration(config).eval()
 
 
-def test_a_source_whose_states_are_nan_leaves_nothing_behind() -> None:
+def test_nan_encoder_states_do_not_affect_later_sequences() -> None:
     model = tiny_seq2seq("t5")
-    encoder, given = model.get_encoder(), sources("t5", 40, 40, 3, 2)
-    first = Source(given[0])
+    encoder, inputs = model.get_encoder(), sources("t5", 40, 40, 3, 2)
+    first = Source(inputs[0])
     first.states[encoder] = fingerprint(encoder), torch.full((40, 32), torch.nan)
     with pytest.warns(UserWarning, match="prompt 0"):
         outs = Decoder(model, "lookup").generate(
-            [first, *given[1:]], temperature=0, max_new_tokens=4, batch_size=2
+            [first, *inputs[1:]], temperature=0, max_new_tokens=4, batch_size=2
         )
     assert outs[0].finish_reason == "error"
-    assert [out.token_ids for out in outs[1:]] == [greedy_of(model, one, 4) for one in given[1:]]
+    assert [out.token_ids for out in outs[1:]] == [greedy_of(model, one, 4) for one in inputs[1:]]
 
 
 @pytest.mark.parametrize("what", ["encoder", "module"])
-def test_weights_that_change_are_noticed(what: str) -> None:
+def test_changed_weights_invalidate_encoder_states(what: str) -> None:
     model = tiny_seq2seq("bart")
     decoder, source = Decoder(model, "lookup"), Source(sources("bart", 9)[0])
     decoder.generate(source, temperature=0, max_new_tokens=5)
@@ -189,11 +192,11 @@ def test_weights_that_change_are_noticed(what: str) -> None:
             model.get_decoder().layers[0].fc1 = torch.nn.Linear(old.in_features, old.out_features)
     found = decoder.generate(source, temperature=0, max_new_tokens=20)
     assert found.token_ids == greedy_of(model, source.ids, 20)
-    assert source.start is None  # the caller's own is left alone
+    assert source.start is None  # the caller's object is not changed
 
 
-def test_drafts_that_cannot_hear_or_read_the_same_are_refused_or_guess_poorly() -> None:
-    with pytest.raises(ValueError, match="cannot be given what"):
+def test_drafts_with_other_encoder_inputs_are_refused_or_truncated() -> None:
+    with pytest.raises(ValueError, match="cannot take the input of"):
         Decoder(tiny_seq2seq("whisper"), tiny_seq2seq("t5"))
     with pytest.raises(ValueError, match="4 bins of 40 frames against 8 bins"):
         Decoder(tiny_seq2seq("whisper"), tiny_seq2seq("whisper", num_mel_bins=4))
@@ -204,21 +207,21 @@ def test_drafts_that_cannot_hear_or_read_the_same_are_refused_or_guess_poorly() 
     assert out.token_ids == greedy_of(target, prompt, 25)
 
 
-def test_room_need_not_be_made_before() -> None:
+def test_prefill_works_without_reserving_the_kv_cache() -> None:
     model = tiny_seq2seq("t5").double()
     scorer = Seq2SeqScorer(model)
-    given = sources("t5", 5, 30, 8)
+    inputs = sources("t5", 5, 30, 8)
     texts = {0: [1, 2, 3], 2: [1, *range(2, 50), *range(2, 50)], 5: [1, 7]}
-    for (row, text), source in zip(texts.items(), given, strict=True):
+    for (row, text), source in zip(texts.items(), inputs, strict=True):
         logits = scorer.prefill([row], [text], [scorer.source(source)])
-        assert torch.allclose(logits[0], own_logits(model, source, text)[-1], atol=1e-10)
+        assert torch.allclose(logits[0], transformers_logits(model, source, text)[-1], atol=1e-10)
     new = torch.tensor([[4], [4], [4]])
     found = scorer.score(list(texts), new)
     for i, text in enumerate(texts.values()):
-        assert torch.allclose(found[i, 0], own_logits(model, given[i], [*text, 4])[-1], atol=1e-10)
+        assert torch.allclose(found[i, 0], transformers_logits(model, inputs[i], [*text, 4])[-1], atol=1e-10)
 
 
-def test_an_engine_is_not_for_them_yet() -> None:
+def test_encoder_decoder_models_run_without_the_graph_executor() -> None:
     decoder = Decoder(tiny_seq2seq("t5"), engine=True)
     assert "has an encoder" in decoder.describe()
     out = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=5)

@@ -1,4 +1,4 @@
-"""PyTorch's advice to torchao's authors is not shown; all else is."""
+"""One warning of PyTorch about torchao is suppressed, and no other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 import outpace
 
-ADVICE = (
+WARNING = (
     "%s is an Enum subclass and is now natively supported by torch.compile as an opaque value type. Calling "
     "register_constant() on Enum subclasses is deprecated and will be an error in a future release."
 )
@@ -26,9 +26,9 @@ def test_importing_transformers_after_outpace_writes_nothing() -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("message", [ADVICE, "%s: something else"])
+@pytest.mark.parametrize("message", [WARNING, "%s: something else"])
 @pytest.mark.parametrize("module", ["torchao.utils", "torchaos", "mine"])
-def test_only_this_advice_on_torchao_is_dropped(module: str, message: str) -> None:
+def test_only_this_warning_about_torchao_is_suppressed(module: str, message: str) -> None:
     assert outpace.__version__  # imported, which is when the filter is set
     seen: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     handler = logging.handlers.QueueHandler(seen)
@@ -43,4 +43,4 @@ def test_only_this_advice_on_torchao_is_dropped(module: str, message: str) -> No
         logger.warning(message, Kind)
     finally:
         logger.removeHandler(handler)
-    assert (not seen.empty()) == (module != "torchao.utils" or message != ADVICE)
+    assert (not seen.empty()) == (module != "torchao.utils" or message != WARNING)

@@ -1,4 +1,4 @@
-"""Forward passes of a Decoder never change the model, so that threads may share it."""
+"""Forward passes of a Decoder never change the model, so threads may share it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outpace import Decoder, Fixed
 from outpace.models.view import view_of
 from tests.tiny import tiny
 
-PASSES = 400  # at 1e-5 seconds; the fault this guards against showed in 2 or 3 of 100
+PASSES = 400  # in all threads; the bug that this test guards against showed in 2 or 3 of 100
 SWITCH_INTERVAL = 1e-5  # seconds; CPython's own is 5e-3
 
 
@@ -59,7 +59,7 @@ def test_a_module_replaced_after_the_view_was_made_is_used() -> None:
     assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=4).token_ids == [0] * 4 != before
 
 
-def test_the_configuration_of_a_model_is_the_same_during_a_forward_pass() -> None:
+def test_a_forward_pass_does_not_change_the_models_configuration() -> None:
     model = tiny()
     seen = set()
     model.model.layers[0].register_forward_hook(lambda *_: seen.add(model.config._attn_implementation))
@@ -69,14 +69,14 @@ def test_the_configuration_of_a_model_is_the_same_during_a_forward_pass() -> Non
 
 @pytest.fixture
 def switching() -> Any:
-    """Threads take turns as often as they can."""
+    """Make threads switch as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL)
     yield
     sys.setswitchinterval(before)
 
 
-def test_interleaved_passes_of_threads_on_one_model_are_all_right(switching: None) -> None:
+def test_interleaved_forward_passes_of_threads_on_one_model_are_correct(switching: None) -> None:
     model, small = tiny(), tiny(seed=1)
     prompt = torch.tensor([[5, 6, 7]])
     with torch.inference_mode():
@@ -128,7 +128,7 @@ def test_interleaved_passes_of_threads_on_one_model_are_all_right(switching: Non
 
 @pytest.fixture
 def uncollected() -> Any:
-    """No garbage collector, as in the command."""
+    """Switch the garbage collector off, as the command does."""
     gc.collect()
     gc.disable()
     yield
@@ -176,7 +176,7 @@ def test_a_forward_set_on_a_module_after_the_first_call_is_used() -> None:
     assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=4).token_ids == [0] * 4
 
 
-def test_switched_adapters_are_seen_where_the_inner_model_was_given() -> None:
+def test_switched_adapters_take_effect_in_a_decoder_of_the_inner_model() -> None:
     peft = pytest.importorskip("peft")
     model = tiny()
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)

@@ -1,127 +1,134 @@
-"""When tries are made, by hand."""
+"""The schedule of probes, checked step by step."""
 
 from __future__ import annotations
 
 import pytest
 
-from outpace.policy.budget import INCOME, SELDOM, SHARE, ExplorationBudget, Price
-from outpace.policy.probes import AGAIN, LATE, MADE, PATIENCE, Probes, booked
+from outpace.policy.budget import EXPENSIVE_INTERVAL, INCOME, LOSS_FRACTION, ExplorationBudget, Price
+from outpace.policy.probes import (
+    MAX_CAPTURE_PRICE,
+    MAX_DECISION_INTERVAL,
+    PROBE_TIMEOUT,
+    STALE_AFTER,
+    Probes,
+    capture_price,
+)
 
 CHEAP = Price(0.2)
 
 
-def rested(tries: Probes, iterations: int) -> None:
-    for _ in range(iterations):
-        tries.over(proposed=False)
+def run_baseline_steps(probes: Probes, steps: int) -> None:
+    for _ in range(steps):
+        probes.end_step(drafted=False)
 
 
-def due(tries: Probes, price: Price = CHEAP, *, hopeless: bool = False, thinking: float = 0.0) -> bool:
-    return tries.make_if_due(price, hopeless, thinking)
+def start(probes: Probes, price: Price = CHEAP, *, hopeless: bool = False, min_wait: float = 0.0) -> bool:
+    return probes.start_if_due(price, hopeless, min_wait)
 
 
-def waited(tries: Probes) -> int:
-    found = 0
-    while tries.rest():
-        found += 1
-    return found
+def skipped_decisions(probes: Probes) -> int:
+    skipped = 0
+    while probes.skip_decision():
+        skipped += 1
+    return skipped
 
 
-def test_one_is_due_after_a_rest_by_what_it_takes() -> None:
-    tries = Probes(ExplorationBudget())
-    rested(tries, round(CHEAP.loss / SHARE) - 1)
-    assert not due(tries)
-    rested(tries, 1)
-    assert due(tries)
+def test_probe_is_due_after_a_waiting_time_that_grows_with_its_loss() -> None:
+    probes = Probes(ExplorationBudget())
+    run_baseline_steps(probes, round(CHEAP.loss / LOSS_FRACTION) - 1)
+    assert not start(probes)
+    run_baseline_steps(probes, 1)
+    assert start(probes)
 
 
-def test_the_next_is_not_made_before_the_outcome_of_the_last() -> None:
-    tries = Probes(ExplorationBudget())
-    rested(tries, SELDOM)
-    assert due(tries)
-    assert not due(tries)
-    assert tries.over(proposed=False) is None  # one that was under way before
-    assert not due(tries)
-    assert tries.over(proposed=True) == CHEAP
-    assert tries.over(proposed=True) is None
-    rested(tries, SELDOM)
-    assert due(tries)
+def test_next_probe_waits_for_the_outcome_of_the_last() -> None:
+    probes = Probes(ExplorationBudget())
+    run_baseline_steps(probes, EXPENSIVE_INTERVAL)
+    assert start(probes)
+    assert not start(probes)
+    assert probes.end_step(drafted=False) is None  # a step that was started before the probe
+    assert not start(probes)
+    assert probes.end_step(drafted=True) == CHEAP
+    assert probes.end_step(drafted=True) is None
+    run_baseline_steps(probes, EXPENSIVE_INTERVAL)
+    assert start(probes)
 
 
-def test_one_that_nothing_is_heard_of_has_come_to_nothing() -> None:
-    tries = Probes(ExplorationBudget())
-    tries.make(CHEAP)
-    rested(tries, LATE)
-    assert tries.over(proposed=False) == CHEAP
-    rested(tries, SELDOM)
-    assert due(tries)
+def test_probe_without_an_outcome_ends_after_the_timeout() -> None:
+    probes = Probes(ExplorationBudget())
+    probes.start(CHEAP)
+    run_baseline_steps(probes, PROBE_TIMEOUT)
+    assert probes.end_step(drafted=False) == CHEAP
+    run_baseline_steps(probes, EXPENSIVE_INTERVAL)
+    assert start(probes)
 
 
-def test_one_that_was_withdrawn_is_made_at_the_next_choice() -> None:
-    tries = Probes(ExplorationBudget())
-    rested(tries, SELDOM)
-    assert due(tries)
-    tries.withdraw()
-    assert due(tries)
+def test_withdrawn_probe_may_start_at_the_next_choice() -> None:
+    probes = Probes(ExplorationBudget())
+    run_baseline_steps(probes, EXPENSIVE_INTERVAL)
+    assert start(probes)
+    probes.withdraw()
+    assert start(probes)
 
 
-def test_after_one_that_went_well_there_is_no_rest_within_a_text() -> None:
-    tries = Probes(ExplorationBudget())
-    tries.over(proposed=True)
-    tries.heard(went_well=True)
-    assert due(tries)
-    tries.over(proposed=True)
-    assert due(tries)
-    tries.over(proposed=True)
-    tries.another_text()
-    assert not due(tries)
+def test_probe_after_a_success_is_due_at_once_within_a_sequence() -> None:
+    probes = Probes(ExplorationBudget())
+    probes.end_step(drafted=True)
+    probes.record_outcome(succeeded=True)
+    assert start(probes)
+    probes.end_step(drafted=True)
+    assert start(probes)
+    probes.end_step(drafted=True)
+    probes.new_sequence()
+    assert not start(probes)
 
 
-def test_where_costs_speak_against_any_one_is_made_seldom() -> None:
-    tries = Probes(ExplorationBudget())
-    rested(tries, SELDOM - 1)
-    assert not due(tries, hopeless=True)
-    rested(tries, 1)
-    assert due(tries, hopeless=True)
+def test_probe_with_hopeless_costs_is_due_after_the_long_interval() -> None:
+    probes = Probes(ExplorationBudget())
+    run_baseline_steps(probes, EXPENSIVE_INTERVAL - 1)
+    assert not start(probes, hopeless=True)
+    run_baseline_steps(probes, 1)
+    assert start(probes, hopeless=True)
 
 
-def test_it_is_not_thought_of_again_before_one_may_be_due() -> None:
-    tries = Probes(ExplorationBudget())
-    rested(tries, 4)
-    assert not due(tries)
-    assert waited(tries) == round(CHEAP.loss / SHARE) - 4
-    tries.budget.balance = 0.0
-    assert not due(tries)  # for want of something to spend
-    assert waited(tries) == round(CHEAP.loss / INCOME)
-    assert not due(tries, Price(100.0))
-    assert waited(tries) == PATIENCE
-    assert not due(tries)
-    tries.over(proposed=True)
-    assert waited(tries) == 0
-    assert not due(tries)
-    tries.another_text()
-    assert waited(tries) == 0
+def test_no_decision_is_made_before_a_probe_may_be_due() -> None:
+    probes = Probes(ExplorationBudget())
+    run_baseline_steps(probes, 4)
+    assert not start(probes)
+    assert skipped_decisions(probes) == round(CHEAP.loss / LOSS_FRACTION) - 4
+    probes.budget.balance = 0.0
+    assert not start(probes)  # the balance does not cover it
+    assert skipped_decisions(probes) == round(CHEAP.loss / INCOME)
+    assert not start(probes, Price(100.0))
+    assert skipped_decisions(probes) == MAX_DECISION_INTERVAL
+    assert not start(probes)
+    probes.end_step(drafted=True)
+    assert skipped_decisions(probes) == 0
+    assert not start(probes)
+    probes.new_sequence()
+    assert skipped_decisions(probes) == 0
 
 
-def test_news_without_guesses_is_followed_but_for_the_time_that_thinking_takes() -> None:
-    tries = Probes(ExplorationBudget())
-    rested(tries, 4)
-    tries.heard(went_well=False)
-    assert not due(tries)
-    assert waited(tries) == 0
-    assert not due(tries, thinking=3.0)
-    assert waited(tries) == 3
+def test_decisions_after_an_outcome_without_a_draft_are_skipped_for_the_minimum_wait_only() -> None:
+    probes = Probes(ExplorationBudget())
+    run_baseline_steps(probes, 4)
+    probes.record_outcome(succeeded=False)
+    assert not start(probes)
+    assert skipped_decisions(probes) == 0
+    assert not start(probes, min_wait=3.0)
+    assert skipped_decisions(probes) == 3
 
 
-def test_without_news_nothing_is_believed() -> None:
-    tries = Probes(ExplorationBudget())
-    rested(tries, AGAIN - 1)
-    assert not tries.blind
-    rested(tries, 1)
-    assert tries.blind
-    tries.heard(went_well=False)
-    assert not tries.blind
+def test_estimates_are_stale_after_some_steps_without_an_outcome() -> None:
+    probes = Probes(ExplorationBudget())
+    run_baseline_steps(probes, STALE_AFTER - 1)
+    assert not probes.stale
+    run_baseline_steps(probes, 1)
+    assert probes.stale
+    probes.record_outcome(succeeded=False)
+    assert not probes.stale
 
 
-def test_what_is_made_once_is_booked_up_to_a_bound() -> None:
-    assert booked(2.0, 0.5) == pytest.approx(4.0)
-    assert booked(100.0, 0.5) == MADE
+def test_price_of_a_capture_has_an_upper_limit() -> None:
+    assert capture_price(2.0, 0.5) == pytest.approx(4.0)
+    assert capture_price(100.0, 0.5) == MAX_CAPTURE_PRICE

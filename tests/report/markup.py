@@ -1,4 +1,4 @@
-"""A page as its tags and words."""
+"""A parser of pages, for tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
 class Markup(HTMLParser):
-    """Fails on a tag that is not closed, or closed where it is not open."""
+    """Tags, titles, table cells and words of a page; every tag must be closed in order."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Adjusted logits are those of Transformers' `generate`: bit for bit, ties included."""
+"""Adjusted logits equal those of Transformers' `generate`, bit for bit, ties included."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SAMPLINGS = [
 
 
 def transformers_list(sampling: SamplingParams) -> LogitsProcessorList:
-    """The processors that `generate` would build, in its order."""
+    """Return the processors that `generate` would build, in its order."""
     steps: list[Any] = []
     if sampling.logit_bias:
         steps.append(
@@ -63,13 +63,15 @@ def transformers_list(sampling: SamplingParams) -> LogitsProcessorList:
 
 @pytest.fixture
 def _stable_sort(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers' top-p leaves the choice among equal logits to an unstable sort, whose order differs
-    between machines; ours is the order of the stable one."""
+    """Make the sort in Transformers' top-p stable.
+
+    It is unstable, so its choice among equal logits differs between machines. Outpace uses the stable order.
+    """
     monkeypatch.setattr(torch, "sort", functools.partial(torch.sort, stable=True))
 
 
 def reference(logits: Tensor, sampling: SamplingParams, prefix: list[int], drafted: list[int]) -> Tensor:
-    """One row `[n, V]`, position by position, by Transformers itself."""
+    """Adjust one row `[n, V]` position by position with Transformers' own processors."""
     rows = []
     for i, scores in enumerate(logits):
         ids = torch.tensor([prefix + drafted[:i]], dtype=torch.int64)
@@ -89,12 +91,12 @@ def batch(V: int, ties: bool, dtype: torch.dtype = torch.float32) -> tuple[Tenso
     return logits.to(dtype), prefixes, torch.randint(V, (B, n - 1))
 
 
-def same_as_transformers(
+def assert_equals_transformers(
     sampling: SamplingParams, logits: Tensor, prefixes: list[list[int]], drafted: Tensor
 ) -> None:
-    ours = adjust(logits, sampling, Prefix.of(prefixes), drafted)
+    adjusted = adjust(logits, sampling, Prefix.of(prefixes), drafted)
     for b in range(len(logits)):
-        assert torch.equal(ours[b], reference(logits[b], sampling, prefixes[b], drafted[b].tolist()))
+        assert torch.equal(adjusted[b], reference(logits[b], sampling, prefixes[b], drafted[b].tolist()))
 
 
 @pytest.mark.parametrize("V", [1, 2, 33, 50257])
@@ -102,7 +104,7 @@ def same_as_transformers(
 def test_every_position_of_every_row_equals_transformers(sampling: SamplingParams, V: int) -> None:
     if V < 8 and sampling.logit_bias:
         sampling = SamplingParams(logit_bias={0: -1.0})
-    same_as_transformers(sampling, *batch(V, ties=False))
+    assert_equals_transformers(sampling, *batch(V, ties=False))
 
 
 @pytest.mark.usefixtures("_stable_sort")
@@ -111,7 +113,7 @@ def test_every_position_of_every_row_equals_transformers(sampling: SamplingParam
 def test_equal_logits_are_treated_as_in_transformers(sampling: SamplingParams, V: int) -> None:
     if V < 8 and sampling.logit_bias:
         sampling = SamplingParams(logit_bias={0: -1.0})
-    same_as_transformers(sampling, *batch(V, ties=True))
+    assert_equals_transformers(sampling, *batch(V, ties=True))
 
 
 @pytest.mark.usefixtures("_stable_sort")
@@ -120,18 +122,18 @@ def test_rows_may_each_have_their_own_sampling(V: int) -> None:
     for first in range(len(SAMPLINGS) - 3):
         samplings = SAMPLINGS[first : first + 4]
         logits, prefixes, drafted = batch(V, ties=True)
-        ours = adjust(logits, samplings, Prefix.of(prefixes), drafted)
+        adjusted = adjust(logits, samplings, Prefix.of(prefixes), drafted)
         for b, sampling in enumerate(samplings):
-            assert torch.equal(ours[b], reference(logits[b], sampling, prefixes[b], drafted[b].tolist()))
+            assert torch.equal(adjusted[b], reference(logits[b], sampling, prefixes[b], drafted[b].tolist()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_adjusted_in_float32(dtype: torch.dtype) -> None:
     logits, prefixes, drafted = batch(500, ties=False, dtype=dtype)
     sampling = SamplingParams(temperature=0.6, top_p=0.9, repetition_penalty=1.1)
-    ours = adjust(logits, sampling, Prefix.of(prefixes), drafted)
-    assert ours.dtype is torch.float32
-    assert torch.equal(ours[2], reference(logits[2], sampling, prefixes[2], drafted[2].tolist()))
+    adjusted = adjust(logits, sampling, Prefix.of(prefixes), drafted)
+    assert adjusted.dtype is torch.float32
+    assert torch.equal(adjusted[2], reference(logits[2], sampling, prefixes[2], drafted[2].tolist()))
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -144,7 +146,7 @@ def test_half_precision_is_adjusted_in_float32(dtype: torch.dtype) -> None:
     st.sampled_from([0.0, 0.3, 1.0]),
     st.sampled_from([0.1, 1.0, 2.0]),
 )
-def test_any_mixture_with_masks_and_ties_equals_transformers(
+def test_any_parameters_with_masks_and_ties_equal_transformers(
     row: list[float], top_k: int, top_p: float, min_p: float, temperature: float
 ) -> None:
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -163,7 +165,10 @@ def tiny_model() -> GPT2LMHeadModel:
 
 
 class Alternate(LogitsProcessor):  # type: ignore[misc]
-    """Keeps state: every second call forbids even tokens, the others forbid what the last call saw last."""
+    """Processor with state.
+
+    Every second call forbids even tokens. The others penalize the last token that the previous call saw.
+    """
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -179,7 +184,7 @@ class Alternate(LogitsProcessor):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("do_sample", [True, False])
-def test_generate_itself_adjusts_the_same_way(do_sample: bool) -> None:
+def test_adjusted_logits_equal_the_scores_of_generate(do_sample: bool) -> None:
     model = tiny_model()
     prompt = torch.randint(97, (1, 6))
     settings: dict[str, Any] = {"repetition_penalty": 1.3}
@@ -204,14 +209,14 @@ def test_generate_itself_adjusts_the_same_way(do_sample: bool) -> None:
         processors=[Alternate()],
     )
     new = out.sequences[:, 6:]
-    ours = adjust(torch.stack(out.logits, 1), sampling, Prefix(prompt), new[:, :-1])
+    adjusted = adjust(torch.stack(out.logits, 1), sampling, Prefix(prompt), new[:, :-1])
     if do_sample:
-        assert torch.equal(ours, torch.stack(out.scores, 1))
+        assert torch.equal(adjusted, torch.stack(out.scores, 1))
     else:
-        assert torch.equal(ours.argmax(-1), new)
+        assert torch.equal(adjusted.argmax(-1), new)
 
 
-def test_processors_are_called_in_order_with_the_prefix_of_plain_decoding() -> None:
+def test_processors_are_called_in_order_with_the_prefix_of_decoding_without_speculation() -> None:
     seen: list[tuple[str, list[int]]] = []
 
     def named(name: str) -> Any:
@@ -228,7 +233,7 @@ def test_processors_are_called_in_order_with_the_prefix_of_plain_decoding() -> N
     assert seen == [(name, prefix) for prefix in prefixes for name in "ab"]
 
 
-def test_state_can_be_set_back_to_any_position() -> None:
+def test_processor_state_can_be_rewound_to_any_position() -> None:
     processor = Alternate()
     logits, drafted = torch.randn(1, 4, 9), torch.tensor([[4, 5, 6]])
     _, rewind = process(logits, [SamplingParams(processors=[processor])], Prefix.of([[1]]), drafted)
@@ -238,7 +243,7 @@ def test_state_can_be_set_back_to_any_position() -> None:
     assert processor.calls == [1, 4]
 
 
-def test_state_that_appears_later_is_forgotten_too() -> None:
+def test_rewinding_removes_attributes_that_were_added_later() -> None:
     class Lazy(LogitsProcessor):  # type: ignore[misc]
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             setattr(self, f"after_{input_ids.shape[1]}", True)
@@ -253,13 +258,13 @@ def test_state_that_appears_later_is_forgotten_too() -> None:
     assert vars(processor) == {"after_0": True}
 
 
-def test_lists_of_processors_are_processors() -> None:
+def test_a_logits_processor_list_is_flattened() -> None:
     processor = Alternate()
     sampling = SamplingParams(processors=[LogitsProcessorList([processor])])
     assert sampling.processors == (processor,)
 
 
-def test_rows_that_share_a_processor_do_not_see_each_other() -> None:
+def test_rows_that_share_a_processor_do_not_share_its_state() -> None:
     shared = SamplingParams(processors=[Alternate()])
     logits = torch.randn(1, 3, 9).expand(2, 3, 9)
     prefix, drafted = Prefix.of([[4], [4]]), torch.tensor([[1, 2], [1, 2]])
@@ -273,7 +278,7 @@ def test_rows_that_share_a_processor_do_not_see_each_other() -> None:
     assert torch.equal(alone[0], both[0])
 
 
-def test_processors_that_share_an_object_still_do_after_a_rewind() -> None:
+def test_processors_still_share_an_object_after_a_rewind() -> None:
     class Keeper(Alternate):
         def __init__(self, box: list[int], models: list[torch.nn.Module]) -> None:
             super().__init__()
@@ -290,14 +295,14 @@ def test_processors_that_share_an_object_still_do_after_a_rewind() -> None:
     assert first.models[0] is model
 
 
-def test_a_checked_bias_cannot_change() -> None:
+def test_logit_bias_is_copied_when_it_is_checked() -> None:
     bias = {1: 2.0}
     sampling = SamplingParams(logit_bias=bias)
     bias[1] = math.nan
     assert sampling.logit_bias == {1: 2.0}
 
 
-def test_a_processor_that_cannot_be_copied_is_named() -> None:
+def test_the_error_names_a_processor_that_cannot_be_copied() -> None:
     class Locked(Alternate):
         def __init__(self) -> None:
             super().__init__()
@@ -325,10 +330,10 @@ def test_a_fork_has_state_of_its_own_and_shares_models() -> None:
     assert first.model is second.model
 
 
-def test_frequency_and_presence_count_the_output_alone() -> None:
+def test_frequency_and_presence_penalties_count_only_the_output() -> None:
     sampling = SamplingParams(frequency_penalty=0.5, presence_penalty=0.25)
     prefix = Prefix.of([[1, 1, 2, 2, 2, 3]], prompt_lengths=[3])
-    ours = adjust(torch.zeros(1, 3, 6), sampling, prefix, torch.tensor([[3, 4]]))
+    adjusted = adjust(torch.zeros(1, 3, 6), sampling, prefix, torch.tensor([[3, 4]]))
     expected = torch.tensor(
         [
             [0, 0, -1.25, -0.75, 0, 0],
@@ -336,18 +341,18 @@ def test_frequency_and_presence_count_the_output_alone() -> None:
             [0, 0, -1.25, -1.25, -0.75, 0],
         ]
     )
-    assert torch.equal(ours[0], expected)
+    assert torch.equal(adjusted[0], expected)
     whole = adjust(torch.zeros(1, 1, 6), sampling, Prefix.of([[1, 1, 2]]))
     assert torch.equal(whole[0, 0], torch.tensor([0, -1.25, -0.75, 0, 0, 0]))
 
 
 def test_padding_and_foreign_ids_in_the_prefix_are_not_penalized() -> None:
     prefix = Prefix(torch.tensor([[2, 50, -1, 3, 0]]), lengths=torch.tensor([3]))
-    ours = adjust(torch.ones(1, 1, 6), SamplingParams(repetition_penalty=2.0), prefix)
-    assert ours[0, 0].tolist() == [1, 1, 0.5, 1, 1, 1]
+    adjusted = adjust(torch.ones(1, 1, 6), SamplingParams(repetition_penalty=2.0), prefix)
+    assert adjusted[0, 0].tolist() == [1, 1, 0.5, 1, 1, 1]
 
 
-def test_input_logits_are_left_alone() -> None:
+def test_input_logits_are_not_changed() -> None:
     logits, prefixes, drafted = batch(33, ties=False)
     before = logits.clone()
     for sampling in (
@@ -409,7 +414,7 @@ NAN = math.nan
     ],
     ids=str,
 )
-def test_values_that_do_not_fit_are_named(values: dict[str, Any], error: type[Exception]) -> None:
+def test_errors_name_the_wrong_parameter(values: dict[str, Any], error: type[Exception]) -> None:
     (name,) = values
     with pytest.raises(error, match=rf"^{name}.*got"):
         SamplingParams(**values)
@@ -449,11 +454,11 @@ def test_values_that_do_not_fit_are_named(values: dict[str, Any], error: type[Ex
         (lambda z: Prefix(torch.zeros(1, 3).long(), lengths=torch.tensor([4])), "prefix.lengths: got .4."),
     ],
 )
-def test_arguments_that_do_not_fit_are_named(call: Any, message: str) -> None:
+def test_errors_name_the_wrong_argument(call: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         call(torch.zeros(2, 3, 9))
 
 
-def test_a_sampling_can_be_a_key_with_a_bias_too() -> None:
+def test_sampling_params_with_a_bias_are_hashable() -> None:
     known = {SamplingParams(logit_bias={5: -1.0}): 1, SamplingParams(logit_bias={5: 1.0}): 2}
     assert known[SamplingParams(logit_bias={5: 1.0})] == 2

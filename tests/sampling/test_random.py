@@ -1,4 +1,4 @@
-"""The noise is a pure function of its key, the same bits everywhere, and looks random in every direction."""
+"""The noise is a pure function of its key, has the same bits everywhere, and passes tests of randomness."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ def test_integers_arrays_and_tensors_give_the_same_words(
 
 def test_words_are_philox_of_the_documented_key() -> None:
     seed, position, start = -(2**62) + 12345, 77, 70
-    drawn = random.words(
+    words = random.words(
         torch.tensor(seed), torch.tensor(position), torch.tensor(start), Stream.RESIDUAL, blocks=3
     )
     for block in range(3):
         key = (seed & random.WORD, (seed >> 32) & random.WORD)
-        assert tuple(drawn[block].tolist()) == random.philox(
+        assert tuple(words[block].tolist()) == random.philox(
             block, position, start, Stream.RESIDUAL // 2, *key
         )
 
 
-def test_words_do_not_depend_on_how_the_work_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_do_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = torch.arange(11)[:, None] * 999, torch.arange(5), torch.tensor(3)
     whole = random.words(*keys, Stream.DRAFT, blocks=37)
     for cached in (1, 7, 64):
@@ -74,14 +74,14 @@ def test_words_do_not_depend_on_how_the_work_is_cut(monkeypatch: pytest.MonkeyPa
 
 
 def test_other_devices_get_the_same_words() -> None:
-    """`meta` cannot compute, so the path for other devices is run on CPU tensors."""
+    """The code for other devices runs on CPU tensors, because `meta` tensors cannot be computed with."""
     seed, position, start = torch.arange(4)[:, None] - 2, torch.arange(6), torch.tensor(2)
     expected = random.words(seed, position, start, Stream.TARGET, blocks=5)
-    elsewhere = random._words_elsewhere(seed, position, start, Stream.TARGET, 5)
-    assert torch.equal(elsewhere, expected)
+    other_device = random._words_elsewhere(seed, position, start, Stream.TARGET, 5)
+    assert torch.equal(other_device, expected)
 
 
-def test_triton_draws_the_same_words() -> None:
+def test_triton_computes_the_same_words() -> None:
     triton = pytest.importorskip("triton", reason="triton is not installed: pip install 'outpace[gpu]'")
     tl = pytest.importorskip("triton.language")
 
@@ -130,62 +130,62 @@ def test_uniforms_use_52_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_halves_are_the_uniforms_of_both_streams(handful: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random, "HANDFUL", handful)
     seeds, starts = [7, -(2**63), 2**63 - 1], [0, 5, 2**31 - 9]
-    made = torch.tensor(random.halves(seeds, starts, 4, Stream.ACCEPT), dtype=torch.float64)
+    uniforms = torch.tensor(random.halves(seeds, starts, 4, Stream.ACCEPT), dtype=torch.float64)
     seed, start = torch.tensor(seeds)[:, None], torch.tensor(starts)[:, None]
     for i, stream in enumerate((Stream.ACCEPT, Stream.RESIDUAL)):
-        assert torch.equal(made[..., i], random.uniform(seed, start + torch.arange(4), start, stream))
+        assert torch.equal(uniforms[..., i], random.uniform(seed, start + torch.arange(4), start, stream))
 
 
 @pytest.mark.parametrize("V", [31, 4096, 5000])
 @pytest.mark.parametrize("shift", [0.0, 20.0, 1e4, -1e4])
-def test_draw_softmax_is_draw_from_the_softmax(V: int, shift: float) -> None:
+def test_sample_softmax_inverts_the_cdf_of_the_softmax(V: int, shift: float) -> None:
     generator = torch.Generator().manual_seed(V)
     logits = torch.randn(40, V, generator=generator) * 3 + shift
     logits[:, ::3] = -torch.inf
     u = torch.rand(40, generator=generator, dtype=torch.float64)
-    tokens, sound = random.draw_softmax(logits, u.tolist())
-    assert all(sound)
+    tokens, has_softmax = random.sample_softmax(logits, u.tolist())
+    assert all(has_softmax)
     assert (tokens % 3 != 0).all()
     cdf = logits.double().softmax(-1).cumsum(-1)
     for token, row, one in zip(tokens.tolist(), cdf, u.tolist(), strict=True):
         assert row[token - 1] - 1e-5 <= one <= row[token] + 1e-5
 
 
-def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
+def test_a_row_samples_the_same_token_alone_and_in_a_batch() -> None:
     generator = torch.Generator().manual_seed(7)
     logits = 4 * torch.randn(64, 4096, generator=generator)
     u = torch.rand(64, generator=generator, dtype=torch.float64).tolist()
     logits[5] += 200.0  # leaves float32's range
-    together, _ = random.draw_softmax(logits, u)
-    alone = [random.draw_softmax(row[None], [one])[0] for row, one in zip(logits, u, strict=True)]
+    together, _ = random.sample_softmax(logits, u)
+    alone = [random.sample_softmax(row[None], [one])[0] for row, one in zip(logits, u, strict=True)]
     assert torch.equal(together, torch.cat(alone))
     weights = logits.softmax(-1)
-    each = [random.draw_one(row, one) for row, one in zip(weights, u, strict=True)]
-    assert random.draw(weights, torch.tensor(u, dtype=torch.float64)).tolist() == each
+    each = [random.sample_one(row, one) for row, one in zip(weights, u, strict=True)]
+    assert random.sample(weights, torch.tensor(u, dtype=torch.float64)).tolist() == each
     usual = logits[:5]
-    assert torch.equal(random.draw_softmax(usual, u[:5])[0], torch.cat(alone[:5]))
+    assert torch.equal(random.sample_softmax(usual, u[:5])[0], torch.cat(alone[:5]))
 
 
 @pytest.mark.parametrize("V", [31, 4096])
-def test_draw_softmax_says_which_rows_have_none(V: int) -> None:
+def test_sample_softmax_reports_rows_without_a_softmax(V: int) -> None:
     logits = torch.zeros(4, V)
     logits[0] = -torch.inf
     logits[1, V // 2] = torch.nan
     logits[2, V - 1] = torch.inf
-    assert random.draw_softmax(logits, [0.5] * 4)[1] == [False, False, False, True]
+    assert random.sample_softmax(logits, [0.5] * 4)[1] == [False, False, False, True]
 
 
-def test_draw_never_takes_a_token_of_weight_zero() -> None:
+def test_sample_never_returns_a_token_of_weight_zero() -> None:
     weights = torch.tensor([[0.0, 0.0, 1e-30, 0.0, 2.0, 0.0]])
     for u in (2.0**-53, 1e-31, 0.5, 1 - 2.0**-53):
-        assert random.draw(weights, torch.tensor([u], dtype=torch.float64)).item() in (2, 4)
+        assert random.sample(weights, torch.tensor([u], dtype=torch.float64)).item() in (2, 4)
     wide = torch.zeros(1, 5000)
     wide[0, [77, 4999]] = torch.tensor([1e-30, 2.0])
     for u in (2.0**-53, 1e-31, 0.5, 1 - 2.0**-53):
-        assert random.draw(wide, torch.tensor([u], dtype=torch.float64)).item() in (77, 4999)
+        assert random.sample(wide, torch.tensor([u], dtype=torch.float64)).item() in (77, 4999)
     for total in (1.0, 1.5, math.pi, 1 - 2.0**-53, 3e-300):
         weights = torch.tensor([[total, 0.0]], dtype=torch.float64)
-        assert random.draw(weights, torch.tensor([1 - 2.0**-53], dtype=torch.float64)).item() == 0
+        assert random.sample(weights, torch.tensor([1 - 2.0**-53], dtype=torch.float64)).item() == 0
 
 
 def test_noise_of_a_token_does_not_depend_on_the_vocabulary() -> None:
@@ -193,7 +193,7 @@ def test_noise_of_a_token_does_not_depend_on_the_vocabulary() -> None:
     assert torch.equal(short, long[:, :10])
 
 
-def test_target_noise_ignores_the_iterations_start_and_the_others_need_it() -> None:
+def test_target_noise_ignores_the_start_of_the_step_and_other_streams_need_it() -> None:
     key = torch.tensor([3]), torch.tensor([8]), 10
     assert torch.equal(
         random.gumbel(*key, start=torch.tensor([1])), random.gumbel(*key, start=torch.tensor([5]))
@@ -233,13 +233,13 @@ def test_neighbouring_keys_give_unrelated_words(part: str) -> None:
     else:
         other[part] = key[part] + 1
 
-    def draw(key: dict[str, Any]) -> Tensor:
+    def words_of(key: dict[str, Any]) -> Tensor:
         block = key["block"]
         return random.words(key["seed"], key["position"], key["start"], key["stream"], blocks=block + 1)[
             :, block
         ]
 
-    flips = (bits(draw(key)) ^ bits(draw(other))).flatten(1).sum(0)  # [128]
+    flips = (bits(words_of(key)) ^ bits(words_of(other))).flatten(1).sum(0)  # [128]
     counts = torch.stack((flips, n - flips), 1).numpy()
     chisquare.agrees(counts, np.full(counts.shape, 0.5), f"bits flipped by {part}")
 
@@ -282,20 +282,20 @@ def test_exponential_noise_has_its_distribution_down_to_the_smallest_values() ->
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("V", [2, 7, 3000])
-def test_races_and_draws_follow_the_softmax(V: int) -> None:
-    """3000 tokens are drawn in two steps, by stretch and within it; a few of them carry most of the mass."""
+def test_races_and_samples_follow_the_softmax(V: int) -> None:
+    """3000 tokens are sampled in two steps, a stretch and then a token. A few have most of the mass."""
     n = 1_000_000 if V < 100 else 40_000
     logits = 1.5 * torch.randn(V)
     if V > 100:
         logits = torch.full((V,), -7.0)
         logits[torch.tensor([0, 1, 2, 255, 256, 511, 700, 701, 1535, 2047, 2998, 2999])] = torch.randn(12)
     p = logits.double().softmax(-1)
-    for name, counts in (("races", torch.zeros(V)), ("draws", torch.zeros(V))):
+    for name, counts in (("races", torch.zeros(V)), ("samples", torch.zeros(V))):
         for seeds in torch.arange(n).view(-1, 20_000):
             if name == "races":
                 tokens = random.race(logits, random.gumbel(seeds, ZERO, V))
             else:
                 weights = p.to(torch.float32).expand(len(seeds), V)
-                tokens = random.draw(weights, random.uniform(seeds, ZERO, ZERO, Stream.RESIDUAL))
+                tokens = random.sample(weights, random.uniform(seeds, ZERO, ZERO, Stream.RESIDUAL))
             counts += torch.bincount(tokens, minlength=V)
         chisquare.agrees(counts.numpy(), p.numpy(), f"{name} over {V}")

@@ -64,7 +64,7 @@ class Case:
 
 def number_of_draws() -> int:
     """Return the draws of one cell, by the tier."""
-    return 1_000_000 if tiers.full else 500_000
+    return tiers.sized(200_000, 1_000_000)
 
 
 def trees(case: Case, device: str = "cpu") -> tuple[list[Tensor], list[Tensor]]:
@@ -86,7 +86,7 @@ def draft_block(case: Case, draft: list[Tensor], seed: Tensor, start: Tensor) ->
         elif case.draft == "gumbel":
             token = random.race(logits, random.gumbel(seed, start + i, case.V, Stream.DRAFT, start))
         else:
-            token = random.draw(logits.softmax(-1), random.uniform(seed, start + i, start, Stream.DRAFT))
+            token = random.sample(logits.softmax(-1), random.uniform(seed, start + i, start, Stream.DRAFT))
         tokens.append(token)
         nodes.append(nodes[-1] * case.V + token)
     return torch.stack(tokens, 1) if tokens else torch.zeros(len(seed), 0, dtype=torch.int64), torch.stack(
@@ -220,7 +220,7 @@ def check_text(
         for i in range(g):
             if draft == "soft":
                 u = random.uniform(key, start + i, start, Stream.DRAFT)
-                tokens.append(random.draw(proposal.softmax(-1)[seen[-1]], u))
+                tokens.append(random.sample(proposal.softmax(-1)[seen[-1]], u))
             else:  # under rule "match" the drafter may use the target's noise
                 tokens.append(random.race(proposal[seen[-1]], random.gumbel(key, start + i, V)))
             seen.append(tokens[-1])

@@ -12,7 +12,7 @@ import torch
 
 from outpace import Decoder, Fixed, SamplingParams, Step
 from outpace import decoder as decoding
-from outpace.draft.base import Draft, Draws
+from outpace.draft.base import Draft, DraftSampler
 from outpace.draft.model import ModelDrafter
 from outpace.engine import drafting
 from outpace.engine.graph import Engine
@@ -34,9 +34,9 @@ pytestmark = pytest.mark.statistical
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-def keeps_one_draft_too_many(patch: pytest.MonkeyPatch) -> None:
+def commits_one_draft_too_many(patch: pytest.MonkeyPatch) -> None:
     """Off by one in rollback."""
-    honest = Decoder._iteration
+    honest = Decoder._step
 
     def iteration(self: Decoder, rows: list[Row]) -> list[Step]:
         steps = honest(self, rows)
@@ -45,10 +45,10 @@ def keeps_one_draft_too_many(patch: pytest.MonkeyPatch) -> None:
                 self.scorer._lengths[row.slot] += 1
         return steps
 
-    patch.setattr(Decoder, "_iteration", iteration)
+    patch.setattr(Decoder, "_step", iteration)
 
 
-def lost_drafts_stay_visible(patch: pytest.MonkeyPatch) -> None:
+def rejected_drafts_stay_visible(patch: pytest.MonkeyPatch) -> None:
     """Stale cache entries after a short acceptance: the mask shows two positions past each token."""
     honest = CausalScorer._masks
     patch.setattr(CausalScorer, "_masks", lambda self, at, start, reach: honest(self, at + 2, None, reach))
@@ -92,43 +92,43 @@ def drafts_hide_their_temperature(patch: pytest.MonkeyPatch) -> None:
     """A drafter misstates the distribution it drew from."""
     honest = Draft
 
-    def draft(tokens: Any, logits: Any = None, lengths: Any = None, told: Any = None) -> Any:
-        return honest(tokens, None if logits is None else logits * 2, lengths, told)
+    def draft(tokens: Any, logits: Any = None, lengths: Any = None, precomputed: Any = None) -> Any:
+        return honest(tokens, None if logits is None else logits * 2, lengths, precomputed)
 
     draft.chosen = honest.chosen  # type: ignore[attr-defined]
     patch.setattr(drafting, "Draft", draft)
 
 
-def guesses_that_look_unlikely_are_dropped(patch: pytest.MonkeyPatch) -> None:
-    """How far a row is guessed depends on the token that was drawn."""
-    honest = Draws.draft
+def unlikely_draft_tokens_are_dropped(patch: pytest.MonkeyPatch) -> None:
+    """The number of draft tokens depends on the tokens themselves."""
+    honest = DraftSampler.draft
 
-    def draft(self: Draws, lengths: Any = None) -> Draft:
+    def draft(self: DraftSampler, lengths: Any = None) -> Draft:
         made = honest(self, lengths)
         assert made.logits is not None
         chance = made.logits.softmax(-1).gather(2, made.tokens[..., None])[..., 0]
         sure = (chance > 0.25).long().cumprod(1).sum(1).tolist()
         return replace(made, lengths=[min(pair) for pair in zip(sure, made.lengths or sure, strict=True)])
 
-    patch.setattr(Draws, "draft", draft)
+    patch.setattr(DraftSampler, "draft", draft)
 
 
-def a_lost_draft_is_corrected_from_p(patch: pytest.MonkeyPatch) -> None:
-    """Going through long rows in turn, the draft's distribution is not taken off."""
-    patch.setattr(eager, "LONG", 1)
-    honest = eager.token_in_turn
+def a_rejected_draft_is_corrected_from_p(patch: pytest.MonkeyPatch) -> None:
+    """Verifying position by position, the draft's distribution is not taken off."""
+    patch.setattr(eager, "LARGE_VOCAB", 1)
+    honest = eager.token_by_row
 
     def careless(block: Block, lenience: float) -> Any:
         accepted, _, bad = honest(block, lenience)
         p = eager.at(block.target_logits, accepted).softmax(-1)
-        return accepted, random.draw(p, eager.noise(block)[1].gather(1, accepted[:, None]).squeeze(1)), bad
+        return accepted, random.sample(p, eager.noise(block)[1].gather(1, accepted[:, None]).squeeze(1)), bad
 
-    patch.setattr(eager, "token_in_turn", careless)
+    patch.setattr(eager, "token_by_row", careless)
 
 
-def corrections_are_drawn_with_the_noise_of_the_test(patch: pytest.MonkeyPatch) -> None:
-    """Going through long rows in turn, the uniform that a draft was lost by picks the correction too."""
-    patch.setattr(eager, "LONG", 1)
+def corrections_reuse_the_acceptance_noise(patch: pytest.MonkeyPatch) -> None:
+    """Verifying position by position, the acceptance noise picks the correction too."""
+    patch.setattr(eager, "LARGE_VOCAB", 1)
     honest = random.halves
     patch.setattr(random, "halves", lambda *key: [[(r, r) for r, _ in row] for row in honest(*key)])
 
@@ -150,16 +150,16 @@ def an_end_inside_a_block_is_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def the_engine_hides_its_drafts_temperature(patch: pytest.MonkeyPatch) -> None:
     """What is said to have been drawn from is not."""
-    honest = Engine._propose
+    honest = Engine.propose
 
     def propose(self: Engine, *arguments: Any) -> DraftInputs:
         made = honest(self, *arguments)
         return made if made.logits is None else DraftInputs(made.tokens, made.logits * 2)
 
-    patch.setattr(Engine, "_propose", propose)
+    patch.setattr(Engine, "propose", propose)
 
 
-def the_engine_sees_lost_drafts(patch: pytest.MonkeyPatch) -> None:
+def the_engine_sees_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     """What lies past a text in its cache is not hidden."""
     honest = fused.mask_of
     patch.setattr(fused, "mask_of", lambda at, *rest: honest(at + 2, *rest))
@@ -178,23 +178,23 @@ def the_engine_has_one_noise_for_all_rows(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "cell"),
     [
-        (the_engine_hides_its_drafts_temperature, Cell("model", length="f 3", engine=True)),
-        (the_engine_sees_lost_drafts, Cell("model", length="f 3", engine=True)),
-        (the_engine_has_one_noise_for_all_rows, Cell("model", length="f 2", batch_size=50, engine=True)),
-        (keeps_one_draft_too_many, Cell("model", length="f 3")),
-        (lost_drafts_stay_visible, Cell("random", length="f 3")),
-        (penalties_miss_the_last_token, Cell("model", way="counts", length="f 2")),
-        (processors_are_not_set_back, Cell("random", way="processors", length="f 2")),
-        (noise_depends_on_the_batch, Cell("model", length="f 2", batch_size=50)),
-        (drafts_hide_their_temperature, Cell("model", length="f 3")),
-        (guesses_that_look_unlikely_are_dropped, Cell("model", length="f 3")),
-        (an_end_inside_a_block_is_ignored, Cell("model", length="f 3", stops=True)),
-        (a_lost_draft_is_corrected_from_p, Cell("model", length="f 3")),
-        (corrections_are_drawn_with_the_noise_of_the_test, Cell("lookup", length="f 3")),
+        (the_engine_hides_its_drafts_temperature, Cell("model", policy="f 3", engine=True)),
+        (the_engine_sees_rejected_drafts, Cell("model", policy="f 3", engine=True)),
+        (the_engine_has_one_noise_for_all_rows, Cell("model", policy="f 2", batch_size=50, engine=True)),
+        (commits_one_draft_too_many, Cell("model", sampling="warm", policy="f 3")),
+        (rejected_drafts_stay_visible, Cell("random", policy="f 3")),
+        (penalties_miss_the_last_token, Cell("model", sampling="counts", policy="f 2")),
+        (processors_are_not_set_back, Cell("random", sampling="processors", policy="f 3")),
+        (noise_depends_on_the_batch, Cell("model", policy="f 2", batch_size=50)),
+        (drafts_hide_their_temperature, Cell("model", "block", "warm", "h 2", stops=True)),
+        (unlikely_draft_tokens_are_dropped, Cell("model", policy="f 3")),
+        (an_end_inside_a_block_is_ignored, Cell("model", policy="f 3", stops=True)),
+        (a_rejected_draft_is_corrected_from_p, Cell("model", policy="f 3")),
+        (corrections_reuse_the_acceptance_noise, Cell("lookup", policy="f 3")),
     ],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
-def test_a_planted_bug_is_caught_by_the_joint_distribution(
+def test_a_planted_fault_is_caught_by_the_joint_distribution(
     plant: Plant, cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)

@@ -115,7 +115,7 @@ def test_acceptance_is_the_sum_of_minima_and_block_keeps_no_fewer() -> None:
     p, q = target.double().softmax(-1), draft.double().softmax(-1)
     seed, start = torch.arange(n)[:, None], torch.tensor(0)
     u = random.uniform(seed, torch.arange(g), start, Stream.DRAFT)
-    tokens = torch.stack([random.draw(q[i].expand(n, V), u[:, i]) for i in range(g)], 1)
+    tokens = torch.stack([random.sample(q[i].expand(n, V), u[:, i]) for i in range(g)], 1)
     kept = {
         rule: outpace.verify(
             tokens, draft.expand(n, g, V), target.expand(n, g + 1, V), rule=rule, seed=seed[:, 0], position=0
@@ -140,7 +140,7 @@ def test_no_token_comes_out_above_its_lenient_bound(lenience: float) -> None:
     )
     q, p = draft[0].double().softmax(-1), target[0].double().softmax(-1)
     seed, start = torch.arange(n), torch.tensor(0)
-    tokens = random.draw(q.expand(n, V), random.uniform(seed, start, start, Stream.DRAFT))[:, None]
+    tokens = random.sample(q.expand(n, V), random.uniform(seed, start, start, Stream.DRAFT))[:, None]
     verdict = outpace.verify(
         tokens, draft.expand(n, 1, V), target.expand(n, 2, V), lenience=lenience, seed=seed, position=0
     )

@@ -14,6 +14,7 @@ from outpace.sampling.random import Stream
 from outpace.verification import eager
 from outpace.verification.block import Block, Verdict
 from outpace.verification.rules import Rule
+from tests import tiers
 from tests.statistical import checks
 from tests.statistical.checks import Case, check_joint, check_race, check_text
 
@@ -112,7 +113,8 @@ CAUGHT: list[tuple[Plant, Callable[[], None]]] = [
     (residual_without_subtraction, lambda: check_joint(Case("block", 3, 2))),
     (residual_without_subtraction, lambda: check_joint(Case("token", 3, 2, draft="point"))),
     (draft_noise_for_the_residual, lambda: check_joint(TOKEN)),
-    (draft_noise_for_the_residual, lambda: check_text("block")),
+    (draft_noise_for_the_residual, lambda: check_joint(Case("block", 3, 2))),
+    *tiers.sized([], [(draft_noise_for_the_residual, lambda: check_text("block"))]),  # needs many draws
     (argmax_labelled_as_soft, lambda: check_joint(TOKEN)),
     (
         argmax_labelled_as_soft,

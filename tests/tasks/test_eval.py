@@ -1,4 +1,4 @@
-"""Tasks: rows in, quality and speed of every side out; stopped anywhere, a run goes on to the same table."""
+"""`outpace eval`: quality and speed of every runner; a stopped run resumes and gives the same table."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from outpace.bench import data
 from outpace.bench.data import Item
 from outpace.cli import app
 from outpace.tasks import kinds, sandbox, score, table
-from outpace.tasks.assisted import until
+from outpace.tasks.assisted import cut_at_stop
 from outpace.tasks.evaluate import Evaluation
 from outpace.tasks.journal import Journal
-from outpace.tasks.kinds import SIDES
+from outpace.tasks.kinds import RUNNERS
 from outpace.tasks.runners import OutpaceRunner, RunSettings
-from tests.tasks.whisper import PROCESSOR, RATE, hearing
+from tests import tiers
+from tests.tasks.whisper import PROCESSOR, RATE, tiny_whisper
 from tests.tiny import byte_tokenizer, tiny, tiny_seq2seq
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target and a draft in folders."""
+    """Save a target and a draft model in folders."""
     folder = tmp_path_factory.mktemp("models")
     for name, seed in (("target", 0), ("draft", 1)):
         tiny(vocab_size=272, seed=seed, max_position_embeddings=256).save_pretrained(folder / name)
@@ -45,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    """Rows of a few kinds."""
+    """Write rows that several tasks can use."""
     rows: list[dict[str, Any]] = [
         {"id": f"r{i}", "category": ("writing", "qa")[i % 2], "turns": ["abc", "de"][: 1 + i % 2],
          "source": "abc", "prompt": f"count {i}", "reference": f"one two {i}"}
@@ -59,8 +60,8 @@ def prompts(tmp_path: Path) -> Path:
 PACKAGES = {"asr": ("jiwer", "soundfile", "soxr"), "summarize": ("rouge_score",), "translate": ("sacrebleu",)}
 
 
-def measured_by(*tasks: str) -> None:
-    """Skip a test where the packages that measure these tasks are not installed."""
+def require_packages(*tasks: str) -> None:
+    """Skip a test if packages for the measures of these tasks are not installed."""
     for package in itertools.chain(*(PACKAGES.get(task, ()) for task in tasks)):
         pytest.importorskip(package, reason=f"{package} is not installed: pip install 'outpace[tasks]'")
 
@@ -75,19 +76,21 @@ def records(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
     return {(one["side"], one["row"]): one for one in lines[1:]}
 
 
-def untimed(path: Path) -> list[str]:
-    """The lines of a saved table that no clock has a part in."""
+def untimed_lines(path: Path) -> list[str]:
+    """Return the lines of a saved table that do not depend on measured time."""
     timed = ("sampling step", "wall clock", "tokens/s", "over plain", "P50", "P90", "P99")
     lines = [line for line in path.read_text().splitlines() if not line[2:].startswith(timed)]
     return [line for line in lines if "x |" not in line]
 
 
-@pytest.mark.parametrize("draft", ["draft", "lookup"])
-@pytest.mark.parametrize("task", ["specbench", "dialog", "summarize", "translate"])
-def test_greedy_sides_write_the_same(
+@pytest.mark.parametrize(
+    ("task", "draft"),
+    tiers.each_value(["specbench", "dialog", "summarize", "translate"], ["draft", "lookup"]),
+)
+def test_greedy_runners_generate_the_same_texts(
     models: Path, prompts: Path, tmp_path: Path, task: str, draft: str
 ) -> None:
-    measured_by(task)
+    require_packages(task)
     out = tmp_path / "out.jsonl"
     drafter = str(models / "draft") if draft == "draft" else draft
     done = run(models, task, "-d", drafter, "--data", str(prompts), "-m", "12", "-o", str(out))
@@ -95,15 +98,15 @@ def test_greedy_sides_write_the_same(
     found = records(out)
     assert len(found) == 3 * 6
     for row in range(6):
-        texts = {side: found[side, row]["texts"] for side in ("plain", "baseline", "exact")}
+        texts = {runner: found[runner, row]["texts"] for runner in ("plain", "baseline", "exact")}
         assert texts["plain"] == texts["exact"] == texts["baseline"]
         assert found["exact", row]["stats"]["new_tokens"] == found["plain", row]["stats"]["new_tokens"]
-    for side in ("baseline", "exact"):
-        kept = sum(found[side, row]["stats"]["accepted_tokens"] for row in range(6))
-        calls = sum(found[side, row]["stats"]["target_passes"] for row in range(6))
-        tokens = sum(found[side, row]["stats"]["new_tokens"] for row in range(6))
-        turns = 9 if task in ("specbench", "dialog") else 6  # what a stop cuts off was kept all the same
-        assert tokens <= kept + calls <= tokens + 12 * turns
+    for runner in ("baseline", "exact"):
+        accepted = sum(found[runner, row]["stats"]["accepted_tokens"] for row in range(6))
+        passes = sum(found[runner, row]["stats"]["target_passes"] for row in range(6))
+        tokens = sum(found[runner, row]["stats"]["new_tokens"] for row in range(6))
+        turns = 9 if task in ("specbench", "dialog") else 6  # tokens after a stop string count as accepted
+        assert tokens <= accepted + passes <= tokens + 12 * turns
     saved = Path(f"{out}.md").read_text()
     for name in {
         "specbench": ("log-probability", "multi-turn conversation (3)", "qa (3)"),
@@ -117,7 +120,7 @@ def test_greedy_sides_write_the_same(
 
 
 @pytest.mark.parametrize(
-    "own",
+    "settings",
     [
         {"repetition_penalty": 1.5},
         {"no_repeat_ngram_size": 1},
@@ -126,13 +129,13 @@ def test_greedy_sides_write_the_same(
         {"forced_eos_token_id": 7},
     ],
 )
-def test_sides_have_nothing_of_a_models_own_settings(
-    models: Path, prompts: Path, tmp_path: Path, own: dict[str, Any]
+def test_runners_ignore_the_generation_config_of_the_models(
+    models: Path, prompts: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     for name in ("target", "draft"):
         shutil.copytree(models / name, tmp_path / name)
         config = tmp_path / name / "generation_config.json"
-        config.write_text(json.dumps({**json.loads(config.read_text()), **own}))
+        config.write_text(json.dumps({**json.loads(config.read_text()), **settings}))
     out = tmp_path / "a.jsonl"
     words = "--data", str(prompts), "-m", "12", "-o", str(out), "--limit", "2"
     done = run(tmp_path, "dialog", "-d", str(tmp_path / "draft"), *words)
@@ -142,16 +145,16 @@ def test_sides_have_nothing_of_a_models_own_settings(
         assert found["baseline", row]["texts"] == found["plain", row]["texts"]
 
 
-def test_a_stop_ends_an_answer_and_its_count() -> None:
+def test_a_stop_string_ends_an_answer_and_its_token_count() -> None:
     tokens = byte_tokenizer()("abc\nde\nf").input_ids
-    text, kept = until(("\n",), byte_tokenizer(), tokens)
-    assert (text, byte_tokenizer().decode(kept)) == ("abc", "abc\n")
-    assert until((), byte_tokenizer(), tokens) == ("abc\nde\nf", tokens)
-    assert until(("x",), byte_tokenizer(), tokens) == ("abc\nde\nf", tokens)
+    text, token_ids = cut_at_stop(("\n",), byte_tokenizer(), tokens)
+    assert (text, byte_tokenizer().decode(token_ids)) == ("abc", "abc\n")
+    assert cut_at_stop((), byte_tokenizer(), tokens) == ("abc\nde\nf", tokens)
+    assert cut_at_stop(("x",), byte_tokenizer(), tokens) == ("abc\nde\nf", tokens)
 
 
-def test_a_side_that_cannot_be_is_left_out(prompts: Path, tmp_path: Path) -> None:
-    measured_by("summarize")
+def test_an_impossible_runner_is_left_out(prompts: Path, tmp_path: Path) -> None:
+    require_packages("summarize")
     tiny_seq2seq("t5", vocab_size=272).save_pretrained(tmp_path / "target")
     tiny(vocab_size=272).save_pretrained(tmp_path / "draft")
     for name in ("target", "draft"):
@@ -167,13 +170,13 @@ def test_a_side_that_cannot_be_is_left_out(prompts: Path, tmp_path: Path) -> Non
     ]
 
 
-def test_a_side_on_which_all_failed_does_not_empty_the_others() -> None:
+def test_a_runner_that_failed_on_every_row_does_not_empty_the_other_columns() -> None:
     good = {"texts": ["x"], "judged": [{}], "seconds": 1.0, "stats": {"new_tokens": 3, "target_passes": 1}}
     every: dict[tuple[str, int], dict[str, Any]] = {
         ("plain", 0): good, ("baseline", 0): {"error": "x"}, ("exact", 0): good,
         ("plain", 1): {"error": "no"}, ("baseline", 1): {"error": "x"}, ("exact", 1): good,
     }  # fmt: skip
-    found = table.columns(kinds.TASKS["dialog"], [Item("a"), Item("b")], every, SIDES[:3])
+    found = table.columns(kinds.TASKS["dialog"], [Item("a"), Item("b")], every, RUNNERS[:3])
     lines = dict(table.table(found))
     assert lines["rows"] == ["1", "0", "1"]
     assert lines["failed"] == ["1", "2", "0"]
@@ -184,7 +187,7 @@ def test_a_side_on_which_all_failed_does_not_empty_the_others() -> None:
     assert table.by_category(found) == [("other (1)", ["3.00, 1.00x", "–", "3.00, 1.00x"])]
 
 
-def test_columns_are_of_the_rows_that_all_sides_did() -> None:
+def test_columns_compare_the_rows_that_all_runners_finished() -> None:
     good = {"texts": ["x"], "judged": [{}], "seconds": 1.0, "stats": {"new_tokens": 3, "target_passes": 1}}
     every: dict[tuple[str, int], dict[str, Any]] = {
         ("plain", 0): good,
@@ -195,35 +198,35 @@ def test_columns_are_of_the_rows_that_all_sides_did() -> None:
     assert dict(table.table(found))["rows"] == ["1", "1"]
 
 
-def test_a_table_of_nothing_but_failures_has_no_figures() -> None:
-    every: dict[tuple[str, int], dict[str, Any]] = {(side, 0): {"error": "x"} for side in SIDES[:3]}
-    found = table.columns(kinds.TASKS["specbench"], [Item("a")], every, SIDES[:3])
+def test_a_table_with_only_failed_rows_has_no_measures() -> None:
+    every: dict[tuple[str, int], dict[str, Any]] = {(runner, 0): {"error": "x"} for runner in RUNNERS[:3]}
+    found = table.columns(kinds.TASKS["specbench"], [Item("a")], every, RUNNERS[:3])
     assert table.table(found) == [("rows", ["0"] * 3), ("failed", ["1"] * 3)]
     assert table.by_category(found) == []
 
 
-def test_what_no_token_was_written_for_has_no_speed() -> None:
+def test_a_row_without_new_tokens_has_no_relative_speed() -> None:
     none = {"texts": [""], "judged": [{}], "seconds": 1.0, "stats": {"new_tokens": 0, "target_passes": 1}}
-    every: dict[tuple[str, int], dict[str, Any]] = {(side, 0): none for side in ("plain", "exact")}
+    every: dict[tuple[str, int], dict[str, Any]] = {(runner, 0): none for runner in ("plain", "exact")}
     found = table.columns(kinds.TASKS["specbench"], [Item("a")], every, ("plain", "exact"))
     assert "over plain" not in dict(table.table(found))
     assert table.by_category(found) == [("other (1)", ["0.00", "0.00"])]
 
 
-def test_a_failure_of_the_machine_is_tried_again(
+def test_a_row_that_failed_for_lack_of_memory_runs_again(
     models: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.jsonl"
-    words = "-d", "lookup", "--data", str(prompts), "-m", "4", "-o", str(out), "--sides", "plain,exact"
-    own = OutpaceRunner.write
+    words = "-d", "lookup", "--data", str(prompts), "-m", "4", "-o", str(out), "--runners", "plain,exact"
+    original = OutpaceRunner.generate
 
-    def write(self: OutpaceRunner, item: Item, seed: int) -> Any:
+    def generate(self: OutpaceRunner, item: Item, seed: int) -> Any:
         if item.name == "r2":
             raise MemoryError("not enough")
-        return own(self, item, seed)
+        return original(self, item, seed)
 
     with monkeypatch.context() as patch:
-        patch.setattr(OutpaceRunner, "write", write)
+        patch.setattr(OutpaceRunner, "generate", generate)
         done = run(models, "dialog", *words)
     assert done.exit_code == 1
     assert "failed: r2: MemoryError: not enough" in done.stderr
@@ -232,51 +235,54 @@ def test_a_failure_of_the_machine_is_tried_again(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_sampling_steps_are_timed_in_rows_of_their_own(tmp_path: Path, temperature: float) -> None:
-    """As on a GPU."""
+def test_sampling_steps_are_timed_in_separate_runs_with_profile(tmp_path: Path, temperature: float) -> None:
+    """Profile as on a GPU."""
     target, draft = (tiny(vocab_size=272, seed=seed) for seed in (0, 1))
     decoder = Decoder(target, draft, byte_tokenizer(), num_draft_tokens=Fixed(3))
-    wanted = RunSettings(kinds.TASKS["dialog"], SamplingParams(temperature=temperature), 12)
-    one = Evaluation(decoder, None, wanted, SIDES, seed=1, profile=True)
+    settings = RunSettings(kinds.TASKS["dialog"], SamplingParams(temperature=temperature), 12)
+    evaluation = Evaluation(decoder, None, settings, RUNNERS, seed=1, profile=True)
     rows = [Item(str(i), ["abc"]) for i in range(5)]
     with Journal(tmp_path / "a.jsonl") as journal:
-        journal.begin({"task": "dialog"}, {})
-        one.run(rows, journal)
-    found = table.columns(wanted.task, rows, journal.records, list(one.sides))
+        journal.start({"task": "dialog"}, {})
+        evaluation.run(rows, journal)
+    found = table.columns(settings.task, rows, journal.records, list(evaluation.runners))
     assert not table.failures(found, rows)
     for column in found:
         assert column.stats.verify_seconds == 0
-        if column.side == "baseline" and not temperature:
-            assert column.sampling_step is None  # it has none
+        if column.runner == "baseline" and not temperature:
+            assert column.sampling_step is None  # greedy assisted generation has no sampling step
         else:
             step = column.sampling_step
             assert step is not None
             assert 0 < step < 1000
-        looked = ["sampling_passes" in record for record in column.records]
-        assert looked == [column.sampling_step is not None] * 4 + [False]
+        profiled = ["sampling_passes" in record for record in column.records]
+        assert profiled == [column.sampling_step is not None] * 4 + [False]
 
 
-def test_turns_go_on_from_the_answers_before(models: Path, prompts: Path, tmp_path: Path) -> None:
-    """Without a chat template a conversation is its texts, one after the other."""
+def test_each_turn_continues_from_the_answers_before_it(models: Path, prompts: Path, tmp_path: Path) -> None:
+    """Without a chat template, the prompt is the concatenation of all turns."""
     from outpace import load
 
     out = tmp_path / "out.jsonl"
-    run(models, "dialog", "-d", "none", "--data", str(prompts), "-m", "5", "-o", str(out), "--sides", "plain")
+    words = "-d", "none", "--data", str(prompts), "-m", "5", "-o", str(out), "--runners", "plain"
+    run(models, "dialog", *words)
     decoder = load(models / "target", None, dtype="float32", tell=lambda line: None)
     first = decoder.generate("abc", temperature=0, max_new_tokens=5)
     second = decoder.generate(f"abc\n\n{first.text}\n\nde", temperature=0, max_new_tokens=5)
     assert records(out)["plain", 1]["texts"] == [f"{first.text}\n\n{second.text}"]
 
 
-def test_a_sigmoid_is_told_apart_from_exact_sampling(models: Path, prompts: Path, tmp_path: Path) -> None:
+def test_distance_from_the_target_is_zero_for_exact_and_large_for_sigmoid(
+    models: Path, prompts: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out.jsonl"
     words = "-d", str(models / "draft"), "--data", str(prompts), "-m", "12", "--temperature", "1"
     done = run(models, "specbench", *words, "--top-k", "20", "-o", str(out), "--num-draft-tokens", "3")
     assert done.exit_code == 0, done.output
     found = records(out)
     assert len(found) == 4 * 6
-    sides = table.columns(kinds.TASKS["specbench"], [Item("")] * 6, found, SIDES)
-    columns = {one.side: one for one in sides}
+    every = table.columns(kinds.TASKS["specbench"], [Item("")] * 6, found, RUNNERS)
+    columns = {column.runner: column for column in every}
     assert columns["exact"].distance == pytest.approx(0, abs=1e-9)
     sigmoid = columns["sigmoid"].distance
     assert sigmoid is not None
@@ -284,38 +290,40 @@ def test_a_sigmoid_is_told_apart_from_exact_sampling(models: Path, prompts: Path
     assert columns["sigmoid"].quality["log-probability"] < columns["plain"].quality["log-probability"] - 0.2
     assert columns["baseline"].stats.verify_seconds > 0
     assert columns["baseline"].distance is None
-    assert found["exact", 5].get("positions") is None  # only the first rows are probed
+    assert found["exact", 5].get("positions") is None  # only the first rows are profiled
 
 
-def test_a_run_killed_anywhere_goes_on_to_the_same_table(models: Path, prompts: Path, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_and_ends_with_the_same_table(
+    models: Path, prompts: Path, tmp_path: Path
+) -> None:
     command = [
         sys.executable, "-m", "outpace", "eval", "specbench", "-t", str(models / "target"),
         "--dtype", "float32", "-d", str(models / "draft"), "--data", str(prompts), "-m", "24",
-        "--temperature", "1", "--limit", "4", "--sides", "plain,exact,sigmoid", "-o",
+        "--temperature", "1", "--limit", "4", "--runners", "plain,exact,sigmoid", "-o",
     ]  # fmt: skip
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     subprocess.run([*command, str(whole)], check=True, capture_output=True)
-    for lines in (2, 7):  # a header and one record, and in the midst of things
+    for lines in tiers.sized((7,), (2, 7)):  # after the header and one record, and halfway
         one = subprocess.Popen([*command, str(parts)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until = time.monotonic() + 120
+        deadline = time.monotonic() + 120
         while not parts.exists() or parts.read_bytes().count(b"\n") < lines:
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             assert one.poll() is None
             time.sleep(0.005)
         os.kill(one.pid, signal.SIGKILL)
         one.wait()
         with parts.open("ab") as file:
-            file.write(b'{"side": "exact", "row": 3, "te')  # a line that was not finished
+            file.write(b'{"side": "exact", "row": 3, "te')  # an incomplete line
     subprocess.run([*command, str(parts)], check=True, capture_output=True)
-    assert untimed(Path(f"{parts}.md")) == untimed(Path(f"{whole}.md"))
+    assert untimed_lines(Path(f"{parts}.md")) == untimed_lines(Path(f"{whole}.md"))
     expected, found = records(whole), records(parts)
     assert found.keys() == expected.keys()
     for key, record in expected.items():
         assert found[key]["texts"] == record["texts"]
 
 
-def test_bad_rows_are_named_and_the_others_go_on(models: Path, tmp_path: Path) -> None:
-    measured_by("summarize")
+def test_bad_rows_are_named_and_the_other_rows_are_evaluated(models: Path, tmp_path: Path) -> None:
+    require_packages("summarize")
     rows = ['{"id": "good", "source": "abc", "reference": "x"}', "{oops", '{"id": "none"}', "[1]",
             json.dumps({"id": "long", "source": "abc" * 200, "reference": "x"}),
             '{"id": "unknown", "source": "abc"}']  # fmt: skip
@@ -323,28 +331,30 @@ def test_bad_rows_are_named_and_the_others_go_on(models: Path, tmp_path: Path) -
     data.write_text("\n".join(rows) + "\n")
     done = run(models, "summarize", "-d", "lookup", "--data", str(data), "-m", "5", "-o", str(out))
     assert done.exit_code == 1
-    said = [line for line in done.stderr.splitlines() if line.startswith("failed: ")]
-    assert [line.split(": ")[1] for line in said] == [
+    notes = [line for line in done.stderr.splitlines() if line.startswith("failed: ")]
+    assert [line.split(": ")[1] for line in notes] == [
         "rows.jsonl:2",
         "none",
         "rows.jsonl:4",
         "long",
         "unknown",
     ]
-    assert "not JSON" in said[0]
-    assert "there is no text" in said[1]
-    assert "context of 256" in said[3]
-    assert "there is no summary" in said[4]
+    assert "not JSON" in notes[0]
+    assert "there is no text" in notes[1]
+    assert "context of 256" in notes[3]
+    assert "there is no summary" in notes[4]
     saved = Path(f"{out}.md").read_text()
     assert "| rows | 1 | 1 | 1 |" in saved
     assert "| failed | 5 | 5 | 5 |" in saved
     assert "- long: the prompt has" in saved
 
 
-def test_what_does_not_fit_is_one_error(models: Path, prompts: Path, tmp_path: Path) -> None:
+def test_an_invalid_flag_or_data_file_raises_a_value_error(
+    models: Path, prompts: Path, tmp_path: Path
+) -> None:
     data = "--data", str(prompts)
-    for task, words, said in (
-        ("dialog", (*data, "--sides", "fast"), "--sides: got 'fast'"),
+    for task, words, message in (
+        ("dialog", (*data, "--runners", "fast"), "--runners: got 'fast'"),
         ("dialog", (*data, "--samples", "3"), "--samples"),
         ("dialog", (*data, "--prompt", "hello"), "{source}"),
         ("translate", (*data, "--languages", "de"), "like en-de"),
@@ -353,14 +363,16 @@ def test_what_does_not_fit_is_one_error(models: Path, prompts: Path, tmp_path: P
     ):
         error = run(models, task, *words).exception
         assert isinstance(error, ValueError)
-        assert said in str(error)
+        assert message in str(error)
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     assert "has no rows" in str(run(models, "dialog", "--data", str(empty)).exception)
 
 
-def test_programs_are_run(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a model writes is replaced by programs that pass, fail, and do not end."""
+def test_generated_programs_run_in_the_sandbox(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that pass, fail, hang and write a file replace the answers of the model."""
     answers = {
         "passes": "    return x + 1\n",
         "fails": "    return x\n",
@@ -370,9 +382,9 @@ def test_programs_are_run(models: Path, tmp_path: Path, monkeypatch: pytest.Monk
     row = {"prompt": "def f(x):\n", "test": "def check(f):\n    assert f(1) == 2\n", "entry_point": "f"}
     data, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     data.write_text("".join(json.dumps({"id": name, **row}) + "\n" for name in answers))
-    own = kinds.program
-    monkeypatch.setattr(kinds, "program", lambda item, text: own(item, answers[item.name]))
-    words = "-d", "lookup", "--data", str(data), "-m", "2", "--samples", "2", "--sides", "plain"
+    original = kinds.program
+    monkeypatch.setattr(kinds, "program", lambda item, text: original(item, answers[item.name]))
+    words = "-d", "lookup", "--data", str(data), "-m", "2", "--samples", "2", "--runners", "plain"
     done = run(models, "code", *words, "-o", str(out))
     assert done.exit_code == 0, done.output
     saved = Path(f"{out}.md").read_text()
@@ -380,8 +392,8 @@ def test_programs_are_run(models: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert "| stopped programs | 4 |\n| failed | 0 |" in saved
     assert "- hangs (plain): the program took longer than 5 s\n" in saved
     assert "failed: " not in done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("stopped: ")]
-    assert {line.split(" ")[1] for line in said} == {"hangs", "writes"}
+    notes = [line for line in done.stderr.splitlines() if line.startswith("stopped: ")]
+    assert {line.split(" ")[1] for line in notes} == {"hangs", "writes"}
 
 
 @pytest.mark.parametrize(
@@ -394,15 +406,13 @@ def test_programs_are_run(models: Path, tmp_path: Path, monkeypatch: pytest.Monk
         ({"entry_point": ""}, "there is no entry_point"),
     ],
 )
-def test_a_row_without_tests_is_not_passed(
-    models: Path, tmp_path: Path, change: dict[str, Any], why: str
-) -> None:
-    """Not even by an answer that brings its own."""
+def test_a_row_without_tests_fails(models: Path, tmp_path: Path, change: dict[str, Any], why: str) -> None:
+    """An answer with tests of its own fails, too."""
     row = {"prompt": "def f(x):\n", "test": "def check(f):\n    assert f(1) == 2\n", "entry_point": "f"}
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps(row) + "\n" + json.dumps(row | change) + "\n")
     done = run(
-        models, "code", "--data", str(data), "-m", "2", "--sides", "plain", "-o", str(tmp_path / "out")
+        models, "code", "--data", str(data), "-m", "2", "--runners", "plain", "-o", str(tmp_path / "out")
     )
     assert done.exit_code == 1
     found = records(tmp_path / "out")
@@ -424,7 +434,7 @@ def test_a_row_without_tests_is_not_passed(
         "```\ndef f(x):\n    return g(x)\nif __name__ == '__main__':\n    raise SystemExit\n",
     ],
 )
-def test_programs_are_found_in_answers(answer: str) -> None:
+def test_programs_are_extracted_from_answers(answer: str) -> None:
     before = "def g(x):\n    return x + 1\n\n\ndef f(x):\n    '''One more.'''\n"
     row = Item("a", [before], extra={"test": "def check(f):\n    assert f(1) == 2", "entry_point": "f"})
     space: dict[str, Any] = {}
@@ -433,8 +443,8 @@ def test_programs_are_found_in_answers(answer: str) -> None:
     assert space["f"](4) == 5
 
 
-def test_speech_is_judged_by_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured_by("asr")
+def test_speech_is_scored_by_word_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_packages("asr")
     import soundfile
 
     from outpace.tasks.transcribe import Transcriber
@@ -447,7 +457,7 @@ def test_speech_is_judged_by_its_words(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "manifest.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def load(*arguments: Any, **options: Any) -> Transcriber:
-        target, draft = (hearing(seed, max_target_positions=128) for seed in (0, 1))
+        target, draft = (tiny_whisper(seed, max_target_positions=128) for seed in (0, 1))
         return Transcriber(Decoder(target, draft, num_draft_tokens=Fixed(3)), PROCESSOR)
 
     monkeypatch.setattr(Transcriber, "load", load)
@@ -458,23 +468,23 @@ def test_speech_is_judged_by_its_words(tmp_path: Path, monkeypatch: pytest.Monke
     assert isinstance(done.exception, SystemExit), done.exception
     found = records(out)
     for row in range(2):
-        texts = [found[side, row]["texts"] for side in ("plain", "baseline", "exact")]
+        texts = [found[runner, row]["texts"] for runner in ("plain", "baseline", "exact")]
         assert texts[0] == texts[1] == texts[2] != [""]
         assert found["exact", row]["judged"][0]["words"] == (2, 1)[row]
     assert "no transcript" in found["plain", 2]["error"]
     assert found["plain", 3]["error"] == "no such file"
     assert found["plain", 4]["error"] == "there is no audio"
     assert "WER %" in Path(f"{out}.md").read_text()
-    sides = "--sides", "exact,sigmoid", "--limit", "1"
-    done = CliRunner().invoke(app, [*words, "--temperature", "1", "--fresh", *sides])
+    flags = "--runners", "exact,sigmoid", "--limit", "1"
+    done = CliRunner().invoke(app, [*words, "--temperature", "1", "--fresh", *flags])
     assert done.exit_code == 0, done.output
     found = records(out)
     assert found["exact", 0]["distance"] < 1e-6
     assert found["sigmoid", 0]["distance"] > 0.2
 
 
-def test_measures_are_those_of_their_papers() -> None:
-    measured_by("asr", "summarize", "translate")
+def test_measures_equal_the_definitions_of_their_papers() -> None:
+    require_packages("asr", "summarize", "translate")
     normal = str.lower
     assert score.word_errors("a b c d", "A x c", normal) == {"errors": 2, "words": 4}
     with pytest.raises(ValueError, match="no words"):
@@ -488,11 +498,11 @@ def test_measures_are_those_of_their_papers() -> None:
     assert score.percentile([3, 1, 2, 4], 0.99) == 4
     assert score.percentile([7], 0.9) == 7
     for n, c, k in ((5, 2, 1), (5, 2, 3), (4, 0, 2), (4, 4, 1), (6, 5, 3)):
-        drawn = list(itertools.combinations([True] * c + [False] * (n - c), k))
-        assert score.pass_at(k, n, c) == pytest.approx(sum(map(any, drawn)) / math.comb(n, k))
+        subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+        assert score.pass_at(k, n, c) == pytest.approx(sum(map(any, subsets)) / math.comb(n, k))
 
 
-def test_rows_are_found_by_the_names_that_data_use(tmp_path: Path) -> None:
+def test_texts_and_references_are_read_from_the_usual_column_names(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"translation": {"en": "yes", "de": "ja"}}) + "\n")
     one = data.read(str(path), languages=("en", "de")).items[0]
@@ -506,7 +516,7 @@ def test_rows_are_found_by_the_names_that_data_use(tmp_path: Path) -> None:
     assert (one.name, list(one.turns), one.reference) == ("3", ["long"], "short")
 
 
-def test_data_sets_of_the_hub_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_data_sets_are_loaded_by_name_config_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
     class Rows(list[Any]):
         def take(self, n: int) -> Rows:
             return Rows(self[:n])
@@ -515,37 +525,37 @@ def test_data_sets_of_the_hub_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
             assert (name, kind) == ("audio", "undecoded")
             return self
 
-    asked = []
+    requests = []
 
     def load_dataset(*words: Any, **named: Any) -> Rows:
-        asked.append((words, named))
+        requests.append((words, named))
         return Rows([{"text": "hello", "audio": {"bytes": b"RIFF", "path": None}}] * 3)
 
     library = SimpleNamespace(load_dataset=load_dataset, Audio=lambda decode: "undecoded")
     monkeypatch.setitem(sys.modules, "datasets", library)
     found = data.read("owner/name:clean:validation", speech=True, limit=2).items
     named = {"split": "validation", "streaming": True, "trust_remote_code": False}
-    assert asked == [(("owner/name", "clean"), named)]
+    assert requests == [(("owner/name", "clean"), named)]
     assert [one.audio for one in found] == [b"RIFF", b"RIFF"]
     assert found[0].reference == "hello"
     data.read("owner/name:3.0.0", limit=1)
-    assert asked[-1][0] == ("owner/name", "3.0.0")
+    assert requests[-1][0] == ("owner/name", "3.0.0")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"outpace\[data\]"):
         data.read("owner/name")
 
 
-DONE = {"texts": ["x"], "judged": [{}], "seconds": 1.0, "stats": {}}
+RECORD = {"texts": ["x"], "judged": [{}], "seconds": 1.0, "stats": {}}
 
 
-def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
+def test_a_journal_is_locked_and_refuses_other_settings(tmp_path: Path) -> None:
     path, link = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     link.symlink_to(path)
     header = {"task": "code", "settings": {"seed": 1}}
     with Journal(path) as journal:
         assert not path.exists()
-        journal.begin(header, {})
-        journal.add({"side": "plain", "row": 0, **DONE})
+        journal.start(header, {})
+        journal.add({"side": "plain", "row": 0, **RECORD})
         journal.add({"side": "plain", "row": 1, "error": "x", "again": True})
         for name in (path, link):
             with pytest.raises(ValueError, match="another run is writing"):
@@ -554,7 +564,7 @@ def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
     before = path.read_bytes()
     with Journal(link) as journal:
         journal.check({"task": "code"})
-        journal.begin(header, {})
+        journal.start(header, {})
         assert list(journal.records) == [("plain", 0), ("plain", 1)]
         assert [journal.has("plain", row) for row in range(3)] == [True, False, False]
     with Journal(path) as journal, pytest.raises(ValueError, match="seed: 1 there, 2 here"):
@@ -562,19 +572,19 @@ def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
     with Journal(path, fresh=True) as journal:
         journal.check({"settings": {"seed": 2}})
         assert not journal.records
-    assert path.read_bytes() == before  # until a run begins
+    assert path.read_bytes() == before  # until a run starts
     with Journal(path, fresh=True) as journal:
-        journal.begin({"task": "code", "settings": {"seed": 2}}, {})
+        journal.start({"task": "code", "settings": {"seed": 2}}, {})
     assert path.read_bytes().count(b"\n") == 1
 
 
 @pytest.mark.parametrize(
     "content", ["dear diary\n", "dear diary", '{"task": "mine"}', '{"a": 1}\n', "[1]\n", "3"]
 )
-def test_a_file_of_somebody_else_is_not_written_over(tmp_path: Path, content: str) -> None:
+def test_a_foreign_file_is_not_overwritten(tmp_path: Path, content: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(content)
-    with pytest.raises(ValueError, match="not of this kind"):
+    with pytest.raises(ValueError, match="not a file of `outpace eval`"):
         Journal(path)
     assert path.read_text() == content
     assert not Path(f"{path}.lock").exists()
@@ -583,37 +593,37 @@ def test_a_file_of_somebody_else_is_not_written_over(tmp_path: Path, content: st
 @pytest.mark.parametrize(
     "end", ['{"side": "exact", "row": 1, "te', '{"side": "exact", "row": 1}\n', "\0\0", "x\n"]
 )
-def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path, end: str) -> None:
+def test_an_incomplete_last_line_is_dropped(tmp_path: Path, end: str) -> None:
     path = tmp_path / "a.jsonl"
-    whole = json.dumps({"task": "code"}) + "\n" + json.dumps({"side": "plain", "row": 0, **DONE}) + "\n"
+    whole = json.dumps({"task": "code"}) + "\n" + json.dumps({"side": "plain", "row": 0, **RECORD}) + "\n"
     path.write_text(whole + end)
     with Journal(path) as journal:
-        assert journal.cut
+        assert journal.truncated
         assert list(journal.records) == [("plain", 0)]
-        journal.begin({"task": "code"}, {})
+        journal.start({"task": "code"}, {})
     assert path.read_text() == whole
     with Journal(path) as journal:
-        assert not journal.cut
+        assert not journal.truncated
 
 
 @pytest.mark.parametrize("start", ["{", '{"task": "co'])
-def test_a_first_line_that_was_cut_off_begins_anew_if_it_is_ours(tmp_path: Path, start: str) -> None:
+def test_an_incomplete_first_line_of_a_journal_starts_a_new_run(tmp_path: Path, start: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(start)
     if start == "{":
-        with pytest.raises(ValueError, match="not of this kind"):
+        with pytest.raises(ValueError, match="not a file of `outpace eval`"):
             Journal(path)
         return
     with Journal(path) as journal:
-        assert journal.cut
-        journal.begin({"task": "code"}, {})
+        assert journal.truncated
+        journal.start({"task": "code"}, {})
     assert path.read_text() == '{"task": "code"}\n'
 
 
 @pytest.mark.parametrize("line", ["{", '{"side": "exact", "row": 0}', '{"row": 0, "error": "x"}', "null", ""])
-def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+def test_the_error_for_a_damaged_line_has_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "a.jsonl"
-    good = json.dumps({"side": "plain", "row": 0, **DONE})
+    good = json.dumps({"side": "plain", "row": 0, **RECORD})
     path.write_text("\n".join((json.dumps({"task": "code"}), good, line, good)) + "\n")
     before = path.read_bytes()
     with pytest.raises(ValueError, match="line 3 is damaged; delete it to run its row again, or --fresh"):
@@ -645,9 +655,9 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
     ],
     ids=json.dumps,
 )
-def test_a_record_with_a_wrong_value_is_named(tmp_path: Path, damage: dict[str, Any]) -> None:
+def test_the_error_for_an_invalid_record_has_its_line_number(tmp_path: Path, damage: dict[str, Any]) -> None:
     path = tmp_path / "a.jsonl"
-    good = {"side": "plain", "row": 0, **DONE}
+    good = {"side": "plain", "row": 0, **RECORD}
     lines = {"task": "code", "data": {"rows": 2}}, {**good, "row": 1}, {**good, **damage}, good
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ValueError, match="line 3 is damaged; delete it to run its row again, or --fresh"):

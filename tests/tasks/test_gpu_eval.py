@@ -1,4 +1,4 @@
-"""A comparison on a CUDA device.
+"""`Evaluation` on a CUDA device.
 
 pytest -m gpu
 """
@@ -14,7 +14,7 @@ from outpace import Decoder, Fixed, SamplingParams
 from outpace.bench.data import Item
 from outpace.tasks.evaluate import Evaluation
 from outpace.tasks.journal import Journal
-from outpace.tasks.kinds import SIDES, TASKS
+from outpace.tasks.kinds import RUNNERS, TASKS
 from outpace.tasks.runners import RunSettings
 from outpace.tasks.table import columns, failures, table
 from tests.tiny import byte_tokenizer, tiny
@@ -26,17 +26,17 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_sides_write_and_are_measured(tmp_path: Path, temperature: float) -> None:
+def test_runners_generate_texts_and_measures(tmp_path: Path, temperature: float) -> None:
     target, draft = (tiny(vocab_size=272, seed=seed).cuda() for seed in (0, 1))
     decoder = Decoder(target, draft, byte_tokenizer(), num_draft_tokens=Fixed(3))
     task = TASKS["dialog"]
-    wanted = RunSettings(task, SamplingParams(temperature=temperature), 24, likely=True)
-    one = Evaluation(decoder, None, wanted, SIDES, seed=1)
+    settings = RunSettings(task, SamplingParams(temperature=temperature), 24, with_log_probability=True)
+    evaluation = Evaluation(decoder, None, settings, RUNNERS, seed=1)
     rows = [Item(str(i), ["abc", "de"][: 1 + i % 2]) for i in range(4)]
     with Journal(tmp_path / "a.jsonl") as journal:
-        journal.begin({"task": "dialog"}, {})
-        one.run(rows, journal)
-    found = columns(task, rows, journal.records, list(one.sides))
+        journal.start({"task": "dialog"}, {})
+        evaluation.run(rows, journal)
+    found = columns(task, rows, journal.records, list(evaluation.runners))
     assert not failures(found, rows)
     names = [name for name, _ in table(found)]
     assert "log-probability" in names
@@ -44,7 +44,7 @@ def test_sides_write_and_are_measured(tmp_path: Path, temperature: float) -> Non
     assert "sampling step, ms a pass" in names
 
     if temperature:
-        assert list(one.sides) == list(SIDES)
+        assert list(evaluation.runners) == list(RUNNERS)
         exact, sigmoid = found[2].distance, found[3].distance
         assert exact == pytest.approx(0, abs=1e-5)
         assert sigmoid is not None

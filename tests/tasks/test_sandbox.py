@@ -1,4 +1,4 @@
-"""Programs pass or fail for their own reasons, and leave nothing behind."""
+"""The sandbox: programs pass or fail with the right reason, and leave no files or processes behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MEMORY = 100 << 20
 NAMESPACES = "with namespaces"
 
 
-def gone(group: int) -> bool:
+def group_ended(group: int) -> bool:
     for _ in range(500):  # init may take its time to reap
         try:
             os.killpg(group, 0)
@@ -37,18 +37,18 @@ def gone(group: int) -> bool:
     return False
 
 
-def running(mark: str) -> bool:
-    """A process has this in its command line."""
+def is_running(mark: str) -> bool:
+    """Return whether a process has this text in its command line."""
     found = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True).stdout
     return any(mark in line and "ps -wweo" not in line for line in found.splitlines())
 
 
-def ended(mark: str) -> bool:
-    """No process has it; a killed one may take a moment on a busy machine."""
-    until = time.monotonic() + 10
-    while running(mark) and time.monotonic() < until:
+def has_ended(mark: str) -> bool:
+    """Wait until no process has this text; a killed process may need a moment on a busy machine."""
+    deadline = time.monotonic() + 10
+    while is_running(mark) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not running(mark)
+    return not is_running(mark)
 
 
 @cache
@@ -58,7 +58,7 @@ def namespaces() -> bool:
 
 @pytest.fixture(params=[NAMESPACES, "with the hook alone"])
 def mode(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With what the kernel gives, and as it is where that refuses namespaces."""
+    """Run a test with namespaces, and without, as on a kernel that refuses them."""
     name: str = request.param
     if name == NAMESPACES:
         if not namespaces():
@@ -74,7 +74,7 @@ def mode(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture(autouse=True)
 def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The groups of processes that a test starts. Afterwards none is left of them, nor of their folders."""
+    """Record the process groups that a test starts, and check that they and their folders are gone."""
     groups: list[int] = []
     folders: list[Path] = []
 
@@ -87,7 +87,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(subprocess, "Popen", Recorded)
     yield groups
-    assert all(gone(group) for group in groups)
+    assert all(group_ended(group) for group in groups)
     assert not any(folder.exists() for folder in folders)
 
 
@@ -105,7 +105,7 @@ check(total)
 """
 
 
-def test_a_right_program_passes(mode: str) -> None:
+def test_a_correct_program_passes(mode: str) -> None:
     outcome = run(TESTED.format(body="return sum(numbers)"))
     assert outcome.passed
     assert outcome.reason == ""
@@ -129,7 +129,7 @@ def test_a_right_program_passes(mode: str) -> None:
         ("import os\nos.abort()", r"crashed \(SIG[A-Z]+\)"),
     ],
 )
-def test_a_wrong_program_fails_and_says_why_in_a_line(program: str, reason: str) -> None:
+def test_a_wrong_program_fails_with_a_reason_in_one_line(program: str, reason: str) -> None:
     outcome = run(program)
     assert not outcome.passed
     assert re.fullmatch(reason, outcome.reason), outcome.reason
@@ -140,13 +140,13 @@ def test_a_wrong_program_fails_and_says_why_in_a_line(program: str, reason: str)
     ["import sys; sys.exit(0)", "import sys; sys.exit()", "import os; os._exit(0)", "exit()", "quit()",
      "raise SystemExit", "import os; os.closerange(0, 64); os._exit(0)"],
 )  # fmt: skip
-def test_leaving_before_the_tests_is_not_passing(leave: str) -> None:
+def test_a_program_that_exits_before_its_tests_fails(leave: str) -> None:
     outcome = run(f"{leave}\nassert False")
     assert not outcome.passed
     assert outcome.reason == "exited before the end"
 
 
-def test_saying_that_it_passed_is_not_passing() -> None:
+def test_a_program_that_prints_a_verdict_does_not_pass_by_it() -> None:
     forged = (
         "import os\nfor fd in range(64):\n  try: os.write(fd, b'\\npassed\\n \\n')\n  except OSError: pass\n"
     )
@@ -200,18 +200,18 @@ NAMED = "raise type({!r}, (Exception,), {{}})"
         ("def steps():\n  yield 1\n  return\nnext(s := steps())\nnext(s)", "StopIteration"),
     ],
 )  # fmt: skip
-def test_an_exception_is_a_failure_whatever_it_is_like(program: str, reason: str) -> None:
+def test_any_exception_is_a_failure(program: str, reason: str) -> None:
     outcome = run(program)
     assert (outcome.passed, outcome.stopped, outcome.reason) == (False, False, reason)
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGALRM", "SIGSEGV"])
-def test_a_program_that_a_signal_ends_did_not_pass(mode: str, name: str) -> None:
+def test_a_program_ended_by_a_signal_fails(mode: str, name: str) -> None:
     outcome = run(f"import signal\nsignal.raise_signal(signal.{name})")
     assert (outcome.passed, outcome.stopped, outcome.reason) == (False, False, f"crashed ({name})")
 
 
-def test_a_line_that_is_no_verdict_is_an_error_of_the_sandbox(
+def test_an_invalid_verdict_line_raises_an_error_of_the_sandbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = Path(sandbox.FILE).read_text()
@@ -234,7 +234,7 @@ def test_a_line_that_is_no_verdict_is_an_error_of_the_sandbox(
      "while True:\n  try:\n    while True: pass\n  except BaseException: pass",
      "import os\nwhile True:\n  for fd in range(9):\n    try: os.write(fd, b'x' * 999)\n    except: 0"],
 )  # fmt: skip
-def test_a_program_ends_in_time(wait: str) -> None:
+def test_a_program_is_killed_at_its_time_limit(wait: str) -> None:
     start = time.monotonic()
     outcome = run(wait, seconds=SECONDS)
     assert outcome.reason == f"took longer than {SECONDS} s"
@@ -248,13 +248,13 @@ def test_a_program_ends_in_time(wait: str) -> None:
      "x = {}\nwhile True: x[len(x)] = [len(x)]",
      "class A: pass\ndef f():\n  x = []\n  while True: x.append(A())\nf()"],
 )  # fmt: skip
-def test_a_program_that_wants_too_much_memory_fails(hog: str) -> None:
+def test_a_program_that_exceeds_its_memory_fails(hog: str) -> None:
     if sys.platform == "darwin":
         pytest.skip("macOS does not limit address spaces")
     assert run(hog, seconds=10, memory=MEMORY).reason == "ran out of memory"
 
 
-def test_memory_is_limited_at_a_gigabyte_unless_told() -> None:
+def test_the_default_memory_limit_is_one_gibibyte() -> None:
     if sys.platform == "darwin":
         pytest.skip("macOS does not limit address spaces")
     assert run("bytearray(300 << 20)").passed
@@ -298,16 +298,16 @@ def test_no_file_is_written(folder: str, write: str, tmp_path: Path) -> None:
     ],
 )
 def test_no_file_is_changed_or_read(change: str, reason: str, tmp_path: Path) -> None:
-    file = tmp_path / "kept.txt"
-    file.write_text("kept")
+    file = tmp_path / "file.txt"
+    file.write_text("content")
     before = file.stat()
     names = f"import os, pathlib, shutil, sqlite3\nfile, folder = {str(file)!r}, {str(tmp_path)!r}\n"
     outcome = run(names + change)
     assert re.fullmatch(reason.format(file=file, folder=tmp_path), outcome.reason), outcome.reason
     after = file.stat()
-    assert file.read_text() == "kept"
+    assert file.read_text() == "content"
     assert (before.st_mode, before.st_mtime) == (after.st_mode, after.st_mtime)
-    assert os.listdir(tmp_path) == ["kept.txt"]
+    assert os.listdir(tmp_path) == ["file.txt"]
 
 
 @pytest.mark.parametrize(
@@ -347,25 +347,25 @@ def test_a_program_starts_and_kills_nothing(start: str, reason: str) -> None:
     assert run(start).reason == reason
 
 
-def test_what_a_program_starts_behind_our_back_dies_with_it(mode: str) -> None:
-    lasting = f"{600 + os.getpid() / 1e7:.7f}"  # seconds, as a mark
+def test_a_process_started_despite_the_hook_dies_with_the_program(mode: str) -> None:
+    duration = f"{600 + os.getpid() / 1e7:.7f}"  # seconds, which mark the process
     program = (
         "import sys, subprocess\nsys.audit = lambda *_: None\n"
-        f"subprocess.Popen(['sleep', '{lasting}'], start_new_session={mode == NAMESPACES})\n"
+        f"subprocess.Popen(['sleep', '{duration}'], start_new_session={mode == NAMESPACES})\n"
     )
     assert run(program).passed
-    assert ended(lasting)
+    assert has_ended(duration)
     assert run(program + "while True: pass", seconds=SECONDS).reason == f"took longer than {SECONDS} s"
-    assert ended(lasting)
+    assert has_ended(duration)
 
 
-def test_a_program_whose_watcher_is_killed_dies_and_did_not_pass(mode: str, groups: list[int]) -> None:
+def test_a_program_dies_and_fails_if_its_watcher_is_killed(mode: str, groups: list[int]) -> None:
     threading.Timer(SECONDS, lambda: os.kill(groups[-1], signal.SIGKILL)).start()
     outcome = run("import os\nos.closerange(0, 64)\nwhile True: pass", seconds=20)
     assert outcome.reason == "exited before the end"
 
 
-def test_the_kernel_keeps_what_the_hook_does_not_see(mode: str, tmp_path: Path) -> None:
+def test_namespaces_refuse_operations_without_an_audit_event(mode: str, tmp_path: Path) -> None:
     if mode != NAMESPACES:
         pytest.skip("there is no hook for this")
     outcome = run(f"import os; os.mkfifo({str(tmp_path / 'x')!r})")
@@ -381,7 +381,7 @@ def test_the_kernel_keeps_what_the_hook_does_not_see(mode: str, tmp_path: Path) 
      "import sys\nfor _ in range(64): sys.stderr.write('x' * (1 << 20))",
      "import os\nfor _ in range(256): os.write(1, b'x' * (1 << 20))"],
 )  # fmt: skip
-def test_what_is_printed_goes_nowhere(program: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_a_program_is_discarded(program: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(program, seconds=20).passed
     assert capfd.readouterr() == ("", "")
 
@@ -415,12 +415,12 @@ def test_what_is_printed_goes_nowhere(program: str, capfd: pytest.CaptureFixture
      "x = []\ntry:\n  while True: x.append(bytearray(1 << 20))\nexcept MemoryError: pass",
      ""],
 )  # fmt: skip
-def test_what_ordinary_programs_do_works(program: str) -> None:
+def test_ordinary_programs_pass(program: str) -> None:
     outcome = run(program)
     assert outcome.passed, outcome.reason
 
 
-def test_an_interrupt_kills_the_program_and_goes_on() -> None:
+def test_an_interrupt_kills_the_program_and_is_raised() -> None:
     main = threading.main_thread().ident
     assert main is not None
     threading.Timer(SECONDS, signal.pthread_kill, (main, signal.SIGINT)).start()
@@ -430,7 +430,7 @@ def test_an_interrupt_kills_the_program_and_goes_on() -> None:
     assert time.monotonic() - start < 10
 
 
-def test_threads_may_run_programs_at_once() -> None:
+def test_several_threads_can_run_programs_at_once() -> None:
     found: list[bool] = []
     threads = [threading.Thread(target=lambda: found.append(run("x = 1").passed)) for _ in range(4)]
     for thread in threads:
@@ -440,7 +440,7 @@ def test_threads_may_run_programs_at_once() -> None:
     assert found == [True] * 4
 
 
-def test_a_sandbox_that_does_not_start_is_no_fault_of_the_program(
+def test_a_sandbox_that_does_not_start_raises_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tmp_path / "broken.py"
@@ -450,13 +450,13 @@ def test_a_sandbox_that_does_not_start_is_no_fault_of_the_program(
         run("")
 
 
-def test_a_platform_without_limits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_platform_without_process_limits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "find_spec", lambda name: None)
     with pytest.raises(OSError, match=r"no module `resource`.*Windows.*WSL"):
         run("")
 
 
 @pytest.mark.parametrize("limits", [{"seconds": 0}, {"seconds": float("inf")}, {"memory": 0}])
-def test_limits_are_checked(limits: dict[str, Any]) -> None:
+def test_invalid_limits_are_refused(limits: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(limits))):
         run("", **limits)

@@ -1,4 +1,4 @@
-"""A tiny Whisper that hears a second at a time, and a processor whose words are numbers."""
+"""A tiny Whisper with windows of one second, and a processor whose words are numbers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from tests.tiny import tiny_seq2seq
 
 RATE = 16000
 END, START, ENGLISH, GERMAN, TRANSLATE, TRANSCRIBE, PREVIOUS, SILENCE, UNTIMED = range(60, 69)
-V = UNTIMED + 1 + 51  # and a token for each fiftieth of a second
+MOST = 24  # tokens of a text with its prompt
+V = UNTIMED + 1 + 51  # the timestamps are 51 tokens, one per 20 ms
 
 
-def hearing(seed: int = 0, **changes: Any) -> Any:
-    """A tiny Whisper that hears a second at a time."""
-    own = {
+def tiny_whisper(seed: int = 0, **changes: Any) -> Any:
+    """Return a tiny Whisper with windows of one second."""
+    config = {
         "vocab_size": V, "max_source_positions": 50, "decoder_start_token_id": START,
-        "pad_token_id": END, "eos_token_id": END, "max_target_positions": 40,
+        "pad_token_id": END, "eos_token_id": END, "max_target_positions": MOST,
     }  # fmt: skip
-    model = tiny_seq2seq("whisper", seed, **own | changes)
-    known = {
+    model = tiny_seq2seq("whisper", seed, **config | changes)
+    fields = {
         "is_multilingual": True,
         "lang_to_id": {"<|en|>": ENGLISH, "<|de|>": GERMAN},
         "task_to_id": {"transcribe": TRANSCRIBE, "translate": TRANSLATE},
@@ -33,10 +34,10 @@ def hearing(seed: int = 0, **changes: Any) -> Any:
         "eos_token_id": END,
         "pad_token_id": END,
         "decoder_start_token_id": START,
-        "max_length": 40,
+        "max_length": MOST,
         "return_timestamps": False,
     }
-    for name, value in known.items():
+    for name, value in fields.items():
         setattr(model.generation_config, name, value)
     return model
 

@@ -1,4 +1,4 @@
-"""What is written is read again, and what is wrong is one line."""
+"""Configuration files: what is written reads back the same, and errors are one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outpace.checks.files import write_whole
+from outpace.checks.files import write_atomic
 from outpace.tune import config
 
 SETTINGS = {
@@ -20,9 +20,9 @@ SETTINGS = {
 MEASURED = {"speedup": 1.25, "interval": (1.1, 1.4), "machine": {"device": "some", "triton": None}}
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_configuration_reads_back_the_same(tmp_path: Path) -> None:
     path = tmp_path / "outpace.toml"
-    write_whole(path, config.written(SETTINGS, MEASURED, "Draft with lookup."))
+    write_atomic(path, config.to_toml(SETTINGS, MEASURED, "Draft with lookup."))
     assert path.read_text().startswith("# Draft with lookup.\n")
     found = config.read(path)
     assert found == {
@@ -35,7 +35,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_table_lies_beside_its_configuration(tmp_path: Path) -> None:
+def test_the_path_of_an_ngram_table_is_relative_to_the_configuration(tmp_path: Path) -> None:
     path = tmp_path / "outpace.toml"
     path.write_text('draft = "ngram:table.safetensors"')
     assert config.flags(path) == {"draft": f"ngram:{tmp_path / 'table.safetensors'}"}
@@ -44,7 +44,7 @@ def test_a_table_lies_beside_its_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "message"),
     [
         ("num_draft_tokens = ", "not a TOML file"),
         ("num_draft_token = 4", "unknown key 'num_draft_token'; known are target, draft, num_draft_tokens"),
@@ -55,15 +55,15 @@ def test_a_table_lies_beside_its_configuration(tmp_path: Path) -> None:
         ("measured = 1", "measured: got 1; it must be a table"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, text: str, why: str) -> None:
+def test_a_wrong_configuration_is_refused_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "outpace.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match="config: ") as caught:
         config.read(path)
-    assert why in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_file_that_is_none_is_said(tmp_path: Path) -> None:
+def test_a_missing_or_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         config.read(tmp_path / "nowhere.toml")
     with pytest.raises(ValueError, match="is a folder"):

@@ -1,4 +1,4 @@
-"""Stage by stage, with small models and the real clock."""
+"""All stages of a tuning, with small models and the real clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from outpace.bench.cost import Pass
-from outpace.bench.prompts import Asked
+from outpace.bench.prompts import Prompt
 from outpace.bench.results import Results, load
 from outpace.decoder import Decoder
 from outpace.draft.lookup import LookupDrafter
@@ -18,11 +18,11 @@ from outpace.draft.ngram import NGramDrafter
 from outpace.sampling import SamplingParams
 from outpace.tune import tuning
 from outpace.tune.budget import Budget
-from outpace.tune.costs import Costs, PrecisionCosts
+from outpace.tune.candidate import Candidate
+from outpace.tune.costs import Costs, DecoderSet
 from outpace.tune.decision import Choice
 from outpace.tune.replay import Replay
 from outpace.tune.tuning import TunePlan, Tuning
-from outpace.tune.way import Setting
 from tests.tiny import V, trained
 
 PERIOD = [5, 9, 17, 30, 2, 41]
@@ -30,42 +30,42 @@ PERIOD = [5, 9, 17, 30, 2, 41]
 
 @pytest.fixture(scope="module")
 def target() -> Any:
-    """It goes on with a text that repeats, which a lookup knows how to copy."""
+    """Return a model that repeats a period, so that prompt lookup is right."""
     return trained(PERIOD * 40, V, steps=60)
 
 
-def side(target: Any) -> PrecisionCosts:
-    plain = Decoder(target)
-    drafts = {
-        "lookup": Decoder(plain.scorer, LookupDrafter(min_ngram=1)),
-        "wrong": Decoder(plain.scorer, NGramDrafter.fit([60, 59], 1, V)),
+def decoder_set(target: Any) -> DecoderSet:
+    baseline = Decoder(target)
+    by_draft = {
+        "lookup": Decoder(baseline.scorer, LookupDrafter(min_ngram=1)),
+        "wrong": Decoder(baseline.scorer, NGramDrafter.fit([60, 59], 1, V)),
     }
-    return PrecisionCosts("float32", plain, drafts)
+    return DecoderSet("float32", baseline, by_draft)
 
 
-def asked(count: int) -> list[Asked]:
-    return [Asked((PERIOD * 4)[i % 6 : 12 + i % 7], "all") for i in range(count)]
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt((PERIOD * 4)[i % 6 : 12 + i % 7], "all") for i in range(count)]
 
 
-def made(target: Any, path: Path, seconds: float, **plan: Any) -> Tuning:
-    settings = TunePlan(SamplingParams(temperature=0.0), tokens=32, **{"batches": (1, 2), **plan})
+def make_tuning(target: Any, path: Path, seconds: float, **plan: Any) -> Tuning:
+    settings = TunePlan(SamplingParams(temperature=0.0), max_new_tokens=32, **{"batches": (1, 2), **plan})
     results = Results(path, "tune", {})
-    return Tuning([side(target)], asked(16), settings, Budget(seconds), results, fit=True)
+    return Tuning([decoder_set(target)], prompts(16), settings, Budget(seconds), results, fit_ngram=True)
 
 
-def test_the_draft_that_is_right_is_chosen_within_the_time(target: Any, tmp_path: Path) -> None:
-    path, begun = tmp_path / "tune.json", time.monotonic()
-    found = made(target, path, 12.0)
-    assert len(found.held) == len(found.prompts) == 8
-    found.run()
-    assert time.monotonic() - begun <= 12.0
-    way = found.findings.choice.way
-    assert way.draft in ("lookup", "ngram")
+def test_the_fastest_draft_is_chosen_within_the_budget(target: Any, tmp_path: Path) -> None:
+    path, started = tmp_path / "tune.json", time.monotonic()
+    tuned = make_tuning(target, path, 12.0)
+    assert len(tuned.ngram_prompts) == len(tuned.prompts) == 8
+    tuned.run()
+    assert time.monotonic() - started <= 12.0
+    chosen = tuned.findings.choice.candidate
+    assert chosen.draft in ("lookup", "ngram")
     content = load(path, ("tune",))
     assert content["spent_seconds"] <= 12
     assert content["chosen"] in content["candidates"]
     assert content["chosen"]["verified"] > 1 < content["chosen"]["interval"][0]
-    by_draft = {one["draft"]: one for one in content["candidates"] if one["length"] == "auto"}
+    by_draft = {one["draft"]: one for one in content["candidates"] if one["num_draft_tokens"] == "auto"}
     assert set(by_draft) == {"lookup", "wrong", "ngram"}
     assert by_draft["wrong"]["why"].startswith("cannot pay")
     assert by_draft["wrong"]["verified"] is None
@@ -74,113 +74,122 @@ def test_the_draft_that_is_right_is_chosen_within_the_time(target: Any, tmp_path
     }  # fmt: skip
     assert [one["batch"] for one in content["candidates"] if one["batch"] > 1] == [2]
     assert content["max_batch"] in (1, 2)
-    assert content["verdict"].startswith(f"Draft with {way.draft}, g = ")
+    assert content["verdict"].startswith(f"Draft with {chosen.draft}, g = ")
 
 
-def test_the_table_is_of_prompts_that_are_not_measured_with(target: Any, tmp_path: Path) -> None:
-    found = made(target, tmp_path / "tune.json", 30.0)
-    measured, held = ({id(one) for one in some} for some in (found.prompts, found.held))
-    assert not measured & held
+def test_the_ngram_table_is_fitted_to_prompts_that_nothing_is_measured_with(
+    target: Any, tmp_path: Path
+) -> None:
+    tuned = make_tuning(target, tmp_path / "tune.json", 30.0)
+    measured, fitted = ({id(one) for one in some} for some in (tuned.prompts, tuned.ngram_prompts))
+    assert not measured & fitted
     few = Tuning(
-        [side(target)], asked(7), TunePlan(SamplingParams()), Budget(9), Results(None, "tune", {}), fit=True
+        [decoder_set(target)],
+        prompts(7),
+        TunePlan(SamplingParams()),
+        Budget(9),
+        Results(None, "tune", {}),
+        fit_ngram=True,
     )
-    assert (len(few.held), len(few.prompts)) == (0, 7)
-    (why,) = few.findings.untried.values()
-    assert why == "7 prompts are too few to hold some back; it takes 8"
+    assert (len(few.ngram_prompts), len(few.prompts)) == (0, 7)
+    (reason,) = few.findings.skipped.values()
+    assert reason == "7 prompts are too few to hold some back; it takes 8"
 
 
-def test_sampled_texts_try_the_other_rule(
+def test_with_sampling_the_block_rule_is_measured_too(
     target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "RACED", 0.7)
-    found = made(target, tmp_path / "tune.json", 12.0, batches=())
-    found.plan = TunePlan(SamplingParams(temperature=0.5), tokens=32, batches=())
-    del found.sides[0].drafts["lookup"]
-    found.findings.known = [one for one in found.findings.known if one.draft != "lookup"]
-    found.run()
-    assert found.findings.choice.way.draft == "ngram"
-    (block,) = [one for one in found.findings.candidates() if one.rule == "block"]
-    assert (block.draft, block.length) == ("ngram", found.findings.choice.way.length)
+    monkeypatch.setattr(tuning, "RACE_END", 0.7)
+    tuned = make_tuning(target, tmp_path / "tune.json", 12.0, batches=())
+    tuned.plan = TunePlan(SamplingParams(temperature=0.5), max_new_tokens=32, batches=())
+    del tuned.decoder_sets[0].by_draft["lookup"]
+    findings = tuned.findings
+    findings.candidates = [one for one in findings.candidates if one.draft != "lookup"]
+    tuned.run()
+    assert findings.choice.candidate.draft == "ngram"
+    (block,) = [one for one in findings.results() if one.rule == "block"]
+    assert (block.draft, block.num_draft_tokens) == ("ngram", findings.choice.candidate.num_draft_tokens)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_a_race_leaves_time_for_larger_batches(target: Any, temperature: float) -> None:
-    plan, ends = TunePlan(SamplingParams(temperature=temperature)), []
-    found = Tuning([side(target)], asked(8), plan, Budget(9), Results(None, "tune", {}))
-    found.time()
-    found._race = lambda ways, share: ends.append(share)  # type: ignore[method-assign]
-    found.race()
-    assert ends == [tuning.RACED]
-    assert tuning.RACED < tuning.JUDGED < 1
+    plan, shares = TunePlan(SamplingParams(temperature=temperature)), []
+    tuned = Tuning([decoder_set(target)], prompts(8), plan, Budget(9), Results(None, "tune", {}))
+    tuned.time_target()
+    tuned._race = lambda candidates, share: shares.append(share)  # type: ignore[method-assign]
+    tuned.race()
+    assert shares == [tuning.RACE_END]
+    assert tuning.RACE_END < tuning.RULE_END < 1
 
 
-def test_no_time_at_all_is_said(target: Any, tmp_path: Path) -> None:
+def test_without_time_the_result_is_unknown(target: Any, tmp_path: Path) -> None:
     now = iter(range(0, 100000, 50))
-    found = made(target, tmp_path / "tune.json", 1.0)
-    found.budget = Budget(1.0, lambda: float(next(now)))
-    found.run()
-    assert found.findings.verdict().startswith(
+    tuned = make_tuning(target, tmp_path / "tune.json", 1.0)
+    tuned.budget = Budget(1.0, lambda: float(next(now)))
+    tuned.run()
+    assert tuned.findings.verdict().startswith(
         "Whether it pays is not known: there was no time to measure whole texts in 1 s; about "
     )
     assert load(tmp_path / "tune.json")["chosen"] is None
 
 
-def test_the_time_that_would_do_is_enough(target: Any, tmp_path: Path) -> None:
-    short = made(target, tmp_path / "tune.json", 1e-6)
+def test_the_recommended_budget_is_enough(target: Any, tmp_path: Path) -> None:
+    short = make_tuning(target, tmp_path / "tune.json", 1e-6)
     short.run()
-    assert short.findings.unknown() is not None
-    found = made(target, tmp_path / "tune.json", 2 * short.enough() + 1)
-    found.run()
-    assert found.findings.unknown() is None
+    assert short.findings.undecided_reason() is not None
+    tuned = make_tuning(target, tmp_path / "tune.json", 2 * short.sufficient_budget() + 1)
+    tuned.run()
+    assert tuned.findings.undecided_reason() is None
 
 
-def test_drafts_that_guess_nothing_are_left_out(target: Any, tmp_path: Path) -> None:
-    """Prompts in which nothing comes twice, and texts too short for it."""
-    found = made(target, tmp_path / "tune.json", 10.0)
-    found.sides[0].drafts = {"lookup": Decoder(found.sides[0].plain.scorer, LookupDrafter(9, 9))}
-    found.held, found.prompts = [], [Asked([1], "all") for _ in range(5)]
-    found.tokens = 8
-    found.time()
-    found.foresee()
-    assert "drafted nothing" in found.findings.dropped.values()
+def test_a_draft_that_proposes_nothing_is_dropped(target: Any, tmp_path: Path) -> None:
+    """Nothing repeats in these prompts and short texts, so prompt lookup finds no match."""
+    tuned = make_tuning(target, tmp_path / "tune.json", 10.0)
+    decoders = tuned.decoder_sets[0]
+    decoders.by_draft = {"lookup": Decoder(decoders.baseline.scorer, LookupDrafter(9, 9))}
+    tuned.ngram_prompts, tuned.prompts = [], [Prompt([1], "all") for _ in range(5)]
+    tuned.max_new_tokens = 8
+    tuned.time_target()
+    tuned.measure_acceptance()
+    assert "drafted nothing" in tuned.findings.dropped.values()
 
 
-def test_a_long_choice_is_looked_at_with_more_rows_at_its_own_length(target: Any, tmp_path: Path) -> None:
-    found = made(target, tmp_path / "tune.json", 600.0)
-    found.time()
-    found.findings.beta["lookup"] = [np.ones(64), np.ones(64)]
-    way = Setting("lookup", "12", "token", "float32")
-    found.findings.add(way)
-    found.findings.choice = Choice(way, {})
-    found.crowd()
-    (one,) = found.findings.crowds
-    assert (one.length, one.batch) == ("12", 2)
-    assert {each.n for each in found.costs.passes["float32", 2]} == {1, 3, 6, 13}
-    iterations = found.costs.iterations(found.sides[0], "lookup", 1.0, 2)
-    replay = Replay(found.findings.beta["lookup"], iterations, iterations[0], 2)
-    assert one.expected == replay.fixed(12)[0] != replay.fixed(5)[0]
+def test_larger_batches_are_timed_at_the_chosen_number_of_draft_tokens(target: Any, tmp_path: Path) -> None:
+    tuned = make_tuning(target, tmp_path / "tune.json", 600.0)
+    tuned.time_target()
+    tuned.findings.beta["lookup"] = [np.ones(64), np.ones(64)]
+    chosen = Candidate("lookup", "12", "token", "float32")
+    tuned.findings.add(chosen)
+    tuned.findings.choice = Choice(chosen, {})
+    tuned.expect_larger_batches()
+    (result,) = tuned.findings.larger_batches
+    assert (result.num_draft_tokens, result.batch) == ("12", 2)
+    assert {each.n for each in tuned.costs.passes["float32", 2]} == {1, 3, 6, 13}
+    step_seconds = tuned.costs.step_seconds(tuned.decoder_sets[0], "lookup", 1.0, 2)
+    replay = Replay(tuned.findings.beta["lookup"], step_seconds, step_seconds[0], 2)
+    assert result.expected == replay.fixed(12)[0] != replay.fixed(5)[0]
 
 
-def test_passes_are_bounded_by_those_that_were_timed() -> None:
+def test_the_time_of_passes_is_bounded_by_timed_passes() -> None:
     costs = Costs(SamplingParams())
     costs.passes["float32", 1] = [Pass(1, 1, 10.0), Pass(1, 3, 14.0), Pass(1, 9, 30.0)]
-    assert costs.longest("float32", (1,)) == pytest.approx(0.010)
-    assert costs.longest("float32", (1, 2, 3)) == pytest.approx(0.010 + 0.014 + 0.014)
-    assert costs.longest("float32", (6,)) == pytest.approx(0.028)  # twice three
-    assert costs.longest("float32", (17,)) == pytest.approx(0.060)
+    assert costs.upper_bound("float32", (1,)) == pytest.approx(0.010)
+    assert costs.upper_bound("float32", (1, 2, 3)) == pytest.approx(0.010 + 0.014 + 0.014)
+    assert costs.upper_bound("float32", (6,)) == pytest.approx(0.028)  # two passes over 3 tokens
+    assert costs.upper_bound("float32", (17,)) == pytest.approx(0.060)
 
 
-def test_no_length_of_a_draft_that_cannot_pay_is_raced(
+def test_no_candidate_of_a_draft_that_cannot_pay_is_raced(
     target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though that of a single length is known less well."""
-    found = made(target, tmp_path / "tune.json", 30.0)
-    found.time()
-    found.costs.time_step(found.sides[0], "lookup")
-    found.findings.beta["lookup"] = [np.zeros(32), np.zeros(32)]
-    monkeypatch.setattr(Replay, "chosen", lambda self: (0.9, (0.89, 0.91)))
+    """The interval of a fixed number is wider here, but the draft cannot pay even per text."""
+    tuned = make_tuning(target, tmp_path / "tune.json", 30.0)
+    tuned.time_target()
+    tuned.costs.time_drafting(tuned.decoder_sets[0], "lookup")
+    tuned.findings.beta["lookup"] = [np.zeros(32), np.zeros(32)]
+    monkeypatch.setattr(Replay, "best_per_text", lambda self: (0.9, (0.89, 0.91)))
     monkeypatch.setattr(Replay, "fixed", lambda self, g: (0.8, (0.4, 1.2)))
-    found._foresee(found.sides[0], "lookup")
-    ways = [way for way in found.findings.known if way.draft == "lookup"]
-    assert len(ways) == 2
-    assert set(ways) <= set(found.findings.dropped)
+    tuned._expect(tuned.decoder_sets[0], "lookup")
+    candidates = [one for one in tuned.findings.candidates if one.draft == "lookup"]
+    assert len(candidates) == 2
+    assert set(candidates) <= set(tuned.findings.dropped)

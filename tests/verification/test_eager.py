@@ -1,4 +1,4 @@
-"""Given the same noise, the batched rules decide as the oracle does, row by row."""
+"""With the same noise, the batched rules decide as the oracle does, row by row."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def decide(
     noise: dict[str, Any],
     lenience: float,
 ) -> tuple[int, int]:
-    """One row by the oracle. A row that drafted nothing is plain decoding under every rule."""
+    """Return the oracle's decision for one row.
+
+    A row without draft tokens is decoded without speculation under every rule.
+    """
     if rule == "match" or not tokens:
         return oracle.match(tokens, target, noise["gumbel"][: len(target)])
     r, u = noise["r"], noise["u"]
@@ -48,7 +51,7 @@ def decide(
 
 
 def noise_of(seed: int, start: int, g: int, V: int) -> dict[str, Any]:
-    """What `verify` draws for a row, as the oracle takes it."""
+    """Return the random numbers that `verify` uses for a row, in the oracle's form."""
     key, first = torch.tensor(seed), torch.tensor(start)
     positions = first + torch.arange(g + 1)
     return {
@@ -61,7 +64,10 @@ def noise_of(seed: int, start: int, g: int, V: int) -> dict[str, Any]:
 def blocks(
     B: int, g: int, V: int, sharpness: float = 1.0, masked: float = 0.0, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random drafts from random logits; a share of the vocabulary is impossible, differently for p and q."""
+    """Return random draft tokens and logits.
+
+    A share ``masked`` of the vocabulary is impossible, other tokens for p than for q.
+    """
 
     def logits(n: int) -> Tensor:
         z = sharpness * torch.randn(B, n, V, dtype=torch.float64)
@@ -76,7 +82,7 @@ def blocks(
     return tokens, draft, target
 
 
-def agree(
+def assert_equals_oracle(
     rule: str, tokens: Tensor, draft: Tensor | None, target: Tensor, lengths: list[int], lenience: float = 1.0
 ) -> None:
     B, g, V = target.shape[0], target.shape[1] - 1, target.shape[2]
@@ -105,14 +111,14 @@ def test_decisions_equal_the_oracles(rule: str, g: int, V: int, soft: bool) -> N
     B = 60 if V < 1000 else 8
     for masked in (0.0, 0.5):
         tokens, draft, target = blocks(B, g, V, masked=masked)
-        agree(rule, tokens, draft if soft else None, target, [b % (g + 1) for b in range(B)])
+        assert_equals_oracle(rule, tokens, draft if soft else None, target, [b % (g + 1) for b in range(B)])
 
 
 @pytest.mark.parametrize("lenience", [0.9, 0.3, 0.01])
 @pytest.mark.parametrize("soft", [True, False])
 def test_lenient_decisions_equal_the_oracles(lenience: float, soft: bool) -> None:
     tokens, draft, target = blocks(200, 4, 6, sharpness=2.0, masked=0.2)
-    agree("token", tokens, draft if soft else None, target, [4] * 200, lenience)
+    assert_equals_oracle("token", tokens, draft if soft else None, target, [4] * 200, lenience)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -125,16 +131,18 @@ def test_lenient_decisions_equal_the_oracles(lenience: float, soft: bool) -> Non
     st.booleans(),
     st.integers(0, 2**31),
 )
-def test_decisions_equal_the_oracles_anywhere(
+def test_decisions_equal_the_oracles_for_random_inputs(
     rule: str, g: int, V: int, sharpness: float, masked: float, soft: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
     tokens, draft, target = blocks(6, g, V, sharpness, masked)
-    agree(rule, tokens, draft if soft else None, target, torch.randint(g + 1, (6,)).tolist())
+    assert_equals_oracle(rule, tokens, draft if soft else None, target, torch.randint(g + 1, (6,)).tolist())
 
 
-def steady(rule: str, tokens: list[int], draft: list[Row], target: list[Row], noise: dict[str, Any]) -> Any:
-    """The oracle's decision, or None where noise a hair away would change it."""
+def stable_decision(
+    rule: str, tokens: list[int], draft: list[Row], target: list[Row], noise: dict[str, Any]
+) -> Any:
+    """Return the oracle's decision, or None where slightly different noise would change it."""
     answers = set()
     for nudge in (-2e-5, 0.0, 2e-5):
         near = {name: [x * (1 + nudge) for x in noise[name]] for name in "ru"}
@@ -158,7 +166,7 @@ def test_lower_precision_decides_alike_except_at_near_ties(rule: str, dtype: tor
     ties = 0
     for b in range(B):
         noise = noise_of(b, 9, g, V)
-        expected = steady(rule, tokens[b].tolist(), draft[b].tolist(), target[b].tolist(), noise)
+        expected = stable_decision(rule, tokens[b].tolist(), draft[b].tolist(), target[b].tolist(), noise)
         ties += expected is None
         if expected is not None:
             assert (int(verdict.accepted[b]), int(verdict.next_token[b])) == expected
@@ -166,30 +174,30 @@ def test_lower_precision_decides_alike_except_at_near_ties(rule: str, dtype: tor
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_verdicts_do_not_depend_on_how_the_work_is_cut(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_do_not_depend_on_the_chunk_size(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, draft, target = blocks(23, 3, 11)
-    draft[5:9] = target[5:9, :3]  # nothing is left over where these lose a draft
+    draft[5:9] = target[5:9, :3]  # a rejection leaves no residual in these rows
     whole = outpace.verify(tokens, draft, target, rule=rule, seed=list(range(23)))
     for piece in (1, 100, 200):
         monkeypatch.setattr(eager, "PIECE", piece)
-        monkeypatch.setattr(eager, "LONG", 12 if piece == 100 else 1)
-        cut = outpace.verify(tokens, draft, target, rule=rule, seed=list(range(23)))
-        assert torch.equal(cut.accepted, whole.accepted)
-        assert torch.equal(cut.next_token, whole.next_token)
+        monkeypatch.setattr(eager, "LARGE_VOCAB", 12 if piece == 100 else 1)
+        chunked = outpace.verify(tokens, draft, target, rule=rule, seed=list(range(23)))
+        assert torch.equal(chunked.accepted, whole.accepted)
+        assert torch.equal(chunked.next_token, whole.next_token)
 
 
-def test_stored_logsumexp_changes_nothing() -> None:
+def test_passing_draft_lse_does_not_change_the_verdict() -> None:
     tokens, draft, target = blocks(50, 4, 30)
     for rule in ("token", "block", "rejection"):
-        plain = outpace.verify(tokens, draft, target, rule=rule, seed=3)
-        kept = outpace.verify(tokens, draft, target, rule=rule, seed=3, draft_lse=draft.logsumexp(-1))
-        assert torch.equal(plain.accepted, kept.accepted)
-        assert torch.equal(plain.next_token, kept.next_token)
+        without_lse = outpace.verify(tokens, draft, target, rule=rule, seed=3)
+        with_lse = outpace.verify(tokens, draft, target, rule=rule, seed=3, draft_lse=draft.logsumexp(-1))
+        assert torch.equal(without_lse.accepted, with_lse.accepted)
+        assert torch.equal(without_lse.next_token, with_lse.next_token)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rejected_token_is_never_resampled_at_equal_p_and_q(rule: str) -> None:
-    """p = q up to rounding leaves an empty residual; the draw then comes from p."""
+    """If p = q up to rounding, the residual is empty, and the next token is sampled from p."""
     tokens, draft, _ = blocks(500, 3, 8, dtype=torch.float32)
     target = torch.cat((draft + 1000.0, torch.randn(500, 1, 8)), 1)  # the same softmax, rounded otherwise
     verdict = outpace.verify(tokens, draft, target, rule=rule, seed=list(range(500)))
@@ -202,7 +210,7 @@ def test_rejected_token_is_never_resampled_at_equal_p_and_q(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "match", "rejection"])
-def test_greedy_targets_keep_exactly_the_argmax(rule: str) -> None:
+def test_greedy_target_accepts_exactly_its_argmax(rule: str) -> None:
     tokens, _draft, target = blocks(100, 4, 5)
     tokens = torch.where(torch.rand(100, 4) < 0.7, target[:, :4].argmax(-1), tokens)
     verdict = outpace.verify(
@@ -214,7 +222,7 @@ def test_greedy_targets_keep_exactly_the_argmax(rule: str) -> None:
 
 
 @pytest.mark.parametrize("lenience", [1.0, 0.7, 0.2])
-def test_greedy_lenience_keeps_what_is_near_the_top(lenience: float) -> None:
+def test_greedy_lenience_accepts_tokens_near_the_largest_probability(lenience: float) -> None:
     tokens, draft, target = blocks(300, 4, 5)
     sampling = outpace.SamplingParams(temperature=0)
     verdict = outpace.verify(tokens, draft, target, lenience=lenience, seed=1, sampling=sampling)
@@ -224,58 +232,62 @@ def test_greedy_lenience_keeps_what_is_near_the_top(lenience: float) -> None:
         assert (int(verdict.accepted[b]), int(verdict.next_token[b])) == expected
 
 
-def test_greedy_lenience_looks_at_p_after_penalties() -> None:
+def test_greedy_lenience_compares_probabilities_after_penalties() -> None:
     target = torch.tensor([[[2.0, 1.9, -5.0]] * 2])
     sampling = outpace.SamplingParams(temperature=0, repetition_penalty=2.0)
-    fresh = outpace.verify(torch.tensor([[1]]), None, target, lenience=0.8, seed=0, sampling=sampling)
-    assert fresh.accepted.item() == 1
-    used = outpace.verify(
+    without_prefix = outpace.verify(
+        torch.tensor([[1]]), None, target, lenience=0.8, seed=0, sampling=sampling
+    )
+    assert without_prefix.accepted.item() == 1
+    with_prefix = outpace.verify(
         torch.tensor([[1]]), None, target, lenience=0.8, seed=0, sampling=sampling, prefix=[[1, 1]]
     )
-    assert used.accepted.item() == 0
+    assert with_prefix.accepted.item() == 0
 
 
-def test_match_repeats_plain_decoding_token_for_token() -> None:
-    """Any drafts, any grouping into iterations: the text is that of g = 0."""
+def test_match_equals_decoding_without_speculation_token_for_token() -> None:
+    """The text equals that of g = 0, for any draft tokens and any grouping into steps."""
     V, length, rows = 6, 12, 40
     table = torch.randn(V, V)
     seed = torch.arange(rows)
 
-    def generate(g: int, good: float) -> list[list[int]]:
+    def generate(g: int, hit_rate: float) -> list[list[int]]:
         texts = [[0] for _ in range(rows)]
         while min(map(len, texts)) <= length:
             last = torch.tensor([text[-1] for text in texts])
             drafts = torch.randint(V, (rows, g))
-            before = torch.cat((last[:, None], drafts), 1)
-            for i in range(g):  # some drafters guess well
-                own = random.race(
-                    table[before[:, i]], random.gumbel(seed, torch.tensor(list(map(len, texts))) + i, V)
+            context = torch.cat((last[:, None], drafts), 1)
+            for i in range(g):  # a share of the draft tokens is right
+                target_tokens = random.race(
+                    table[context[:, i]], random.gumbel(seed, torch.tensor(list(map(len, texts))) + i, V)
                 )
-                hit = torch.rand(rows) < good
-                drafts[:, i] = torch.where(hit, own, drafts[:, i])
-                before[:, i + 1] = drafts[:, i]
+                hit = torch.rand(rows) < hit_rate
+                drafts[:, i] = torch.where(hit, target_tokens, drafts[:, i])
+                context[:, i + 1] = drafts[:, i]
             verdict = outpace.verify(
-                drafts, None, table[before], rule="match", seed=seed, position=[len(text) for text in texts]
+                drafts, None, table[context], rule="match", seed=seed, position=[len(text) for text in texts]
             )
             for b, text in enumerate(texts):
                 text += [*drafts[b, : int(verdict.accepted[b])].tolist(), int(verdict.next_token[b])]
         return [text[: length + 1] for text in texts]
 
-    plain = generate(0, 0.0)
-    assert plain == [[int(t) for t in text] for text in plain]
-    for g, good in ((1, 0.0), (3, 0.5), (5, 1.0)):
-        assert generate(g, good) == plain
+    baseline = generate(0, 0.0)
+    assert baseline == [[int(t) for t in text] for text in baseline]
+    for g, hit_rate in ((1, 0.0), (3, 0.5), (5, 1.0)):
+        assert generate(g, hit_rate) == baseline
 
 
-def test_rows_without_drafts_are_plain_decoding_under_every_rule() -> None:
+def test_rows_without_draft_tokens_decode_without_speculation_under_every_rule() -> None:
     tokens, draft, target = blocks(30, 3, 9)
     seeds = list(range(30))
-    plain = outpace.verify(tokens[:, :0], None, target[:, :1], seed=seeds, position=4)
+    baseline = outpace.verify(tokens[:, :0], None, target[:, :1], seed=seeds, position=4)
     for rule in RULES:
-        none = outpace.verify(tokens[:, :0], draft[:, :0], target[:, :1], rule=rule, seed=seeds, position=4)
+        no_drafts = outpace.verify(
+            tokens[:, :0], draft[:, :0], target[:, :1], rule=rule, seed=seeds, position=4
+        )
         ragged = outpace.verify(tokens, draft, target, rule=rule, seed=seeds, position=4, lengths=[0, 3] * 15)
-        assert torch.equal(none.next_token, plain.next_token)
-        assert torch.equal(ragged.next_token[::2], plain.next_token[::2])
+        assert torch.equal(no_drafts.next_token, baseline.next_token)
+        assert torch.equal(ragged.next_token[::2], baseline.next_token[::2])
         assert (ragged.accepted[::2] == 0).all()
 
 
@@ -300,7 +312,7 @@ def test_a_row_does_not_depend_on_its_neighbours(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_what_lies_past_a_rows_drafts_is_not_looked_at(rule: str) -> None:
+def test_tokens_and_logits_past_the_length_of_a_row_are_ignored(rule: str) -> None:
     tokens, draft, target = blocks(8, 3, 9)
     lengths = [0, 1, 2, 3] * 2
     before = outpace.verify(tokens, draft, target, rule=rule, seed=2, lengths=lengths)
@@ -316,27 +328,27 @@ def test_what_lies_past_a_rows_drafts_is_not_looked_at(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_unusable_logits_flag_their_row_alone(rule: str, poison: float, place: int) -> None:
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_unusable_logits_flag_their_row_alone(rule: str, poison: float, position: int) -> None:
     tokens, draft, target = blocks(5, 2, 7)
-    sound = outpace.verify(tokens, draft, target, rule=rule, seed=6)
-    spoilt = target.clone()
-    spoilt[3, place, slice(None) if poison == -math.inf else 4] = poison
-    verdict = outpace.verify(tokens, draft, spoilt, rule=rule, seed=6)
+    clean = outpace.verify(tokens, draft, target, rule=rule, seed=6)
+    poisoned = target.clone()
+    poisoned[3, position, slice(None) if poison == -math.inf else 4] = poison
+    verdict = outpace.verify(tokens, draft, poisoned, rule=rule, seed=6)
     assert verdict.bad.tolist() == [False, False, False, True, False]
     assert verdict.accepted[3] == verdict.next_token[3] == 0
     others = [0, 1, 2, 4]
-    assert torch.equal(verdict.accepted[others], sound.accepted[others])
-    assert torch.equal(verdict.next_token[others], sound.next_token[others])
-    if place < 2 and rule != "match":
-        spoilt = draft.clone()
-        spoilt[3, place, slice(None) if poison == -math.inf else 4] = poison
-        verdict = outpace.verify(tokens, spoilt, target, rule=rule, seed=6)
+    assert torch.equal(verdict.accepted[others], clean.accepted[others])
+    assert torch.equal(verdict.next_token[others], clean.next_token[others])
+    if position < 2 and rule != "match":
+        poisoned = draft.clone()
+        poisoned[3, position, slice(None) if poison == -math.inf else 4] = poison
+        verdict = outpace.verify(tokens, poisoned, target, rule=rule, seed=6)
         assert verdict.bad.tolist() == [False, False, False, True, False]
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_unusable_draft_logits_are_flagged_beside_a_stored_logsumexp(poison: float) -> None:
+def test_unusable_draft_logits_are_flagged_when_draft_lse_is_passed(poison: float) -> None:
     tokens, draft, target = blocks(2, 2, 7)
     lse = draft.logsumexp(-1)
     draft[0, 0, 4] = poison
@@ -352,11 +364,11 @@ def test_a_sigmoid_that_underflows_everywhere_is_flagged() -> None:
     target[1] = 0
     tokens = torch.zeros(3, 1, dtype=torch.int64)
     verdict = outpace.verify(tokens, None, target, rule="sigmoid(-1, 1)", seed=0, lengths=[1, 1, 0])
-    assert verdict.bad.tolist() == [True, False, False]  # the last row is plain decoding
+    assert verdict.bad.tolist() == [True, False, False]  # the last row is decoded without speculation
     assert verdict.next_token[2] != 4
 
 
-def test_unusable_logits_are_flagged_through_sampling_too() -> None:
+def test_unusable_logits_are_flagged_with_sampling_parameters() -> None:
     tokens, draft, target = blocks(2, 2, 7)
     target[1, 0, 2] = math.nan
     for sampling in (
@@ -367,12 +379,12 @@ def test_unusable_logits_are_flagged_through_sampling_too() -> None:
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "match", "rejection"])
-def test_impossible_tokens_never_come_out(rule: str) -> None:
+def test_impossible_tokens_are_never_output(rule: str) -> None:
     tokens, draft, target = blocks(2000, 2, 6, masked=0.5)
     verdict = outpace.verify(tokens, draft, target, rule=rule, seed=list(range(2000)))
     for i in range(2):
-        kept = verdict.accepted > i
-        assert target[kept, i].gather(-1, tokens[kept, i : i + 1]).isfinite().all()
+        accepted = verdict.accepted > i
+        assert target[accepted, i].gather(-1, tokens[accepted, i : i + 1]).isfinite().all()
     last = target[torch.arange(2000), verdict.accepted]
     assert last.gather(-1, verdict.next_token[:, None]).isfinite().all()
 
@@ -381,9 +393,9 @@ def test_impossible_tokens_never_come_out(rule: str) -> None:
 def test_extreme_logits_are_decided_as_small_ones(scale: float) -> None:
     tokens, draft, target = blocks(200, 2, 6, dtype=torch.float32)
     shifted = outpace.verify(tokens, draft, (target * 8).round() / 8 + 8192, seed=list(range(200)))
-    plain = outpace.verify(tokens, draft, (target * 8).round() / 8, seed=list(range(200)))
-    assert torch.equal(shifted.accepted, plain.accepted)
-    assert torch.equal(shifted.next_token, plain.next_token)
+    unshifted = outpace.verify(tokens, draft, (target * 8).round() / 8, seed=list(range(200)))
+    assert torch.equal(shifted.accepted, unshifted.accepted)
+    assert torch.equal(shifted.next_token, unshifted.next_token)
     corners = torch.where(torch.rand(200, 3, 6) < 0.5, scale, -scale)
     corners.scatter_(-1, torch.randint(6, (200, 3, 1)), scale)
     for rule in RULES:
@@ -391,16 +403,18 @@ def test_extreme_logits_are_decided_as_small_ones(scale: float) -> None:
         assert not verdict.bad.any()
 
 
-@pytest.mark.parametrize("V", [40, eager.LONG])  # shorter rows are decided together
+@pytest.mark.parametrize(
+    "V", [40, eager.LARGE_VOCAB]
+)  # with smaller vocabularies all rows are verified together
 @pytest.mark.parametrize("soft", [True, False])
 @pytest.mark.parametrize("lenience", [1.0, 0.4])
-def test_going_only_as_far_as_drafts_are_kept_decides_alike(V: int, soft: bool, lenience: float) -> None:
+def test_stop_at_rejection_gives_the_same_verdict(V: int, soft: bool, lenience: float) -> None:
     B, g = 60, 4
     tokens, draft, target = blocks(B, g, V, dtype=torch.float32)
-    target[: B // 2, :g] = draft[: B // 2] + 0.3 * torch.randn(B // 2, g, V)  # so that some are kept
+    target[: B // 2, :g] = draft[: B // 2] + 0.3 * torch.randn(B // 2, g, V)  # so that some are accepted
     lengths = torch.arange(B) % (g + 1)
     seed = torch.arange(B)
-    whole = Block(
+    block = Block(
         tokens,
         draft if soft else None,
         target,
@@ -409,19 +423,19 @@ def test_going_only_as_far_as_drafts_are_kept_decides_alike(V: int, soft: bool, 
         seed + 7,
         lengths,
     )
-    expected = eager.verify(whole, parse("token"), lenience)
-    found = eager.verify(dataclasses.replace(whole, in_turn=True), parse("token"), lenience)
+    expected = eager.verify(block, parse("token"), lenience)
+    found = eager.verify(dataclasses.replace(block, stop_at_rejection=True), parse("token"), lenience)
     assert len(set(expected.accepted.tolist())) > 2 or not soft
     assert torch.equal(found.accepted, expected.accepted)
     assert torch.equal(found.next_token, expected.next_token)
     assert not found.bad.any()
 
 
-@pytest.mark.parametrize("V", [40, eager.LONG])
-def test_in_turn_only_logits_that_were_looked_at_can_spoil_a_row(V: int) -> None:
+@pytest.mark.parametrize("V", [40, eager.LARGE_VOCAB])
+def test_with_stop_at_rejection_logits_past_the_rejection_do_not_flag_a_row(V: int) -> None:
     g, rows = 3, 2
     target, draft = torch.zeros(rows, g + 1, V), torch.zeros(rows, g, V)
-    target[:, 1, 5] = -torch.inf  # the second draft is lost for certain
+    target[:, 1, 5] = -torch.inf  # the second draft token is always rejected
     tokens = torch.full((rows, g), 5)
     target[0, 2] = math.nan
     target[1, 1] = math.nan
@@ -435,6 +449,6 @@ def test_in_turn_only_logits_that_were_looked_at_can_spoil_a_row(V: int) -> None
         zeros + 7,
     )
     assert eager.verify(block, parse("token")).bad.tolist() == [True, True]
-    verdict = eager.verify(dataclasses.replace(block, in_turn=True), parse("token"))
+    verdict = eager.verify(dataclasses.replace(block, stop_at_rejection=True), parse("token"))
     assert verdict.bad.tolist() == [False, True]
     assert verdict.accepted.tolist() == [1, 0]

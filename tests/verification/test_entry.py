@@ -1,4 +1,4 @@
-"""`outpace.verify` as a user meets it: arguments, errors, sampling inside, processors with state."""
+"""The public function `outpace.verify`: arguments, errors, sampling parameters, processors with state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.sampling.test_params import Alternate
 B, G, V = 3, 2, 5
 
 
-def given(**changes: Any) -> dict[str, Any]:
+def make_arguments(**changes: Any) -> dict[str, Any]:
     arguments = {
         "draft_tokens": torch.zeros(B, G, dtype=torch.int64),
         "draft_logits": torch.randn(B, G, V),
@@ -106,16 +106,16 @@ def given(**changes: Any) -> dict[str, Any]:
             "prefix: missing",
         ),
     ],
-    ids=lambda value: None if isinstance(value, type) else str(value)[:40].replace("\n", " "),
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
 )
-def test_arguments_that_do_not_fit_are_named(
+def test_wrong_arguments_raise_errors_that_name_them(
     changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        outpace.verify(**given(**changes))
+        outpace.verify(**make_arguments(**changes))
 
 
-def test_the_package_is_the_function() -> None:
+def test_verify_is_a_function_of_the_package() -> None:
     import outpace.verification.eager as by_path
 
     assert callable(outpace.verify)
@@ -128,7 +128,7 @@ def test_the_package_is_the_function() -> None:
 
 
 def test_tokens_may_be_int32_and_seeds_any_64_bits() -> None:
-    arguments = given(seed=[2**64 - 1, -1, 0])
+    arguments = make_arguments(seed=[2**64 - 1, -1, 0])
     first = outpace.verify(**arguments)
     arguments["draft_tokens"] = arguments["draft_tokens"].int()
     second = outpace.verify(**arguments)
@@ -145,17 +145,17 @@ def test_no_rows_give_an_empty_verdict() -> None:
         assert verdict.accepted.shape == verdict.next_token.shape == verdict.bad.shape == (0,)
 
 
-def test_seed_decides_and_no_seed_follows_pytorchs() -> None:
-    arguments = given(
+def test_a_seed_fixes_the_output_and_no_seed_uses_pytorchs_generator() -> None:
+    arguments = make_arguments(
         draft_tokens=torch.zeros(64, 0).long(), draft_logits=None, target_logits=torch.zeros(64, 1, 50)
     )
     fixed = [outpace.verify(**arguments | {"seed": list(range(64))}).next_token for _ in range(2)]
     assert torch.equal(*fixed)
-    moved = outpace.verify(**arguments | {"seed": list(range(64)), "position": 1}).next_token
-    assert not torch.equal(fixed[0], moved)
+    other_position = outpace.verify(**arguments | {"seed": list(range(64)), "position": 1}).next_token
+    assert not torch.equal(fixed[0], other_position)
     fresh = [outpace.verify(**arguments | {"seed": None}).next_token for _ in range(2)]
     assert not torch.equal(*fresh)
-    assert len(set(fresh[0].tolist())) > 10  # every row has a seed of its own
+    assert len(set(fresh[0].tolist())) > 10  # every row has its own seed
     again = []
     for _ in range(2):
         torch.manual_seed(5)
@@ -163,7 +163,7 @@ def test_seed_decides_and_no_seed_follows_pytorchs() -> None:
     assert torch.equal(*again)
 
 
-def test_sampling_inside_equals_sampling_before() -> None:
+def test_sampling_parameters_inside_verify_equal_logits_adjusted_before() -> None:
     rows = [
         SamplingParams(temperature=0.5),
         SamplingParams(top_k=2, repetition_penalty=1.5),
@@ -175,7 +175,7 @@ def test_sampling_inside_equals_sampling_before() -> None:
         SamplingParams(frequency_penalty=0.3),
     ]
     prefix = Prefix.of([[1, 2], [3], [0, 0, 4]])
-    arguments = given(prefix=prefix)
+    arguments = make_arguments(prefix=prefix)
     inside = outpace.verify(**arguments, sampling=rows, draft_sampling=draft_rows)
     tokens = arguments["draft_tokens"]
     arguments["target_logits"] = adjust(arguments["target_logits"], rows, prefix, tokens)
@@ -186,7 +186,7 @@ def test_sampling_inside_equals_sampling_before() -> None:
 
 
 def test_position_is_by_default_the_length_of_the_prefix() -> None:
-    arguments = given(seed=9)
+    arguments = make_arguments(seed=9)
     by_prefix = outpace.verify(**arguments, prefix=[[1], [2, 2], []])
     by_hand = outpace.verify(**arguments, position=[1, 2, 0])
     assert torch.equal(by_prefix.next_token, by_hand.next_token)
@@ -208,18 +208,18 @@ def test_rules_by_name_and_by_object_are_the_same() -> None:
             outpace.Rule(wrong)
 
 
-def test_processors_with_state_end_where_plain_decoding_would_have_left_them() -> None:
-    """Speculation shows a processor drafts that are then thrown away; its state must forget them."""
+def test_stateful_processors_end_in_the_state_of_decoding_without_speculation() -> None:
+    """Speculation shows a processor draft tokens that are then rejected; its state must not keep them."""
     table = torch.randn(7, 7)
     processor = Alternate()
     text, calls = [3], 0
     while len(text) < 40:
         drafts = torch.randint(7, (1, 3))
-        before = torch.cat((torch.tensor([[text[-1]]]), drafts), 1)
+        context = torch.cat((torch.tensor([[text[-1]]]), drafts), 1)
         verdict = outpace.verify(
             drafts,
             None,
-            table[before],
+            table[context],
             rule="match",
             seed=11,
             sampling=SamplingParams(temperature=0.8, processors=[processor]),
@@ -228,18 +228,18 @@ def test_processors_with_state_end_where_plain_decoding_would_have_left_them() -
         text += [*drafts[0, : int(verdict.accepted)].tolist(), int(verdict.next_token)]
         calls = len(text) - 1
         assert len(processor.calls) == calls
-    plain, fresh = [3], Alternate()
-    while len(plain) < len(text):
+    baseline, baseline_processor = [3], Alternate()
+    while len(baseline) < len(text):
         verdict = outpace.verify(
             torch.zeros(1, 0).long(),
             None,
-            table[torch.tensor([[plain[-1]]])],
+            table[torch.tensor([[baseline[-1]]])],
             seed=11,
-            sampling=SamplingParams(temperature=0.8, processors=[fresh]),
-            prefix=[plain],
+            sampling=SamplingParams(temperature=0.8, processors=[baseline_processor]),
+            prefix=[baseline],
         )
-        plain.append(int(verdict.next_token))
-    assert text == plain
+        baseline.append(int(verdict.next_token))
+    assert text == baseline
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_processors_with_state_end_where_plain_decoding_would_have_left_them() -
 )
 def test_one_processor_for_target_and_draft_keeps_their_states_apart(wrap: Any) -> None:
     sampling = SamplingParams(processors=[Alternate()])
-    arguments = given(draft_tokens=torch.tensor([[1, 2]]), prefix=[[4]])
+    arguments = make_arguments(draft_tokens=torch.tensor([[1, 2]]), prefix=[[4]])
     arguments["draft_logits"], arguments["target_logits"] = torch.randn(1, 2, V), torch.randn(1, 3, V)
     verdict = outpace.verify(**arguments, sampling=sampling, draft_sampling=wrap(sampling))
     (processor,) = sampling.processors
@@ -255,16 +255,16 @@ def test_one_processor_for_target_and_draft_keeps_their_states_apart(wrap: Any) 
     assert processor.calls == [4, 1, 2][: int(verdict.accepted) + 1]
 
 
-def test_a_draft_sampling_of_its_own_advances_with_the_kept_drafts() -> None:
+def test_draft_processors_advance_with_the_accepted_draft_tokens() -> None:
     processor = Alternate()
-    arguments = given(draft_tokens=torch.tensor([[1, 2]]), prefix=[[4]])
+    arguments = make_arguments(draft_tokens=torch.tensor([[1, 2]]), prefix=[[4]])
     arguments["draft_logits"], arguments["target_logits"] = torch.zeros(1, 2, V), torch.zeros(1, 3, V)
     verdict = outpace.verify(**arguments, draft_sampling=SamplingParams(processors=[processor]))
     assert processor.calls == [4, 1][: int(verdict.accepted) + 1]
 
 
-def test_off_the_cpu_rows_out_of_range_are_flagged_without_a_look() -> None:
-    """The path for other devices, run here on values: no exception, a flag."""
+def test_off_the_cpu_out_of_range_tokens_are_flagged_without_an_exception() -> None:
+    """The code for other devices runs here on CPU values: it sets a flag and raises nothing."""
 
     class Elsewhere(Tensor):
         @property
@@ -273,15 +273,15 @@ def test_off_the_cpu_rows_out_of_range_are_flagged_without_a_look() -> None:
 
     tokens = torch.tensor([[1, 9], [1, 9], [1, 2]]).as_subclass(Elsewhere)
     counts = torch.tensor([2, 1, 2])
-    kept, bad = check.tokens(tokens, counts, 5)
+    clamped, bad = check.tokens(tokens, counts, 5)
     assert bad is not None
     assert bad.tolist() == [True, False, False]
-    assert int(kept.max()) < 5
+    assert int(clamped.max()) < 5
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "match", "rejection", "sigmoid(-1, 1)"])
-def test_inputs_are_left_alone_and_gradients_not_followed(rule: str) -> None:
-    arguments = given(
+def test_inputs_are_not_changed_and_gradients_are_not_tracked(rule: str) -> None:
+    arguments = make_arguments(
         sampling=SamplingParams(top_p=0.9, repetition_penalty=1.2), draft_sampling=SamplingParams(top_k=3)
     )
     arguments["target_logits"].requires_grad_()
@@ -295,25 +295,25 @@ def test_inputs_are_left_alone_and_gradients_not_followed(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["token", "block", "match", "rejection", "sigmoid(-1, 1)"])
 def test_memory_layout_does_not_matter(rule: str) -> None:
-    arguments = given(seed=[5, 6, 7], lengths=[2, 1, 0])
-    plain = outpace.verify(**arguments, rule=rule)
+    arguments = make_arguments(seed=[5, 6, 7], lengths=[2, 1, 0])
+    contiguous = outpace.verify(**arguments, rule=rule)
     for name in ("draft_tokens", "draft_logits", "target_logits"):
         arguments[name] = arguments[name].transpose(0, -1).contiguous().transpose(0, -1)
     strided = outpace.verify(**arguments, rule=rule)
-    assert torch.equal(plain.accepted, strided.accepted)
-    assert torch.equal(plain.next_token, strided.next_token)
+    assert torch.equal(contiguous.accepted, strided.accepted)
+    assert torch.equal(contiguous.next_token, strided.next_token)
 
 
-def test_a_gap_of_20_logits_hardly_matters_to_the_sigmoid_of_the_paper() -> None:
-    """docs/rules.md quotes this."""
+def test_the_papers_sigmoid_rule_hardly_notices_a_gap_of_20_logits() -> None:
+    """docs/design/verification.md quotes this."""
     target, draft = torch.zeros(2000, 2, 3), torch.zeros(2000, 1, 3)
     draft[..., 0] = 20.0
     tokens = torch.zeros(2000, 1, dtype=torch.int64)
     seeds = list(range(2000))
-    kept = outpace.verify(tokens, draft, target, rule="sigmoid(-1e4, 1e4)", seed=seeds).accepted
-    exactly = outpace.verify(tokens, draft, target, seed=seeds).accepted
-    assert kept.float().mean() > 0.99
-    assert exactly.float().mean() < 0.4
+    approximate = outpace.verify(tokens, draft, target, rule="sigmoid(-1e4, 1e4)", seed=seeds).accepted
+    exact = outpace.verify(tokens, draft, target, seed=seeds).accepted
+    assert approximate.float().mean() > 0.99
+    assert exact.float().mean() < 0.4
 
 
 def test_docstring_example_runs() -> None:
@@ -322,6 +322,6 @@ def test_docstring_example_runs() -> None:
     assert verdict.accepted.tolist() == [2]
 
 
-def test_the_oracle_refuses_weights_that_leave_nothing_to_draw() -> None:
+def test_the_oracle_refuses_weights_that_are_all_zero() -> None:
     with pytest.raises(ValueError, match="no token has weight"):
-        oracle.draw([0.0, 0.0], 0.5)
+        oracle.sample([0.0, 0.0], 0.5)

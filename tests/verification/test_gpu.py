@@ -1,6 +1,6 @@
-"""On a CUDA device: the same words, the same decisions, the same distributions, and no waiting for the host.
+"""On a CUDA device: the same random words, decisions and distributions, and no synchronization with the host.
 
-pytest -m gpu
+Run with ``pytest -m gpu``.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ pytestmark = [
 
 
 @pytest.fixture
-def _no_waiting() -> Iterator[None]:
+def _no_host_sync() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")
 
 
-def test_words_and_uniforms_are_the_cpus() -> None:
+def test_random_words_and_uniforms_equal_the_cpus() -> None:
     seed, position, start = torch.arange(40)[:, None] * 2**33 - 7, torch.arange(50), torch.tensor(3)
     for stream in Stream:
-        here = random.words(seed, position, start, stream, blocks=9)
-        there = random.words(seed.cuda(), position.cuda(), start.cuda(), stream, blocks=9)
-        assert torch.equal(here, there.cpu())
+        cpu = random.words(seed, position, start, stream, blocks=9)
+        gpu = random.words(seed.cuda(), position.cuda(), start.cuda(), stream, blocks=9)
+        assert torch.equal(cpu, gpu.cpu())
         uniform = random.uniform(seed.cuda(), position.cuda(), start.cuda(), stream)
         assert torch.equal(random.uniform(seed, position, start, stream), uniform.cpu())
     noise = random.gumbel(seed.cuda(), position.cuda(), 1000).cpu()
@@ -45,14 +45,14 @@ def test_words_and_uniforms_are_the_cpus() -> None:
 
 @pytest.mark.parametrize("soft", [True, False])
 @pytest.mark.parametrize("rule", RULES)
-def test_decisions_are_the_cpus(rule: str, soft: bool) -> None:
+def test_decisions_equal_the_cpus(rule: str, soft: bool) -> None:
     tokens, draft, target = blocks(300, 5, 1000, masked=0.3)
     lengths = torch.arange(300) % 6
     seed, position = torch.arange(300), torch.arange(300) * 3
-    here = outpace.verify(
+    cpu = outpace.verify(
         tokens, draft if soft else None, target, rule=rule, seed=seed, position=position, lengths=lengths
     )
-    there = outpace.verify(
+    gpu = outpace.verify(
         tokens.cuda(),
         draft.cuda() if soft else None,
         target.cuda(),
@@ -61,13 +61,13 @@ def test_decisions_are_the_cpus(rule: str, soft: bool) -> None:
         position=position.cuda(),
         lengths=lengths.cuda(),
     )
-    assert torch.equal(here.accepted, there.accepted.cpu())
-    assert torch.equal(here.next_token, there.next_token.cpu())
+    assert torch.equal(cpu.accepted, gpu.accepted.cpu())
+    assert torch.equal(cpu.next_token, gpu.next_token.cpu())
 
 
-@pytest.mark.usefixtures("_no_waiting")
+@pytest.mark.usefixtures("_no_host_sync")
 @pytest.mark.parametrize("rule", RULES)
-def test_the_host_never_waits(rule: str) -> None:
+def test_verify_never_synchronizes_with_the_host(rule: str) -> None:
     B, g, V = 4, 3, 500
     tokens = torch.zeros(B, g, dtype=torch.int64, device="cuda")
     draft, target = torch.randn(B, g, V, device="cuda"), torch.randn(B, g + 1, V, device="cuda")
@@ -103,7 +103,7 @@ def test_the_host_never_waits(rule: str) -> None:
         )
 
 
-@pytest.mark.usefixtures("_no_waiting")
+@pytest.mark.usefixtures("_no_host_sync")
 def test_rows_out_of_range_are_flagged() -> None:
     tokens = torch.tensor([[1, 2], [1, 9], [1, 9], [-4, 0], [1, 2], [1, 2]]).pin_memory()
     lengths = torch.tensor([2, 2, 1, 2, 7, -3]).pin_memory()
@@ -126,15 +126,15 @@ def test_rows_out_of_range_are_flagged() -> None:
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 0.9, 1.7])
 def test_temperature_rounds_as_transformers_does(temperature: float) -> None:
     logits = torch.randn(2, 3, 5000, device="cuda")
-    theirs = TemperatureLogitsWarper(temperature)(None, logits)
-    assert torch.equal(adjust(logits, SamplingParams(temperature=temperature)), theirs)
+    expected = TemperatureLogitsWarper(temperature)(None, logits)
+    assert torch.equal(adjust(logits, SamplingParams(temperature=temperature)), expected)
 
 
-def test_adjusted_logits_are_the_cpus() -> None:
+def test_adjusted_logits_equal_the_cpus() -> None:
     logits = 3 * torch.randn(4, 3, 5000)
     tied = logits.round()
     prefix, drafted = Prefix.of([[1, 2], [3], [4, 4, 4], [0]]), torch.randint(5000, (4, 2))
-    there = Prefix.of([[1, 2], [3], [4, 4, 4], [0]], device="cuda")
+    gpu_prefix = Prefix.of([[1, 2], [3], [4, 4, 4], [0]], device="cuda")
     for sampling in (
         SamplingParams(top_k=50),
         SamplingParams(temperature=0),
@@ -147,16 +147,16 @@ def test_adjusted_logits_are_the_cpus() -> None:
         ],
     ):
         for z in (logits, tied):
-            here = adjust(z, sampling, prefix, drafted)
-            assert torch.equal(here, adjust(z.cuda(), sampling, there, drafted.cuda()).cpu())
-    # Sums in another order may move top-p's cut by a token in a row, not more.
+            expected = adjust(z, sampling, prefix, drafted)
+            assert torch.equal(expected, adjust(z.cuda(), sampling, gpu_prefix, drafted.cuda()).cpu())
+    # Sums in another order may move the cut of top-p by at most one token per row.
     for z in (logits, tied):
-        kept = [adjust(x, SamplingParams(top_p=0.9)).isfinite().sum(-1).cpu() for x in (z, z.cuda())]
-        assert (kept[0] - kept[1]).abs().max() <= 1
+        num_survivors = [adjust(x, SamplingParams(top_p=0.9)).isfinite().sum(-1).cpu() for x in (z, z.cuda())]
+        assert (num_survivors[0] - num_survivors[1]).abs().max() <= 1
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "match", "rejection", "sigmoid(-2, 2)"])
-def test_joint_distribution_holds_there_too(rule: str) -> None:
+def test_joint_distribution_is_exact_on_cuda(rule: str) -> None:
     for draft in ("soft", "point"):
         check_joint(Case(rule, 3, 2, draft=draft, ragged=True), device="cuda")
     if not rule.startswith("sigmoid"):
@@ -164,8 +164,8 @@ def test_joint_distribution_holds_there_too(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "match", "rejection"])
-def test_texts_are_the_cpus(rule: str) -> None:
-    """Filters, penalties and greed by row; drafts drawn by the kernel; but for what lies on a rounding."""
+def test_generated_tokens_equal_the_cpus(rule: str) -> None:
+    """Rows have different sampling parameters, and some are greedy. At most one text differs, by rounding."""
     samplings = [
         SamplingParams(),
         SamplingParams(temperature=0.8, top_k=9, top_p=0.9),

@@ -1,4 +1,4 @@
-"""What the rules promise, proven on enumerated outcomes: no draws, no tolerance but rounding."""
+"""Promises of the rules, proven on enumerated outcomes: no sampling, and no tolerance but rounding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ EXACT: dict[str, Endings] = {
 
 
 def trees(seed: int, V: int, g: int, sharpness: float, zeros: float) -> tuple[list[Floats], list[Floats]]:
-    """Random models; some entries are impossible, and some draft distributions equal the target's."""
+    """Return random distributions of target and draft.
+
+    Some entries are impossible, and some draft distributions equal the target's.
+    """
     rng = np.random.default_rng(seed)
 
     def tree() -> list[Floats]:
@@ -62,7 +65,7 @@ def test_exact_rules_leave_the_targets_distribution(
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(models)
-def test_token_keeps_the_sum_of_minima(pair: tuple[list[Floats], list[Floats]]) -> None:
+def test_token_accepts_the_sum_of_minima(pair: tuple[list[Floats], list[Floats]]) -> None:
     p, q = pair
     V = p[0].shape[1]
     outcome = exact.joint(p, q, 1, EXACT["token"])
@@ -71,7 +74,7 @@ def test_token_keeps_the_sum_of_minima(pair: tuple[list[Floats], list[Floats]]) 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(models, lengths)
-def test_block_never_keeps_fewer_and_rejection_never_more_than_token(
+def test_block_never_accepts_fewer_and_rejection_never_more_than_token(
     pair: tuple[list[Floats], list[Floats]], g: int
 ) -> None:
     p, q = pair
@@ -82,7 +85,7 @@ def test_block_never_keeps_fewer_and_rejection_never_more_than_token(
     assert by_rule["match"] <= by_rule["token"] + 1e-12
 
 
-def test_block_keeps_more_where_it_can() -> None:
+def test_block_accepts_more_where_it_can() -> None:
     p, q = trees(1, 3, 3, 1.0, 0.0)
     token, block = (exact.kept(exact.joint(p, q, 3, EXACT[rule]), 3, 3) for rule in ("token", "block"))
     assert block > token + 0.01
@@ -91,11 +94,13 @@ def test_block_keeps_more_where_it_can() -> None:
 @pytest.mark.parametrize("lenience", [0.9, 0.5, 0.1])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(models)
-def test_lenience_bounds_every_token(lenience: float, pair: tuple[list[Floats], list[Floats]]) -> None:
+def test_lenience_bounds_the_probability_of_every_token(
+    lenience: float, pair: tuple[list[Floats], list[Floats]]
+) -> None:
     p, q = pair
     V = p[0].shape[1]
     outcome = exact.joint(p, q, 1, exact.token(lenience))
     first = exact.completed(outcome, p, 1).reshape(V, V).sum(1)
     assert (first <= p[0][0] / lenience + 1e-12).all()
-    kept = exact.kept(outcome, V, 1)
-    assert kept == pytest.approx(np.minimum(p[0] / lenience, q[0]).sum(), abs=1e-12)  # Leviathan A.5
+    accepted = exact.kept(outcome, V, 1)
+    assert accepted == pytest.approx(np.minimum(p[0] / lenience, q[0]).sum(), abs=1e-12)  # Leviathan A.5

@@ -1,12 +1,12 @@
-"""Checks of a decoder against its target without speculation, for anyone's own pair of models.
+"""``outpace.audit``: a check that speculation does not change the output of a target.
 
-Greedy decoding must give the target's own tokens, one by one. In sampling, the first few tokens together must
-be distributed as the target alone would sample them. Many samples are taken over a few tokens. Pearson's χ²
-compares how often each sequence came with its exact probability, computed from ordinary forward passes of the
-target. Speculation is forced: a decoder whose policy depends on measured time may draft nothing.
+Greedy decoding must give the same tokens as the target without speculation. In sampling, the joint
+distribution of the first few tokens must equal the target's. The audit takes many short samples. Pearson's χ²
+compares the count of each sequence with its exact probability, which ordinary forward passes of the target
+give. The audit forces speculation, because a policy that depends on measured time may draft nothing.
 
-In 16 bits, forward passes of other shapes round differently. The probabilities are then computed a second
-time, from forward passes with a KV cache. Twice the distance between the two does not count as a difference.
+In 16 bits, forward passes of different shapes round differently. The audit then computes the probabilities a
+second time, from forward passes with a KV cache. It tolerates twice the distance between the two.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.policy import Fixed, Goodput
 from outpace.sampling import SamplingParams
 
-MOST_OUTCOMES = 20_000
-DRAFT_TOKENS = 3  # per step, where the decoder's policy depends on measured time
-TIE = 4.0  # roundings by which two logits may differ and still be called equal
+MAX_OUTCOMES = 20_000
+DRAFT_TOKENS = 3  # per step, if the decoder's policy depends on measured time
+TIE_ROUNDINGS = 4.0  # roundings by which two logits may differ and still count as equal
 
 
 def audit(
@@ -53,33 +53,33 @@ def audit(
 ) -> Report:
     """Check a decoder on prompts of your own.
 
-    Samples are compared in up to three looks. The first is at an eighth of the samples, where a large
-    difference ends the audit early. The second is at all of them. If the p-value is then below 0.1, the third
-    is at 60 % more.
+    The audit tests samples in up to three looks. The first look is at an eighth of the samples, and a large
+    difference ends the audit there. The second look is at all of them. If its p-value is below 0.1, the third
+    look is at 60 % more.
 
     Args:
-        decoder: The decoder to check. If its draft-length policy depends on measured time, it is checked with
-            three draft tokens per step instead.
+        decoder: The decoder to check. If its draft-length policy depends on measured time, the audit replaces
+            it by three draft tokens per step.
         prompts: Strings or lists of token ids.
-        greedy_tokens: Tokens to compare in greedy decoding. 0 leaves it out.
+        greedy_tokens: Tokens to compare in greedy decoding. 0 skips the greedy check.
         tokens: Tokens of a sample, whose joint distribution is compared.
-        top: Tokens that a sample may consist of. They make ``top**tokens`` outcomes.
-        samples: Samples per prompt. 0 leaves sampling out. By default as many as ``misplacement`` needs.
-        misplacement: Share of the probability, on every prompt, whose misplacement is to be found with 99 %
-            certainty, wherever it moves.
+        top: Number of distinct tokens that samples may contain. They make ``top**tokens`` outcomes.
+        samples: Samples per prompt. 0 skips the sampling check. By default as many as ``misplacement`` needs.
+        misplacement: Share of the probability on wrong outcomes, on every prompt, that the audit finds with
+            99 % certainty.
         temperature: Temperature of the samples.
         batch_size: Sequences at a time.
         seed: Seed of the samples.
-        alarm: Probability that a correct decoder is found different.
+        alarm: Probability that the audit reports a difference for a correct decoder.
         progress: Show a progress bar, on a terminal.
         tell: Called with each line of progress.
 
     Returns:
-        A ``Report``; ``print`` shows it in words.
+        A ``Report``. ``print(report)`` shows it in words.
     """
     if isinstance(decoder.scorer, Seq2SeqScorer):
         raise ValueError(
-            "decoder: models with an encoder cannot be audited yet; tests/statistical has theirs"
+            "decoder: models with an encoder cannot be audited yet; tests/statistical covers them"
         )
     integer("greedy_tokens", greedy_tokens, "an int >= 0", lambda n: n >= 0)
     integer("tokens", tokens, "an int >= 1", lambda n: n >= 1)
@@ -91,47 +91,48 @@ def audit(
     number("misplacement", misplacement, "a number in (0, 1)", lambda m: 0 < m < 1)
     number("alarm", alarm, f"a number in (0, {SUSPICIOUS}]", lambda a: 0 < a <= SUSPICIOUS)
     number("temperature", temperature, "a number > 0", lambda t: t > 0)
-    if samples != 0 and top**tokens > MOST_OUTCOMES:
+    if samples != 0 and top**tokens > MAX_OUTCOMES:
         raise ValueError(
             f"tokens, top: got {tokens}, {top}; {top}**{tokens} sequences are too many to count, "
-            f"{MOST_OUTCOMES} are the most"
+            f"{MAX_OUTCOMES} are the most"
         )
     if isinstance(prompts, str) or not len(prompts):
         raise ValueError("prompts: give a list of at least one prompt")
-    begun = time.perf_counter()
+    started = time.perf_counter()
     ids = [decoder.encode(prompt) for prompt in prompts]
-    room = decoder.scorer.context - max(0 if samples == 0 else tokens + 1, greedy_tokens)
-    if max(map(len, ids)) > room:
-        raise ValueError(f"prompts: got one of {max(map(len, ids))} tokens; to be audited it may have {room}")
-    with _drafting(decoder) as forced:
+    longest = max(map(len, ids))
+    max_prompt_tokens = decoder.scorer.context - max(0 if samples == 0 else tokens + 1, greedy_tokens)
+    if longest > max_prompt_tokens:
+        raise ValueError(f"prompts: got one of {longest} tokens; it must have at most {max_prompt_tokens}")
+    with _force_drafting(decoder) as forced:
         greedy = [_greedy(decoder, prompt, greedy_tokens) for prompt in ids] if greedy_tokens else []
         different, joint, rounding = False, list[Joint](), 0.0
         p_value: float | None = None
-        able: Power | None = None
+        detection: Power | None = None
         if samples != 0:
             sampler = Sampler(decoder, ids, tokens, top, temperature, batch_size, seed)
-            chances = np.array([[*exact.values(), 0.0] for exact in sampler.exact])
-            count = samples_for(misplacement, chances, alarm) if samples is None else samples
-            away = sampler.rounding()
-            rounding = float(np.sqrt(away.max()) / 2)  # as a misplacement, at most
-            with closing(_Progress(count * len(ids), progress, tell)) as shown:
-                decision = decide(lambda i, n: sampler.draw(i, n, shown), chances, count, alarm, away)
+            exact = np.array([[*outcomes.values(), 0.0] for outcomes in sampler.exact])
+            count = samples_for(misplacement, exact, alarm) if samples is None else samples
+            divergence = sampler.rounding()
+            rounding = float(np.sqrt(divergence.max()) / 2)  # upper bound, as a misplacement
+            with closing(_Progress(count * len(ids), progress, tell)) as bar:
+                decision = decide(lambda i, n: sampler.sample(i, n, bar), exact, count, alarm, divergence)
             different, p_value = decision.different, decision.p_value
-            able = power(chances, count, alarm, away)
+            detection = power(exact, count, alarm, divergence)
             joint = [
                 Joint(
                     decision.samples,
                     top**tokens,
                     int(decision.counts[i, -1]),
                     decision.each[i],
-                    able.on_one[i],
+                    detection.on_one[i],
                     stats.draft_tokens,
                     stats.accepted_tokens,
                 )
                 for i, stats in enumerate(sampler.stats)
             ]
-        length = repr(decoder.policy)
-    seconds = time.perf_counter() - begun
+        draft_length_policy = repr(decoder.policy)
+    seconds = time.perf_counter() - started
     return Report(
         greedy=greedy,
         joint=joint,
@@ -139,9 +140,9 @@ def audit(
         different=different,
         p_value=p_value,
         alarm=alarm,
-        detectable=None if able is None else able.on_every,
+        detectable=None if detection is None else detection.on_every,
         rounding=rounding,
-        length=length,
+        draft_length_policy=draft_length_policy,
         forced=forced,
         engine=decoder.engines is not None,
         seconds=seconds,
@@ -149,65 +150,69 @@ def audit(
 
 
 @contextmanager
-def _drafting(decoder: Decoder) -> Iterator[bool]:
+def _force_drafting(decoder: Decoder) -> Iterator[bool]:
     """Replace a policy that depends on measured time by a fixed draft length, inside a ``with`` block.
 
     Such a policy may draft nothing.
+
+    Yields:
+        Whether the policy was replaced.
     """
-    own = decoder.policy
-    forced = decoder.drafter is not None and isinstance(own, Goodput)
+    policy = decoder.policy
+    forced = decoder.drafter is not None and isinstance(policy, Goodput)
     if forced:
-        decoder.policy = Fixed(min(DRAFT_TOKENS, own.max_draft_tokens))
+        decoder.policy = Fixed(min(DRAFT_TOKENS, policy.max_draft_tokens))
     try:
         yield forced
     finally:
-        decoder.policy = own
+        decoder.policy = policy
 
 
 @torch.inference_mode()
 def _greedy(decoder: Decoder, prompt: list[int], tokens: int) -> Greedy:
+    """Compare greedy decoding with the argmax of the target's own forward passes."""
     out = decoder.generate(prompt, SamplingParams(temperature=0), max_new_tokens=tokens, ignore_eos=True)
     model, device = decoder.scorer.model, decoder.scorer.device
-    fed, cache, ties = torch.tensor([prompt], device=device), None, 0
+    input_ids, cache, ties = torch.tensor([prompt], device=device), None, 0
     for i, token in enumerate(out.token_ids):
-        step = model(input_ids=fed, past_key_values=cache, use_cache=True)
+        step = model(input_ids=input_ids, past_key_values=cache, use_cache=True)
         logits, cache = step.logits[0, -1].float(), step.past_key_values
-        own = int(logits.argmax())
-        if own != token:
-            if not near_tie(logits, own, token, decoder.scorer.dtype):
+        argmax = int(logits.argmax())
+        if argmax != token:
+            if not near_tie(logits, argmax, token, decoder.scorer.dtype):
                 return Greedy(i + 1, i, out.stats.draft_tokens, ties)
             ties += 1
-        fed = torch.tensor([[token]], device=device)
+        input_ids = torch.tensor([[token]], device=device)
     return Greedy(len(out.token_ids), None, out.stats.draft_tokens, ties)
 
 
 def near_tie(logits: Tensor, one: int, other: int, dtype: torch.dtype) -> bool:
-    """Return whether a model that computes in ``dtype`` may see either token as the likelier, by rounding."""
+    """Return whether rounding in ``dtype`` can decide which of two tokens has the larger logit."""
     a, b = float(logits[one]), float(logits[other])
-    return abs(a - b) <= TIE * torch.finfo(dtype).eps * max(abs(a), abs(b))
+    return abs(a - b) <= TIE_ROUNDINGS * torch.finfo(dtype).eps * max(abs(a), abs(b))
 
 
 class _Progress:
-    """Lines that say how long it takes, and on a terminal a bar with the remaining time."""
+    """Progress lines with the expected time, and on a terminal a progress bar."""
 
     def __init__(self, total: int, bar: bool, tell: Callable[[str], None] | None) -> None:
         from tqdm.auto import tqdm
 
-        self._total, self._drawn, self._tell = total, 0, tell
-        self._begun = time.perf_counter()
+        self._total, self._sampled, self._tell = total, 0, tell
+        self._started = time.perf_counter()
         self._bar = tqdm(
             total=total, desc="sampling", unit="sample", leave=False, disable=None if bar else True
         )
 
     def __call__(self, size: int) -> None:
         """Count new samples."""
-        if not self._drawn:
-            seconds = (time.perf_counter() - self._begun) * self._total / size
+        if not self._sampled:
+            seconds = (time.perf_counter() - self._started) * self._total / size
             self._say(f"sampling: {self._total:,} samples, about {seconds:.0f} s")
-        if self._drawn == self._total:
+        if self._sampled == self._total:
             self._bar.total = math.ceil(LOOKS[2] * self._total)
             self._say(f"sampling: the p-value is below {LOOK_AGAIN}, so {LOOKS[2] - 1:.0%} more samples")
-        self._drawn += size
+        self._sampled += size
         self._bar.update(size)
 
     def _say(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""The result of an audit, and the words for it."""
+"""The result of an audit, and its text for people."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Greedy:
     """Greedy decoding of one prompt."""
 
     tokens: int  # compared
-    differs_at: int | None  # the first token that differs
+    differs_at: int | None  # index of the first different token
     draft_tokens: int  # of the whole output
-    ties: int = 0  # tokens that differ where two logits are equal up to rounding, so either is right
+    ties: int = 0  # different tokens whose two logits are equal up to rounding; either token is correct
 
     @property
     def passed(self) -> bool:
@@ -31,9 +31,9 @@ class Joint:
     Attributes:
         samples: Sequences that were sampled.
         outcomes: Sequences that are possible.
-        impossible: Sampled sequences that the target cannot give.
+        impossible: Sampled sequences with tokens that the logit bias ruled out.
         p_value: The p-value of this prompt by itself.
-        detectable: Misplaced probability on this prompt alone that is found with 99 % certainty.
+        detectable: Misplacement on this prompt alone that the audit finds with 99 % certainty.
         draft_tokens: Draft tokens of all samples.
         accepted_tokens: Draft tokens that were accepted.
     """
@@ -52,18 +52,18 @@ class Report:
     """Result of an audit.
 
     Attributes:
-        greedy: The greedy check of each prompt; empty where that check was left out.
-        joint: The sampling check of each prompt; empty where that check was left out.
+        greedy: The greedy check of each prompt; empty if that check was skipped.
+        joint: The sampling check of each prompt; empty if that check was skipped.
         tokens: Tokens of a sample.
         different: Whether the sampling check found a difference.
-        p_value: The p-value of its last look at all prompts together, corrected for their number. None
+        p_value: The p-value of the last look at all prompts together, corrected for their number. None
             without a sampling check.
-        alarm: Probability that a correct decoder is found different.
-        detectable: Misplaced probability on every prompt that is found with 99 % certainty. None without a
+        alarm: Probability that the audit reports a difference for a correct decoder.
+        detectable: Misplacement on every prompt that the audit finds with 99 % certainty. None without a
             sampling check.
-        rounding: Misplaced probability on any prompt that is attributed to rounding.
-        length: Draft-length policy that the checks ran with.
-        forced: Whether the audit's own policy replaced one that depends on measured time.
+        rounding: Misplacement on any prompt that the audit attributes to rounding.
+        draft_length_policy: Draft-length policy of the checks, as text.
+        forced: Whether the audit replaced a policy that depends on measured time.
         engine: Whether the decoder has an engine. Samples have a logit bias, so they do not run in it.
         seconds: Seconds of all checks.
     """
@@ -76,7 +76,7 @@ class Report:
     alarm: float
     detectable: float | None
     rounding: float
-    length: str
+    draft_length_policy: str
     forced: bool
     engine: bool
     seconds: float
@@ -96,7 +96,7 @@ class Report:
 
     @property
     def blind(self) -> bool:
-        """True if there are too few samples to find anything."""
+        """True if there are too few samples to find any difference."""
         return self.detectable is None or self.detectable >= 1
 
     @property
@@ -115,7 +115,7 @@ class Report:
 
     @property
     def tested(self) -> bool:
-        """True if there were any draft tokens; without them there is nothing to test."""
+        """True if any draft token was proposed; without one there is nothing to test."""
         return self.draft_tokens > 0 or any(one.draft_tokens for one in self.greedy)
 
     @property
@@ -136,21 +136,21 @@ class Report:
         elif not self.tested:
             lines = ["Could not tell: no draft token was proposed on these prompts, so nothing was tested."]
         if self.greedy:
-            lines.append(self._greedy_words())
+            lines.append(self._greedy_line())
         if self.joint:
-            lines += self._sampling_words()
+            lines += self._sampling_lines()
         return "\n".join(lines)
 
-    def _greedy_words(self) -> str:
+    def _greedy_line(self) -> str:
         passed, compared = sum(one.passed for one in self.greedy), sum(one.tokens for one in self.greedy)
         ties = sum(one.ties for one in self.greedy)
-        parted = f", {ties} of them at ties that rounding decides" if ties else ""
+        at_ties = f", {ties} of them at ties that rounding decides" if ties else ""
         return (
             f"Greedy: {passed} of {len(self.greedy)} prompts gave the target's own tokens "
-            f"({compared} compared{parted})."
+            f"({compared} compared{at_ties})."
         )
 
-    def _sampling_words(self) -> list[str]:
+    def _sampling_lines(self) -> list[str]:
         assert self.p_value is not None
         samples = sum(one.samples for one in self.joint)
         impossible = sum(one.impossible for one in self.joint)
@@ -160,19 +160,19 @@ class Report:
             f"p-value {self.p_value:.2g}{corrected}."
         ]
         if impossible:
-            lines.append(f"{impossible:,} samples have tokens that were ruled out.")
+            lines.append(f"{impossible:,} samples have tokens that the logit bias ruled out.")
         elif self.p_value < SUSPICIOUS:
             chance = len(LOOKS) * self.p_value  # at one of the looks
             odds = f"at most 1 of {1 / chance:,.0f}" if chance > 1e-12 else "fewer than 1 of 10^12"
             lines.append(f"A correct decoder gives a p-value this small in {odds} audits.")
         if self.suspicious:
-            lines.append("That is suspicious, and no proof: run again with more samples.")
+            lines.append("That is suspicious, but no proof: run the audit again with more samples.")
         undrafted = [i for i, one in enumerate(self.joint) if not one.draft_tokens]
         if self.tested and undrafted and not self.different:
             which = "any prompt" if len(undrafted) == len(self.joint) else f"prompt {undrafted[0] + 1}"
             lines.append(f"No draft token was proposed in the samples of {which}: give prompts that repeat.")
         if self.blind and not self.different:
-            lines.append("There are too few samples to find anything: give more.")
+            lines.append("There are too few samples to find any difference: give more.")
         if self.sampling == NO_DIFFERENCE:
             every = " on every prompt" if len(self.joint) > 1 else ""
             lines.append(
@@ -183,15 +183,15 @@ class Report:
                 f"A correct decoder is found different in at most 1 of {1 / self.alarm:,.0f} audits."
             )
         if self.rounding:
-            lines.append(f"Up to {self.rounding:.1%} is put down to rounding in 16 bits.")
-        fixed = ", fixed for the audit" if self.forced else ""
+            lines.append(f"Up to {self.rounding:.1%} is attributed to rounding in 16 bits.")
+        replaced = ", set by the audit" if self.forced else ""
         lines.append(
             f"Draft tokens: {self.accepted_tokens:,} accepted, "
             f"{self.draft_tokens - self.accepted_tokens:,} rejected "
-            f"(length {self.length}{fixed})."
+            f"(policy {self.draft_length_policy}{replaced})."
         )
         if self.engine:
-            lines.append("Samples were drawn without the engine: it takes no logit bias, which they need.")
+            lines.append("Samples ran without the engine: they need a logit bias, which it does not support.")
         if self.draft_tokens and not self.accepted_tokens:
             lines.append("None was accepted, so acceptance was not tested: give prompts that repeat.")
         elif self.draft_tokens and self.accepted_tokens == self.draft_tokens:

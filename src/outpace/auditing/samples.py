@@ -18,17 +18,17 @@ from outpace.engine.request import seed_of
 from outpace.engine.stats import Stats
 from outpace.sampling import SamplingParams
 
-# Tokens by which batches of samples may be longer, in turn. A step drafts no token that would be the last one
-# or beyond, so a sample with a higher limit has longer drafts. `stop_when` ends it as early as the others.
-# The longer ones come first: they cost more, and a large fault ends the audit early.
-LONGER = 0, 2, 0, 1, *[0] * 12
-ROUNDING = 2.0  # times the distance between two ways to compute probabilities in 16 bits
-RAISED = 100.0  # added to the logits of allowed tokens, so that no other is ever sampled
-CANDIDATES = 8  # tokens among which a set without rare sequences is chosen
+# Batches of samples take turns with these additions to `max_new_tokens`. A step never drafts the last token,
+# so a higher limit gives longer drafts. `stop_when` ends all samples at the same length.
+# High limits come early, because a large fault ends the audit early.
+EXTRA_TOKENS = 0, 2, 0, 1, *[0] * 12
+ROUNDING_FACTOR = 2.0  # tolerance, as a multiple of the distance between two computations in 16 bits
+ALLOWED_BIAS = 100.0  # logit bias of allowed tokens, so that no other token is sampled
+CANDIDATES = 8  # tokens from which `balanced` chooses
 
 
 class Sampler:
-    """Samples of every prompt, counted by outcome."""
+    """Sampler of every prompt that counts samples by outcome."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Sampler:
     ) -> None:
         self._decoder, self._prompts, self._tokens = decoder, prompts, tokens
         self._batch_size, self._seed, self._temperature = batch_size, seed, temperature
-        self._drawn = 0  # samples of all prompts
-        self._longer = [itertools.cycle(LONGER) for _ in prompts]
+        self._sampled = 0  # samples of all prompts
+        self._extra_tokens = [itertools.cycle(EXTRA_TOKENS) for _ in prompts]
         self.stats = [Stats() for _ in prompts]
         self.exact: list[dict[tuple[int, ...], float]] = []
         self._samplings, self._allowed = list[SamplingParams](), list[list[int]]()
@@ -52,68 +52,69 @@ class Sampler:
             allowed = balanced(model, prompt, top, temperature)
             self._allowed.append(allowed)
             self.exact.append(distribution(model, prompt, tokens, allowed, temperature))
-            raised = dict.fromkeys(allowed, RAISED * max(1.0, temperature))
-            self._samplings.append(SamplingParams(temperature=temperature, logit_bias=raised))
+            bias = dict.fromkeys(allowed, ALLOWED_BIAS * max(1.0, temperature))
+            self._samplings.append(SamplingParams(temperature=temperature, logit_bias=bias))
 
     def rounding(self) -> Floats:
-        """Return Σ(q − p)²/p per prompt that rounding may bring about; 0 in 32 bits."""
+        """Return Σ(q − p)²/p per prompt that rounding may cause; 0 in 32 bits."""
         if self._decoder.scorer.dtype.itemsize > 2:
             return np.zeros(len(self._prompts))
-        found = []
+        divergences = []
         for prompt, allowed, exact in zip(self._prompts, self._allowed, self.exact, strict=True):
             other = distribution(
                 self._decoder.scorer.model, prompt, self._tokens, allowed, self._temperature, cached=True
             )
-            away = sum((other[outcome] - p) ** 2 / p for outcome, p in exact.items() if p)
-            found.append(ROUNDING**2 * away)
-        return np.array(found)
+            divergence = sum((other[outcome] - p) ** 2 / p for outcome, p in exact.items() if p)
+            divergences.append(ROUNDING_FACTOR**2 * divergence)
+        return np.array(divergences)
 
-    def draw(self, i: int, n: int, told: Callable[[int], None]) -> Ints:
-        """Return how often each outcome of prompt i came in n new samples; the last count is of others."""
-        places = {outcome: place for place, outcome in enumerate(self.exact[i])}
-        counts = np.zeros(len(places) + 1, dtype=np.int64)
+    def sample(self, i: int, n: int, on_batch: Callable[[int], None]) -> Ints:
+        """Take n new samples of prompt i, and return the count of each outcome.
+
+        The last count is that of impossible outcomes. ``on_batch`` is called with the size of each batch.
+        """
+        index_of = {outcome: index for index, outcome in enumerate(self.exact[i])}
+        counts = np.zeros(len(index_of) + 1, dtype=np.int64)
         for first in range(0, n, self._batch_size):
             size = min(self._batch_size, n - first)
             outs = self._decoder.generate(
                 self._prompts[i],
                 self._samplings[i],
                 n=size,
-                max_new_tokens=self._tokens + next(self._longer[i]),
+                max_new_tokens=self._tokens + next(self._extra_tokens[i]),
                 stop_when=lambda row: len(row.new_tokens) >= self._tokens,
                 ignore_eos=True,
-                seed=seed_of(self._seed, 0, self._drawn, 1),  # no two samples of an audit share their noise
+                seed=seed_of(self._seed, 0, self._sampled, 1),  # no two samples of an audit share their noise
             )
             for out in outs:
-                counts[places.get(tuple(out.token_ids), -1)] += 1
+                counts[index_of.get(tuple(out.token_ids), -1)] += 1
             self.stats[i] += sum((out.stats for out in outs), Stats())
-            self._drawn += size
-            told(size)
+            self._sampled += size
+            on_batch(size)
         return counts
 
 
 @torch.inference_mode()
 def balanced(model: Any, prompt: Sequence[int], top: int, temperature: float = 1.0) -> list[int]:
-    """Return ``top`` tokens of which no sequence is rare after the prompt.
+    """Return ``top`` tokens whose sequences are all fairly likely after the prompt.
 
-    They are tokens of the prompt, if it has enough: prompt lookup can propose no others. Among the likeliest
-    of them the result is the set whose first two tokens have the largest entropy.
+    They are tokens of the prompt, if it has enough, because prompt lookup can propose no others. Among the
+    likeliest of them, the result is the set with the largest entropy of the first two sampled tokens.
     """
     device = model.get_input_embeddings().weight.device
     text = torch.tensor([list(prompt)], device=device)
     logits = model(input_ids=text, use_cache=False).logits[0, -1].double() / temperature
-    own, order = set(prompt), logits.argsort(descending=True).tolist()
-    found = [token for token in order if token in own]
-    if len(found) < top:
-        found += [token for token in order if token not in own]
-    candidates = torch.tensor(found[: max(CANDIDATES, top)], device=device)
+    in_prompt, order = set(prompt), logits.argsort(descending=True).tolist()
+    ranked = [token for token in order if token in in_prompt]
+    if len(ranked) < top:
+        ranked += [token for token in order if token not in in_prompt]
+    candidates = torch.tensor(ranked[: max(CANDIDATES, top)], device=device)
     longer = torch.cat((text.expand(len(candidates), -1), candidates[:, None]), dim=1)
     after = model(input_ids=longer, use_cache=False).logits[:, -1, candidates].double() / temperature
 
-    def entropy(some: tuple[int, ...]) -> float:
-        first, second = (
-            logits[candidates[list(some)]].softmax(0),
-            after[list(some)][:, list(some)].softmax(-1),
-        )
+    def entropy(subset: tuple[int, ...]) -> float:
+        chosen = list(subset)
+        first, second = logits[candidates[chosen]].softmax(0), after[chosen][:, chosen].softmax(-1)
         joint = first[:, None] * second
         return float(-torch.xlogy(joint, joint).sum())
 
@@ -132,46 +133,48 @@ def distribution(
 ) -> dict[tuple[int, ...], float]:
     """Return the exact probability of every sequence of ``tokens`` allowed tokens.
 
-    The forward passes take whole texts. With ``cached`` they take the tokens after the prompt, one text at a
-    time.
+    Each forward pass processes whole sequences. With ``cached`` it processes the tokens after the prompt, one
+    sequence at a time.
     """
-    following = _cached(model, prompt) if cached else _uncached(model, prompt)
-    level: dict[tuple[int, ...], float] = {(): 1.0}
+    next_logits = _cached(model, prompt) if cached else _uncached(model, prompt)
+    probabilities: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(tokens):
-        scores = following([*level])[:, list(allowed)].double() / temperature
-        level = {
-            (*prefix, token): mass * chance
-            for (prefix, mass), row in zip(level.items(), scores.softmax(-1).tolist(), strict=True)
-            for token, chance in zip(allowed, row, strict=True)
+        logits = next_logits([*probabilities])[:, list(allowed)].double() / temperature
+        probabilities = {
+            (*prefix, token): p_prefix * p_token
+            for (prefix, p_prefix), row in zip(
+                probabilities.items(), logits.softmax(-1).tolist(), strict=True
+            )
+            for token, p_token in zip(allowed, row, strict=True)
         }
-    return level
+    return probabilities
 
 
-Following = Callable[[Sequence[tuple[int, ...]]], Tensor]
-"""A function that returns the logits ``[n, V]`` after the prompt and each of n texts of equal length."""
+NextLogits = Callable[[Sequence[tuple[int, ...]]], Tensor]
+"""Function that returns the logits ``[n, V]`` after the prompt and each of n equally long continuations."""
 
 
-def _uncached(model: Any, prompt: Sequence[int]) -> Following:
+def _uncached(model: Any, prompt: Sequence[int]) -> NextLogits:
     device = model.get_input_embeddings().weight.device
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
-    def following(texts: Sequence[tuple[int, ...]]) -> Tensor:
-        ids = torch.tensor([[*prompt, *text] for text in texts], device=device)
+    def next_logits(continuations: Sequence[tuple[int, ...]]) -> Tensor:
+        ids = torch.tensor([[*prompt, *tokens] for tokens in continuations], device=device)
         parts = torch.split(ids, 64)
         return torch.cat([model(input_ids=part, use_cache=False, **last).logits[:, -1] for part in parts])
 
-    return following
+    return next_logits
 
 
-def _cached(model: Any, prompt: Sequence[int]) -> Following:
+def _cached(model: Any, prompt: Sequence[int]) -> NextLogits:
     device = model.get_input_embeddings().weight.device
-    begun = model(input_ids=torch.tensor([list(prompt)], device=device), use_cache=True)
+    prefilled = model(input_ids=torch.tensor([list(prompt)], device=device), use_cache=True)
 
-    def following(texts: Sequence[tuple[int, ...]]) -> Tensor:
-        found: list[Tensor] = [] if texts != [()] else [begun.logits[0, -1]]
-        for text in filter(None, texts):
-            ids, cache = torch.tensor([text], device=device), copy.deepcopy(begun.past_key_values)
-            found.append(model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1])
-        return torch.stack(found)
+    def next_logits(continuations: Sequence[tuple[int, ...]]) -> Tensor:
+        logits: list[Tensor] = [] if continuations != [()] else [prefilled.logits[0, -1]]
+        for tokens in filter(None, continuations):
+            ids, cache = torch.tensor([tokens], device=device), copy.deepcopy(prefilled.past_key_values)
+            logits.append(model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1])
+        return torch.stack(logits)
 
-    return following
+    return next_logits

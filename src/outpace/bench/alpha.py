@@ -1,8 +1,8 @@
 """Acceptance rate α of real models: Σ min(p, q) at every token of texts that the target generated.
 
 p is the distribution that the target sampled the token from. q is the distribution from which a drafter
-samples one draft token at the same place. It is a point mass where the drafter chooses. So every kind of
-drafter is measured alike, and all of them on the same texts.
+samples one draft token at the same position. If the drafter does not sample, q is a point mass. So every kind
+of drafter is measured in the same way, and all of them on the same texts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outpace.bench.estimate import Floats
-from outpace.bench.prompts import Asked
+from outpace.bench.prompts import Prompt
 from outpace.checks.arguments import on_device
 from outpace.decoder import Decoder
 from outpace.draft.base import Draft, State
@@ -25,7 +25,7 @@ from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.models.source import Source
 from outpace.sampling import SamplingParams, warp
 
-ROWS = 4  # texts per batch: the target's logits of all their tokens are held
+ROWS = 4  # texts per batch; the logits of all their tokens stay in memory
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class TargetText:
 
     Attributes:
         start: Token ids of the prompt, or the first tokens of a decoder with an encoder.
-        tokens: New token ids.
-        scores: Adjusted logits ``[tokens, V]``; for greedy sampling, those that the argmax was taken of.
-        asked: The prompt.
+        token_ids: New token ids.
+        scores: Adjusted logits ``[tokens, V]``; for greedy sampling, those before the argmax.
+        prompt: The prompt.
         source: Encoder input, if there is an encoder.
     """
 
     start: list[int]
-    tokens: list[int]
+    token_ids: list[int]
     scores: Tensor
-    asked: Asked
+    prompt: Prompt
     source: Source | None = None
 
 
@@ -52,23 +52,23 @@ class TextAcceptance:
     """Acceptance rates β at each token of a text.
 
     Attributes:
-        asked: The prompt.
-        tokens: Number of new tokens.
+        prompt: The prompt.
+        new_tokens: Number of new tokens.
         beta: β ``[tokens]`` by draft and lenience; NaN where the drafter had no draft token.
     """
 
-    asked: Asked
-    tokens: int
+    prompt: Prompt
+    new_tokens: int
     beta: Mapping[str, Mapping[float, Floats]]
 
 
 def measure(
     target: Decoder,
     drafts: Mapping[str, Decoder],
-    prompts: Sequence[Asked],
+    prompts: Sequence[Prompt],
     sampling: SamplingParams,
     *,
-    tokens: int,
+    max_new_tokens: int,
     lenience: Sequence[float] = (1.0,),
     seed: int = 0,
 ) -> Iterator[TextAcceptance]:
@@ -81,7 +81,7 @@ def measure(
         drafts: Decoders with a drafter each, by name.
         prompts: Prompts of the texts.
         sampling: Sampling of all texts.
-        tokens: New tokens per text.
+        max_new_tokens: New tokens per text.
         lenience: Values of l to measure at, besides 1.
         seed: Seed of the first text.
 
@@ -92,32 +92,38 @@ def measure(
         ValueError: ``sampling`` has processors, or a lenience lies outside (0, 1].
     """
     if sampling.processors:
-        raise ValueError("sampling: has processors, whose state cannot be followed here")
+        raise ValueError("sampling: it has processors, whose state this measurement cannot follow")
     for one in lenience:
         if not 0 < one <= 1:
             raise ValueError(f"lenience: got {one!r}; it must be in (0, 1]")
     values = sorted({1.0, *lenience}, reverse=True)
     for first in range(0, len(prompts), ROWS):
         some = prompts[first : first + ROWS]
-        texts = target_texts(target, some, sampling, tokens, range(seed + first, seed + first + len(some)))
+        texts = target_texts(
+            target, some, sampling, max_new_tokens, range(seed + first, seed + first + len(some))
+        )
         beta = {
             name: acceptance_along(decoder, texts, sampling, values, name) for name, decoder in drafts.items()
         }
         for i, text in enumerate(texts):
             yield TextAcceptance(
-                text.asked, len(text.tokens), {name: found[i] for name, found in beta.items()}
+                text.prompt, len(text.token_ids), {name: found[i] for name, found in beta.items()}
             )
 
 
 def target_texts(
-    target: Decoder, prompts: Sequence[Asked], sampling: SamplingParams, tokens: int, seeds: Sequence[int]
+    target: Decoder,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    max_new_tokens: int,
+    seeds: Sequence[int],
 ) -> list[TargetText]:
     """Return the texts that the target generates, without those that fail."""
-    given: list[Any] = [one.ids for one in prompts]
+    inputs: list[Any] = [one.ids for one in prompts]
     sources: list[Source | None] = [None] * len(prompts)
     if isinstance(target.scorer, Seq2SeqScorer):
-        given = sources = [target.scorer.source(one) for one in given]
-    outs = target.generate(given, sampling, max_new_tokens=tokens, seed=list(seeds), scores=True)
+        inputs = sources = [target.scorer.source(one) for one in inputs]
+    outs = target.generate(inputs, sampling, max_new_tokens=max_new_tokens, seed=list(seeds), scores=True)
     return [
         TargetText(
             one.ids if source is None else list(source.start or []),
@@ -154,26 +160,26 @@ def acceptance_along(
     drafter = decoder.drafter
     if drafter is None:
         raise ValueError(f"draft: {name or 'none'} drafts nothing, so there is nothing to measure")
-    found = [{one: np.full(len(text.tokens), np.nan) for one in lenience} for text in texts]
+    found = [{one: np.full(len(text.token_ids), np.nan) for one in lenience} for text in texts]
     slots = range(len(texts))
     for scorer in decoder.encoders():
         if scorer is not decoder.scorer:
             sources = [text.source for text in texts if text.source is not None]
-            scorer.take_in(slots, sources, max(len(text.start) for text in texts))
+            scorer.cache_sources(slots, sources, max(len(text.start) for text in texts))
     try:
-        for i in range(max((len(text.tokens) for text in texts), default=0)):
-            rows = [row for row in slots if i < len(texts[row].tokens)]
-            there = [texts[row] for row in rows]
-            state = _state(decoder, rows, there, i, sampling)
+        for i in range(max((len(text.token_ids) for text in texts), default=0)):
+            rows = [row for row in slots if i < len(texts[row].token_ids)]
+            active = [texts[row] for row in rows]
+            state = _state(decoder, rows, active, i, sampling)
             draft = drafter.propose(state, 1)
-            nexts = torch.tensor([text.tokens[i] for text in there])
-            drafter.commit(torch.zeros_like(nexts), nexts)
+            next_tokens = torch.tensor([text.token_ids[i] for text in active])
+            drafter.commit(torch.zeros_like(next_tokens), next_tokens)
             if draft.tokens.shape[1] == 0:
                 continue
-            scores = torch.stack([text.scores[i] for text in there])
+            scores = torch.stack([text.scores[i] for text in active])
             proposed = draft.lengths or [draft.tokens.shape[1]] * len(rows)
             for one in lenience:
-                values = kept(scores, draft, sampling, one).tolist()
+                values = acceptance_probability(scores, draft, sampling, one).tolist()
                 for row, length, value in zip(rows, proposed, values, strict=True):
                     if length:
                         found[row][one][i] = _checked(value, name, i)
@@ -182,7 +188,9 @@ def acceptance_along(
     return found
 
 
-def kept(scores: Tensor, draft: Draft, sampling: SamplingParams, lenience: float = 1.0) -> Tensor:
+def acceptance_probability(
+    scores: Tensor, draft: Draft, sampling: SamplingParams, lenience: float = 1.0
+) -> Tensor:
     """Return the probability ``[R]`` that the first draft token of each row is accepted: Σ min(q, p/l).
 
     For greedy rows, draft tokens x with p(x) >= l·max p are accepted, with p before the argmax.
@@ -197,8 +205,8 @@ def kept(scores: Tensor, draft: Draft, sampling: SamplingParams, lenience: float
         q = torch.zeros_like(scores).scatter_(1, draft.tokens[:, :1], 1.0)
     else:
         logits = draft.logits[:, :1].float()
-        told = None if draft.told is None else draft.told.sampling
-        q = (logits if told is None else warp(logits, told))[:, 0].softmax(-1)
+        draft_sampling = None if draft.precomputed is None else draft.precomputed.sampling
+        q = (logits if draft_sampling is None else warp(logits, draft_sampling))[:, 0].softmax(-1)
     if not sampling.greedy:
         limit = scores.softmax(-1) / lenience
     elif lenience == 1:  # only the first of equal logits
@@ -214,7 +222,7 @@ def _state(
     """Return the drafter's state before token ``at`` of each text."""
     return State(
         rows,
-        [[*text.start, *text.tokens[:at]] for text in texts],
+        [[*text.start, *text.token_ids[:at]] for text in texts],
         [len(text.start) for text in texts],
         [sampling] * len(rows),
         on_device([0] * len(rows), torch.int64, decoder.scorer.device),
@@ -228,7 +236,7 @@ def _state(
 def _checked(value: float, name: str, at: int) -> float:
     if not -1e-3 <= value <= 1 + 1e-3:  # NaN, too
         raise ValueError(
-            f"draft: {name or 'it'} has an acceptance of {value:g} at token {at}, outside [0, 1]: what it "
-            "states as its logits is no distribution"
+            f"draft: {name or 'it'} has an acceptance rate of {value:g} at token {at}, outside [0, 1]; its "
+            "logits must be those of a distribution"
         )
     return min(max(value, 0.0), 1.0)

@@ -1,7 +1,7 @@
 """Cost of the parts of a decode step: the target's forward pass, drafting, verification.
 
 A target's forward pass is over n tokens of B sequences. Times are medians, in milliseconds, of rounds in
-which every size has its turn. So a machine that slows down slows them all. Where a decoder has an engine, the
+which every size has its turn. So a slow phase of the machine slows them all. If a decoder has an engine, the
 engine's parts are timed, on CUDA as graphs.
 """
 
@@ -32,15 +32,15 @@ from outpace.models.causal import CausalScorer
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.models.source import Source
 from outpace.sampling import SamplingParams
-from outpace.verification import settle
+from outpace.verification import verify_block
 from outpace.verification.block import Block
 
-LENGTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17)
+PASS_SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17)
 BATCHES = (1, 4, 8)
 CONTEXT = 128
 ROUNDS = 5
 STEPS = 4  # draft tokens over which the time of one is averaged
-STEP_ROOM = STEPS + 4 * (ROUNDS + 1)  # tokens of a sequence that this takes
+DRAFTING_TOKENS = STEPS + 4 * (ROUNDS + 1)  # tokens of a sequence that `drafting` uses
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -78,30 +78,30 @@ class Drafting:
     Attributes:
         step: Time per draft token, with ``STEPS`` of them.
         start: The part of the first draft token's time that no other has.
-        behind: Extra time of a model's first draft token after a step that accepted all of them. The model
-            has not read the last one yet.
+        behind: Extra time of a model's first draft token after a step that accepted all draft tokens. The
+            last of them is not in the model's KV cache yet.
     """
 
     step: float
     start: float = 0.0
     behind: float = 0.0
 
-    def taken(self, g: npt.ArrayLike, kept: npt.ArrayLike = 0.0) -> npt.NDArray[np.float64]:
-        """Return the time of g draft tokens.
+    def milliseconds(self, g: npt.ArrayLike, all_accepted: npt.ArrayLike = 0.0) -> npt.NDArray[np.float64]:
+        """Return the milliseconds of g draft tokens.
 
         Args:
             g: Number of draft tokens.
-            kept: How often all draft tokens of the step before were accepted.
+            all_accepted: How often the step before accepted all its draft tokens.
         """
         each = self.step - self.start / STEPS
-        first = self.start + self.behind * np.asarray(kept)
+        first = self.start + self.behind * np.asarray(all_accepted)
         return np.asarray(g) * each + np.where(np.asarray(g) > 0, first, 0.0)
 
 
 @torch.inference_mode()
 def curve(
     decoder: Decoder,
-    lengths: Sequence[int] = LENGTHS,
+    sizes: Sequence[int] = PASS_SIZES,
     batches: Sequence[int] = BATCHES,
     context: int = CONTEXT,
 ) -> list[Pass]:
@@ -109,19 +109,19 @@ def curve(
 
     Args:
         decoder: Decoder with the target.
-        lengths: Tokens per forward pass.
+        sizes: Tokens per forward pass.
         batches: Numbers of sequences.
         context: Tokens before the forward pass; for an encoder-decoder model, tokens of the encoder.
     """
     scorer, found = decoder.scorer, list[Pass]()
-    for B in sorted(set(batches), reverse=True):  # an engine grows by being built anew
-        with _engine(decoder, B, context, max(lengths)) as engine:
+    for B in sorted(set(batches), reverse=True):  # an engine is rebuilt to grow
+        with _engine(decoder, B, context, max(sizes)) as engine:
             if engine is not None:
-                found += [Pass(B, n, round(phases(engine, n - 1, B).target, 4)) for n in lengths]
+                found += [Pass(B, n, round(phases(engine, n - 1, B).target, 4)) for n in sizes]
                 continue
-        with _begun(scorer, B, context, max(lengths)) as rows:
-            ids = torch.zeros(B, max(lengths), dtype=torch.int64, device=scorer.device)
-            runs = {n: partial(scorer.score, rows, ids[:, :n]) for n in lengths}
+        with _prefilled(scorer, B, context, max(sizes)) as rows:
+            ids = torch.zeros(B, max(sizes), dtype=torch.int64, device=scorer.device)
+            runs = {n: partial(scorer.score, rows, ids[:, :n]) for n in sizes}
             found += [Pass(B, n, ms) for n, ms in medians(runs, scorer.device).items()]
     return [one for B in batches for one in found if one.B == B]
 
@@ -137,16 +137,16 @@ def drafting(decoder: Decoder, B: int = 1, context: int = CONTEXT) -> Drafting:
     """
     drafter = decoder.drafter
     if drafter is None:
-        raise ValueError("decoder: it has no drafter, whose step could be timed")
+        raise ValueError("decoder: it has no drafter to time")
     with _engine(decoder, B, context, STEPS + 1) as engine:
         if engine is not None and engine.draft is not None:
             return Drafting(round(phases(engine, STEPS, B).draft / STEPS, 4))
     rows, device = list(range(B)), decoder.scorer.device
-    texts, sources = _texts(decoder.scorer, B, context, STEP_ROOM)
+    texts, sources = _random_texts(decoder.scorer, B, context, DRAFTING_TOKENS)
     if isinstance(drafter, ModelDrafter | TextDrafter):
-        check_room(drafter.scorer, len(texts[0]), STEP_ROOM, "the draft's ")
+        check_context(drafter.scorer, len(texts[0]), DRAFTING_TOKENS, "the draft's ")
         if isinstance(drafter.scorer, Seq2SeqScorer):
-            drafter.scorer.take_in(rows, [one for one in sources if one is not None], len(texts[0]))
+            drafter.scorer.cache_sources(rows, [one for one in sources if one is not None], len(texts[0]))
     nothing, seeds = torch.zeros(B, dtype=torch.int64), on_device(rows, torch.int64, device)
     state = State(
         rows, texts, [len(text) for text in texts], [SamplingParams()] * B, seeds, [STEPS] * B,
@@ -161,23 +161,27 @@ def drafting(decoder: Decoder, B: int = 1, context: int = CONTEXT) -> Drafting:
 
     try:
         sizes = [(1, 1), (STEPS, 1), *([(1, 2)] if isinstance(drafter, ModelDrafter) else [])]
-        taken = medians({size: partial(propose, *size) for size in sizes}, device)
-        first = min(taken[1, 1], taken[STEPS, 1])
-        each = (taken[STEPS, 1] - first) / (STEPS - 1)
-        behind = max(0.0, taken.get((1, 2), 0.0) - taken[1, 1])
-        return Drafting(round(taken[STEPS, 1] / STEPS, 4), round(max(0.0, first - each), 4), round(behind, 4))
+        ms = medians({size: partial(propose, *size) for size in sizes}, device)
+        first = min(ms[1, 1], ms[STEPS, 1])
+        each = (ms[STEPS, 1] - first) / (STEPS - 1)
+        behind = max(0.0, ms.get((1, 2), 0.0) - ms[1, 1])
+        return Drafting(round(ms[STEPS, 1] / STEPS, 4), round(max(0.0, first - each), 4), round(behind, 4))
     finally:
         drafter.reset(rows)
 
 
-def inside(decoder: Decoder, g: int, context: int = CONTEXT) -> Phases | None:
-    """Return the draft and target times of one-sequence steps that run as one graph, else None.
+def graph_phases(decoder: Decoder, g: int, context: int = CONTEXT) -> Phases | None:
+    """Return the draft and target times of steps of one sequence, if a step is one graph; else None.
 
-    No clock can be read inside a graph, so each part is timed by itself.
+    Parts of a graph cannot be timed separately, so each part is timed by itself.
     """
     with _engine(decoder, 1, context, g + 1) as engine:
         engines = decoder.engines
-        return phases(engine, g, 1) if engine is not None and engines is not None and engines.inside else None
+        return (
+            phases(engine, g, 1)
+            if engine is not None and engines is not None and engines.drafts_in_graph
+            else None
+        )
 
 
 @torch.inference_mode()
@@ -202,30 +206,30 @@ def verification(
     scorer = decoder.scorer
     shape = (sampling or SamplingParams()).shape
 
-    def verified(made: Inputs) -> Any:
-        alone = len(made.tokens) == 1 and not made.tokens.is_cuda  # as a decoder has it
-        seed, position = (0, 0) if alone else (made.seed, made.position)
-        draft = made.draft if drawn and made.tokens.shape[1] else None
-        block = Block(made.tokens, draft, made.target, None, seed, position, in_turn=True)
-        return settle(block, decoder.rule, decoder.lenience, [shape])
+    def verify(inputs: Inputs) -> Any:
+        alone = len(inputs.tokens) == 1 and not inputs.tokens.is_cuda  # as in a decoder
+        seed, position = (0, 0) if alone else (inputs.seed, inputs.position)
+        draft = inputs.draft if drawn and inputs.tokens.shape[1] else None
+        block = Block(inputs.tokens, draft, inputs.target, None, seed, position, stop_at_rejection=True)
+        return verify_block(block, decoder.rule, decoder.lenience, [shape])
 
     found = []
     for B in batches:
-        made = {g: Inputs.random(B, g, scorer.vocab_size, scorer.device, scorer.dtype) for g in drafts}
-        taken = medians({g: partial(verified, one) for g, one in made.items()}, scorer.device)
+        inputs = {g: Inputs.random(B, g, scorer.vocab_size, scorer.device, scorer.dtype) for g in drafts}
+        times = medians({g: partial(verify, one) for g, one in inputs.items()}, scorer.device)
         if scorer.device.type == "cuda":
-            graphs = {g: in_graph(verified, [one] * 20) for g, one in made.items()}
-            taken |= {g: microseconds / 1e3 for g, microseconds in graphs.items() if microseconds is not None}
-        found += [Verification(B, g, round(ms, 4), drawn) for g, ms in taken.items()]
+            graphs = {g: in_graph(verify, [one] * 20) for g, one in inputs.items()}
+            times |= {g: microseconds / 1e3 for g, microseconds in graphs.items() if microseconds is not None}
+        found += [Verification(B, g, round(ms, 4), drawn) for g, ms in times.items()]
     return found
 
 
-def draws(decoder: Decoder, sampling: SamplingParams) -> bool:
+def drafts_are_sampled(decoder: Decoder, sampling: SamplingParams) -> bool:
     """Return whether draft tokens come from a distribution that verification has to read."""
     return not (isinstance(decoder.drafter, LookupDrafter | TextDrafter) or sampling.greedy)
 
 
-def let_go(decoder: Decoder) -> None:
+def free_engine(decoder: Decoder) -> None:
     """Free the decoder's engine, whose caches are large."""
     if decoder.engines is not None:
         decoder.engines.engine = None
@@ -234,14 +238,14 @@ def let_go(decoder: Decoder) -> None:
 def medians(
     runs: Mapping[Key, Callable[[], Any]], device: torch.device, rounds: int = ROUNDS
 ) -> dict[Key, float]:
-    """Return the median milliseconds of each run, in turn; a first round is not counted."""
-    taken: dict[Key, list[float]] = {key: [] for key in runs}
+    """Return the median milliseconds of each run. Runs take turns, and the first round is not counted."""
+    milliseconds: dict[Key, list[float]] = {key: [] for key in runs}
     for _ in range(rounds + 1):
         for key, run in runs.items():
-            begun = _now(device)
+            started_at = _now(device)
             run()
-            taken[key].append(1e3 * (_now(device) - begun))
-    return {key: round(statistics.median(each[1:]), 4) for key, each in taken.items()}
+            milliseconds[key].append(1e3 * (_now(device) - started_at))
+    return {key: round(statistics.median(each[1:]), 4) for key, each in milliseconds.items()}
 
 
 def _now(device: torch.device) -> float:
@@ -250,37 +254,37 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _texts(
+def _random_texts(
     scorer: CausalScorer, B: int, context: int, more: int
 ) -> tuple[list[list[int]], list[Source | None]]:
-    """Return random texts with headroom for some more tokens, and their sources if there is an encoder."""
+    """Return random texts, and their sources if there is an encoder; ``more`` tokens fit after them."""
     V = min(scorer.vocab_size, scorer.base.get_input_embeddings().weight.shape[0])
     texts = torch.randint(V, (B, context), generator=torch.Generator().manual_seed(0)).tolist()
     if isinstance(scorer, Seq2SeqScorer):
         sources = [scorer.source(text) for text in texts]
         texts = [list(one.start or []) for one in sources]
-        check_room(scorer, len(texts[0]), more)
+        check_context(scorer, len(texts[0]), more)
         return texts, list(sources)
-    check_room(scorer, context, more)
+    check_context(scorer, context, more)
     return texts, [None] * B
 
 
-def check_room(scorer: CausalScorer, context: int, more: int, whose: str = "the model's ") -> None:
+def check_context(scorer: CausalScorer, context: int, more: int, owner: str = "the model's ") -> None:
     """Raise if a text of ``context`` tokens and ``more`` new ones does not fit a model's context."""
     if context < 1 or context + more > scorer.context:
         raise ValueError(
-            f"context: got {context}; with {more} tokens more it must fit {whose}context of {scorer.context}"
+            f"context: got {context}; with {more} tokens more it must fit {owner}context of {scorer.context}"
         )
 
 
 @contextmanager
-def _begun(scorer: CausalScorer, B: int, context: int, most: int) -> Iterator[list[int]]:
+def _prefilled(scorer: CausalScorer, B: int, context: int, most: int) -> Iterator[list[int]]:
     """Yield slots of a scorer that are prefilled with random texts."""
-    texts, sources = _texts(scorer, B, context, most)
+    texts, sources = _random_texts(scorer, B, context, most)
     rows = list(range(B))
     scorer.reserve(B, len(texts[0]) + most + 1)
     if isinstance(scorer, Seq2SeqScorer):
-        scorer.take_in(rows, [one for one in sources if one is not None], len(texts[0]))
+        scorer.cache_sources(rows, [one for one in sources if one is not None], len(texts[0]))
     scorer.prefill(rows, texts, sources)
     try:
         yield rows
@@ -290,16 +294,16 @@ def _begun(scorer: CausalScorer, B: int, context: int, most: int) -> Iterator[li
 
 @contextmanager
 def _engine(decoder: Decoder, B: int, context: int, most: int) -> Iterator[Engine | None]:
-    """Yield the decoder's engine, prefilled with random texts; None if it has none for such rows."""
+    """Yield the decoder's engine, prefilled with random texts; None if it has none for such a batch."""
     engines, engine = decoder.engines, None
     if engines is not None:
-        texts, _ = _texts(decoder.scorer, B, context, most)
+        texts, _ = _random_texts(decoder.scorer, B, context, most)
         rows, _ = decoder.reader.rows(texts, SamplingParams(), None, max_new_tokens=1, seed=0)
-        engine = engines.take(rows, B, context + 2 * (most + 1))
+        engine = engines.engine_for(rows, B, context + 2 * (most + 1))
     if engine is None:
         yield None
         return
-    engine.begin_all(0, texts, [0] * B)
+    engine.prefill_all(0, texts, [0] * B)
     try:
         yield engine
     finally:

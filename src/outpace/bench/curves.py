@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from outpace.bench import theory
-from outpace.checks.errors import small
-from outpace.checks.files import check_out
+from outpace.checks.errors import format_small
+from outpace.checks.files import check_output
 
 LENGTHS = (1, 3, 5, 7, 10)
 COSTS = (0.01, 0.02, 0.05, 0.1)
-MOST = 6  # curves of a panel that can be told apart
+MOST = 6  # most curves of a panel
 LONGEST = 32  # largest g of a point
 MARKERS = "osD^vPX*"
 ALPHAS = np.linspace(0, 0.99, 199)
@@ -63,7 +63,7 @@ class Point:
         return self.name or f"α = {self.alpha:g}, c = {self.c:g}, g = {self.g}"
 
 
-def draw(path: Path, point: Point) -> None:
+def save_plot(path: Path, point: Point) -> None:
     """Plot expected tokens, best draft lengths, speedup and operations over α.
 
     They are figures 2 to 4 of Leviathan et al. 2023.
@@ -83,19 +83,19 @@ def tokens(axis: Any, points: Sequence[Point], c: float) -> None:
     for g in LENGTHS:
         axis.plot(ALPHAS, theory.expected_tokens(ALPHAS, g), label=f"g = {g}")
     axis.plot(ALPHAS, 1 / (1 - ALPHAS), "k:", lw=1, label="no limit")
-    axis.set(title="expected tokens a pass", ylim=(1, 11))
+    axis.set(title="expected tokens per pass", ylim=(1, 11))
     _dots(axis, points, [theory.expected_tokens(one.alpha, one.g) for one in points])
 
 
 def lengths(axis: Any, points: Sequence[Point], c: float) -> None:
     """Plot the best g over α.
 
-    The points' own c are among the curves, as far as there are colours.
+    The c of each point has a curve, too, up to ``MOST`` curves.
     """
     costs = {cost: f"{cost:g}" for cost in COSTS}
     for one in points:
-        if len(costs) < MOST and small(one.c) not in map(small, costs):
-            costs[one.c] = small(one.c)
+        if len(costs) < MOST and format_small(one.c) not in map(format_small, costs):
+            costs[one.c] = format_small(one.c)
     for cost, said in sorted(costs.items()):
         axis.plot(ALPHAS, theory.best_length(ALPHAS, cost), label=f"c = {said}")
     axis.set(title="best g", ylim=(0, 40))
@@ -107,7 +107,7 @@ def speed(axis: Any, points: Sequence[Point], c: float) -> None:
     for g in LENGTHS:
         axis.plot(ALPHAS, theory.speedup(ALPHAS, g, c), label=f"g = {g}")
     axis.plot(ALPHAS, theory.oracle_speedup(ALPHAS, c), "k:", lw=1, label="oracle")
-    axis.set(title=f"speed over plain decoding, c = {small(c)}", ylim=(0, 10))
+    axis.set(title=f"speedup over the baseline, c = {format_small(c)}", ylim=(0, 10))
     _dots(axis, points, [theory.speedup(one.alpha, one.g, one.c) for one in points])
 
 
@@ -115,7 +115,7 @@ def operations(axis: Any, points: Sequence[Point], c: float) -> None:
     """Plot the operations relative to decoding without speculation over α."""
     for g in LENGTHS:
         axis.plot(ALPHAS, theory.operations(ALPHAS, g, c), label=f"g = {g}")
-    axis.set(title=f"operations over plain decoding, ĉ = {small(c)}", ylim=(1, 8))
+    axis.set(title=f"operations over the baseline, ĉ = {format_small(c)}", ylim=(1, 8))
     _dots(axis, points, [one.operations for one in points])
 
 
@@ -126,7 +126,7 @@ def hollow(axis: Any, marks: Sequence[tuple[float, float | None]]) -> None:
             low, high = axis.get_ylim()
             axis.set_ylim(low, max(high, 1.05 * value))
             mark = "k" + MARKERS[i % len(MARKERS)]
-            name = "by times measured" if i == 0 else None
+            name = "by measured times" if i == 0 else None
             axis.plot([alpha], [value], mark, ms=6, mfc="none", clip_on=False, ls="", label=name)
 
 
@@ -164,5 +164,5 @@ def backend(picture: Path | None = None) -> Any:
         kinds = sorted(Figure().canvas.get_supported_filetypes())
         if picture.suffix[1:].lower() not in kinds:
             raise ValueError(f"--plot: {picture}: it must end in one of .{', .'.join(kinds)}")
-        check_out("--plot", picture)
+        check_output("--plot", picture)
     return pyplot

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from outpace.checks.errors import needed
+from outpace.checks.errors import import_extra
 
 SOURCES = ("source", "prompt", "article", "document", "dialogue", "question", "text")
 REFERENCES = ("reference", "highlights", "summary", "target", "answer", "canonical_solution")
@@ -127,8 +127,8 @@ def lines(path: Path, limit: int | None) -> list[tuple[int, dict[str, Any] | str
     found: list[tuple[int, dict[str, Any] | str]] = []
     try:
         with path.open("rb") as file:
-            there = ((place, line) for place, line in enumerate(file, 1) if line.strip())
-            for place, line in itertools.islice(there, limit):
+            not_empty = ((place, line) for place, line in enumerate(file, 1) if line.strip())
+            for place, line in itertools.islice(not_empty, limit):
                 found.append((place, parsed(path, place, line)))
     except OSError as error:
         raise ValueError(f"data: {path}: it cannot be read ({error.strerror})") from None
@@ -152,7 +152,7 @@ def parsed(path: Path, place: int, line: bytes) -> dict[str, Any] | str:
 
 def hub(name: str, speech: bool, limit: int | None) -> list[dict[str, Any]]:
     """Return the rows of a data set of the hub, or of one that the datasets library finds on disk."""
-    datasets = needed("datasets", "data")
+    datasets = import_extra("datasets", "data")
     parts = name.split(":")
     if len(parts) > 3:
         raise ValueError(f"data: got {name!r}; a data set is named NAME, NAME:CONFIG or NAME:CONFIG:SPLIT")
@@ -196,8 +196,8 @@ def item(
     turns = row.get("turns")
     if not (isinstance(turns, list) and turns and all(isinstance(one, str) and one.strip() for one in turns)):
         turns = [source] if source else []
-    kept = {key: value for key, value in row.items() if isinstance(value, str | int | float | list | dict)}
-    return Item(name, turns, reference, None, kept, None if turns else "there is no text to start from")
+    extra = {key: value for key, value in row.items() if isinstance(value, str | int | float | list | dict)}
+    return Item(name, turns, reference, None, extra, None if turns else "there is no text to start from")
 
 
 def is_name(row: dict[str, Any], key: str) -> bool:

@@ -44,11 +44,11 @@ def scaling(
 ) -> list[Scaling]:
     """Return the quality of the exact rule and of sigmoids of several scales, on the same logits."""
     rules = (parse("token"), *(sigmoid(-scale, scale) for scale in SCALES))
-    made = []
+    found = []
     for one in vocabularies:
-        drawn = positions(one.V, device, dtype)
-        made += [Scaling(one.name, one.V, str(rule), quality(drawn, rule)) for rule in rules]
-    return made
+        inputs = positions(one.V, device, dtype)
+        found += [Scaling(one.name, one.V, str(rule), quality(inputs, rule)) for rule in rules]
+    return found
 
 
 def positions(V: int, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -58,14 +58,14 @@ def positions(V: int, device: torch.device, dtype: torch.dtype) -> Inputs:
         return Inputs.random(1, POSITIONS, V, device, dtype)
 
 
-def quality(made: Inputs, rule: Rule) -> Quality:
+def quality(inputs: Inputs, rule: Rule) -> Quality:
     """Return the quality of rule token or a sigmoid, as means over all draft positions.
 
-    Token x comes out in two cases. It was drafted and accepted: q(x)·min(1, w(x)/v(x)). Or a draft token was
-    rejected and x was sampled from (w − v)+. For rule token, w and v are p and q. A sigmoid has its own
-    numbers in their place.
+    The output is token x in two cases. It was drafted and accepted: q(x)·min(1, w(x)/v(x)). Or a draft token
+    was rejected and x was sampled from (w − v)+. For rule token, w and v are p and q. For a sigmoid, they are
+    the sigmoids of both models' logits.
     """
-    found = effects(made.target[:, : made.tokens.shape[1]], made.draft, rule)
+    found = effects(inputs.target[:, : inputs.tokens.shape[1]], inputs.draft, rule)
     return Quality(*(round(float(one.mean()), 6) for one in found))
 
 
@@ -74,12 +74,12 @@ def effects(target: Tensor, draft: Tensor, rule: Rule) -> tuple[Tensor, Tensor, 
     z, y = target.double(), draft.double()
     p, q = z.softmax(-1), y.softmax(-1)
     w, v = (p, q) if rule.exact else (squash(z, rule), squash(y, rule))
-    kept = q * torch.where(w > 0, (w / v).clamp(max=1), 0)
-    acceptance = kept.sum(-1, keepdim=True)
+    accepted = q * torch.where(w > 0, (w / v).clamp(max=1), 0)
+    acceptance = accepted.sum(-1, keepdim=True)
     rest = (w - v).clamp(min=0)
-    # As the rules do where nothing is left over.
+    # The rules sample from w where w − v is nowhere positive.
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, w)
-    out = kept + (1 - acceptance) * normalized(rest)
+    out = accepted + (1 - acceptance) * normalized(rest)
     return acceptance.squeeze(-1), total_variation(out, p), total_variation(normalized(w), p)
 
 

@@ -27,13 +27,14 @@ ALPHAS = (0.6, 0.8, 0.9)
 DRAFTS = (1, 3, 5, 8)
 BATCHES = (1, 8, 32, 64)
 CONTEXTS = (128, 4096)
-NEW = 128  # about how many new tokens the engine generates per text
-WARM = 3  # warm-up steps
-TEXTS = 12  # least number of texts, in turn or together: tokens per step differ much
-TOKENS = 32  # new tokens per text of Transformers
-COPIES = (2, 3)  # min_ngram and max_ngram of prompt lookup
-ASSISTED_BATCH = 1  # Transformers' assisted generation takes no more sequences
-PLAIN = SamplingParams()
+ENGINE_TOKENS = 128  # about how many new tokens the engine generates per text
+WARM_UP_STEPS = 3
+MIN_TEXTS = 12  # fewest texts that tokens per step are averaged over
+TRANSFORMERS_TOKENS = 32  # new tokens per text of Transformers
+LOOKUP_NGRAMS = (2, 3)  # min_ngram and max_ngram of prompt lookup
+ASSISTED_BATCH = 1  # most sequences of Transformers' assisted generation
+DEFAULT_SAMPLING = SamplingParams()
+BASELINE = "outpace baseline"  # name of the method that the others are compared with
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Case:
     g: int
     B: int
     context: int
-    # Whether Transformers' static cache is timed, too, which compiles for every size
+    # Whether to time Transformers' static cache, too; it compiles for every size
     static: bool = field(default=True, compare=False)
 
 
@@ -61,7 +62,7 @@ class Phases:
 class Throughput:
     """Result of one method in one case."""
 
-    side: str
+    method: str
     name: str
     alpha: float
     g: int
@@ -79,10 +80,10 @@ class Throughput:
     @property
     def key(self) -> tuple[str, str, float, int, int, int]:
         """Method and case, which identify a figure."""
-        return self.side, self.name, self.alpha, self.g, self.B, self.context
+        return self.method, self.name, self.alpha, self.g, self.B, self.context
 
 
-def chosen(full: bool = False) -> list[Case]:
+def select_cases(full: bool = False) -> list[Case]:
     """Return a selection of cases with every pair and column, or all cases."""
     if full:
         return [
@@ -123,28 +124,34 @@ def measure(
         The figure of each method in each case.
     """
     make = pairs or (lambda name, alpha, **options: pair(*PAIRS[name], alpha, **options))
-    done = {one.key: one for one in known}
-    rate = bandwidth(device)
-    made: tuple[tuple[str, float], Pair] | None = None
+    measured = {one.key: one for one in known}
+    bytes_per_second = bandwidth(device)
+    models: tuple[tuple[str, float], Pair] | None = None
     for case in cases:
-        for side, own in SIDES.items():
-            g = case.g if own.drafts else 0
-            alpha = case.alpha if own.drafts else 0.0
-            key = (side, case.name, alpha, g, case.B, case.context)
-            if key not in done and own.fits(case):
-                if made is None or made[0] != (case.name, case.alpha):
-                    made = None  # its memory first
-                    made = (case.name, case.alpha), make(case.name, case.alpha, device=device, dtype=dtype)
-                plain = done.get(("outpace plain", case.name, 0.0, 0, case.B, case.context))
-                done[key] = Throughput(
-                    side, case.name, alpha, g, case.B, case.context, **own.measure(made[1], case, rate, plain)
+        for name, method in METHODS.items():
+            g = case.g if method.drafts else 0
+            alpha = case.alpha if method.drafts else 0.0
+            key = (name, case.name, alpha, g, case.B, case.context)
+            if key not in measured and method.fits(case):
+                if models is None or models[0] != (case.name, case.alpha):
+                    models = None  # frees its memory first
+                    models = (case.name, case.alpha), make(case.name, case.alpha, device=device, dtype=dtype)
+                baseline = measured.get((BASELINE, case.name, 0.0, 0, case.B, case.context))
+                measured[key] = Throughput(
+                    name,
+                    case.name,
+                    alpha,
+                    g,
+                    case.B,
+                    case.context,
+                    **method.measure(models[1], case, bytes_per_second, baseline),
                 )
-            if key in done:
-                yield done[key]
+            if key in measured:
+                yield measured[key]
 
 
 @dataclass(frozen=True)
-class Contender:
+class Method:
     """A method to measure.
 
     Attributes:
@@ -159,76 +166,80 @@ class Contender:
     fits: Callable[[Case], bool] = lambda case: True
 
 
-def prompts(case: Case, made: Pair) -> Tensor:
+def prompts(case: Case, models: Pair) -> Tensor:
     """Return random texts ``[B, context]``."""
     noise = torch.Generator().manual_seed(7)
-    return torch.randint(made.words, (case.B, case.context), generator=noise).to(made.target.device)
+    return torch.randint(models.words, (case.B, case.context), generator=noise).to(models.target.device)
 
 
-def by_transformers(made: Pair, case: Case, **options: Any) -> dict[str, Any]:
+def measure_transformers(models: Pair, case: Case, **options: Any) -> dict[str, Any]:
     """Measure Transformers' own ``generate``, with sampling."""
-    ids = prompts(case, made)
+    ids = prompts(case, models)
 
     def seconds(tokens: int) -> float:
-        begun = time.perf_counter()
-        made.target.generate(
+        started_at = time.perf_counter()
+        models.target.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0,
             max_new_tokens=tokens, min_new_tokens=tokens, **options,
         )  # fmt: skip
         if ids.is_cuda:
             torch.cuda.synchronize()
-        return time.perf_counter() - begun
+        return time.perf_counter() - started_at
 
-    # Warm-up of libraries and of compiled code, which is for caches of this size
-    seconds(TOKENS if "cache_implementation" in options else WARM)
-    # Without prefill, which every method runs once
-    taken = max(seconds(TOKENS) - seconds(1), 1e-9)
-    return {"tokens_per_second": round((TOKENS - 1) * case.B / taken, 1)}
+    # Warm-up of libraries, and of code compiled for caches of this size
+    seconds(TRANSFORMERS_TOKENS if "cache_implementation" in options else WARM_UP_STEPS)
+    # Without the prefill
+    total_seconds = max(seconds(TRANSFORMERS_TOKENS) - seconds(1), 1e-9)
+    return {"tokens_per_second": round((TRANSFORMERS_TOKENS - 1) * case.B / total_seconds, 1)}
 
 
-def transformers_assisted(made: Pair, case: Case) -> dict[str, Any]:
-    """Measure Transformers' assisted generation with g draft tokens at every step, whatever was accepted."""
-    if made.draft is None:
-        return by_transformers(made, case, prompt_lookup_num_tokens=case.g)
-    config = made.draft.generation_config
+def measure_assisted(models: Pair, case: Case) -> dict[str, Any]:
+    """Measure Transformers' assisted generation with a fixed number of g draft tokens per step."""
+    if models.draft is None:
+        return measure_transformers(models, case, prompt_lookup_num_tokens=case.g)
+    config = models.draft.generation_config
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = case.g, "constant"
     config.assistant_confidence_threshold = 0.0
-    return by_transformers(made, case, assistant_model=made.draft)
+    return measure_transformers(models, case, assistant_model=models.draft)
 
 
-def ours(made: Pair, case: Case, rate: float, plain: Throughput | None, g: int) -> dict[str, Any]:
+def measure_engine(
+    models: Pair, case: Case, bytes_per_second: float, baseline: Throughput | None, g: int
+) -> dict[str, Any]:
     """Measure the engine; the result of each step is read one step late, as a decoder does."""
-    target = FusedModel(made.target)
-    draft = FusedModel(made.draft) if g and made.draft is not None else None
-    # As many steps as bring all methods' texts to the same length: attention costs more in longer ones
-    iterations = round(NEW / theory.expected_tokens(made.alpha if draft is not None else 0.0, g))
-    room = case.context + (WARM + iterations + 2) * (g + 1)
-    copies = COPIES if g and draft is None else None
-    engine = Engine(target, draft, case.B, -(-room // 256) * 256, copies=copies)
-    texts = prompts(case, made).tolist()
-    runs = [written(engine, g, texts, seed, iterations) for seed in range(-(-TEXTS // case.B) if g else 1)]
-    won, iterations = sum(run.tokens for run in runs), len(runs) * iterations
-    taken, idle = sum(run.seconds for run in runs), [run.idle for run in runs if run.idle is not None]
+    target = FusedModel(models.target)
+    draft = FusedModel(models.draft) if g and models.draft is not None else None
+    # The number of steps gives all texts the same length, since attention costs more in longer ones.
+    iterations = round(ENGINE_TOKENS / theory.expected_tokens(models.alpha if draft is not None else 0.0, g))
+    capacity = case.context + (WARM_UP_STEPS + iterations + 2) * (g + 1)
+    lookup_ngrams = LOOKUP_NGRAMS if g and draft is None else None
+    engine = Engine(target, draft, case.B, -(-capacity // 256) * 256, lookup_ngrams=lookup_ngrams)
+    texts = prompts(case, models).tolist()
+    runs = [
+        run_steps(engine, g, texts, seed, iterations) for seed in range(-(-MIN_TEXTS // case.B) if g else 1)
+    ]
+    new_tokens, iterations = sum(run.tokens for run in runs), len(runs) * iterations
+    total_seconds, idle = sum(run.seconds for run in runs), [run.idle for run in runs if run.idle is not None]
     parts = phases(engine, g)
-    length = case.context + won / case.B / len(runs) / 2
-    moved = sum(
+    length = case.context + new_tokens / case.B / len(runs) / 2
+    bytes_read = sum(
         one.nbytes + case.B * length * 2 * one.kv_heads * one.head_dim * len(one.layers) * one.dtype.itemsize
         for one in [target, *[draft] * g]
         if one is not None
     )
-    speed = won / taken
+    tokens_per_second = new_tokens / total_seconds
     predicted = None
-    if draft is not None and plain is not None and plain.milliseconds:
-        predicted = theory.speedup(made.alpha, g, parts.draft / g / plain.milliseconds)
-        predicted = round(plain.tokens_per_second * predicted, 1)
+    if draft is not None and baseline is not None and baseline.milliseconds:
+        predicted = theory.speedup(models.alpha, g, parts.draft / g / baseline.milliseconds)
+        predicted = round(baseline.tokens_per_second * predicted, 1)
     return {
-        "tokens_per_second": round(speed, 1),
-        "tokens_per_iteration": round(won / case.B / iterations, 3),
-        "milliseconds": round(1e3 * taken / iterations, 3),
+        "tokens_per_second": round(tokens_per_second, 1),
+        "tokens_per_iteration": round(new_tokens / case.B / iterations, 3),
+        "milliseconds": round(1e3 * total_seconds / iterations, 3),
         "draft_milliseconds": round(parts.draft, 3),
         "target_milliseconds": round(parts.target, 3),
         "idle": round(sum(idle) / len(idle), 4) if idle else None,
-        "floor_milliseconds": round(1e3 * moved / rate, 3),
+        "floor_milliseconds": round(1e3 * bytes_read / bytes_per_second, 3),
         "predicted": predicted,
     }
 
@@ -248,30 +259,30 @@ class TimedRun:
     idle: float | None
 
 
-def written(engine: Engine, g: int, texts: Sequence[list[int]], seed: int, iterations: int) -> TimedRun:
+def run_steps(engine: Engine, g: int, texts: Sequence[list[int]], seed: int, iterations: int) -> TimedRun:
     """Prefill the engine with texts, and run some steps."""
-    engine.begin_all(0, texts, range(seed * len(texts), (seed + 1) * len(texts)))
-    for _ in range(WARM):
-        engine.start(g, PLAIN).read()
-    won, last, marks = 0, None, list[Any]()
-    begun = time.perf_counter()
+    engine.prefill_all(0, texts, range(seed * len(texts), (seed + 1) * len(texts)))
+    for _ in range(WARM_UP_STEPS):
+        engine.start(g, DEFAULT_SAMPLING).read()
+    new_tokens, last, events = 0, None, list[Any]()
+    started_at = time.perf_counter()
     for _ in range(iterations):
-        marks.append(mark(engine.target.device))
-        pending = engine.start(g, PLAIN)
-        marks.append(mark(engine.target.device))
-        won += 0 if last is None else sum(last.read().accepted) + len(texts)
+        events.append(record_event(engine.target.device))
+        pending = engine.start(g, DEFAULT_SAMPLING)
+        events.append(record_event(engine.target.device))
+        new_tokens += 0 if last is None else sum(last.read().accepted) + len(texts)
         last = pending
     assert last is not None
-    won += sum(last.read().accepted) + len(texts)
-    taken, idle = time.perf_counter() - begun, None
-    if marks[0] is not None:
-        marks[-1].synchronize()
-        waits = sum(one.elapsed_time(two) for one, two in zip(marks[1::2], marks[2::2], strict=False))
-        idle = waits / marks[0].elapsed_time(marks[-1])
-    return TimedRun(won, taken, idle)
+    new_tokens += sum(last.read().accepted) + len(texts)
+    total_seconds, idle = time.perf_counter() - started_at, None
+    if events[0] is not None:
+        events[-1].synchronize()
+        waits = sum(one.elapsed_time(two) for one, two in zip(events[1::2], events[2::2], strict=False))
+        idle = waits / events[0].elapsed_time(events[-1])
+    return TimedRun(new_tokens, total_seconds, idle)
 
 
-def mark(device: torch.device) -> torch.Event | None:
+def record_event(device: torch.device) -> torch.Event | None:
     """Return an event that the GPU records when it gets here; None without a GPU."""
     if device.type != "cuda":
         return None
@@ -281,20 +292,24 @@ def mark(device: torch.device) -> torch.Event | None:
 
 
 def phases(engine: Engine, g: int, rows: int | None = None) -> Phases:
-    """Time the parts of a step, each by itself, of the first rows or of all.
+    """Time the parts of a step, each by itself, with the first ``rows`` slots or with all.
 
     On CUDA, each part is timed as a graph.
     """
-    rows = engine.rows if rows is None else rows
+    rows = engine.slots if rows is None else rows
     tokens = torch.zeros(rows, g + 1, dtype=torch.int64, device=engine.target.device)
-    places = engine.lengths[:rows, None] + torch.arange(-2, g, device=tokens.device)
+    positions = engine.lengths[:rows, None] + torch.arange(-2, g, device=tokens.device)
     state = State.of(engine, rows)
-    draft = alone(lambda: engine._propose(g, PLAIN, state, places), tokens.device) if g else 0.0
-    target = alone(lambda: engine.target.logits(tokens, places[:, 1:], engine.target_cache), tokens.device)
+    draft = (
+        time_alone(lambda: engine.propose(g, DEFAULT_SAMPLING, state, positions), tokens.device) if g else 0.0
+    )
+    target = time_alone(
+        lambda: engine.target.logits(tokens, positions[:, 1:], engine.target_cache), tokens.device
+    )
     return Phases(draft / 1e3, target / 1e3)
 
 
-def alone(part: Callable[[], Any], device: torch.device) -> float:
+def time_alone(part: Callable[[], Any], device: torch.device) -> float:
     """Return the microseconds of a part by itself."""
     if device.type != "cuda":
         return timed(part, device, 3)
@@ -303,23 +318,29 @@ def alone(part: Callable[[], Any], device: torch.device) -> float:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode(), torch.cuda.graph(graph):
-        kept = part()
-    taken = timed(graph.replay, device, 20)
-    del kept
-    return taken
+        outputs = part()
+    microseconds = timed(graph.replay, device, 20)
+    del outputs
+    return microseconds
 
 
-SIDES = {
-    "outpace plain": Contender(lambda made, case, rate, plain: ours(made, case, rate, plain, 0), False),
-    "outpace": Contender(lambda made, case, rate, plain: ours(made, case, rate, plain, case.g), True),
-    "transformers": Contender(lambda made, case, rate, plain: by_transformers(made, case), False),
-    "transformers assisted": Contender(
-        lambda made, case, rate, plain: transformers_assisted(made, case),
+METHODS = {
+    BASELINE: Method(
+        lambda models, case, rate, baseline: measure_engine(models, case, rate, baseline, 0), False
+    ),
+    "outpace": Method(
+        lambda models, case, rate, baseline: measure_engine(models, case, rate, baseline, case.g), True
+    ),
+    "transformers": Method(lambda models, case, rate, baseline: measure_transformers(models, case), False),
+    "transformers assisted": Method(
+        lambda models, case, rate, baseline: measure_assisted(models, case),
         True,
         lambda case: case.B <= ASSISTED_BATCH,
     ),
-    "transformers static": Contender(
-        lambda made, case, rate, plain: by_transformers(made, case, cache_implementation="static"),
+    "transformers static": Method(
+        lambda models, case, rate, baseline: measure_transformers(
+            models, case, cache_implementation="static"
+        ),
         False,
         lambda case: case.static,
     ),

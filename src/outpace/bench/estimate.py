@@ -40,8 +40,8 @@ class Estimate:
         return [max(0.0, self.mean - self.half), min(1.0, self.mean + self.half)]
 
     @property
-    def off(self) -> float | None:
-        """Largest error of a fraction within ``interval``."""
+    def max_error(self) -> float | None:
+        """Largest distance of a value in ``interval`` from the mean."""
         return (
             None if self.interval is None else max(self.interval[1] - self.mean, self.mean - self.interval[0])
         )
@@ -65,16 +65,16 @@ def estimate(clusters: Sequence[Floats], confidence: float = 0.95) -> Estimate |
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence: got {confidence!r}; it must lie between 0 and 1")
-    there = [found for one in clusters if (found := one[~np.isnan(one)]).size]
-    if not there:
+    known = [found for one in clusters if (found := one[~np.isnan(one)]).size]
+    if not known:
         return None
-    m, count = len(there), sum(one.size for one in there)
-    mean = float(sum(one.sum() for one in there) / count)
+    m, count = len(known), sum(one.size for one in known)
+    mean = float(sum(one.sum() for one in known) / count)
     half = None
     if m > 1:
-        off = sum(float((one - mean).sum()) ** 2 for one in there)
-        half = student(confidence, m - 1) * math.sqrt(off * m / (m - 1)) / count
-        if all(np.allclose(one, mean, rtol=0, atol=1e-9) for one in there):  # zero variance is not certainty
+        squares = sum(float((one - mean).sum()) ** 2 for one in known)
+        half = student(confidence, m - 1) * math.sqrt(squares * m / (m - 1)) / count
+        if all(np.allclose(one, mean, rtol=0, atol=1e-9) for one in known):  # zero variance is not certainty
             half = 1 - (1 - confidence) ** (1 / count)
     return Estimate(mean, count, m, half)
 
@@ -82,15 +82,15 @@ def estimate(clusters: Sequence[Floats], confidence: float = 0.95) -> Estimate |
 def student(confidence: float, freedom: int) -> float:
     """Return the t with ``P(|T| < t)`` equal to ``confidence`` in Student's distribution, by bisection."""
     low, high = 0.0, 1.0
-    while inside(high, freedom) < confidence:
+    while student_probability(high, freedom) < confidence:
         high *= 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if inside(middle, freedom) < confidence else (low, middle)
+        low, high = (middle, high) if student_probability(middle, freedom) < confidence else (low, middle)
     return (low + high) / 2
 
 
-def inside(t: float, freedom: int) -> float:
+def student_probability(t: float, freedom: int) -> float:
     """Return ``P(|T| < t)`` of Student's distribution: Abramowitz and Stegun 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(freedom))
     odd = freedom % 2

@@ -44,14 +44,14 @@ PROCESSORS = (
     TopPLogitsWarper(FILTER.top_p),
 )
 
-# Older versions of Transformers ask whether the drafts end the text.
+# Older versions of Transformers have an argument for whether the draft tokens end the text.
 OPTIONS = (
     {"is_done_candidate": False}
     if "is_done_candidate" in inspect.signature(_speculative_sampling).parameters
     else {}
 )
 
-Side = Callable[["Inputs"], Any]
+Method = Callable[["Inputs"], Any]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Inputs:
     target: Tensor  # [B, g+1, V]
     seed: Tensor  # [B]
     position: Tensor  # [B]
-    drawn: tuple[Tensor, Tensor, Tensor] | None = None  # lse, cut and tie of the draft's logits, [B, g] each
+    draft_stats: tuple[Tensor, Tensor, Tensor] | None = None  # lse, cut and tie of the draft's logits
 
     @classmethod
     def random(cls, B: int, g: int, V: int, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -76,7 +76,7 @@ class Inputs:
         return cls(tokens, draft, target, seed, torch.arange(B, device=device))
 
     def filtered(self) -> Inputs:
-        """Return draft tokens sampled with ``FILTER``, and what ``sample`` found out about them."""
+        """Return draft tokens sampled with ``FILTER``, with the statistics that ``sample`` computed."""
         each = [
             sample(self.draft[:, i], seed=self.seed, position=self.position, step=i, sampling=FILTER)
             for i in range(self.tokens.shape[1])
@@ -86,7 +86,7 @@ class Inputs:
         ties = [one.tie for one in each if one.tie is not None]
         if not cuts:
             return replace(self, tokens=tokens)
-        return replace(self, tokens=tokens, drawn=(lse, torch.stack(cuts, 1), torch.stack(ties, 1)))
+        return replace(self, tokens=tokens, draft_stats=(lse, torch.stack(cuts, 1), torch.stack(ties, 1)))
 
     @property
     def nbytes(self) -> int:
@@ -100,9 +100,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class KernelTiming:
-    """Result of one method at one size, in microseconds; None where it cannot run that way."""
+    """Times of one method at one size, in microseconds; None if it cannot run as a CUDA graph."""
 
-    side: str
+    method: str
     V: int
     g: int
     B: int
@@ -114,61 +114,71 @@ class KernelTiming:
     peak_bytes: int | None
 
 
-def ours(made: Inputs, rule: Rule | str = "token", **more: Any) -> Any:
+def outpace_verify(inputs: Inputs, rule: Rule | str = "token", **more: Any) -> Any:
     """Verify with ``outpace.verify``."""
     return outpace.verify(
-        made.tokens, made.draft, made.target, rule=rule, seed=made.seed, position=made.position, **more
+        inputs.tokens,
+        inputs.draft,
+        inputs.target,
+        rule=rule,
+        seed=inputs.seed,
+        position=inputs.position,
+        **more,
     )
 
 
-def ours_eager(made: Inputs) -> Any:
+def outpace_eager(inputs: Inputs) -> Any:
     """Verify with the eager path."""
-    block = Block(made.tokens, made.draft, made.target, None, made.seed, made.position)
+    block = Block(inputs.tokens, inputs.draft, inputs.target, None, inputs.seed, inputs.position)
     return eager.verify(block, parse("token"))
 
 
-def transformers(made: Inputs) -> Any:
+def transformers_verify(inputs: Inputs) -> Any:
     """Verify with Transformers' function, in a loop, since it takes one row."""
-    g = made.tokens.shape[1]
-    rows = (slice(b, b + 1) for b in range(len(made.tokens)))
-    return [_speculative_sampling(made.tokens[b], made.draft[b], g, made.target[b], **OPTIONS) for b in rows]
+    g = inputs.tokens.shape[1]
+    rows = (slice(b, b + 1) for b in range(len(inputs.tokens)))
+    return [
+        _speculative_sampling(inputs.tokens[b], inputs.draft[b], g, inputs.target[b], **OPTIONS) for b in rows
+    ]
 
 
-def ours_filtered(made: Inputs, **more: Any) -> Any:
+def outpace_filtered(inputs: Inputs, **more: Any) -> Any:
     """Verify with ``outpace.verify`` and the filters of ``FILTER``."""
-    return ours(made, sampling=FILTER, draft_sampling=FILTER, **more)
+    return outpace_verify(inputs, sampling=FILTER, draft_sampling=FILTER, **more)
 
 
-def ours_told(made: Inputs) -> Any:
-    """Verify as ``ours_filtered``, with what sampling the draft tokens found out."""
-    assert made.drawn is not None
-    return ours_filtered(made, draft_lse=made.drawn[0], draft_cut=made.drawn[1:])
+def outpace_with_draft_stats(inputs: Inputs) -> Any:
+    """Verify as ``outpace_filtered``, with the statistics from sampling the draft tokens."""
+    assert inputs.draft_stats is not None
+    return outpace_filtered(inputs, draft_lse=inputs.draft_stats[0], draft_cut=inputs.draft_stats[1:])
 
 
-def eager_filtered(made: Inputs) -> Any:
+def outpace_eager_filtered(inputs: Inputs) -> Any:
     """Apply ``FILTER`` and verify with the eager path."""
-    target, draft = (warp(logits.float(), [FILTER]) for logits in (made.target, made.draft))
-    return eager.verify(Block(made.tokens, draft, target, None, made.seed, made.position), parse("token"))
+    target, draft = (warp(logits.float(), [FILTER]) for logits in (inputs.target, inputs.draft))
+    return eager.verify(
+        Block(inputs.tokens, draft, target, None, inputs.seed, inputs.position), parse("token")
+    )
 
 
-def transformers_filtered(made: Inputs) -> Any:
+def transformers_filtered(inputs: Inputs) -> Any:
     """Apply Transformers' processors, then its function, row by row."""
-    ids = made.tokens[:1, :0]
+    ids = inputs.tokens[:1, :0]
 
     def adjusted(logits: Tensor) -> Tensor:
         for processor in PROCESSORS:
             logits = processor(ids, logits)
         return logits
 
-    made = replace(
-        made,
-        draft=torch.stack([adjusted(row.float()) for row in made.draft]),
-        target=torch.stack([adjusted(row.float()) for row in made.target]),
+    inputs = replace(
+        inputs,
+        draft=torch.stack([adjusted(row.float()) for row in inputs.draft]),
+        target=torch.stack([adjusted(row.float()) for row in inputs.target]),
     )
-    return transformers(made)
+    return transformers_verify(inputs)
 
 
-def peers(folder: Path, filtered: bool = False) -> dict[str, Side]:
+def peers(folder: Path, filtered: bool = False) -> dict[str, Method]:
     """Return the verification function of each Python file in a folder, by file name.
 
     Args:
@@ -178,7 +188,7 @@ def peers(folder: Path, filtered: bool = False) -> dict[str, Side]:
     Raises:
         ValueError: A file has no such function, or no file has one.
     """
-    found: dict[str, Side] = {}
+    found: dict[str, Method] = {}
     for path in sorted(folder.glob("*.py")):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
@@ -191,14 +201,14 @@ def peers(folder: Path, filtered: bool = False) -> dict[str, Side]:
             )
         verify = getattr(module, "verify_filtered", None) if filtered else module.verify
         if verify is not None:
-            found[path.stem] = _called(verify)
+            found[path.stem] = _peer_method(verify)
     if not found:
         raise ValueError(f"peers: no Python file{' with verify_filtered' if filtered else ''} in {folder}")
     return found
 
 
-def _called(verify: Callable[[Tensor, Tensor, Tensor], Any]) -> Side:
-    return lambda made: verify(made.tokens, made.draft, made.target)
+def _peer_method(verify: Callable[[Tensor, Tensor, Tensor], Any]) -> Method:
+    return lambda inputs: verify(inputs.tokens, inputs.draft, inputs.target)
 
 
 def measure(
@@ -207,25 +217,25 @@ def measure(
     vocabularies: Sequence[int] = VOCABULARIES,
     drafts: Sequence[int] = DRAFTS,
     batches: Sequence[int] = BATCHES,
-    others: dict[str, Side] | None = None,
+    peer_methods: dict[str, Method] | None = None,
     filtered: bool = False,
 ) -> Iterator[KernelTiming]:
     """Measure all methods at all sizes, in turn.
 
     Transformers' loop is left out at batches above 8.
     """
-    rate = bandwidth(device)
+    bytes_per_second = bandwidth(device)
     for V in vocabularies:
         for g in drafts:
             for B in batches:
                 sets = rotated(B, g, V, device, dtype)
                 if filtered:
                     sets = [one.filtered() for one in sets]
-                size = sets[0]
-                for name, side in {**own_sides(B, device, filtered), **(others or {})}.items():
+                inputs = sets[0]
+                for name, method in {**own_methods(B, device, filtered), **(peer_methods or {})}.items():
                     captured = name != "transformers" and device.type == "cuda"
-                    cold = in_graph(side, sets) if captured else None
-                    hot = in_graph(side, [size] * 20) if captured else None
+                    cold = in_graph(method, sets) if captured else None
+                    hot = in_graph(method, [inputs] * 20) if captured else None
                     yield KernelTiming(
                         name,
                         V,
@@ -233,25 +243,25 @@ def measure(
                         B,
                         cold,
                         hot,
-                        from_python(side, sets),
-                        round(size.nbytes / rate * 1e6, 2),
-                        None if cold is None else round(size.nbytes / cold / 1e3, 1),
-                        peak(side, size) if device.type == "cuda" else None,
+                        from_python(method, sets),
+                        round(inputs.nbytes / bytes_per_second * 1e6, 2),
+                        None if cold is None else round(inputs.nbytes / cold / 1e3, 1),
+                        peak(method, inputs) if device.type == "cuda" else None,
                     )
 
 
-def own_sides(B: int, device: torch.device, filtered: bool) -> dict[str, Side]:
+def own_methods(B: int, device: torch.device, filtered: bool) -> dict[str, Method]:
     """Return the methods that are measured at a size, besides peers."""
     if not filtered:
-        sides: dict[str, Side] = {"outpace": ours, "outpace eager": ours_eager}
+        methods: dict[str, Method] = {"outpace": outpace_verify, "outpace eager": outpace_eager}
     else:
-        sides = {"outpace": ours_filtered}
+        methods = {"outpace": outpace_filtered}
         if device.type == "cuda":
-            sides["outpace told"] = ours_told
-        sides["outpace eager"] = eager_filtered
+            methods["outpace with draft_lse"] = outpace_with_draft_stats
+        methods["outpace eager"] = outpace_eager_filtered
     if B <= 8:
-        sides["transformers"] = transformers_filtered if filtered else transformers
-    return sides
+        methods["transformers"] = transformers_filtered if filtered else transformers_verify
+    return methods
 
 
 def rotated(B: int, g: int, V: int, device: torch.device, dtype: torch.dtype) -> list[Inputs]:
@@ -268,48 +278,48 @@ def bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / (timed(lambda: target.copy_(source), device, 10) / 1e6)
 
 
-def in_graph(side: Side, sets: Sequence[Inputs], repeats: int = 15) -> float | None:
+def in_graph(method: Method, sets: Sequence[Inputs], repeats: int = 15) -> float | None:
     """Return microseconds per call in a CUDA graph with one call per input; None if it cannot be captured."""
-    for made in sets[:3]:
-        side(made)
+    for inputs in sets[:3]:
+        method(inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            kept = [side(made) for made in sets]
+            outputs = [method(inputs) for inputs in sets]
     except RuntimeError:
         return None
-    taken = timed(graph.replay, sets[0].draft.device, repeats) / len(sets)
-    del kept
-    return round(taken, 2)
+    microseconds = timed(graph.replay, sets[0].draft.device, repeats) / len(sets)
+    del outputs
+    return round(microseconds, 2)
 
 
-def from_python(side: Side, sets: Sequence[Inputs], repeats: int = 5) -> float:
-    """Return microseconds of a call from Python, the device kept busy."""
-    calls = at_a_time(sets)
-    in_turn(side, sets, calls)
-    return round(wall(lambda: in_turn(side, sets, calls), sets[0].draft.device, repeats) / calls, 2)
+def from_python(method: Method, sets: Sequence[Inputs], repeats: int = 5) -> float:
+    """Return microseconds of a call from Python; calls follow one another without a pause."""
+    calls = calls_per_timing(sets)
+    call_in_turn(method, sets, calls)
+    return round(wall(lambda: call_in_turn(method, sets, calls), sets[0].draft.device, repeats) / calls, 2)
 
 
-def at_a_time(sets: Sequence[Inputs]) -> int:
+def calls_per_timing(sets: Sequence[Inputs]) -> int:
     """Return the number of calls that are timed together."""
     return 40 if sets[0].draft.is_cuda else 3
 
 
-def in_turn(side: Side, sets: Sequence[Inputs], calls: int) -> None:
+def call_in_turn(method: Method, sets: Sequence[Inputs], calls: int) -> None:
     """Call a method on inputs in turn."""
     for i in range(calls):
-        side(sets[i % len(sets)])
+        method(sets[i % len(sets)])
 
 
-def peak(side: Side, made: Inputs) -> int:
+def peak(method: Method, inputs: Inputs) -> int:
     """Return the bytes of device memory that a call takes besides its inputs, its result included."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    kept = side(made)
+    outputs = method(inputs)
     torch.cuda.synchronize()
-    del kept
+    del outputs
     return torch.cuda.max_memory_allocated() - before
 
 
@@ -319,26 +329,26 @@ def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
         return wall(run, device, repeats)
     for _ in range(3):
         run()
-    taken: list[float] = []
+    microseconds: list[float] = []
     for _ in range(repeats):
-        begun, ended = (torch.Event("cuda", enable_timing=True) for _ in range(2))
-        begun.record()
+        start, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+        start.record()
         run()
-        ended.record()
-        ended.synchronize()
-        taken.append(begun.elapsed_time(ended) * 1e3)
-    return statistics.median(taken)
+        end.record()
+        end.synchronize()
+        microseconds.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(microseconds)
 
 
 def wall(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
     """Return the median microseconds of a run, by the host's clock."""
-    taken = []
+    microseconds = []
     for _ in range(repeats):
         if device.type == "cuda":
             torch.cuda.synchronize()
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        taken.append(1e6 * (time.perf_counter() - begun))
-    return statistics.median(taken)
+        microseconds.append(1e6 * (time.perf_counter() - started_at))
+    return statistics.median(microseconds)

@@ -12,14 +12,14 @@ import torch
 
 import outpace
 
-ASKED = {"Linux": ("lscpu",), "Darwin": ("sysctl", "machdep.cpu.brand_string")}
-NAMES = ("model name", "machdep.cpu.brand_string")
+CPU_COMMANDS = {"Linux": ("lscpu",), "Darwin": ("sysctl", "machdep.cpu.brand_string")}
+CPU_KEYS = ("model name", "machdep.cpu.brand_string")
 
 
-def machine(place: torch.device) -> dict[str, str | int | None]:
+def machine(device: torch.device) -> dict[str, str | int | None]:
     """Return the device, the number of threads, and the versions of packages."""
     return {
-        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else cpu(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         **{package: version(package) for package in ("torch", "transformers", "triton")},
@@ -28,20 +28,20 @@ def machine(place: torch.device) -> dict[str, str | int | None]:
 
 
 def cpu() -> str:
-    """Return the name of the CPU, as far as the system tells it."""
+    """Return the name of the CPU, as the system reports it."""
     path = Path("/proc/cpuinfo")
-    told = path.read_text(errors="replace") if path.exists() else ""
-    return _named(told) or _named(_asked()) or platform.processor() or platform.machine()
+    text = path.read_text(errors="replace") if path.exists() else ""
+    return _cpu_name(text) or _cpu_name(_command_output()) or platform.processor() or platform.machine()
 
 
-def _named(told: str) -> str | None:
+def _cpu_name(text: str) -> str | None:
     """Return the value of the first line that names the CPU."""
-    pairs = (line.partition(":") for line in told.splitlines())
-    return next((value.strip() for name, _, value in pairs if name.strip().lower() in NAMES), None)
+    pairs = (line.partition(":") for line in text.splitlines())
+    return next((value.strip() for name, _, value in pairs if name.strip().lower() in CPU_KEYS), None)
 
 
-def _asked() -> str:
-    command = ASKED.get(platform.system())
+def _command_output() -> str:
+    command = CPU_COMMANDS.get(platform.system())
     if command is None:
         return ""
     try:

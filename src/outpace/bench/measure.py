@@ -1,6 +1,6 @@
 """All measurements of a target and its drafts, part by part, so that partial results are of use.
 
-The parts are α on the target's own texts, counts of real runs, costs, and what follows from them.
+The parts are α on the target's own texts, counts of real runs, costs, and predictions from these.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from outpace.bench import alpha, blocks, cost
 from outpace.bench.estimate import Estimate, autocorrelation, estimate
 from outpace.bench.prediction import Parts
-from outpace.bench.prompts import Asked
+from outpace.bench.prompts import Prompt
 from outpace.bench.results import Results
 from outpace.decoder import Decoder
 from outpace.policy import Fixed
 from outpace.sampling import SamplingParams
 
-CHECKED = (1, 4, 8, 16)  # g that verification is timed at, beside 0
+VERIFIED_DRAFT_TOKENS = (1, 4, 8, 16)  # g that verification is timed with, besides 0
 Tell = Callable[[str], None]
 
 
@@ -30,10 +30,10 @@ class MeasurePlan:
 
     Attributes:
         sampling: Sampling of all texts.
-        tokens: New tokens of each text.
-        lenience: Values of l. Runs are counted at the strictest one.
-        g: Draft tokens per step of counted runs.
-        lengths: Tokens of the forward passes that are timed.
+        max_new_tokens: New tokens of each text.
+        lenience: Values of l. Accepted tokens are counted at the strictest one.
+        g: Draft tokens per step where accepted tokens are counted.
+        pass_sizes: Tokens of the forward passes that are timed.
         batches: Numbers of sequences that are timed.
         context: Tokens before a timed forward pass.
         confidence: Confidence of intervals.
@@ -41,10 +41,10 @@ class MeasurePlan:
     """
 
     sampling: SamplingParams
-    tokens: int = 64
+    max_new_tokens: int = 64
     lenience: Sequence[float] = (1.0, 0.5, 0.3, 0.1)
     g: int = 5
-    lengths: Sequence[int] = cost.LENGTHS
+    pass_sizes: Sequence[int] = cost.PASS_SIZES
     batches: Sequence[int] = cost.BATCHES
     context: int = cost.CONTEXT
     confidence: float = 0.95
@@ -75,7 +75,7 @@ class Measurement:
         self,
         target: Decoder,
         drafts: Mapping[str, Decoder],
-        prompts: Sequence[Asked],
+        prompts: Sequence[Prompt],
         plan: MeasurePlan,
         results: Results,
         tell: Tell = lambda line: None,
@@ -84,7 +84,7 @@ class Measurement:
             raise ValueError("prompts: there are none to measure with")
         self.target, self.drafts, self.prompts, self.plan = target, drafts, prompts, plan
         self.results, self.tell = results, tell
-        self.walked: list[alpha.TextAcceptance] = []
+        self.texts: list[alpha.TextAcceptance] = []
         self.estimates: dict[tuple[str, float], Estimate | None] = {}
         self.entries: dict[tuple[str, float], dict[str, Any]] = {}
 
@@ -105,42 +105,41 @@ class Measurement:
         """
         plan = self.plan
         self.tell(f"α of 0 of {len(self.prompts)} prompts")
-        walk = alpha.measure(
+        measured = alpha.measure(
             self.target, self.drafts, self.prompts, plan.sampling,
-            tokens=plan.tokens, lenience=plan.lenience, seed=plan.seed,
+            max_new_tokens=plan.max_new_tokens, lenience=plan.lenience, seed=plan.seed,
         )  # fmt: skip
-        for one in walk:
-            self.walked.append(one)
-            if len(self.walked) % alpha.ROWS == 0:
-                self.tell(f"α of {len(self.walked)} of {len(self.prompts)} prompts")
+        for text in measured:
+            self.texts.append(text)
+            if len(self.texts) % alpha.ROWS == 0:
+                self.tell(f"α of {len(self.texts)} of {len(self.prompts)} prompts")
                 self._estimate()
-        if not self.walked:
-            raise ValueError("prompts: not one of them could be written about")
+        if not self.texts:
+            raise ValueError("prompts: the target failed on every prompt")
         self._estimate()
 
     def _estimate(self) -> None:
         for name in self.drafts:
             for lenience in self.plan.lenience:
                 self.entries[name, lenience] = self._entry(name, lenience)
-        tokens = sum(one.tokens for one in self.walked)
-        self._put(prompts=len(self.walked), tokens=tokens)
+        self._put(prompts=len(self.texts), new_tokens=sum(one.new_tokens for one in self.texts))
 
     def _entry(self, name: str, lenience: float) -> dict[str, Any]:
         """Return the results of one draft, from the texts so far."""
-        beta = [one.beta[name][lenience] for one in self.walked]
+        beta = [one.beta[name][lenience] for one in self.texts]
         confidence = self.plan.confidence
         found = self.estimates[name, lenience] = estimate(beta, confidence)
-        exact = estimate([one.beta[name][1.0] for one in self.walked], confidence)
-        tokens = sum(one.tokens for one in self.walked)
+        exact = estimate([one.beta[name][1.0] for one in self.texts], confidence)
+        new_tokens = sum(one.new_tokens for one in self.texts)
         domains = {}
-        for domain in dict.fromkeys(one.asked.domain for one in self.walked):
-            some = [each for each, one in zip(beta, self.walked, strict=True) if one.asked.domain == domain]
-            domains[domain] = _said(estimate(some, confidence))
+        for domain in dict.fromkeys(one.prompt.domain for one in self.texts):
+            some = [each for each, one in zip(beta, self.texts, strict=True) if one.prompt.domain == domain]
+            domains[domain] = _estimate_json(estimate(some, confidence))
         return {
             "draft": name,
             "lenience": lenience,
-            **_said(found),
-            "coverage": found.count / tokens if found is not None else 0.0,
+            **_estimate_json(found),
+            "coverage": found.count / new_tokens if found is not None else 0.0,
             "divergence": None if exact is None else 1 - exact.mean,
             "by_domain": domains,
             "autocorrelation": autocorrelation(beta),
@@ -155,32 +154,36 @@ class Measurement:
         """Count accepted draft tokens of real runs, at the strictest lenience."""
         plan, decoder = self.plan, self.drafts[name]
         self.tell(f"runs with g = {plan.g}: {name}")
-        found = blocks.counted(decoder, self.prompts, plan.sampling, tokens=plan.tokens, seed=plan.seed)
-        share = self.entries[name, plan.strictest]["alpha"]
-        if found.passes and share is not None:
-            observed, predicted = found.observed, found.predicted(share)
-            places = found.by_position(plan.confidence)
+        found = blocks.count_accepted(
+            decoder, self.prompts, plan.sampling, max_new_tokens=plan.max_new_tokens, seed=plan.seed
+        )
+        acceptance = self.entries[name, plan.strictest]["alpha"]
+        if found.steps and acceptance is not None:
+            observed, predicted = found.observed, found.predicted(acceptance)
+            positions = found.by_position(plan.confidence)
             self.entries[name, plan.strictest] |= {
                 "counted": found.acceptance,
-                "by_position": [one and one.mean for one in places],
-                "by_position_intervals": [one and one.interval for one in places],
+                "by_position": [one and one.mean for one in positions],
+                "by_position_intervals": [one and one.interval for one in positions],
                 "blocks": {"observed": observed, "predicted": predicted},
                 "tokens_per_pass": [1 + sum(k * one for k, one in enumerate(each))
                                     for each in (observed, predicted)],
             }  # fmt: skip
-        cost.let_go(decoder)
+        cost.free_engine(decoder)
         self._put()
 
     def time(self) -> None:
         """Time forward passes, verification and drafting, and predict the fastest g."""
         plan = self.plan
         self.tell("passes of the target")
-        passes = cost.curve(self.target, plan.lengths, plan.batches, plan.context)
-        cost.let_go(self.target)
+        passes = cost.curve(self.target, plan.pass_sizes, plan.batches, plan.context)
+        cost.free_engine(self.target)
         self._put(passes=[asdict(one) for one in passes])
         self.tell("verification")
-        sizes = sorted({0, *(g for g in CHECKED if g < max(plan.lengths)), max(plan.lengths) - 1})
-        kinds = sorted({cost.draws(decoder, plan.sampling) for decoder in self.drafts.values()})
+        sizes = sorted(
+            {0, *(g for g in VERIFIED_DRAFT_TOKENS if g < max(plan.pass_sizes)), max(plan.pass_sizes) - 1}
+        )
+        kinds = sorted({cost.drafts_are_sampled(decoder, plan.sampling) for decoder in self.drafts.values()})
         verify = [
             one
             for drawn in kinds
@@ -190,13 +193,14 @@ class Measurement:
         for name, decoder in self.drafts.items():
             self.tell(f"steps of a draft: {name}")
             drafting = {B: cost.drafting(decoder, B, plan.context) for B in reversed(plan.batches)}
-            cost.let_go(decoder)
-            own = [one for one in verify if one.drawn == cost.draws(decoder, plan.sampling)]
+            cost.free_engine(decoder)
+            own = [one for one in verify if one.drawn == cost.drafts_are_sampled(decoder, plan.sampling)]
             for lenience in plan.lenience:
                 entry = self.entries[name, lenience]
-                share, coverage, interval = entry["alpha"] or 0.0, entry["coverage"], entry["interval"]
+                acceptance, coverage, interval = entry["alpha"] or 0.0, entry["coverage"], entry["interval"]
                 fastest = [
-                    Parts(B, drafting[B], passes, own).best(share, coverage, interval) for B in plan.batches
+                    Parts(B, drafting[B], passes, own).best(acceptance, coverage, interval)
+                    for B in plan.batches
                 ]
                 found = [
                     {
@@ -214,7 +218,7 @@ class Measurement:
     def trace(self) -> None:
         """Trace the first prompt that could be decoded, with the first draft.
 
-        The trace has the draft's best g, or else that of the counted runs.
+        The trace uses the draft's best g. If no g pays, it uses that of the counted runs.
         """
         plan, (name, decoder) = self.plan, next(iter(self.drafts.items()))
         g = self.entries[name, plan.strictest]["best_g"] or plan.g
@@ -223,32 +227,39 @@ class Measurement:
             decoder.scorer, decoder.drafter, decoder.tokenizer, rule=decoder.rule,
             lenience=decoder.lenience, num_draft_tokens=Fixed(g), engine=decoder.engines is not None,
         )  # fmt: skip
-        tokens = min(plan.tokens, blocks.TRACED)
-        trace = partial(blocks.trace, own, self.walked[0].asked, plan.sampling, tokens=tokens, seed=plan.seed)
+        max_new_tokens = min(plan.max_new_tokens, blocks.TRACE_TOKENS)
+        trace = partial(
+            blocks.trace,
+            own,
+            self.texts[0].prompt,
+            plan.sampling,
+            max_new_tokens=max_new_tokens,
+            seed=plan.seed,
+        )
         if own.engines is not None:  # warm-up: graphs are captured
             trace()
-        found, parts = trace(), cost.inside(own, g, plan.context)
+        found, parts = trace(), cost.graph_phases(own, g, plan.context)
         if parts is not None:
-            found |= {"iterations": blocks.divided(found["iterations"], parts), "divided": True}
-        cost.let_go(own)
+            found |= {"iterations": blocks.divide_phases(found["iterations"], parts), "divided": True}
+        cost.free_engine(own)
         self._put(trace={"draft": name, "g": g, **found})
 
     def wide(self, within: float) -> list[str]:
-        """Return a line for each α that is known less precisely than ± ``within``, and what would help."""
+        """Return a line for each α whose interval is wider than ± ``within``."""
         lines = []
         for (name, lenience), found in self.estimates.items():
             whose = name if lenience == 1 else f"{name} at lenience {lenience:g}"
             if found is None:
                 lines.append(f"{whose}: it drafted nothing, so its α is not known")
-            elif found.half is None or found.off is None:
+            elif found.half is None or found.max_error is None:
                 lines.append(
-                    f"{whose}: it drafted in one prompt of {len(self.walked)}, and α of a single one has no "
+                    f"{whose}: it drafted in one prompt of {len(self.texts)}, and α of a single one has no "
                     "interval; give more"
                 )
             elif found.half > within:
-                each = len(self.walked) / found.clusters  # it may have no draft token in some
+                each = len(self.texts) / found.clusters  # some prompts may have no draft token
                 lines.append(
-                    f"{whose}: α is known to ±{found.off:.3f}, not to ±{within:g}: {len(self.walked)} "
+                    f"{whose}: α is known to ±{found.max_error:.3f}, not to ±{within:g}: {len(self.texts)} "
                     f"prompts are too few, about {math.ceil((found.needed(within) or 0) * each)} would do"
                 )
         return lines
@@ -257,7 +268,7 @@ class Measurement:
         self.results.put(**parts, drafts=list(self.entries.values()))
 
 
-def _said(found: Estimate | None) -> dict[str, Any]:
+def _estimate_json(found: Estimate | None) -> dict[str, Any]:
     if found is None:
-        return {"alpha": None, "interval": None, "tokens": 0}
-    return {"alpha": found.mean, "interval": found.interval, "tokens": found.count}
+        return {"alpha": None, "interval": None, "draft_tokens": 0}
+    return {"alpha": found.mean, "interval": found.interval, "draft_tokens": found.count}

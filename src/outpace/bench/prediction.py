@@ -46,7 +46,7 @@ class Parts:
     verify: Sequence[Verification]
 
     def best(self, alpha: float, coverage: float = 1.0, interval: tuple[float, float] | None = None) -> Best:
-        """Return the best of all draft lengths that forward passes of B rows were timed for.
+        """Return the best of all draft lengths that forward passes of B sequences were timed for.
 
         Args:
             alpha: Acceptance rate.
@@ -58,8 +58,8 @@ class Parts:
         between = None
         if interval is not None:
             ends = [self.speedups(end, coverage).round(4) for end in interval]
-            shown = g or int(np.argmax(ends[1]))
-            low, high = sorted(float(one[shown]) for one in ends)
+            reported = g or int(np.argmax(ends[1]))
+            low, high = sorted(float(one[reported]) for one in ends)
             between = low, high
         return Best(self.B, self.drafting, g, float(speeds[g]), between)
 
@@ -67,19 +67,19 @@ class Parts:
         """Return speedups over the baseline for g = 0, 1, ... as far as forward passes were timed.
 
         Between the sizes, times are interpolated. A step in which the drafter has no draft token for any
-        sequence is one without speculation.
+        sequence is a step without speculation.
 
         Args:
             alpha: Acceptance rate.
             coverage: How often the drafter has a draft token for a sequence.
         """
-        taken = judging(self.B, self.passes, self.verify)
-        g = np.arange(len(taken))
+        ms = target_ms(self.B, self.passes, self.verify)
+        g = np.arange(len(ms))
         tokens = coverage * theory.expected_tokens(alpha, g) + 1 - coverage
-        proposing = some_row(coverage, self.B)  # a forward pass is equally wide for all rows
-        mean = proposing * taken + (1 - proposing) * taken[0]
-        drafting = self.drafting.taken(g, some_row(coverage * np.power(alpha, g), self.B))
-        return theory.measured_speedup(tokens, g, 0.0, mean + drafting, taken[0])
+        any_draft = any_sequence(coverage, self.B)  # a forward pass has the same tokens for all sequences
+        mean = any_draft * ms + (1 - any_draft) * ms[0]
+        drafting = self.drafting.milliseconds(g, any_sequence(coverage * np.power(alpha, g), self.B))
+        return theory.measured_speedup(tokens, g, 0.0, mean + drafting, ms[0])
 
     def speedup(self, alpha: float, drafted: Counter[int]) -> float:
         """Return the speedup over the baseline for counted numbers of draft tokens.
@@ -90,27 +90,27 @@ class Parts:
             alpha: Acceptance rate.
             drafted: How often a sequence had each number of draft tokens.
         """
-        taken = judging(self.B, self.passes, self.verify)
-        rows = drafted.total()
-        kept = sum(n * alpha**g for g, n in drafted.items() if g) / rows
-        taken = taken + self.drafting.taken(np.arange(len(taken)), some_row(kept, self.B))
-        tokens = sum(n * theory.expected_tokens(alpha, g) for g, n in drafted.items()) / rows
-        below = np.cumsum([drafted[g] for g in range(len(taken))]) / rows
-        return float(tokens * taken[0] / (np.diff(below**self.B, prepend=0.0) @ taken))
+        ms = target_ms(self.B, self.passes, self.verify)
+        steps = drafted.total()
+        all_accepted = sum(n * alpha**g for g, n in drafted.items() if g) / steps
+        ms = ms + self.drafting.milliseconds(np.arange(len(ms)), any_sequence(all_accepted, self.B))
+        tokens = sum(n * theory.expected_tokens(alpha, g) for g, n in drafted.items()) / steps
+        at_most = np.cumsum([drafted[g] for g in range(len(ms))]) / steps
+        return float(tokens * ms[0] / (np.diff(at_most**self.B, prepend=0.0) @ ms))
 
 
-def some_row(chance: npt.ArrayLike, B: int) -> npt.NDArray[np.float64]:
-    """Return the probability that one of B rows has what each has with this chance.
+def any_sequence(chance: npt.ArrayLike, B: int) -> npt.NDArray[np.float64]:
+    """Return the probability that at least one of B independent sequences has an event.
 
-    All rows wait for it.
+    Each of them has it with probability ``chance``. All sequences of a step wait for the slowest.
     """
     return 1 - (1 - np.asarray(chance, dtype=np.float64)) ** B
 
 
-def judging(B: int, passes: Sequence[Pass], verify: Sequence[Verification]) -> theory.Found:
-    """Return milliseconds of a forward pass and its verification, for g = 0, 1, ...
+def target_ms(B: int, passes: Sequence[Pass], verify: Sequence[Verification]) -> theory.Found:
+    """Return milliseconds of the target's forward pass with its verification, for g = 0, 1, ...
 
-    They go as far as forward passes of B rows were timed.
+    The largest g is that of the longest timed forward pass of B sequences.
 
     Raises:
         ValueError: No forward pass over a single token was timed.
@@ -118,9 +118,9 @@ def judging(B: int, passes: Sequence[Pass], verify: Sequence[Verification]) -> t
     timed = dict(sorted((one.n, one.ms) for one in passes if one.B == B))
     checks = dict(sorted((one.g, one.ms) for one in verify if one.B == B))
     if 1 not in timed:
-        raise ValueError(f"passes: there must be one over a single token of B = {B} rows to compare with")
+        raise ValueError(f"passes: there must be one over a single token of B = {B} sequences")
     g = np.arange(max(timed))
-    taken = np.interp(g + 1, list(timed), list(timed.values()))
+    ms = np.interp(g + 1, list(timed), list(timed.values()))
     if checks:
-        taken = taken + np.interp(g, list(checks), list(checks.values()))
-    return taken
+        ms = ms + np.interp(g, list(checks), list(checks.values()))
+    return ms

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity
 
 from outpace.bench import kernel
 from outpace.bench.distance import Quality, positions, quality
-from outpace.bench.kernel import Inputs, Side
+from outpace.bench.kernel import Inputs, Method
 from outpace.bench.vocabulary import VOCABULARIES, Vocabulary
 from outpace.integrations.assisted import speculative_sampling
 from outpace.verification.rules import Rule, parse, sigmoid
@@ -32,7 +32,7 @@ from outpace.verification.rules import Rule, parse, sigmoid
 DRAFTS = tuple(range(1, 21))
 ROUNDS = 20  # rounds of timing from Python; each of the four methods is first in five of them
 PROFILED = 40  # calls under the profiler
-WAITING = ("transformers", "drop-in")
+SYNCHRONOUS = ("transformers", "drop-in")  # methods that wait for the device
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class StepTiming:
     vocabulary: str
     V: int
     g: int
-    side: str
+    method: str
     rule: str
     eager: Time
     graph: Time  # saved against Transformers from Python, which cannot be captured
@@ -72,7 +72,7 @@ class Bounds:
     """
 
     vocabulary: str
-    side: str
+    method: str
     eager: Time
     graph: Time
     device: Time
@@ -80,20 +80,20 @@ class Bounds:
     quality: Quality
 
 
-def sides(vocabulary: Vocabulary) -> dict[str, tuple[Side, Rule]]:
+def methods(vocabulary: Vocabulary) -> dict[str, tuple[Method, Rule]]:
     """Return the call of each method, and the rule that it follows."""
     exact, approximate = parse("token"), sigmoid(-vocabulary.scale, vocabulary.scale)
     return {
-        "transformers": (kernel.transformers, exact),
-        "exact": (partial(kernel.ours, rule=exact), exact),
+        "transformers": (kernel.transformers_verify, exact),
+        "exact": (partial(kernel.outpace_verify, rule=exact), exact),
         "drop-in": (drop_in, exact),
-        "sigmoid": (partial(kernel.ours, rule=approximate), approximate),
+        "sigmoid": (partial(kernel.outpace_verify, rule=approximate), approximate),
     }
 
 
-def drop_in(made: Inputs) -> Any:
+def drop_in(inputs: Inputs) -> Any:
     """Call the function that ``patch()`` installs in Transformers."""
-    return speculative_sampling(made.tokens, made.draft, made.tokens.shape[1], made.target)
+    return speculative_sampling(inputs.tokens, inputs.draft, inputs.tokens.shape[1], inputs.target)
 
 
 def measure(
@@ -104,13 +104,13 @@ def measure(
 ) -> Iterator[StepTiming]:
     """Measure all methods at all sizes."""
     for vocabulary in vocabularies:
-        V, known = vocabulary.V, sides(vocabulary)
-        drawn = positions(V, device, dtype)
-        qualities = {name: quality(drawn, rule) for name, (_, rule) in known.items()}
+        V, known_methods = vocabulary.V, methods(vocabulary)
+        inputs = positions(V, device, dtype)
+        qualities = {name: quality(inputs, rule) for name, (_, rule) in known_methods.items()}
         for g in drafts:
             sets = kernel.rotated(1, g, V, device, dtype)
-            times = timed({name: call for name, (call, _) in known.items()}, sets)
-            for name, (call, rule) in known.items():
+            times = timed({name: call for name, (call, _) in known_methods.items()}, sets)
+            for name, (call, rule) in known_methods.items():
                 eager, graph, busy = (one[name] for one in times)
                 rate = sets[0].nbytes / busy.microseconds / 1e3 if busy.microseconds else None
                 yield StepTiming(
@@ -128,46 +128,46 @@ def measure(
                 )
 
 
-def timed(calls: Mapping[str, Side], sets: Sequence[Inputs]) -> list[dict[str, Time]]:
+def timed(calls: Mapping[str, Method], sets: Sequence[Inputs]) -> list[dict[str, Time]]:
     """Return the times of each method from Python, in a graph, and on the device."""
     cuda = sets[0].draft.is_cuda
-    eager, graph, device = from_python(calls, sets), empty(calls), empty(calls)
+    eager, graph, device = from_python(calls, sets), empty_lists(calls), empty_lists(calls)
     for name, call in calls.items():
-        captured = kernel.in_graph(call, sets) if cuda and name not in WAITING else None
+        captured = kernel.in_graph(call, sets) if cuda and name not in SYNCHRONOUS else None
         graph[name] += [] if captured is None else [captured]
-        device[name] += [at_work(call, sets)] if cuda else []
-    against = (eager["transformers"], eager["transformers"], device["transformers"])
-    return [compared(one, theirs) for one, theirs in zip((eager, graph, device), against, strict=True)]
+        device[name] += [device_busy(call, sets)] if cuda else []
+    reference = (eager["transformers"], eager["transformers"], device["transformers"])
+    return [compared(*pair) for pair in zip((eager, graph, device), reference, strict=True)]
 
 
-def empty(calls: Mapping[str, Side]) -> dict[str, list[float]]:
+def empty_lists(calls: Mapping[str, Method]) -> dict[str, list[float]]:
     """Return an empty list per method."""
     return {name: [] for name in calls}
 
 
-def from_python(calls: Mapping[str, Side], sets: Sequence[Inputs]) -> dict[str, list[float]]:
+def from_python(calls: Mapping[str, Method], sets: Sequence[Inputs]) -> dict[str, list[float]]:
     """Return microseconds per call of each method, round by round.
 
     In each round the methods follow one another, and another one is first.
     """
-    count, names, taken = kernel.at_a_time(sets), list(calls), empty(calls)
-    runs = {name: partial(kernel.in_turn, call, sets, count) for name, call in calls.items()}
+    count, names, microseconds = kernel.calls_per_timing(sets), list(calls), empty_lists(calls)
+    runs = {name: partial(kernel.call_in_turn, call, sets, count) for name, call in calls.items()}
     for run in runs.values():
         run()
     for i in range(ROUNDS):
         first = i % len(names)
         for name in names[first:] + names[:first]:
-            taken[name].append(kernel.wall(runs[name], sets[0].draft.device, 1) / count)
-    return taken
+            microseconds[name].append(kernel.wall(runs[name], sets[0].draft.device, 1) / count)
+    return microseconds
 
 
-def at_work(call: Side, sets: Sequence[Inputs]) -> float:
+def device_busy(call: Method, sets: Sequence[Inputs]) -> float:
     """Return the microseconds that a GPU works in a call: kernels, copies and fills, without gaps."""
-    kernel.in_turn(call, sets, 1)
+    kernel.call_in_turn(call, sets, 1)
     torch.cuda.synchronize()
     # `acc_events` only stops a warning about further cycles, of which there are none.
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
-        kernel.in_turn(call, sets, PROFILED)
+        kernel.call_in_turn(call, sets, PROFILED)
         torch.cuda.synchronize()
     work = [event.device_time_total for event in seen.events() or () if event.device_type.name == "CUDA"]
     if not work:
@@ -175,54 +175,59 @@ def at_work(call: Side, sets: Sequence[Inputs]) -> float:
     return round(float(sum(work)) / PROFILED, 2)
 
 
-def compared(times: Mapping[str, list[float]], theirs: list[float]) -> dict[str, Time]:
-    """Return the median time of each method, with percentages saved."""
-    made = {}
-    for name, own in times.items():
-        saved = None if name == "transformers" else less(own, theirs)
-        on_exact = less(own, times["exact"]) if name == "sigmoid" else None
-        made[name] = Time(round(statistics.median(own), 2) if own else None, saved, on_exact)
-    return made
+def compared(times: Mapping[str, list[float]], transformers: list[float]) -> dict[str, Time]:
+    """Return the median time of each method, with percentages saved.
+
+    Args:
+        times: Times of each method.
+        transformers: Times of Transformers' function, which the others are compared with.
+    """
+    found = {}
+    for name, measured in times.items():
+        saved = None if name == "transformers" else percent_saved(measured, transformers)
+        on_exact = percent_saved(measured, times["exact"]) if name == "sigmoid" else None
+        found[name] = Time(round(statistics.median(measured), 2) if measured else None, saved, on_exact)
+    return found
 
 
-def less(own: list[float], other: list[float]) -> float | None:
+def percent_saved(measured: list[float], reference: list[float]) -> float | None:
     """Return the percentage saved, as the median of rounds.
 
     A processor's speed changes over time, but hardly within a round. A time that was measured once is
     compared with every round of the other.
     """
-    if not own or not other:
+    if not measured or not reference:
         return None
-    rounds = max(len(own), len(other))
-    pairs = zip(own * (rounds // len(own)), other * (rounds // len(other)), strict=True)
+    rounds = max(len(measured), len(reference))
+    pairs = zip(measured * (rounds // len(measured)), reference * (rounds // len(reference)), strict=True)
     return round(100 * (1 - statistics.median(a / b for a, b in pairs)), 1)
 
 
 def bounds(figures: Iterable[StepTiming]) -> list[Bounds]:
-    """Return the extremes over all g that speak most against the exact rule."""
+    """Return the extremes over all g; each is the one that is least favourable to the exact rule."""
     groups: dict[tuple[str, str], list[StepTiming]] = {}
     for one in figures:
-        groups.setdefault((one.vocabulary, one.side), []).append(one)
-    made = []
-    for (vocabulary, side), some in groups.items():
+        groups.setdefault((one.vocabulary, one.method), []).append(one)
+    found = []
+    for (vocabulary, method), some in groups.items():
         eager = worst([one.eager for one in some])
         graph = worst([one.graph for one in some])
         device = worst([one.device for one in some])
-        memory = the(max, (one.peak_bytes for one in some))
-        made.append(Bounds(vocabulary, side, eager, graph, device, memory, some[0].quality))
-    return made
+        memory = extreme(max, (one.peak_bytes for one in some))
+        found.append(Bounds(vocabulary, method, eager, graph, device, memory, some[0].quality))
+    return found
 
 
 def worst(times: Sequence[Time]) -> Time:
     """Return the longest time, the least saved, and the most saved on exact."""
     return Time(
-        the(max, (one.microseconds for one in times)),
-        the(min, (one.saved for one in times)),
-        the(max, (one.saved_on_exact for one in times)),
+        extreme(max, (one.microseconds for one in times)),
+        extreme(min, (one.saved for one in times)),
+        extreme(max, (one.saved_on_exact for one in times)),
     )
 
 
-def the(pick: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
-    """Return the largest or the least of the values that are not None."""
-    there = [one for one in values if one is not None]
-    return pick(there) if there else None
+def extreme(pick: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
+    """Return the largest or the smallest of the values that are not None."""
+    known = [one for one in values if one is not None]
+    return pick(known) if known else None

@@ -9,10 +9,10 @@ from typing import Any
 
 from outpace.engine.text import chat_ids
 
-BUILT_IN, GIVEN = "built-in", "--prompt"  # names of prompts that no file holds
+BUILT_IN, FROM_FLAG = "built-in", "--prompt"  # names of prompts that no file holds
 
-# The default: a few prompts of every kind, some of which ask to repeat their own words.
-OWN = (
+# The default: a few prompts of every kind. Some ask to repeat words of the prompt.
+BUILT_IN_PROMPTS = (
     ("story", "Write a short story about a keeper of a lighthouse who finds a message in a bottle."),
     ("story", "Describe a market in a small town on a rainy morning."),
     ("question", "Why is the sky blue at noon and red at sunset?"),
@@ -46,7 +46,7 @@ OWN = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class Prompt:
     """A prompt, and the kind of text that it asks for."""
 
     ids: list[int]
@@ -54,8 +54,8 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Questions:
-    """Prompts before there is a model.
+class PromptSet:
+    """Texts of prompts, before they are tokenized.
 
     Attributes:
         texts: Kind and text of each prompt.
@@ -67,9 +67,9 @@ class Questions:
     name: str | None = None
     left_out: Sequence[str] = ()
 
-    def to(self, tokenizer: Any) -> list[Asked]:
+    def to(self, tokenizer: Any) -> list[Prompt]:
         """Return the prompts as token ids; with a chat template, each is a user's message."""
-        return [Asked(_ids(tokenizer, text), domain) for domain, text in self.texts]
+        return [Prompt(_ids(tokenizer, text), domain) for domain, text in self.texts]
 
     @property
     def rows(self) -> int:
@@ -84,9 +84,9 @@ class Questions:
         return {"name": self.name, "rows": self.rows, "left_out": len(self.left_out)}
 
 
-def questions(
+def prompt_set(
     texts: Sequence[str] = (), data: str | None = None, limit: int | None = None, every: int = 1
-) -> Questions:
+) -> PromptSet:
     """Return prompts from texts, from a file or data set, or the built-in ones.
 
     Args:
@@ -96,26 +96,26 @@ def questions(
         every: Take only every n-th prompt, from the first on.
     """
     if data is None:
-        rows = [("prompt", text) for text in texts] or list(OWN)
-        return Questions(rows[::every][:limit], GIVEN if texts else BUILT_IN)
+        rows = [("prompt", text) for text in texts] or list(BUILT_IN_PROMPTS)
+        return PromptSet(rows[::every][:limit], FROM_FLAG if texts else BUILT_IN)
     from outpace.bench.data import category, read
 
     found = read(data, limit=limit, every=every)
     found.check()
     name = Path(data).name if found.local else data
     usable = [(category(one), one.turns[0]) for one in found.items if one.problem is None]
-    return Questions(usable, name, found.left_out)
+    return PromptSet(usable, name, found.left_out)
 
 
-def asked(
+def tokenized_prompts(
     tokenizer: Any,
     texts: Sequence[str] = (),
     data: str | None = None,
     limit: int | None = None,
     every: int = 1,
-) -> list[Asked]:
-    """Return the prompts of ``questions`` as token ids."""
-    return questions(texts, data, limit, every).to(tokenizer)
+) -> list[Prompt]:
+    """Return the prompts of ``prompt_set`` as token ids."""
+    return prompt_set(texts, data, limit, every).to(tokenizer)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from outpace.checks.files import write_whole
+from outpace.checks.files import write_atomic
 
 
 class Results:
     """One JSON object that is written anew, as a whole, whenever it has grown.
 
-    So measurements before an interruption are kept. The field ``complete`` says whether they are all.
+    So an interruption loses no measurements. The field ``complete`` says whether they are all.
 
     Args:
         path: File to write; None writes nothing.
@@ -23,11 +23,11 @@ class Results:
         about: Command, machine, target and settings. The date is added.
 
     Attributes:
-        kept: Whether the file holds all results so far.
+        saved: Whether the file holds all results so far.
     """
 
     def __init__(self, path: Path | None, kind: str, about: Mapping[str, Any]) -> None:
-        self.path, self.kept = path, False
+        self.path, self.saved = path, False
         date = datetime.now(UTC).isoformat(timespec="seconds")
         self.content: dict[str, Any] = {"kind": kind, "date": date, **about, "complete": False}
 
@@ -42,11 +42,11 @@ class Results:
         self._write()
 
     def _write(self) -> None:
-        self.kept = False
+        self.saved = False
         if self.path is None:
             return
-        write_whole(self.path, json.dumps(finite(self.content), indent=1, allow_nan=False) + "\n")
-        self.kept = True
+        write_atomic(self.path, json.dumps(finite(self.content), indent=1, allow_nan=False) + "\n")
+        self.saved = True
 
 
 def finite(value: Any) -> Any:
@@ -78,6 +78,6 @@ def load(path: Path, kinds: tuple[str, ...] = ()) -> dict[str, Any]:
         raise ValueError(f"{path}: not a JSON file") from None
     kind = content.get("kind") if isinstance(content, dict) else None
     if kind is None or (kinds and kind not in kinds):
-        wanted = " or ".join(f"`outpace {one}`" for one in kinds) or "a measuring command"
-        raise ValueError(f"{path}: it was not written by {wanted}")
+        expected = " or ".join(f"`outpace {one}`" for one in kinds) or "a measuring command"
+        raise ValueError(f"{path}: it was not written by {expected}")
     return dict(content)

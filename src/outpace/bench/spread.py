@@ -45,7 +45,7 @@ Rate = tuple[float, float]
 """Tokens, and the seconds that they took."""
 
 
-def faster(ours: Sequence[Rate], theirs: Sequence[Rate]) -> tuple[float, tuple[float, float] | None]:
+def faster(measured: Sequence[Rate], baseline: Sequence[Rate]) -> tuple[float, tuple[float, float] | None]:
     """Return the ratio of throughputs measured in pairs, and its confidence interval.
 
     The ratio is one of sums, so that long texts count for more. Pairs stay together: the variance of the
@@ -53,8 +53,8 @@ def faster(ours: Sequence[Rate], theirs: Sequence[Rate]) -> tuple[float, tuple[f
     of one degree less than there are pairs.
 
     Args:
-        ours: Rates of the method.
-        theirs: Rates of what it is compared with, in the same order.
+        measured: Rates of a method.
+        baseline: Rates of the baseline, in the same order.
 
     Returns:
         The ratio and its interval; None for the interval of a single pair.
@@ -62,13 +62,15 @@ def faster(ours: Sequence[Rate], theirs: Sequence[Rate]) -> tuple[float, tuple[f
     Raises:
         ValueError: The rates are not pairs, or there are none.
     """
-    if len(ours) != len(theirs) or not len(ours):
-        raise ValueError(f"ours: got {len(ours)} rates, and theirs {len(theirs)}; they must be pairs")
-    pairs = np.concatenate((np.asarray(ours, float), np.asarray(theirs, float)), axis=1)  # [n, 4]
+    if len(measured) != len(baseline) or not len(measured):
+        raise ValueError(
+            f"measured: got {len(measured)} rates, and {len(baseline)} of the baseline; they must be pairs"
+        )
+    pairs = np.concatenate((np.asarray(measured, float), np.asarray(baseline, float)), axis=1)  # [n, 4]
     sums, n = pairs.sum(0), len(pairs)
     value = float((sums[0] / sums[1]) / (sums[2] / sums[3]))
     if n == 1:
         return value, None
-    without = np.log(sums - pairs) @ (1.0, -1.0, -1.0, 1.0)  # the logarithm, without each of them
+    without = np.log(sums - pairs) @ (1.0, -1.0, -1.0, 1.0)  # the logarithm, without each pair in turn
     half = student(SURE, n - 1) * math.sqrt((n - 1) * float(without.var()))
     return value, (value * math.exp(-half), value * math.exp(half))

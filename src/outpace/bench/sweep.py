@@ -1,8 +1,8 @@
 """Latency of texts for every draft, sampling and draft length, measured in turn.
 
 Each prompt, or group of prompts, is a round. All cells decode it one after the other, and another one is
-first each time. So what slows a machine down slows all alike. The first two steps of a text are not counted.
-In the first the target prefills the prompt, in the second a draft does.
+first each time. So a slow phase of the machine slows all of them. The first two steps of a text are not
+counted. In the first the target prefills the prompt, in the second a draft does.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from outpace.bench import cost
-from outpace.bench.forecast import Known
+from outpace.bench.forecast import TimedParts
 from outpace.bench.prediction import Parts
-from outpace.bench.runs import AUTO, BEGINNING, HEURISTIC, PLAIN, Cell, Run, counted
+from outpace.bench.runs import AUTO, BASELINE, HEURISTIC, SKIPPED_STEPS, Cell, Run, count_steps
 from outpace.decoder import Decoder, WithModel
 from outpace.engine.sequence import Step
 from outpace.policy import DraftLengthPolicy, Fixed, Heuristic
 from outpace.sampling import SamplingParams
 
-LENGTHS = (PLAIN, "1", "2", "3", "5", "8", "12", AUTO)
-WARM = 4  # warm-up steps with a fixed draft length; a policy generates a whole text
+DRAFT_LENGTHS = (BASELINE, "1", "2", "3", "5", "8", "12", AUTO)
+WARM_UP_STEPS = 4  # warm-up steps with a fixed draft length; a policy generates a whole text
 
 
 class Sweep:
@@ -31,61 +31,58 @@ class Sweep:
     Args:
         decoders: Decoders by the name of the draft. Their own draft-length policy is ``"auto"``.
         samplings: Sampling settings of texts.
-        lengths: Numbers of draft tokens, ``"auto"``, ``"heuristic"``. Decoding without speculation is always
-            among them.
+        draft_lengths: Numbers of draft tokens, ``"auto"``, ``"heuristic"``. The baseline is always added.
         prompts: Token ids of each prompt.
-        tokens: Maximum number of new tokens of a text.
+        max_new_tokens: Maximum number of new tokens of a text.
         batch: Prompts per group. The last group is filled up with the first prompts.
         repeats: How often all prompts are run.
         seed: Seed of the first text.
         ignore_eos: Whether texts go on after end-of-text.
-        beginning: First steps of a text that are not counted.
+        skipped_steps: First steps of a text that are not counted.
 
     Raises:
-        ValueError: There are no prompts or no drafters, or a length does not suit the number of tokens.
+        ValueError: There are no prompts or no drafters, or texts are too short for a draft length.
     """
 
     def __init__(
         self,
         decoders: Mapping[str, Decoder],
         samplings: Sequence[SamplingParams],
-        lengths: Sequence[str],
+        draft_lengths: Sequence[str],
         prompts: Sequence[Sequence[int]],
         *,
-        tokens: int = 128,
+        max_new_tokens: int = 128,
         batch: int = 1,
         repeats: int = 1,
         seed: int = 0,
         ignore_eos: bool = False,
-        beginning: int = BEGINNING,
+        skipped_steps: int = SKIPPED_STEPS,
     ) -> None:
         if not prompts:
             raise ValueError("prompts: there are none")
         if not decoders or any(decoder.drafter is None for decoder in decoders.values()):
-            raise ValueError(
-                "draft: got none, which is plain decoding, and part of every sweep; name a draft"
-            )
+            raise ValueError("draft: got none, which is the baseline and part of every sweep; name a draft")
         self.decoders = decoders
-        lengths = list(dict.fromkeys((PLAIN, *lengths)))
+        draft_lengths = list(dict.fromkeys((BASELINE, *draft_lengths)))
         self.cells = [
-            Cell(draft, sampling, length)
+            Cell(draft, sampling, num_draft_tokens)
             for draft in decoders
             for sampling in dict.fromkeys(samplings)
-            for length in lengths
+            for num_draft_tokens in draft_lengths
         ]
-        check_lengths(lengths, tokens)
-        # Policies learn: each cell has its own.
-        self.writers = {cell: _writer(cell, decoders[cell.draft]) for cell in self.cells}
-        self.prompts, self.tokens, self.ignore_eos = prompts, tokens, ignore_eos
+        check_draft_lengths(draft_lengths, max_new_tokens)
+        # Policies learn, so each cell has its own.
+        self.cell_decoders = {cell: _cell_decoder(cell, decoders[cell.draft]) for cell in self.cells}
+        self.prompts, self.max_new_tokens, self.ignore_eos = prompts, max_new_tokens, ignore_eos
         self.groups = grouped(len(prompts), batch)
-        self.repeats, self.seed, self.beginning = repeats, seed, beginning
+        self.repeats, self.seed, self.skipped_steps = repeats, seed, skipped_steps
 
     @property
     def blocks(self) -> list[list[Cell]]:
         """Lists of cells that take turns.
 
-        All cells take turns. But where there are engines, whose caches are large, drafts come one after the
-        other.
+        Without engines, all cells take turns. The caches of an engine are large, so with engines the drafts
+        are measured one after the other.
         """
         if all(decoder.engines is None for decoder in self.decoders.values()):
             return [self.cells]
@@ -100,9 +97,9 @@ class Sweep:
         """Yield the runs of all cells of a block with one group of prompts, group after group."""
         for i, block in enumerate(self.blocks):
             # Cells with the longest drafts first, or an engine would be built several times.
-            for cell in sorted(block, key=lambda one: -self.writers[one].policy.max_draft_tokens):
+            for cell in sorted(block, key=lambda one: -self.cell_decoders[one].policy.max_draft_tokens):
                 tell(f"warming up: {cell}")
-                self.warm(cell)
+                self.warm_up(cell)
             turns = self.repeats * len(self.groups)
             for turn in range(turns):
                 repeat, group = divmod(turn, len(self.groups))
@@ -112,43 +109,45 @@ class Sweep:
                     runs.append(self.run(cell, group, repeat))
                 yield runs
 
-    def warm(self, cell: Cell, short: bool = False) -> None:
+    def warm_up(self, cell: Cell, short: bool = False) -> None:
         """Warm up a cell, so that nothing is built or captured while something is timed.
 
-        The longest text needs the largest caches. A short one is enough where only an engine would have to be
-        built anew.
+        The longest prompt needs the largest caches. A short one is enough if only an engine would have to be
+        rebuilt.
         """
         pick = min if short else max
-        chosen = pick(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
-        group = next(i for i, members in enumerate(self.groups) if chosen in members)
-        few = None if cell.g is None else WARM * len(self.groups[group])
+        prompt = pick(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
+        group = next(i for i, members in enumerate(self.groups) if prompt in members)
+        num_steps = None if cell.g is None else WARM_UP_STEPS * len(self.groups[group])
         with contextlib.closing(self._steps(cell, group, 0)) as steps:
-            for _ in itertools.islice(steps, few):
+            for _ in itertools.islice(steps, num_steps):
                 pass
 
     def run(self, cell: Cell, group: int, repeat: int = 0) -> Run:
         """Decode a group of prompts with a cell, and count its steps."""
         steps = self._steps(cell, group, repeat)
         context = self.decoders[cell.draft].scorer.context
-        room = [min(self.tokens, context - len(self.prompts[i])) for i in self.groups[group]]
-        return counted(Run(cell, group), steps, room, self.beginning)
+        max_new_tokens = [
+            min(self.max_new_tokens, context - len(self.prompts[i])) for i in self.groups[group]
+        ]
+        return count_steps(Run(cell, group), steps, max_new_tokens, self.skipped_steps)
 
     def _steps(self, cell: Cell, group: int, repeat: int) -> Generator[Step]:
         members = self.groups[group]
         first = self.seed + (repeat * len(self.groups) + group) * len(members)
-        return self.writers[cell].stream(
+        return self.cell_decoders[cell].stream(
             [list(self.prompts[i]) for i in members],
             cell.sampling,
             seed=list(range(first, first + len(members))),
-            max_new_tokens=self.tokens,
+            max_new_tokens=self.max_new_tokens,
             ignore_eos=self.ignore_eos,
         )
 
 
-def timed(sweep: Sweep, found: Known, tell: Callable[[str], None] = lambda line: None) -> None:
+def time_parts(sweep: Sweep, found: TimedParts, tell: Callable[[str], None] = lambda line: None) -> None:
     """Time the parts of a step for each draft and sampling, each part by itself.
 
-    The context is a text half of which is generated.
+    The context is as long as a median prompt with half of its new tokens.
 
     Args:
         sweep: The sweep.
@@ -156,8 +155,8 @@ def timed(sweep: Sweep, found: Known, tell: Callable[[str], None] = lambda line:
         tell: Called with each progress message.
     """
     B = len(sweep.groups[0])
-    lengths = sorted({0, *(cell.g for cell in sweep.cells if cell.g is not None)})
-    middle = sorted(map(len, sweep.prompts))[len(sweep.prompts) // 2] + sweep.tokens // 2
+    draft_lengths = sorted({0, *(cell.g for cell in sweep.cells if cell.g is not None)})
+    median_tokens = sorted(map(len, sweep.prompts))[len(sweep.prompts) // 2] + sweep.max_new_tokens // 2
     passes: list[cost.Pass] = []
     for draft, decoder in sweep.decoders.items():
         tell(f"timing parts: {draft}")
@@ -165,18 +164,18 @@ def timed(sweep: Sweep, found: Known, tell: Callable[[str], None] = lambda line:
             decoder.scorer,
             *([decoder.drafter.scorer] if isinstance(decoder.drafter, WithModel) else []),
         ]
-        room = min(one.context for one in scorers) - max(cost.STEP_ROOM, lengths[-1] + 1)
-        if room < 1:
+        most = min(one.context for one in scorers) - max(cost.DRAFTING_TOKENS, draft_lengths[-1] + 1)
+        if most < 1:
             continue
-        context = min(middle, room)
+        context = min(median_tokens, most)
         if not passes or decoder.engines is not None:
-            passes = cost.curve(decoder, [g + 1 for g in lengths], [B], context)
+            passes = cost.curve(decoder, [g + 1 for g in draft_lengths], [B], context)
         drafting = cost.drafting(decoder, B, context)
         for sampling in dict.fromkeys(cell.sampling for cell in sweep.cells):
-            drawn = cost.draws(decoder, sampling)
-            verify = cost.verification(decoder, lengths, [B], sampling, drawn)
+            drawn = cost.drafts_are_sampled(decoder, sampling)
+            verify = cost.verification(decoder, draft_lengths, [B], sampling, drawn)
             found[draft, sampling] = Parts(B, drafting, passes, verify)
-        cost.let_go(decoder)
+        cost.free_engine(decoder)
 
 
 def grouped(prompts: int, batch: int) -> list[list[int]]:
@@ -190,44 +189,46 @@ def rotated(cells: Sequence[Cell], turn: int) -> list[Cell]:
     return [*cells[first:], *cells[:first]]
 
 
-def _writer(cell: Cell, own: Decoder) -> Decoder:
+def _cell_decoder(cell: Cell, decoder: Decoder) -> Decoder:
     """Return a decoder of this cell, with the models and caches of the decoder of its draft."""
-    length: DraftLengthPolicy = copy.deepcopy(own.policy)
+    policy: DraftLengthPolicy = copy.deepcopy(decoder.policy)
     if cell.g is not None:
-        length = Fixed(cell.g)
-    elif cell.length == HEURISTIC:
-        length = Heuristic()
-    drafter = None if cell.length == PLAIN else own.drafter
-    made = Decoder(
-        own.scorer,
+        policy = Fixed(cell.g)
+    elif cell.num_draft_tokens == HEURISTIC:
+        policy = Heuristic()
+    drafter = None if cell.num_draft_tokens == BASELINE else decoder.drafter
+    cell_decoder = Decoder(
+        decoder.scorer,
         drafter,
-        own.tokenizer,
-        rule=own.rule,
-        lenience=own.lenience,
-        num_draft_tokens=length,
+        decoder.tokenizer,
+        rule=decoder.rule,
+        lenience=decoder.lenience,
+        num_draft_tokens=policy,
         engine=False,
     )
-    made.engines = own.engines  # an engine is the same for all lengths, and too large to have several
-    return made
+    cell_decoder.engines = decoder.engines  # too large for several; it serves all draft lengths
+    return cell_decoder
 
 
-def check_lengths(lengths: Sequence[str], tokens: int) -> None:
+def check_draft_lengths(draft_lengths: Sequence[str], max_new_tokens: int) -> None:
     """Raise unless texts of this many tokens leave steps to count, with each draft length."""
-    for length in lengths:
-        if not length.isdecimal() and length not in (AUTO, HEURISTIC):
-            raise ValueError(f"length: got {length!r}; it must be a number, {AUTO} or {HEURISTIC}")
-    longest = max(lengths, key=least_tokens)
+    for num_draft_tokens in draft_lengths:
+        if not num_draft_tokens.isdecimal() and num_draft_tokens not in (AUTO, HEURISTIC):
+            raise ValueError(
+                f"num_draft_tokens: got {num_draft_tokens!r}; it must be a number, {AUTO} or {HEURISTIC}"
+            )
+    longest = max(draft_lengths, key=least_tokens)
     needed = least_tokens(longest)
-    if tokens < needed:
+    if max_new_tokens < needed:
         why = f"the first {needed - 1} tokens of a text are not timed"
-        if longest in (PLAIN, AUTO, HEURISTIC):
-            raise ValueError(f"max_new_tokens: got {tokens}; it must be at least {needed}, as {why}")
+        if longest in (BASELINE, AUTO, HEURISTIC):
+            raise ValueError(f"max_new_tokens: got {max_new_tokens}; it must be at least {needed}, as {why}")
         raise ValueError(
-            f"length: got {longest} for texts of {tokens} tokens, but with it {why}; name a shorter one "
-            f"(--length), or at least {needed} tokens (--max-new-tokens {needed})"
+            f"num_draft_tokens: got {longest} for texts of {max_new_tokens} tokens, but with it {why}; name "
+            f"a smaller number, or at least {needed} tokens (--max-new-tokens {needed})"
         )
 
 
-def least_tokens(length: str) -> int:
+def least_tokens(num_draft_tokens: str) -> int:
     """Return the fewest new tokens that a text needs so that this draft length can be timed."""
-    return BEGINNING * ((int(length) if length.isdecimal() else 0) + 1) + 1
+    return SKIPPED_STEPS * ((int(num_draft_tokens) if num_draft_tokens.isdecimal() else 0) + 1) + 1

@@ -3,7 +3,7 @@
 Every layer is computed, but adds next to nothing. So a model is a known bigram model. The embedding of token
 x holds a code c(x) in its first entries. The head's row of token y holds a code s·c'(y) of the tokens that it
 follows. The logit of y after x is then s·c(x)·c'(y), normal with deviation s. The draft's head has noise of
-deviation σ on its codes. A search finds the σ for the acceptance rate α = E[Σ min(p, q)] that was requested.
+deviation σ on its codes. A search finds the σ for the requested acceptance rate α = E[Σ min(p, q)].
 
 A target without a draft is for prompt lookup. It has few words, so that its texts repeat. Its s is the one at
 which the likeliest next word has probability α.
@@ -180,12 +180,12 @@ def noise_for(codes: Codes, alpha: float) -> float:
     p = (x @ codes.after.T) * STEEPNESS / math.sqrt(CODE)
     other = (x @ codes.noise.T) * STEEPNESS / math.sqrt(CODE)
 
-    def kept(sigma: float) -> float:
+    def acceptance_at(sigma: float) -> float:
         return overlap(p, p + sigma * other)
 
-    if not kept(4.0) < alpha <= 1:
-        raise ValueError(f"alpha: got {alpha}; with {V} tokens it must lie in {kept(4.0):.2f}..1")
-    return solved(kept, alpha, 4.0)
+    if not acceptance_at(4.0) < alpha <= 1:
+        raise ValueError(f"alpha: got {alpha}; with {V} tokens it must lie in {acceptance_at(4.0):.2f}..1")
+    return solved(acceptance_at, alpha, 4.0)
 
 
 def solved(falling: Callable[[float], float], value: float, high: float) -> float:

@@ -7,8 +7,8 @@ The formulas are those of section 3 and appendices A.2 and A.5. Symbols:
 - ``c``: time of a draft's forward pass, relative to the target's, which does not depend on g.
 - ``ops``: operations of a draft's forward pass, relative to the target's for a token.
 
-Functions take numbers or arrays, which broadcast. ``kept_shares`` takes numbers and returns an array.
-Functions of distributions take arrays.
+Functions take numbers or arrays, which broadcast. ``accepted_probabilities`` takes numbers and returns an
+array. Functions of distributions take arrays.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import numpy.typing as npt
 Numbers = npt.ArrayLike
 Found = Any  # a float for numbers, an array for arrays
 
-LONGEST = 1000  # draft tokens that `best_length` looks at, by default
+LONGEST = 1000  # the largest g that `best_length` considers, by default
 MOST_SEARCHED = 100_000  # draft tokens; more would fill the memory
 
 
 def expected_tokens(alpha: Numbers, g: Numbers) -> Found:
     """Return the expected tokens per forward pass of the target: equation 1, ``(1 − α^(g+1))/(1 − α)``."""
-    alpha, g = _share("alpha", alpha), _drafts(g)
+    alpha, g = _probability("alpha", alpha), _drafts(g)
     sure = alpha == 1
     rest = np.where(sure, 1.0, 1 - alpha)
-    return _plain(np.where(sure, g + 1.0, (1 - alpha ** (g + 1)) / rest))
+    return _scalar(np.where(sure, g + 1.0, (1 - alpha ** (g + 1)) / rest))
 
 
 def speedup(alpha: Numbers, g: Numbers, c: Numbers = 0.0) -> Found:
     """Return the speedup over decoding without speculation: theorem 3.8."""
     with np.errstate(over="ignore"):  # 0 is right where the time is too large for a float
-        return _plain(expected_tokens(alpha, g) / (1 + _drafts(g) * _cost("c", c)))
+        return _scalar(expected_tokens(alpha, g) / (1 + _drafts(g) * _cost("c", c)))
 
 
-def measured_speedup(tokens: Numbers, g: Numbers, step: Numbers, target: Numbers, plain: Numbers) -> Found:
+def measured_speedup(tokens: Numbers, g: Numbers, step: Numbers, target: Numbers, baseline: Numbers) -> Found:
     """Return the speedup where a forward pass over more tokens takes longer: theorem 3.8 with measured times.
 
     Args:
@@ -47,18 +47,18 @@ def measured_speedup(tokens: Numbers, g: Numbers, step: Numbers, target: Numbers
         g: Number of draft tokens.
         step: Time of a draft's forward pass, of which there are g.
         target: Time of the target's forward pass over all g + 1 tokens, with verification.
-        plain: Time of the target's forward pass over a single token, with verification.
+        baseline: Time of the target's forward pass over a single token, with verification.
     """
-    taken = _drafts(g) * _cost("step", step) + _cost("target", target)
-    return _plain(_cost("tokens", tokens) * _cost("plain", plain) / taken)
+    time = _drafts(g) * _cost("step", step) + _cost("target", target)
+    return _scalar(_cost("tokens", tokens) * _cost("baseline", baseline) / time)
 
 
-def kept_shares(alpha: float, g: int) -> Found:
+def accepted_probabilities(alpha: float, g: int) -> Found:
     """Return the probabilities ``[g + 1]`` that 0, 1, ... g draft tokens of a forward pass are accepted.
 
     They are a truncated geometric distribution.
     """
-    alpha, g = float(_share("alpha", alpha)), int(_drafts(g))
+    alpha, g = float(_probability("alpha", alpha)), int(_drafts(g))
     return np.append(alpha ** np.arange(g) * (1 - alpha), alpha**g)
 
 
@@ -66,7 +66,7 @@ def operations(alpha: Numbers, g: Numbers, ops: Numbers = 0.0) -> Found:
     """Return the operations relative to decoding without speculation: theorem 3.11."""
     g = _drafts(g)
     with np.errstate(over="ignore"):  # inf is right where they are too many for a float
-        return _plain((g * _cost("ops", ops) + g + 1) / expected_tokens(alpha, g))
+        return _scalar((g * _cost("ops", ops) + g + 1) / expected_tokens(alpha, g))
 
 
 def best_length(alpha: Numbers, c: Numbers, most: int = LONGEST) -> Any:
@@ -97,8 +97,8 @@ def least_speedup(alpha: Numbers, c: Numbers) -> Found:
 
     It is ``(1 + α)/(1 + c)`` where α > c, and 1 elsewhere.
     """
-    alpha, c = _share("alpha", alpha), _cost("c", c)
-    return _plain(np.where(alpha > c, (1 + alpha) / (1 + c), 1.0))
+    alpha, c = _probability("alpha", alpha), _cost("c", c)
+    return _scalar(np.where(alpha > c, (1 + alpha) / (1 + c), 1.0))
 
 
 def oracle_speedup(alpha: Numbers, c: Numbers) -> Found:
@@ -107,24 +107,24 @@ def oracle_speedup(alpha: Numbers, c: Numbers) -> Found:
     No other draft tokens are made then. A forward pass brings 1/(1 − α) tokens after α/(1 − α) draft tokens.
     No choice of draft lengths is faster.
     """
-    alpha, c = _share("alpha", alpha), _cost("c", c)
+    alpha, c = _probability("alpha", alpha), _cost("c", c)
     with np.errstate(divide="ignore"):
-        return _plain(1 / (1 - alpha + alpha * c))
+        return _scalar(1 / (1 - alpha + alpha * c))
 
 
-def needed_alpha(c: Numbers, wanted: Numbers = 1.0, g: Numbers = 1) -> Found:
-    """Return the least α for a speedup at this g; NaN where none is enough.
+def needed_alpha(c: Numbers, at_least: Numbers = 1.0, g: Numbers = 1) -> Found:
+    """Return the least α at which the speedup is ``at_least`` with g draft tokens; NaN where none is enough.
 
-    For any speedup at all, take g = 1: it needs α > c.
+    Any speedup needs α > c, for which g = 1 is enough.
     """
-    c, wanted, g = np.broadcast_arrays(_cost("c", c), np.asarray(wanted, float), _drafts(g))
+    c, at_least, g = np.broadcast_arrays(_cost("c", c), np.asarray(at_least, float), _drafts(g))
     low, high = np.zeros(c.shape), np.ones(c.shape)
-    enough = speedup(high, g, c) >= wanted
+    enough = speedup(high, g, c) >= at_least
     for _ in range(60):  # speedup grows with α
         middle = (low + high) / 2
-        reached = speedup(middle, g, c) >= wanted
+        reached = speedup(middle, g, c) >= at_least
         low, high = np.where(reached, low, middle), np.where(reached, middle, high)
-    return _plain(np.where(enough, high, np.nan))
+    return _scalar(np.where(enough, high, np.nan))
 
 
 def acceptance(p: npt.ArrayLike, q: npt.ArrayLike, lenience: float = 1.0) -> Found:
@@ -136,39 +136,39 @@ def acceptance(p: npt.ArrayLike, q: npt.ArrayLike, lenience: float = 1.0) -> Fou
     p, q = _distribution("p", p), _distribution("q", q)
     if not 0 < lenience <= 1:
         raise ValueError(f"lenience: got {lenience!r}; it must be in (0, 1]")
-    return _plain(np.minimum(q, p / lenience).sum(-1))
+    return _scalar(np.minimum(q, p / lenience).sum(-1))
 
 
 def divergence(p: npt.ArrayLike, q: npt.ArrayLike) -> Found:
     """Return D_LK of definition 3.2: ``Σ|p − q| / 2``, which is 1 − β."""
-    return _plain(np.abs(_distribution("p", p) - _distribution("q", q)).sum(-1) / 2)
+    return _scalar(np.abs(_distribution("p", p) - _distribution("q", q)).sum(-1) / 2)
 
 
 def rejection_acceptance(p: npt.ArrayLike, q: npt.ArrayLike) -> Found:
     """Return the acceptance rate of ordinary rejection sampling (A.2): ``min q/p``, never more than β."""
     p, q = _distribution("p", p), _distribution("q", q)
     ratio = np.divide(q, p, out=np.full(np.broadcast_shapes(p.shape, q.shape), np.inf), where=p > 0)
-    return _plain(ratio.min(-1))
+    return _scalar(ratio.min(-1))
 
 
-def _share(name: str, value: Any) -> npt.NDArray[np.float64]:
+def _probability(name: str, value: Any) -> npt.NDArray[np.float64]:
     found = np.asarray(value, float)
     if not ((found >= 0) & (found <= 1)).all():
-        raise ValueError(f"{name}: got {_said(value)}; it must be in [0, 1]")
+        raise ValueError(f"{name}: got {_shown(value)}; it must be in [0, 1]")
     return found
 
 
 def _cost(name: str, value: Any) -> npt.NDArray[np.float64]:
     found = np.asarray(value, float)
     if not ((found >= 0) & np.isfinite(found)).all():
-        raise ValueError(f"{name}: got {_said(value)}; it must be a finite number >= 0")
+        raise ValueError(f"{name}: got {_shown(value)}; it must be a finite number >= 0")
     return found
 
 
 def _drafts(value: Any) -> npt.NDArray[np.float64]:
     found = np.asarray(value, float)
     if not ((found >= 0) & (found == np.floor(found))).all():
-        raise ValueError(f"g: got {_said(value)}; it must be an int >= 0")
+        raise ValueError(f"g: got {_shown(value)}; it must be an int >= 0")
     return found
 
 
@@ -179,13 +179,13 @@ def _distribution(name: str, value: Any) -> npt.NDArray[np.float64]:
     return found
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     """Return a value as text; a single number appears without its wrapper."""
     found = np.asarray(value)
     return repr(found.item()) if found.size == 1 else repr(value)
 
 
-def _plain(value: Any) -> Found:
+def _scalar(value: Any) -> Found:
     """Return a float for a single number, else the array."""
     found = np.asarray(value)
     return float(found) if found.ndim == 0 else found

@@ -1,4 +1,4 @@
-"""Checks of plain arguments, and transfers to a device.
+"""Checks of scalar and tensor arguments, and transfers to a device.
 
 Each error names the argument, the value it got and the values that fit.
 """
@@ -45,12 +45,12 @@ def boolean(name: str, value: Any) -> None:
 
 
 def unknown(name: str, known: Iterable[str]) -> TypeError:
-    """Return the error for an argument that does not exist, with the known name closest to it."""
+    """Return the error for an argument that does not exist; it names the most similar argument."""
     return TypeError(f"{name}: no such argument{suggestion(name, known)}")
 
 
 def suggests(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function so that an unknown argument raises an error that names a similar known one."""
+    """Wrap a function so that an unknown argument raises an error that names a similar argument."""
     known = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)
@@ -70,7 +70,7 @@ def integers(name: str, value: Any, fits: str) -> None:
 
 
 def floats(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a tensor of one of the four float dtypes that logits come in."""
+    """Raise unless ``value`` is a tensor of a float dtype that logits may have."""
     if not isinstance(value, Tensor) or value.dtype not in FLOATS:
         raise TypeError(
             f"{name}: got {kind(value)}; it must be a float16, bfloat16, float32 or float64 tensor"
@@ -83,14 +83,14 @@ def kind(value: Any) -> str:
 
 
 def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return values as a tensor ``[n]``, without making the host wait for the device."""
+    """Return values as a tensor ``[n]``, without a synchronization of host and device."""
     if len(values) == 1:
         return torch.full((1,), values[0], dtype=dtype, device=device)
-    return moved(torch.tensor(values, dtype=dtype, device="cpu"), device)
+    return to_device(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on a device, without making the host wait for it."""
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on a device, without a synchronization of host and device."""
     if tensor.device.type == "cpu" and device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -101,9 +101,9 @@ def row_integers(
 ) -> Tensor:
     """Return an argument of one int, or one per row, as int64 ``[rows]``.
 
-    Each value must lie in ``least..most``. Values that are already on another device are not checked.
+    Each value must lie in ``least..most``. Values on a device other than the CPU are not checked.
     """
-    if device.type != "cpu" and _as_it_should_be(value, rows, device):
+    if device.type != "cpu" and _is_int64_per_row(value, rows, device):
         return value
     fits = f"an int in {least}..{most}, or one per row"
     if isinstance(value, Tensor):
@@ -116,7 +116,7 @@ def row_integers(
             low, high = torch.aminmax(value)
             integer(name, int(low), fits, lambda low: low >= least)
             integer(name, int(high), fits, lambda high: high <= most)
-        return moved(value.to(torch.int64), device).expand(rows)
+        return to_device(value.to(torch.int64), device).expand(rows)
     if not isinstance(value, Sequence):
         integer(name, value, fits, lambda i: least <= i <= most)
         return torch.full((rows,), signed(value), dtype=torch.int64, device=device)
@@ -127,16 +127,16 @@ def row_integers(
     return on_device([signed(one) for one in value], torch.int64, device)
 
 
-def _as_it_should_be(value: object, rows: int, device: torch.device) -> TypeGuard[Tensor]:
+def _is_int64_per_row(value: object, rows: int, device: torch.device) -> TypeGuard[Tensor]:
     if not isinstance(value, Tensor) or value.device != device:
         return False
     return value.dtype is torch.int64 and value.shape == (rows,)
 
 
-def one_or_each(
+def int_or_row_integers(
     name: str, value: int | Sequence[int] | Tensor, rows: int, device: torch.device, least: int, most: int
 ) -> Tensor | int:
-    """Do what ``row_integers`` does, but return an int as an int."""
+    """Return an argument as ``row_integers`` does, but a single int as an int."""
     if type(value) is int and least <= value <= most:  # the usual case
         return signed(value)
     if isinstance(value, Tensor | Sequence):

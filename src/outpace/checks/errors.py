@@ -1,4 +1,4 @@
-"""Words for errors: ranges, suggestions for misspelt names, missing packages.
+"""Text of error messages: ranges, suggestions for misspelt names, missing packages.
 
 This module imports nothing heavy.
 """
@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from decimal import Decimal
 from typing import Any
 
-LARGEST = 1e30  # logits that it multiplies or divides stay finite in float32
+LARGEST = 1e30  # a logit times or divided by this stays finite in float32
 
 Range = tuple[str, Callable[[float], bool]]
-"""The values that fit, in words, and a test of a number."""
+"""A description of the allowed values, and a test of a number."""
 
 RANGES: dict[str, Range] = {
     "temperature": (
@@ -41,12 +41,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def too_few(number: int, noun: str) -> str:
-    """Return a clause that says that a number of things is too few."""
+    """Return a clause about too few things: ``1 prompt is too few``."""
     return f"{counted(number, noun)} {'is' if number == 1 else 'are'} too few"
 
 
-def small(value: float) -> str:
-    """Return 0.093 for 0.0932, and 0.000068 for 6.8e-5: at least two significant digits."""
+def format_small(value: float) -> str:
+    """Return a number with two or more significant digits: 0.093 for 0.0932, 0.000068 for 6.8e-5."""
     return f"{value:.3f}" if value >= 0.01 else format(Decimal(f"{value:.2g}"), "f")
 
 
@@ -56,11 +56,11 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f'; did you mean "{close[0]}"?' if close else ""
 
 
-def needed(package: str, extra: str) -> Any:
+def import_extra(package: str, extra: str) -> Any:
     """Import a package and return it.
 
     Raises:
-        ImportError: It is missing. The error names what to install.
+        ImportError: The package is missing. The error names the extra to install.
     """
     try:
         return importlib.import_module(package)

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 
-def check_out(flag: str, path: Path) -> None:
-    """Raise unless a file can be written at this path, before work is done for it."""
+def check_output(flag: str, path: Path) -> None:
+    """Raise unless a file can be written at this path. Commands call it before they start work."""
     if path.is_dir():
         raise ValueError(f"{flag}: {path} is a folder")
     folder = path.absolute().parent
@@ -15,16 +15,16 @@ def check_out(flag: str, path: Path) -> None:
         raise ValueError(f"{flag}: {folder}: no such folder")
     if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
         raise ValueError(f"{flag}: {path}: it may not be written")
-    beside = _beside(path)
+    temporary = _temporary_path(path)
     try:
-        beside.touch()
-        beside.unlink()
+        temporary.touch()
+        temporary.unlink()
     except OSError as error:
         raise ValueError(f"{flag}: {path}: it cannot be written ({error.strerror})") from None
 
 
-def check_apart(*outputs: tuple[str, Path | None]) -> None:
-    """Raise if two output flags name the same file, since one would replace the other.
+def check_distinct(*outputs: tuple[str, Path | None]) -> None:
+    """Raise if two output flags name the same file, because one would replace the other.
 
     Args:
         outputs: Each flag with its path, or None for a flag that is not set.
@@ -39,25 +39,25 @@ def check_apart(*outputs: tuple[str, Path | None]) -> None:
 
 
 def check_folder(flag: str, path: Path) -> None:
-    """Raise unless files can be written to a folder, before work is done for it; it may be missing."""
+    """Raise unless files can be written to a folder; the folder itself may be missing."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"{flag}: {path} is not a folder")
-    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+    nearest = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
         raise ValueError(f"{flag}: {path}: it cannot be written")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write all of the text or nothing: an interruption leaves the old file."""
-    beside = _beside(path)
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a file in one step, so that an interruption leaves the old file."""
+    temporary = _temporary_path(path)
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     except OSError as error:
         raise OSError(f"{path}: it cannot be written ({error.strerror})") from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def _beside(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}")

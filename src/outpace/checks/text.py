@@ -1,12 +1,12 @@
-"""Text that is not whole: characters that UTF-8 cannot write, and bytes that are no character yet."""
+"""Incomplete text: strings that UTF-8 cannot encode, and bytes that are not yet a character."""
 
 from __future__ import annotations
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for bytes that are no character yet
+REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # a tokenizer decodes incomplete bytes to it
 
 
 def check_text(name: str, text: str) -> None:
-    """Raise if a string cannot be written in UTF-8; the errors of tokenizers differ."""
+    """Raise if a string cannot be encoded in UTF-8, instead of an error that depends on the tokenizer."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""The command ``outpace`` and its subcommands; heavy imports happen only where they are used."""
+"""The command ``outpace`` and its subcommands. A command imports heavy packages when it runs."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from outpace.cli.chat import chat
 from outpace.cli.doctor import doctor
 from outpace.cli.eval import eval
 from outpace.cli.generate import generate
-from outpace.cli.options import blamed
+from outpace.cli.options import with_config_path
 from outpace.cli.plan import plan
 from outpace.cli.report import report
 from outpace.cli.sweep import sweep
-from outpace.cli.threads import bound_spinning
 from outpace.cli.transcribe import transcribe
 from outpace.cli.tune import tune
 
-# The error of a wrong flag: click's, or that of the copy of click in newer versions of typer.
-WrongUse: Any = next(one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException")
+# The error class of a wrong flag. Newer versions of typer contain a copy of click, with their own class.
+UsageError: Any = next(one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException")
+# Each of these variables sets how OpenMP threads wait. If one of them is set, the user has chosen.
+SPIN_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
+SPIN_BOUNDS = {"GOMP_SPINCOUNT": "100000", "KMP_BLOCKTIME": "1"}  # spins (GNU); ms (LLVM, Intel)
 
 app = typer.Typer(
-    help="Language models from the Transformers library, faster by speculative decoding, same output "
-    "distribution.",
+    help="Run language models of the Transformers library faster by speculative decoding. The output "
+    "distribution stays the same.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -51,8 +53,8 @@ bench.command()(sweep)
 app.add_typer(bench, name="bench", rich_help_panel="Measure")
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"outpace {__version__}")
         raise typer.Exit
 
@@ -68,26 +70,26 @@ def options(
 
 
 def main() -> None:
-    """Run the command; a user's mistake gives one line on stderr and exit status 2."""
+    """Run the command. A user's mistake prints one line on stderr and gives exit status 2."""
     _open_streams()
     warnings.showwarning = lambda message, *_: _say(_first_line(str(message)))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     bound_spinning()
-    gc.disable()  # imports make millions of lasting objects: scanning them took a fifth of a start
+    gc.disable()  # imports create millions of permanent objects; scanning them took 20 % of the start-up time
     command = typer.main.get_command(app)
     meta: dict[str, Any] = {}
     status = 0
     try:
         try:
-            # Not `app()`, which handles errors itself.
+            # `app()` would handle errors itself.
             with command.make_context("outpace", sys.argv[1:]) as context:
                 meta = context.meta
                 command.invoke(context)
         except typer.Exit as done:
             status = done.exit_code
-        sys.stdout.flush()  # here, a failed write is still reported in one line
-    except WrongUse as error:
+        sys.stdout.flush()  # inside `try`, so that a failed write is reported in one line
+    except UsageError as error:
         fail(error.format_message())
     except (typer.Abort, KeyboardInterrupt):
         _say("interrupted")
@@ -99,7 +101,7 @@ def main() -> None:
             raise
         expected = isinstance(error, ValueError | TypeError | OSError | MemoryError | ImportError)
         if expected:
-            fail(blamed(meta, str(error)))
+            fail(with_config_path(meta, str(error)))
         fail(f"{type(error).__name__}: {error} (OUTPACE_TRACEBACK=1 shows where)")
     finally:
         gc.enable()
@@ -107,22 +109,32 @@ def main() -> None:
     raise SystemExit(status)
 
 
+def bound_spinning() -> None:
+    """Bound how long waiting OpenMP threads spin, so that two programs on the same cores both advance.
+
+    By default they spin until the next parallel region. The libraries read the variables once, when they are
+    loaded, so this runs before PyTorch is imported.
+    """
+    if not any(name in os.environ for name in SPIN_VARIABLES):
+        os.environ.update(SPIN_BOUNDS)
+
+
 def _open_streams() -> None:
-    """Open the streams that the caller closed (``<&-``), or a later file would take their number."""
-    closed = sys.stdout is None
+    """Open the streams that the caller closed (``<&-``); a later file would get their file descriptor."""
+    stdout_closed = sys.stdout is None
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if number else "r"))
-    if closed:
+    if stdout_closed:
         fail("stdout is closed; send it to a file, or to /dev/null")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # commands check for bytes that are not text
+        sys.stdin.reconfigure(errors="surrogateescape")  # commands refuse bytes that are not UTF-8
 
 
 def _flush(stream: IO[str]) -> None:
-    """Write what a stream holds back, or discard it.
+    """Write the buffer of a stream, or discard it.
 
-    Otherwise Python would try again at exit, complain, and change the exit status.
+    Otherwise Python would try again at exit, print an error, and change the exit status.
     """
     try:
         stream.flush()
@@ -138,7 +150,7 @@ def fail(why: str) -> NoReturn:
 
 
 def _first_line(text: str) -> str:
-    """Return the first line that is not empty: PyTorch's warnings and errors may carry a stack trace."""
+    """Return the first line that is not empty, because messages of PyTorch may contain a stack trace."""
     return next((one.strip() for one in text.splitlines() if one.strip()), "")
 
 

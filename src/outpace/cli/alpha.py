@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outpace.checks.files import check_out
+from outpace.checks.files import check_output
 from outpace.cli import checks
 from outpace.cli.options import (
+    MAX_SEQUENCES,
     MODELS,
-    MOST_ROWS,
     PROMPTS,
     SHOW,
     AllSeeds,
@@ -20,10 +20,12 @@ from outpace.cli.options import (
     Config,
     Data,
     Device,
+    DraftNames,
     Dtype,
     Every,
     FrequencyPenalty,
     Limit,
+    MaxNewTokens,
     MinP,
     PresencePenalty,
     PromptTexts,
@@ -50,21 +52,13 @@ LENIENCE = (1.0, 0.5, 0.3, 0.1)
 def alpha(
     config: Config = None,
     target: Target = None,
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--draft",
-            "-d",
-            metavar="lookup|ngram:FILE|MODEL|random",
-            help="What drafts; may be repeated. Default: the draft of --config, or lookup.",
-            rich_help_panel=MODELS,
-        ),
-    ] = None,
+    draft: DraftNames = None,
     lenience: Annotated[
         list[float] | None,
         typer.Option(
             callback=checks.number("lenience"),
-            help="Lenience values to evaluate; may be repeated. Default: 1, 0.5, 0.3, 0.1.",
+            help="Lenience values to evaluate; may be repeated. Below 1, rule token accepts more draft "
+            "tokens, and the output distribution changes. Default: 1, 0.5, 0.3, 0.1.",
             rich_help_panel=MODELS,
         ),
     ] = None,
@@ -76,20 +70,11 @@ def alpha(
     data: Data = None,
     limit: Limit = None,
     every: Every = 1,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-new-tokens",
-            "-m",
-            min=1,
-            help="Most tokens to generate per prompt.",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = 64,
+    max_new_tokens: MaxNewTokens = 64,
     within: Annotated[
         float | None,
         typer.Option(
-            help="Half the width that α's intervals may have; if one is wider, the exit status is 1.",
+            help="Largest half-width of an interval of α; if one is larger, the exit status is 1.",
             rich_help_panel=PROMPTS,
         ),
     ] = None,
@@ -124,7 +109,7 @@ def alpha(
         list[int] | None,
         typer.Option(
             min=1,
-            max=MOST_ROWS,
+            max=MAX_SEQUENCES,
             help="Batch sizes, B; may be repeated. Default: 1, 4, 8.",
             rich_help_panel=COSTS,
         ),
@@ -142,21 +127,26 @@ def alpha(
         ),
     ] = Path("alpha.json"),
 ) -> None:
-    """Measure α and what it is worth, with your models and your prompts.
+    """Measure acceptance and costs with your models and prompts; predict the best number of draft tokens.
 
-    The target writes texts by itself, and every drafter proposes at every token: α is the mean
-    of Σ min(p, q). Real runs are counted beside it. Then passes, steps and verification are timed, and the
-    length that is fastest by all that is named.
+    The target generates texts without speculation. Each drafter proposes a token
+    at every position. p is the target's distribution there, and q is the
+    drafter's. α, the acceptance rate, is the mean of Σ min(p, q).
 
-    Of a --config, target, draft, dtype, device and revision count; lengths are what is measured.
+    Then accepted draft tokens of real runs are counted. Target passes, draft
+    steps and verification are timed. The last lines name the g with the best
+    predicted speedup. g is the number of draft tokens per step.
 
-    Ctrl-C ends it with what there is, in --out, too. Exit status: 1 if α is known less well than --within
-    asks.
+    From --config, it uses target, draft, dtype, device and revision, but not
+    num_draft_tokens.
+
+    Ctrl-C ends it with the results so far, which are also in --out. Exit status:
+    1 if the half-width of an interval of α is above --within.
     """
     names = list(dict.fromkeys(draft or ["lookup"]))
     values = list(dict.fromkeys(lenience or LENIENCE))
     check(target, names, within, confidence, out)
-    questions = read_prompts(prompt, data, limit, every)
+    prompts = read_prompts(prompt, data, limit, every)
     sampling = sampling_of(
         logit_bias, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
@@ -167,38 +157,40 @@ def alpha(
     from outpace.bench.measure import Measurement, MeasurePlan
     from outpace.bench.results import Results
     from outpace.cli.bench import bare, command
-    from outpace.cli.drafts import fitting, line_up
+    from outpace.cli.drafts import load_decoders, select_fitting
     from outpace.decoder import WithModel
     from outpace.models.hub import DEFAULT
     from outpace.sampling import from_generation_config
 
-    plain, decoders = line_up(
-        target, names, device, dtype, lenience=max(values), g=num_draft_tokens,
+    baseline, decoders = load_decoders(
+        target, names, device, dtype, lenience=max(values), num_draft_tokens=num_draft_tokens,
         trust_remote_code=trust_remote_code, revision=revision,
     )  # fmt: skip
-    texts = fitting(plain, questions.to(plain.tokenizer))
+    tokenized = select_fitting(baseline, prompts.to(baseline.tokenizer))
     if sampling is None:
-        sampling = from_generation_config(plain.scorer.generation_config)
-    # A pass over a single token is what every other is compared with.
-    lengths = sorted({1, *(passes or cost.LENGTHS)})
+        sampling = from_generation_config(baseline.scorer.generation_config)
+    # Other passes are compared with one over a single token.
+    pass_sizes = sorted({1, *(passes or cost.PASS_SIZES)})
     plan = MeasurePlan(
-        sampling, max_new_tokens, values, num_draft_tokens, lengths,
+        sampling, max_new_tokens, values, num_draft_tokens, pass_sizes,
         sorted(set(batch or cost.BATCHES)), context, confidence, seed,
     )  # fmt: skip
-    cost.check_room(plain.scorer, context, max(lengths))
-    for one in decoders.values():
-        if isinstance(one.drafter, WithModel):
-            cost.check_room(one.drafter.scorer, context, cost.STEP_ROOM, "the draft's ")
+    cost.check_context(baseline.scorer, context, max(pass_sizes))
+    for decoder in decoders.values():
+        if isinstance(decoder.drafter, WithModel):
+            cost.check_context(decoder.drafter.scorer, context, cost.DRAFTING_TOKENS, "the draft's ")
     about = {
         "command": command(),
-        "machine": machine(plain.scorer.device),
+        "machine": machine(baseline.scorer.device),
         "target": bare(target or DEFAULT),
-        "models": plain.describe().splitlines()[:1],
+        "models": baseline.describe().splitlines()[:1],
         "sampling": {k: v for k, v in dataclasses.asdict(sampling).items() if k != "processors"},
-        "data": questions.about,
+        "data": prompts.about,
         **{k: getattr(plan, k) for k in ("confidence", "g", "context", "seed")},
     }
-    measurement = Measurement(plain, decoders, texts, plan, Results(out, "alpha", about), tell=progress)
+    measurement = Measurement(
+        baseline, decoders, tokenized, plan, Results(out, "alpha", about), tell=progress
+    )
     finish(measurement, within, out)
 
 
@@ -209,16 +201,16 @@ def check(
     confidence: float,
     out: Path,
 ) -> None:
-    """Refuse flags that do not fit, before anything big is loaded.
+    """Refuse wrong flags before PyTorch is imported.
 
     Raises:
-        ValueError: A flag does not fit.
+        ValueError: A flag is wrong.
     """
     if within is not None and not 0 < within < 1:
         raise ValueError(f"--within: got {within:g}; it must lie between 0 and 1, as α does")
     if not 0 < confidence < 1:
         raise ValueError(f"--confidence: got {confidence:g}; it must lie between 0 and 1")
-    check_out("--out", out)
+    check_output("--out", out)
     if "none" in names:
         raise ValueError("--draft: none drafts nothing, so there is nothing to measure; name a draft")
     check_models(target, names)
@@ -235,16 +227,16 @@ def finish(measurement: Measurement, within: float | None, out: Path) -> None:
         progress("")
         if "drafts" in content:
             show(content)
-            kept = f", and so has {out}" if measurement.results.kept else ""
-            note(f"cut short: the tables have what there is{kept}")
+            also = f", also in {out}" if measurement.results.saved else ""
+            note(f"stopped early: these are the results so far{also}")
         else:
-            note("cut short: nothing was measured yet, and nothing was kept")
+            note("stopped early: nothing was measured yet, and nothing was saved")
         raise
     progress("")
     show(content)
-    note(f"all of it in {out}")
-    if len(measurement.walked) < 2:
-        note("α of a single prompt has no interval: give at least 2")
+    note(f"results in {out}")
+    if len(measurement.texts) < 2:
+        note("α of a single prompt has no interval; give at least 2")
     wide = [] if within is None else measurement.wide(within)
     for line in wide:
         note(line)

@@ -1,4 +1,4 @@
-"""``outpace audit``: does speculation change the output with these models?"""
+"""``outpace audit``: a check that speculation does not change the output."""
 
 from __future__ import annotations
 
@@ -10,43 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.cli.options import (
-    Config,
-    Device,
-    Drafted,
-    Dtype,
-    Lenience,
-    NumDraftTokens,
-    Revision,
-    RuleName,
-    Target,
-    TrustRemoteCode,
-    check_models,
-    open_decoder,
-    read_text,
-)
+from outpace.cli.options import ModelFlags, open_decoder, read_text, with_model_flags
 from outpace.cli.show import note, screen
 
 if TYPE_CHECKING:
     from outpace.auditing.report import Report
 
-# Three words in no strict order: each may come next, prompt lookup proposes all of them, and the token after
-# a rejected one depends on it. One prompt, as samples split between two would say less about each.
+# Three words in no strict order: each of them is likely next, and prompt lookup proposes all of them. The
+# token after a rejected one depends on it. A second prompt would halve the samples of each.
 PROMPTS = ("out up out in up in out up in out up",)
-NAMES = "keep-all|redraw|rollback|stale|noise|reuse|mislabel"
+FAULT_NAMES = "keep-all|redraw|rollback|stale|noise|reuse|mislabel"
 
 
+@with_model_flags
 def audit(
-    config: Config = None,
-    target: Target = None,
-    draft: Drafted = "lookup",
-    rule: RuleName = "token",
-    lenience: Lenience = 1.0,
-    num_draft_tokens: NumDraftTokens = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
-    revision: Revision = None,
+    models: ModelFlags,
     prompts: Annotated[
         Path | None, typer.Option(help="A file of prompts, one a line, instead of the built-in one.")
     ] = None,
@@ -68,12 +46,14 @@ def audit(
     temperature: Annotated[float, typer.Option(help="Temperature of the samples.")] = 1.0,
     alarm: Annotated[
         float,
-        typer.Option(help="Probability of a false alarm, a difference reported of a correct decoder."),
+        typer.Option(help="Probability that a difference is reported for a correct decoder."),
     ] = 1e-3,
     seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
     plant: Annotated[
         str | None,
-        typer.Option(metavar=NAMES, help="Plant a known fault first, to see that the audit finds it."),
+        typer.Option(
+            metavar=FAULT_NAMES, help="Plant a known fault first, to check that the audit finds it."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -81,12 +61,13 @@ def audit(
 
     Exit status: 0 no difference found, 1 difference found, 3 could not tell.
 
-    Greedy decoding must give the target's own tokens. When sampling, the joint distribution of the first
-    tokens must equal the target's; Pearson's chi-squared test compares samples with exact probabilities.
-    With --num-draft-tokens auto, the default, the audit drafts 3 tokens a step.
+    Greedy decoding must give the target's own tokens. When sampling, the joint
+    distribution of the first tokens must equal the target's; Pearson's chi-squared
+    test compares samples with exact probabilities. With --num-draft-tokens auto,
+    the default, the audit drafts 3 tokens a step.
     """
-    check_models(target, draft, rule, lenience, num_draft_tokens)
-    if draft == "none":
+    models.check()
+    if models.draft == "none":
         raise ValueError("--draft: got none; without draft tokens there is nothing to audit")
     texts = list(PROMPTS)
     if prompts is not None:
@@ -103,17 +84,7 @@ def audit(
     if plant is not None and plant not in FAULTS:
         known = ", ".join(FAULTS)
         raise ValueError(f"--plant: got {plant!r}; it must be one of {known}{suggestion(plant, FAULTS)}")
-    decoder = open_decoder(
-        target,
-        draft,
-        device,
-        dtype,
-        rule,
-        lenience,
-        num_draft_tokens,
-        trust_remote_code=trust_remote_code,
-        revision=revision,
-    )
+    decoder = open_decoder(models)
     if plant is not None:
         note(f"planted: {FAULTS[plant].__doc__}")
     with planted(decoder, plant) if plant is not None else nullcontext():
@@ -131,7 +102,7 @@ def audit(
             tell=note,
         )
     if as_json:
-        print(json.dumps(_object(report, texts, decoder.describe().splitlines()), indent=2))
+        print(json.dumps(_as_json(report, texts, decoder.describe().splitlines()), indent=2))
     else:
         _print(report, texts)
     if plant is not None:
@@ -154,16 +125,16 @@ def _verdicts(report: Report) -> dict[str, str]:
     return verdicts
 
 
-def _object(report: Report, texts: list[str], settings: list[str]) -> dict[str, Any]:
+def _as_json(report: Report, texts: list[str], settings: list[str]) -> dict[str, Any]:
     from outpace.auditing.pearson import CERTAINTY
 
-    made = dataclasses.asdict(report)
-    greedy, joint = made.pop("greedy"), made.pop("joint")
+    fields = dataclasses.asdict(report)
+    greedy, joint = fields.pop("greedy"), fields.pop("joint")
     return {
         "verdict": report.verdict,
         "verdicts": _verdicts(report),
         "certainty": CERTAINTY,
-        **made,
+        **fields,
         "draft_tokens": report.draft_tokens,
         "accepted_tokens": report.accepted_tokens,
         "settings": settings,
@@ -187,20 +158,20 @@ def _print(report: Report, texts: list[str]) -> None:
     rows = [[text.replace("\n", "\\n"), *_cells(report, i)] for i, text in enumerate(texts)]
     names = ("greedy", "p-value", "finds", "accepted")
     widths = [max(len(name), *(len(row[i]) for row in rows)) for i, name in enumerate(names, 1)]
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    # Prompts get the width that the figures leave over, which are three columns apart.
-    left = max(1, console.width - sum(width + 3 for width in widths))
-    made.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=left)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    # The other columns have a margin of three characters each. The prompt gets the remaining width.
+    prompt_width = max(1, console.width - sum(width + 3 for width in widths))
+    table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=prompt_width)
     for name, width in zip(names, widths, strict=True):
-        made.add_column(name, justify="right", no_wrap=True, min_width=width)
+        table.add_column(name, justify="right", no_wrap=True, min_width=width)
     for row in rows:
-        made.add_row(*row)
+        table.add_row(*row)
     console.print()
-    console.print(made)
+    console.print(table)
 
 
 def _cells(report: Report, i: int) -> list[str]:
-    """Return the cells of a prompt in the table."""
+    """Return the cells of a prompt's row in the table."""
     greedy, joint = "-", ["-"] * 3
     if report.greedy:
         one = report.greedy[i]

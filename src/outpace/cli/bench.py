@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from outpace.checks.errors import suggestion
-from outpace.checks.files import check_apart, check_folder, check_out, write_whole
+from outpace.checks.files import check_distinct, check_folder, check_output, write_atomic
 from outpace.cli import checks
-from outpace.cli.options import MOST_ROWS
+from outpace.cli.options import MAX_SEQUENCES
 from outpace.cli.show import screen
 
 if TYPE_CHECKING:
@@ -25,17 +25,22 @@ if TYPE_CHECKING:
 
     from outpace.bench.profile import Bounds, StepTiming
 
-bench = typer.Typer(help="Measure, and compare with others in the same run.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure outpace beside other implementations, in the same run.", no_args_is_help=True
+)
 
 Vocab = Annotated[list[int] | None, typer.Option(min=2, help="Vocabulary sizes; may be repeated.")]
 NumDraftTokens = Annotated[
     list[int] | None, typer.Option(min=1, help="Draft tokens per step, g; may be repeated.")
 ]
-Device = Annotated[str, typer.Option(help="cuda or cpu. Default: CUDA where there is one.")]
+Batch = Annotated[
+    list[int] | None, typer.Option(min=1, max=MAX_SEQUENCES, help="Batch sizes, B; may be repeated.")
+]
+Device = Annotated[str, typer.Option(help="auto, cuda or cpu. auto is CUDA if the machine has it.")]
 Dtype = Annotated[str, typer.Option(callback=checks.dtype, help="bfloat16, float16 or float32.")]
 Out = Annotated[Path | None, typer.Option(help="Write results to this JSON file.")]
 
-One = TypeVar("One")
+Figure = TypeVar("Figure")
 
 
 @bench.callback()
@@ -47,9 +52,7 @@ def group() -> None:
 def kernel(
     vocab: Vocab = None,
     num_draft_tokens: NumDraftTokens = None,
-    batch: Annotated[
-        list[int] | None, typer.Option(min=1, max=MOST_ROWS, help="Batch sizes, B; may be repeated.")
-    ] = None,
+    batch: Batch = None,
     device: Device = "auto",
     dtype: Dtype = "bfloat16",
     peers: Annotated[
@@ -62,33 +65,41 @@ def kernel(
     filtered: Annotated[
         bool,
         typer.Option(
-            "--filtered", help="Use temperature 0.8, top-k 50, top-p 0.95; of peers, call verify_filtered."
+            "--filtered",
+            help="Use temperature 0.8, top-k 50 and top-p 0.95. Then verify_filtered of the files in --peers "
+            "is timed; files without it are left out.",
         ),
     ] = False,
     out: Out = None,
 ) -> None:
-    """Time verification (rule token): our kernels, our eager path, Transformers' function, and peers."""
+    """Time verification with rule token, in outpace, Transformers and other projects (--peers).
+
+    outpace is timed twice: outpace.verify, with Triton kernels on a GPU, and
+    outpace eager, in plain PyTorch.
+    """
     if peers is not None and not peers.is_dir():
-        raise ValueError(f"peers: {peers} is no folder")
+        raise ValueError(f"peers: {peers} is not a folder")
     check_files(out)
-    place, kind = where(device, dtype)
+    torch_device, torch_dtype = parse_device(device, dtype)
     from outpace.bench import kernel as timing
 
-    others = timing.peers(peers, filtered) if peers is not None else {}
+    peer_methods = timing.peers(peers, filtered) if peers is not None else {}
     sizes = (vocab or timing.VOCABULARIES, num_draft_tokens or timing.DRAFTS, batch or timing.BATCHES)
-    at_each = (len(timing.own_sides(B, place, filtered)) + len(others) for B in sizes[2])
-    total = len(sizes[0]) * len(sizes[1]) * sum(at_each)
-    figures = watched(timing.measure(place, kind, *sizes, others, filtered), total)
-    names = ("side", "V", "g", "B", "graph cold", "graph hot", "eager", "floor", "GB/s", "peak KiB")
+    methods_per_batch = (
+        len(timing.own_methods(B, torch_device, filtered)) + len(peer_methods) for B in sizes[2]
+    )
+    total = len(sizes[0]) * len(sizes[1]) * sum(methods_per_batch)
+    figures = with_progress(timing.measure(torch_device, torch_dtype, *sizes, peer_methods, filtered), total)
+    names = ("method", "V", "g", "B", "graph cold", "graph hot", "eager", "floor", "GB/s", "peak KiB")
     cells = [
         (
-            *(one.side, one.V, one.g, one.B, one.graph_cold, one.graph_hot, one.eager, one.floor),
+            *(one.method, one.V, one.g, one.B, one.graph_cold, one.graph_hot, one.eager, one.floor),
             *(one.gigabytes_per_second, kib(one.peak_bytes)),
         )
         for one in figures
     ]
-    show(f"verification, {dtype}, µs a call", names, cells)
-    write(out, place, figures=figures)
+    show(f"verification, {dtype}, µs per call", names, cells)
+    write(out, torch_device, figures=figures)
 
 
 @bench.command()
@@ -100,51 +111,54 @@ def profile(
         str,
         typer.Option(
             callback=checks.dtype,
-            help="bfloat16, float16 or float32, which is what Transformers' assisted generation has its "
-            "logits in.",
+            help="bfloat16, float16 or float32. Transformers' assisted generation uses float32 logits.",
         ),
     ] = "float32",
     out: Out = None,
 ) -> None:
-    """Time one sampling step (B = 1) beside Transformers', exact and sigmoid.
+    """Time the sampling step (B = 1) of Transformers, of the exact rule and of the sigmoid rule.
 
-    By default for the vocabularies of Llama 2, Whisper, Llama 3, Qwen and
-    Gemma and g from 1 to 20, on synthetic logits.
+    The default sizes are the vocabularies of Llama 2, Whisper, Llama 3, Qwen and
+    Gemma, and g from 1 to 20. Logits are synthetic.
 
-    Sides: Transformers' function; exact, our verification; drop-in, the same
-    as patch() puts it into Transformers, waiting for the outcome; sigmoid, the
-    approximation of Wagner et al. 2024.
+    Methods: transformers is Transformers' function. exact is outpace's verification.
+    drop-in is outpace's function that patch() installs in Transformers; the CPU waits
+    for its result. sigmoid is the approximation of Wagner et al. 2024.
 
-    Times: eager is from Python; graph inside a CUDA graph, where Transformers'
-    function cannot be, so that its saving is against eager; device what the
-    GPU itself was at work. On a CPU there is eager alone.
+    Times: eager is the time of a call from Python. graph is the time inside a CUDA
+    graph. device is the time that the GPU was busy. A CPU has only eager.
 
-    kept is the probability that a draft is kept; distance the total variation
-    between the token that comes out and the target's distribution; bonus that
-    of the token after drafts that were all kept. The last table has them for
-    several scales of the sigmoid.
+    saved is the part of Transformers' time that a method saves. A CUDA graph cannot
+    record Transformers' function. So the saving in a graph is relative to
+    Transformers' eager time.
+
+    accepted is the probability that a draft token is accepted. distance is the total
+    variation between the distribution of the output token and the target's. bonus is
+    the same distance for the bonus token. That is the token after draft tokens that
+    were all accepted. The last table has these figures for several scales S: the
+    rule sigmoid(-S,S) replaces a probability by the sigmoid of (logit + S)/(2 S).
     """
     check_files(out)
-    place, kind = where(device, dtype)
+    torch_device, torch_dtype = parse_device(device, dtype)
     from outpace.bench import distance, vocabulary
     from outpace.bench import profile as timing
 
     vocabularies = [vocabulary.of_size(V) for V in vocab] if vocab else vocabulary.VOCABULARIES
     lengths = num_draft_tokens or timing.DRAFTS
-    # `main` disables garbage collection, and the profiler's events refer to one another: they would pile up.
+    # `main` disables garbage collection, but the profiler's events are reference cycles and would pile up.
     gc.freeze()
     gc.enable()
-    total = sum(len(lengths) * len(timing.sides(one)) for one in vocabularies)
-    figures = watched(timing.measure(place, kind, vocabularies, lengths), total)
-    worst, scales = timing.bounds(figures), distance.scaling(place, kind, vocabularies)
+    total = sum(len(lengths) * len(timing.methods(one)) for one in vocabularies)
+    figures = with_progress(timing.measure(torch_device, torch_dtype, vocabularies, lengths), total)
+    worst, scales = timing.bounds(figures), distance.scaling(torch_device, torch_dtype, vocabularies)
 
     names = ("eager", "saved", "graph", "saved", "device", "saved")
     show(
         f"sampling step, {dtype}, µs, and % saved against Transformers",
-        ("vocabulary", "g", "side", *names, "GB/s", "peak KiB", "kept", "distance"),
+        ("vocabulary", "g", "method", *names, "GB/s", "peak KiB", "accepted", "distance"),
         [
             (
-                *(one.vocabulary, one.g, one.side, *spread(one, "microseconds", "saved")),
+                *(one.vocabulary, one.g, one.method, *spread(one, "microseconds", "saved")),
                 *(one.gigabytes_per_second, kib(one.peak_bytes)),
                 *(one.quality.acceptance, one.quality.distance),
             )
@@ -153,19 +167,19 @@ def profile(
     )
     show(
         "over all g: least % saved against Transformers, most by sigmoid on exact",
-        ("vocabulary", "side", "eager", "on exact", "graph", "on exact", "device", "on exact", "distance"),
+        ("vocabulary", "method", "eager", "on exact", "graph", "on exact", "device", "on exact", "distance"),
         [
-            (one.vocabulary, one.side, *spread(one, "saved", "saved_on_exact"), one.quality.distance)
+            (one.vocabulary, one.method, *spread(one, "saved", "saved_on_exact"), one.quality.distance)
             for one in worst
-            if one.side != "transformers"
+            if one.method != "transformers"
         ],
     )
     show(
         "scale of the sigmoid",
-        ("vocabulary", "rule", "kept", "distance", "bonus"),
+        ("vocabulary", "rule", "accepted", "distance", "bonus"),
         [(one.vocabulary, one.rule, *dataclasses.astuple(one.quality)) for one in scales],
     )
-    write(out, place, figures=figures, bounds=worst, scaling=scales)
+    write(out, torch_device, figures=figures, bounds=worst, scaling=scales)
 
 
 @bench.command()
@@ -177,9 +191,7 @@ def engine(
         list[float] | None, typer.Option(min=0.0, max=1.0, help="Acceptance rates; may be repeated.")
     ] = None,
     num_draft_tokens: NumDraftTokens = None,
-    batch: Annotated[
-        list[int] | None, typer.Option(min=1, max=MOST_ROWS, help="Batch sizes, B; may be repeated.")
-    ] = None,
+    batch: Batch = None,
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="Prompt lengths in tokens; may be repeated.")
     ] = None,
@@ -194,20 +206,23 @@ def engine(
         Path | None, typer.Option(help="Plot them to this file (.svg, .png, .pdf); needs matplotlib.")
     ] = None,
 ) -> None:
-    """Time whole texts: Transformers' generation beside our engine, with and without speculation.
+    """Measure throughput on whole texts: outpace's engine and Transformers, with and without speculation.
 
     Models are synthetic pairs with real shapes and a chosen acceptance rate.
-    Transformers runs plain, with a static compiled cache, and assisted.
+    Transformers is measured in three ways: generate, generate with a static compiled
+    cache, and assisted generation.
 
-    By default a selection that has every pair and column; naming any size
-    takes all combinations of those that are named with the first of the others.
+    Without flags, a selection of cases is measured; it includes every pair. With
+    --pair, --alpha, --num-draft-tokens, --batch or --context, all combinations of
+    the given values are measured. The others have one value each: --pair
+    llama2-7b/1.3b, --alpha 0.8, --num-draft-tokens 5, --batch 1, --context 128.
 
-    predicted is Theorem 3.8 of Leviathan et al. 2023 with our plain speed and
-    the measured time of a draft's step; floor what reading all weights and
-    caches of an iteration takes at a large copy's bandwidth.
+    predicted is Theorem 3.8 of Leviathan et al. 2023, with the throughput of the
+    baseline and the measured time of a draft step. floor is the time to read all
+    weights and KV caches of a step at the bandwidth of a large copy.
     """
     check_files(out, plot)
-    place, kind = where(device, dtype)
+    torch_device, torch_dtype = parse_device(device, dtype)
     from outpace.bench import engine as timing
     from outpace.bench.synthetic import PAIRS
 
@@ -216,7 +231,7 @@ def engine(
         raise ValueError(
             f"pair: got {unknown[0]!r}; there are {', '.join(PAIRS)}{suggestion(unknown[0], PAIRS)}"
         )
-    cases = timing.chosen(full)
+    cases = timing.select_cases(full)
     if pair or alpha or num_draft_tokens or batch or context:
         cases = [
             timing.Case(name, one, g, B, T)
@@ -226,53 +241,55 @@ def engine(
             for B in batch or [1]
             for g in num_draft_tokens or [5]
         ]
-    known, earlier = [], ""
+    known, earlier_commands = list[timing.Throughput](), ""
     if out is not None and out.exists():
         from outpace.bench.machine import machine
 
         try:
-            before = json.loads(out.read_text(encoding="utf-8"))
-            before["figures"], before["command"]
+            previous = json.loads(out.read_text(encoding="utf-8"))
+            known = [timing.Throughput(**one) for one in previous["figures"]]
+            earlier_commands = previous["command"]
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"--out: {out}: it was not written by `outpace bench engine`") from None
-        if (before.get("machine"), before.get("dtype")) != (machine(place), dtype):
-            raise ValueError(f"out: the figures in {out} are of another machine, version or dtype")
-        known, earlier = [timing.Throughput(**one) for one in before["figures"]], before["command"]
+        if (previous.get("machine"), previous.get("dtype")) != (machine(torch_device), dtype):
+            raise ValueError(
+                f"--out: {out} has figures of another machine, version or dtype; name another file"
+            )
     figures = {one.key: one for one in known}
 
-    def kept() -> Iterable[timing.Throughput]:
-        for one in timing.measure(place, kind, cases, known):
+    def measure_and_save() -> Iterable[timing.Throughput]:
+        for one in timing.measure(torch_device, torch_dtype, cases, known):
             figures[one.key] = one
-            write(out, place, {"dtype": dtype}, earlier, figures=[*figures.values()])
+            write(out, torch_device, {"dtype": dtype}, earlier_commands, figures=[*figures.values()])
             yield one
 
-    watched(kept(), len(cases) * len(timing.SIDES))
+    with_progress(measure_and_save(), len(cases) * len(timing.METHODS))
     show(
         f"whole texts, {dtype}",
-        ("side", "pair", "α", "g", "B", "context", "tokens/s", "a pass", "ms", "draft", "target", "idle",
+        ("method", "pair", "α", "g", "B", "context", "tokens/s", "per step", "ms", "draft", "target", "idle",
          "floor", "predicted"),
         [dataclasses.astuple(one) for one in figures.values()],
     )  # fmt: skip
     if plot is not None:
-        from outpace.bench.plot import draw
+        from outpace.bench.engine_plot import save_plot
 
-        draw([*figures.values()], plot)
+        save_plot([*figures.values()], plot)
 
 
 def check_files(out: Path | None, plot: Path | None = None) -> None:
     """Refuse files that cannot be written, before anything is measured."""
     if out is not None:
-        check_folder("--out", out.parent)  # it is made if it is missing
+        check_folder("--out", out.parent)  # created if missing
         if out.parent.exists():
-            check_out("--out", out)
+            check_output("--out", out)
     if plot is not None:
         from outpace.bench.curves import backend
 
         backend(plot)
-    check_apart(("--out", out), ("--plot", plot))
+    check_distinct(("--out", out), ("--plot", plot))
 
 
-def where(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+def parse_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     """Return the device and dtype that the flags name.
 
     Raises:
@@ -283,13 +300,15 @@ def where(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
         raise ValueError(f"--device: got {device!r}; it must be cpu or cuda")
     import torch
 
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: there is no CUDA device here")
-    return place, getattr(torch, dtype)
+    torch_device = torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    )
+    if torch_device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: this machine has no CUDA device; use cpu")
+    return torch_device, getattr(torch, dtype)
 
 
-def watched(figures: Iterable[One], total: int) -> list[One]:
+def with_progress(figures: Iterable[Figure], total: int) -> list[Figure]:
     """Return all figures, with a progress bar on a terminal while they are measured."""
     from rich.console import Console
     from rich.progress import track
@@ -307,14 +326,14 @@ def show(title: str, names: Sequence[str], rows: Iterable[Sequence[str | float |
     for name, first in zip(names, made[0], strict=True):
         table.add_column(name, justify="left" if isinstance(first, str) else "right")
     for row in made:
-        table.add_row(*map(said, row))
+        table.add_row(*map(format_cell, row))
     console = screen(sys.stdout)
     if not sys.stdout.isatty():
         console.width = 160
     console.print(table)
 
 
-def said(value: str | float | None) -> str:
+def format_cell(value: str | float | None) -> str:
     """Return a cell of the table."""
     if isinstance(value, str):
         return value
@@ -333,29 +352,33 @@ def kib(count: int | None) -> int | None:
 
 def write(
     out: Path | None,
-    place: torch.device,
+    torch_device: torch.device,
     settings: Mapping[str, Any] | None = None,
-    earlier: str = "",
+    earlier_commands: str = "",
     **figures: Sequence[Any],
 ) -> None:
     """Write figures with command, machine and settings to a JSON file.
 
     Args:
         out: The file; None writes nothing.
-        place: Device that was measured on.
+        torch_device: Device of the measurement.
         settings: Settings of the measurement.
-        earlier: Commands that earlier figures in the file came from.
+        earlier_commands: Commands that measured earlier figures in the file.
         **figures: Figures, by the name of their part.
     """
     if out is None:
         return
     from outpace.bench.machine import machine
 
-    commands = dict.fromkeys([*filter(None, earlier.split("; ")), command()])
-    report: dict[str, Any] = {"command": "; ".join(commands), "machine": machine(place), **(settings or {})}
+    commands = dict.fromkeys([*filter(None, earlier_commands.split("; ")), command()])
+    report: dict[str, Any] = {
+        "command": "; ".join(commands),
+        "machine": machine(torch_device),
+        **(settings or {}),
+    }
     report |= {name: [dataclasses.asdict(one) for one in some] for name, some in figures.items()}
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, json.dumps(report, indent=1) + "\n")
+    write_atomic(out, json.dumps(report, indent=1) + "\n")
 
 
 def command() -> str:

@@ -8,51 +8,34 @@ from typing import Annotated
 
 import typer
 
-from outpace.cli.generate import encode, show
+from outpace.cli.generate import encode, show, system_messages
 from outpace.cli.options import (
     Bias,
-    Config,
-    Device,
-    Drafted,
-    Dtype,
     FrequencyPenalty,
-    Lenience,
     Marks,
     MaxNewTokens,
     MinP,
+    ModelFlags,
     NoColor,
-    NumDraftTokens,
     PresencePenalty,
     RepetitionPenalty,
-    Revision,
-    RuleName,
     Seed,
     Stop,
-    Target,
     Temperature,
     TopK,
     TopP,
-    TrustRemoteCode,
-    check_models,
     check_text,
     open_decoder,
     sampling_of,
+    with_model_flags,
 )
 from outpace.cli.show import Painter, note
 
 
+@with_model_flags
 def chat(
+    models: ModelFlags,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    config: Config = None,
-    target: Target = None,
-    draft: Drafted = "lookup",
-    rule: RuleName = "token",
-    lenience: Lenience = 1.0,
-    num_draft_tokens: NumDraftTokens = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
-    revision: Revision = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -67,8 +50,8 @@ def chat(
     no_color: NoColor = False,
     marks: Marks = False,
 ) -> None:
-    """Talk with a model. /new begins again, /exit or Ctrl-D ends; Ctrl-C cuts an answer short."""
-    check_models(target, draft, rule, lenience, num_draft_tokens)
+    """Talk with a model. /new starts again, /exit or Ctrl-D ends; Ctrl-C cuts an answer short."""
+    models.check()
     check_text("--system", system)
     sampling = sampling_of(
         logit_bias,
@@ -80,43 +63,32 @@ def chat(
         frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
     )
-    decoder = open_decoder(
-        target,
-        draft,
-        device,
-        dtype,
-        rule,
-        lenience,
-        num_draft_tokens,
-        trust_remote_code=trust_remote_code,
-        revision=revision,
-    )
+    decoder = open_decoder(models)
     if not getattr(decoder.tokenizer, "chat_template", None):
-        raise ValueError(f"{target}: this model has no chat template; use outpace generate --raw")
+        raise ValueError(f"{models.target}: this model has no chat template; use outpace generate --raw")
     painter = Painter(sys.stdout, no_color=no_color, marks=marks)
     if legend := painter.legend():
         note(legend)
-    beginning = [] if system is None else [{"role": "system", "content": system}]
-    messages = list(beginning)
-    while (said := _ask()) is not None:
-        if said == "/new":
-            messages = list(beginning)
+    messages = system_messages(system)
+    while (line := _read_line()) is not None:
+        if line == "/new":
+            messages = system_messages(system)
             continue
-        if not said:
+        if not line:
             continue
-        if said.startswith("/"):
-            note(f"{said}: known are /new and /exit")
+        if line.startswith("/"):
+            note(f"{line}: known are /new and /exit")
             continue
         try:
-            check_text("prompt", said)
+            check_text("prompt", line)
         except ValueError as error:
             note(f"{error}; type it again")
             continue
-        messages.append({"role": "user", "content": said})
+        messages.append({"role": "user", "content": line})
         try:
             ids = encode(decoder, messages, None)
         except ValueError as error:
-            note(f"{error}; /new begins again")
+            note(f"{error}; /new starts again")
             messages.pop()
             continue
         painter.history.clear()
@@ -126,10 +98,10 @@ def chat(
             shown = show(steps, painter, 1)
         answer = "".join(text for text, _ in painter.history).removesuffix("\n")
         messages.append({"role": "assistant", "content": answer})
-        note(shown.line(decoder.scorer.context) + ("; /new begins again" if shown.context_full else ""))
+        note(shown.line(decoder.scorer.context) + ("; /new starts again" if shown.context_full else ""))
 
 
-def _ask() -> str | None:
+def _read_line() -> str | None:
     """Return the user's next line; None at the end."""
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)

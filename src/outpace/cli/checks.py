@@ -1,7 +1,7 @@
-"""Checks of flag values without importing PyTorch, so that a wrong one is refused at once.
+"""Checks of flag values that do not import PyTorch, so that a wrong value is refused at once.
 
-Most functions here are callbacks of options: they return the value to use, or raise. The classes that take
-the values check them again, for callers from Python.
+Most functions here are callbacks of options. They return the value to use, or raise. The Python API checks
+the values again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DEVICES = ("cpu", "cuda", "hpu", "mps", "npu", "xla", "xpu")  # types; an index 
 
 
 def number(name: str) -> Callable[[Any], Any]:
-    """Return the callback of a flag whose range is in ``RANGES``; it takes one value, or a list of them."""
+    """Return the callback of a flag whose range is in ``RANGES``. It checks one value or a list of them."""
     flag, (fits, ok) = f"--{name.split()[-1].replace('_', '-')}", RANGES[name]
 
     def check(value: Any) -> Any:
@@ -32,27 +32,27 @@ def number(name: str) -> Callable[[Any], Any]:
 
 
 def rule(value: str) -> str:
-    """Return the name of a verification rule."""
-    if value in (*RULES, "rejection"):  # the last is for comparison, and not offered
+    """Return the name of a verification rule, checked."""
+    if value in (*RULES, "rejection"):  # "rejection" serves comparisons, and messages do not offer it
         return value
-    wrong = ValueError(
+    error = ValueError(
         f'--rule: got {value!r}; it must be "token", "block", "match" or "sigmoid(ALPHA, BETA)"'
         f"{suggestion(value, RULES)}"
     )
     call = re.fullmatch(r"sigmoid\(([^,]+),([^,]+)\)", value)
     if call is None:
-        raise wrong
+        raise error
     try:
         low, high = map(float, call.groups())
     except ValueError:
-        raise wrong from None
+        raise error from None
     if not -math.inf < low < high < math.inf:
         raise ValueError(f"--rule: got {value!r}; it must have finite numbers with ALPHA < BETA")
     return value
 
 
 def num_draft_tokens(value: Any) -> Any:
-    """Return one number of draft tokens or policy, or a list of them, as text."""
+    """Return a number of draft tokens or a policy, or a list of them, checked."""
     for one in _each(value):
         if not re.fullmatch(r"\d+|auto|heuristic(:0*[1-9]\d*)?", one):
             raise ValueError(
@@ -63,7 +63,7 @@ def num_draft_tokens(value: Any) -> Any:
 
 
 def device(value: str | None) -> str | None:
-    """Return the name of a device, as PyTorch spells it; the device itself is not checked yet."""
+    """Return the name of a device, checked for spelling only; the device may be missing."""
     if value == "meta":
         raise ValueError("--device: meta holds no weights")
     if value is not None and not re.fullmatch(rf"({'|'.join(DEVICES)})(:\d+)?", value):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outpace.sampling import SamplingParams
 
 ROUNDS = 3
-WARM = 4  # tokens of the warm-up
+WARM_UP_TOKENS = 4
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Comparison:
     Attributes:
         name: Name of the runner.
         tokens_per_second: Median throughput.
-        over_plain: Throughput relative to decoding without speculation.
+        over_baseline: Throughput relative to decoding without speculation.
         over_transformers: Throughput relative to Transformers' ``generate``.
         text: For greedy texts, whether it is the text of decoding without speculation.
         runs: Throughput of each run.
@@ -34,14 +34,14 @@ class Comparison:
 
     name: str
     tokens_per_second: float = 0.0
-    over_plain: float = 0.0
+    over_baseline: float = 0.0
     over_transformers: float = 0.0
     text: str = "sampled"
     runs: list[float] = field(default_factory=list)
 
 
 def check_comparable(decoder: Decoder) -> None:
-    """Refuse a decoder that cannot be compared, before anything is generated."""
+    """Refuse a decoder that cannot be compared with Transformers."""
     from outpace.models.seq2seq import Seq2SeqScorer
 
     if isinstance(decoder.scorer, Seq2SeqScorer):
@@ -64,61 +64,61 @@ def compare(
     from outpace.sampling import from_generation_config
 
     sampling = sampling or from_generation_config(decoder.scorer.generation_config)
-    sides = _sides(decoder, ids, sampling, options)
-    times = {name: Comparison(name) for name in sides}
+    runners = _runners(decoder, ids, sampling, options)
+    times = {name: Comparison(name) for name in runners}
     texts: dict[str, list[int]] = {}
-    for run in sides.values():
-        run(min(WARM, options["max_new_tokens"]))
-    order = list(sides)
+    for run in runners.values():
+        run(min(WARM_UP_TOKENS, options["max_new_tokens"]))
+    order = list(runners)
     for turn in range(ROUNDS):
         for i, name in enumerate(order if turn % 2 == 0 else reversed(order)):
             progress(f"comparing: {turn * len(order) + i + 1} of {ROUNDS * len(order)} runs")
-            begun = time.perf_counter()
-            texts[name] = sides[name](options["max_new_tokens"])
-            times[name].runs.append(len(texts[name]) / (time.perf_counter() - begun))
+            started_at = time.perf_counter()
+            texts[name] = runners[name](options["max_new_tokens"])
+            times[name].runs.append(len(texts[name]) / (time.perf_counter() - started_at))
     progress("")
-    plain, theirs = times[PLAIN], times[TRANSFORMERS]
-    for side in times.values():
-        side.tokens_per_second = statistics.median(side.runs)
-    for side in times.values():
-        side.over_plain = side.tokens_per_second / plain.tokens_per_second
-        side.over_transformers = side.tokens_per_second / theirs.tokens_per_second
+    baseline, transformers = times[BASELINE], times[TRANSFORMERS]
+    for comparison in times.values():
+        comparison.tokens_per_second = statistics.median(comparison.runs)
+    for comparison in times.values():
+        comparison.over_baseline = comparison.tokens_per_second / baseline.tokens_per_second
+        comparison.over_transformers = comparison.tokens_per_second / transformers.tokens_per_second
         if sampling.greedy:
-            side.text = _sameness(decoder, ids, texts[PLAIN], texts[side.name])
+            comparison.text = _sameness(decoder, ids, texts[BASELINE], texts[comparison.name])
     return list(times.values())
 
 
-PLAIN, TRANSFORMERS = "outpace, plain", "Transformers generate"
+BASELINE, TRANSFORMERS = "outpace, baseline", "Transformers generate"
 
 
-def _sides(
+def _runners(
     decoder: Decoder, ids: list[int], sampling: SamplingParams, options: dict[str, Any]
 ) -> dict[str, Callable[[int], list[int]]]:
     """Return a function for each runner, by name: a number of new tokens in, tokens out."""
     import torch
 
-    from outpace.decoder import Decoder as Plain
+    from outpace.decoder import Decoder as DecoderClass
     from outpace.decoder import WithModel
     from outpace.draft.lookup import LookupDrafter
     from outpace.draft.model import ModelDrafter
     from outpace.draft.text import TextDrafter
 
     model, drafter = decoder.scorer.model, decoder.drafter
-    plain = Plain(decoder.scorer, None, decoder.tokenizer)
+    baseline = DecoderClass(decoder.scorer, None, decoder.tokenizer)
     prompt = torch.tensor([ids], device=decoder.scorer.device)
     settings = _for_transformers(decoder, sampling, options, len(ids))
 
-    def ours(which: Decoder) -> Callable[[int], list[int]]:
+    def outpace_runner(chosen: Decoder) -> Callable[[int], list[int]]:
         def run(tokens: int) -> list[int]:
-            which.scorer.forget()
-            if isinstance(which.drafter, WithModel):
-                which.drafter.scorer.forget()
-            out = which.generate(ids, sampling, **options | {"max_new_tokens": tokens})
+            chosen.scorer.forget()
+            if isinstance(chosen.drafter, WithModel):
+                chosen.drafter.scorer.forget()
+            out = chosen.generate(ids, sampling, **options | {"max_new_tokens": tokens})
             return list(out.token_ids)
 
         return run
 
-    def theirs(**extra: Any) -> Callable[[int], list[int]]:
+    def transformers_runner(**extra: Any) -> Callable[[int], list[int]]:
         def run(tokens: int) -> list[int]:
             out = model.generate(
                 prompt,
@@ -130,17 +130,17 @@ def _sides(
 
         return run
 
-    sides = {PLAIN: ours(plain), TRANSFORMERS: theirs()}
+    runners = {BASELINE: outpace_runner(baseline), TRANSFORMERS: transformers_runner()}
     if drafter is not None:
-        sides = {f"outpace, {type(drafter).__name__}": ours(decoder)} | sides
+        runners = {f"outpace, {type(drafter).__name__}": outpace_runner(decoder)} | runners
     if isinstance(drafter, LookupDrafter):
-        sides["Transformers prompt lookup"] = theirs(prompt_lookup_num_tokens=10)
+        runners["Transformers prompt lookup"] = transformers_runner(prompt_lookup_num_tokens=10)
     if isinstance(drafter, ModelDrafter):
-        sides["Transformers assisted"] = theirs(assistant_model=drafter.scorer.model)
+        runners["Transformers assisted"] = transformers_runner(assistant_model=drafter.scorer.model)
     if isinstance(drafter, TextDrafter):
         both = {"tokenizer": decoder.tokenizer, "assistant_tokenizer": drafter.draft.tokenizer}
-        sides["Transformers assisted"] = theirs(assistant_model=drafter.scorer.model, **both)
-    return sides
+        runners["Transformers assisted"] = transformers_runner(assistant_model=drafter.scorer.model, **both)
+    return runners
 
 
 def _for_transformers(
@@ -179,7 +179,7 @@ def _for_transformers(
     return settings
 
 
-def _sameness(decoder: Decoder, ids: list[int], plain: list[int], other: list[int]) -> str:
+def _sameness(decoder: Decoder, ids: list[int], baseline: list[int], other: list[int]) -> str:
     """Return whether a greedy text is the same, up to ties.
 
     In 16 bits the two likeliest tokens are often equal up to rounding, and forward passes of other shapes
@@ -189,32 +189,32 @@ def _sameness(decoder: Decoder, ids: list[int], plain: list[int], other: list[in
 
     from outpace.auditing.audit import near_tie
 
-    if other == plain:
+    if other == baseline:
         return "same"
-    pairs = zip(plain, other, strict=False)
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    if place is None:
+    pairs = zip(baseline, other, strict=False)
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if position is None:
         return "same, other length"
     with torch.inference_mode():
-        fed = torch.tensor([[*ids, *plain[:place]]], device=decoder.scorer.device)
-        logits = decoder.scorer.model(input_ids=fed, use_cache=False).logits[0, -1].float()
-    tie = near_tie(logits, plain[place], other[place], decoder.scorer.dtype)
-    return f"same up to a tie at {place + 1}" if tie else f"DIFFERS at {place + 1}"
+        input_ids = torch.tensor([[*ids, *baseline[:position]]], device=decoder.scorer.device)
+        logits = decoder.scorer.model(input_ids=input_ids, use_cache=False).logits[0, -1].float()
+    tie = near_tie(logits, baseline[position], other[position], decoder.scorer.dtype)
+    return f"same up to a tie at {position + 1}" if tie else f"DIFFERS at {position + 1}"
 
 
-def table(sides: list[Comparison]) -> None:
+def table(comparisons: list[Comparison]) -> None:
     """Print the comparison as a table on stderr."""
     from rich.table import Table
 
-    made = Table("", "tokens/s", "x plain", "x Transformers", "text")
-    for column in made.columns[1:]:
+    printed = Table("", "tokens/s", "x baseline", "x Transformers", "text")
+    for column in printed.columns[1:]:
         column.justify = "right"
-    for side in sides:
-        made.add_row(
-            side.name,
-            f"{side.tokens_per_second:.1f}",
-            f"{side.over_plain:.2f}",
-            f"{side.over_transformers:.2f}",
-            side.text,
+    for comparison in comparisons:
+        printed.add_row(
+            comparison.name,
+            f"{comparison.tokens_per_second:.1f}",
+            f"{comparison.over_baseline:.2f}",
+            f"{comparison.over_transformers:.2f}",
+            comparison.text,
         )
-    screen(sys.stderr).print(made, f"Medians of {ROUNDS} runs each, prompt included.")
+    screen(sys.stderr).print(printed, f"Medians of {ROUNDS} runs each, prompt included.")

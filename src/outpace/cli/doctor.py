@@ -1,4 +1,4 @@
-"""``outpace doctor``: versions, device and model cache, and what is missing for which extra."""
+"""``outpace doctor``: versions, device, model cache, and missing packages of extras."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def doctor(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Versions, device, memory bandwidth, model cache, and what is missing for which extra."""
+    """Show versions, device, memory bandwidth, model cache, and missing packages of extras."""
     if names and not clear_cache:
         raise ValueError(f"{names[0]}: doctor takes names with --clear-cache only")
-    found = cleared(names or []) if clear_cache else examine()
+    found = clear(names or []) if clear_cache else examine()
     if as_json:
         import json
 
@@ -47,23 +47,23 @@ def doctor(
 
     from outpace.cli.show import screen
 
-    made = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in found.items():
         if isinstance(value, dict):
             for inner, version in value.items():
-                made.add_row(f"{name} {inner}", str(version))
+                table.add_row(f"{name} {inner}", str(version))
         elif isinstance(value, list):
             for line in map(_line, value) if value else ["none"]:
-                made.add_row(name.replace("_", " "), line)
+                table.add_row(name.replace("_", " "), line)
         elif name == "freed_bytes":
-            made.add_row("freed", _size(value))
+            table.add_row("freed", _size(value))
         else:
-            made.add_row(name, str(value))
-    screen(sys.stdout).print(made)
+            table.add_row(name, str(value))
+    screen(sys.stdout).print(table)
 
 
-def cleared(names: Sequence[str]) -> dict[str, Any]:
-    """Remove converted GGUF files, and return which, and how much space that freed."""
+def clear(names: Sequence[str]) -> dict[str, Any]:
+    """Remove converted GGUF files. Return their names and the bytes that were freed."""
     from outpace.models import gguf
 
     removed, in_use = gguf.clear(names)
@@ -105,51 +105,51 @@ def examine() -> dict[str, Any]:
     from outpace.models.hub import DEFAULT, place_of, precision_of
     from outpace.models.store import bytes_in, cache_folder, is_complete
 
-    place = place_of(None)
-    cuda = place.type == "cuda"
-    speed = bandwidth(place)
+    device = place_of(None)
+    cuda = device.type == "cuda"
+    rate = bandwidth(device)
     folder = cache_folder()
-    there = is_complete(folder / DEFAULT)
+    fetched = is_complete(folder / DEFAULT)
     size = bytes_in(folder)
-    free = memory_free(place)
+    free = memory_free(device)
     return {
         "outpace": __version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "packages": {name: _version(name) for name in CORE},
-        "device": f"{torch.cuda.get_device_name(place)}, CUDA {torch.version.cuda}"
+        "device": f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
         if cuda
         else f"CPU, {torch.get_num_threads()} threads",
-        "dtype by default": str(precision_of(None, place)).removeprefix("torch."),
+        "dtype by default": str(precision_of(None, device)).removeprefix("torch."),
         "free memory": f"{free / 2**30:.1f} GiB",
-        "read bandwidth": f"about {speed:.0f} GB/s: a model of 1 GB decodes plainly at no more than "
-        f"{speed:.0f} tokens/s",
+        "read bandwidth": f"about {rate:.0f} GB/s: without speculation, a model of 1 GB decodes at no more "
+        f"than {rate:.0f} tokens/s",
         "model cache": f"{folder} ({_size(size)}; converted GGUF files up to {gguf.limit() / 2**30:g} GiB)",
-        "default model": "there" if there else "not fetched yet",
+        "default model": "there" if fetched else "not fetched yet",
         "converted GGUF": [_entry(one) for one in gguf.converted()],
         "extras": {name: _missing(needs) for name, needs in _extras().items()},
     }
 
 
-def bandwidth(place: Any) -> float:
-    """Return the bandwidth of reading weights in GB/s: a sum over half a gigabyte, the best of five."""
+def bandwidth(device: Any) -> float:
+    """Return the memory bandwidth in GB/s: the best of five sums over half a gigabyte."""
     import torch
 
-    data = torch.ones(1 << 27, device=place)
+    data = torch.ones(1 << 27, device=device)
     best = float("inf")
     for _ in range(5):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         float(data.sum())
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.perf_counter() - started)
     return data.nbytes / best / 1e9
 
 
 def _extras() -> dict[str, list[str]]:
-    """Return the extras that this version declares, with the packages that each needs."""
-    wanted: dict[str, list[str]] = {}
+    """Return the packages of each extra that this version declares."""
+    extras: dict[str, list[str]] = {}
     try:
         lines = metadata.requires("outpace") or []
     except metadata.PackageNotFoundError:  # run from a checkout
-        return wanted
+        return extras
     for line in lines:
         need, _, condition = line.partition(";")
         if "extra ==" in condition:
@@ -158,8 +158,8 @@ def _extras() -> dict[str, list[str]]:
             for sign in "<>=!~[ ":
                 package = package.split(sign)[0]
             if "sys_platform" not in condition or sys.platform == "linux":
-                wanted.setdefault(name, []).append(package)
-    return wanted
+                extras.setdefault(name, []).append(package)
+    return extras
 
 
 def _missing(packages: list[str]) -> str:

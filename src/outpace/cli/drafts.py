@@ -1,4 +1,4 @@
-"""Decoders for several drafts of one target, and prompts that fit its context."""
+"""Decoders of one target with several drafters, and prompts that fit its context."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import gc
 from collections.abc import Sequence
 from typing import Any
 
-from outpace.bench.prompts import Asked
+from outpace.bench.prompts import Prompt
 from outpace.cli.bench import bare
 from outpace.cli.options import check_models, refuse_speech
 from outpace.cli.show import note
 from outpace.decoder import Decoder, WithModel
 from outpace.draft.base import Drafter
 from outpace.draft.random import RandomDrafter
-from outpace.loading import check_draft_name, load_drafter, through_text, worth_packing
+from outpace.loading import bridge_tokenizers, check_draft_name, load_drafter, worth_packing
 from outpace.models.hub import check_model, load_model
 from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
 from outpace.policy import Fixed
@@ -21,7 +21,7 @@ from outpace.verification import check
 from outpace.verification.rules import parse
 
 
-def line_up(
+def load_decoders(
     target: str | None,
     names: Sequence[str],
     device: str | None,
@@ -29,14 +29,14 @@ def line_up(
     *,
     rule: str = "token",
     lenience: float = 1.0,
-    g: int | None = None,
+    num_draft_tokens: int | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> tuple[Decoder, dict[str, Decoder]]:
-    """Load a target and several drafts; return a decoder without a draft, and one with each.
+    """Load a target and several drafts. Return a decoder without speculation, and one decoder per draft.
 
-    All decoders share the target. A draft is named by the last part of its path, unless two would have one
-    name.
+    All decoders share the target. The key of a draft is the last part of its path, or the whole path if two
+    drafts would have the same key.
 
     Args:
         target: Name of the target.
@@ -45,7 +45,7 @@ def line_up(
         dtype: Precision of all models.
         rule: Verification rule.
         lenience: Lenience of the rule.
-        g: Number of draft tokens per step; None leaves it to the decoder's default policy.
+        num_draft_tokens: Draft tokens per step. None is the decoder's default policy.
         trust_remote_code: Whether to run Python code that comes with a model.
         revision: Revision of the target on the hub.
     """
@@ -68,21 +68,21 @@ def line_up(
         if name == "random":
             drafter = RandomDrafter(scorer.vocab_size)
         else:
-            drafter = through_text(loaded[name], tokenizer, name, note)
+            drafter = bridge_tokenizers(loaded[name], tokenizer, name, note)
         if pack and isinstance(drafter, WithModel):
             drafter.scorer.pack()
-        shown = name if bare(name) in decoders else bare(name)
-        length = None if g is None else Fixed(g)
-        decoders[shown] = Decoder(
-            scorer, drafter, tokenizer, rule=rule, lenience=lenience, num_draft_tokens=length
+        key = name if bare(name) in decoders else bare(name)
+        policy = None if num_draft_tokens is None else Fixed(num_draft_tokens)
+        decoders[key] = Decoder(
+            scorer, drafter, tokenizer, rule=rule, lenience=lenience, num_draft_tokens=policy
         )
-    # All objects so far last until the end: freeze them, so that the garbage collector never scans them.
+    # All objects so far live until the process ends, so the garbage collector need not scan them.
     gc.freeze()
     gc.enable()
     return Decoder(scorer, None, tokenizer), decoders
 
 
-def fitting(decoder: Decoder, prompts: list[Asked]) -> list[Asked]:
+def select_fitting(decoder: Decoder, prompts: list[Prompt]) -> list[Prompt]:
     """Return the prompts that fit the target's context with at least one new token.
 
     Raises:
@@ -90,10 +90,12 @@ def fitting(decoder: Decoder, prompts: list[Asked]) -> list[Asked]:
     """
     if isinstance(decoder.scorer, Seq2SeqScorer):
         return prompts
-    room = decoder.scorer.context
-    fit = [one for one in prompts if 0 < len(one.ids) < room]
+    context = decoder.scorer.context
+    fit = [one for one in prompts if 0 < len(one.ids) < context]
     if len(fit) < len(prompts):
-        note(f"{len(prompts) - len(fit)} of {len(prompts)} prompts do not fit a context of {room}: left out")
+        note(
+            f"{len(prompts) - len(fit)} of {len(prompts)} prompts do not fit a context of {context}: left out"
+        )
     if not fit:
-        raise ValueError(f"prompts: not one of them fits a context of {room} tokens")
+        raise ValueError(f"prompts: not one of them fits a context of {context} tokens")
     return fit

@@ -23,7 +23,7 @@ from outpace.cli.options import (
     AllSeeds,
     Config,
     Device,
-    Drafted,
+    DraftName,
     Dtype,
     NumDraftTokens,
     Revision,
@@ -60,7 +60,7 @@ def eval(
         ),
     ],
     target: Target = None,
-    draft: Drafted = "lookup",
+    draft: DraftName = "lookup",
     rule: RuleName = "token",
     num_draft_tokens: NumDraftTokens = None,
     device: Device = None,
@@ -68,7 +68,7 @@ def eval(
     trust_remote_code: TrustRemoteCode = False,
     revision: Revision = None,
     config: Config = None,
-    sides: Annotated[
+    runners: Annotated[
         str,
         typer.Option(
             help="Columns: plain (without speculation), baseline (Transformers' assisted generation), "
@@ -77,7 +77,7 @@ def eval(
         ),
     ] = "plain,baseline,exact,sigmoid",
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Use only the first rows.", rich_help_panel=TASK)
+        int | None, typer.Option(min=1, help="Use only the first N rows.", rich_help_panel=TASK)
     ] = None,
     every: Annotated[
         int, typer.Option(min=1, help="Take every N-th row, before --limit.", rich_help_panel=TASK)
@@ -99,7 +99,7 @@ def eval(
         float | None,
         typer.Option(
             min=1.0,
-            help="Scale S of rule sigmoid, which uses -S and S. Default: 1000 for asr, else 10000.",
+            help="S of the runner sigmoid, which uses rule sigmoid(-S,S). Default: 1000 for asr, else 10000.",
             rich_help_panel=TASK,
         ),
     ] = None,
@@ -129,7 +129,7 @@ def eval(
         typer.Option(
             "--out",
             "-o",
-            help="JSON lines; a run that was stopped goes on. Default: eval-TASK.jsonl.",
+            help="JSON lines; a stopped run is resumed. Default: eval-TASK.jsonl.",
             rich_help_panel=SHOW,
         ),
     ] = None,
@@ -138,17 +138,20 @@ def eval(
         typer.Option("--fresh", help="Start a new run, even if the file holds one.", rich_help_panel=SHOW),
     ] = False,
 ) -> None:
-    """Do a task with every way of decoding, and print quality and speed side by side.
+    """Run a task with every decoding method, and print quality and speed side by side.
 
-    The exit status is 0 if all rows were evaluated, also where programs failed their tests or had to be
-    stopped; 1 if some rows could not be evaluated, which are named; 2 if a setting, a file or a model does
-    not fit; 130 after Ctrl-C. The same command goes on with a run that was stopped.
+    Exit status: 0 if all rows were evaluated, even if generated programs failed
+    their tests or had to be stopped. 1 if some rows could not be evaluated; lines
+    on stderr name them. 2 if a setting, a file or a model is invalid. 130 after
+    Ctrl-C.
+
+    The same command resumes a run that was stopped.
     """
     from outpace.bench.data import file_of, read
     from outpace.cli.bench import bare
     from outpace.tasks.kinds import task_of
 
-    names = sides_of(sides, draft, temperature)
+    names = runner_names(runners, draft, temperature)
     check_flags(task, prompt, language, samples, max_new_tokens)
     codes = tuple(languages.split("-"))
     if len(codes) != 2 or not all(codes):
@@ -159,7 +162,7 @@ def eval(
         target = target or WHISPER
     if num_draft_tokens is None and temperature > 0 and draft != "none":
         num_draft_tokens = (
-            "heuristic"  # auto follows measured time, so a resumed run would not write the same texts
+            "heuristic"  # auto depends on measured time, so a resumed run would give other texts
         )
     check_models(target, draft, rule, num_draft_tokens=num_draft_tokens)
     rows = read(
@@ -169,18 +172,18 @@ def eval(
         limit=limit,
         every=every,
     )
-    rows = usable(rows, chosen)
+    rows = check_rows(rows, chosen)
     packages(str(task))
     path = out or Path(f"eval-{task}.jsonl")
     check_files(path, file_of(data))
-    check_loading(draft, device)
-    wanted = wanted_of(chosen, prompt, language, samples, max_new_tokens, temperature, top_k, top_p)
+    check_draft_and_device(draft, device)
+    settings = run_settings(chosen, prompt, language, samples, max_new_tokens, temperature, top_k, top_p)
     header = {
         "task": str(task),
         "target": target and bare(target),
         "draft": bare(draft),
         "settings": {
-            "max_new_tokens": None if task is Kind.asr else wanted.max_new_tokens,
+            "max_new_tokens": None if task is Kind.asr else settings.max_new_tokens,
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "samples": samples, "seed": seed,
             "prompt": prompt, "language": language, "languages": languages, "scale": chosen.scale,
         },
@@ -190,35 +193,36 @@ def eval(
         },
     }  # fmt: skip
     flags = {
-        "target": located(target), "draft": located(draft), "rule": rule, "length": num_draft_tokens,
-        "device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code,
-        "outpace": __version__,
+        "target": path_digest(target), "draft": path_digest(draft), "rule": rule,
+        "num_draft_tokens": num_draft_tokens, "device": device, "dtype": dtype, "revision": revision,
+        "trust_remote_code": trust_remote_code, "outpace": __version__,
     }  # fmt: skip
 
     def load() -> Evaluation:
-        decoder, processor = models(
+        decoder, processor = load_models(
             task, target, draft, device, dtype, rule, num_draft_tokens, trust_remote_code, revision
         )
-        return evaluation_of(decoder, processor, wanted, names, seed)
+        return build_evaluation(decoder, processor, settings, names, seed)
 
     evaluate(path, fresh, header, flags, rows, chosen, names, load)
 
 
-def sides_of(text: str, draft: str, temperature: float) -> list[str]:
-    """Return the runners that --sides names.
+def runner_names(text: str, draft: str, temperature: float) -> list[str]:
+    """Return the names in --runners.
 
     Raises:
         ValueError: A name is unknown, or none of the runners is possible.
     """
-    from outpace.tasks.kinds import SIDES, no_side
+    from outpace.tasks.kinds import RUNNERS, runner_problem
 
-    names = list(dict.fromkeys(one.strip() for one in text.split(",") if one.strip()))
-    if not names or any(one not in SIDES for one in names):
-        wrong = next((one for one in names if one not in SIDES), "")
-        raise ValueError(f"--sides: got {text!r}; there are {', '.join(SIDES)}{suggestion(wrong, SIDES)}")
-    reasons = [no_side(one, draft != "none", temperature == 0) for one in names]
-    if all(reasons):
-        raise ValueError(f"--sides: none of {', '.join(names)} can be: {reasons[0]}")
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names or any(name not in RUNNERS for name in names):
+        unknown = next((name for name in names if name not in RUNNERS), "")
+        hint = suggestion(unknown, RUNNERS)
+        raise ValueError(f"--runners: got {text!r}; there are {', '.join(RUNNERS)}{hint}")
+    problems = [runner_problem(name, draft != "none", temperature == 0) for name in names]
+    if all(problems):
+        raise ValueError(f"--runners: none of {', '.join(names)} is possible: {problems[0]}")
     return names
 
 
@@ -236,23 +240,25 @@ def check_flags(
         raise ValueError(f"{name}: not for asr, where Whisper's own settings hold")
     if language is not None:
         if task is not Kind.asr:
-            raise ValueError("--language: of speech, so for asr alone; translate has --languages")
+            raise ValueError("--language: only for asr; translate has --languages")
         from outpace.tasks.transcribe import language_code
 
         language_code(language)
 
 
-def usable(rows: Data, task: Task) -> Data:
-    """Return the rows with what each lacks for the task; refuse data without any usable row."""
-    found = [replace(one, problem=task.lacking(one)) if one.problem is None else one for one in rows.items]
-    rows = replace(rows, items=found)
+def check_rows(rows: Data, task: Task) -> Data:
+    """Return the rows, each with its problem for the task; refuse data without any usable row."""
+    items = [
+        replace(item, problem=task.row_problem(item)) if item.problem is None else item for item in rows.items
+    ]
+    rows = replace(rows, items=items)
     rows.check()
     return rows
 
 
 def packages(task: str) -> None:
     """Refuse a task whose measures need packages that are not installed."""
-    from outpace.checks.errors import needed
+    from outpace.checks.errors import import_extra
     from outpace.tasks import sandbox
 
     if task == "code":
@@ -260,12 +266,12 @@ def packages(task: str) -> None:
     for package in {
         "asr": ("jiwer", "soundfile", "soxr"), "summarize": ("rouge_score",), "translate": ("sacrebleu",)
     }.get(task, ()):  # fmt: skip
-        needed(package, "tasks")
+        import_extra(package, "tasks")
 
 
 def check_files(path: Path, data: Path) -> None:
     """Refuse files that cannot be written, and the file of --data; make their folder."""
-    from outpace.checks.files import check_out
+    from outpace.checks.files import check_output
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -274,7 +280,7 @@ def check_files(path: Path, data: Path) -> None:
     for one in (path, table_file(path)):
         if one.resolve() == data.resolve():
             raise ValueError(f"--out: {one} is the file of --data; name another file")
-        check_out("--out", one)
+        check_output("--out", one)
 
 
 def table_file(path: Path) -> Path:
@@ -282,7 +288,7 @@ def table_file(path: Path) -> Path:
     return Path(f"{path}.md")
 
 
-def check_loading(draft: str, device: str | None) -> None:
+def check_draft_and_device(draft: str, device: str | None) -> None:
     """Refuse a draft that cannot be loaded, and a device that is not there; this imports PyTorch."""
     from outpace.loading import check_draft_name
     from outpace.models.hub import place_of
@@ -291,7 +297,7 @@ def check_loading(draft: str, device: str | None) -> None:
     place_of(device)
 
 
-def wanted_of(
+def run_settings(
     task: Task,
     prompt: str | None,
     language: str | None,
@@ -313,7 +319,7 @@ def wanted_of(
     return RunSettings(task, sampling, max_new_tokens or task.max_new_tokens, samples, prompt, language)
 
 
-def located(name: str | None) -> str | None:
+def path_digest(name: str | None) -> str | None:
     """Return a name; for a file or folder a digest of its path, which is private."""
     path = Path((name or "").removeprefix("ngram:")).expanduser()
     if not name or not path.exists():
@@ -321,7 +327,7 @@ def located(name: str | None) -> str | None:
     return hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
-def models(
+def load_models(
     task: Kind,
     target: str | None,
     draft: str,
@@ -333,23 +339,27 @@ def models(
     revision: str | None,
 ) -> tuple[Decoder, Any]:
     """Return the decoder, and for speech the target's processor."""
-    from outpace.cli.options import open_decoder, policy_of
+    from outpace.cli.options import ModelFlags, open_decoder, parse_policy
 
     source: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     if task is not Kind.asr:
-        return open_decoder(target, draft, device, dtype, rule, 1.0, num_draft_tokens, **source), None
+        flags = ModelFlags(
+            target=target, draft=draft, device=device, dtype=dtype, rule=rule,
+            num_draft_tokens=num_draft_tokens, **source,
+        )  # fmt: skip
+        return open_decoder(flags), None
     from outpace.tasks.transcribe import Transcriber
 
-    wanted = policy_of(num_draft_tokens)
-    options = source if wanted is None else {"num_draft_tokens": wanted, **source}
-    one = Transcriber.load(
+    policy = parse_policy(num_draft_tokens)
+    options = source if policy is None else {"num_draft_tokens": policy, **source}
+    transcriber = Transcriber.load(
         target or WHISPER, draft, device=device, dtype=dtype, tell=note, rule=rule, **options
     )
-    return one.decoder, one.processor
+    return transcriber.decoder, transcriber.processor
 
 
-def evaluation_of(
-    decoder: Decoder, processor: Any, wanted: RunSettings, sides: Sequence[str], seed: int
+def build_evaluation(
+    decoder: Decoder, processor: Any, settings: RunSettings, runners: Sequence[str], seed: int
 ) -> Evaluation:
     """Return the evaluation, and note runners that are impossible.
 
@@ -357,15 +367,18 @@ def evaluation_of(
         ValueError: No runner is possible.
     """
     from outpace.models.seq2seq import Seq2SeqScorer
-    from outpace.tasks.evaluate import Evaluation, likely
+    from outpace.tasks.evaluate import Evaluation, judged_by_log_probability
 
-    is_likely = likely(wanted.task) and not isinstance(decoder.scorer, Seq2SeqScorer)
-    found = Evaluation(decoder, processor, replace(wanted, likely=is_likely), sides, seed)
-    for name, why in found.missing.items():
-        note(f"no column {name}: {why}")
-    if not found.sides:
-        raise ValueError(f"--sides: none of {', '.join(sides)} can be")
-    return found
+    with_log_probability = judged_by_log_probability(settings.task) and not isinstance(
+        decoder.scorer, Seq2SeqScorer
+    )
+    settings = replace(settings, with_log_probability=with_log_probability)
+    evaluation = Evaluation(decoder, processor, settings, runners, seed)
+    for name, problem in evaluation.missing.items():
+        note(f"no column {name}: {problem}")
+    if not evaluation.runners:
+        raise ValueError(f"--runners: none of {', '.join(runners)} is possible")
+    return evaluation
 
 
 def evaluate(
@@ -375,7 +388,7 @@ def evaluate(
     flags: dict[str, Any],
     rows: Data,
     task: Task,
-    sides: Sequence[str],
+    runners: Sequence[str],
     load: Callable[[], Evaluation],
 ) -> None:
     """Load models and run the remaining rows, if there are any; print and save the table.
@@ -388,7 +401,7 @@ def evaluate(
         flags: Further flags that models are loaded by.
         rows: The data.
         task: The task.
-        sides: Names of the runners.
+        runners: Names of the runners.
         load: Function that loads the models.
     """
     from outpace.bench.machine import machine
@@ -397,57 +410,60 @@ def evaluate(
 
     with Journal(path, fresh) as journal:
         journal.check(header, flags)
-        if journal.cut:
-            note(f"{path}: its last line was cut off; that row is run again")
-        done = complete(journal, flags, sides, len(rows.items))
+        if journal.truncated:
+            note(f"{path}: its last line is incomplete; that row is run again")
+        done = completed_runners(journal, flags, runners, len(rows.items))
         if done is not None:
-            note(f"{path} has all of them; --fresh runs them again")
+            note(f"{path} has all rows; --fresh runs them again")
         else:
             evaluation = load()
-            decoder, done = evaluation.decoder, list(evaluation.sides)
+            decoder, done = evaluation.decoder, list(evaluation.runners)
             header["settings"] = {"models": decoder.describe().splitlines(), **header["settings"]}
             header["machine"] = machine(decoder.scorer.device)
             date = datetime.now(UTC).isoformat(timespec="seconds")
-            told = {"command": command(), "date": date, "flags": flags, "left_out": evaluation.missing}
-            journal.begin(header, told)
+            metadata = {"command": command(), "date": date, "flags": flags, "left_out": evaluation.missing}
+            journal.start(header, metadata)
             if journal.records:
-                note(f"{path} has {len(journal.records)} of {len(rows.items) * len(done)}; going on")
+                note(f"{path} has {len(journal.records)} of {len(rows.items) * len(done)} results; resuming")
             try:
                 run(evaluation, rows.items, journal)
             except KeyboardInterrupt:
-                note(f"{len(journal.records)} are in {path}; the same command goes on")
+                note(f"{path} has {len(journal.records)} results; the same command resumes the run")
                 raise
         failed = report(path, task, rows, journal, done)
     if failed:
         raise typer.Exit(1)
 
 
-def complete(journal: Journal, flags: dict[str, Any], sides: Sequence[str], rows: int) -> list[str] | None:
-    """Return the runners of a run by the same models that has all its rows; None otherwise."""
-    if journal.before is None or journal.before.get("flags") != flags:
+def completed_runners(
+    journal: Journal, flags: dict[str, Any], runners: Sequence[str], rows: int
+) -> list[str] | None:
+    """Return the runners of a complete run with the same flags; None if the file holds no such run."""
+    header = journal.stored_header
+    if header is None or header.get("flags") != flags:
         return None
-    found = [one for one in sides if one not in journal.before.get("left_out", {})]
-    whole = all(journal.has(side, row) for side in found for row in range(rows))
-    return found if found and whole else None
+    found = [runner for runner in runners if runner not in header.get("left_out", {})]
+    complete = all(journal.has(runner, row) for runner in found for row in range(rows))
+    return found if found and complete else None
 
 
-def report(path: Path, task: Task, rows: Data, journal: Journal, sides: Sequence[str]) -> bool:
+def report(path: Path, task: Task, rows: Data, journal: Journal, runners: Sequence[str]) -> bool:
     """Print and save the table; return whether rows failed."""
-    from outpace.checks.files import write_whole
+    from outpace.checks.files import write_atomic
     from outpace.tasks import table as tables
 
-    found = tables.columns(task, rows.items, journal.records, sides)
+    found = tables.columns(task, rows.items, journal.records, runners)
     failed, stopped = tables.failures(found, rows.items), tables.stopped(found)
     parts = [(task.name, tables.table(found))]
     if task.name == "specbench":
         parts.append(("tokens per pass, speed over plain", tables.by_category(found)))
-    saved = "\n".join(tables.markdown(title, sides, some) for title, some in parts)
+    saved = "\n".join(tables.markdown(title, runners, some) for title, some in parts)
     for title, some in (("Failed", failed), ("Stopped", stopped)):
         if some:
             saved += f"\n{title}:\n\n" + "".join(f"- {one}\n" for one in some)
-    write_whole(table_file(path), saved)
+    write_atomic(table_file(path), saved)
     for title, lines in parts:
-        show(title, sides, lines)
+        show(title, runners, lines)
     for one in failed:
         note(f"failed: {one}")
     for one in stopped:
@@ -461,7 +477,7 @@ def run(evaluation: Evaluation, items: list[Item], journal: Journal) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    total = len(items) * len(evaluation.sides)
+    total = len(items) * len(evaluation.runners)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -474,21 +490,21 @@ def run(evaluation: Evaluation, items: list[Item], journal: Journal) -> None:
     with bar:
         line = bar.add_task("", total=total, completed=len(journal.records))
 
-        def step(side: str, row: int) -> None:
-            bar.update(line, description=f"{items[row].name}: {side}", completed=len(journal.records))
+        def step(runner: str, row: int) -> None:
+            bar.update(line, description=f"{items[row].name}: {runner}", completed=len(journal.records))
 
         evaluation.run(items, journal, step)
 
 
-def show(title: str, sides: Sequence[str], lines: Any) -> None:
+def show(title: str, runners: Sequence[str], lines: Any) -> None:
     """Print a table on stdout."""
     from rich.table import Table
 
     from outpace.cli.show import screen
 
-    made = Table(title, *sides)
-    for column in made.columns[1:]:
+    table = Table(title, *runners)
+    for column in table.columns[1:]:
         column.justify = "right"
     for name, cells in lines:
-        made.add_row(name, *cells)
-    screen(sys.stdout).print(made)
+        table.add_row(name, *cells)
+    screen(sys.stdout).print(table)

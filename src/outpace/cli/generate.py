@@ -12,41 +12,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.checks.files import check_out
+from outpace.checks.files import check_output
 from outpace.cli.options import (
-    MOST_ROWS,
+    MAX_SEQUENCES,
     SAMPLING,
     SHOW,
     Bias,
-    Config,
-    Device,
-    Drafted,
-    Dtype,
     FrequencyPenalty,
-    Lenience,
     Marks,
     MaxNewTokens,
     MinP,
+    ModelFlags,
     NoColor,
-    NumDraftTokens,
     PresencePenalty,
     RepetitionPenalty,
-    Revision,
-    RuleName,
     Seed,
     Stop,
-    Target,
     Temperature,
     TopK,
     TopP,
-    TrustRemoteCode,
-    check_models,
     check_text,
     open_decoder,
     read_text,
     sampling_of,
+    with_model_flags,
 )
-from outpace.cli.show import Painter, as_json, figures, note
+from outpace.cli.show import Painter, as_json, note, stats_line
 
 if TYPE_CHECKING:
     from outpace.decoder import Decoder
@@ -54,7 +45,9 @@ if TYPE_CHECKING:
     from outpace.engine.stats import Stats
 
 
+@with_model_flags
 def generate(
+    models: ModelFlags,
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt. Without it, or with -, stdin is read.")
     ] = None,
@@ -63,16 +56,6 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Use the prompt as it is, without the chat template.")
     ] = False,
-    config: Config = None,
-    target: Target = None,
-    draft: Drafted = "lookup",
-    rule: RuleName = "token",
-    lenience: Lenience = 1.0,
-    num_draft_tokens: NumDraftTokens = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
-    revision: Revision = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -85,12 +68,18 @@ def generate(
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=SAMPLING)
+        bool,
+        typer.Option(
+            "--ignore-eos", help="Continue after the end-of-sequence token.", rich_help_panel=SAMPLING
+        ),
     ] = False,
     n: Annotated[
         int,
         typer.Option(
-            min=1, max=MOST_ROWS, help="Number of texts to generate for the prompt.", rich_help_panel=SAMPLING
+            min=1,
+            max=MAX_SEQUENCES,
+            help="Number of sequences to generate for the prompt.",
+            rich_help_panel=SAMPLING,
         ),
     ] = 1,
     compare: Annotated[
@@ -110,16 +99,20 @@ def generate(
         Path | None, typer.Option(help="Also write the coloured text to this SVG file.", rich_help_panel=SHOW)
     ] = None,
 ) -> None:
-    """Generate text. The text goes to stdout; legend, statistics and comparison go to stderr."""
+    """Generate text, and show which tokens are accepted draft tokens.
+
+    The text goes to stdout. Statistics, the meaning of the colours and the result
+    of --compare go to stderr.
+    """
     if as_json_ and (marks or no_color):
         raise ValueError("--json: text in JSON has no marks or colours; leave out --marks and --no-color")
     if raw and system is not None:
         raise ValueError("--raw: a raw prompt has no system message; leave out --system")
     if svg is not None:
         if as_json_:
-            raise ValueError("--svg: a picture is drawn of text; leave out --json")
-        check_out("--svg", svg)
-    check_models(target, draft, rule, lenience, num_draft_tokens)
+            raise ValueError("--svg: JSON output has no picture; leave out --json")
+        check_output("--svg", svg)
+    models.check()
     check_text("--system", system)
     text = read_prompt(prompt, file)
     sampling = sampling_of(
@@ -132,22 +125,13 @@ def generate(
         frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
     )
-    decoder = open_decoder(
-        target,
-        draft,
-        device,
-        dtype,
-        rule,
-        lenience,
-        num_draft_tokens,
-        trust_remote_code=trust_remote_code,
-        revision=revision,
-    )
+    decoder = open_decoder(models)
     if compare:
         from outpace.cli.compare import check_comparable
 
         check_comparable(decoder)
-    ids = encode(decoder, [*_system(system), {"role": "user", "content": text}], None if not raw else text)
+    messages = [*system_messages(system), {"role": "user", "content": text}]
+    ids = encode(decoder, messages, text if raw else None)
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "ignore_eos": ignore_eos,
@@ -162,7 +146,7 @@ def generate(
         if compare and not interrupted:
             from outpace.cli.compare import compare as measure
 
-            report["comparison"] = [vars(side) for side in measure(decoder, ids, sampling, options)]
+            report["comparison"] = [vars(one) for one in measure(decoder, ids, sampling, options)]
         print(json.dumps(report, indent=2, ensure_ascii=False))
         if interrupted:
             raise SystemExit(130)
@@ -174,9 +158,9 @@ def generate(
     line = shown.line(decoder.scorer.context)
     note(line)
     if svg is not None:
-        from outpace.cli.show import draw_svg
+        from outpace.cli.show import write_svg
 
-        draw_svg(painter.history, line, svg)
+        write_svg(painter.history, line, svg)
         note(f"picture in {svg}")
     if shown.interrupted:
         raise SystemExit(130)
@@ -211,7 +195,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def encode(decoder: Decoder, messages: list[dict[str, str]], raw: str | None) -> list[int]:
-    """Return token ids, by the chat template if the model has one and the text is not raw."""
+    """Return the token ids of messages, or of a raw prompt without the chat template."""
     tokenizer = decoder.tokenizer
     if raw is not None or not getattr(tokenizer, "chat_template", None):
         if raw is None and len(messages) > 1:
@@ -224,12 +208,12 @@ def encode(decoder: Decoder, messages: list[dict[str, str]], raw: str | None) ->
 
 @dataclass(frozen=True)
 class Shown:
-    """Texts that were printed.
+    """Result of printing a request's sequences.
 
     Attributes:
-        stats: Statistics of all of them.
+        stats: Statistics of all sequences.
         interrupted: Whether Ctrl-C ended them.
-        context_full: Whether the model's context ended one of them, before --max-new-tokens.
+        context_full: Whether the model's context was full before --max-new-tokens.
     """
 
     stats: Stats
@@ -237,8 +221,8 @@ class Shown:
     context_full: bool
 
     def line(self, context: int) -> str:
-        """Return the statistics line, with the reason why a text is shorter than requested."""
-        parts = [figures(self.stats)]
+        """Return the statistics line, with the reason if a sequence is shorter than requested."""
+        parts = [stats_line(self.stats)]
         if self.context_full:
             parts.append(f"the model's context of {context} tokens is full")
         if self.interrupted:
@@ -247,12 +231,12 @@ class Shown:
 
 
 def show(steps: Iterable[Step], painter: Painter, n: int) -> Shown:
-    """Print the texts one after the other, the first unfinished one as it is generated."""
+    """Print the sequences one after the other, the first unfinished one as it is generated."""
     from outpace.engine.stats import Stats
 
-    stats, begun = Stats(), time.perf_counter()
+    stats, started = Stats(), time.perf_counter()
     waiting: dict[int, list[Step]] = {row: [] for row in range(n)}
-    ended: set[int] = set()
+    finished: set[int] = set()
     current, interrupted, full = 0, False, False
     if n > 1:
         note(f"1 of {n}")
@@ -263,13 +247,13 @@ def show(steps: Iterable[Step], painter: Painter, n: int) -> Shown:
             stats.count(step.num_draft_tokens, step.num_accepted)
             waiting[step.row].append(step)
             if step.output is not None:
-                ended.add(step.row)
+                finished.add(step.row)
                 full |= step.output.context_full
             while current < n:
                 for one in waiting[current]:
                     painter.step(one)
                 waiting[current] = []
-                if current not in ended:
+                if current not in finished:
                     break
                 painter.end()
                 current += 1
@@ -283,12 +267,12 @@ def show(steps: Iterable[Step], painter: Painter, n: int) -> Shown:
             for one in waiting[row]:
                 painter.step(one)
             painter.end()
-    stats.other_seconds = time.perf_counter() - begun
+    stats.other_seconds = time.perf_counter() - started
     return Shown(stats, interrupted, full)
 
 
 def collect(steps: Iterable[Step], n: int) -> tuple[list[dict[str, Any]], bool]:
-    """Return the text, tokens and statistics of each sequence, and whether Ctrl-C ended them."""
+    """Return the text, token ids and statistics of each sequence, and whether Ctrl-C ended them."""
     rows: list[dict[str, Any]] = [
         {"text": "", "token_ids": [], "finish_reason": "interrupted", "context_full": False} for _ in range(n)
     ]
@@ -306,5 +290,6 @@ def collect(steps: Iterable[Step], n: int) -> tuple[list[dict[str, Any]], bool]:
     return rows, False
 
 
-def _system(system: str | None) -> list[dict[str, str]]:
+def system_messages(system: str | None) -> list[dict[str, str]]:
+    """Return the messages that a conversation starts with."""
     return [] if system is None else [{"role": "system", "content": system}]

@@ -8,42 +8,42 @@ from typing import Any
 
 from outpace.checks.errors import counted
 from outpace.cli import tables
-from outpace.report.columns import MEASURE, pays
-from outpace.report.words import said, with_interval
+from outpace.report.columns import MEASURE, describe_payoff
+from outpace.report.words import format_value, with_interval
 
 Content = Mapping[str, Any]
-NAMES = ("draft", "by", "tokens")  # columns that start at the left
-Shown = tuple[str, list[tables.Column], int]  # a title, columns, and how many of them name a row
+NAMES = ("draft", "by", "tokens")  # columns of words
+TitledTable = tuple[str, list[tables.Column], int]  # a title, columns, and how many of them name a row
 
 
 def show(content: Content) -> None:
-    """Print all parts that were measured."""
+    """Print a table for each part that was measured."""
     from outpace.cli.show import screen
 
     console = screen(sys.stdout)
-    shown = [of_drafts(content)]
+    titled_tables = [draft_table(content)]
     if content.get("passes"):
-        shown.append(of_passes(content))
+        titled_tables.append(pass_table(content))
     if any(one["blocks"] for one in content["drafts"]):
-        shown += of_independence(content)
+        titled_tables += independence_tables(content)
     domains = next(iter(content["drafts"]))["by_domain"]
     if len(domains) > 1:
-        shown.append(of_domains(content, list(domains)))
-    for title, columns, keys in shown:
+        titled_tables.append(domain_table(content, list(domains)))
+    for title, columns, keys in titled_tables:
         tables.show(console, title, columns, keys)
     if content.get("passes"):
         for line in verdicts(content):
             console.print(line)
 
 
-def of_drafts(content: Content) -> Shown:
+def draft_table(content: Content) -> TitledTable:
     """Return the table of drafts."""
-    of = ", ".join(counted(content[f"{noun}s"], noun) for noun in ("prompt", "token"))
+    prompts, tokens = counted(content["prompts"], "prompt"), counted(content["new_tokens"], "token")
     rows = [[cell(one) for cell in MEASURE.values()] for one in content["drafts"]]
-    return f"{of} of the target", tables.columns(list(MEASURE), rows, NAMES), 2
+    return f"{prompts}, {tokens} of the target", tables.columns(list(MEASURE), rows, NAMES), 2
 
 
-def of_passes(content: Content) -> Shown:
+def pass_table(content: Content) -> TitledTable:
     """Return the table of forward passes in milliseconds, and relative to one over a single token."""
     passes = {(one["B"], one["n"]): one["ms"] for one in content["passes"]}
     batches, lengths = (sorted({key[i] for key in passes}) for i in (0, 1))
@@ -58,30 +58,27 @@ def of_passes(content: Content) -> Shown:
         for g in sorted({g for _, g in times}):
             kind = "drawn" if drawn else "chosen"
             rows.append([f"verify {g} {kind}", *(f"{times[B, g]:.2f}" for B in batches)])
-    title = "a target's pass, ms (times one over a token)"
+    title = "a target's pass, ms (relative to one over a single token)"
     return title, tables.columns(["tokens", *(f"B = {B}" for B in batches)], rows, NAMES), 1
 
 
-def of_independence(content: Content) -> list[Shown]:
-    """Return tables that show whether each draft token is accepted with probability α.
-
-    The formulas assume this, independently of the other draft tokens.
-    """
-    shown = [one for one in content["drafts"] if one["blocks"]]
-    lags, places = (max(len(one[part]) for one in shown) for part in ("autocorrelation", "by_position"))
-    most = max(len(one["blocks"]["observed"]) for one in shown)
+def independence_tables(content: Content) -> list[TitledTable]:
+    """Return tables that show whether draft tokens are accepted independently, as the formulas assume."""
+    drafts = [one for one in content["drafts"] if one["blocks"]]
+    lags, positions = (max(len(one[part]) for one in drafts) for part in ("autocorrelation", "by_position"))
+    most = max(len(one["blocks"]["observed"]) for one in drafts)
     correlated = [
-        [one["draft"], *_filled([said(value, ".2f") for value in one["autocorrelation"]], lags),
+        [one["draft"], *_padded([format_value(value, ".2f") for value in one["autocorrelation"]], lags),
          f"±{one['chance']:.2f}"]
-        for one in shown
+        for one in drafts
     ]  # fmt: skip
     accepted = [
-        [one["draft"], *_filled([with_interval(*each, ".2f") for each in _places(one)], places)]
-        for one in shown
+        [one["draft"], *_padded([with_interval(*each, ".2f") for each in _positions(one)], positions)]
+        for one in drafts
     ]
     counts = [
-        [one["draft"], by, *_filled([f"{share:.2f}" for share in one["blocks"][part]], most), f"{tokens:.2f}"]
-        for one in shown
+        [one["draft"], by, *_padded([f"{share:.2f}" for share in one["blocks"][part]], most), f"{tokens:.2f}"]
+        for one in drafts
         for (by, part), tokens in zip(COUNTED.items(), one["tokens_per_pass"], strict=True)
     ]
     return [
@@ -91,10 +88,10 @@ def of_independence(content: Content) -> list[Shown]:
         ),
         (
             "accepted, by position of the draft token",
-            tables.columns(["draft", *map(str, range(1, places + 1))], accepted, NAMES), 1,
+            tables.columns(["draft", *map(str, range(1, positions + 1))], accepted, NAMES), 1,
         ),
         (
-            f"iterations, by draft tokens accepted (g = {content['g']})",
+            f"steps, by draft tokens accepted (g = {content['g']})",
             tables.columns(["draft", "by", *map(str, range(most)), "tokens per pass"], counts, NAMES), 2,
         ),
     ]  # fmt: skip
@@ -103,15 +100,15 @@ def of_independence(content: Content) -> list[Shown]:
 COUNTED = {"counts": "observed", "α": "predicted"}
 
 
-def _places(one: Content) -> Sequence[tuple[float | None, Any]]:
+def _positions(one: Content) -> Sequence[tuple[float | None, Any]]:
     return list(zip(one["by_position"], one["by_position_intervals"], strict=True))
 
 
-def _filled(cells: Sequence[str], number: int) -> list[str]:
+def _padded(cells: Sequence[str], number: int) -> list[str]:
     return [*cells, *[""] * (number - len(cells))]
 
 
-def of_domains(content: Content, domains: list[str]) -> Shown:
+def domain_table(content: Content, domains: list[str]) -> TitledTable:
     """Return the table of α by kind of text."""
     rows = [
         [
@@ -131,6 +128,6 @@ def verdicts(content: Content) -> list[str]:
     for one in content["drafts"]:
         if one["lenience"] != strictest or not one["by_batch"]:
             continue
-        each = [f"B = {at['B']}: {pays(at)}" for at in one["by_batch"]]
+        each = [f"B = {at['B']}: {describe_payoff(at)}" for at in one["by_batch"]]
         lines.append(f"{one['draft']}: " + "; ".join(each))
     return lines

@@ -1,9 +1,12 @@
-"""Flags that several commands share, and the objects they stand for."""
+"""Flags that several commands share, and the objects that are made from them."""
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,14 +17,14 @@ from outpace.cli.checks import check_text as check_text
 from outpace.cli.show import note
 
 if TYPE_CHECKING:
-    from outpace.bench.prompts import Questions
+    from outpace.bench.prompts import PromptSet
     from outpace.decoder import Decoder
     from outpace.policy import DraftLengthPolicy
     from outpace.sampling import SamplingParams
 
 MODELS, PROMPTS, SAMPLING, SHOW = "Models", "Prompts", "Sampling", "Output"
-MOST_ROWS = 4096  # sequences at a time; more is a mistake, which would fill the memory
-CONFIGURED = "outpace.configured"  # key of the configuration file in a context
+MAX_SEQUENCES = 4096  # of a batch; a larger number is a mistake that would fill the memory
+CONFIG_META = "outpace.config"  # key of the configuration file in `Context.meta`
 
 Target = Annotated[
     str | None,
@@ -35,10 +38,10 @@ Target = Annotated[
 ]
 
 
-def drafted(context: typer.Context, draft: str) -> str:
+def drop_num_draft_tokens(context: typer.Context, draft: str) -> str:
     """Drop a configuration's num_draft_tokens if the command line names another draft.
 
-    It was measured with the file's own draft.
+    The number was measured with the configuration's draft.
     """
     values = context.default_map or {}
     if _source(context, "draft") == "COMMANDLINE" and values.get("draft") != draft:
@@ -46,14 +49,25 @@ def drafted(context: typer.Context, draft: str) -> str:
     return draft
 
 
-Drafted = Annotated[
+DraftName = Annotated[
     str,
     typer.Option(
         "--draft",
         "-d",
-        callback=drafted,
+        callback=drop_num_draft_tokens,
         metavar="lookup|ngram:FILE|MODEL|none",
-        help="What drafts: lookup (from the context), ngram:FILE (a saved table), a smaller model, or none.",
+        help="The drafter: lookup (prompt lookup), ngram:FILE (a saved table), a smaller model, or none.",
+        rich_help_panel=MODELS,
+    ),
+]
+DraftNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft",
+        "-d",
+        metavar="lookup|ngram:FILE|MODEL|random",
+        help="Drafters to measure; may be repeated. random proposes random tokens. Default: the draft of "
+        "--config, or lookup.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -63,7 +77,8 @@ RuleName = Annotated[
         "--rule",
         callback=checks.rule,
         metavar="token|block|match|sigmoid(A,B)",
-        help="How draft tokens are verified; all but sigmoid are exact.",
+        help="Verification rule. All but sigmoid leave the output distribution unchanged. sigmoid(A,B) "
+        "replaces the probability of a token with logit z by the sigmoid of (z-A)/(B-A).",
         rich_help_panel=MODELS,
     ),
 ]
@@ -73,8 +88,9 @@ NumDraftTokens = Annotated[
         "--num-draft-tokens",
         callback=checks.num_draft_tokens,
         metavar="G|auto|heuristic[:START]",
-        help="Draft tokens per step: a number; auto, chosen by measured time; or heuristic, chosen by "
-        "acceptance, from START. Default: auto.",
+        help="Draft tokens per step. G: always G. auto: the number with the best expected throughput, by "
+        "measured times and acceptance. heuristic: starts at START (5), rises if all are accepted, and falls "
+        "after a rejection. Default: auto.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -90,7 +106,7 @@ Device = Annotated[
     str | None,
     typer.Option(
         callback=checks.device,
-        help="cpu, cuda, cuda:1. Default: CUDA where there is one.",
+        help="cpu, cuda, cuda:1. Default: CUDA if the machine has it.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -98,7 +114,7 @@ Dtype = Annotated[
     str | None,
     typer.Option(
         callback=checks.dtype,
-        help="float32, bfloat16, float16. Default: what suits the device.",
+        help="float32, bfloat16, float16. The default depends on the device.",
         rich_help_panel=MODELS,
     ),
 ]
@@ -112,20 +128,20 @@ TrustRemoteCode = Annotated[
 ]
 
 
-def _revised(context: typer.Context, revision: str | None) -> str | None:
+def _drop_revision(context: typer.Context, revision: str | None) -> str | None:
     """Drop a configuration's revision if the command line names another target.
 
-    It is a version of the file's own target.
+    The revision is one of the configuration's target.
     """
-    other = configured(context, "revision") and _source(context, "target") == "COMMANDLINE"
-    return None if other else revision
+    other_target = set_by_config(context, "revision") and _source(context, "target") == "COMMANDLINE"
+    return None if other_target else revision
 
 
 Revision = Annotated[
     str | None,
     typer.Option(
         "--revision",
-        callback=_revised,
+        callback=_drop_revision,
         metavar="COMMIT|TAG|BRANCH",
         help="Version of the target on the hub. Default: main.",
         rich_help_panel=MODELS,
@@ -141,7 +157,7 @@ Temperature = Annotated[
     float | None,
     typer.Option(
         callback=checks.number("temperature"),
-        help="0 is greedy. Without any sampling flag the model's own settings hold.",
+        help="0 is greedy. Without any sampling flag, the model's generation config applies.",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -171,7 +187,7 @@ RepetitionPenalty = Annotated[
     float | None,
     typer.Option(
         callback=checks.number("repetition_penalty"),
-        help="Above 1, tokens of prompt and text are less likely.",
+        help="Above 1, tokens of the prompt and the output become less likely.",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -179,7 +195,7 @@ FrequencyPenalty = Annotated[
     float | None,
     typer.Option(
         callback=checks.number("frequency_penalty"),
-        help="Taken off a token's logit for each time it was written.",
+        help="Subtracted from a token's logit for each time it was generated.",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -187,7 +203,7 @@ PresencePenalty = Annotated[
     float | None,
     typer.Option(
         callback=checks.number("presence_penalty"),
-        help="Taken off a token's logit once it was written.",
+        help="Subtracted from a token's logit if it was generated.",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -205,7 +221,8 @@ Seed = Annotated[
     int | None,
     typer.Option(
         callback=checks.number("seed"),
-        help="Seed of sampling. Texts repeat with --rule match or a --num-draft-tokens other than auto.",
+        help="Seed of sampling. The same seed gives the same output with --rule match, or if "
+        "--num-draft-tokens is not auto.",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -224,7 +241,7 @@ Stop = Annotated[
 PromptTexts = Annotated[
     list[str] | None,
     typer.Option(
-        "--prompt", help="A prompt. May be repeated. Default: a dozen of our own.", rich_help_panel=PROMPTS
+        "--prompt", help="A prompt. May be repeated. Default: a dozen built-in ones.", rich_help_panel=PROMPTS
     ),
 ]
 Data = Annotated[
@@ -235,21 +252,32 @@ Data = Annotated[
     ),
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, help="Use only the first prompts.", rich_help_panel=PROMPTS)
+    int | None, typer.Option(min=1, help="Use only the first N prompts.", rich_help_panel=PROMPTS)
 ]
 Every = Annotated[
     int, typer.Option(min=1, help="Take every N-th row, before --limit.", rich_help_panel=PROMPTS)
 ]
 NoColor = Annotated[
-    bool, typer.Option("--no-color", help="Show marks instead of colours.", rich_help_panel=SHOW)
+    bool,
+    typer.Option(
+        "--no-color",
+        help="On a terminal, colours show which tokens are accepted draft tokens. Show brackets instead.",
+        rich_help_panel=SHOW,
+    ),
 ]
 Marks = Annotated[
-    bool, typer.Option("--marks", help="Show marks instead of colours, also in a pipe.", rich_help_panel=SHOW)
+    bool,
+    typer.Option(
+        "--marks",
+        help="Show brackets instead of colours, also if stdout is not a terminal. Without this flag, such "
+        "output has neither.",
+        rich_help_panel=SHOW,
+    ),
 ]
 
 
-def _configured(context: typer.Context, path: Path | None) -> Path | None:
-    """Replace defaults by the values of a configuration file; flags on the command line win."""
+def _apply_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Use the values of a configuration file as defaults; flags on the command line override them."""
     if path is not None:
         from outpace.tune.config import flags
 
@@ -261,18 +289,18 @@ def _configured(context: typer.Context, path: Path | None) -> Path | None:
             )
         several = {name for name, one in known.items() if getattr(one, "multiple", False)}
         if getattr(getattr(known.get("num_draft_tokens"), "type", None), "name", "") == "integer":
-            found.pop("num_draft_tokens", None)  # a command that measures has numbers of its own
+            found.pop("num_draft_tokens", None)  # a measuring command has its own default
         if "draft" in several and found.get("draft") == "none":
-            del found["draft"]  # a command that measures drafts has its own default
+            del found["draft"]  # a measuring command has its own default
         values = {
             name: [value] if name in several else value for name, value in found.items() if name in known
         }
         context.default_map = {**(context.default_map or {}), **values}
-        context.meta[CONFIGURED] = path, context
+        context.meta[CONFIG_META] = path, context
     return path
 
 
-def configured(context: typer.Context, name: str) -> bool:
+def set_by_config(context: typer.Context, name: str) -> bool:
     """Return whether a flag's value comes from the file that --config names."""
     return _source(context, name) == "DEFAULT_MAP"
 
@@ -282,19 +310,19 @@ def _source(context: typer.Context, name: str) -> str | None:
     return None if source is None else source.name
 
 
-def blamed(meta: Mapping[str, Any], why: str) -> str:
-    """Return an error message, with the configuration's name if one of its values is wrong."""
-    if CONFIGURED not in meta:
+def with_config_path(meta: Mapping[str, Any], why: str) -> str:
+    """Return an error message, with the path of the configuration if one of its values is wrong."""
+    if CONFIG_META not in meta:
         return why
     from outpace.tune.config import FLAGS
 
-    path, context = meta[CONFIGURED]
+    path, context = meta[CONFIG_META]
     for name in FLAGS:
         value = context.params.get(name)
         values = value if isinstance(value, list) else [value]
         flag = f"--{name.replace('_', '-')}"
         starts = f"{name}:", f"{flag}:", *(f"{one}:" for one in values)
-        if configured(context, name) and why.startswith(starts):
+        if set_by_config(context, name) and why.startswith(starts):
             return f"config: {path}: {why}"
     return why
 
@@ -304,30 +332,66 @@ Config = Annotated[
     typer.Option(
         "--config",
         is_eager=True,
-        callback=_configured,
+        callback=_apply_config,
         help="A file that `outpace tune` wrote. Its values are the defaults of flags with the same names.",
         rich_help_panel=MODELS,
     ),
 ]
 
 
+@dataclass(frozen=True)
+class ModelFlags:
+    """Flags that name a target and its drafter, and set how they decode."""
+
+    config: Config = None
+    target: Target = None
+    draft: DraftName = "lookup"
+    rule: RuleName = "token"
+    lenience: Lenience = 1.0
+    num_draft_tokens: NumDraftTokens = None
+    device: Device = None
+    dtype: Dtype = None
+    trust_remote_code: TrustRemoteCode = False
+    revision: Revision = None
+
+    def check(self) -> None:
+        """Refuse values that do not fit together, before PyTorch is imported."""
+        check_models(self.target, self.draft, self.rule, self.lenience, self.num_draft_tokens)
+
+
+def with_model_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the flags of ``ModelFlags``, in place of its first parameter."""
+    flags = inspect.signature(ModelFlags, eval_str=True).parameters
+    signature = inspect.signature(command, eval_str=True)
+    parameters = [*flags.values(), *[*signature.parameters.values()][1:]]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        models = ModelFlags(**{name: values.pop(name) for name in flags})
+        command(models, **values)
+
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    return run
+
+
 def sampling_of(logit_bias: list[str] | None, **fields: Any) -> SamplingParams | None:
-    """Return sampling parameters from the flags that are set; None if none is."""
+    """Return the sampling parameters of the flags that are set; None if none is."""
     from outpace.sampling import SamplingParams
 
-    given = {name: value for name, value in fields.items() if value is not None}
+    values = {name: value for name, value in fields.items() if value is not None}
     if logit_bias:
-        given["logit_bias"] = dict(checks.logit_bias(one) for one in logit_bias)
-    return SamplingParams(**given) if given else None
+        values["logit_bias"] = dict(checks.logit_bias(one) for one in logit_bias)
+    return SamplingParams(**values) if values else None
 
 
-def read_prompts(prompt: list[str] | None, data: str | None, limit: int | None, every: int) -> Questions:
-    """Return the prompts that the flags name, before anything big is loaded; note rows that are left out.
+def read_prompts(prompt: list[str] | None, data: str | None, limit: int | None, every: int) -> PromptSet:
+    """Return the prompts that the flags name, and report rows that are left out.
 
     Raises:
         ValueError: The flags exclude each other, or a prompt is empty or not text.
     """
-    from outpace.bench.prompts import questions
+    from outpace.bench.prompts import prompt_set
 
     if prompt and data is not None:
         raise ValueError("--prompt: given together with --data; give one or the other")
@@ -335,7 +399,7 @@ def read_prompts(prompt: list[str] | None, data: str | None, limit: int | None, 
         raise ValueError("--prompt: it is empty; a model needs something to go on from")
     for one in prompt or ():
         check_text("--prompt", one)
-    found = questions(prompt or (), data, limit, every)
+    found = prompt_set(prompt or (), data, limit, every)
     if found.left_out:
         note(f"{found.name}: {len(found.left_out)} of {found.rows} rows left out: {found.left_out[0]}")
     return found
@@ -382,39 +446,28 @@ def check_models(
         check_name(target)
 
 
-def open_decoder(
-    target: str | None,
-    draft: str,
-    device: str | None,
-    dtype: str | None,
-    rule: str,
-    lenience: float,
-    num_draft_tokens: str | None,
-    *,
-    trust_remote_code: bool = False,
-    revision: str | None = None,
-) -> Decoder:
+def open_decoder(models: ModelFlags) -> Decoder:
     """Load the models that the flags name, and return their decoder.
 
-    Values that do not fit are refused before anything big is loaded.
+    Wrong values are refused before a model is loaded.
     """
-    check_models(target, draft, rule, lenience, num_draft_tokens)
+    models.check()
     from outpace.loading import load
 
-    refuse_speech(target, trust_remote_code=trust_remote_code, revision=revision)
+    refuse_speech(models.target, trust_remote_code=models.trust_remote_code, revision=models.revision)
     decoder = load(
-        target,
-        draft,
-        device=device,
-        dtype=dtype,
-        rule=rule,
-        lenience=lenience,
-        num_draft_tokens=policy_of(num_draft_tokens),
+        models.target,
+        models.draft,
+        device=models.device,
+        dtype=models.dtype,
+        rule=models.rule,
+        lenience=models.lenience,
+        num_draft_tokens=parse_policy(models.num_draft_tokens),
         tell=note,
-        trust_remote_code=trust_remote_code,
-        revision=revision,
+        trust_remote_code=models.trust_remote_code,
+        revision=models.revision,
     )
-    # All objects so far last until the end: freeze them, so that the garbage collector never scans them.
+    # All objects so far live until the process ends, so the garbage collector need not scan them.
     gc.freeze()
     gc.enable()
     return decoder
@@ -423,7 +476,7 @@ def open_decoder(
 def refuse_speech(target: str | None, *, trust_remote_code: bool, revision: str | None) -> None:
     """Refuse a target whose input is speech, before its weights are read.
 
-    The error names the commands that take such a model.
+    The error names the commands for such a model.
     """
     if target is None or Path(target).expanduser().is_file():
         return
@@ -440,8 +493,8 @@ def refuse_speech(target: str | None, *, trust_remote_code: bool, revision: str 
         )
 
 
-def policy_of(text: str | None) -> DraftLengthPolicy | None:
-    """Return the policy that a flag names; None for the default and "auto"."""
+def parse_policy(text: str | None) -> DraftLengthPolicy | None:
+    """Return the draft-length policy that a flag names; None for the default and "auto"."""
     if text in (None, "auto"):
         return None
     from outpace.policy import Fixed, Heuristic

@@ -1,4 +1,4 @@
-"""``outpace plan``: the gain of speculation by the papers' formulas, before anything is run."""
+"""``outpace plan``: the expected speedup of speculation, by the formulas of Leviathan et al."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-# Leviathan et al. 2023, Table 5: share of rejected draft tokens that stay rejected, for T5-small and T5-base.
-LENIENT = {0.5: (0.29 / 0.38, 0.20 / 0.32), 0.3: (0.24 / 0.38, 0.17 / 0.32), 0.1: (0.16 / 0.38, 0.10 / 0.32)}
-SPEEDS = (1.5, 2.0, 3.0)
-LONGEST = 1000  # draft tokens per step; no number that pays is near it
-COSTLIEST = 1000.0  # a draft as slow as that is a mistake
+# Leviathan et al. 2023, Table 5: the fraction of rejected draft tokens that lenience still rejects,
+# for T5-small and T5-base.
+REJECTED_WITH_LENIENCE = {
+    0.5: (0.29 / 0.38, 0.20 / 0.32),
+    0.3: (0.24 / 0.38, 0.17 / 0.32),
+    0.1: (0.16 / 0.38, 0.10 / 0.32),
+}
+SPEEDUPS = (1.5, 2.0, 3.0)  # for which the plan shows the least α
+MAX_DRAFT_TOKENS = 1000  # per step; no useful number is near it
+MAX_COST = 1000.0  # a draft that costs more is a mistake
 
 
 def plan(
@@ -33,7 +38,7 @@ def plan(
         list[int] | None, typer.Option(help="Also show these numbers of draft tokens; may be repeated.")
     ] = None,
     most: Annotated[
-        int, typer.Option(help=f"Largest number of draft tokens to consider, up to {LONGEST}.")
+        int, typer.Option(help=f"Largest number of draft tokens to consider, up to {MAX_DRAFT_TOKENS}.")
     ] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     plot: Annotated[
@@ -43,61 +48,68 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Say how many tokens to draft, and the speedup: Leviathan et al. 2023, section 3.
+    """Compute the best number of draft tokens and the speedup (Leviathan et al. 2023, section 3).
 
-    α and c of real models: `outpace bench alpha`.
-    A pass over g + 1 tokens is taken to cost as much as one over a single token, which holds on a GPU
-    with few rows, and does not on a CPU.
+    g is the number of draft tokens per step. α and c are --alpha and --c.
+    `outpace bench alpha` measures them with real models.
 
-    Lenience: if it keeps as many more drafts as Leviathan et al. measured for T5 (Table 5).
+    The formulas assume that a target pass over g + 1 tokens costs as much as a
+    pass over one token. That holds on a GPU with a small batch, but not on a CPU.
+
+    Lenience below 1 accepts more draft tokens and changes the output
+    distribution. A second table shows the speedup with lenience. It assumes that
+    lenience avoids the same fraction of rejections as Leviathan et al. measured
+    for T5 (Table 5).
     """
     for name, cost in (("--c", c), ("--ops", ops)):
-        if cost is not None and not 0 <= cost <= COSTLIEST:
-            raise ValueError(f"{name}: got {cost:g}; it must be a number from 0 to {COSTLIEST:g}")
-    if not 1 <= most <= LONGEST:
-        raise ValueError(f"--most: got {most}; it must be from 1 to {LONGEST}")
+        if cost is not None and not 0 <= cost <= MAX_COST:
+            raise ValueError(f"{name}: got {cost:g}; it must be a number from 0 to {MAX_COST:g}")
+    if not 1 <= most <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"--most: got {most}; it must be from 1 to {MAX_DRAFT_TOKENS}")
     for g in num_draft_tokens or ():
-        if not 0 <= g <= LONGEST:
-            raise ValueError(f"--num-draft-tokens: got {g}; it must be from 0 to {LONGEST}")
+        if not 0 <= g <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"--num-draft-tokens: got {g}; it must be from 0 to {MAX_DRAFT_TOKENS}")
     if plot is not None:
         from outpace.bench.curves import backend
 
-        backend(plot)  # what is missing is said before anything is printed
-    found = planned(alpha, c, c if ops is None else ops, num_draft_tokens or [], most)
+        backend(plot)  # a missing package is an error before anything is printed
+    found = compute(alpha, c, c if ops is None else ops, num_draft_tokens or [], most)
     if as_json:
         print(json.dumps(found, indent=2))
     else:
         show(found)
     if plot is not None:
-        from outpace.bench.curves import Point, draw
+        from outpace.bench.curves import Point, save_plot
 
-        draw(plot, Point(alpha, c, ops=ops, most=most))
+        save_plot(plot, Point(alpha, c, ops=ops, most=most))
 
 
-def planned(alpha: float, c: float, ops: float, num_draft_tokens: list[int], most: int) -> dict[str, Any]:
-    """Return everything that is printed, as numbers."""
+def compute(alpha: float, c: float, ops: float, num_draft_tokens: list[int], most: int) -> dict[str, Any]:
+    """Return the numbers of the plan."""
     from outpace.bench import theory
 
-    def at(share: float, g: int) -> dict[str, Any]:
+    def at(rate: float, g: int) -> dict[str, Any]:
         return {
             "g": g,
-            "tokens": round(theory.expected_tokens(share, g), 3),
-            "speedup": round(theory.speedup(share, g, c), 3),
-            "operations": round(theory.operations(share, g, ops), 3),
+            "tokens": round(theory.expected_tokens(rate, g), 3),
+            "speedup": round(theory.speedup(rate, g, c), 3),
+            "operations": round(theory.operations(rate, g, ops), 3),
         }
 
     best = theory.best_length(alpha, c, most)
-    others = sorted({1, 2, 3, 5, 8, best, *num_draft_tokens} - {0} | set(num_draft_tokens))
+    lengths = sorted({1, 2, 3, 5, 8, best, *num_draft_tokens} - {0} | set(num_draft_tokens))
     lenient = []
-    for lenience, lost in LENIENT.items():
-        shares = [1 - (1 - alpha) * one for one in lost]
-        ends = [at(share, theory.best_length(share, c, most)) for share in shares]
-        lenient.append({"lenience": lenience, "alpha": [round(one, 3) for one in shares], "best": ends})
+    for lenience, rejected in REJECTED_WITH_LENIENCE.items():
+        rates = [1 - (1 - alpha) * one for one in rejected]
+        best_of_rates = [at(rate, theory.best_length(rate, c, most)) for rate in rates]
+        lenient.append(
+            {"lenience": lenience, "alpha": [round(one, 3) for one in rates], "best": best_of_rates}
+        )
     needed: list[dict[str, Any]] = [{"speedup": 1.0, "more": True, "alpha": c if c < 1 else None}]
-    for speed in SPEEDS:
+    for speed in SPEEDUPS:
         each = theory.needed_alpha(c, speed, range(1, most + 1))
-        enough = [one for one in each.tolist() if not math.isnan(one)]
-        least = round(min(enough), 3) if enough else None
+        possible = [one for one in each.tolist() if not math.isnan(one)]
+        least = round(min(possible), 3) if possible else None
         needed.append({"speedup": speed, "more": False, "alpha": least})
     return {
         "alpha": alpha,
@@ -106,7 +118,7 @@ def planned(alpha: float, c: float, ops: float, num_draft_tokens: list[int], mos
         "best": at(alpha, best),
         "oracle": oracle if math.isfinite(oracle := float(theory.oracle_speedup(alpha, c))) else None,
         "pays_above": c,
-        "lengths": [at(alpha, g) for g in others],
+        "lengths": [at(alpha, g) for g in lengths],
         "lenience": lenient,
         "needed": needed,
     }
@@ -122,13 +134,14 @@ def show(found: dict[str, Any]) -> None:
     best, c = found["best"], found["c"]
     if best["g"]:
         console.print(
-            f"Draft g = {best['g']}: {best['tokens']:.2f} tokens a pass, {best['speedup']:.2f} times as "
-            f"fast, {best['operations']:.2f} times the operations. Knowing what will be kept, one could be "
+            f"Draft g = {best['g']}: {best['tokens']:.2f} tokens per pass, {best['speedup']:.2f} times as "
+            f"fast, {best['operations']:.2f} times the operations. An oracle that knows which draft tokens "
+            "are accepted would be "
             + ("fast without limit." if found["oracle"] is None else f"{found['oracle']:.2f} times as fast.")
         )
     else:
         console.print(f"Do not speculate: a draft pays only if its α is above c = {c:g}.")
-    table = Table("g", "tokens a pass", "speed", "operations")
+    table = Table("g", "tokens per pass", "speed", "operations")
     for one in found["lengths"]:
         table.add_row(str(one["g"]), *(f"{one[name]:.2f}" for name in ("tokens", "speedup", "operations")))
     console.print(table)
@@ -144,6 +157,6 @@ def show(found: dict[str, Any]) -> None:
     console.print(table)
     table = Table("for a speed of", "an α of at least")
     for one in found["needed"]:
-        enough = "none is enough" if one["alpha"] is None else f"{one['alpha']:.2f}"
-        table.add_row(f"{'more than ' if one['more'] else ''}{one['speedup']:g}", enough)
+        least = "none is enough" if one["alpha"] is None else f"{one['alpha']:.2f}"
+        table.add_row(f"{'more than ' if one['more'] else ''}{one['speedup']:g}", least)
     console.print(table)

@@ -20,40 +20,40 @@ def report(
         "report.html"
     ),
 ) -> None:
-    r"""Make one page of figures and tables that needs nothing beside it, for a screen, a phone or paper.
+    r"""Make one self-contained HTML page of figures and tables, for a screen, a phone or paper.
 
     Every section names the prompts, model, machine and date that it was
-    measured on. Where two files measured the same thing, the page says how
-    they differ. Of an eval run it has quality and speed of each way of
-    decoding, with intervals, and some of the texts.
+    measured on. If two files measured the same draft and g, the page says how
+    they differ. For an eval run, it shows quality and speed of each decoding
+    method, with intervals, and some of the texts.
 
     Needs `pip install 'outpace\[plot]'`.
     """
     from outpace.bench.curves import backend
-    from outpace.checks.errors import counted, needed
-    from outpace.checks.files import check_out, write_whole
+    from outpace.checks.errors import counted, import_extra
+    from outpace.checks.files import check_output, write_atomic
     from outpace.cli.show import note
-    from outpace.report.files import named, read, within
+    from outpace.report.files import display_names, read, result_files
 
-    check_out("--out", out)
+    check_output("--out", out)
     paths: list[Path] = []
     for path in results:
         if path.is_dir():
-            taken, others = within(path)
-            paths += taken
-            for one in others:
-                note(f"left out: {one} was not written by outpace bench alpha, bench sweep, tune or eval")
+            found, others = result_files(path)
+            paths += found
+            for other in others:
+                note(f"left out: {other} was not written by outpace bench alpha, bench sweep, tune or eval")
         else:
             paths.append(path)
     paths = list(dict.fromkeys(paths))
-    if out.resolve() in {one.resolve() for one in paths}:
+    if out.resolve() in {path.resolve() for path in paths}:
         raise ValueError(f"out: {out} is one of the results")
-    files = list(zip(named(paths), map(read, paths), strict=True))
-    backend()  # what is missing is said before anything is drawn
-    needed("jinja2", "plot")
+    files = list(zip(display_names(paths), map(read, paths), strict=True))
+    backend()  # fails before any work if matplotlib is missing
+    import_extra("jinja2", "plot")
     from outpace.report.page import page
 
     text = page(files)
-    write_whole(out, text)
+    write_atomic(out, text)
     parts = (counted(text.count(f"<{name}"), name) for name in ("figure", "table"))
     note(f"{out}: {', '.join(parts)}")

@@ -1,4 +1,4 @@
-"""Text in the terminal, coloured by the origin of each token, with statistics."""
+"""Output on the terminal: text coloured by the origin of each token, statistics, progress."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from outpace.checks.files import write_whole
+from outpace.checks.files import write_atomic
 
 if TYPE_CHECKING:
     from outpace.engine.sequence import Step
     from outpace.engine.stats import Stats
 
-# kind: meaning, colour, marks around it
+# kind of token: meaning, colour, opening and closing mark
 KINDS = {
     "accepted": ("an accepted draft token", "green", "[", "]"),
     "correction": ("the target's token after a rejected draft token", "red", "{", "}"),
@@ -24,11 +24,11 @@ KINDS = {
 }
 CODES = {"green": "32", "red": "31", "cyan": "36", "dim": "2"}
 SVG_WIDTH = 92  # characters
-_part = ""  # the part of the work that was reported last
+_last_part = ""  # the part of the work that `progress` reported last
 
 
 class Painter:
-    """A writer of text with colours, with marks, or as it is.
+    """Writer of text with colours, with marks, or without either.
 
     Args:
         stream: Stream to write to.
@@ -43,9 +43,9 @@ class Painter:
 
     def __init__(self, stream: IO[str], *, no_color: bool = False, marks: bool = False) -> None:
         self._stream = stream
-        dark = no_color or bool(os.environ.get("NO_COLOR"))
+        without_color = no_color or bool(os.environ.get("NO_COLOR"))
         self.marks = marks or (no_color and stream.isatty())
-        self.colors = stream.isatty() and not dark and not self.marks
+        self.colors = stream.isatty() and not without_color and not self.marks
         self._kinds: list[str] = []
         self._open = "plain"
         self.history: list[tuple[str, str]] = []  # pieces of text and their kinds
@@ -96,7 +96,7 @@ class Painter:
 
 
 def screen(stream: IO[str]) -> Any:
-    """Return a console of the rich library for tables, which does not hide a closed pipe."""
+    """Return a console of the rich library that raises an error if the pipe is closed."""
     from rich.console import Console
 
     class Screen(Console):
@@ -107,13 +107,13 @@ def screen(stream: IO[str]) -> Any:
 
 
 def note(line: str) -> None:
-    """Print a line about the work on stderr, apart from the text."""
+    """Print a line about the work on stderr; stdout has the text alone."""
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         line = f"\033[{CODES['dim']}m{line}\033[0m"
     print(line, file=sys.stderr, flush=True)
 
 
-def figures(stats: Stats) -> str:
+def stats_line(stats: Stats) -> str:
     """Return the statistics line."""
     parts = [
         f"{stats.new_tokens} tokens",
@@ -121,9 +121,9 @@ def figures(stats: Stats) -> str:
         f"{stats.tokens_per_pass:.2f} tokens per target pass",
     ]
     if stats.draft_tokens:
-        places = zip(stats.accepted_by_position, stats.draft_tokens_by_position, strict=True)
-        shares = [f"{kept / tried:.0%}" for kept, tried in places if tried]
-        shown = " ".join(shares[:8]) + (" ..." if len(shares) > 8 else "")
+        positions = zip(stats.accepted_by_position, stats.draft_tokens_by_position, strict=True)
+        rates = [f"{accepted / drafted:.0%}" for accepted, drafted in positions if drafted]
+        shown = " ".join(rates[:8]) + (" ..." if len(rates) > 8 else "")
         parts.append(
             f"accepted {stats.accepted_tokens} of {stats.draft_tokens} draft tokens (by position {shown})"
         )
@@ -139,30 +139,30 @@ def as_json(stats: Stats) -> dict[str, Any]:
 def progress(line: str) -> None:
     """Show a line about the progress on stderr.
 
-    On a terminal it replaces the line before it, and an empty line clears it. Elsewhere there is one line for
-    each part of the work, which is the text before the colon.
+    On a terminal it replaces the line before it, and an empty line clears it. Elsewhere only the first line
+    of each part of the work is printed. The part is the text before the colon.
     """
-    global _part
+    global _last_part
     if sys.stderr.isatty():
         print(f"\r{line:60.60}" if line else "\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
         return
-    before, _part = _part, line.partition(":")[0]
-    if _part and _part != before:
+    before, _last_part = _last_part, line.partition(":")[0]
+    if _last_part and _last_part != before:
         note(line)
 
 
-def draw_svg(pieces: Sequence[tuple[str, str]], figures: str, path: Path) -> None:
-    """Write an SVG of text pieces, each with its kind, with legend and statistics below."""
+def write_svg(pieces: Sequence[tuple[str, str]], statistics: str, path: Path) -> None:
+    """Write an SVG of text pieces, each with its kind, above a legend and statistics."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(record=True, width=SVG_WIDTH, file=io.StringIO(), force_terminal=True, highlight=False)
     text = Text()
     for piece, kind in pieces:
-        shown = "".join(one for one in piece if one >= " " or one in "\n\t")  # XML has no other characters
+        shown = "".join(one for one in piece if one >= " " or one in "\n\t")  # XML allows no others
         text.append(shown, style=KINDS[kind][1] or None)
     console.print(text)
     for what, color, _, _ in KINDS.values():
         console.print(Text("■ ", style=color or "default").append(what, style="dim"))
-    console.print(Text(figures, style="dim"))
-    write_whole(path, console.export_svg(title="outpace generate"))
+    console.print(Text(statistics, style="dim"))
+    write_atomic(path, console.export_svg(title="outpace generate"))

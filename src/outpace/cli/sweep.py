@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.checks.files import check_apart, check_out
+from outpace.checks.files import check_distinct, check_output
 from outpace.cli import checks
 from outpace.cli.bench import bare, command
 from outpace.cli.options import (
+    MAX_SEQUENCES,
     MODELS,
-    MOST_ROWS,
     PROMPTS,
     SAMPLING,
     SHOW,
@@ -24,6 +24,7 @@ from outpace.cli.options import (
     Config,
     Data,
     Device,
+    DraftNames,
     Dtype,
     Every,
     FrequencyPenalty,
@@ -40,14 +41,14 @@ from outpace.cli.options import (
     TopP,
     TrustRemoteCode,
     check_models,
-    configured,
     read_prompts,
     sampling_of,
+    set_by_config,
 )
-from outpace.cli.show import note, progress
+from outpace.cli.show import note, progress, screen
 
 if TYPE_CHECKING:
-    from outpace.bench.forecast import Known, SweepLine
+    from outpace.bench.forecast import SweepLine, TimedParts
     from outpace.bench.results import Results
     from outpace.bench.runs import Run
     from outpace.bench.sweep import Sweep
@@ -57,16 +58,7 @@ def sweep(
     command_line: typer.Context,
     config: Config = None,
     target: Target = None,
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--draft",
-            "-d",
-            metavar="lookup|ngram:FILE|MODEL|random",
-            help="What drafts; may be repeated. Default: the draft of --config, or lookup.",
-            rich_help_panel=MODELS,
-        ),
-    ] = None,
+    draft: DraftNames = None,
     pair: Annotated[
         str | None,
         typer.Option(
@@ -108,7 +100,9 @@ def sweep(
     logit_bias: Bias = None,
     max_new_tokens: MaxNewTokens = 128,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after end-of-text.", rich_help_panel=SAMPLING)
+        bool,
+        typer.Option("--ignore-eos", help="Continue after the end-of-sequence token.",
+                     rich_help_panel=SAMPLING),
     ] = False,
     seed: AllSeeds = 0,
     prompt: PromptTexts = None,
@@ -121,7 +115,7 @@ def sweep(
                      rich_help_panel=PROMPTS),
     ] = None,
     batch: Annotated[
-        int, typer.Option(min=1, max=MOST_ROWS, help="Batch size, B.", rich_help_panel=PROMPTS)
+        int, typer.Option(min=1, max=MAX_SEQUENCES, help="Batch size, B.", rich_help_panel=PROMPTS)
     ] = 1,
     repeats: Annotated[
         int, typer.Option(min=1, help="How often the whole set of prompts is run.", rich_help_panel=PROMPTS)
@@ -137,68 +131,76 @@ def sweep(
                      rich_help_panel=SHOW),
     ] = None,
 ) -> None:  # fmt: skip
-    """Time texts with every draft, sampling and length, in turn: what each brings over plain decoding.
+    """Measure the speedup of every draft, temperature and number of draft tokens over the baseline.
 
-    Times are milliseconds of 128 tokens, without the prompt, over texts: mean,
-    standard deviation, percentiles. loop ms is the time of an iteration,
-    tokens per pass what it brings a text. acceptance is the share of draft
-    tokens accepted, α counted the same of those that were verified.
+    Times are latencies in milliseconds without the prompt, scaled to 128 tokens:
+    mean, standard deviation and percentiles over texts. loop ms is the time of a
+    step. tokens per pass are the tokens that a step adds to a sequence.
 
-    speedup is tokens a second over those of plain decoding in the same rounds,
-    with an interval that holds it in 95 of 100 cases. predicted is the same by
-    α and the times of passes, draft steps and verification; error says by how
-    much it is off. thm 3.8 is that of Leviathan et al. 2023, from α and c
-    alone; c is the time of a draft step over that of a plain iteration.
+    acceptance is the number of accepted draft tokens divided by that of all draft
+    tokens. α counted leaves out the draft tokens after a rejected one.
 
-    Ctrl-C ends it; the table and the file are then of the rounds so far.
+    speedup is the throughput divided by that of the baseline in the same rounds,
+    with a 95 % interval. predicted is the speedup computed from α and the times of
+    passes, draft steps and verification. error is its deviation from speedup.
+    thm 3.8 is the prediction of Leviathan et al. 2023 from α and c alone. c is the
+    time of a draft step divided by the time of a baseline step.
+
+    Ctrl-C ends it with the results of the rounds so far.
     """
     if plot is not None:
         from outpace.bench.curves import backend
 
-        backend(plot)  # what is missing is said before anything is measured
-    check_out("--out", out)
-    check_apart(("--out", out), ("--plot", plot))
+        backend(plot)  # fails before anything is measured
+    check_output("--out", out)
+    check_distinct(("--out", out), ("--plot", plot))
     drafts = list(dict.fromkeys(draft or ["lookup"]))
     if len({bare(one) for one in drafts}) < len(drafts):
-        raise ValueError("--draft: two have the same name, but for their folders")
-    questions = None
+        raise ValueError("--draft: two have the same name in different folders; name only one of them")
+    prompt_set = None
     if pair is None:
         if "none" in drafts:
-            raise ValueError("--draft: none is plain decoding, which is always there as g = 0; name a draft")
+            raise ValueError("--draft: none is the baseline, which is always measured as g = 0; name a draft")
         check_models(target, drafts)
-        questions = read_prompts(prompt, data, limit, every)
+        prompt_set = read_prompts(prompt, data, limit, every)
     from outpace.bench.machine import machine
     from outpace.bench.results import Results
     from outpace.bench.sweep import Sweep
-    from outpace.cli import lineup
-    from outpace.cli.drafts import fitting, line_up
+    from outpace.cli import synthetic_pair
+    from outpace.cli.drafts import load_decoders, select_fitting
     from outpace.models.hub import DEFAULT
     from outpace.sampling import SamplingParams
 
-    own = num_draft_tokens is None or configured(command_line, "num_draft_tokens")
-    lengths = lengths_of(num_draft_tokens or (), max_new_tokens, own)
-    drawn = sampling_of(
+    with_defaults = num_draft_tokens is None or set_by_config(command_line, "num_draft_tokens")
+    draft_lengths = select_draft_lengths(num_draft_tokens or (), max_new_tokens, with_defaults)
+    base_sampling = sampling_of(
         logit_bias, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         frequency_penalty=frequency_penalty, presence_penalty=presence_penalty,
     ) or SamplingParams()  # fmt: skip
-    samplings = [replace(drawn, temperature=one) for one in temperature or [0.0]]
-    if questions is None:
+    samplings = [replace(base_sampling, temperature=one) for one in temperature or [0.0]]
+    if prompt_set is None:
         assert pair is not None
-        lineup.refuse_with_pair(target=target, draft=draft, prompt=prompt, data=data)
-        alpha = lineup.ALPHA if alpha is None else alpha
-        decoders, prompts = lineup.synthetic(
-            pair, alpha, rule, device, dtype, limit or lineup.SYNTHETIC, context or lineup.CONTEXT
+        synthetic_pair.refuse_with_pair(target=target, draft=draft, prompt=prompt, data=data)
+        alpha = synthetic_pair.ALPHA if alpha is None else alpha
+        decoders, prompts = synthetic_pair.load_pair(
+            pair,
+            alpha,
+            rule,
+            device,
+            dtype,
+            limit or synthetic_pair.NUM_PROMPTS,
+            context or synthetic_pair.CONTEXT,
         )
     else:
-        lineup.refuse_without_pair(alpha=alpha, context=context)
-        plain, decoders = line_up(
+        synthetic_pair.refuse_without_pair(alpha=alpha, context=context)
+        baseline, decoders = load_decoders(
             target, drafts, device, dtype, rule=rule,
             trust_remote_code=trust_remote_code, revision=revision,
         )  # fmt: skip
-        prompts = [one.ids for one in fitting(plain, questions.to(plain.tokenizer))]
-    made = Sweep(
-        decoders, samplings, lengths, prompts,
-        tokens=max_new_tokens, batch=batch, repeats=repeats, seed=seed, ignore_eos=ignore_eos,
+        prompts = [one.ids for one in select_fitting(baseline, prompt_set.to(baseline.tokenizer))]
+    measurement = Sweep(
+        decoders, samplings, draft_lengths, prompts,
+        max_new_tokens=max_new_tokens, batch=batch, repeats=repeats, seed=seed, ignore_eos=ignore_eos,
     )  # fmt: skip
     about: dict[str, Any] = {
         "command": command(),
@@ -211,63 +213,65 @@ def sweep(
             "ignore_eos": ignore_eos,
             "repeats": repeats,
             "seed": seed,
-            "sampling": {k: v for k, v in asdict(drawn).items() if k not in ("temperature", "processors")},
+            "sampling": {
+                k: v for k, v in asdict(base_sampling).items() if k not in ("temperature", "processors")
+            },
         },
-        "data": None if questions is None else questions.about,
+        "data": None if prompt_set is None else prompt_set.about,
         "prompts": len(prompts),
         "batch": batch,
         "rounds": 0,
-        "of": made.total,
+        "of": measurement.total,
         "figures": [],
     }
-    finish(made, Results(out, "sweep", about), out, plot)
+    finish(measurement, Results(out, "sweep", about), out, plot)
 
 
-def lengths_of(given: Sequence[str], tokens: int, own: bool) -> list[str]:
+def select_draft_lengths(values: Sequence[str], max_new_tokens: int, with_defaults: bool) -> list[str]:
     """Return the numbers of draft tokens and policies to measure.
 
     Args:
-        given: Values of the flag.
-        tokens: New tokens of a text; default values that need longer texts are left out.
-        own: Whether to include the default values.
+        values: Values of the flag.
+        max_new_tokens: New tokens of a text. Default values that need longer texts are left out.
+        with_defaults: Whether to include the default values.
     """
-    from outpace.bench.runs import PLAIN
-    from outpace.bench.sweep import LENGTHS, check_lengths, least_tokens
+    from outpace.bench.runs import BASELINE
+    from outpace.bench.sweep import DRAFT_LENGTHS, check_draft_lengths, least_tokens
 
-    check_lengths([PLAIN], tokens)
-    lengths = [str(int(one)) if one.isdecimal() else one for one in given]  # 05 is 5
-    if own:
-        long = [one for one in LENGTHS if least_tokens(one) > tokens]
-        if long:
+    check_draft_lengths([BASELINE], max_new_tokens)
+    draft_lengths = [str(int(one)) if one.isdecimal() else one for one in values]  # 05 is 5
+    if with_defaults:
+        too_long = [one for one in DRAFT_LENGTHS if least_tokens(one) > max_new_tokens]
+        if too_long:
             note(
-                f"length {', '.join(long)}: left out, as texts of {tokens} tokens are too short; "
-                f"--max-new-tokens {max(map(least_tokens, long))} is enough"
+                f"num_draft_tokens {', '.join(too_long)}: left out, as texts of {max_new_tokens} tokens are "
+                f"too short; --max-new-tokens {max(map(least_tokens, too_long))} is enough"
             )
-        lengths = [*(one for one in LENGTHS if one not in long), *lengths]
-    check_lengths(lengths, tokens)
-    return lengths
+        draft_lengths = [*(one for one in DRAFT_LENGTHS if one not in too_long), *draft_lengths]
+    check_draft_lengths(draft_lengths, max_new_tokens)
+    return draft_lengths
 
 
-def finish(made: Sweep, results: Results, out: Path, plot: Path | None) -> None:
+def finish(measurement: Sweep, results: Results, out: Path, plot: Path | None) -> None:
     """Measure, show and save; if interrupted, show and save the rounds so far."""
     from outpace.bench.forecast import figures
     from outpace.checks.errors import counted
 
     runs: list[Run] = []
-    parts: Known = {}
+    parts: TimedParts = {}
     stopped: BaseException | None = None
-    how = ""
+    ending = ""
     try:
-        measure(made, runs, parts, results)
+        measure(measurement, runs, parts, results)
     except KeyboardInterrupt:
-        stopped, how = SystemExit(130), "interrupted"
+        stopped, ending = SystemExit(130), "interrupted"
     except Exception as error:
-        stopped, how = error, "failed"
+        stopped, ending = error, "failed"
     progress("")
-    rounds = len(runs) // len(made.blocks[0])
+    rounds = len(runs) // len(measurement.blocks[0])
     found = figures(runs, parts) if rounds else []
-    if how == "interrupted" and parts:
-        keep(results, found, parts, rounds)
+    if ending == "interrupted" and parts:
+        save(results, found, parts, rounds)
     if stopped is None:
         if not found:
             raise ValueError(
@@ -275,29 +279,51 @@ def finish(made: Sweep, results: Results, out: Path, plot: Path | None) -> None:
             )
         results.done()
     if found:
-        from outpace.cli.lines import show
-
-        show(found)
+        show_tables(found)
         if plot is not None:
-            from outpace.bench.loops import draw
+            from outpace.bench.sweep_plot import save_plot
 
-            draw(found, plot)
-            note(f"picture in {plot}")
+            save_plot(found, plot)
+            note(f"plot in {plot}")
     if stopped is None:
-        if len(found) < len(made.cells):
-            cells = counted(len(made.cells) - len(found), "cell")
-            note(f"of {cells} all texts ended before anything could be timed")
-        note(f"figures in {out}")
+        if len(found) < len(measurement.cells):
+            cells = counted(len(measurement.cells) - len(found), "cell")
+            note(f"{cells} left out: all texts ended before anything could be timed")
+        note(f"results in {out}")
         return
     if rounds:
-        kept = "what is shown is of those" + (f", and in {out}" if results.kept else "")
+        saved = "these are their results" + (f", also in {out}" if results.saved else "")
     else:
-        kept = f"times of parts are in {out}" if results.kept else "nothing was kept"
-    note(f"{how} after {rounds} of {made.total} rounds: {kept}")
+        saved = f"times of parts are in {out}" if results.saved else "nothing was saved"
+    note(f"{ending} after {rounds} of {measurement.total} rounds: {saved}")
     raise stopped
 
 
-def keep(results: Results, found: Sequence[SweepLine], parts: Known, rounds: int) -> None:
+def show_tables(figures: Sequence[SweepLine]) -> None:
+    """Print two tables on stdout for each draft and sampling.
+
+    One has times, as in Chen et al. 2023, Figure 1. The other has measured and predicted speedups, as in
+    Leviathan et al. 2023, Table 4.
+    """
+    from outpace.bench.forecast import SPAN
+    from outpace.bench.sweep_plot import kind_of, name_of
+    from outpace.checks.errors import counted
+    from outpace.cli import tables
+    from outpace.report.columns import SWEEP_SPEEDS, SWEEP_TIMES
+
+    console = screen(sys.stdout)
+    for kind in dict.fromkeys(map(kind_of, figures)):
+        lines, name = [asdict(one) for one in figures if kind_of(one) == kind], name_of(kind)
+        titles = (
+            f"{name}: ms of {SPAN} tokens, {counted(lines[0]['texts'], 'text')}",
+            f"{name}: speedup over the baseline",
+        )
+        for title, shown in zip(titles, (SWEEP_TIMES, SWEEP_SPEEDS), strict=True):
+            rows = [[cell(one) for cell in shown.values()] for one in lines]
+            tables.show(console, title, tables.columns(list(shown), rows))
+
+
+def save(results: Results, found: Sequence[SweepLine], parts: TimedParts, rounds: int) -> None:
     """Save the results so far."""
     timed = [
         {"draft": draft, "temperature": sampling.temperature, **asdict(one)}
@@ -306,7 +332,7 @@ def keep(results: Results, found: Sequence[SweepLine], parts: Known, rounds: int
     results.put(rounds=rounds, figures=[asdict(one) for one in found], parts=timed)
 
 
-def measure(made: Sweep, runs: list[Run], parts: Known, results: Results) -> None:
+def measure(measurement: Sweep, runs: list[Run], parts: TimedParts, results: Results) -> None:
     """Time the parts of a step, then run all rounds, with a progress bar on a terminal.
 
     Results are saved after each round.
@@ -315,7 +341,7 @@ def measure(made: Sweep, runs: list[Run], parts: Known, results: Results) -> Non
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from outpace.bench.forecast import figures
-    from outpace.bench.sweep import timed
+    from outpace.bench.sweep import time_parts
 
     bar = Progress(
         TextColumn("{task.description}"),
@@ -326,16 +352,16 @@ def measure(made: Sweep, runs: list[Run], parts: Known, results: Results) -> Non
         disable=not sys.stderr.isatty(),
     )
     with bar:
-        line = bar.add_task("", total=made.total)
+        line = bar.add_task("", total=measurement.total)
 
-        def tell(said: str) -> None:
+        def tell(message: str) -> None:
             if bar.disable:
-                progress(said)
-            bar.update(line, description=said)
+                progress(message)
+            bar.update(line, description=message)
 
-        timed(made, parts, tell)
-        keep(results, [], parts, 0)
-        for count, one in enumerate(made.rounds(tell), 1):
+        time_parts(measurement, parts, tell)
+        save(results, [], parts, 0)
+        for count, one in enumerate(measurement.rounds(tell), 1):
             runs += one
-            keep(results, figures(runs, parts), parts, count)
+            save(results, figures(runs, parts), parts, count)
             bar.update(line, completed=count)

@@ -1,4 +1,4 @@
-"""Tables that are never cut: columns that do not fit side by side go into a further table below."""
+"""Tables that fit the terminal: columns that do not fit go into another table below."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.cells import cell_len
 
-BORDER = 3  # characters of a column beside its cells
-LINE = 16  # characters of words after which they may go on in the next line
+BORDER = 3  # characters between two columns
+MAX_WORDS_WIDTH = 16  # characters; longer cells of words take several lines
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Column:
     Attributes:
         head: Its head.
         cells: Its cells.
-        words: Whether cells are words, which are aligned to the left and may take several lines.
+        words: Whether cells are words. They are aligned to the left and may take several lines.
     """
 
     head: str
@@ -28,20 +28,22 @@ class Column:
 
     @property
     def width(self) -> int:
-        """Characters that it needs for the longest cell, and the longest word of its head."""
+        """Characters of the longest cell or the longest word of the head."""
         longest = max([0, *map(cell_len, self.cells)])
-        return max([min(longest, LINE) if self.words else longest, *map(cell_len, self.head.split())])
+        if self.words:
+            longest = min(longest, MAX_WORDS_WIDTH)
+        return max([longest, *map(cell_len, self.head.split())])
 
     @property
-    def narrow(self) -> int:
-        """Characters that it needs if an interval stands below its figure."""
+    def narrow_width(self) -> int:
+        """Characters of the longest word, for a table with each interval below its figure."""
         if self.words:
             return self.width
         return max(cell_len(word) for text in (self.head, *self.cells) for word in text.split() or [""])
 
 
 def show(console: Any, title: str, columns: Sequence[Column], keys: int = 1, bold: int | None = None) -> None:
-    """Print one table, or several that each begin with the first columns.
+    """Print one table, or several that all start with the first columns.
 
     Args:
         console: Console to print on.
@@ -53,10 +55,12 @@ def show(console: Any, title: str, columns: Sequence[Column], keys: int = 1, bol
     from rich.table import Table
 
     widths = {one.head: one.width for one in columns}
-    below = {one.head: one.narrow for one in columns}
-    if len(fitting(columns, keys, console.width, below)) < len(fitting(columns, keys, console.width, widths)):
-        widths = below
-    for part in fitting(columns, keys, console.width, widths):
+    narrow_widths = {one.head: one.narrow_width for one in columns}
+    parts = split_columns(columns, keys, console.width, widths)
+    narrow_parts = split_columns(columns, keys, console.width, narrow_widths)
+    if len(narrow_parts) < len(parts):
+        parts, widths = narrow_parts, narrow_widths
+    for part in parts:
         table = Table(title=title)
         for one in part:
             if one.words:
@@ -68,21 +72,21 @@ def show(console: Any, title: str, columns: Sequence[Column], keys: int = 1, bol
         console.print(table)
 
 
-def fitting(
+def split_columns(
     columns: Sequence[Column], keys: int, width: int, widths: Mapping[str, int]
 ) -> list[list[Column]]:
-    """Return the columns of each table, none of which is wider than ``width`` if one column fits."""
-    names, rest = list(columns[:keys]), columns[keys:]
-    free = width - 1 - sum(widths[one.head] + BORDER for one in names)
+    """Return the columns of each table. A table is wider than ``width`` only if a single column is."""
+    key_columns, rest = list(columns[:keys]), columns[keys:]
+    free_width = width - 1 - sum(widths[one.head] + BORDER for one in key_columns)
     parts: list[list[Column]] = [[]]
-    left = free
+    remaining = free_width
     for one in rest:
-        if widths[one.head] + BORDER > left and parts[-1]:
+        if widths[one.head] + BORDER > remaining and parts[-1]:
             parts.append([])
-            left = free
+            remaining = free_width
         parts[-1].append(one)
-        left -= widths[one.head] + BORDER
-    return [[*names, *some] for some in parts]
+        remaining -= widths[one.head] + BORDER
+    return [[*key_columns, *part] for part in parts]
 
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[str] = ()) -> list[Column]:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.checks.files import check_folder, check_out, write_whole
+from outpace.checks.files import check_folder, check_output, write_atomic
 from outpace.cli import checks
 from outpace.cli.options import (
+    MAX_SEQUENCES,
     MODELS,
-    MOST_ROWS,
     SHOW,
     Config,
     Device,
@@ -24,8 +24,8 @@ from outpace.cli.options import (
     RuleName,
     TrustRemoteCode,
     check_models,
-    drafted,
-    policy_of,
+    drop_num_draft_tokens,
+    parse_policy,
 )
 from outpace.cli.show import note
 
@@ -57,7 +57,7 @@ def transcribe(
         typer.Option(
             "--draft",
             "-d",
-            callback=drafted,
+            callback=drop_num_draft_tokens,
             metavar="MODEL|lookup|none",
             help="What drafts: a smaller Whisper model, prompt lookup, or none.",
             rich_help_panel=MODELS,
@@ -110,7 +110,7 @@ def transcribe(
     batch_size: Annotated[
         int,
         typer.Option(
-            min=1, max=MOST_ROWS, help="Files that are transcribed at a time.", rich_help_panel=SPEECH
+            min=1, max=MAX_SEQUENCES, help="Files that are transcribed at a time.", rich_help_panel=SPEECH
         ),
     ] = 8,
     output: Annotated[
@@ -128,7 +128,8 @@ def transcribe(
 ) -> None:
     """Transcribe speech. Texts go to stdout, or into files; progress and statistics to stderr.
 
-    Windows, timestamps, silence and fallback are Whisper's usual ones, as Transformers has them.
+    Audio windows, timestamps, skipping of silence and temperature fallback work
+    as in Transformers' Whisper.
     """
     if output is not None:
         check_folder("--output", output)
@@ -138,7 +139,7 @@ def transcribe(
         raise ValueError(f"--output: several files are named {twice}, and would be written over each other")
     if output is not None and output.is_dir():
         for path in files:
-            check_out("--output", file_of(output, path, format))
+            check_output("--output", file_of(output, path, format))
     if output is None and len(files) > 1 and format in (Format.srt, Format.vtt):
         raise ValueError(f"--format: {format} of several files needs a folder for them; give --output")
     check_models(target, draft, rule, num_draft_tokens=num_draft_tokens)
@@ -148,9 +149,9 @@ def transcribe(
 
     if language is not None:
         language_code(language)
-    wanted = policy_of(num_draft_tokens)
-    options: dict[str, Any] = {} if wanted is None else {"num_draft_tokens": wanted}
-    one = Transcriber.load(
+    policy = parse_policy(num_draft_tokens)
+    options: dict[str, Any] = {} if policy is None else {"num_draft_tokens": policy}
+    transcriber = Transcriber.load(
         target,
         draft,
         device=device,
@@ -166,7 +167,7 @@ def transcribe(
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
     with Progress(files) as progress:
-        for transcript in one(
+        for transcript in transcriber(
             files,
             language=language,
             task=str(task),
@@ -174,22 +175,22 @@ def transcribe(
             fallback=fallback,
             batch_size=batch_size,
             seed=seed,
-            heard=progress.step,
+            on_progress=progress.step,
         ):
             sound += transcript.duration
             if transcript.error is not None:
                 failed += 1
                 note(f"{transcript.name}: {transcript.error}")
             else:
-                written(transcript, format, output, timestamps, alone=len(files) == 1)
-    if one.stats.new_tokens:
-        note(figures(one, sound))
+                write_transcript(transcript, format, output, timestamps, alone=len(files) == 1)
+    if transcriber.stats.new_tokens:
+        note(statistics_line(transcriber, sound))
     if failed:
         note(f"{failed} of {len(files)} files failed")
         raise typer.Exit(1)
 
 
-def written(
+def write_transcript(
     transcript: Transcript, format: Format, output: Path | None, timestamps: bool, alone: bool
 ) -> None:
     """Write a transcript to a file named after the sound, or to stdout.
@@ -201,10 +202,10 @@ def written(
         timestamps: Whether plain text has timestamps.
         alone: Whether there is only one file. Otherwise plain text on stdout has the file's name above it.
     """
-    text = shown(transcript, format, timestamps)
+    text = format_transcript(transcript, format, timestamps)
     if output is not None:
         path = file_of(output, Path(transcript.name), format)
-        write_whole(path, text if text.endswith("\n") else text + "\n")
+        write_atomic(path, text if text.endswith("\n") else text + "\n")
         note(f"{transcript.name}: {path}")
         return
     if not alone and format is Format.txt:
@@ -217,7 +218,7 @@ def file_of(folder: Path, sound: Path, format: Format) -> Path:
     return folder / f"{sound.stem}.{format}"
 
 
-def shown(transcript: Transcript, format: Format, timestamps: bool) -> str:
+def format_transcript(transcript: Transcript, format: Format, timestamps: bool) -> str:
     """Return a transcript as text in a format."""
     from outpace.tasks import subtitles
 
@@ -236,14 +237,14 @@ def shown(transcript: Transcript, format: Format, timestamps: bool) -> str:
     return transcript.text
 
 
-def figures(one: Transcriber, sound: float) -> str:
+def statistics_line(transcriber: Transcriber, sound: float) -> str:
     """Return the statistics line."""
-    stats = one.stats
-    said = f"{sound:.1f} s of sound in {one.seconds:.1f} s, {sound / one.seconds:.1f} times real time; "
-    said += f"{stats.new_tokens} tokens in {stats.target_passes} passes"
+    stats, seconds = transcriber.stats, transcriber.seconds
+    line = f"{sound:.1f} s of sound in {seconds:.1f} s, {sound / seconds:.1f} times real time; "
+    line += f"{stats.new_tokens} tokens in {stats.target_passes} passes"
     if stats.draft_tokens:
-        said += f", {stats.tokens_per_pass:.2f} each, {stats.acceptance_rate:.0%} of draft tokens accepted"
-    return said
+        line += f", {stats.tokens_per_pass:.2f} each, {stats.acceptance_rate:.0%} of draft tokens accepted"
+    return line
 
 
 class Progress:
@@ -273,7 +274,7 @@ class Progress:
         self._task = self._bar.add_task("", total=sum(map(duration, files)), speed="")
 
     def __enter__(self) -> Progress:
-        self._begun = time.perf_counter()
+        self._started_at = time.perf_counter()
         self._bar.start()
         return self
 
@@ -282,5 +283,5 @@ class Progress:
 
     def step(self, sound: float) -> None:
         """Show how many seconds of sound are done."""
-        speed = f"{sound / (time.perf_counter() - self._begun):.1f} times real time"
+        speed = f"{sound / (time.perf_counter() - self._started_at):.1f} times real time"
         self._bar.update(self._task, completed=sound, speed=speed)

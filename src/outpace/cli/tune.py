@@ -1,4 +1,4 @@
-"""``outpace tune``: choose a draft and num_draft_tokens, or no speculation, by measuring."""
+"""``outpace tune``: measure drafters and numbers of draft tokens, and recommend the fastest."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.checks.files import check_apart, check_out
+from outpace.checks.files import check_distinct, check_output
 from outpace.cli import checks
 from outpace.cli.bench import bare, command
 from outpace.cli.options import (
+    MAX_SEQUENCES,
     MODELS,
-    MOST_ROWS,
     PROMPTS,
     SHOW,
     AllSeeds,
@@ -36,14 +36,14 @@ from outpace.cli.options import (
     TopP,
     TrustRemoteCode,
     check_models,
-    configured,
     read_prompts,
     sampling_of,
+    set_by_config,
 )
 from outpace.cli.show import note, progress
 
 if TYPE_CHECKING:
-    from outpace.cli.tuned import Names
+    from outpace.cli.tuned import ModelNames
     from outpace.tune.tuning import Tuning
 
 DRAFTS = ("lookup", "ngram", "none")
@@ -64,9 +64,9 @@ def tune(
             "--draft",
             "-d",
             metavar="lookup|ngram|ngram:FILE|MODEL|none",
-            help="What may draft: --drafts A B lookup, or repeat it. ngram is a table of what the target "
-            "itself writes. Default: lookup ngram none, and the draft of --config. The baseline is always "
-            "measured.",
+            help="Drafters to compare. Give several after one flag (--drafts lookup MODEL), or repeat the "
+            "flag. ngram is a table of the target's own texts. Default: lookup ngram none, and the draft of "
+            "--config. The baseline is always measured.",
             rich_help_panel=MODELS,
         ),
     ] = None,
@@ -95,7 +95,8 @@ def tune(
     ] = 64,
     batch: Annotated[
         list[int] | None,
-        typer.Option(min=1, max=MOST_ROWS, help="Batch sizes to examine; may be repeated. Default: 1, 4, 8.",
+        typer.Option(min=1, max=MAX_SEQUENCES,
+                     help="Batch sizes to examine; may be repeated. Default: 1, 4, 8.",
                      rich_help_panel=PROMPTS),
     ] = None,
     temperature: Temperature = None,
@@ -117,32 +118,33 @@ def tune(
                      "configuration.", rich_help_panel=SHOW),
     ] = None,
 ) -> None:  # fmt: skip
-    """Find what to run: measure drafts and lengths, name the fastest, or say that none pays.
+    """Find the fastest drafter and draft length, or say that speculation does not pay.
 
-    Passes are timed, drafters propose at every token of a few
-    texts of the target, and what may pay by that then writes whole texts in
-    turn with plain decoding. expected is the speed by acceptance and costs,
-    verified the one that was measured, with an interval that holds it in 95 of
-    100 cases. Nothing is recommended that is not surely faster.
+    The command times forward passes of the target, and measures the acceptance
+    rate of each drafter on a few texts. Candidates that may pay then generate
+    whole texts, in turn with the baseline, which does not speculate. expected
+    is the speedup computed from acceptance and costs. verified is the measured
+    speedup, with a 95 % interval. Only a candidate that is surely faster is
+    recommended.
 
-    Of a --config, target, draft, dtype, device and revision count; the draft is
-    one more to measure.
+    From --config, it uses target, draft, dtype, device and revision. The draft is
+    added to the drafters.
 
-    Ctrl-C ends it with what there is. Exit status: 1 if there was no time to
-    find anything out; no configuration is written then.
+    Ctrl-C ends it with the results so far. Exit status: 1 if there was no time for
+    a result; no configuration is written then.
     """
     from outpace.tune.budget import Budget
 
-    time = Budget(budget)
-    kept = results or out.parent / "outpace-tune.json"
-    given = [*(draft or ()), *(more or ())]
-    if not more and configured(command_line, "draft"):
-        given = [*DRAFTS, *given]
-    names = [one for one in dict.fromkeys(given or DRAFTS) if one != "none"]
-    kinds: list[str | None] = list(dict.fromkeys(dtype or ())) or [None]
-    check(target, names, out, kept)
+    time_budget = Budget(budget)
+    results_file = results or out.parent / "outpace-tune.json"
+    drafts = [*(draft or ()), *(more or ())]
+    if not more and set_by_config(command_line, "draft"):
+        drafts = [*DRAFTS, *drafts]
+    names = [name for name in dict.fromkeys(drafts or DRAFTS) if name != "none"]
+    dtypes: list[str | None] = list(dict.fromkeys(dtype or ())) or [None]
+    check(target, names, out, results_file)
     questions = read_prompts(prompt, data, limit, every)
-    check_places(names, kinds, device)
+    check_devices(names, dtypes, device)
     sampling = sampling_of(
         logit_bias, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
@@ -150,27 +152,27 @@ def tune(
     )  # fmt: skip
     from outpace.bench.machine import machine
     from outpace.bench.results import Results
-    from outpace.cli.drafts import fitting, line_up
-    from outpace.cli.tuned import Names
+    from outpace.cli.drafts import load_decoders, select_fitting
+    from outpace.cli.tuned import ModelNames
     from outpace.models.hub import DEFAULT
     from outpace.sampling import from_generation_config
-    from outpace.tune.costs import PrecisionCosts
+    from outpace.tune.costs import DecoderSet
     from outpace.tune.tuning import TunePlan, Tuning
 
-    loaded, sides = [name for name in names if name != "ngram"], []
-    for kind in kinds:
-        plain, decoders = line_up(
-            target, loaded, device, kind, trust_remote_code=trust_remote_code, revision=revision
+    loaded, decoder_sets = [name for name in names if name != "ngram"], []
+    for one in dtypes:
+        baseline, by_draft = load_decoders(
+            target, loaded, device, one, trust_remote_code=trust_remote_code, revision=revision
         )
-        sides.append(PrecisionCosts(str(plain.scorer.dtype).removeprefix("torch."), plain, decoders))
-    plain = sides[0].plain
-    prompts = fitting(plain, questions.to(plain.tokenizer))
-    sampling = sampling or from_generation_config(plain.scorer.generation_config)
+        decoder_sets.append(DecoderSet(str(baseline.scorer.dtype).removeprefix("torch."), baseline, by_draft))
+    baseline = decoder_sets[0].baseline
+    prompts = select_fitting(baseline, questions.to(baseline.tokenizer))
+    sampling = sampling or from_generation_config(baseline.scorer.generation_config)
     about: dict[str, Any] = {
         "command": command(),
-        "machine": machine(plain.scorer.device),
+        "machine": machine(baseline.scorer.device),
         "target": bare(target or DEFAULT),
-        "models": plain.describe().splitlines()[:1],
+        "models": baseline.describe().splitlines()[:1],
         "sampling": {k: v for k, v in dataclasses.asdict(sampling).items() if k != "processors"},
         "data": questions.about,
         "prompts": len(prompts),
@@ -179,39 +181,41 @@ def tune(
         "seed": seed,
     }
     plan = TunePlan(sampling, max_new_tokens, batch or BATCHES, seed)
-    found = Results(kept, "tune", about)
-    tuning = Tuning(sides, prompts, plan, time, found, progress, fit="ngram" in names)
-    called = dict(zip(sides[0].drafts, loaded, strict=True))
-    named = Names(target or DEFAULT, called, table_of(out), str(plain.scorer.device), revision)
-    finish(tuning, named, out, kept)
+    saved = Results(results_file, "tune", about)
+    tuning = Tuning(decoder_sets, prompts, plan, time_budget, saved, progress, fit_ngram="ngram" in names)
+    draft_names = dict(zip(decoder_sets[0].by_draft, loaded, strict=True))
+    model_names = ModelNames(
+        target or DEFAULT, draft_names, ngram_file(out), str(baseline.scorer.device), revision
+    )
+    finish(tuning, model_names, out, results_file)
 
 
-def table_of(out: Path) -> Path:
-    """Return the file of an n-gram table, beside the configuration that names it."""
+def ngram_file(out: Path) -> Path:
+    """Return the file of the n-gram table, beside the configuration that names it."""
     return out.with_suffix(".ngram.safetensors")
 
 
 def check(target: str | None, names: list[str], out: Path, results: Path) -> None:
-    """Refuse flags that do not fit, before PyTorch is imported.
+    """Refuse wrong flags before PyTorch is imported.
 
     Raises:
-        ValueError: A flag does not fit.
+        ValueError: A flag is wrong.
     """
     for flag, path in (("--out", out), ("--results", results)):
-        check_out(flag, path)
-    check_apart(("--out", out), ("--results", results))
+        check_output(flag, path)
+    check_distinct(("--out", out), ("--results", results))
     if "ngram" in names:
-        check_out("--out", table_of(out))
-        check_apart(("the n-gram table", table_of(out)), ("--results", results))
+        check_output("--out", ngram_file(out))
+        check_distinct(("the n-gram table", ngram_file(out)), ("--results", results))
     if "random" in names:
-        raise ValueError("--drafts: random drafts are never worth running; `outpace bench alpha` has them")
+        raise ValueError("--drafts: random drafts never pay; `outpace bench alpha` measures them")
     if len({bare(name) for name in names}) < len(names):
-        raise ValueError("--drafts: two have the same name, but for their folders")
+        raise ValueError("--drafts: two have the same name in different folders; name only one of them")
     check_models(target, [name for name in names if name != "ngram"])
 
 
-def check_places(names: list[str], dtypes: list[str | None], device: str | None) -> None:
-    """Refuse drafts, devices and dtypes that are not there, before anything big is loaded."""
+def check_devices(names: list[str], dtypes: list[str | None], device: str | None) -> None:
+    """Refuse drafts, devices and dtypes that do not exist, before a model is loaded."""
     from outpace.loading import check_draft_name
     from outpace.models.hub import place_of, precision_of
 
@@ -222,12 +226,12 @@ def check_places(names: list[str], dtypes: list[str | None], device: str | None)
     for one in dtypes:
         precision_of(one, place)
     if len(dtypes) > 1 and place.type == "cuda":
-        raise ValueError("--dtype: on CUDA one at a time; run it once for each")
+        raise ValueError("--dtype: on CUDA only one at a time; run the command once for each")
 
 
-def finish(tuning: Tuning, names: Names, out: Path, results: Path) -> None:
+def finish(tuning: Tuning, names: ModelNames, out: Path, results: Path) -> None:
     """Measure, show and save; if interrupted, show and save the results so far."""
-    from outpace.cli.tuned import keep, show
+    from outpace.cli.tuned import save, show
 
     stopped: BaseException | None = None
     how = ""
@@ -239,28 +243,30 @@ def finish(tuning: Tuning, names: Names, out: Path, results: Path) -> None:
         stopped, how = error, "failed"
     progress("")
     if stopped is not None and not tuning.costs.passes:
-        note(f"{how}: nothing was measured yet, and nothing is kept")
+        note(f"{how}: nothing was measured yet, and nothing was saved")
         raise stopped
     findings = tuning.findings
     if stopped is not None:
-        findings.ended = f"it {'was ' if how == 'interrupted' else ''}{how} before whole texts were measured"
-    known = findings.unknown() is None
-    wanted = known and (stopped is None or not findings.choice.way.plain)
+        findings.unmeasured_reason = (
+            f"it {'was ' if how == 'interrupted' else ''}{how} before whole texts were measured"
+        )
+    decided = findings.undecided_reason() is None
+    writes_config = decided and (stopped is None or not findings.choice.candidate.is_baseline)
     try:
-        keep(tuning, names, out if wanted else None)
+        save(tuning, names, out if writes_config else None)
     except Exception as error:
-        stopped, how, wanted = stopped or error, how or "failed", False
+        stopped, how, writes_config = stopped or error, how or "failed", False
     show(tuning.results.content)
     spent, budget = tuning.budget.spent, tuning.budget.seconds
-    if wanted:
+    if writes_config:
         note(f"configuration in {out}: outpace generate --config {shlex.quote(str(out))}")
-    nothing = "" if wanted else ", and no configuration was written"
+    no_config = "" if writes_config else ", and no configuration was written"
     if stopped is not None:
-        kept = f", also in {results}" if tuning.results.kept else ""
-        note(f"{how} after {spent:.0f} s: this is what there was{kept}{nothing}")
+        also = f", also in {results}" if tuning.results.saved else ""
+        note(f"{how} after {spent:.0f} s: these are the results so far{also}{no_config}")
         raise stopped
-    if not known:
-        note(f"all there is in {results}, after {spent:.0f} of {budget:g} s{nothing}")
+    if not decided:
+        note(f"results in {results}, after {spent:.0f} of {budget:g} s{no_config}")
         raise typer.Exit(1)
     tuning.results.done()
-    note(f"all of it in {results}, after {spent:.0f} of {budget:g} s")
+    note(f"results in {results}, after {spent:.0f} of {budget:g} s")

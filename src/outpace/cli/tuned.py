@@ -8,23 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outpace.checks.files import write_whole
+from outpace.checks.errors import counted
+from outpace.checks.files import write_atomic
 from outpace.cli import tables
 from outpace.cli.show import screen
 from outpace.draft.text import TextDrafter
 from outpace.models.hub import DEFAULT
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.report.columns import tune_columns
-from outpace.tune import config, elsewhere
+from outpace.tune import config, export
+from outpace.tune.candidate import NGRAM, NONE
 from outpace.tune.tuning import Tuning
-from outpace.tune.way import NGRAM, NONE
 
 Content = Mapping[str, Any]
-ELSEWHERE = {"transformers": "Transformers", "vllm": "vLLM"}
+OTHER_LIBRARIES = {"transformers": "Transformers", "vllm": "vLLM"}
 
 
 @dataclass(frozen=True)
-class Names:
+class ModelNames:
     """The names of models, as the user wrote them.
 
     Attributes:
@@ -48,29 +49,29 @@ class Names:
         """
         if shown == NGRAM:
             return f"ngram:{self.table.name}"
-        return lasting(self.drafts.get(shown, shown))
+        return absolute_name(self.drafts.get(shown, shown))
 
-    def theirs(self, shown: str | None = None) -> str:
-        """Return the name of a draft, or of the target, as other libraries find it."""
+    def in_other_libraries(self, shown: str | None = None) -> str:
+        """Return the name of a draft, or of the target, for Transformers and vLLM."""
         if shown == NGRAM:
             return f"ngram:{self.table.absolute()}"
-        name = lasting(self.target) if shown is None else self.draft(shown)
+        name = absolute_name(self.target) if shown is None else self.draft(shown)
         return f"HuggingFaceTB/{DEFAULT}" if name == DEFAULT else name
 
 
-def lasting(name: str) -> str:
+def absolute_name(name: str) -> str:
     """Return a name that means the same in any folder."""
     kind, colon, path = name.partition(":")
     if colon and kind == NGRAM:
         return f"ngram:{Path(path).expanduser().absolute()}"
-    path_here = Path(name).expanduser()
-    return str(path_here.absolute()) if path_here.exists() and name not in ("lookup", "none") else name
+    local = Path(name).expanduser()
+    return str(local.absolute()) if local.exists() and name not in ("lookup", "none") else name
 
 
-def keep(tuning: Tuning, names: Names, out: Path | None) -> None:
-    """Save the results, and the configuration and n-gram table if a file is named for it.
+def save(tuning: Tuning, names: ModelNames, out: Path | None) -> None:
+    """Save the results, and if ``out`` is a file, the configuration and its n-gram table.
 
-    If nothing is known, no code for other libraries is saved either.
+    Without a choice, no settings of other libraries are saved either.
 
     Args:
         tuning: The tuning.
@@ -78,86 +79,89 @@ def keep(tuning: Tuning, names: Names, out: Path | None) -> None:
         out: File of the configuration; None writes none.
     """
     findings, content = tuning.findings, tuning.results.content
-    chosen, near = findings.chosen(), findings.nearest()
-    plain = findings.choice.way.plain
-    text = config.written(
+    chosen, fixed = findings.chosen(), findings.nearest_fixed()
+    num_draft_tokens: int | str | None = chosen.num_draft_tokens
+    if findings.choice.candidate.is_baseline:
+        num_draft_tokens = None
+    elif chosen.num_draft_tokens.isdecimal():
+        num_draft_tokens = int(chosen.num_draft_tokens)
+    speedup = findings.record.speedup(findings.choice.candidate)
+    text = config.to_toml(
         {
-            "target": lasting(names.target),
+            "target": absolute_name(names.target),
             "draft": names.draft(chosen.draft),
-            "num_draft_tokens": None
-            if plain
-            else int(chosen.length)
-            if chosen.length.isdecimal()
-            else chosen.length,
+            "num_draft_tokens": num_draft_tokens,
             "rule": chosen.rule,
             "dtype": chosen.dtype,
             "device": names.device,
             "revision": names.revision,
-            "max_batch": findings.most_rows(),
+            "max_batch": findings.max_batch(),
         },
         {
             "speedup": chosen.verified,
             "interval": chosen.interval,
             "expected": chosen.expected,
-            "prompts": seen.prompts if (seen := findings.record.seen(findings.choice.way)) else None,
+            "prompts": speedup.prompts if speedup else None,
             "rounds": findings.record.rounds,
             **{name: content[name] for name in ("sampling", "machine", "command")},
         },
         findings.verdict(),
     )
-    side = tuning.sides[0]
-    drafter = side.drafts[chosen.draft].drafter if chosen.draft in side.drafts else None
-    models = elsewhere.Models(
-        names.theirs(),
+    decoders = tuning.decoder_sets[0]
+    drafter = decoders.by_draft[chosen.draft].drafter if chosen.draft in decoders.by_draft else None
+    models = export.Models(
+        names.in_other_libraries(),
         chosen.dtype,
         names.device,
-        isinstance(side.plain.scorer, Seq2SeqScorer),
+        isinstance(decoders.baseline.scorer, Seq2SeqScorer),
         isinstance(drafter, TextDrafter),
         names.revision,
     )
-    there = names.theirs(chosen.draft)
-    known = findings.unknown() is None
+    draft = names.in_other_libraries(chosen.draft)
+    decided = findings.undecided_reason() is None
     tuning.results.put(
         spent_seconds=round(tuning.budget.spent, 1),
         **findings.content(),
         config=text if out is not None else None,
         transformers=(
-            elsewhere.transformers(models, there, chosen.length, chosen.rule, near) if known else None
+            export.transformers(models, draft, chosen.num_draft_tokens, chosen.rule, fixed)
+            if decided
+            else None
         ),
-        vllm=elsewhere.vllm(models, there, chosen.length, near) if known else None,
+        vllm=export.vllm(models, draft, chosen.num_draft_tokens, fixed) if decided else None,
     )
     if out is not None:
         if chosen.draft == NGRAM and tuning.ngram is not None:
             tuning.ngram.save(names.table)
-        write_whole(out, text)
+        write_atomic(out, text)
 
 
 def show(content: Content) -> None:
-    """Print a table, the verdict, and the same setup for other libraries."""
+    """Print a table, the verdict, and the same candidate in other libraries."""
     console = screen(sys.stdout)
     candidates, chosen = content["candidates"], content["chosen"]
     shown = tune_columns(candidates)
     rows = [[cell(one) for cell in shown.values()] for one in candidates]
     tables.show(
         console,
-        f"{content['target']}: speed over plain decoding (95 % interval)",
+        f"{content['target']}: speedup over the baseline (95 % interval)",
         tables.columns(list(shown), rows, words=("draft", "why")),
         keys=list(shown).index("expected"),
         bold=candidates.index(chosen) if chosen in candidates else None,
     )
     console.print(content["verdict"])
     if content["chosen"] is not None and content["chosen"]["draft"] != NONE:
-        console.print(_rows(content))
-    for name, title in ELSEWHERE.items():
+        console.print(_batch_sentence(content))
+    for name, title in OTHER_LIBRARIES.items():
         if content[name] is None:
             continue
         console.print(f"\n{title}:\n{content[name]}", markup=False, soft_wrap=True)
 
 
-def _rows(content: Content) -> str:
-    tried = [one["batch"] for one in content["candidates"] if one["batch"] > 1]
-    if not tried:
-        return "Larger batches were not looked at."
-    most = content["max_batch"]
-    rows = "1 row" if most == 1 else f"{most} rows"
-    return f"It is expected to pay with up to {rows} at a time; {max(tried)} were tried."
+def _batch_sentence(content: Content) -> str:
+    batches = [one["batch"] for one in content["candidates"] if one["batch"] > 1]
+    if not batches:
+        return "Larger batches were not examined."
+    sequences = counted(content["max_batch"], "sequence")
+    largest = f"The largest batch examined is {max(batches)}."
+    return f"It is expected to pay with up to {sequences} at a time. {largest}"

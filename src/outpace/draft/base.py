@@ -21,14 +21,14 @@ from outpace.checks.arguments import kind, on_device
 from outpace.models.source import Source
 from outpace.sampling import Prefix, SamplingParams, adjust, process, random
 from outpace.sampling.random import Stream
-from outpace.verification import Drawn, sample
+from outpace.verification import SampledTokens, sample
 
 
 @dataclass(frozen=True)
-class SamplingFacts:
+class Precomputed:
     """Results of sampling on a GPU that verification can use again.
 
-    They are those of ``outpace.verification.Drawn``, here ``[R, g]`` each.
+    They are those of ``outpace.verification.SampledTokens``, here ``[R, g]`` each.
 
     Attributes:
         lse: Logsumexp of the adjusted logits.
@@ -42,7 +42,7 @@ class SamplingFacts:
     tie: Tensor | None
     sampling: list[SamplingParams] | None
 
-    def first(self, g: int) -> SamplingFacts:
+    def first(self, g: int) -> Precomputed:
         """Return the results of the first g tokens."""
         cut, tie = (None if one is None else one[:, :g] for one in (self.cut, self.tie))
         return replace(self, lse=self.lse[:, :g], cut=cut, tie=tie)
@@ -54,10 +54,10 @@ class Draft:
 
     Attributes:
         tokens: Token ids, int64 ``[R, g]``.
-        logits: Logits ``[R, g, V]`` of the distribution that each token was sampled from. ``told.sampling``
-            is still to be applied to them. None: tokens were chosen.
+        logits: Logits ``[R, g, V]`` of the distribution that each token was sampled from.
+            ``precomputed.sampling`` is still to be applied to them. None: tokens were chosen.
         lengths: Number of draft tokens of each sequence, at most g. None: all g.
-        told: Results of sampling on a GPU that verification can use again. None: nothing.
+        precomputed: Results of sampling on a GPU that verification can use again. None: nothing.
         steps: Draft steps that were made. It is one more than the tokens if ``State.enough`` ended the draft.
             None: as many as requested.
         confidence: Confidence in each sequence's draft, in [0, 1], where it is known without cost.
@@ -66,7 +66,7 @@ class Draft:
     tokens: Tensor
     logits: Tensor | None = None
     lengths: Sequence[int] | None = None
-    told: SamplingFacts | None = None
+    precomputed: Precomputed | None = None
     steps: int | None = None
     confidence: Sequence[float] | None = None
 
@@ -109,8 +109,8 @@ class State:
         sources: Encoder input of each sequence, if the target has an encoder.
         enough: Callback that a drafter may call before it samples a token. Its argument is the largest
             probability of each sequence's distribution. It returns True to stop with the tokens so far.
-            ``Draws.enough`` calls it.
-        after: Filled by ``Draws``: the sampling parameters after each token, where processors keep state.
+            ``DraftSampler.enough`` calls it.
+        after: Sampling parameters after each token, where processors keep state. ``DraftSampler`` fills it.
     """
 
     rows: Sequence[int]
@@ -147,7 +147,7 @@ class Drafter(Protocol):
         """
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
-        """Take in the outcome of the last proposal.
+        """Process the outcome of the last proposal.
 
         Args:
             accepted: Number of accepted draft tokens ``[R]`` of the sequences last proposed for.
@@ -164,17 +164,17 @@ class Drafter(Protocol):
         return
 
 
-class Draws:
+class DraftSampler:
     """Sampler of draft tokens, one position at a time.
 
     It uses the noise and the sampling parameters of the state::
 
-        draws = Draws(state, g)
+        sampler = DraftSampler(state, g)
         for i in range(g):
-            if draws.enough(logits):        # [R, V]
+            if sampler.enough(logits):             # [R, V]
                 break
-            tokens = draws.take(logits)     # [R]
-        return draws.draft()
+            tokens = sampler.sample_next(logits)   # [R]
+        return sampler.draft()
 
     Args:
         state: Input of ``Drafter.propose``.
@@ -190,21 +190,21 @@ class Draws:
         self._starts = [len(text) for text in state.tokens]
         self.tokens: list[Tensor] = []
         self._logits: list[Tensor] = []  # of each position, [R, V]
-        self._sound: list[Any] = []  # of each position, [R]: whether there was a token to sample
+        self._is_finite: list[Any] = []  # of each position, [R]: whether a token could be sampled
         self._greedy = all(one.greedy for one in state.sampling)
         # Tokens from argmax or from the target's own noise need no distribution.
         self.chosen = state.own_noise or self._greedy
-        self._prefix = _room(state, g) if any(one.reads_prefix for one in state.sampling) else None
+        self._prefix = _padded_prefix(state, g) if any(one.reads_prefix for one in state.sampling) else None
         self._neutral = all(one.neutral for one in state.sampling)
-        self._drawn: list[Drawn] = []  # of each position, on a GPU
+        self._sampled: list[SampledTokens] = []  # of each position, on a GPU
         # There the kernel does the part of adjusting that depends on the position alone.
         self._shapes = None if self._neutral else [one.shape for one in one_for_all(state.sampling)]
-        self._by_kernel = has_kernel(state.device) and not self.chosen
+        self._uses_kernel = has_kernel(state.device) and not self.chosen
         self._adjusted: Tensor | None = None  # logits that the next token is sampled from, if known
         self._stopped = False
         if not self.chosen and state.device.type == "cpu":
             noise = random.halves(state.seed.tolist(), self._starts, g, Stream.DRAFT)
-            self._u = [[row[i][0] for row in noise] for i in range(g)]
+            self._uniforms = [[row[i][0] for row in noise] for i in range(g)]
 
     def enough(self, logits: Tensor) -> bool:
         """Return whether the policy would rather stop than sample from these logits.
@@ -214,13 +214,13 @@ class Draws:
         """
         if self.state.enough is None:
             return False
-        self._adjusted = self._look(logits)
-        sure = (self._adjusted.amax(-1) - self._adjusted.logsumexp(-1)).exp()
+        self._adjusted = self._next_logits(logits)
+        max_probs = (self._adjusted.amax(-1) - self._adjusted.logsumexp(-1)).exp()
         # Sampling reports logits that are not finite.
-        self._stopped = bool(sure.isfinite().all()) and self.state.enough(sure.tolist())
+        self._stopped = bool(max_probs.isfinite().all()) and self.state.enough(max_probs.tolist())
         return self._stopped
 
-    def take(self, logits: Tensor) -> Tensor:
+    def sample_next(self, logits: Tensor) -> Tensor:
         """Sample the next token of each sequence.
 
         Args:
@@ -230,32 +230,32 @@ class Draws:
             Token ids ``[R]``.
         """
         state, i = self.state, len(self.tokens)
-        adjusted = self._look(logits) if self._adjusted is None else self._adjusted
+        adjusted = self._next_logits(logits) if self._adjusted is None else self._adjusted
         self._adjusted = None
         if any(one.processors for one in state.sampling):
             state.after.append([one.fork() for one in state.sampling])
         if self._greedy:
             token = adjusted.argmax(-1)
-            sound: Any = adjusted.amax(-1).isfinite()
+            is_finite: Any = adjusted.amax(-1).isfinite()
         elif state.own_noise:
             noise = random.gumbel(state.seed, self._start + i, state.vocab_size)
             token = random.race(adjusted.float(), noise)
-            sound = adjusted.amax(-1).isfinite()
-        elif self._by_kernel:
+            is_finite = adjusted.amax(-1).isfinite()
+        elif self._uses_kernel:
             shapes = self._shapes if self._shapes is None or len(self._shapes) > 1 else self._shapes[0]
-            drawn = sample(adjusted, seed=state.seed, position=self._start, step=i, sampling=shapes)
-            token, sound = drawn.tokens, drawn.lse.isfinite()
-            self._drawn.append(drawn)
+            sampled = sample(adjusted, seed=state.seed, position=self._start, step=i, sampling=shapes)
+            token, is_finite = sampled.tokens, sampled.lse.isfinite()
+            self._sampled.append(sampled)
             self._logits.append(adjusted)
         else:
-            exact = adjusted.float()
-            token, sound = random.draw_softmax(exact, self._u[i])
-            self._logits.append(exact if adjusted.dtype is torch.float64 else adjusted)
+            logits32 = adjusted.float()
+            token, is_finite = random.sample_softmax(logits32, self._uniforms[i])
+            self._logits.append(logits32 if adjusted.dtype is torch.float64 else adjusted)
         self.tokens.append(token)
-        self._sound.append(sound)
+        self._is_finite.append(is_finite)
         return token
 
-    def _look(self, logits: Tensor) -> Tensor:
+    def _next_logits(self, logits: Tensor) -> Tensor:
         """Return the logits that the next token is sampled from."""
         state, i = self.state, len(self.tokens)
         logits = fit(logits, state.vocab_size)
@@ -265,7 +265,7 @@ class Draws:
                 last = (self._start + i - 1)[:, None]
                 self._prefix.tokens.scatter_(1, last, self.tokens[-1][:, None])
             prefix = Prefix(self._prefix.tokens, self._start + i, self._prefix.prompt_lengths)
-        return logits if self._neutral else self._adjust(logits, prefix, shaped=not self._by_kernel)
+        return logits if self._neutral else self._adjust(logits, prefix, shaped=not self._uses_kernel)
 
     @cached_property
     def _start(self) -> Tensor:
@@ -292,22 +292,22 @@ class Draws:
             self.usable = [0] * len(self.state.rows)
             return replace(Draft.chosen([[] for _ in self.state.rows], self.state.device), steps=1)
         logits = None if self.chosen else torch.stack(self._logits, dim=1)
-        sound = self._sound
-        if isinstance(sound[0], Tensor):
-            sound = torch.stack(sound).tolist()
-        self.usable = [sum(1 for _ in takewhile(bool, row)) for row in zip(*sound, strict=True)]
+        is_finite = self._is_finite
+        if isinstance(is_finite[0], Tensor):
+            is_finite = torch.stack(is_finite).tolist()
+        self.usable = [sum(1 for _ in takewhile(bool, row)) for row in zip(*is_finite, strict=True)]
         if lengths is not None:
             self.usable = [min(pair) for pair in zip(lengths, self.usable, strict=True)]
         steps = None if self.state.enough is None else len(self.tokens) + self._stopped
-        return Draft(torch.stack(self.tokens, dim=1), logits, self.usable, self._told(), steps)
+        return Draft(torch.stack(self.tokens, dim=1), logits, self.usable, self._precomputed(), steps)
 
-    def _told(self) -> SamplingFacts | None:
-        if not self._drawn:
+    def _precomputed(self) -> Precomputed | None:
+        if not self._sampled:
             return None
-        cuts = [one.cut for one in self._drawn if one.cut is not None]
-        ties = [one.tie for one in self._drawn if one.tie is not None]
-        return SamplingFacts(
-            torch.stack([one.lse for one in self._drawn], dim=1),
+        cuts = [one.cut for one in self._sampled if one.cut is not None]
+        ties = [one.tie for one in self._sampled if one.tie is not None]
+        return Precomputed(
+            torch.stack([one.lse for one in self._sampled], dim=1),
             torch.stack(cuts, dim=1) if cuts else None,
             torch.stack(ties, dim=1) if ties else None,
             self._shapes,
@@ -385,7 +385,7 @@ def one_for_all(sampling: Sequence[SamplingParams]) -> list[SamplingParams]:
     return list(sampling[:1] if all(one is sampling[0] for one in sampling) else sampling)
 
 
-def _room(state: State, g: int) -> Prefix:
+def _padded_prefix(state: State, g: int) -> Prefix:
     """Return the tokens of the sequences, padded for g more."""
-    texts = Prefix.padded(state.tokens, state.prompt_lengths, state.device)
-    return Prefix(torch.nn.functional.pad(texts.tokens, (0, g)), texts.lengths, texts.prompt_lengths)
+    prefix = Prefix.padded(state.tokens, state.prompt_lengths, state.device)
+    return Prefix(torch.nn.functional.pad(prefix.tokens, (0, g)), prefix.lengths, prefix.prompt_lengths)

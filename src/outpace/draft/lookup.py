@@ -35,21 +35,21 @@ class LookupDrafter:
         integer("min_ngram", min_ngram, "an int >= 1", lambda n: n >= 1)
         integer("max_ngram", max_ngram, f"an int >= min_ngram = {min_ngram}", lambda n: n >= min_ngram)
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
-        self._indices: dict[int, Index] = {}  # by slot
+        self._indices: dict[int, NGramIndex] = {}  # by slot
 
     def propose(self, state: State, g: int) -> Draft:
         """See ``Drafter.propose``."""
-        proposals, sure = [], []
+        proposals, confidence = [], []
         sources = state.sources or [None] * len(state.rows)
         for row, text, limit, source in zip(state.rows, state.tokens, state.limits, sources, strict=True):
             if source is not None and source.copyable:
                 text = [*source.copyable, *text]
-            index = self._indices.setdefault(row, Index(self.min_ngram, self.max_ngram))
+            index = self._indices.setdefault(row, NGramIndex(self.min_ngram, self.max_ngram))
             index.extend(text)
             proposal, size = index.proposal(text, min(g, limit))
             proposals.append(proposal)
-            sure.append(size / self.max_ngram)
-        return Draft.chosen(proposals, state.device, sure)
+            confidence.append(size / self.max_ngram)
+        return Draft.chosen(proposals, state.device, confidence)
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
         """Do nothing: the next text shows what was accepted."""
@@ -60,18 +60,18 @@ class LookupDrafter:
             self._indices.pop(row, None)
 
 
-class Index:
+class NGramIndex:
     """Positions where each n-gram of a growing sequence last ended.
 
     The end of the sequence itself does not count.
 
     Args:
-        least: Shortest n-grams.
-        most: Longest n-grams.
+        min_ngram: Shortest n-grams.
+        max_ngram: Longest n-grams.
     """
 
-    def __init__(self, least: int, most: int) -> None:
-        self.sizes = range(most, least - 1, -1)
+    def __init__(self, min_ngram: int, max_ngram: int) -> None:
+        self.sizes = range(max_ngram, min_ngram - 1, -1)
         self.ends: dict[tuple[int, ...], int] = {}
         self.covered = 0  # n-grams that end before this position are in
 
@@ -86,48 +86,51 @@ class Index:
                     self.ends[tuple(text[end - size : end])] = end
         self.covered = max(self.covered, len(text))
 
-    def proposal(self, text: Sequence[int], most: int) -> tuple[list[int], int]:
+    def proposal(self, text: Sequence[int], max_tokens: int) -> tuple[list[int], int]:
         """Return draft tokens after the text, and the length of the match.
 
         Args:
             text: Tokens of the sequence.
-            most: Largest number of draft tokens.
+            max_tokens: Largest number of draft tokens.
         """
         for size in self.sizes:
             end = self.ends.get(tuple(text[-size:])) if size <= len(text) else None
             if end is not None:
                 period = len(text) - end
-                most = 1 if size == 1 < self.sizes.start else most
-                return [text[end + i % period] for i in range(most)], size
+                max_tokens = 1 if size == 1 < self.sizes.start else max_tokens
+                return [text[end + i % period] for i in range(max_tokens)], size
         return [], 0
 
 
-def copied(text: Tensor, lengths: Tensor, g: int, least: int, most: int) -> tuple[Tensor, Tensor]:
+def lookup_draft(
+    text: Tensor, lengths: Tensor, g: int, min_ngram: int, max_ngram: int
+) -> tuple[Tensor, Tensor]:
     """Return the draft tokens of prompt lookup, computed with tensors.
 
-    They are those that ``Index.proposal`` finds.
+    They are those that ``NGramIndex.proposal`` finds.
 
     Args:
         text: Token ids ``[rows, T]``.
         lengths: Number of tokens of each sequence.
         g: Number of draft tokens.
-        least: Shortest match, in tokens.
-        most: Longest match, in tokens.
+        min_ngram: Shortest match, in tokens.
+        max_ngram: Longest match, in tokens.
 
     Returns:
         Draft tokens ``[rows, g]``, and how many of them count in each row.
     """
     T = text.shape[1]
     end = torch.arange(T, device=text.device)  # end of an earlier match
-    alike = torch.zeros_like(text)  # number of tokens before it that equal the last ones of the text
-    for back in range(most, 0, -1):
-        last = text.gather(1, (lengths[:, None] - back).clamp(min=0))
-        same = (text[:, : T - back] == last) & (lengths[:, None] >= back)
-        alike[:, :back] = 0
-        alike[:, back:] = torch.where(same, alike[:, back:] + 1, 0)
-    earlier = (end < lengths[:, None]) & (alike >= least)
-    best = torch.where(earlier, alike * T + end, 0).amax(dim=1, keepdim=True)  # the longest, then the latest
-    size, at = best // T, best % T
-    again = torch.arange(g, device=text.device) % (lengths[:, None] - at).clamp(min=1)
-    counts = torch.where((size == 1) & (most > 1), 1, g) * (size > 0)
-    return text.gather(1, at + again), counts.squeeze(1)
+    match_length = torch.zeros_like(text)  # number of tokens before it that equal the last ones of the text
+    for offset in range(max_ngram, 0, -1):
+        last = text.gather(1, (lengths[:, None] - offset).clamp(min=0))
+        matches = (text[:, : T - offset] == last) & (lengths[:, None] >= offset)
+        match_length[:, :offset] = 0
+        match_length[:, offset:] = torch.where(matches, match_length[:, offset:] + 1, 0)
+    earlier = (end < lengths[:, None]) & (match_length >= min_ngram)
+    # The longest match, then the latest
+    best = torch.where(earlier, match_length * T + end, 0).amax(dim=1, keepdim=True)
+    best_length, best_end = best // T, best % T
+    again = torch.arange(g, device=text.device) % (lengths[:, None] - best_end).clamp(min=1)
+    counts = torch.where((best_length == 1) & (max_ngram > 1), 1, g) * (best_length > 0)
+    return text.gather(1, best_end + again), counts.squeeze(1)

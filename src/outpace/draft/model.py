@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.draft.base import Draft, Draws, State
+from outpace.draft.base import Draft, DraftSampler, State
 from outpace.models.causal import CausalScorer
 from outpace.models.seq2seq import scorer_of
 from outpace.models.source import Source
@@ -45,22 +45,22 @@ class ModelDrafter:
         if g == 0:
             return replace(Draft.chosen([[] for _ in state.rows], state.device), steps=0)
         logits = self._catch_up(state)
-        draws = Draws(state, g)
+        sampler = DraftSampler(state, g)
         for i in range(g):
             logits = logits.to(state.device)
-            if draws.enough(logits):
+            if sampler.enough(logits):
                 break
-            tokens = draws.take(logits)
+            tokens = sampler.sample_next(logits)
             if i < g - 1:
                 fed = tokens.to(self.scorer.device)
                 if self.vocab_size < state.vocab_size:
                     fed = fed.clamp(max=self.vocab_size - 1)
                 logits = self.scorer.score(state.rows, fed[:, None])[:, 0]
                 self.scorer.commit(state.rows, [1] * len(state.rows))
-        draft = draws.draft(lengths)
-        drawn = len(draws.tokens)
+        draft = sampler.draft(lengths)
+        num_sampled = len(sampler.tokens)
         self._unusable = [
-            usable < min(length, drawn) for usable, length in zip(draws.usable, lengths, strict=True)
+            usable < min(length, num_sampled) for usable, length in zip(sampler.usable, lengths, strict=True)
         ]
         return draft
 
@@ -71,14 +71,14 @@ class ModelDrafter:
     def _catch_up(self, state: State) -> Tensor:
         """Return the logits after each sequence, of which the KV cache may lack any number of tokens."""
         self._proposed = [(row, len(text)) for row, text in zip(state.rows, state.tokens, strict=True)]
-        begun = set(self._texts)
+        prefilled = set(self._texts)
         new = []
         for row, text in zip(state.rows, state.tokens, strict=True):
             self._texts[row] = text
             # A token that this model has no embedding for becomes 0: a worse draft, not an error.
-            rest = text[self.scorer.length(row) :] if row in begun else text
+            rest = text[self.scorer.length(row) :] if row in prefilled else text
             new.append([t if t < self.vocab_size else 0 for t in rest])
-        return feed(self.scorer, state.rows, new, begun, state.sources)
+        return feed(self.scorer, state.rows, new, prefilled, state.sources)
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
         """Remove rejected draft tokens from the KV cache.
@@ -87,9 +87,11 @@ class ModelDrafter:
         """
         if not self._proposed:
             return
-        for (row, length), kept, wipe in zip(self._proposed, accepted.tolist(), self._unusable, strict=True):
-            self.scorer.truncate([row], [length + kept])
-            if wipe:  # NaN in a cache outlives rollback
+        for (row, length), num_accepted, has_nan in zip(
+            self._proposed, accepted.tolist(), self._unusable, strict=True
+        ):
+            self.scorer.truncate([row], [length + num_accepted])
+            if has_nan:  # NaN in a cache outlives rollback
                 self.scorer.reset([row])
                 del self._texts[row]
 
@@ -106,10 +108,10 @@ class ModelDrafter:
             ValueError: The tokenizers differ. Without both tokenizers the vocabulary sizes decide.
         """
         if tokenizer is not None and self.tokenizer is not None:
-            if not alike(tokenizer, self.tokenizer):
-                same, size = shared(tokenizer, self.tokenizer), len(tokenizer.get_vocab())
+            if not same_tokenizer(tokenizer, self.tokenizer):
+                num_shared, size = num_shared_tokens(tokenizer, self.tokenizer), len(tokenizer.get_vocab())
                 raise ValueError(
-                    f"drafter: its tokenizer is another one: {same} of the target's {size} tokens have "
+                    f"drafter: its tokenizer is another one: {num_shared} of the target's {size} tokens have "
                     f"the same id there; {INSTEAD}"
                 )
         elif abs(self.vocab_size - vocab_size) > PADDING:
@@ -132,7 +134,7 @@ def feed(
     scorer: CausalScorer,
     rows: Sequence[int],
     tokens: Sequence[Sequence[int]],
-    begun: Container[int],
+    prefilled: Container[int],
     sources: Sequence[Source | None] = (),
 ) -> Tensor:
     """Return the logits after each sequence's new tokens, ``[R, V]``.
@@ -141,31 +143,33 @@ def feed(
         scorer: The model.
         rows: Slot of each sequence.
         tokens: New tokens of each sequence.
-        begun: Slots whose sequences continue. The others are prefilled.
+        prefilled: Slots that are already prefilled. The others are prefilled now.
         sources: Encoder input of each sequence.
     """
-    on = [i for i, row in enumerate(rows) if row in begun]
-    fresh = [i for i, row in enumerate(rows) if row not in begun]
+    continued = [i for i, row in enumerate(rows) if row in prefilled]
+    new = [i for i, row in enumerate(rows) if row not in prefilled]
     logits = []
-    if on:
-        logits.append(scorer.append([rows[i] for i in on], [tokens[i] for i in on]))
-    if fresh:
-        theirs = [sources[i] if sources else None for i in fresh]
-        logits.append(scorer.prefill([rows[i] for i in fresh], [tokens[i] for i in fresh], theirs))
+    if continued:
+        logits.append(scorer.append([rows[i] for i in continued], [tokens[i] for i in continued]))
+    if new:
+        new_sources = [sources[i] if sources else None for i in new]
+        logits.append(scorer.prefill([rows[i] for i in new], [tokens[i] for i in new], new_sources))
     if len(logits) == 1:
         return logits[0]
-    order = [*on, *fresh]
+    order = [*continued, *new]
     return torch.cat(logits)[[order.index(i) for i in range(len(rows))]]
 
 
-def shared(tokenizer: Any, other: Any) -> int:
+def num_shared_tokens(tokenizer: Any, other: Any) -> int:
     """Return the number of tokens that have the same id in both tokenizers."""
-    theirs = other.get_vocab()
-    return sum(theirs.get(token) == id for token, id in tokenizer.get_vocab().items())
+    other_vocab = other.get_vocab()
+    return sum(other_vocab.get(token) == id for token, id in tokenizer.get_vocab().items())
 
 
-def alike(tokenizer: Any, other: Any) -> bool:
+def same_tokenizer(tokenizer: Any, other: Any) -> bool:
     """Return whether two tokenizers are the same, but for a few added tokens."""
     if tokenizer is other:
         return True
-    return shared(tokenizer, other) >= 0.99 * min(len(tokenizer.get_vocab()), len(other.get_vocab()))
+    return num_shared_tokens(tokenizer, other) >= 0.99 * min(
+        len(tokenizer.get_vocab()), len(other.get_vocab())
+    )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outpace.checks.arguments import integer, kind
-from outpace.draft.base import Draft, Draws, State
+from outpace.draft.base import Draft, DraftSampler, State
 
 Ints = npt.NDArray[np.int64]
 Order = tuple[Ints, Ints]
@@ -106,30 +106,30 @@ class NGramDrafter:
     def counts(self, context: Sequence[int]) -> tuple[Ints, Ints]:
         """Return the tokens seen after the longest known ending of the context, and their counts."""
         for k in range(min(self.n - 1, len(context)), -1, -1):
-            place = self._place(context[len(context) - k :])
-            if place is None:
+            index = self._index_of(context[len(context) - k :])
+            if index is None:
                 continue
             keys, counts = self.orders[k]
-            first, last = np.searchsorted(keys, (place * self.vocab_size, (place + 1) * self.vocab_size))
+            first, last = np.searchsorted(keys, (index * self.vocab_size, (index + 1) * self.vocab_size))
             if first < last:
-                return keys[first:last] - place * self.vocab_size, counts[first:last]
+                return keys[first:last] - index * self.vocab_size, counts[first:last]
         raise AssertionError("the empty context was seen")
 
-    def _place(self, context: Sequence[int]) -> int | None:
+    def _index_of(self, context: Sequence[int]) -> int | None:
         """Return the index of these tokens among the n-grams of their length, or None if never seen."""
-        place = 0
+        index = 0
         for (keys, _), token in zip(self.orders, context, strict=False):
             if token >= self.vocab_size:
                 return None
-            key = place * self.vocab_size + token
-            place = int(np.searchsorted(keys, key))
-            if place == len(keys) or keys[place] != key:
+            key = index * self.vocab_size + token
+            index = int(np.searchsorted(keys, key))
+            if index == len(keys) or keys[index] != key:
                 return None
-        return place
+        return index
 
     def propose(self, state: State, g: int) -> Draft:
         """See ``Drafter.propose``."""
-        draws = Draws(state, g)
+        sampler = DraftSampler(state, g)
         contexts = [list(text[len(text) - min(len(text), self.n - 1) :]) for text in state.tokens]
         for _ in range(g):
             logits = torch.full((len(contexts), self.vocab_size), -torch.inf)
@@ -137,12 +137,12 @@ class NGramDrafter:
                 tokens, counts = self.counts(context)
                 row[torch.from_numpy(tokens)] = torch.from_numpy(counts).float().log()
             logits = logits.to(state.device)
-            if draws.enough(logits):
+            if sampler.enough(logits):
                 break
-            for context, token in zip(contexts, draws.take(logits).tolist(), strict=True):
+            for context, token in zip(contexts, sampler.sample_next(logits).tolist(), strict=True):
                 context.append(token)
                 del context[: len(context) - (self.n - 1)]
-        return draws.draft()
+        return sampler.draft()
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
         """See ``Drafter.commit``."""
@@ -157,8 +157,8 @@ class NGramDrafter:
         arrays = {}
         for k, (keys, counts) in enumerate(self.orders, 1):
             arrays[f"keys.{k}"], arrays[f"counts.{k}"] = keys, counts
-        about = {"outpace": json.dumps({"kind": "ngram", "n": self.n, "vocab_size": self.vocab_size})}
-        save_file(arrays, path, about)
+        header = {"outpace": json.dumps({"kind": "ngram", "n": self.n, "vocab_size": self.vocab_size})}
+        save_file(arrays, path, header)
 
     @classmethod
     def load(cls, path: str | Path) -> NGramDrafter:
@@ -207,17 +207,17 @@ def _opened(path: str | Path) -> Iterator[tuple[Any, int, int]]:
         raise refusal(error) from error
     with opened as file:
         try:
-            about = json.loads((file.metadata() or {})["outpace"])
-            kind_of, n, vocab_size = about["kind"], about["n"], about["vocab_size"]
+            header = json.loads((file.metadata() or {})["outpace"])
+            kind_name, n, vocab_size = header["kind"], header["n"], header["vocab_size"]
         except (KeyError, ValueError, TypeError):
-            raise refusal("it is another's") from None
-        if kind_of != "ngram":
-            raise refusal(f"it is of kind {kind_of}")
+            raise refusal("it has no header of outpace") from None
+        if kind_name != "ngram":
+            raise refusal(f"it is of kind {kind_name}")
         if not (isinstance(n, int) and isinstance(vocab_size, int) and n >= 1 and vocab_size >= 1):
             raise refusal(f"n {n}, vocab_size {vocab_size}")
-        there = set(file.keys())
+        tensors = set(file.keys())
         for k in range(1, n + 1):
-            if not {f"keys.{k}", f"counts.{k}"} <= there:
+            if not {f"keys.{k}", f"counts.{k}"} <= tensors:
                 raise refusal(f"it lacks the {k}-grams")
             keys, counts = file.get_slice(f"keys.{k}"), file.get_slice(f"counts.{k}")
             shape = keys.get_shape()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outpace.checks.arguments import integer
-from outpace.draft.base import Draft, Draws, State
+from outpace.draft.base import Draft, DraftSampler, State
 
 
 class RandomDrafter:
@@ -26,11 +26,11 @@ class RandomDrafter:
 
     def propose(self, state: State, g: int) -> Draft:
         """See ``Drafter.propose``."""
-        draws = Draws(state, g)
+        sampler = DraftSampler(state, g)
         uniform = torch.zeros(len(state.rows), self.vocab_size, device=state.device)
         for _ in range(g):
-            draws.take(uniform)
-        return draws.draft()
+            sampler.sample_next(uniform)
+        return sampler.draft()
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
         """See ``Drafter.commit``."""

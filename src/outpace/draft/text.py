@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.checks.text import BROKEN
+from outpace.checks.text import REPLACEMENT_CHARACTER
 from outpace.draft.base import Draft, State
-from outpace.draft.language import Language, Reading
-from outpace.draft.model import alike, feed
-from outpace.models.causal import CausalScorer, common
+from outpace.draft.model import feed, same_tokenizer
+from outpace.draft.retokenizer import Retokenizer, TokenizerAdapter
+from outpace.models.causal import CausalScorer, common_prefix_length
 from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
 
 WINDOW = 16  # tokens at the end of a text that decide how it continues
@@ -39,71 +39,78 @@ class TextDrafter:
     """
 
     def __init__(self, model: Any, tokenizer: Any, target_tokenizer: Any) -> None:
-        self.draft = Language("tokenizer", tokenizer)
-        self.target = Language("target_tokenizer", target_tokenizer)
+        self.draft = TokenizerAdapter("tokenizer", tokenizer)
+        self.target = TokenizerAdapter("target_tokenizer", target_tokenizer)
         self.scorer = scorer_of(model)
         if isinstance(self.scorer, Seq2SeqScorer):
             raise ValueError(
                 "model: an encoder-decoder model cannot draft through text: it writes of a source"
             )
-        self._marks = self.target.marks_in(self.draft)
+        self._special_map = self.target.special_tokens_in(self.draft)
         ends = {end: self.target.end for end in self.scorer.end_of_text if self.target.end is not None}
-        self._ends = ends | self.draft.marks_in(self.target)
+        self._ends = ends | self.draft.special_tokens_in(self.target)
         self._stops = self.draft.special | self.scorer.end_of_text
-        self._readings: dict[int, Reading] = {}  # by slot
-        self._held: dict[int, list[int]] = {}  # by slot, tokens in the KV cache
+        self._retokenizers: dict[int, Retokenizer] = {}  # by slot
+        self._cached: dict[int, list[int]] = {}  # by slot, tokens in the KV cache
 
     @torch.inference_mode()
     def propose(self, state: State, g: int) -> Draft:
         """See ``Drafter.propose``."""
-        readings = {row: self._read(row, text) for row, text in zip(state.rows, state.tokens, strict=True)}
-        waiting = {
-            row: len(text) - readings[row].read
-            for row, text, limit in zip(state.rows, state.tokens, state.limits, strict=True)
-            if limit > 0 and len(text) - readings[row].read <= WINDOW  # longer than any incomplete character
+        retokenizers = {
+            row: self._retokenize(row, text) for row, text in zip(state.rows, state.tokens, strict=True)
         }
-        steps = self._steps(list(readings.values()), g + max(waiting.values(), default=0))
-        active = [row for row in waiting if 0 < len(readings[row].ids) <= self.scorer.context - steps]
-        drafted = dict(zip(active, self._guess(active, steps), strict=True)) if active else {}
+        waiting = {
+            row: len(text) - retokenizers[row].num_read
+            for row, text, limit in zip(state.rows, state.tokens, state.limits, strict=True)
+            if limit > 0
+            and len(text) - retokenizers[row].num_read <= WINDOW  # longer than any incomplete character
+        }
+        steps = self._steps(list(retokenizers.values()), g + max(waiting.values(), default=0))
+        active = [row for row in waiting if 0 < len(retokenizers[row].ids) <= self.scorer.context - steps]
+        drafted = dict(zip(active, self._greedy_draft(active, steps), strict=True)) if active else {}
         proposals = [
-            self._translated(readings[row], text, drafted[row], state.vocab_size)[:g]
+            self._target_tokens(retokenizers[row], text, drafted[row], state.vocab_size)[:g]
             if row in drafted
             else []
             for row, text in zip(state.rows, state.tokens, strict=True)
         ]
         return Draft.chosen(proposals, state.device)
 
-    def _read(self, row: int, text: Sequence[int]) -> Reading:
-        reading = self._readings.get(row)
-        if reading is None:
-            reading = self._readings[row] = Reading(self.target, self.draft, self._marks)
-        reading.take_in(text)
-        return reading
+    def _retokenize(self, row: int, text: Sequence[int]) -> Retokenizer:
+        retokenizer = self._retokenizers.get(row)
+        if retokenizer is None:
+            retokenizer = self._retokenizers[row] = Retokenizer(self.target, self.draft, self._special_map)
+        retokenizer.update(text)
+        return retokenizer
 
     @staticmethod
-    def _steps(readings: Sequence[Reading], g: int) -> int:
+    def _steps(retokenizers: Sequence[Retokenizer], g: int) -> int:
         """Return the draft steps for about g + 1 target tokens, of which the last may be cut short."""
-        read = sum(reading.read for reading in readings)
-        return ceil((g + 1) * sum(len(reading.ids) for reading in readings) / read) if read else g + 1
+        read = sum(retokenizer.num_read for retokenizer in retokenizers)
+        return (
+            ceil((g + 1) * sum(len(retokenizer.ids) for retokenizer in retokenizers) / read)
+            if read
+            else g + 1
+        )
 
-    def _guess(self, rows: Sequence[int], steps: int) -> list[list[int]]:
+    def _greedy_draft(self, rows: Sequence[int], steps: int) -> list[list[int]]:
         """Return the draft's likeliest tokens after each sequence, as far as its logits are finite."""
         logits = self._catch_up(rows)
         tokens: list[Tensor] = []
-        sound: list[Tensor] = []
+        is_finite: list[Tensor] = []
         for i in range(steps):
             tokens.append(logits.argmax(-1))
-            sound.append(logits.amax(-1).isfinite())
+            is_finite.append(logits.amax(-1).isfinite())
             if i < steps - 1:
                 logits = self.scorer.score(rows, tokens[-1][:, None])[:, 0]
                 self.scorer.commit(rows, [1] * len(rows))
         proposals: list[list[int]] = torch.stack(tokens, dim=1).tolist()
-        counts = torch.stack(sound, dim=1).cumprod(dim=1).sum(dim=1).tolist()
+        counts = torch.stack(is_finite, dim=1).cumprod(dim=1).sum(dim=1).tolist()
         for row, proposal, count in zip(rows, proposals, counts, strict=True):
-            self._held[row] += proposal[:-1]
+            self._cached[row] += proposal[:-1]
             if count < steps:  # NaN in a cache outlives rollback
                 self.scorer.reset([row])
-                del self._held[row]
+                del self._cached[row]
         return [proposal[:count] for proposal, count in zip(proposals, counts, strict=True)]
 
     def _catch_up(self, rows: Sequence[int]) -> Tensor:
@@ -113,30 +120,34 @@ class TextDrafter:
         """
         new = []
         for row in rows:
-            ids = self._readings[row].ids
-            kept = 0
-            if row in self._held:
-                kept = common(self._held[row], ids, len(ids) - 1)
-                self.scorer.truncate([row], [kept])
+            ids = self._retokenizers[row].ids
+            num_cached = 0
+            if row in self._cached:
+                num_cached = common_prefix_length(self._cached[row], ids, len(ids) - 1)
+                self.scorer.truncate([row], [num_cached])
             # A token that the model has no embedding for becomes 0: a worse draft, not an error.
-            new.append([t if t < self.scorer.vocab_size else 0 for t in ids[kept:]])
-        logits = feed(self.scorer, rows, new, begun=set(self._held))
-        self._held |= {row: list(self._readings[row].ids) for row in rows}
+            new.append([t if t < self.scorer.vocab_size else 0 for t in ids[num_cached:]])
+        logits = feed(self.scorer, rows, new, prefilled=set(self._cached))
+        self._cached |= {row: list(self._retokenizers[row].ids) for row in rows}
         return logits
 
-    def _translated(
-        self, reading: Reading, text: Sequence[int], proposal: Sequence[int], vocab_size: int
+    def _target_tokens(
+        self, retokenizer: Retokenizer, text: Sequence[int], proposal: Sequence[int], vocab_size: int
     ) -> list[int]:
         """Return the target's tokens for a draft, as far as they are certain."""
-        plain = list(takewhile(lambda token: token not in self._stops and token < self.draft.size, proposal))
-        end = self._ends.get(proposal[len(plain)]) if len(plain) < len(proposal) else None
-        new = self.draft.grown(reading.ids[max(reading.origin, len(reading.ids) - WINDOW) :], plain)
-        if BROKEN in new:
-            new, end = new[: new.index(BROKEN)], None
-        before = self.target.decode(text[max(0, reading.read - WINDOW) : reading.read])
-        tokens = self.target.continued(before, new)
+        text_ids = list(
+            takewhile(lambda token: token not in self._stops and token < self.draft.size, proposal)
+        )
+        end = self._ends.get(proposal[len(text_ids)]) if len(text_ids) < len(proposal) else None
+        new = self.draft.decode_after(
+            retokenizer.ids[max(retokenizer.origin, len(retokenizer.ids) - WINDOW) :], text_ids
+        )
+        if REPLACEMENT_CHARACTER in new:
+            new, end = new[: new.index(REPLACEMENT_CHARACTER)], None
+        before = self.target.decode(text[max(0, retokenizer.num_read - WINDOW) : retokenizer.num_read])
+        tokens = self.target.encode_after(before, new)
         tokens = tokens[:-1] if end is None else [*tokens, end]
-        waiting = list(text[reading.read :])  # tokens of a character that is not complete yet
+        waiting = list(text[retokenizer.num_read :])  # tokens of a character that is not complete yet
         if tokens[: len(waiting)] != waiting:
             return []
         return list(takewhile(lambda token: token < vocab_size, tokens[len(waiting) :]))
@@ -147,9 +158,9 @@ class TextDrafter:
     def reset(self, rows: Sequence[int]) -> None:
         """See ``Drafter.reset``."""
         for row in rows:
-            self._readings.pop(row, None)
-            if row in self._held:
-                self.scorer.reset([row], [self._held.pop(row)])
+            self._retokenizers.pop(row, None)
+            if row in self._cached:
+                self.scorer.reset([row], [self._cached.pop(row)])
 
     def reserve(self, rows: int, tokens: int) -> None:
         """Allocate the KV cache at once rather than in steps."""
@@ -166,7 +177,7 @@ class TextDrafter:
                 "drafter: TextDrafter goes by the target's text, and an encoder-decoder model's does not say "
                 "what it is about; a draft for one must share its tokenizer"
             )
-        if tokenizer is not None and not alike(tokenizer, self.target.tokenizer):
+        if tokenizer is not None and not same_tokenizer(tokenizer, self.target.tokenizer):
             raise ValueError(
                 "drafter: TextDrafter's target_tokenizer is not the Decoder's tokenizer; "
                 "TextDrafter(model, tokenizer, target_tokenizer) takes the draft's first"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST = 64  # graphs; then the least recently used one is dropped
+MAX_GRAPHS = 64  # then the least recently used graph is dropped
 
 log = logging.getLogger("outpace")
 
@@ -30,13 +30,13 @@ class Graphs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.on = device.type == "cuda"
-        self._made: dict[Hashable, Captured | None] = {}
-        self.changes = 0  # of the set of graphs
+        self.enabled = device.type == "cuda"
+        self._captured: dict[Hashable, Captured | None] = {}
+        self.version = 0  # counts changes of the set of graphs
         self._pool: Any = None
 
     def run(
-        self, key: Hashable, work: Callable[[], Tensor], name: str, changes: Sequence[Tensor] = ()
+        self, key: Hashable, work: Callable[[], Tensor], name: str, mutated: Sequence[Tensor] = ()
     ) -> tuple[Tensor, float]:
         """Run ``work`` as a graph where there can be one, and directly elsewhere.
 
@@ -44,52 +44,52 @@ class Graphs:
             key: Identifies the graph. Equal keys must mean equal work.
             work: The work, which returns one tensor.
             name: A name of the work for warnings and logs.
-            changes: Tensors that the work both reads and changes. Their values are restored after the
+            mutated: Tensors that the work both reads and changes. Their values are restored after the
                 capture.
 
         Returns:
             The result of ``work``, and the seconds that the capture took; 0 if there was none.
         """
-        if not self.on:
+        if not self.enabled:
             return work(), 0.0
-        begun, new = time.perf_counter(), key not in self._made
-        captured = self._get(key, work, name, changes)
-        making = time.perf_counter() - begun if new else 0.0
+        started_at, new = time.perf_counter(), key not in self._captured
+        captured = self._get(key, work, name, mutated)
+        capture_seconds = time.perf_counter() - started_at if new else 0.0
         if captured is None:
-            return work(), making
+            return work(), capture_seconds
         graph, result = captured
         graph.replay()
-        return result, making
+        return result, capture_seconds
 
     def __iter__(self) -> Iterator[Hashable]:
-        """Iterate over the keys of all work that needs no capture any more."""
-        return iter(self._made)
+        """Iterate over the keys of all work that needs no further capture."""
+        return iter(self._captured)
 
     def _get(
-        self, key: Hashable, work: Callable[[], Tensor], name: str, changes: Sequence[Tensor]
+        self, key: Hashable, work: Callable[[], Tensor], name: str, mutated: Sequence[Tensor]
     ) -> Captured | None:
-        if key in self._made:
-            self._made[key] = self._made.pop(key)  # now the most recently used
-            return self._made[key]
-        self.changes += 1
-        if len(self._made) >= MOST:
-            del self._made[next(iter(self._made))]
-        begun = time.perf_counter()
-        before = [one.clone() for one in changes]
+        if key in self._captured:
+            self._captured[key] = self._captured.pop(key)  # now the most recently used
+            return self._captured[key]
+        self.version += 1
+        if len(self._captured) >= MAX_GRAPHS:
+            del self._captured[next(iter(self._captured))]
+        started_at = time.perf_counter()
+        saved = [tensor.clone() for tensor in mutated]
         try:
-            self._made[key] = self.capture(work)
-        except CaptureError as failed:
-            self._made[key] = None
+            self._captured[key] = self.capture(work)
+        except CaptureError as error:
+            self._captured[key] = None
             warnings.warn(
-                f"{name} could not be captured as a graph ({failed}): its kernels are launched one by one, "
+                f"{name} could not be captured as a graph ({error}): its kernels are launched one by one, "
                 "which is slower",
                 stacklevel=5,
             )
         finally:
-            for one, old in zip(changes, before, strict=True):
-                one.copy_(old)
-        log.info("%s was made ready in %.1f s", name, time.perf_counter() - begun)
-        return self._made[key]
+            for tensor, old in zip(mutated, saved, strict=True):
+                tensor.copy_(old)
+        log.info("%s was captured in %.1f s", name, time.perf_counter() - started_at)
+        return self._captured[key]
 
     def capture(self, work: Callable[[], Tensor]) -> Captured:
         """Warm up, capture ``work`` and return the graph with its result.
@@ -99,16 +99,16 @@ class Graphs:
         """
         work()  # warm-up: compiles kernels and fills tables
         torch.cuda.synchronize()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        graph, current_stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        capture_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=side):
+            with torch.cuda.graph(graph, pool=self._pool, stream=capture_stream):
                 result = work()
         except Exception as error:  # out of memory, or work that cannot be captured
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None
             raise CaptureError(str(error).strip().split("\n")[0]) from error
-        finally:  # torch does not restore it if the capture cannot be ended
-            torch.cuda.set_stream(stream)
+        finally:  # torch does not restore the stream if the capture cannot be ended
+            torch.cuda.set_stream(current_stream)
         self._pool = self._pool or graph.pool()
         return graph, result

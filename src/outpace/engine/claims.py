@@ -1,8 +1,8 @@
 """Exclusive use of objects that hold the state of sequences: a Decoder, its scorers and its drafter.
 
-An owner is any object that stands for one call. ``dict.setdefault`` checks and claims in one operation, so
-neither a thread nor Ctrl-C can come between. An owner created before its ``try`` can always be released after
-it.
+An owner is any object that stands for one call. ``dict.setdefault`` checks and claims in one operation, which
+neither another thread nor Ctrl-C can interrupt. An owner that is created before a ``try`` block can always be
+released after it.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ def claim(part: object, owner: object) -> bool:
 
 def release(owner: object) -> None:
     """Release everything that the owner has claimed."""
-    for key in [key for key, one in list(_owners.items()) if one is owner]:
+    for key in [key for key, holder in list(_owners.items()) if holder is owner]:
         del _owners[key]

@@ -8,44 +8,44 @@ from outpace.draft.base import Draft, State
 from outpace.engine.sequence import Row, Step
 
 Verdicts = tuple[Sequence[int], Sequence[int], Sequence[int | bool]]
-"""For each sequence: tokens accepted, the token that follows, and whether logits were unusable."""
+"""For each sequence: accepted draft tokens, the next token, and whether logits were unusable."""
 
 
 def advance(
     rows: Sequence[Row], draft: Draft, state: State | None, verdicts: Verdicts, context: int
 ) -> list[Step]:
-    """Append to each sequence the tokens that it gained, up to its end.
+    """Append its new tokens to each sequence, up to its end.
 
     Returns:
         One ``Step`` per sequence.
     """
-    drafts = draft.tokens.tolist()
-    drafted = list(draft.lengths or [])
+    draft_tokens = draft.tokens.tolist()
+    num_drafted = list(draft.lengths or [])
     steps = []
     for i, (row, accepted, next_token, bad) in enumerate(zip(rows, *verdicts, strict=True)):
         row.stats.target_passes += 1
-        row.stats.count(drafted[i], accepted)
-        won = [*drafts[i][:accepted], next_token]
+        row.stats.count(num_drafted[i], accepted)
+        new_tokens = [*draft_tokens[i][:accepted], next_token]
         if bad:
-            won, row.finish_reason = [], "error"
+            new_tokens, row.finish_reason = [], "error"
             row.error = ValueError(
                 f"the logits at position {len(row.tokens)} are unusable: the target, the draft or a "
                 "processor left NaN, +inf or nothing but -inf"
             )
         elif row.draft_sampling is not None and state is not None and state.after:
             row.draft_sampling = state.after[min(accepted, len(state.after) - 1)][i]
-        kept = row.extend(won, context)
+        num_appended = row.extend(new_tokens, context)
         if row.finish_reason is not None and row.text is not None:
             row.text.finish()
         steps.append(
             Step(
                 row.index,
                 None if row.text is None else row.text.take(final=row.finish_reason is not None),
-                won[:kept],
-                drafted[i],
+                new_tokens[:num_appended],
+                num_drafted[i],
                 accepted,
                 next_token,
-                drafts[i][: drafted[i]],
+                draft_tokens[i][: num_drafted[i]],
             )
         )
     return steps

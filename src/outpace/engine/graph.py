@@ -2,7 +2,7 @@
 
 Drafting, the target's forward pass, verification and the update of every sequence run without the host. The
 host only starts steps, and reads the small result of one while the next one runs. So all sequences advance
-together with the same g. The slot of a sequence whose end the host has seen stands still.
+together with the same g. A slot stands still once the host has seen the end of its sequence.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from outpace.draft.base import fit
-from outpace.draft.lookup import copied
+from outpace.draft.lookup import lookup_draft
 from outpace.engine.capture import Graphs
 from outpace.engine.inputs import DraftInputs, HostDraft
-from outpace.engine.pending import Moment, Pending
-from outpace.models.causal import WORTH_COPYING, common, most_shared
+from outpace.engine.pending import DeviceEvent, Pending
+from outpace.models.causal import MIN_COPIED_PREFIX, common_prefix_length, longest_shared_prefix
 from outpace.sampling import SamplingParams
-from outpace.verification import Drawn, Rule, Verdict, sample, verify
+from outpace.verification import Rule, SampledTokens, Verdict, sample, verify
 from outpace.verification.rules import parse
 
 CHUNK = 512  # tokens of a prompt per forward pass
-TOGETHER = 4096  # tokens of several prompts per forward pass
-SHORTEST = 32  # tokens; the smallest piece of a prompt that has a graph
-PADDING = 2  # times their own tokens that prompts may take, padded, to be prefilled together
+MAX_PREFILL_TOKENS = 4096  # tokens of several prompts per forward pass
+MIN_CHUNK = 32  # tokens of the smallest chunk that has a graph
+MAX_PADDING = 2  # padded tokens per prompt token, up to which prompts are prefilled together
 
 
 class Model(Protocol):
@@ -37,18 +37,18 @@ class Model(Protocol):
     vocab_size: int
     device: torch.device
 
-    def room(self, rows: int, tokens: int) -> Any:
+    def allocate_cache(self, rows: int, tokens: int) -> Any:
         """Return a KV cache for ``rows`` sequences of at most ``tokens`` tokens.
 
         It has ``part(i, n, T)``, a view of n rows from row i on with at most T tokens. ``copy(i, j, n)``
         copies the first n tokens of row i to row j. ``wipe()`` fills it with zeros.
         """
 
-    def read(self, ids: Tensor, positions: Tensor, cache: Any) -> None:
+    def fill_cache(self, ids: Tensor, positions: Tensor, cache: Any) -> None:
         """Write tokens ``[B, n]`` at positions ``[B, n]`` to the first B rows of the KV cache."""
 
     def logits(self, ids: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """Do what ``read`` does, and return the logits ``[B, n, V]`` after each token."""
+        """Do what ``fill_cache`` does, and return the logits ``[B, n, V]`` after each token."""
 
 
 @dataclass(frozen=True)
@@ -59,29 +59,29 @@ class State:
     seeds: Tensor
     active: Tensor
     last: Tensor  # [rows, 2], the last two tokens
-    text: Tensor  # [rows, tokens], prompt and output; [rows, 0] without prompt lookup
+    token_ids: Tensor  # [rows, max_tokens], prompt and output; [rows, 0] without prompt lookup
 
     @classmethod
     def of(cls, engine: Engine, rows: int) -> State:
         """Return views of an engine's first rows."""
-        all_rows = engine.lengths, engine.seeds, engine.active, engine.last, engine.text
-        return cls(*(one[:rows] for one in all_rows))
+        all_rows = engine.lengths, engine.seeds, engine.active, engine.last, engine.token_ids
+        return cls(*(tensor[:rows] for tensor in all_rows))
 
 
-class Iteration(NamedTuple):
+class StepKey(NamedTuple):
     """The key of a step's graph.
 
     Attributes:
         g: Draft tokens per sequence.
-        rows: Slots that take part.
+        slots: Slots that take part.
         sampling: Sampling parameters of all sequences.
-        given: The id of the buffers for draft tokens from outside. None if the engine drafts.
+        host_buffers: The id of the buffers for draft tokens from the host. None if the engine drafts.
     """
 
     g: int
-    rows: int
+    slots: int
     sampling: SamplingParams
-    given: int | None
+    host_buffers: int | None
 
 
 class Engine:
@@ -92,183 +92,188 @@ class Engine:
     Args:
         target: The target model.
         draft: The draft model, or None.
-        rows: The number of slots.
-        tokens: The most tokens of a sequence.
+        slots: The number of slots.
+        max_tokens: The most tokens of a sequence.
         rule: As in ``Decoder``.
         lenience: As in ``Decoder``.
-        copies: Prompt lookup instead of a draft model: the least and the most last tokens that must match.
-            Without ``copies`` and ``draft`` the engine decodes without speculation.
+        lookup_ngrams: Prompt lookup instead of a draft model: its ``min_ngram`` and ``max_ngram``. Without
+            ``lookup_ngrams`` and ``draft`` the engine decodes without speculation.
     """
 
     def __init__(
         self,
         target: Model,
         draft: Model | None,
-        rows: int,
-        tokens: int,
+        slots: int,
+        max_tokens: int,
         *,
         rule: Rule | str = "token",
         lenience: float = 1.0,
-        copies: tuple[int, int] | None = None,
+        lookup_ngrams: tuple[int, int] | None = None,
     ) -> None:
-        self.target, self.draft, self.copies = target, draft, copies
-        self.rows, self.tokens = rows, tokens
+        self.target, self.draft, self.lookup_ngrams = target, draft, lookup_ngrams
+        self.slots, self.max_tokens = slots, max_tokens
         self.rule, self.lenience = parse(rule), lenience
-        self.target_cache = target.room(rows, tokens)
-        self.draft_cache: Any = None if draft is None else draft.room(rows, tokens)
-        integers = torch.zeros(3, rows, dtype=torch.int64, device=target.device)
+        self.target_cache = target.allocate_cache(slots, max_tokens)
+        self.draft_cache: Any = None if draft is None else draft.allocate_cache(slots, max_tokens)
+        integers = torch.zeros(3, slots, dtype=torch.int64, device=target.device)
         self.lengths, self.seeds, self.active = integers[0], integers[1], integers[2]
-        self.last = torch.zeros_like(integers[:2]).T.contiguous()  # [rows, 2], the last two tokens
-        self.text = torch.zeros(rows, tokens if copies else 0, dtype=torch.int64, device=target.device)
+        self.last = torch.zeros_like(integers[:2]).T.contiguous()  # [slots, 2], the last two tokens
+        # [slots, max_tokens], prompt and output; [slots, 0] without prompt lookup
+        self.token_ids = torch.zeros(
+            slots, max_tokens if lookup_ngrams else 0, dtype=torch.int64, device=target.device
+        )
         self.graphs = Graphs(target.device)
-        self._ready: dict[tuple[int, SamplingParams, bool], frozenset[int]] = {}
-        self._ready_since = 0
-        self._pages: dict[int, tuple[Tensor, Tensor]] = {}  # by size: tokens and positions that graphs read
-        self._held: dict[int, Sequence[int]] = {}  # by slot: first tokens that its KV caches surely hold
-        self._given: dict[
-            tuple[int, SamplingParams | None, torch.dtype | None], DraftInputs
-        ] = {}  # buffers that graphs read
+        # Values of g whose graphs are captured, valid for one version of the graphs
+        self._captured_lengths: dict[tuple[int, SamplingParams, bool], frozenset[int]] = {}
+        self._captured_version = 0
+        # By size: tokens and positions that graphs read
+        self._chunk_buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._cached: dict[int, Sequence[int]] = {}  # by slot: first tokens that its KV caches surely hold
+        # Draft tokens from the host, which graphs read
+        self._host_buffers: dict[tuple[int, SamplingParams | None, torch.dtype | None], DraftInputs] = {}
 
-    def begin(self, row: int, text: Sequence[int], seed: int) -> None:
+    def prefill(self, slot: int, tokens: Sequence[int], seed: int) -> None:
         """Prefill a sequence in a slot.
 
-        Its last token is fed by the first step.
+        The first step feeds its last token.
         """
-        self.begin_all(row, [text], [seed])
+        self.prefill_all(slot, [tokens], [seed])
 
     @torch.inference_mode()
-    def begin_all(self, row: int, texts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
-        """Prefill sequences in consecutive slots, from slot ``row`` on."""
+    def prefill_all(self, slot: int, texts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+        """Prefill sequences in consecutive slots, from ``slot`` on."""
         for text in texts:
-            if not 1 <= len(text) < self.tokens:
-                raise ValueError(f"text: got {len(text)} tokens; there is room for 1 to {self.tokens - 1}")
+            if not 1 <= len(text) < self.max_tokens:
+                raise ValueError(f"tokens: got {len(text)} tokens; it must be 1 to {self.max_tokens - 1}")
         with self._on_device():
             longest = max(map(len, texts))
-            alike = longest > WORTH_COPYING and len(set(map(tuple, texts))) < len(texts)
+            repeated = longest > MIN_COPIED_PREFIX and len(set(map(tuple, texts))) < len(texts)
             if (
                 len(texts) > 1
-                and not alike
-                and all(most_shared(self._held, text)[0] is None for text in texts)
-                and len(texts) * longest <= PADDING * sum(map(len, texts))
+                and not repeated
+                and all(longest_shared_prefix(self._cached, text)[0] is None for text in texts)
+                and len(texts) * longest <= MAX_PADDING * sum(map(len, texts))
             ):
-                self._read(row, texts, 0)
+                self._prefill_caches(slot, texts, 0)
             else:
-                for i, text in enumerate(texts, row):
-                    self._read(i, [text], self._taken_over(i, text))
-        for i, (text, seed) in enumerate(zip(texts, seeds, strict=True), row):
+                for i, text in enumerate(texts, slot):
+                    self._prefill_caches(i, [text], self._reuse_prefix(i, text))
+        for i, (text, seed) in enumerate(zip(texts, seeds, strict=True), slot):
             ids = torch.tensor(text, device=self.target.device)
-            if self.copies is not None:
-                self.text[i, : len(text)] = ids
+            if self.lookup_ngrams is not None:
+                self.token_ids[i, : len(text)] = ids
             self.lengths[i] = len(text)
             self.last[i] = ids[[-2, -1]] if len(text) > 1 else ids[[-1, -1]]
             self.seeds[i] = seed
             self.active[i] = 1
 
-    def _read(self, row: int, texts: Sequence[Sequence[int]], done: int) -> None:
-        """Prefill sequences without their last tokens, from token ``done`` on.
+    def _prefill_caches(self, slot: int, texts: Sequence[Sequence[int]], num_cached: int) -> None:
+        """Run sequences without their last tokens through the models, from token ``num_cached`` on.
 
-        Where a sequence is shorter than others its KV cache gets garbage, which lies past its length.
+        The KV cache of a shorter sequence gets garbage past the sequence's length.
         """
-        for i in range(row, row + len(texts)):
-            self._held.pop(i, None)  # in case this is interrupted
+        for i in range(slot, slot + len(texts)):
+            self._cached.pop(i, None)  # in case this is interrupted
         longest = max(map(len, texts)) - 1
         ids = torch.tensor([[*text, *[text[-1]] * (longest + 1 - len(text))] for text in texts])
         ids = ids.to(self.target.device)
-        step = max(1, min(CHUNK, TOGETHER // len(texts)))
-        for first in range(done, longest, step):
-            self._read_some(row, ids[:, first : min(first + step, longest)], first, step)
-        self._held |= {i: text[:-1] for i, text in enumerate(texts, row)}
+        chunk = max(1, min(CHUNK, MAX_PREFILL_TOKENS // len(texts)))
+        for first in range(num_cached, longest, chunk):
+            self._prefill_chunk(slot, ids[:, first : min(first + chunk, longest)], first, chunk)
+        self._cached |= {i: text[:-1] for i, text in enumerate(texts, slot)}
 
-    def _read_some(self, row: int, ids: Tensor, first: int, most: int) -> None:
+    def _prefill_chunk(self, slot: int, ids: Tensor, first: int, chunk: int) -> None:
         """Run tokens ``[B, n]`` at positions from ``first`` on through the models.
 
         There are graphs for a few sizes, and only if all slots take part: otherwise there would be too many.
         """
         B, n = ids.shape
-        whole = self.graphs.on and self.rows == B
-        size = min(most, max(SHORTEST, _power(n))) if whole else n
-        seen = min(_power(max(first + size, CHUNK)), self.tokens)  # positions that these tokens attend to
-        places = torch.arange(first, first + size, device=ids.device).clamp(max=seen - 1).expand(B, -1)
-        if whole:
-            if size not in self._pages:
-                self._pages[size] = ids.new_zeros(B, size), ids.new_zeros(B, size)
-            page = self._pages[size]
-            page[0][:, :n], page[0][:, n:] = ids, ids[:, -1:]  # garbage in the second, past the ends
-            page[1].copy_(places)
-            ids, places = page
+        as_graph = self.graphs.enabled and self.slots == B
+        size = min(chunk, max(MIN_CHUNK, _next_power_of_two(n))) if as_graph else n
+        # Positions that these tokens attend to
+        attended = min(_next_power_of_two(max(first + size, CHUNK)), self.max_tokens)
+        positions = torch.arange(first, first + size, device=ids.device).clamp(max=attended - 1).expand(B, -1)
+        if as_graph:
+            if size not in self._chunk_buffers:
+                self._chunk_buffers[size] = ids.new_zeros(B, size), ids.new_zeros(B, size)
+            buffers = self._chunk_buffers[size]
+            buffers[0][:, :n], buffers[0][:, n:] = ids, ids[:, -1:]  # the second is padding past the ends
+            buffers[1].copy_(positions)
+            ids, positions = buffers
 
         def read() -> Tensor:
-            for model, cache in self._scorers():
-                model.read(self._known(ids, model), places, cache.part(row, B, seen))
+            for model, cache in self._models():
+                model.fill_cache(self._known_ids(ids, model), positions, cache.part(slot, B, attended))
             return ids
 
-        if whole:
-            self.graphs.run((size, seen), read, f"a prompt's piece of {size} tokens")
+        if as_graph:
+            self.graphs.run((size, attended), read, f"prefill of {size} tokens")
         else:
             read()
 
-    def _scorers(self) -> list[tuple[Model, Any]]:
+    def _models(self) -> list[tuple[Model, Any]]:
         """Return the models, each with its KV cache."""
         draft = [] if self.draft is None else [(self.draft, self.draft_cache)]
         return [(self.target, self.target_cache), *draft]
 
-    def _taken_over(self, row: int, text: Sequence[int]) -> int:
-        """Return how many of a text's first tokens a slot's KV caches hold.
+    def _reuse_prefix(self, slot: int, text: Sequence[int]) -> int:
+        """Return how many of a sequence's first tokens a slot's KV caches hold.
 
         Some of them may first be copied from another slot.
         """
-        own = common(self._held.get(row, ()), text, len(text) - 1)
-        best, shared = most_shared(self._held, text)
-        if best is None or shared < own + WORTH_COPYING:
+        own = common_prefix_length(self._cached.get(slot, ()), text, len(text) - 1)
+        best, shared = longest_shared_prefix(self._cached, text)
+        if best is None or shared < own + MIN_COPIED_PREFIX:
             return own
-        self._held.pop(row, None)  # in case this is interrupted
-        for _, cache in self._scorers():
-            cache.copy(best, row, shared)
+        self._cached.pop(slot, None)  # in case this is interrupted
+        for _, cache in self._models():
+            cache.copy(best, slot, shared)
         return shared
 
     @torch.inference_mode()
-    def end(self, row: int, text: Sequence[int] = (), wipe: bool = False) -> None:
+    def end(self, slot: int, tokens: Sequence[int] = (), wipe: bool = False) -> None:
         """Stop a slot until another sequence starts in it.
 
-        A sequence that starts with the text of this one reuses its KV cache. NaN in a KV cache would remain,
+        A later sequence that starts with the same tokens reuses the KV cache. NaN in a KV cache would remain,
         unless ``wipe`` is set.
 
         Args:
-            row: The slot.
-            text: The tokens that the KV caches hold, for reuse.
+            slot: The slot.
+            tokens: The tokens that the KV caches hold, for reuse.
             wipe: Fill the slot's KV caches with zeros.
         """
-        self.active[row] = 0
-        if text:  # the draft's KV cache may lack the last token but one
-            self._held[row] = text[:-2]
+        self.active[slot] = 0
+        if tokens:  # the draft's KV cache may lack the last token but one
+            self._cached[slot] = tokens[:-2]
         if wipe:
-            self._held.pop(row, None)
-            for _, cache in self._scorers():
-                cache.part(row, 1, self.tokens).wipe()
+            self._cached.pop(slot, None)
+            for _, cache in self._models():
+                cache.part(slot, 1, self.max_tokens).wipe()
 
     def forget(self) -> None:
         """Reuse nothing that the KV caches hold."""
-        self._held.clear()
+        self._cached.clear()
 
     @property
-    def piece(self) -> int:
-        """Tokens per sequence that ``catch_up`` reads at a time; one graph serves all pieces."""
-        return min(SHORTEST, self.tokens)
+    def catch_up_chunk(self) -> int:
+        """Tokens per sequence and forward pass of ``catch_up``; one graph serves all chunks."""
+        return min(MIN_CHUNK, self.max_tokens)
 
-    def pieces(self, missing: int) -> int:
-        """Return the number of pieces that ``catch_up`` reads for ``missing`` tokens."""
-        return -(-missing // self.piece)
+    def num_catch_up_chunks(self, missing: int) -> int:
+        """Return the number of forward passes of ``catch_up`` for ``missing`` tokens."""
+        return -(-missing // self.catch_up_chunk)
 
     @torch.inference_mode()
-    def catch_up(self, texts: Mapping[int, Sequence[int]], missing: int, rows: int | None = None) -> float:
+    def catch_up(self, texts: Mapping[int, Sequence[int]], missing: int, slots: int | None = None) -> float:
         """Run the draft model over tokens that were generated without it.
 
-        The very last two tokens are left out, since every step feeds them. No step may be under way.
+        The very last two tokens are left out, since every step feeds them. No step may be in flight.
 
         Args:
             texts: The tokens of sequences, by slot.
             missing: The most tokens that the draft model lacks in a sequence.
-            rows: The number of first slots that take part. By default all.
+            slots: The number of first slots that take part. By default all.
 
         Returns:
             The seconds that captures took.
@@ -276,48 +281,53 @@ class Engine:
         if self.draft is None:
             return 0.0
         draft, cache = self.draft, self.draft_cache
-        seen = min(_power(max(*map(len, texts.values()), CHUNK)), self.tokens)
-        size = self.piece
-        rows = self.rows if rows is None else rows
-        for row in range(rows):
-            if row not in texts:
-                self._held.pop(row, None)  # its KV cache is overwritten
-        if size not in self._pages:
-            self._pages[size] = self.last.new_zeros(self.rows, size), self.last.new_zeros(self.rows, size)
-        tokens, positions = (one[:rows] for one in self._pages[size])
+        attended = min(_next_power_of_two(max(*map(len, texts.values()), CHUNK)), self.max_tokens)
+        size = self.catch_up_chunk
+        slots = self.slots if slots is None else slots
+        for slot in range(slots):
+            if slot not in texts:
+                self._cached.pop(slot, None)  # its KV cache is overwritten
+        if size not in self._chunk_buffers:
+            shape = self.slots, size
+            self._chunk_buffers[size] = self.last.new_zeros(shape), self.last.new_zeros(shape)
+        tokens, positions = (buffer[:slots] for buffer in self._chunk_buffers[size])
 
         def read() -> Tensor:
-            draft.read(self._known(tokens, draft), positions, cache.part(0, rows, seen))
+            draft.fill_cache(self._known_ids(tokens, draft), positions, cache.part(0, slots, attended))
             return tokens
 
-        making = 0.0
-        for left in range(self.pieces(missing), 0, -1):
+        capture_seconds = 0.0
+        for chunks_left in range(self.num_catch_up_chunks(missing), 0, -1):
             # Sequences that lack fewer tokens read some again, which changes nothing. Short ones also read
             # garbage past their ends.
-            firsts = [len(texts.get(row, ())) - 2 - left * size for row in range(rows)]
-            places = [[max(0, first) + i for i in range(size)] for first in firsts]
+            firsts = [len(texts.get(slot, ())) - 2 - chunks_left * size for slot in range(slots)]
+            at = [[max(0, first) + i for i in range(size)] for first in firsts]
             ids = [
-                [texts[row][place] if row in texts and place < len(texts[row]) else 0 for place in some]
-                for row, some in enumerate(places)
+                [texts[slot][i] if slot in texts and i < len(texts[slot]) else 0 for i in indices]
+                for slot, indices in enumerate(at)
             ]
             tokens.copy_(torch.tensor(ids))
-            positions.copy_(torch.tensor(places))
+            positions.copy_(torch.tensor(at))
             with self._on_device():
-                key = "catch up", rows, seen
-                making += self.graphs.run(key, read, f"catching up with {size} tokens")[1]
-        return making
+                key = "catch up", slots, attended
+                capture_seconds += self.graphs.run(key, read, f"catch-up of {size} tokens")[1]
+        return capture_seconds
 
     @torch.inference_mode()
     def start(
-        self, g: int, sampling: SamplingParams, rows: int | None = None, given: HostDraft | None = None
+        self,
+        g: int,
+        sampling: SamplingParams,
+        slots: int | None = None,
+        host_draft: HostDraft | None = None,
     ) -> Pending:
         """Start a step and return at once.
 
         Args:
             g: Draft tokens per sequence. 0 decodes without speculation, as does an engine that cannot draft.
             sampling: Sampling parameters of all sequences.
-            rows: The number of first slots that take part. By default all.
-            given: Draft tokens from outside, g per sequence, instead of the engine's own.
+            slots: The number of first slots that take part. By default all.
+            host_draft: Draft tokens from the host, g per sequence, instead of the engine's own.
 
         Returns:
             The step, whose outcome can be read later.
@@ -327,130 +337,138 @@ class Engine:
         """
         if sampling.logit_bias or sampling.reads_prefix:
             raise ValueError(
-                "sampling: has penalties, bias or processors, which need the host between drafts"
+                "sampling: has penalties, bias or processors, which need the host between draft tokens"
             )
-        rows = self.rows if rows is None else rows
-        if not 1 <= rows <= self.rows:
-            raise ValueError(f"rows: got {rows}; there are 1 to {self.rows}")
-        if self.draft is None and self.copies is None and given is None:
+        slots = self.slots if slots is None else slots
+        if not 1 <= slots <= self.slots:
+            raise ValueError(f"slots: got {slots}; it must be 1 to {self.slots}")
+        if self.draft is None and self.lookup_ngrams is None and host_draft is None:
             g = 0
         with self._on_device():
-            proposals = None if given is None else self._put(g, given)
-            key = Iteration(g, rows, sampling, None if proposals is None else id(proposals))
-            begun = Moment(self.target.device)
-            result, making = self.graphs.run(
+            proposals = None if host_draft is None else self._copy_host_draft(g, host_draft)
+            key = StepKey(g, slots, sampling, None if proposals is None else id(proposals))
+            started = DeviceEvent(self.target.device)
+            result, capture_seconds = self.graphs.run(
                 key,
-                lambda: self.iteration(g, sampling, rows, proposals),
-                f"an iteration of g = {g}, {rows} rows,",
+                lambda: self.step(g, sampling, slots, proposals),
+                f"a step of g = {g}, {slots} slots,",
                 (self.lengths, self.last),
             )
-            return Pending(result, begun, making)
+            return Pending(result, started, capture_seconds)
 
     @property
-    def goes_on(self) -> bool:
+    def is_async(self) -> bool:
         """True if a started step runs while the host does something else."""
-        return self.graphs.on
+        return self.graphs.enabled
 
-    def ready(self, sampling: SamplingParams, rows: int, given: bool) -> frozenset[int] | None:
-        """Return the draft lengths that need no capture; None if none ever does.
+    def captured_lengths(
+        self, sampling: SamplingParams, slots: int, from_host: bool
+    ) -> frozenset[int] | None:
+        """Return the values of g that need no capture; None if no value ever does.
 
         Args:
             sampling: Sampling parameters of all sequences.
-            rows: Slots that take part.
-            given: Whether the draft tokens come from outside.
+            slots: Slots that take part.
+            from_host: Whether the draft tokens come from the host.
         """
-        if not self.graphs.on:
+        if not self.graphs.enabled:
             return None
-        if self._ready_since != self.graphs.changes:
-            self._ready, self._ready_since = {}, self.graphs.changes
-        key = rows, sampling, given
-        if key not in self._ready:
-            made = (one for one in self.graphs if isinstance(one, Iteration))
-            self._ready[key] = frozenset(
-                one.g for one in made if (one.rows, one.sampling, one.given is not None) == key
+        if self._captured_version != self.graphs.version:
+            self._captured_lengths, self._captured_version = {}, self.graphs.version
+        key = slots, sampling, from_host
+        if key not in self._captured_lengths:
+            steps = (graph for graph in self.graphs if isinstance(graph, StepKey))
+            self._captured_lengths[key] = frozenset(
+                step.g for step in steps if (step.slots, step.sampling, step.host_buffers is not None) == key
             )
-        return self._ready[key]
+        return self._captured_lengths[key]
 
-    def _put(self, g: int, given: HostDraft) -> DraftInputs:
-        """Copy draft tokens from outside to the buffers that graphs read.
+    def _copy_host_draft(self, g: int, host_draft: HostDraft) -> DraftInputs:
+        """Copy draft tokens from the host to the buffers that graphs read.
 
-        Slots without draft tokens draft none.
+        Slots without draft tokens get length 0.
         """
-        draft = given.draft
-        key = g, given.sampling, None if draft.logits is None else draft.logits.dtype
-        if key not in self._given:
+        draft, slots = host_draft.draft, list(host_draft.slots)
+        key = g, host_draft.sampling, None if draft.logits is None else draft.logits.dtype
+        if key not in self._host_buffers:
             logits = None
             if draft.logits is not None:
-                logits = draft.logits.new_zeros(self.rows, g, self.target.vocab_size)
-            tokens = self.last.new_zeros(self.rows, g)
-            self._given[key] = DraftInputs(tokens, logits, (), tokens.new_zeros(self.rows), given.sampling)
-        room = self._given[key]
-        assert room.lengths is not None
-        lengths = torch.zeros(self.rows, dtype=torch.int64)
-        lengths[list(given.slots)] = torch.tensor(draft.lengths or [g] * len(given.slots))
-        room.lengths.copy_(lengths)
-        room.tokens[list(given.slots)] = draft.tokens.to(room.tokens.device)
-        if room.logits is not None and draft.logits is not None:
-            room.logits[list(given.slots)] = draft.logits
-        return room
+                logits = draft.logits.new_zeros(self.slots, g, self.target.vocab_size)
+            tokens = self.last.new_zeros(self.slots, g)
+            no_lengths = tokens.new_zeros(self.slots)
+            self._host_buffers[key] = DraftInputs(tokens, logits, (), no_lengths, host_draft.sampling)
+        buffers = self._host_buffers[key]
+        assert buffers.lengths is not None
+        lengths = torch.zeros(self.slots, dtype=torch.int64)
+        lengths[slots] = torch.tensor(draft.lengths or [g] * len(slots))
+        buffers.lengths.copy_(lengths)
+        buffers.tokens[slots] = draft.tokens.to(buffers.tokens.device)
+        if buffers.logits is not None and draft.logits is not None:
+            buffers.logits[slots] = draft.logits
+        return buffers
 
     @torch.inference_mode()
-    def iteration(
-        self, g: int, sampling: SamplingParams, rows: int, given: DraftInputs | None = None
+    def step(
+        self, g: int, sampling: SamplingParams, slots: int, host_draft: DraftInputs | None = None
     ) -> Tensor:
         """Run one step: one forward pass of the target over g draft tokens.
 
         Returns:
             The outcome, in the format that ``Pending`` reads.
         """
-        state = State.of(self, rows)
+        state = State.of(self, slots)
         # Positions of the last two tokens and the draft tokens. Idle slots may write at the cache's end.
-        places = (state.lengths[:, None] + torch.arange(-2, g, device=state.last.device)).clamp(
-            0, self.tokens - 1
+        positions = (state.lengths[:, None] + torch.arange(-2, g, device=state.last.device)).clamp(
+            0, self.max_tokens - 1
         )
-        proposals = self._propose(g, sampling, state, places) if given is None else given.first(rows)
-        scored = torch.cat((state.last[:, 1:], proposals.tokens), dim=1)  # [rows, g+1]
-        p = self.target.logits(scored, places[:, 1:], self.target_cache)  # [rows, g+1, V]
+        if host_draft is None:
+            proposals = self.propose(g, sampling, state, positions)
+        else:
+            proposals = host_draft.first(slots)
+        scored = torch.cat((state.last[:, 1:], proposals.tokens), dim=1)  # [slots, g+1]
+        p = self.target.logits(scored, positions[:, 1:], self.target_cache)  # [slots, g+1, V]
         verdict = self._verify(proposals, p, sampling, state)
-        if self.copies is not None:
-            at = (state.lengths[:, None] + torch.arange(g + 1, device=p.device)).clamp(max=self.tokens - 1)
+        if self.lookup_ngrams is not None:
+            at = state.lengths[:, None] + torch.arange(g + 1, device=p.device)
             new = torch.cat((proposals.tokens, verdict.next_token[:, None]), dim=1)
-            state.text.scatter_(1, at, new.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None]))
-        kept = scored.gather(1, verdict.accepted[:, None])  # the token before the next one
-        moved = state.active[:, None].bool()
+            new = new.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])
+            state.token_ids.scatter_(1, at.clamp(max=self.max_tokens - 1), new)
+        previous = scored.gather(1, verdict.accepted[:, None])  # the token before the next one
+        active = state.active[:, None].bool()
         state.last.copy_(
-            torch.where(moved, torch.cat((kept, verdict.next_token[:, None]), dim=1), state.last)
+            torch.where(active, torch.cat((previous, verdict.next_token[:, None]), dim=1), state.last)
         )
         state.lengths.add_((verdict.accepted + 1) * state.active)
         drafted = torch.full_like(verdict.accepted, g) if proposals.lengths is None else proposals.lengths
-        each = torch.stack((verdict.accepted, verdict.next_token, verdict.bad.long(), drafted), dim=1)
-        return torch.cat((each, proposals.tokens), dim=1)
+        counts = torch.stack((verdict.accepted, verdict.next_token, verdict.bad.long(), drafted), dim=1)
+        return torch.cat((counts, proposals.tokens), dim=1)
 
-    def _propose(self, g: int, sampling: SamplingParams, state: State, places: Tensor) -> DraftInputs:
+    def propose(self, g: int, sampling: SamplingParams, state: State, positions: Tensor) -> DraftInputs:
         """Propose g draft tokens for each sequence.
 
         The draft's KV cache may lack the last token but one, which is fed again.
         """
-        if self.copies is not None and g:
-            tokens, lengths = copied(state.text, state.lengths, g, *self.copies)
+        if self.lookup_ngrams is not None and g:
+            tokens, lengths = lookup_draft(state.token_ids, state.lengths, g, *self.lookup_ngrams)
             return DraftInputs(tokens, lengths=lengths)
         if self.draft is None or g == 0:
             return DraftInputs(state.last[:, :0])
-        ids = self._known(state.last, self.draft)
-        drafts, logits, drawn = [], [], list[Drawn]()
+        ids = self._known_ids(state.last, self.draft)
+        tokens_by_step, logits, drawn = [], [], list[SampledTokens]()
         for i in range(g):
-            at = places[:, :2] if i == 0 else places[:, i + 1 : i + 2]
+            at = positions[:, :2] if i == 0 else positions[:, i + 1 : i + 2]
             q = fit(self.draft.logits(ids, at, self.draft_cache)[:, -1], self.target.vocab_size)
             if self.rule.name == "match":
                 # With the target's own noise the draft model is likelier to sample the target's token.
-                drafts.append(self._plain(q, state.lengths + i, sampling, state).next_token)
+                verdict = self._sample_as_target(q, state.lengths + i, sampling, state)
+                tokens_by_step.append(verdict.next_token)
             else:
                 drawn.append(sample(q, seed=state.seeds, position=state.lengths, step=i, sampling=sampling))
-                drafts.append(drawn[-1].tokens)
+                tokens_by_step.append(drawn[-1].tokens)
                 logits.append(q)
-            ids = self._known(drafts[-1][:, None], self.draft)
+            ids = self._known_ids(tokens_by_step[-1][:, None], self.draft)
         all_q = torch.stack(logits, dim=1) if logits else None
-        return DraftInputs(torch.stack(drafts, dim=1), all_q, drawn, sampling=sampling)
+        return DraftInputs(torch.stack(tokens_by_step, dim=1), all_q, drawn, sampling=sampling)
 
     def _verify(self, proposals: DraftInputs, p: Tensor, sampling: SamplingParams, state: State) -> Verdict:
         q, drawn = proposals.logits, proposals.drawn
@@ -474,13 +492,16 @@ class Engine:
             draft_cut=(torch.stack(cuts, dim=1), torch.stack(ties, dim=1)) if cuts else None,
         )
 
-    def _plain(self, logits: Tensor, position: Tensor, sampling: SamplingParams, state: State) -> Verdict:
+    def _sample_as_target(
+        self, logits: Tensor, position: Tensor, sampling: SamplingParams, state: State
+    ) -> Verdict:
+        """Sample from logits with the noise that the target uses at a position."""
         return verify(
             state.last[:, :0], None, logits[:, None], rule=self.rule, seed=state.seeds, position=position,
             sampling=sampling,
         )  # fmt: skip
 
-    def _known(self, ids: Tensor, model: Model) -> Tensor:
+    def _known_ids(self, ids: Tensor, model: Model) -> Tensor:
         """Replace tokens that a model with a smaller vocabulary does not know by its last token."""
         return ids if model.vocab_size >= self.target.vocab_size else ids.clamp(max=model.vocab_size - 1)
 
@@ -489,6 +510,6 @@ class Engine:
         return torch.cuda.device(self.target.device) if self.target.device.type == "cuda" else nullcontext()
 
 
-def _power(n: int) -> int:
+def _next_power_of_two(n: int) -> int:
     """Return the least power of two that is not below n."""
     return 1 << (n - 1).bit_length()

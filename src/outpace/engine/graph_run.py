@@ -13,7 +13,7 @@ import torch
 
 from outpace.draft.base import Draft
 from outpace.engine.commit import advance
-from outpace.engine.drafting import Proposal, Proposer, right
+from outpace.engine.drafting import Proposal, Proposer, matches
 from outpace.engine.graph import Engine
 from outpace.engine.inputs import HostDraft
 from outpace.engine.pending import Outcome, Pending
@@ -22,21 +22,21 @@ from outpace.engine.stats import Clock
 from outpace.policy import Load, StepOutcome
 from outpace.sampling import SamplingParams
 
-AHEAD = 2  # steps under way at a time: the host reads one outcome while the next step runs
+MAX_IN_FLIGHT = 2  # steps: the host reads one outcome while the next step runs
 
 
 @dataclass(frozen=True)
-class Prefilled:
-    """A step that was started."""
+class InFlightStep:
+    """A step that has started, and whose outcome is not committed yet."""
 
     pending: Pending
     g: int
     rows: dict[int, Row]  # sequences that take part, by slot
     load: Load
     proposal: Proposal | None = None  # draft tokens of a drafter on the host
-    waited: float = 0.0  # seconds in which the device idled, as the host needed the last outcome first
-    catching_up: float = 0.0  # seconds that the draft model took to read the tokens it missed
-    reading_made: float = 0.0  # seconds that captures for that took
+    idle_seconds: float = 0.0  # of the device before the step, as the host needed the last outcome first
+    catch_up_seconds: float = 0.0  # in which the draft model read the tokens it missed
+    catch_up_capture_seconds: float = 0.0  # of captures for the catch-up
 
 
 class GraphRun:
@@ -46,214 +46,225 @@ class GraphRun:
         engine: The graph executor.
         proposer: The drafter with its draft-length policy.
         slots: Sequences at a time.
-        inside: Whether drafting is part of the engine's steps. Otherwise the drafter must see the outcome of
-            the last step first.
+        drafts_in_graph: Whether drafting is part of the engine's steps. Otherwise the drafter must see the
+            outcome of the last step first.
         sampling: Sampling parameters of all sequences.
     """
 
     def __init__(
-        self, engine: Engine, proposer: Proposer, slots: int, inside: bool, sampling: SamplingParams
+        self, engine: Engine, proposer: Proposer, slots: int, drafts_in_graph: bool, sampling: SamplingParams
     ) -> None:
-        self.engine, self.proposer, self.slots, self.inside = engine, proposer, slots, inside
+        self.engine, self.proposer, self.slots = engine, proposer, slots
+        self.drafts_in_graph = drafts_in_graph
         self.sampling = sampling  # of all sequences
-        self.length, self.drafter = proposer.length, proposer.drafter
+        self.policy, self.drafter = proposer.policy, proposer.drafter
         self._active: dict[int, Row] = {}
-        self._begun: deque[Prefilled] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
         self._read_by_draft: dict[int, int] = {}  # by slot: tokens that the draft model has read
-        self._smooth = True  # no prefill, capture or catch-up beside the last step
+        self._undisturbed = True  # no prefill, capture or catch-up beside the last step
         self._chosen: dict[int, int] | None = None  # draft tokens by slot, for a step that has to wait
-        self._drafted = 0.0  # seconds that the host's drafter took
-        self._after = 0.0  # seconds that the host spent on the last outcome after reading it
+        self._draft_seconds = 0.0  # of the drafter on the host
+        self._commit_seconds = 0.0  # of the host, after it read the last outcome
 
     def steps(self, waiting: deque[Row]) -> Generator[Step]:
         """Yield the steps of all sequences as they happen."""
         try:
             while waiting or self._active:
                 clock = Clock()
-                self._take_up(waiting)
-                while len(self._begun) < AHEAD:
-                    begun = self._start()
-                    if begun is None:
+                self._prefill(waiting)
+                while len(self._in_flight) < MAX_IN_FLIGHT:
+                    next_step = self._start()
+                    if next_step is None:
                         break
-                    self._begun.append(begun)
-                begun = self._begun.popleft()
-                if begun.proposal is not None:
-                    clock.took("draft", self._drafted)
-                outcome = begun.pending.read()
-                read = time.perf_counter()
+                    self._in_flight.append(next_step)
+                started = self._in_flight.popleft()
+                if started.proposal is not None:
+                    clock.record("draft", self._draft_seconds)
+                outcome = started.pending.read()
+                read_at = time.perf_counter()
                 # A sequence that has ended meanwhile drops the outcome of its slot.
-                rows = [row for slot, row in begun.rows.items() if self._active.get(slot) is row]
+                rows = [row for slot, row in started.rows.items() if self._active.get(slot) is row]
                 clock.lap("target")
-                spare = self._spare(rows, outcome, begun.g)
-                steps = self._gained(rows, outcome, begun)
+                unscored = self._unscored_matches(rows, outcome, started.g)
+                steps = self._commit(rows, outcome, started)
                 phases = clock.share([row.stats for row in rows])
-                # If no other step is under way, the time after the outcome is `waited` of the next step.
-                wall = sum(phases.values()) - (phases["other"] if begun.proposal is not None else 0.0)
-                self._observe(rows, outcome, begun, spare, wall)
+                # With no other step in flight, the time after the outcome is idle time of the next step.
+                wall = sum(phases.values()) - (phases["other"] if started.proposal is not None else 0.0)
+                self._observe(rows, outcome, started, unscored, wall)
                 self._end(rows)
-                self._after = time.perf_counter() - read
+                self._commit_seconds = time.perf_counter() - read_at
                 yield from (dataclasses.replace(step, phases=phases) for step in steps)
         finally:
             for slot in self._active:
                 self.engine.end(slot)
-            self.length.reset(range(self.slots))
+            self.policy.reset(range(self.slots))
             if self.drafter is not None:
                 self.drafter.reset(range(self.slots))
-            for begun in self._begun:
-                begun.pending.read()
+            for started in self._in_flight:
+                started.pending.read()
 
-    def _take_up(self, waiting: deque[Row]) -> None:
+    def _prefill(self, waiting: deque[Row]) -> None:
         """Prefill waiting sequences in free slots, those in adjacent slots together."""
         free = [slot for slot in range(self.slots) if slot not in self._active][: len(waiting)]
-        self._smooth = not free
+        self._undisturbed = not free
         for slot in free:
             self._active[slot] = waiting.popleft()
             self._active[slot].slot = slot
             self._read_by_draft[slot] = len(self._active[slot].tokens)
-        for _, side_by_side in itertools.groupby(enumerate(free), key=lambda one: one[1] - one[0]):
-            new = [self._active[slot] for _, slot in side_by_side]
-            self.engine.begin_all(new[0].slot, [row.tokens for row in new], [row.seed for row in new])
+        for _, adjacent in itertools.groupby(enumerate(free), key=lambda pair: pair[1] - pair[0]):
+            new = [self._active[slot] for _, slot in adjacent]
+            self.engine.prefill_all(new[0].slot, [row.tokens for row in new], [row.seed for row in new])
 
-    def _start(self) -> Prefilled | None:
+    def _start(self) -> InFlightStep | None:
         """Start the next step; return None if it must wait for the last outcome."""
         rows, proposer = dict(self._active), self.proposer
-        under_way = len(self._begun) > 0
-        asked = self._chosen or (proposer.free and not self.length.idle)
-        if under_way and not self.inside and (self._begun[-1].g or asked):
+        step_in_flight = len(self._in_flight) > 0
+        needs_draft = self._chosen or (proposer.free and not self.policy.idle)
+        if step_in_flight and not self.drafts_in_graph and (self._in_flight[-1].g or needs_draft):
             return None  # the drafter must see its outcome first
-        there, load = list(rows.values()), self._load(rows)
-        if self.inside:
-            chosen = self._chosen or proposer.choose(there, load)
+        active, load = list(rows.values()), self._load(rows)
+        if self.drafts_in_graph:
+            chosen = self._chosen or proposer.choose(active, load)
             g = max(chosen.values(), default=0)
-            behind = g > 0 and self._behind() > 0
-            self._chosen = chosen if behind and under_way else None
+            must_catch_up = g > 0 and self._num_missing() > 0
+            self._chosen = chosen if must_catch_up and step_in_flight else None
             if self._chosen is not None:
                 return None
-            return self._after_rest(g, rows, load) if behind else self._begin(g, rows, load)
-        if under_way:
+            return self._catch_up_and_launch(g, rows, load) if must_catch_up else self._launch(g, rows, load)
+        if step_in_flight:
             if not proposer.free:
-                chosen = proposer.choose(there, load)
+                chosen = proposer.choose(active, load)
                 if any(chosen.values()):
                     self._chosen = chosen
                     return None
-            return self._begin(0, rows, load)
-        began = time.perf_counter()
-        proposal = proposer.propose(there, load, self._chosen)
-        self._chosen, self._drafted = None, time.perf_counter() - began
-        return self._begin(proposal.draft.tokens.shape[1], rows, load, proposal)
+            return self._launch(0, rows, load)
+        started_at = time.perf_counter()
+        proposal = proposer.propose(active, load, self._chosen)
+        self._chosen, self._draft_seconds = None, time.perf_counter() - started_at
+        return self._launch(proposal.draft.tokens.shape[1], rows, load, proposal)
 
-    def _begin(self, g: int, rows: dict[int, Row], load: Load, proposal: Proposal | None = None) -> Prefilled:
-        given = HostDraft(list(rows), proposal.draft) if proposal is not None and g else None
-        pending = self.engine.start(g, self.sampling, self.slots, given)
-        self._smooth = self._smooth and pending.ready
-        waited = self._after if proposal is not None and self.engine.goes_on else 0.0
-        return Prefilled(pending, g, rows, load, proposal, waited)
+    def _launch(
+        self, g: int, rows: dict[int, Row], load: Load, proposal: Proposal | None = None
+    ) -> InFlightStep:
+        host_draft = HostDraft(list(rows), proposal.draft) if proposal is not None and g else None
+        pending = self.engine.start(g, self.sampling, self.slots, host_draft)
+        self._undisturbed = self._undisturbed and pending.was_captured
+        idle_seconds = self._commit_seconds if proposal is not None and self.engine.is_async else 0.0
+        return InFlightStep(pending, g, rows, load, proposal, idle_seconds)
 
     def _load(self, rows: dict[int, Row]) -> Load:
-        load = self.proposer.load(list(rows.values()), self.slots, self._ready(), len(self._begun), "engine")
-        if not self.inside:
+        captured = self.engine.captured_lengths(self.sampling, self.slots, from_host=not self.drafts_in_graph)
+        load = self.proposer.load(list(rows.values()), self.slots, captured, len(self._in_flight), "engine")
+        if not self.drafts_in_graph:
             return load
-        unread = self.engine.pieces(self._behind()) * self.engine.piece * self.slots
-        return dataclasses.replace(load, unread=unread, padded=True)
+        chunks = self.engine.num_catch_up_chunks(self._num_missing())
+        tokens = chunks * self.engine.catch_up_chunk * self.slots
+        return dataclasses.replace(load, catch_up_tokens=tokens, padded_drafts=True)
 
-    def _ready(self) -> frozenset[int] | None:
-        return self.engine.ready(self.sampling, self.slots, given=not self.inside)
-
-    def _behind(self) -> int:
+    def _num_missing(self) -> int:
         """Return the most tokens of a sequence that the engine's draft model has not read."""
         if self.engine.draft is None:
             return 0
-        coming = sum(not begun.g for begun in self._begun)
-        known = (len(row.tokens) - self._read_by_draft[slot] for slot, row in self._active.items())
-        return coming + max(known)
+        in_flight = sum(not started.g for started in self._in_flight)
+        missing = (len(row.tokens) - self._read_by_draft[slot] for slot, row in self._active.items())
+        return in_flight + max(missing)
 
-    def _after_rest(self, g: int, rows: dict[int, Row], load: Load) -> Prefilled:
+    def _catch_up_and_launch(self, g: int, rows: dict[int, Row], load: Load) -> InFlightStep:
         """Start a step after the draft model has read the tokens it missed.
 
-        The host, which was idle meanwhile too, measures the time of that.
+        The host measures the time of the catch-up, since it waits meanwhile.
         """
-        began = time.perf_counter()
-        self._smooth = False
+        started_at = time.perf_counter()
+        self._undisturbed = False
         texts = {slot: row.tokens for slot, row in rows.items()}
-        made = self.engine.catch_up(texts, self._behind(), self.slots)
+        capture_seconds = self.engine.catch_up(texts, self._num_missing(), self.slots)
         self._read_by_draft |= {slot: len(text) for slot, text in texts.items()}
-        begun = self._begin(g, rows, load)
-        begun.pending.read()
-        own = begun.pending.seconds
-        spent = time.perf_counter() - began - own if not made and own is not None else 0.0
-        waited = self._after if self.engine.goes_on else 0.0
-        return dataclasses.replace(begun, catching_up=spent, reading_made=made, waited=waited)
+        started = self._launch(g, rows, load)
+        started.pending.read()
+        step_seconds = started.pending.seconds
+        catch_up_seconds = 0.0
+        if not capture_seconds and step_seconds is not None:
+            catch_up_seconds = time.perf_counter() - started_at - step_seconds
+        return dataclasses.replace(
+            started,
+            catch_up_seconds=catch_up_seconds,
+            catch_up_capture_seconds=capture_seconds,
+            idle_seconds=self._commit_seconds if self.engine.is_async else 0.0,
+        )
 
-    def _spare(self, rows: list[Row], outcome: Outcome, g: int) -> list[bool]:
-        """Return whether a free drafter would have proposed the right tokens, if it was not asked.
+    def _unscored_matches(self, rows: list[Row], outcome: Outcome, g: int) -> list[bool]:
+        """Return whether a free drafter would have proposed the right tokens, after a step without a draft.
 
         No proposal counts as wrong: the forward pass would have scored a draft token all the same.
         """
-        if not (self.inside and self.proposer.free and g == 0 and rows and self.length.max_draft_tokens):
+        may_draft = self.drafts_in_graph and self.proposer.free and self.policy.max_draft_tokens
+        if not (may_draft and g == 0 and rows):
             return []
-        followed = [outcome.next_token[row.slot] for row in rows]
-        return [one is True for one in right(self.proposer.aside(rows), followed)]
+        next_tokens = [outcome.next_token[row.slot] for row in rows]
+        return [match is True for match in matches(self.proposer.propose_unscored(rows), next_tokens)]
 
-    def _gained(self, rows: list[Row], outcome: Outcome, begun: Prefilled) -> list[Step]:
+    def _commit(self, rows: list[Row], outcome: Outcome, started: InFlightStep) -> list[Step]:
         """Commit the outcome of a step to the sequences."""
         slots = [row.slot for row in rows]
         accepted, next_token, bad = (
-            [of[slot] for slot in slots] for of in (outcome.accepted, outcome.next_token, outcome.bad)
+            [values[slot] for slot in slots] for values in (outcome.accepted, outcome.next_token, outcome.bad)
         )
-        if begun.proposal is not None and begun.proposal.state is not None and self.drafter is not None:
-            kept, followed = (
-                [of[slot] for slot in begun.rows] for of in (outcome.accepted, outcome.next_token)
+        if started.proposal is not None and started.proposal.state is not None and self.drafter is not None:
+            all_accepted, all_next = (
+                [values[slot] for slot in started.rows] for values in (outcome.accepted, outcome.next_token)
             )
-            self.drafter.commit(torch.tensor(kept), torch.tensor(followed))
+            self.drafter.commit(torch.tensor(all_accepted), torch.tensor(all_next))
         draft = Draft.chosen([outcome.drafts[slot] for slot in slots])
         steps = advance(rows, draft, None, (accepted, next_token, bad), self.proposer.scorer.context)
         for i, row in enumerate(rows):
-            if begun.g:
+            if started.g:
                 self._read_by_draft[row.slot] = len(row.tokens)
             if row.finish_reason is not None:
                 steps[i] = dataclasses.replace(steps[i], finish_reason=row.finish_reason, output=row.output())
         return steps
 
     def _observe(
-        self, rows: list[Row], outcome: Outcome, begun: Prefilled, spare: list[bool], wall: float
+        self, rows: list[Row], outcome: Outcome, started: InFlightStep, unscored: list[bool], wall: float
     ) -> None:
         """Report a step to the policy, with the device's time, or the host's if that was longer."""
         if not rows:
             return
         slots = [row.slot for row in rows]
-        room = dict(zip(begun.rows, begun.load.room or (), strict=True))
-        proposal, seconds, drafted = begun.proposal, begun.pending.seconds, 0.0
+        remaining = dict(zip(started.rows, started.load.remaining_draft_tokens or (), strict=True))
+        proposal, seconds, draft_seconds = started.proposal, started.pending.seconds, 0.0
         lengths = [len(outcome.drafts[slot]) for slot in slots]
-        asked, steps = [begun.g] * len(slots), 0  # g positions are scored, drafted or not
-        unused: list[bool | None] = [*spare]
+        requested, draft_steps = [started.g] * len(slots), 0  # g positions are scored, drafted or not
+        unscored_correct: list[bool | None] = [*unscored]
         if proposal is not None:
-            place = [list(begun.rows).index(slot) for slot in slots]
-            asked = [proposal.asked[i] for i in place] if proposal.asked else lengths
+            indices = [list(started.rows).index(slot) for slot in slots]
+            requested = [proposal.requested[i] for i in indices] if proposal.requested else lengths
             if proposal.state is not None:
-                steps, drafted = proposal.steps, self._drafted
-            if proposal.spare:
-                followed = [outcome.next_token[slot] for slot in slots]
-                unused = right([proposal.spare[i] for i in place], followed)
+                draft_steps, draft_seconds = proposal.draft_steps, self._draft_seconds
+            if proposal.unscored:
+                next_tokens = [outcome.next_token[slot] for slot in slots]
+                unscored_correct = matches([proposal.unscored[i] for i in indices], next_tokens)
         if seconds is not None:
             # The host may take longer than the device. If the device does, wall time covers another step's.
-            longer = wall if self._smooth and self.engine.goes_on else 0.0
-            seconds = max(seconds + drafted, longer)
-        self.length.observe(
+            host_seconds = wall if self._undisturbed and self.engine.is_async else 0.0
+            seconds = max(seconds + draft_seconds, host_seconds)
+        self.policy.observe(
             StepOutcome(
                 slots,
                 lengths,
                 [outcome.accepted[slot] for slot in slots],
-                begun.g,
-                dataclasses.replace(begun.load, room=tuple(room[slot] for slot in slots)),
+                started.g,
+                dataclasses.replace(
+                    started.load, remaining_draft_tokens=tuple(remaining[slot] for slot in slots)
+                ),
                 seconds,
-                draft_seconds=drafted,
-                steps=steps,
-                catching_up=begun.catching_up,
-                waited=begun.waited,
-                asked=asked,
-                unused=unused,
-                making=begun.pending.making,
-                reading_made=begun.reading_made,
+                draft_seconds=draft_seconds,
+                draft_steps=draft_steps,
+                catch_up_seconds=started.catch_up_seconds,
+                idle_seconds=started.idle_seconds,
+                requested=requested,
+                unscored_correct=unscored_correct,
+                capture_seconds=started.pending.capture_seconds,
+                catch_up_capture_seconds=started.catch_up_capture_seconds,
             )
         )
 
@@ -261,7 +272,7 @@ class GraphRun:
         """Withdraw a choice that was made for other sequences."""
         if self._chosen is not None:
             self._chosen = None
-            self.length.withdraw()
+            self.policy.withdraw()
 
     def _end(self, rows: list[Row]) -> None:
         """Free the slots of sequences that have ended."""
@@ -269,10 +280,10 @@ class GraphRun:
         if ended:
             self._withdraw()
         for row in ended:
-            whole = self.engine.draft is None or self._read_by_draft[row.slot] == len(row.tokens)
-            known = row.tokens if whole else row.tokens[: self._read_by_draft[row.slot]]
-            self.engine.end(row.slot, known, wipe=row.error is not None)
+            all_read = self.engine.draft is None or self._read_by_draft[row.slot] == len(row.tokens)
+            cached = row.tokens if all_read else row.tokens[: self._read_by_draft[row.slot]]
+            self.engine.end(row.slot, cached, wipe=row.error is not None)
             del self._active[row.slot]
-            self.length.reset([row.slot])
+            self.policy.reset([row.slot])
             if self.drafter is not None:
                 self.drafter.reset([row.slot])

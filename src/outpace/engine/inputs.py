@@ -1,4 +1,4 @@
-"""Inputs of the engine's verification: draft tokens of its own, or from outside."""
+"""Draft tokens that the engine verifies: its own, or those of a drafter on the host."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 from outpace.draft.base import Draft
 from outpace.sampling import SamplingParams
-from outpace.verification import Drawn
+from outpace.verification import SampledTokens
 
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """Draft tokens of a step, and what is known of their distributions."""
+    """Draft tokens of a step, and their distributions."""
 
     tokens: Tensor  # [rows, g]
     logits: Tensor | None = None  # [rows, g, V]; None where tokens were not sampled
-    drawn: Sequence[Drawn] = ()  # one per position, if `sample` sampled them
-    lengths: Tensor | None = None  # [rows], draft tokens of each sequence; None: g
+    drawn: Sequence[SampledTokens] = ()  # one per position, where `sample` sampled the tokens
+    lengths: Tensor | None = None  # [rows], number of draft tokens; None: g each
     sampling: SamplingParams | None = None  # still to be applied to the logits
 
     def first(self, rows: int) -> DraftInputs:
@@ -31,7 +31,7 @@ class DraftInputs:
 
 @dataclass(frozen=True)
 class HostDraft:
-    """Draft tokens from outside, for the sequences in these slots."""
+    """Draft tokens of a drafter on the host, for the sequences in these slots."""
 
     slots: Sequence[int]
     draft: Draft
@@ -39,5 +39,5 @@ class HostDraft:
     @property
     def sampling(self) -> SamplingParams | None:
         """Sampling parameters still to be applied to the logits, the same for all sequences."""
-        told = self.draft.told
-        return None if told is None or told.sampling is None else told.sampling[0]
+        precomputed = self.draft.precomputed
+        return None if precomputed is None or precomputed.sampling is None else precomputed.sampling[0]

@@ -14,39 +14,43 @@ from outpace.sampling import Prefix, SamplingParams, process, warp
 from outpace.verification import Verdict
 
 
-def adjusted(logits: Tensor, samplings: list[SamplingParams], prefix: Prefix | None, draft: Draft) -> Tensor:
+def adjusted_logits(
+    logits: Tensor, samplings: list[SamplingParams], prefix: Prefix | None, draft: Draft
+) -> Tensor:
     """Return the logits ``[R, g+1, V]`` that tokens are sampled from.
 
     For greedy sequences they are the logits before the argmax.
     """
-    soft = [
-        dataclasses.replace(one, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if one.greedy else one
-        for one in (sampling.fork() for sampling in one_for_all(samplings))
+    before_argmax = [
+        dataclasses.replace(forked, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+        if forked.greedy
+        else forked
+        for forked in (sampling.fork() for sampling in one_for_all(samplings))
     ]
     scored = on_device([length + 1 for length in draft.lengths or []], torch.int64, logits.device)
-    scores, _ = process(logits, soft, prefix, draft.tokens, scored, until_lost=True)
-    return warp(scores, soft)
+    scores, _ = process(logits, before_argmax, prefix, draft.tokens, scored, until_rejected=True)
+    return warp(scores, before_argmax)
 
 
-def keep(rows: list[Row], verdict: Verdict, logits: Tensor, scores: Tensor | None) -> None:
-    """Store scores and logits of the tokens gained, in sequences that asked for them."""
+def store_scores(rows: list[Row], verdict: Verdict, logits: Tensor, scores: Tensor | None) -> None:
+    """Store scores and logits of the new tokens in the sequences that return them."""
     for i, (row, accepted) in enumerate(zip(rows, verdict.accepted.tolist(), strict=True)):
-        for wanted, values in ((row.scores, scores), (row.logits, logits)):
-            if wanted is not None and values is not None:
-                wanted.extend(values[i, : accepted + 1].to(torch.float32, copy=True))
+        for stored, values in ((row.scores, scores), (row.logits, logits)):
+            if stored is not None and values is not None:
+                stored.extend(values[i, : accepted + 1].to(torch.float32, copy=True))
 
 
-def note(rows: list[Row], draft: Draft, verdict: Verdict, scores: Tensor) -> None:
-    """Store the log-probabilities of the tokens gained."""
+def store_logprobs(rows: list[Row], draft: Draft, verdict: Verdict, scores: Tensor) -> None:
+    """Store the log-probabilities of the new tokens."""
     scores = scores.log_softmax(-1)
     tokens = torch.cat((draft.tokens, draft.tokens.new_zeros(len(rows), 1)), dim=1)
     tokens = tokens.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])
     own = scores.gather(-1, tokens[..., None]).squeeze(-1).tolist()
     most = max(row.top or 0 for row in rows)
     values, ids = (top.tolist() for top in scores.topk(most)) if most else ([], [])
-    for i, (row, kept) in enumerate(zip(rows, verdict.accepted.tolist(), strict=True)):
+    for i, (row, accepted) in enumerate(zip(rows, verdict.accepted.tolist(), strict=True)):
         if row.top is None:
             continue
-        row.logprobs.extend(own[i][: kept + 1])
-        for j in range(kept + 1 if row.top else 0):
+        row.logprobs.extend(own[i][: accepted + 1])
+        for j in range(accepted + 1 if row.top else 0):
             row.top_logprobs.append(dict(zip(ids[i][j][: row.top], values[i][j], strict=False)))

@@ -25,12 +25,12 @@ class Outcome:
     next_token: list[int]
     bad: list[bool]
 
-    def won(self, row: int) -> list[int]:
-        """Return the tokens that a slot's sequence gained."""
-        return [*self.drafts[row][: self.accepted[row]], self.next_token[row]]
+    def new_tokens(self, slot: int) -> list[int]:
+        """Return the new tokens of a slot's sequence."""
+        return [*self.drafts[slot][: self.accepted[slot]], self.next_token[slot]]
 
 
-class Moment:
+class DeviceEvent:
     """A point in the device's queue of work, and the time when the device reaches it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -44,46 +44,46 @@ class Moment:
         if self._event is not None:
             self._event.synchronize()
 
-    def since(self, earlier: Moment) -> float:
-        """Return the seconds since an earlier moment, once the device has reached both."""
+    def since(self, earlier: DeviceEvent) -> float:
+        """Return the seconds since an earlier event, once the device has reached both."""
         if self._event is None or earlier._event is None:
             return self._time - earlier._time
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class Pending:
-    """A step that was started."""
+    """A started step, whose outcome the host has not read yet."""
 
-    def __init__(self, result: Tensor, begun: Moment, making: float) -> None:
+    def __init__(self, result: Tensor, started: DeviceEvent, capture_seconds: float) -> None:
         """Copy the result of a step to the host without waiting for it.
 
         Args:
             result: ``[rows, 4 + g]``: accepted, next token, bad, number of draft tokens, and the draft
                 tokens.
-            begun: The moment when the step started.
-            making: Seconds that a capture took before it; 0 without one.
+            started: The event at the start of the step.
+            capture_seconds: Seconds of a capture before the step; 0 without one.
         """
-        self._result, self._begun = result, begun
-        self.making = making  # seconds that a capture took before it
+        self._result, self._started = result, started
+        self.capture_seconds = capture_seconds
         if result.is_cuda:
-            # A copy, since the next step overwrites the result.
+            # This is a copy, since the next step overwrites the result.
             self._result = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
             self._result.copy_(result, non_blocking=True)
-        self._arrived = Moment(result.device)
+        self._ended = DeviceEvent(result.device)
 
     @property
-    def ready(self) -> bool:
-        """True if no capture was needed first, which takes the host a while."""
-        return not self.making
+    def was_captured(self) -> bool:
+        """True if the step ran without a capture before it."""
+        return not self.capture_seconds
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that the device took, after ``read``; None if there was a capture meanwhile."""
-        return self._arrived.since(self._begun) if self.ready else None
+        """Seconds of the device, once ``read`` has returned; None if there was a capture."""
+        return self._ended.since(self._started) if self.was_captured else None
 
     def read(self) -> Outcome:
         """Wait for the step and return its outcome."""
-        self._arrived.wait()
+        self._ended.wait()
         rows = self._result.tolist()
         return Outcome(
             [row[4 : 4 + row[3]] for row in rows],

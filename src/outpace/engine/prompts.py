@@ -15,9 +15,11 @@ from outpace.checks.text import check_text
 from outpace.engine.text import chat_ids
 from outpace.models.source import Source
 
-FITS = "a string, messages, token ids [n] (or [B, n], a batch), a tokenizer's encoding, or a list of prompts"
-BESIDE = {"token_type_ids", "special_tokens_mask", "offset_mapping", "length"}
-"""Keys that tokenizers return beside ``input_ids`` and that a causal model does not need."""
+EXPECTED = (
+    "a string, messages, token ids [n] (or [B, n], a batch), a tokenizer's encoding, or a list of prompts"
+)
+IGNORED_KEYS = {"token_type_ids", "special_tokens_mask", "offset_mapping", "length"}
+"""Keys that tokenizers return beside ``input_ids``, and that a causal model does not need."""
 
 
 def split(prompt: Any) -> tuple[list[Any], bool]:
@@ -54,7 +56,7 @@ def token_ids(prompt: Any, tokenizer: Any) -> list[int]:
         ids = token_ids(prompt["input_ids"], tokenizer)
         return ids if prompt.get("attention_mask") is None else _unpadded(ids, prompt["attention_mask"])
     if not isinstance(prompt, list) and not hasattr(prompt, "tolist"):
-        raise TypeError(f"prompt: got {kind(prompt)[:80]}; it must be {FITS}")
+        raise TypeError(f"prompt: got {kind(prompt)[:80]}; it must be {EXPECTED}")
     return _integers(prompt)
 
 
@@ -63,7 +65,7 @@ def is_features(prompt: Any) -> TypeGuard[Tensor]:
     return isinstance(prompt, Tensor) and prompt.is_floating_point() and prompt.dim() == 2
 
 
-def one(prompt: Any) -> Any:
+def single_prompt(prompt: Any) -> Any:
     """Return a prompt of a batch in the form in which ``split`` returns a single one."""
     prompts, single = split(prompt)
     if not single:
@@ -80,69 +82,71 @@ def _split_array(array: Any) -> tuple[list[Any], bool]:
             return split(array.tolist())
     shape = tuple(array.shape)
     features = array.is_floating_point() if isinstance(array, Tensor) else array.dtype.kind == "f"
-    least = 2 if features and len(shape) > 1 else 1  # axes of one prompt
-    if not least <= len(shape) <= least + 1 or 0 in shape[:-1]:
-        fits = "features [bins, frames], or [B, bins, frames]" if least == 2 else "token ids [n], or [B, n]"
-        raise ValueError(f"prompt: got shape {shape}; it must be that of {fits} for a batch")
-    array = torch.as_tensor(array) if least == 2 else array
-    return ([array], True) if len(shape) == least else (list(array), shape[0] == 1)
+    num_axes = 2 if features and len(shape) > 1 else 1  # of one prompt
+    if not num_axes <= len(shape) <= num_axes + 1 or 0 in shape[:-1]:
+        expected = (
+            "features [bins, frames], or [B, bins, frames]" if num_axes == 2 else "token ids [n], or [B, n]"
+        )
+        raise ValueError(f"prompt: got shape {shape}; it must be that of {expected} for a batch")
+    array = torch.as_tensor(array) if num_axes == 2 else array
+    return ([array], True) if len(shape) == num_axes else (list(array), shape[0] == 1)
 
 
 def _split_encoding(encoding: Mapping[str, Any]) -> tuple[list[Any], bool]:
-    given = {name: value for name, value in encoding.items() if value is not None}
-    if "role" in given:
+    fields = {name: value for name, value in encoding.items() if value is not None}
+    if "role" in fields:
         raise TypeError("prompt: got a single message; it must be a list of messages")
-    name = "input_features" if "input_features" in given else "input_ids"
-    if name not in given:
-        names = ", ".join(map(str, given)) or "nothing"
+    name = "input_features" if "input_features" in fields else "input_ids"
+    if name not in fields:
+        names = ", ".join(map(str, fields)) or "nothing"
         raise ValueError(f"prompt: got {type(encoding).__name__} of {names}; it must have input_ids")
-    strange = [one for one in given if one not in {name, "attention_mask", *BESIDE}]
-    if strange:
-        raise ValueError(f"prompt: got {strange[0]} beside {name}, which has no effect here; leave it out")
-    prompts, single = split(given[name])
-    mask = given.get("attention_mask")
+    unknown = [field for field in fields if field not in {name, "attention_mask", *IGNORED_KEYS}]
+    if unknown:
+        raise ValueError(f"prompt: got {unknown[0]} beside {name}, which has no effect here; leave it out")
+    prompts, single = split(fields[name])
+    mask = fields.get("attention_mask")
     if name == "input_features" or mask is None:  # a speech encoder reads padding too
         return prompts, single
-    masks = _listed(mask)
+    masks = _as_list(mask)
     masks = [masks] if not masks or _is_scalar(masks[0]) else masks
     if len(masks) != len(prompts):
         raise ValueError(
             f"attention_mask: got {len(masks)} rows; input_ids has {len(prompts)}, and it must have the same"
         )
-    both = zip(prompts, masks, strict=True)
-    return [{"input_ids": ids, "attention_mask": mask} for ids, mask in both], single
+    pairs = zip(prompts, masks, strict=True)
+    return [{"input_ids": ids, "attention_mask": mask} for ids, mask in pairs], single
 
 
 def _unpadded(ids: list[int], mask: Any) -> list[int]:
     """Return the ids that the mask shows: all but padding, on the left or on the right."""
-    shown = [one == 1 for one in _listed(mask)]
-    if len(shown) != len(ids):
-        raise ValueError(f"attention_mask: got {len(shown)} values for {len(ids)} input_ids; give as many")
-    if not all(one in (0, 1) for one in _listed(mask)):
+    visible = [value == 1 for value in _as_list(mask)]
+    if len(visible) != len(ids):
+        raise ValueError(f"attention_mask: got {len(visible)} values for {len(ids)} input_ids; give as many")
+    if not all(value in (0, 1) for value in _as_list(mask)):
         raise ValueError("attention_mask: got other values than 0 and 1; it must be [n] or [B, n] of those")
-    if True not in shown:
+    if True not in visible:
         return []
-    first, last = shown.index(True), len(shown) - shown[::-1].index(True)
-    if not all(shown[first:last]):
+    first, last = visible.index(True), len(visible) - visible[::-1].index(True)
+    if not all(visible[first:last]):
         raise ValueError(
             "attention_mask: it hides tokens between others; it must hide padding alone, on the left or right"
         )
     return ids[first:last]
 
 
-def _listed(values: Any) -> list[Any]:
+def _as_list(values: Any) -> list[Any]:
     return list(values.tolist() if hasattr(values, "tolist") else values)
 
 
 def _integers(values: Any) -> list[int]:
-    array = hasattr(values, "tolist")
-    ids: list[Any] = values.tolist() if array else values
+    is_array = hasattr(values, "tolist")
+    ids: list[Any] = values.tolist() if is_array else values
     if set(map(type, ids)) <= {int}:
         return list(ids)
-    ids = [one.item() if hasattr(one, "item") else one for one in ids]  # scalars of NumPy and PyTorch
-    for place, value in enumerate(ids):
+    ids = [value.item() if hasattr(value, "item") else value for value in ids]  # scalars of NumPy and PyTorch
+    for index, value in enumerate(ids):
         if isinstance(value, bool) or not isinstance(value, int):
-            got = f"{values.dtype} values" if array else f"{kind(value)[:80]} at {place}"
+            got = f"{values.dtype} values" if is_array else f"{kind(value)[:80]} at {index}"
             raise TypeError(f"prompt: got {got}; token ids must be ints")
     return ids
 

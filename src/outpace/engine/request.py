@@ -93,12 +93,12 @@ class Reader:
                 raise unknown(name, [*Options.__annotations__, "n", "sampling"])
         if sampling is not None and fields:
             raise ValueError(f"sampling: given together with {', '.join(fields)}; give one or the other")
-        given, single = prompts.split(prompt)
+        items, single = prompts.split(prompt)
         if sampling is None:
             sampling = (
                 SamplingParams(**fields) if fields else from_generation_config(self.scorer.generation_config)
             )
-        samplings = per_row(sampling, len(given))
+        samplings = per_row(sampling, len(items))
         if max_new_tokens is None:
             max_new_tokens = getattr(self.scorer.generation_config, "max_new_tokens", None) or MAX_NEW_TOKENS
         integer("max_new_tokens", max_new_tokens, "an int >= 1", lambda m: m >= 1)
@@ -109,35 +109,35 @@ class Reader:
         for name, value in (("ignore_eos", ignore_eos), ("scores", scores), ("logits", logits)):
             boolean(name, value)
         if not isinstance(logprobs, bool):
-            fits = f"True, False, or an int in 0..{self.scorer.vocab_size}"
-            integer("logprobs", logprobs, fits, lambda k: 0 <= k <= self.scorer.vocab_size)
+            expected = f"True, False, or an int in 0..{self.scorer.vocab_size}"
+            integer("logprobs", logprobs, expected, lambda k: 0 <= k <= self.scorer.vocab_size)
         if stop_when is not None and not callable(stop_when):
-            raise TypeError(f"stop_when: got {kind(stop_when)[:80]}; it must be a function of a row")
+            raise TypeError(f"stop_when: got {kind(stop_when)[:80]}; it must be a function of a sequence")
         stops = self._stops(stop)
-        ends = set(self._stop_tokens(stop_tokens)) | (set() if ignore_eos else self.scorer.end_of_text)
+        end_ids = set(self._stop_tokens(stop_tokens)) | (set() if ignore_eos else self.scorer.end_of_text)
         special = set(getattr(self.tokenizer, "all_special_tokens", ())) & set(stops)
-        ends |= {self.tokenizer.convert_tokens_to_ids(one) for one in special}  # decoding skips those
+        end_ids |= {self.tokenizer.convert_tokens_to_ids(token) for token in special}  # decoding skips those
         rows: list[Row] = []
-        for i, asked in enumerate(given):
+        for i, item in enumerate(items):
             tokens, source, error = list[int](), None, None
             try:
-                tokens, source = self._read(asked)
-            except Exception as refusal:  # a tokenizer may raise anything
+                tokens, source = self._read(item)
+            except Exception as raised:  # a tokenizer may raise anything
                 if single:
                     raise
-                error = refusal
-            one = samplings[i if len(samplings) > 1 else 0]
+                error = raised
+            own = samplings[i if len(samplings) > 1 else 0]
             for sample in range(n or 1):
                 rows.append(
                     Row(
                         len(rows),
                         list(tokens),
                         len(tokens),
-                        one.fork() if one.processors else one,
+                        own.fork() if own.processors else own,
                         self.draft_sampling and self.draft_sampling.fork(),
-                        seed_of(seed, i, sample, len(given)),
+                        seed_of(seed, i, sample, len(items)),
                         max_new_tokens,
-                        frozenset(ends),
+                        frozenset(end_ids),
                         None if self.tokenizer is None else Detokenizer(self.tokenizer, stops),
                         None if logprobs is False else int(logprobs) if logprobs is not True else 0,
                         stop_when,
@@ -156,7 +156,7 @@ class Reader:
             return []
         several = isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping)
         stops = list(stop) if several else [stop]
-        if not all(isinstance(one, str) and one for one in stops):
+        if not all(isinstance(text, str) and text for text in stops):
             raise ValueError(f"stop: got {stop!r}; it must be a string that is not empty, or several")
         if stops and self.tokenizer is None:
             raise ValueError(
@@ -178,41 +178,41 @@ class Reader:
 
     def _read(self, prompt: Any) -> tuple[list[int], Source | None]:
         """Return the tokens that decoding continues from, and the encoder's input."""
-        prompt = prompts.one(prompt)
+        prompt = prompts.single_prompt(prompt)
         if not isinstance(self.scorer, Seq2SeqScorer):
-            return self._fitting(prompts.token_ids(prompt, self.tokenizer)), None
+            return self._checked(prompts.token_ids(prompt, self.tokenizer)), None
         source = self._source(self.scorer, prompt)
-        return self._fitting(source.start or []), source
+        return self._checked(source.start or []), source
 
     def _source(self, scorer: Seq2SeqScorer, prompt: Any) -> Source:
         """Return the encoder's input."""
         if isinstance(prompt, Source) or prompts.is_features(prompt):
             return scorer.source(prompt)
-        if scorer.hears:
+        if scorer.takes_speech:
             raise TypeError(
-                f"prompt: got {kind(prompt)[:80]}; this model is given features of speech [bins, frames], "
+                f"prompt: got {kind(prompt)[:80]}; this model takes features of speech [bins, frames], "
                 "as its feature extractor returns them"
             )
         return scorer.source(prompts.token_ids(prompt, self.tokenizer))
 
     def encode(self, prompt: Prompt | Arrays | Prompts) -> list[int] | list[list[int]]:
         """Return the token ids of a prompt, or of each of several."""
-        given, single = prompts.split(prompt)
-        ids = [self._encoded(asked) for asked in given]
+        items, single = prompts.split(prompt)
+        ids = [self._encode_one(item) for item in items]
         return ids[0] if single else ids
 
-    def _encoded(self, prompt: Any) -> list[int]:
-        prompt = prompts.one(prompt)
+    def _encode_one(self, prompt: Any) -> list[int]:
+        prompt = prompts.single_prompt(prompt)
         if not isinstance(self.scorer, Seq2SeqScorer):
-            return self._fitting(prompts.token_ids(prompt, self.tokenizer))
+            return self._checked(prompts.token_ids(prompt, self.tokenizer))
         source = self._source(self.scorer, prompt)
         if source.ids is None:
             raise TypeError("prompt: got features of speech, which have no token ids")
         return source.ids
 
-    def _fitting(self, tokens: list[int]) -> list[int]:
+    def _checked(self, tokens: list[int]) -> list[int]:
         if not tokens:
-            raise ValueError("prompt: it is empty; a model needs at least one token to go on from")
+            raise ValueError("prompt: it is empty; a model needs at least one token")
         if len(tokens) >= self.scorer.context:
             raise ValueError(
                 f"prompt: got {len(tokens)} tokens; the model's context holds {self.scorer.context}, "
@@ -231,8 +231,8 @@ def seed_of(seed: int | Sequence[int] | None, prompt: int, sample: int, prompts:
     seed = seed.tolist() if hasattr(seed, "tolist") else seed  # arrays of NumPy and PyTorch
     if isinstance(seed, Sequence) and len(seed) != prompts:
         raise ValueError(f"seed: got {len(seed)} for {prompts} prompts; give one int, or one per prompt")
-    one = seed[prompt] if isinstance(seed, Sequence) else seed
-    one = one.item() if hasattr(one, "item") else one
-    fits = "an int in -2**63..2**64-1, or one per prompt"
-    integer("seed", one, fits, lambda s: -(2**63) <= s < 2**64)
-    return signed((one + sample * 0x9E3779B97F4A7C15) % 2**64)
+    own = seed[prompt] if isinstance(seed, Sequence) else seed
+    own = own.item() if hasattr(own, "item") else own
+    expected = "an int in -2**63..2**64-1, or one per prompt"
+    integer("seed", own, expected, lambda s: -(2**63) <= s < 2**64)
+    return signed((own + sample * 0x9E3779B97F4A7C15) % 2**64)

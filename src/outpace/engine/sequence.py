@@ -51,8 +51,8 @@ class Step:
 
     Attributes:
         row: The index of the output that it belongs to.
-        pieces: Text that is certain now. Each piece comes with the index of its token, counted from the first
-            new one.
+        pieces: New text that no later token can change. Each piece comes with the index of its token, counted
+            from the first new one.
         token_ids: New token ids: accepted draft tokens, then the target's own, cut where the sequence ends.
         num_draft_tokens: Draft tokens that the target scored.
         num_accepted: Draft tokens that were accepted.
@@ -76,7 +76,7 @@ class Step:
 
     @property
     def text(self) -> str | None:
-        """Text that is certain now; None without a tokenizer."""
+        """New text that no later token can change; None without a tokenizer."""
         return None if self.pieces is None else "".join(text for _, text in self.pieces)
 
     @property
@@ -86,14 +86,14 @@ class Step:
         "accepted" is an accepted draft token. The target's own token is "correction" after a rejection,
         "bonus" if all draft tokens were accepted, and "plain" without draft tokens.
         """
-        own = (
+        last = (
             "plain"
             if not self.num_draft_tokens
             else "bonus"
             if self.num_accepted == self.num_draft_tokens
             else "correction"
         )
-        return [*["accepted"] * self.num_accepted, own][: len(self.token_ids)]
+        return [*["accepted"] * self.num_accepted, last][: len(self.token_ids)]
 
 
 @dataclass
@@ -137,8 +137,8 @@ class Row:
             self.tokens.append(token)
             self.stats.new_tokens += 1
             complete = self.text is not None and self.text.push(token)
-            asked = self.stop_when is not None and self.stop_when(self)
-            if complete or asked or token in self.stop_tokens:
+            stopped = self.stop_when is not None and self.stop_when(self)
+            if complete or stopped or token in self.stop_tokens:
                 self.finish_reason = "stop"
             elif self.stats.new_tokens == self.max_new_tokens or len(self.tokens) >= context:
                 self.finish_reason = "length"
@@ -163,11 +163,11 @@ class Row:
             self.context_full,
         )
 
-    def refused(self) -> Step:
+    def failed_step(self) -> Step:
         """Return the only step of a prompt that could not be read."""
         assert self.error is not None
         pieces: list[tuple[int, str]] | None = None if self.text is None else []
         return Step(self.index, pieces, [], 0, 0, -1, [], self.finish_reason, self.output())
 
-    def _stacked(self, kept: list[Tensor] | None) -> Tensor | None:
-        return torch.stack(kept[: self.stats.new_tokens]) if kept else None
+    def _stacked(self, rows: list[Tensor] | None) -> Tensor | None:
+        return torch.stack(rows[: self.stats.new_tokens]) if rows else None

@@ -56,8 +56,8 @@ class Stats:
     @property
     def seconds(self) -> float:
         """Seconds of all phases."""
-        each = self.draft_seconds, self.target_seconds, self.verify_seconds, self.other_seconds
-        return self.encode_seconds + sum(each)
+        phases = self.draft_seconds, self.target_seconds, self.verify_seconds, self.other_seconds
+        return self.encode_seconds + sum(phases)
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,12 +75,12 @@ class Stats:
 
     def __add__(self, other: Stats) -> Stats:
         summed: dict[str, Any] = {}
-        for name, mine in vars(self).items():
-            theirs = getattr(other, name)
-            if isinstance(mine, list):
-                summed[name] = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)]
+        for name, value in vars(self).items():
+            other_value = getattr(other, name)
+            if isinstance(value, list):
+                summed[name] = [sum(pair) for pair in zip_longest(value, other_value, fillvalue=0)]
             else:
-                summed[name] = mine + theirs
+                summed[name] = value + other_value
         return Stats(**summed)
 
 
@@ -89,24 +89,24 @@ class Clock:
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
-        self._spent: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
 
-    def lap(self, what: str) -> None:
+    def lap(self, phase: str) -> None:
         """Record the seconds since the last lap for a phase."""
         now = time.perf_counter()
-        self._spent[what] = now - self._last
+        self._seconds[phase] = now - self._last
         self._last = now
 
-    def took(self, what: str, seconds: float) -> None:
+    def record(self, phase: str, seconds: float) -> None:
         """Record seconds since the last lap that were measured elsewhere."""
-        self._spent[what] = seconds
+        self._seconds[phase] = seconds
         self._last += seconds
 
-    def share(self, rows: Sequence[Stats]) -> dict[str, float]:
+    def share(self, sequences: Sequence[Stats]) -> dict[str, float]:
         """Record the rest as "other", add an equal share of all phases to each sequence and return them."""
         self.lap("other")
-        for stats in rows:
-            for what, seconds in self._spent.items():
-                name = f"{what}_seconds"
-                setattr(stats, name, getattr(stats, name) + seconds / len(rows))
-        return self._spent
+        for stats in sequences:
+            for phase, seconds in self._seconds.items():
+                name = f"{phase}_seconds"
+                setattr(stats, name, getattr(stats, name) + seconds / len(sequences))
+        return self._seconds

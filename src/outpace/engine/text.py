@@ -1,4 +1,4 @@
-"""Text of tokens as they come, with stop strings found across token borders."""
+"""Incremental detokenization, with stop strings found across token borders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outpace.checks.text import BROKEN, check_text
+from outpace.checks.text import REPLACEMENT_CHARACTER, check_text
 
 PARTS = ("role", "content")  # keys of a message
 
@@ -17,16 +17,16 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]
     Content may be text, or anything else that the template takes: parts of content, or none beside
     ``tool_calls``.
     """
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         role, content = (message.get(name) if isinstance(message, Mapping) else None for name in PARTS)
-        more = isinstance(content, list) or (isinstance(message, Mapping) and "tool_calls" in message)
-        if not isinstance(role, str) or not (isinstance(content, str) or more):
+        structured = isinstance(content, list) or (isinstance(message, Mapping) and "tool_calls" in message)
+        if not isinstance(role, str) or not (isinstance(content, str) or structured):
             raise ValueError(
-                f"messages[{place}]: got {f'{message!r}'[:80]}; it must be "
+                f"messages[{index}]: got {f'{message!r}'[:80]}; it must be "
                 '{"role": "user", "content": "..."}, both strings'
             )
         if isinstance(content, str):
-            check_text(f"messages[{place}]", content)
+            check_text(f"messages[{index}]", content)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "prompt: got messages, and the tokenizer has no chat template; pass a string, or set "
@@ -42,8 +42,8 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]
 class Detokenizer:
     """The text of one sequence's new tokens.
 
-    Only text that no later token can change is returned. An incomplete character waits, and so does an ending
-    that may become a stop string.
+    Only text that no later token can change is returned. An incomplete character is held back, and so is an
+    ending that may become a stop string.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
@@ -52,7 +52,7 @@ class Detokenizer:
         self._tokens: list[int] = []
         # Decoding starts one step back: many tokenizers write a token differently at the start of a text.
         self._from, self._done = 0, 0
-        self._given = 0
+        self._returned = 0  # characters that `take` has returned
         self._ends: deque[tuple[int, int]] = deque()  # where the text of a token ends, and the token's index
 
     def push(self, token: int) -> bool:
@@ -62,7 +62,7 @@ class Detokenizer:
         """
         self._tokens.append(token)
         before, after = self._decode(self._from, self._done), self._decode(self._from)
-        if len(after) <= len(before) or after.endswith(BROKEN):
+        if len(after) <= len(before) or after.endswith(REPLACEMENT_CHARACTER):
             return False
         self._from, self._done = self._done, len(self._tokens)
         return self._add(after[len(before) :])
@@ -73,17 +73,17 @@ class Detokenizer:
         self._add(after[len(before) :])
 
     def take(self, final: bool = False) -> list[tuple[int, str]]:
-        """Return the certain text that was not taken yet, in pieces.
+        """Return the final text that was not returned yet, in pieces.
 
         Each piece comes with the index of the token that completed it, counted from the first new one.
         """
-        waiting = 0 if final else max((_begun(self.text, stop) for stop in self._stops), default=0)
-        end = max(self._given, len(self.text) - waiting)
+        held_back = 0 if final else max((_partial_stop(self.text, stop) for stop in self._stops), default=0)
+        end = max(self._returned, len(self.text) - held_back)
         pieces = []
-        while self._given < end:
+        while self._returned < end:
             until, token = self._ends[0]
-            pieces.append((token, self.text[self._given : min(until, end)]))
-            self._given = min(until, end)
+            pieces.append((token, self.text[self._returned : min(until, end)]))
+            self._returned = min(until, end)
             if until <= end:
                 self._ends.popleft()
         return pieces
@@ -94,17 +94,17 @@ class Detokenizer:
         if new:
             self._ends.append((len(self.text), len(self._tokens) - 1))
         found = [self.text.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops]
-        places = [place for place in found if place >= 0]
-        if places:
-            self.text = self.text[: min(places)]
-        return bool(places)
+        starts = [start for start in found if start >= 0]
+        if starts:
+            self.text = self.text[: min(starts)]
+        return bool(starts)
 
     def _decode(self, start: int, end: int | None = None) -> str:
         return str(self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=True))
 
 
-def _begun(text: str, stop: str) -> int:
-    """Return the length of the longest ending of the text that a stop string begins with."""
+def _partial_stop(text: str, stop: str) -> int:
+    """Return the length of the longest ending of the text that is a prefix of a stop string."""
     for size in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:size]):
             return size

@@ -24,8 +24,8 @@ from transformers import GenerationMixin
 
 from outpace.verification import verify
 
-generation: Any = sys.modules[GenerationMixin.__module__]  # where Transformers' loop looks the function up
-_theirs = generation._speculative_sampling
+generation: Any = sys.modules[GenerationMixin.__module__]  # the module with Transformers' loop
+_transformers_sampling = generation._speculative_sampling
 
 
 def patch() -> None:
@@ -35,18 +35,18 @@ def patch() -> None:
 
 def unpatch() -> None:
     """Restore Transformers' own verification."""
-    generation._speculative_sampling = _theirs
+    generation._speculative_sampling = _transformers_sampling
 
 
 @contextmanager
 def patched() -> Iterator[None]:
     """Apply ``patch`` inside a ``with`` block and restore the previous state afterwards."""
-    before = generation._speculative_sampling
+    previous = generation._speculative_sampling
     patch()
     try:
         yield
     finally:
-        generation._speculative_sampling = before
+        generation._speculative_sampling = previous
 
 
 def speculative_sampling(
@@ -57,28 +57,28 @@ def speculative_sampling(
     is_done_candidate: bool = False,
     assistant_ensemble_weight: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what Transformers' function of that name returns.
+    """Verify draft tokens in place of Transformers' function ``_speculative_sampling``.
 
-    Versions of Transformers differ in whether ``is_done_candidate`` exists. With an ensemble weight, which is
-    not exact, Transformers' own function decides.
+    Some versions of Transformers have no ``is_done_candidate``. An ensemble weight is not exact, so
+    Transformers' own function handles it.
 
     Returns:
-        The tokens gained ``[1, n + 1]``, and n.
+        The new tokens ``[1, n + 1]``, and n, the number of accepted draft tokens.
     """
     if assistant_ensemble_weight is not None:
         options: dict[str, Any] = {"assistant_ensemble_weight": assistant_ensemble_weight}
-        if "is_done_candidate" in inspect.signature(_theirs).parameters:
+        if "is_done_candidate" in inspect.signature(_transformers_sampling).parameters:
             options["is_done_candidate"] = is_done_candidate
-        won: tuple[Tensor, Tensor] = _theirs(
+        result: tuple[Tensor, Tensor] = _transformers_sampling(
             candidate_input_ids, candidate_logits, candidate_length, new_logits, **options
         )
-        return won
+        return result
     drafts = candidate_input_ids[:, -candidate_length:]
     verdict = verify(drafts, candidate_logits.to(new_logits.dtype), new_logits)
-    kept, unusable = torch.stack((verdict.accepted[0], verdict.bad[0])).tolist()
+    num_accepted, unusable = torch.stack((verdict.accepted[0], verdict.bad[0])).tolist()
     if unusable:
         raise ValueError("the logits are unusable: the target, the assistant or a processor left NaN or +inf")
-    if is_done_candidate and kept == candidate_length:
-        # The draft ends the sequence: Transformers' loop takes its last token for the one after the draft.
+    if is_done_candidate and num_accepted == candidate_length:
+        # The draft ends the sequence. Transformers' loop counts the last draft token as the bonus token.
         return drafts, verdict.accepted[0] - 1
-    return torch.cat((drafts[:, :kept], verdict.next_token[:, None]), dim=1), verdict.accepted[0]
+    return torch.cat((drafts[:, :num_accepted], verdict.next_token[:, None]), dim=1), verdict.accepted[0]

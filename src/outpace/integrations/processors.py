@@ -39,13 +39,17 @@ def samplings(
     prompts: Sequence[Sequence[int]],
     device: torch.device,
 ) -> list[SamplingParams]:
-    """Return what ``processors`` do to each sequence, as ``SamplingParams``.
+    """Return the ``SamplingParams`` of each sequence that are equivalent to ``processors``.
 
-    The results are equal by construction. Processors are called in their order, with the very ids that
-    generation without speculation would show them, padding included. Two kinds are left to the batched code
-    of ``SamplingParams``, and only where its order is theirs. The first is a repetition penalty that comes
-    first, on sequences without padding. (Before Transformers 5.23 the penalty counts padding as text.) The
-    second is what remains of temperature, top-k, top-p and min-p at the end, with their usual settings.
+    The results are equal by construction. Processors are called in their order. They get the ids that
+    generation without speculation would pass, padding included.
+
+    The batched code of ``SamplingParams`` replaces two kinds of processors, where the order allows it:
+
+    - a repetition penalty that comes first, on sequences without padding (before Transformers 5.23, the
+      penalty counts padding as text);
+    - temperature, top-k, top-p and min-p at the end, with their default settings.
+
     tests/sampling/test_params.py shows that arithmetic and ties are Transformers' own.
 
     Args:
@@ -56,56 +60,59 @@ def samplings(
         device: The device of the logits.
     """
     rows, width = input_ids.shape
-    known = [_faster(one) for one in processors]
+    shared_processors = [_fast_equivalent(one) for one in processors]
     shared: SamplingParams | None = None
-    each = []
+    per_row = []
     for row, prompt in enumerate(prompts):
-        own = [_of_row(one, row, rows) for one in known]
+        row_processors = [_for_row(one, row, rows) for one in shared_processors]
         if len(prompt) < width or input_ids.device != device:
-            each.append(_sampling(own, do_sample, given=(input_ids[row : row + 1], len(prompt))))
-        elif all(one is same for one, same in zip(own, known, strict=True)):
-            shared = shared or _sampling(own, do_sample)
-            each.append(shared)
+            original_prompt = input_ids[row : row + 1], len(prompt)
+            per_row.append(_sampling(row_processors, do_sample, original_prompt))
+        elif all(one is same for one, same in zip(row_processors, shared_processors, strict=True)):
+            shared = shared or _sampling(row_processors, do_sample)
+            per_row.append(shared)
         else:
-            each.append(_sampling(own, do_sample))
-    return each
+            per_row.append(_sampling(row_processors, do_sample))
+    return per_row
 
 
 def _sampling(
-    processors: list[Processor], do_sample: bool, given: tuple[Tensor, int] | None = None
+    processors: list[Processor], do_sample: bool, original_prompt: tuple[Tensor, int] | None = None
 ) -> SamplingParams:
     fields: dict[str, Any] = {} if do_sample else {"temperature": 0}
     last = len(_WARPERS)
     while do_sample and processors:
-        place = _place(processors[-1])
-        if place >= last:
+        index = _warper_index(processors[-1])
+        if index >= last:
             break
-        name = _WARPERS[place][1]
+        name = _WARPERS[index][1]
         fields[name] = getattr(processors.pop(), name)
-        last = place
-    if given is not None:
-        return SamplingParams(**fields, processors=[Given(*given, tuple(processors))] if processors else ())
-    if processors and _is_plain_penalty(processors[0]):
+        last = index
+    if original_prompt is not None:
+        wrapped = [OriginalPromptProcessor(*original_prompt, tuple(processors))] if processors else ()
+        return SamplingParams(**fields, processors=wrapped)
+    if processors and _counts_whole_prompt(processors[0]):
         fields["repetition_penalty"] = processors.pop(0).penalty  # type: ignore[attr-defined]
     return SamplingParams(**fields, processors=processors)
 
 
-def _place(processor: Any) -> int:
+def _warper_index(processor: Any) -> int:
     """Return a processor's index among the warpers of ``SamplingParams``, or their number for any other."""
-    usual = getattr(processor, "filter_value", -torch.inf) == -torch.inf
-    usual = usual and getattr(processor, "min_tokens_to_keep", 1) == 1
-    places = [i for i, (kind, _) in enumerate(_WARPERS) if type(processor) is kind and usual]
-    return places[0] if places else len(_WARPERS)
+    default = getattr(processor, "filter_value", -torch.inf) == -torch.inf
+    default = default and getattr(processor, "min_tokens_to_keep", 1) == 1
+    indices = [i for i, (kind, _) in enumerate(_WARPERS) if type(processor) is kind and default]
+    return indices[0] if indices else len(_WARPERS)
 
 
-def _is_plain_penalty(processor: Any) -> bool:
+def _counts_whole_prompt(processor: Any) -> bool:
+    """Return whether a processor is a repetition penalty for all tokens of the prompt."""
     return type(processor) is RepetitionPenaltyLogitsProcessor and not processor.prompt_ignore_length
 
 
-def _faster(processor: Any) -> Any:
-    """Return a processor that does the same faster, if there is one."""
-    if _ignores_padding(processor) and not processor.prompt_ignore_length.any():
-        return _ignoring(processor, 0)
+def _fast_equivalent(processor: Any) -> Any:
+    """Return a faster processor with the same effect if there is one, otherwise the processor itself."""
+    if _knows_padding(processor) and not processor.prompt_ignore_length.any():
+        return _ignoring_padding(processor, 0)
     if type(processor) is SuppressTokensLogitsProcessor:
         return Suppressed(processor.suppress_tokens)
     if type(processor) is SuppressTokensAtBeginLogitsProcessor:
@@ -113,46 +120,48 @@ def _faster(processor: Any) -> Any:
     return processor
 
 
-def _of_row(processor: Any, row: int, rows: int) -> Any:
-    """Return a processor for one row if it depends on the rows of the batch; any other as it is."""
-    if _ignores_padding(processor):
-        return _ignoring(processor, int(_share(processor.prompt_ignore_length, row, rows)))
+def _for_row(processor: Any, row: int, rows: int) -> Any:
+    """Return the processor of one row if it depends on the rows of the batch; any other as it is."""
+    if _knows_padding(processor):
+        return _ignoring_padding(processor, int(_part_of_row(processor.prompt_ignore_length, row, rows)))
     if rows == 1:
         return processor
-    own = copy.copy(processor)
+    row_processor = copy.copy(processor)
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
-        own._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
+        row_processor._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
     elif isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
-        own.encoder_input_ids = _share(processor.encoder_input_ids, row, rows)
+        row_processor.encoder_input_ids = _part_of_row(processor.encoder_input_ids, row, rows)
     elif isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
-        own.generated_ngrams = _share(processor.generated_ngrams, row, rows)
-        own.batch_size = 1
+        row_processor.generated_ngrams = _part_of_row(processor.generated_ngrams, row, rows)
+        row_processor.batch_size = 1
     elif isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-        own.unconditional_context = dict(processor.unconditional_context)
+        row_processor.unconditional_context = dict(processor.unconditional_context)
         for name in ("input_ids", "attention_mask"):
-            if own.unconditional_context[name] is not None:
-                own.unconditional_context[name] = _share(own.unconditional_context[name], row, rows)
+            if row_processor.unconditional_context[name] is not None:
+                row_processor.unconditional_context[name] = _part_of_row(
+                    row_processor.unconditional_context[name], row, rows
+                )
     else:
         return processor
-    return own
+    return row_processor
 
 
-def _ignores_padding(processor: Any) -> bool:
-    """Return whether a processor is a penalty that knows the padding of each row."""
+def _knows_padding(processor: Any) -> bool:
+    """Return whether a processor is a repetition penalty with the padding length of each row."""
     return isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(
         getattr(processor, "prompt_ignore_length", None), Tensor
     )
 
 
-def _ignoring(processor: Any, padding: int) -> Any:
-    own = copy.copy(processor)
-    own.prompt_ignore_length = padding or None
-    return own
+def _ignoring_padding(processor: Any, padding: int) -> Any:
+    copied = copy.copy(processor)
+    copied.prompt_ignore_length = padding or None
+    return copied
 
 
-def _share(batch: Any, row: int, rows: int) -> Any:
-    """Return a row's part of a batch with one entry per prompt, if all prompts have as many rows."""
+def _part_of_row(batch: Any, row: int, rows: int) -> Any:
+    """Return a row's entry of a batch with one entry per prompt; all prompts have the same number of rows."""
     prompt = row * len(batch) // rows
     return batch[prompt : prompt + 1]
 
@@ -160,7 +169,7 @@ def _share(batch: Any, row: int, rows: int) -> Any:
 class Suppressed:
     """A processor that makes some tokens impossible, everywhere or at one length of the sequence.
 
-    Transformers' own processor looks up each token of the vocabulary at every call. That takes longer than a
+    Transformers' own processor looks up each token of the vocabulary at every call. That is slower than a
     forward pass of a small model.
     """
 
@@ -172,24 +181,30 @@ class Suppressed:
         if self.length is not None and input_ids.shape[1] != self.length:
             return scores
         tokens = self.tokens.to(scores.device)
-        known = tokens[(tokens >= 0) & (tokens < scores.shape[-1])]
-        return scores.index_fill(-1, known, -torch.inf)
+        in_vocabulary = tokens[(tokens >= 0) & (tokens < scores.shape[-1])]
+        return scores.index_fill(-1, in_vocabulary, -torch.inf)
 
 
-class Given:
-    """A processor that shows others the prompt as it was passed: with padding, and on its device."""
+class OriginalPromptProcessor:
+    """A processor that passes others the prompt as the caller gave it: with padding, on its device.
 
-    def __init__(self, prompt: Tensor, kept: int, processors: tuple[Processor, ...]) -> None:
-        self.prompt, self.kept, self.processors = prompt, kept, processors  # [1, T], its unpadded length
+    Args:
+        prompt: The prompt with padding, ``[1, T]``.
+        prompt_length: Number of its tokens without padding.
+        processors: The processors to call.
+    """
+
+    def __init__(self, prompt: Tensor, prompt_length: int, processors: tuple[Processor, ...]) -> None:
+        self.prompt, self.prompt_length, self.processors = prompt, prompt_length, processors
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Apply the processors to the prompt with padding and the new tokens."""
-        ids = torch.cat((self.prompt, input_ids[:, self.kept :].to(self.prompt.device)), dim=1)
+        ids = torch.cat((self.prompt, input_ids[:, self.prompt_length :].to(self.prompt.device)), dim=1)
         processed = scores.to(ids.device)
         for processor in self.processors:
             processed = processor(ids, processed)
         return processed.to(scores.device)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Given:
-        own = SamplingParams(processors=self.processors).fork().processors
-        return Given(self.prompt, self.kept, tuple(own))
+    def __deepcopy__(self, memo: dict[int, Any]) -> OriginalPromptProcessor:
+        copies = SamplingParams(processors=self.processors).fork().processors
+        return OriginalPromptProcessor(self.prompt, self.prompt_length, tuple(copies))

@@ -19,15 +19,15 @@ from outpace.models.source import Source
 class Encoded:
     """The encoder's input of one sequence, and its output."""
 
-    given: Tensor  # ids `[S]`, or features `[bins, frames]`
+    inputs: Tensor  # ids `[S]`, or features `[bins, frames]`
     states: Tensor  # `[S, D]`
 
     def source(self, start: Sequence[int], scorer: Seq2SeqScorer) -> Source:
         """Return a ``Source`` with this input, this output and the decoder's first tokens."""
-        if self.given.is_floating_point():
-            source = Source(features=self.given, start=start)
+        if self.inputs.is_floating_point():
+            source = Source(features=self.inputs, start=start)
         else:
-            source = Source(self.given.tolist(), start=start)
+            source = Source(self.inputs.tolist(), start=start)
         source.states[scorer.encoder] = fingerprint(scorer.encoder), self.states
         return source
 
@@ -39,28 +39,28 @@ def encoded(model: Any, inputs: Tensor | None, model_kwargs: dict[str, Any], row
     outputs, mask = model_kwargs.get("encoder_outputs"), model_kwargs.get("attention_mask")
     if outputs is None or inputs is None or (not inputs.is_floating_point() and int(inputs.min()) < 0):
         raise ValueError(
-            "encoder_outputs: outpace needs what the encoder read, not only what came of it; pass the inputs"
+            "encoder_outputs: outpace needs the encoder's inputs, not only its outputs; pass the inputs"
         )
     states = outputs[0]
-    each = rows // inputs.shape[0]  # sequences per input
-    found = []
+    per_input = rows // inputs.shape[0]  # sequences per input
+    encoder_inputs = []
     for row in range(rows):
-        given = inputs[row // each]
+        row_inputs = inputs[row // per_input]
         if inputs.is_floating_point():
-            found.append(Encoded(given, states[row]))
+            encoder_inputs.append(Encoded(row_inputs, states[row]))
         else:
-            real = torch.ones_like(given).bool() if mask is None else mask[row].bool()
-            found.append(Encoded(given[real], states[row][real.to(states.device)]))
-    return found
+            real = torch.ones_like(row_inputs).bool() if mask is None else mask[row].bool()
+            encoder_inputs.append(Encoded(row_inputs[real], states[row][real.to(states.device)]))
+    return encoder_inputs
 
 
-def listen(
+def detect_silence(
     model: Any, processors: Sequence[Any], input_ids: Tensor, rows: Sequence[Encoded]
 ) -> Sequence[Any]:
     """Run Whisper's detector of silence and return the other processors.
 
-    The detector asks the model about all sequences at once, so it runs now. It would run the encoder again,
-    so it gets the encoder's output.
+    The detector runs the model on all sequences at once, so it runs now. It gets the encoder's output, so
+    that the encoder does not run again.
     """
     if not rows:
         return processors

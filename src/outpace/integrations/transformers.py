@@ -26,15 +26,15 @@ from outpace.checks.arguments import kind
 from outpace.checks.errors import suggestion
 from outpace.decoder import Decoder
 from outpace.draft.base import Drafter
-from outpace.draft.given import drafter_of
 from outpace.draft.model import ModelDrafter
+from outpace.draft.resolve import resolve_drafter
 from outpace.engine.request import seed_of
 from outpace.engine.sequence import Output, Row
 from outpace.engine.stats import Stats
 from outpace.integrations.assisted import patch, patched, unpatch
+from outpace.integrations.pool import ModelPool
 from outpace.integrations.processors import samplings
-from outpace.integrations.shelf import Shelf
-from outpace.integrations.sources import encoded, listen
+from outpace.integrations.sources import detect_silence, encoded
 from outpace.models.causal import CausalScorer
 from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
 from outpace.policy import DraftLengthPolicy, Heuristic
@@ -42,8 +42,8 @@ from outpace.verification import Rule
 
 __all__ = ["Generation", "forget", "generate", "patch", "patched", "unpatch"]
 
-_targets = Shelf(scorer_of)
-_drafters = Shelf(ModelDrafter)
+_targets = ModelPool(scorer_of)
+_drafters = ModelPool(ModelDrafter)
 
 
 @dataclass
@@ -77,7 +77,7 @@ def generate(
 ) -> Tensor | Generation | GenerateEncoderDecoderOutput:
     """Decode speculatively for ``model.generate(..., custom_generate=outpace.generate, draft=...)``.
 
-    Everything that is not described here is as in Transformers: docs/guides/transformers.md.
+    Everything else is as in Transformers: docs/guides/transformers.md.
 
     Args:
         model: The target. Transformers passes it.
@@ -94,7 +94,7 @@ def generate(
             makes a run repeatable.
         stats: A ``Stats`` to which this call adds its own.
         decoder: A ``Decoder`` of this model, used instead of ``draft``, ``rule``, ``lenience`` and
-            ``num_draft_tokens``. It keeps what it has set up from call to call.
+            ``num_draft_tokens``. Its caches and captured graphs serve further calls.
         streamer: Pass it to ``model.generate``. This argument is for ``functools.partial``.
         inputs_tensor: The encoder's input. Transformers passes it.
         **model_kwargs: Further arguments of the model. Transformers passes them.
@@ -102,48 +102,50 @@ def generate(
     Returns:
         The sequences ``[R, longest]``, or an output object with ``return_dict_in_generate=True``.
     """
-    kept = _kept_back(model)
+    withheld = _withheld_arguments(model)
     if decoder is None:
-        _check_draft(draft, kept.get("assistant_model"))
+        _check_draft(draft, withheld.get("assistant_model"))
     else:
         _check_decoder(decoder, model, draft)
-    _refuse_other_modes(generation_config, kept.get("synced_gpus"))
-    theirs = encoded(model, inputs_tensor, model_kwargs, len(input_ids))
+    _refuse_other_modes(generation_config, withheld.get("synced_gpus"))
+    encoder_inputs = encoded(model, inputs_tensor, model_kwargs, len(input_ids))
     prompts = _prompts(input_ids, model_kwargs)
-    logits_processor = listen(model, logits_processor, input_ids, theirs)
-    streamer = _streamer(streamer, kept.get("streamer"), input_ids)
-    with contextlib.ExitStack() as lent:
+    logits_processor = detect_silence(model, logits_processor, input_ids, encoder_inputs)
+    streamer = _streamer(streamer, withheld.get("streamer"), input_ids)
+    with contextlib.ExitStack() as pooled:
         if decoder is None:
-            target = lent.enter_context(_targets.lend(model))
+            target = pooled.enter_context(_targets.lend(model))
             if num_draft_tokens is None and generation_config.do_sample and f"{rule}" != "match":
-                # In Transformers a seed repeats a run. A policy that depends on measured time would not.
+                # In Transformers the same seed gives the same text. A policy that measures time would not.
                 num_draft_tokens = Heuristic(max_draft_tokens=min(20, target.context - 1))
             decoder = Decoder(
                 target,
-                lent.enter_context(_drafters.lend(draft))
+                pooled.enter_context(_drafters.lend(draft))
                 if isinstance(draft, torch.nn.Module)
-                else drafter_of(draft),
+                else resolve_drafter(draft),
                 rule=rule,
                 lenience=lenience,
                 num_draft_tokens=num_draft_tokens,
-                engine=False,  # captures pay only if a decoder serves several calls
+                engine=False,  # capturing graphs pays only if a decoder serves several calls
             )
         scorer = decoder.scorer
-        given: Any = prompts
+        decoder_prompts: Any = prompts
         if isinstance(scorer, Seq2SeqScorer):
-            given = [one.source(prompt, scorer) for one, prompt in zip(theirs, prompts, strict=True)]
+            decoder_prompts = [
+                one.source(prompt, scorer) for one, prompt in zip(encoder_inputs, prompts, strict=True)
+            ]
         stops = _Stops(stopping_criteria, input_ids, generation_config, scorer)
-        wanted = bool(generation_config.return_dict_in_generate)
+        return_dict = bool(generation_config.return_dict_in_generate)
         steps = decoder.stream(
-            given,
+            decoder_prompts,
             samplings(logits_processor, bool(generation_config.do_sample), input_ids, prompts, scorer.device),
             max_new_tokens=stops.max_new_tokens,
             stop_tokens=stops.tokens,
-            ignore_eos=True,  # the criteria have the end-of-text tokens
-            stop_when=stops.ask if stops.others else None,
+            ignore_eos=True,  # stop_tokens has the end-of-text tokens of the criteria
+            stop_when=stops.should_stop if stops.others else None,
             seed=_seeds(seed, len(prompts), generation_config.num_return_sequences or 1),
-            scores=wanted and bool(generation_config.output_scores),
-            logits=wanted and bool(generation_config.output_logits),
+            scores=return_dict and bool(generation_config.output_scores),
+            logits=return_dict and bool(generation_config.output_logits),
         )
         outputs: dict[int, Output] = {}
         with contextlib.closing(steps):
@@ -161,19 +163,19 @@ def generate(
     if stats is not None:
         vars(stats).update(vars(stats + total))
     sequences = stops.sequences(rows)
-    if not wanted:
+    if not return_dict:
         return sequences
     scores, logits = (
-        _by_position(kept, input_ids.device)
-        for kept in ([row.scores for row in rows], [row.logits for row in rows])
+        _by_position(per_row, input_ids.device)
+        for per_row in ([row.scores for row in rows], [row.logits for row in rows])
     )
-    if theirs:
+    if encoder_inputs:
         return GenerateEncoderDecoderOutput(sequences=sequences, scores=scores, logits=logits)
     return Generation(sequences=sequences, scores=scores, logits=logits, stats=total)
 
 
 def forget() -> None:
-    """Free what is stored from call to call: KV caches, with the texts in them."""
+    """Free the KV caches that are kept from call to call, and the texts in them."""
     _targets.clear()
     _drafters.clear()
 
@@ -181,33 +183,33 @@ def forget() -> None:
 # Arguments
 
 
-KEPT = ("streamer", "assistant_model", "synced_gpus")
+WITHHELD = ("streamer", "assistant_model", "synced_gpus")
 """Arguments of Transformers' ``generate`` that it does not pass on to a callable."""
-SEEN = "5.17.0 and 5.23.0"
-"""Versions of Transformers in which ``_kept_back`` was seen to find them."""
+CHECKED_VERSIONS = "5.17.0 and 5.23.0"
+"""Versions of Transformers with which ``_withheld_arguments`` was tested."""
 
 
-def _kept_back(model: Any) -> dict[str, Any]:
+def _withheld_arguments(model: Any) -> dict[str, Any]:
     """Return the arguments that Transformers' ``generate`` got and does not pass on to a callable.
 
-    There is no public way to them. ``generate`` passes a callable those of its ``**kwargs`` that the callable
-    names, and these three are named arguments of its own. Without them a streamer would be shown the prompt
-    and never end. An assistant would be ignored, and synchronized processes would wait for each other. So
-    they are read from the frame of the ``generate`` that called. ``SEEN`` has the versions. A direct caller
-    of ``outpace.generate`` has no such frame, and the result is empty.
+    Transformers has no public access to them. ``generate`` passes a callable those of its ``**kwargs`` that
+    the callable names. These three are named arguments of ``generate`` itself. Without them a streamer would
+    get the prompt and never end. An assistant would be ignored, and synchronized processes would wait for
+    each other. So this function reads them from the frame of the calling ``generate``. It was tested with
+    ``CHECKED_VERSIONS``. A direct caller of ``outpace.generate`` has no such frame, and the result is empty.
     """
     frame = sys._getframe()
     while frame is not None:
-        theirs = frame.f_globals.get("__name__") == GenerationMixin.__module__
-        known = frame.f_locals if theirs else {}
-        if known.get("self") is model:
-            missing = [name for name in KEPT if name not in known]
+        is_transformers = frame.f_globals.get("__name__") == GenerationMixin.__module__
+        arguments = frame.f_locals if is_transformers else {}
+        if arguments.get("self") is model:
+            missing = [name for name in WITHHELD if name not in arguments]
             if missing:
                 raise RuntimeError(
-                    f"{missing[0]}: outpace cannot see whether generate was given it in Transformers "
-                    f"{transformers.__version__}; it was seen in {SEEN}"
+                    f"{missing[0]}: outpace cannot read this argument of generate in Transformers "
+                    f"{transformers.__version__}; use one of {CHECKED_VERSIONS}"
                 )
-            return {name: known[name] for name in KEPT}
+            return {name: arguments[name] for name in WITHHELD}
         frame = frame.f_back  # type: ignore[assignment]
     return {}
 
@@ -220,18 +222,18 @@ def _check_decoder(decoder: Any, model: Any, draft: Any) -> None:
 
 
 def _check_draft(draft: Any, assistant_model: Any) -> None:
-    fits = 'a smaller model, a Drafter such as outpace.LookupDrafter(), or "lookup"'
+    valid = 'a smaller model, a Drafter such as outpace.LookupDrafter(), or "lookup"'
     if assistant_model is not None:
         raise ValueError(
             "assistant_model: Transformers keeps it from custom_generate; pass the model as draft= instead"
         )
     if draft is None:
-        raise ValueError(f"draft: nothing was given; pass {fits}")
+        raise ValueError(f"draft: nothing was given; pass {valid}")
     if isinstance(draft, str):
         if draft != "lookup":
-            raise ValueError(f"draft: got {draft!r}; it must be {fits}{suggestion(draft, ['lookup'])}")
+            raise ValueError(f"draft: got {draft!r}; it must be {valid}{suggestion(draft, ['lookup'])}")
     elif isinstance(draft, type) or not (isinstance(draft, torch.nn.Module) or hasattr(draft, "propose")):
-        raise TypeError(f"draft: got {kind(draft)[:80]}; it must be {fits}")
+        raise TypeError(f"draft: got {kind(draft)[:80]}; it must be {valid}")
 
 
 _MODES = {  # settings that choose another generation mode, and their neutral values
@@ -245,11 +247,11 @@ _MODES = {  # settings that choose another generation mode, and their neutral va
 def _refuse_other_modes(config: Any, synced_gpus: bool | None) -> None:
     mode = config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
-        given = [name for name, off in _MODES.items() if getattr(config, name, None) not in (None, off)]
-        own = '; the drafter is named by draft=, for prompt lookup draft="lookup"'
+        settings = [name for name, off in _MODES.items() if getattr(config, name, None) not in (None, off)]
+        hint = '; name the drafter by draft=, for prompt lookup draft="lookup"'
         raise ValueError(
-            f"{', '.join(given)}: asks for {mode.value.replace('_', ' ')}; outpace does greedy search and "
-            f"sampling{own if mode == 'assisted_generation' else ''}"
+            f"{', '.join(settings)}: asks for {mode.value.replace('_', ' ')}; outpace does greedy search and "
+            f"sampling{hint if mode == 'assisted_generation' else ''}"
         )
     if synced_gpus:
         raise ValueError("synced_gpus: got True; outpace runs on one process, where it must be False")
@@ -263,16 +265,16 @@ _UNUSED = {"use_cache", "logits_to_keep", "cache_position"}  # the scorer decide
 
 def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
     """Return the tokens of each row without padding."""
-    given = {name: value for name, value in model_kwargs.items() if value is not None}
-    mask, positions = given.pop("attention_mask", None), given.pop("position_ids", None)
-    if "encoder_outputs" in given:  # then those belong to the encoder's input
-        mask = given.pop("decoder_attention_mask", None)
-        positions = given.pop("decoder_position_ids", None)
-        del given["encoder_outputs"]
-    past = given.pop("past_key_values", None)
-    strange = sorted(given.keys() - _UNUSED)
-    if strange:
-        raise ValueError(f"{strange[0]}: outpace scores token ids alone and cannot use it; leave it out")
+    arguments = {name: value for name, value in model_kwargs.items() if value is not None}
+    mask, positions = arguments.pop("attention_mask", None), arguments.pop("position_ids", None)
+    if "encoder_outputs" in arguments:  # then those belong to the encoder's input
+        mask = arguments.pop("decoder_attention_mask", None)
+        positions = arguments.pop("decoder_position_ids", None)
+        del arguments["encoder_outputs"]
+    past = arguments.pop("past_key_values", None)
+    unknown = sorted(arguments.keys() - _UNUSED)
+    if unknown:
+        raise ValueError(f"{unknown[0]}: outpace scores token ids alone and cannot use it; leave it out")
     if past is not None and past.get_seq_length():
         raise ValueError(
             "past_key_values: got a cache that is not empty; outpace keeps its own from call to call, so "
@@ -289,26 +291,34 @@ def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]
             "attention_mask: it hides the last token of a row; pad on the left (tokenizer.padding_side)"
         )
     if positions is not None:
-        usual = real.long().cumsum(-1) - 1
-        if positions.shape[-1] != usual.shape[-1] or ((positions.to(usual.device) != usual) & real).any():
+        expected = real.long().cumsum(-1) - 1
+        if positions.shape[-1] != expected.shape[-1] or (
+            ((positions.to(expected.device) != expected) & real).any()
+        ):
             raise ValueError("position_ids: outpace counts each row's tokens from 0; leave it out")
-    return [row[own].tolist() for row, own in zip(input_ids, real, strict=True)]
+    return [row[mask_row].tolist() for row, mask_row in zip(input_ids, real, strict=True)]
 
 
-def _streamer(own: Any, kept: Any, input_ids: Tensor) -> Any:
-    """Return the streamer, after the prompt was put into it."""
-    streamer = kept if own is None else own
+def _streamer(own: Any, withheld: Any, input_ids: Tensor) -> Any:
+    """Return the streamer, with the prompt put into it.
+
+    Args:
+        own: The streamer that was passed to ``outpace.generate``.
+        withheld: The streamer that was passed to Transformers' ``generate``.
+        input_ids: The prompts.
+    """
+    streamer = withheld if own is None else own
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"streamer: got {len(input_ids)} rows; a streamer takes a single one")
-    if own is not None and own is not kept:  # Transformers puts the prompt into the one that it got
+    if own is not None and own is not withheld:  # Transformers puts the prompt into its own streamer
         own.put(input_ids.cpu())
     return streamer
 
 
-def _seeds(seed: int | Sequence[int] | None, rows: int, each: int) -> list[int] | None:
+def _seeds(seed: int | Sequence[int] | None, rows: int, per_prompt: int) -> list[int] | None:
     if seed is None:
         return None
-    return [seed_of(seed, row // each, row % each, rows // each) for row in range(rows)]
+    return [seed_of(seed, row // per_prompt, row % per_prompt, rows // per_prompt) for row in range(rows)]
 
 
 # Stopping criteria and outputs
@@ -317,14 +327,14 @@ def _seeds(seed: int | Sequence[int] | None, rows: int, each: int) -> list[int] 
 class _Stops:
     """The stopping criteria of a call, and the sequences as the criteria see them: padded, prompt included.
 
-    The decoder itself handles lengths and end-of-text tokens. The other criteria are asked after each token
-    of each sequence. So a criterion that is true among accepted draft tokens ends the sequence there.
+    The decoder itself handles lengths and end-of-text tokens. The other criteria are evaluated after each
+    token of each sequence. So a criterion that is true among accepted draft tokens ends the sequence there.
     """
 
     def __init__(self, criteria: Sequence[Any], input_ids: Tensor, config: Any, scorer: CausalScorer) -> None:
         rows, self._width = input_ids.shape
-        known = (MaxLengthCriteria, EosTokenCriteria)
-        self.others = StoppingCriteriaList([one for one in criteria if type(one) not in known])
+        handled = (MaxLengthCriteria, EosTokenCriteria)
+        self.others = StoppingCriteriaList([one for one in criteria if type(one) not in handled])
         lengths = [one.max_length - self._width for one in criteria if type(one) is MaxLengthCriteria]
         self.max_new_tokens: int = max(1, min([*lengths, scorer.context]))
         ends = [one.eos_token_id.tolist() for one in criteria if type(one) is EosTokenCriteria]
@@ -333,11 +343,11 @@ class _Stops:
         early = self.tokens or self.others or self._width + self.max_new_tokens > scorer.context
         if pad is None and rows > 1 and early:
             raise ValueError("pad_token_id: nothing was given, and rows that end early need one; pass it")
-        room = (rows, self._width + self.max_new_tokens)
-        self._ids = input_ids.new_full(room, 0 if pad is None else int(pad))
+        shape = (rows, self._width + self.max_new_tokens)
+        self._ids = input_ids.new_full(shape, 0 if pad is None else int(pad))
         self._ids[:, : self._width] = input_ids
 
-    def ask(self, row: Row) -> bool:
+    def should_stop(self, row: Row) -> bool:
         """Return whether a criterion ends a sequence after its last token."""
         length = self._width + row.stats.new_tokens
         self._ids[row.index, length - 1] = row.tokens[-1]
@@ -355,5 +365,5 @@ class _Stops:
 
 def _by_position(rows: Sequence[Tensor | None], device: torch.device) -> tuple[Tensor, ...] | None:
     """Return ``[R, V]`` for each position, with zeros where a sequence has ended."""
-    wanted = [row for row in rows if row is not None]
-    return tuple(torch.nn.utils.rnn.pad_sequence(wanted).to(device)) if wanted else None
+    present = [row for row in rows if row is not None]
+    return tuple(torch.nn.utils.rnn.pad_sequence(present).to(device)) if present else None

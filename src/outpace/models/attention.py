@@ -68,9 +68,9 @@ def view_config(config: Any, grouped: bool) -> Any:
         config: Configuration of the model.
         grouped: Whether the view uses ``grouped`` as its attention.
     """
-    ours = copy.copy(config)
+    view = copy.copy(config)
     # Nobody reads these, and Transformers would install hooks that record them on the model itself.
-    ours.output_hidden_states = ours.output_attentions = False
+    view.output_hidden_states = view.output_attentions = False
     if grouped:
-        ours._attn_implementation_internal = NAME  # the public name would reach nested configurations, too
-    return ours
+        view._attn_implementation_internal = NAME  # the public name would reach nested configurations, too
+    return view

@@ -46,15 +46,15 @@ def gguf_reading() -> Iterator[None]:
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
 
-    drawn, parsed = reading.tqdm, gguf.GGUFReader
-    parse_once = functools.cache(parsed)
-    reading.tqdm = functools.partial(drawn, disable=None)  # None: off where stderr is no terminal
+    tqdm, reader = reading.tqdm, gguf.GGUFReader
+    parse_once = functools.cache(reader)
+    reading.tqdm = functools.partial(tqdm, disable=None)  # None: off where stderr is no terminal
     gguf.GGUFReader = lambda path: parse_once(os.path.realpath(path))  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        reading.tqdm = drawn
-        gguf.GGUFReader = parsed  # type: ignore[misc]
+        reading.tqdm = tqdm
+        gguf.GGUFReader = reader  # type: ignore[misc]
 
 
 def silence_torchao() -> None:

@@ -141,10 +141,10 @@ class RaggedCache(Cache):  # type: ignore[misc]
     def swap(self, one: int, other: int, length: int) -> None:
         """Swap the first ``length`` tokens of two rows."""
         for table in self._tables():
-            mine, theirs = table[one, :, :length], table[other, :, :length]
-            saved = mine.clone()
-            mine.copy_(theirs)
-            theirs.copy_(saved)
+            first, second = table[one, :, :length], table[other, :, :length]
+            saved = first.clone()
+            first.copy_(second)
+            second.copy_(saved)
 
     @torch.inference_mode()
     def clear(self, row: int) -> None:

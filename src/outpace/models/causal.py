@@ -29,12 +29,12 @@ from outpace.models.view import view_of
 
 log = logging.getLogger("outpace")
 
-FEW = 32  # tokens of a forward pass up to which masks are computed in advance
+PREBUILT_TOKENS = 32  # tokens of a forward pass up to which it uses prebuilt masks
 CHUNK = 512  # prompt tokens per forward pass
-WORTH_COPYING = 16  # tokens of another row's prefix; computing fewer is as fast as copying them
+MIN_COPIED_PREFIX = 16  # tokens of another row's prefix; computing fewer is as fast as copying them
 
 # Tests show that these families score as their own forward does. Any other is checked when it is loaded.
-PROVEN = {
+TESTED_FAMILIES = {
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
     *("gpt2", "gpt_neox", "phi", "phi3", "opt", "falcon"),
 }
@@ -57,23 +57,23 @@ class CausalScorer:
         self.device: torch.device = execution_device(self.base.get_input_embeddings())
         self.dtype: torch.dtype = self.base.dtype
         self._windows = windows(config)
-        takes = inspect.signature(self.base.forward).parameters
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        arguments = inspect.signature(self.base.forward).parameters
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in arguments else {}
         self._grouped = bool(getattr(self.base, "_supports_attention_backend", False))
         self._one_token_needs_no_mask = set(self._windows.values()) == {None}
         self._prepare(config.num_hidden_layers)
-        if config.model_type not in PROVEN:
+        if config.model_type not in TESTED_FAMILIES:
             self._check()
 
     def _prepare(self, layers: int) -> None:
         """Set up an empty KV cache."""
         self.layers = layers
         self.cache = self._new_cache()
-        self._counting = torch.arange(0)[None]  # 0, 1, 2, ... to the cache's end
-        self._ready: Masks | None = None  # of FEW tokens at the cache's end
+        self._position_ids = torch.arange(0)[None]  # 0, 1, 2, ... to the cache's end
+        self._prebuilt_masks: Masks | None = None  # of PREBUILT_TOKENS tokens at the cache's end
         self._order: list[int] = []  # the slot that each row of the cache belongs to
         self._lengths: dict[int, int] = {}  # of each slot
-        self._held: dict[int, list[int]] = {}  # tokens known to lie at a slot's beginning
+        self._cached_tokens: dict[int, list[int]] = {}  # tokens known to lie at a slot's beginning
         self._packed: Packed | None = None
         self._view: Any = None
         self._weights = self._fingerprint()
@@ -139,7 +139,7 @@ class CausalScorer:
     def forget(self) -> None:
         """Reuse neither cached tokens nor the view of the modules."""
         self._view = None
-        self._held = {slot: [] for slot in self._held}
+        self._cached_tokens = {slot: [] for slot in self._cached_tokens}
 
     # KV cache
 
@@ -156,7 +156,7 @@ class CausalScorer:
         """See ``Scorer.truncate``."""
         for row, length in zip(rows, lengths, strict=True):
             self._lengths[row] = min(length, self._lengths[row])
-            del self._held[row][length:]
+            del self._cached_tokens[row][length:]
 
     def reset(self, rows: Sequence[int], texts: Sequence[Sequence[int]] | None = None) -> None:
         """See ``Scorer.reset``."""
@@ -166,9 +166,9 @@ class CausalScorer:
             length = self._lengths[row]
             if texts is None:
                 self.cache.clear(self._order.index(row))
-                self._held[row] = []
+                self._cached_tokens[row] = []
             else:
-                self._held[row] = list(texts[i][:length])
+                self._cached_tokens[row] = list(texts[i][:length])
             self._lengths[row] = 0
 
     def reserve(self, rows: int, tokens: int) -> None:
@@ -182,23 +182,23 @@ class CausalScorer:
             return
         if not any(self._lengths.values()):  # nothing is in use: start again with no more than is needed
             self.cache = self._new_cache()
-            self._order, self._lengths, self._held = [], {}, {}
+            self._order, self._lengths, self._cached_tokens = [], {}, {}
             size = self.cache.size(rows, tokens)
         nbytes = size[0] * size[1] * self.bytes_per_token
         free = memory_free(self.device)
-        said = f"{size[0]} rows of {size[1]} tokens in {nbytes / 2**20:.0f} MiB on {self.device}"
+        description = f"{size[0]} rows of {size[1]} tokens in {nbytes / 2**20:.0f} MiB on {self.device}"
         if nbytes - self.cache.nbytes() > free:
             raise MemoryError(
-                f"the cache would hold {said}, and {free / 2**20:.0f} MiB are free; ask for fewer rows "
-                "(batch_size=) or fewer tokens (max_new_tokens=)"
+                f"the cache would hold {description}, and {free / 2**20:.0f} MiB are free; ask for fewer "
+                "rows (batch_size=) or fewer tokens (max_new_tokens=)"
             )
-        log.info("cache of %s: %s", type(self.base).__name__, said)
+        log.info("cache of %s: %s", type(self.base).__name__, description)
         self.cache.reserve(*size)
-        self._counting = torch.arange(size[1], device=self.device)[None]
-        self._ready = None
+        self._position_ids = torch.arange(size[1], device=self.device)[None]
+        self._prebuilt_masks = None
         for slot in range(len(self._order), size[0]):
             self._order.append(slot)
-            self._lengths[slot], self._held[slot] = 0, []
+            self._lengths[slot], self._cached_tokens[slot] = 0, []
 
     @property
     def bytes_per_token(self) -> int:
@@ -217,7 +217,7 @@ class CausalScorer:
 
     # Passes
 
-    def _look_at_weights(self) -> None:
+    def _check_weights(self) -> None:
         """Forget cached tokens if the weights have changed, before any is reused."""
         weights = self._fingerprint()
         if weights != self._weights or has_adapters(self.base):  # adapters switch unnoticed
@@ -237,39 +237,39 @@ class CausalScorer:
         sources: Sequence[Source | None] = (),
     ) -> Tensor:
         """See ``Scorer.prefill``."""
-        self._look_at_weights()
-        self._have(rows, max(map(len, prompts)))
+        self._check_weights()
+        self._ensure_capacity(rows, max(map(len, prompts)))
         first: dict[tuple[int, ...], int] = {}  # by prompt, the index of the row that computes it
         owners = [first.setdefault(tuple(prompt), i) for i, prompt in enumerate(prompts)]
-        own = sorted(set(owners))
-        for i in own:
+        unique = sorted(set(owners))
+        for i in unique:
             self._reuse(rows[i], prompts[i])
-        computing = [rows[i] for i in own]
-        logits = self.append(computing, [prompts[i][self._lengths[rows[i]] :] for i in own])
+        unique_rows = [rows[i] for i in unique]
+        logits = self.append(unique_rows, [prompts[i][self._lengths[rows[i]] :] for i in unique])
         for i, owner in enumerate(owners):
             if i != owner:
                 source, target = self._order.index(rows[owner]), self._order.index(rows[i])
                 self.cache.copy(source, target, len(prompts[i]))
                 self._lengths[rows[i]] = len(prompts[i])
-            self._held[rows[i]] = list(prompts[i])
-        return logits if len(own) == len(rows) else logits[[own.index(owner) for owner in owners]]
+            self._cached_tokens[rows[i]] = list(prompts[i])
+        return logits if len(unique) == len(rows) else logits[[unique.index(owner) for owner in owners]]
 
     def _reuse(self, row: int, prompt: Sequence[int]) -> None:
         """Reuse a cached prefix of the prompt, of this row or another, without the last token."""
-        own = common(self._held[row], prompt, len(prompt) - 1)
-        best, shared = most_shared(self._held, prompt)
-        if best is not None and shared >= own + WORTH_COPYING:
+        cached = common_prefix_length(self._cached_tokens[row], prompt, len(prompt) - 1)
+        best, shared = longest_shared_prefix(self._cached_tokens, prompt)
+        if best is not None and shared >= cached + MIN_COPIED_PREFIX:
             self.cache.copy(self._order.index(best), self._order.index(row), shared)
-            own = shared
-        self._lengths[row] = own
-        self._held[row] = list(prompt[:own])
+            cached = shared
+        self._lengths[row] = cached
+        self._cached_tokens[row] = list(prompt[:cached])
 
     @torch.inference_mode()
     def append(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         """See ``Scorer.append``."""
         counts = [len(row) for row in tokens]
         longest = max(counts)
-        self._have(
+        self._ensure_capacity(
             rows, max(self._lengths[row] + len(new) for row, new in zip(rows, tokens, strict=True)) + 1
         )
         first = self._arrange(rows)
@@ -280,10 +280,10 @@ class CausalScorer:
             columns.append([*range(length + count, length + longest), *range(length, length + count)])
         ids = torch.tensor(padded)
         positions = torch.tensor(columns).clamp_(max=self.cache.capacity - 1)  # padding may lie on padding
-        together = self._together(rows) if min(counts) == longest else None
+        common_length = self._common_length(rows) if min(counts) == longest else None
         for left in range(0, longest, CHUNK):
             part = slice(left, left + CHUNK)
-            start = None if together is None else together + left
+            start = None if common_length is None else common_length + left
             logits = self._forward(first, ids[:, part], positions[:, part], start, **self._last_only)
         self.commit(rows, counts)
         return logits[:, -1]
@@ -292,15 +292,15 @@ class CausalScorer:
     def score(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
         """See ``Scorer.score``."""
         n = tokens.shape[1]
-        self._have(rows, max(self._lengths[row] for row in rows) + n)
+        self._ensure_capacity(rows, max(self._lengths[row] for row in rows) + n)
         first = self._arrange(rows)
-        together = self._together(rows)
-        if together is not None:
-            positions = self._counting[:, together : together + n]
+        common_length = self._common_length(rows)
+        if common_length is not None:
+            positions = self._position_ids[:, common_length : common_length + n]
             positions = positions if len(rows) == 1 else positions.expand(len(rows), n)
         else:
             positions = torch.tensor([[self._lengths[row]] for row in rows]) + torch.arange(n)
-        return self._forward(first, tokens, positions, together)
+        return self._forward(first, tokens, positions, common_length)
 
     def _forward(
         self, first: int, ids: Tensor, positions: Tensor, start: int | None, **last_only: Any
@@ -334,38 +334,40 @@ class CausalScorer:
     def _masks(self, positions: Tensor, start: int | None, reach: int) -> Tensor | dict[str, Tensor]:
         """Return additive attention masks ``[R, 1, n, reach]`` of the new tokens, per kind of layer."""
         (R, n), T = positions.shape, self.cache.capacity
-        if start is None or n > FEW:
-            made = self._new_masks(positions, reach)
+        if start is None or n > PREBUILT_TOKENS:
+            masks = self._new_masks(positions, reach)
         else:
-            # What is hidden depends on the distance alone, so one mask serves every start.
-            if self._ready is None:
-                self._ready = self._new_masks(torch.arange(T, T + FEW, device=self.device)[None], T + FEW)
+            # A mask depends on distances alone, so one mask serves every start.
+            if self._prebuilt_masks is None:
+                self._prebuilt_masks = self._new_masks(
+                    torch.arange(T, T + PREBUILT_TOKENS, device=self.device)[None], T + PREBUILT_TOKENS
+                )
             part = slice(T - start, T - start + reach)
-            made = {
+            masks = {
                 window: mask[..., :n, part].expand(R, -1, -1, -1).clone(memory_format=torch.contiguous_format)
-                for window, mask in self._ready.items()
+                for window, mask in self._prebuilt_masks.items()
             }
         if list(self._windows) == [""]:
-            return made[self._windows[""]]
-        return {layer: made[window] for layer, window in self._windows.items()}
+            return masks[self._windows[""]]
+        return {layer: masks[window] for layer, window in self._windows.items()}
 
     def _new_masks(self, positions: Tensor, reach: int) -> Masks:
         keys = torch.arange(reach, device=positions.device)
         at = positions[:, None, :, None]
-        made: Masks = {}
+        masks: Masks = {}
         for window in set(self._windows.values()):
             hidden = keys > at
             if window is not None:
                 hidden |= keys <= at - window
             zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
-            made[window] = zeros.masked_fill_(hidden, torch.finfo(self.dtype).min)
-        return made
+            masks[window] = zeros.masked_fill_(hidden, torch.finfo(self.dtype).min)
+        return masks
 
-    def _have(self, rows: Sequence[int], tokens: int) -> None:
+    def _ensure_capacity(self, rows: Sequence[int], tokens: int) -> None:
         if max(rows) >= self.cache.rows or tokens > self.cache.capacity:
             self.reserve(max(rows) + 1, tokens)
 
-    def _together(self, rows: Sequence[int]) -> int | None:
+    def _common_length(self, rows: Sequence[int]) -> int | None:
         """Return the length of all rows if they have the same, else None."""
         lengths = {self._lengths[row] for row in rows}
         return lengths.pop() if len(lengths) == 1 else None
@@ -380,7 +382,7 @@ class CausalScorer:
             if self._order[i] != row:
                 j = self._order.index(row)
                 both = (row, self._order[i])
-                self._swap(i, j, max(max(self._lengths[s], len(self._held[s])) for s in both))
+                self._swap(i, j, max(max(self._lengths[s], len(self._cached_tokens[s])) for s in both))
                 self._order[i], self._order[j] = self._order[j], self._order[i]
         return first
 
@@ -395,16 +397,16 @@ class CausalScorer:
         start = n - 20
         try:
             with torch.inference_mode():
-                own = self.model(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
+                reference = self.model(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
                 self.prefill([0, 1], [ids[:start].tolist(), ids[:5].tolist()])
                 self.score([0, 1], torch.zeros(2, 5, dtype=torch.int64, device=self.device))
                 drafts = torch.stack((ids[start : start + 12], ids[5:17])).to(self.device)
-                ours = self.score([0, 1], drafts)
+                scored = self.score([0, 1], drafts)
         except Exception as error:
             why = f"cannot be scored with explicit positions, masks and cache ({error})"
             raise refusal(self.base, why) from error
-        expected = torch.stack((own[start : start + 12], own[5:17]))
-        worst = float((ours - expected).abs().max() / own.abs().max())
+        expected = torch.stack((reference[start : start + 12], reference[5:17]))
+        worst = float((scored - expected).abs().max() / reference.abs().max())
         self.reset([0, 1])
         if not worst <= min(200 * torch.finfo(self.dtype).eps, 0.05):
             raise refusal(
@@ -422,15 +424,15 @@ class CausalScorer:
         )
 
 
-def supported_model(given: Any) -> Any:
+def supported_model(candidate: Any) -> Any:
     """Return the Transformers model inside, ready to score.
 
     Raises:
         TypeError: It is no model of the Transformers library.
         ValueError: The model cannot be scored; the message says why.
     """
-    model: Any = given
-    if not isinstance(given, torch.nn.Module) or not hasattr(given, "config"):
+    model: Any = candidate
+    if not isinstance(candidate, torch.nn.Module) or not hasattr(candidate, "config"):
         raise TypeError(
             f"model: got {kind(model)[:80]}; it must be a causal model of the Transformers library"
         )
@@ -449,7 +451,9 @@ def supported_model(given: Any) -> Any:
     recurrent = types - {"full_attention", "sliding_attention"}
     if getattr(base, "_is_stateful", False) or recurrent:
         what = f" ({', '.join(sorted(recurrent))})" if recurrent else ""
-        raise refusal(base, f"keeps a running state{what}, which cannot be rolled back after a lost draft")
+        raise refusal(
+            base, f"keeps a running state{what}, which cannot be rolled back after a rejected draft"
+        )
     if name in ("bloom", "mpt") or getattr(config, "alibi", False):
         raise refusal(base, "uses ALiBi, whose bias Transformers builds for rows of equal length only")
     if not hasattr(base, "generate") or base.get_output_embeddings() is None:
@@ -468,16 +472,18 @@ def supported_model(given: Any) -> Any:
 
 def positions(config: Any) -> int:
     """Return the maximum number of tokens of a text."""
-    most = getattr(config, "max_position_embeddings", None) or 1 << 30
+    max_tokens = getattr(config, "max_position_embeddings", None) or 1 << 30
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         # Transformers picks the factors by the longest text of a forward pass: short texts are always right.
         name = "original_max_position_embeddings"
-        most = min(most, *(int(place or most) for place in (rope.get(name), getattr(config, name, None))))
-        warnings.warn(
-            f"longrope beyond {most} tokens depends on the batch: the context ends there", stacklevel=4
+        max_tokens = min(
+            max_tokens, *(int(limit or max_tokens) for limit in (rope.get(name), getattr(config, name, None)))
         )
-    return int(most)
+        warnings.warn(
+            f"longrope beyond {max_tokens} tokens depends on the batch: the context ends there", stacklevel=4
+        )
+    return int(max_tokens)
 
 
 def refusal(base: Any, why: str) -> ValueError:
@@ -521,26 +527,26 @@ def windows(config: Any) -> dict[str, int | None]:
     return {"": window}
 
 
-def common(one: Sequence[int], other: Sequence[int], most: int) -> int:
+def common_prefix_length(one: Sequence[int], other: Sequence[int], limit: int) -> int:
     """Return the length of the common prefix of two texts, up to ``most``."""
-    most = min(len(one), len(other), most)
-    if list(one[:most]) == list(other[:most]):
-        return max(most, 0)
-    return next(i for i in range(most) if one[i] != other[i])
+    limit = min(len(one), len(other), limit)
+    if list(one[:limit]) == list(other[:limit]):
+        return max(limit, 0)
+    return next(i for i in range(limit) if one[i] != other[i])
 
 
-def most_shared(held: Mapping[int, Sequence[int]], text: Sequence[int]) -> tuple[int | None, int]:
+def longest_shared_prefix(cached: Mapping[int, Sequence[int]], text: Sequence[int]) -> tuple[int | None, int]:
     """Return the row that shares the longest prefix with a text, and the length of the prefix.
 
     The last token of the text does not count. The row is None where no row has enough to be copied.
     """
-    if len(text) <= WORTH_COPYING:
+    if len(text) <= MIN_COPIED_PREFIX:
         return None, 0
-    head = list(text[:WORTH_COPYING])
-    rows = [row for row, one in held.items() if list(one[:WORTH_COPYING]) == head]
-    found = [common(held[row], text, len(text) - 1) for row in rows]
-    best = max(found, default=0)
-    return (rows[found.index(best)], best) if found else (None, 0)
+    head = list(text[:MIN_COPIED_PREFIX])
+    rows = [row for row, one in cached.items() if list(one[:MIN_COPIED_PREFIX]) == head]
+    found = [common_prefix_length(cached[row], text, len(text) - 1) for row in rows]
+    longest = max(found, default=0)
+    return (rows[found.index(longest)], longest) if found else (None, 0)
 
 
 def execution_device(embedding: Any) -> torch.device:
@@ -548,9 +554,13 @@ def execution_device(embedding: Any) -> torch.device:
 
     Accelerate keeps offloaded weights elsewhere between forward passes.
     """
-    held: torch.device = embedding.weight.device
-    place = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
-    return torch.device(place) if held.type == "meta" and place is not None else held
+    weight_device: torch.device = embedding.weight.device
+    hook_device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
+    return (
+        torch.device(hook_device)
+        if weight_device.type == "meta" and hook_device is not None
+        else weight_device
+    )
 
 
 def memory_free(device: torch.device) -> int:
@@ -559,6 +569,6 @@ def memory_free(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     meminfo = Path("/proc/meminfo")
     if device.type == "cpu" and meminfo.exists():
-        said = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        return int(said["MemAvailable"].split()[0]) * 1024
+        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
     return 1 << 62

@@ -30,8 +30,8 @@ from outpace.models.causal import windows
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # whose angles do not depend on the text
 GATES = {1: "silu", 2: "gelu_pytorch_tanh"}  # activations of the kernels, by their number there
-OLDEST = 8, 0  # least compute capability of GPUs that the kernels run on
-WIDEST_HEAD, LARGEST_TILE = 512, 16384  # most bytes of a head, and of a block's queries
+MIN_CAPABILITY = 8, 0  # least compute capability of GPUs that the kernels run on
+MAX_HEAD_BYTES, MAX_QUERY_BYTES = 512, 16384  # most bytes of a head, and of a block's queries
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Product:
         at = 0
         for layer in layers:
             part = slice(at, at + layer.out_features)
-            _put(layer, "weight", weight[part])
+            _set_parameter(layer, "weight", weight[part])
             if bias is not None:
-                _put(layer, "bias", bias[part])
+                _set_parameter(layer, "bias", bias[part])
             at = part.stop
         return cls(weight, bias)
 
@@ -64,7 +64,7 @@ class Product:
         return linear(x, self.weight, self.bias)
 
 
-def _put(layer: nn.Linear, name: str, value: Tensor) -> None:
+def _set_parameter(layer: nn.Linear, name: str, value: Tensor) -> None:
     """Set a layer's parameter without replacing the object that others may hold.
 
     A parameter made in inference mode is replaced. Outside that mode it could not be read together with
@@ -94,12 +94,12 @@ class Norm:
     @cached_property
     def scale(self) -> Any:
         """The norm as a ``Scale`` of the kernels."""
-        room = 1.0
+        headroom = 1.0
         if self.weight.dtype == torch.float16:  # rows times large weights may overflow
             largest = float((self.weight.float() + (1.0 if self.shifted else 0.0)).abs().max())
-            room = 2.0 ** -max(0, math.ceil(math.log2(max(largest, 1.0))))
+            headroom = 2.0 ** -max(0, math.ceil(math.log2(max(largest, 1.0))))
         module = importlib.import_module("outpace.models.kernels.product")
-        return module.Scale(self.weight, self.eps, self.shifted, room)
+        return module.Scale(self.weight, self.eps, self.shifted, headroom)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalize ``x`` over its last dimension."""
@@ -191,10 +191,10 @@ class FusedModel:
         self.activation: Callable[[Tensor], Tensor] = model.model.layers[0].mlp.act_fn
         self._gate = next((i for i, one in GATES.items() if type(self.activation) is type(ACT2FN[one])), 0)
         self.has_kernels = has_kernels(self.device, self.dtype) and self._gate > 0
-        looks = windows(config)
+        windows_by_kind = windows(config)
         kinds = getattr(config, "layer_types", None)
         self.layers = [
-            _layer(block, family, looks[kinds[i] if kinds else ""])
+            _layer(block, family, windows_by_kind[kinds[i] if kinds else ""])
             for i, block in enumerate(model.model.layers)
         ]
         self.norm = Norm.of(model.model.norm, family)
@@ -208,7 +208,7 @@ class FusedModel:
         ]
         return sum(product.weight.nbytes for product in [*products, self.head])
 
-    def room(self, rows: int, tokens: int) -> Cache:
+    def allocate_cache(self, rows: int, tokens: int) -> Cache:
         """Return a zeroed KV cache for ``rows`` sequences of ``tokens`` tokens.
 
         It holds zeros because a masked NaN is still NaN after the softmax.
@@ -222,20 +222,20 @@ class FusedModel:
         return Cache(keys, torch.zeros_like(keys), (cos[0].contiguous(), sin[0].contiguous()), counters)
 
     @torch.inference_mode()
-    def read(self, ids: Tensor, positions: Tensor, cache: Cache) -> None:
+    def fill_cache(self, ids: Tensor, positions: Tensor, cache: Cache) -> None:
         """Write keys and values of tokens ``[B, n]`` at positions ``[B, n]`` into the KV cache.
 
         Positions are consecutive.
         """
-        if self._few(ids):
+        if self._uses_few_rows_kernels(ids):
             self._stream(ids, positions, cache)
         else:
             self.hidden(ids, positions, cache)
 
     @torch.inference_mode()
     def logits(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Return logits ``[B, n, V]`` after each of the tokens, and fill the KV cache as ``read`` does."""
-        if self._few(ids):
+        """Return logits ``[B, n, V]`` after each of the tokens, and do what ``fill_cache`` does."""
+        if self._uses_few_rows_kernels(ids):
             stream = self._stream(ids, positions, cache)
             out: Tensor = self._product.few_rows(stream, self.head.weight, self.head.bias)
             return out.view(*ids.shape, -1)
@@ -248,58 +248,58 @@ class FusedModel:
         Keys and values of the tokens are written into the first B rows of the KV cache.
         """
         if self.has_kernels:
-            return self._between(ids, positions, cache)
+            return self._hidden_with_kernels(ids, positions, cache)
         x = self.embedding[ids] * self.embedding_scale
-        scan = self._scan(positions, cache)
+        attend = self._generic_attention(positions, cache)
         for layer, keys, values in self._layers(cache, len(ids)):
-            x = x + layer.out(scan(layer, layer.qkv(layer.norm(x)), keys, values))
+            x = x + layer.out(attend(layer, layer.qkv(layer.norm(x)), keys, values))
             gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
             x = x + layer.down(self.activation(gate) * up)
         return self.norm(x)
 
-    def _few(self, ids: Tensor) -> bool:
+    def _uses_few_rows_kernels(self, ids: Tensor) -> bool:
         """Return whether the kernels take this many tokens."""
-        few: bool = self._short(ids) and ids.numel() <= self._product.MOST_ROWS
+        few: bool = self._uses_attention_kernel(ids) and ids.numel() <= self._product.MAX_ROWS
         return few
 
-    def _short(self, ids: Tensor) -> bool:
+    def _uses_attention_kernel(self, ids: Tensor) -> bool:
         """Return whether the attention kernel takes this many queries per row."""
         head = self.head_dim * self.dtype.itemsize
         tile = max(16, self.heads // self.kv_heads * ids.shape[1]) * head
-        return self.has_kernels and head <= WIDEST_HEAD and tile <= LARGEST_TILE
+        return self.has_kernels and head <= MAX_HEAD_BYTES and tile <= MAX_QUERY_BYTES
 
     def _stream(self, ids: Tensor, positions: Tensor, cache: Cache) -> Any:
         """Return the input of the last product, for few tokens, through five kernels per layer."""
-        times, norms = self._product.few_rows, [layer.norm for layer in self.layers[1:]] + [self.norm]
-        stream = self._product.take(ids, self.embedding, self.embedding_scale, self.layers[0].norm.scale)
+        matmul, norms = self._product.few_rows, [layer.norm for layer in self.layers[1:]] + [self.norm]
+        stream = self._product.embed(ids, self.embedding, self.embedding_scale, self.layers[0].norm.scale)
         for (layer, keys, values), after in zip(self._layers(cache, len(ids)), norms, strict=True):
-            qkv = times(stream, layer.qkv.weight, layer.qkv.bias)
-            out = self._look(layer, qkv, positions, cache, keys, values)
-            stream = times(
+            qkv = matmul(stream, layer.qkv.weight, layer.qkv.bias)
+            out = self._attend_with_kernel(layer, qkv, positions, cache, keys, values)
+            stream = matmul(
                 out, layer.out.weight, layer.out.bias, residual=stream.x, norm=layer.mlp_norm.scale
             )
-            inner = times(stream, layer.gate_up.weight, layer.gate_up.bias, gate=self._gate)
-            stream = times(inner, layer.down.weight, layer.down.bias, residual=stream.x, norm=after.scale)
+            inner = matmul(stream, layer.gate_up.weight, layer.gate_up.bias, gate=self._gate)
+            stream = matmul(inner, layer.down.weight, layer.down.bias, residual=stream.x, norm=after.scale)
         return stream
 
-    def _between(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+    def _hidden_with_kernels(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Compute ``hidden`` with kernels between the products."""
-        added, gate = self._rows.added, self._rows.gate
-        scan = None if self._short(ids) else self._scan(positions, cache)
+        add_norm, gate = self._rows.add_norm, self._rows.gate
+        attend = None if self._uses_attention_kernel(ids) else self._generic_attention(positions, cache)
         x = (self.embedding[ids] * self.embedding_scale).flatten(0, 1)
-        more = None
+        residual = None
         for layer, keys, values in self._layers(cache, len(ids)):
-            x, y = added(x, more, layer.norm.scale)
-            if scan is None:
-                out = self._look(layer, layer.qkv(y), positions, cache, keys, values)
+            x, y = add_norm(x, residual, layer.norm.scale)
+            if attend is None:
+                out = self._attend_with_kernel(layer, layer.qkv(y), positions, cache, keys, values)
             else:
-                out = scan(layer, layer.qkv(y).view(*ids.shape, -1), keys, values).flatten(0, 1)
-            x, y = added(x, layer.out(out), layer.mlp_norm.scale)
-            more = layer.down(gate(layer.gate_up(y), self._gate))
-        last: Tensor = added(x, more, self.norm.scale)[1]
+                out = attend(layer, layer.qkv(y).view(*ids.shape, -1), keys, values).flatten(0, 1)
+            x, y = add_norm(x, layer.out(out), layer.mlp_norm.scale)
+            residual = layer.down(gate(layer.gate_up(y), self._gate))
+        last: Tensor = add_norm(x, residual, self.norm.scale)[1]
         return last.view(*ids.shape, -1)
 
-    def _look(
+    def _attend_with_kernel(
         self, layer: Layer, qkv: Tensor, positions: Tensor, cache: Cache, keys: Tensor, values: Tensor
     ) -> Tensor:
         """Attend with the kernel; return ``[B·n, heads·d]``."""
@@ -313,7 +313,9 @@ class FusedModel:
         )  # fmt: skip
         return out.view(B * n, -1)
 
-    def _scan(self, positions: Tensor, cache: Cache) -> Callable[[Layer, Tensor, Tensor, Tensor], Tensor]:
+    def _generic_attention(
+        self, positions: Tensor, cache: Cache
+    ) -> Callable[[Layer, Tensor, Tensor, Tensor], Tensor]:
         """Return attention of any number of tokens at positions ``[B, n]``, by PyTorch's operations.
 
         It takes a layer, the tokens' queries, keys and values ``[B, n, ...]``, and the cached keys and
@@ -324,13 +326,13 @@ class FusedModel:
         masks = {window: mask_of(positions, cache.tokens, window, self.dtype) for window in self._windows}
         at = positions[:, None, :, None].expand(B, self.kv_heads, n, self.head_dim)
 
-        def scan(layer: Layer, qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def attend(layer: Layer, qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             q, k, v = self._split(layer, qkv)
             keys.scatter_(2, at, _rotated(k, cos, sin))
             values.scatter_(2, at, v)
-            return self._attend(_rotated(q, cos, sin), keys, values, masks[layer.window])
+            return self._grouped_attention(_rotated(q, cos, sin), keys, values, masks[layer.window])
 
-        return scan
+        return attend
 
     def _layers(self, cache: Cache, B: int) -> Iterator[tuple[Layer, Tensor, Tensor]]:
         """Return the layers, each with the cached keys and values of the first B rows."""
@@ -361,7 +363,7 @@ class FusedModel:
             q, k = layer.q_norm(q), layer.k_norm(k)
         return [one.transpose(1, 2) for one in (q, k, v)]
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    def _grouped_attention(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """Return the attention output ``[B, n, heads·d]``.
 
         Heads that share keys are queries of one head.
@@ -378,7 +380,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether there are kernels for weights of this dtype on this device."""
     return (
         device.type == "cuda"
-        and torch.cuda.get_device_capability(device) >= OLDEST
+        and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
         and dtype in (torch.float16, torch.bfloat16, torch.float32)
         and importlib.util.find_spec("triton") is not None
     )
@@ -397,7 +399,7 @@ def why_not(model: Any) -> str | None:
             return "has hooks on its layers"
     for module in _products(model):
         if type(module) is not nn.Linear or type(module.weight.data) is not Tensor:
-            return f"has layers of another kind than plain products ({type(module).__name__})"
+            return f"has layers of another kind than linear layers ({type(module).__name__})"
         if not module.weight.is_contiguous():
             return "has weights that do not lie in one piece"
     if len({parameter.device for parameter in model.parameters()}) > 1:

@@ -59,19 +59,19 @@ class GenericModel:
         self._context = positions_of(model.config)
         self._windows = windows(model.config)
 
-    def room(self, rows: int, tokens: int) -> GenericCache:
+    def allocate_cache(self, rows: int, tokens: int) -> GenericCache:
         """Return a KV cache for ``rows`` sequences of ``tokens`` tokens."""
         cache = RaggedCache(self.base.config.num_hidden_layers)
         cache.reserve(rows, tokens)
         return GenericCache(cache, 0, rows, cache.capacity)
 
-    def read(self, ids: Tensor, positions: Tensor, cache: GenericCache) -> None:
+    def fill_cache(self, ids: Tensor, positions: Tensor, cache: GenericCache) -> None:
         """Write keys and values of tokens ``[B, n]`` at positions ``[B, n]`` into the KV cache."""
         self.logits(ids, positions, cache)
 
     @torch.inference_mode()
     def logits(self, ids: Tensor, positions: Tensor, cache: GenericCache) -> Tensor:
-        """Return logits ``[B, n, V]`` after each of the tokens, and fill the KV cache as ``read`` does."""
+        """Return logits ``[B, n, V]`` after each of the tokens, and do what ``fill_cache`` does."""
         T = cache.tokens
         cache.ragged.span = Span(cache.first, positions, None, T)
         masks = {window: mask_of(positions, T, window, self.dtype) for window in set(self._windows.values())}

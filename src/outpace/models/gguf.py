@@ -25,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from outpace.checks.files import write_whole
+from outpace.checks.files import write_atomic
 from outpace.models.auto import auto_class, gguf_reading, quiet
 from outpace.models.store import COMPLETE, Say, cache_folder, first_line, install, is_complete, locked
 
@@ -204,18 +204,18 @@ class Hold:
 def hold(folder: Path) -> Hold | None:
     """Return a hold on a converted model; None if it is missing or incomplete."""
     try:
-        taken = Hold(folder, os.open(folder / USED, os.O_RDONLY))
+        held = Hold(folder, os.open(folder / USED, os.O_RDONLY))
     except OSError:
         return None
     with suppress(OSError):  # some network file systems have no locks
         if fcntl is not None:
-            fcntl.flock(taken._descriptor, fcntl.LOCK_SH)
+            fcntl.flock(held._descriptor, fcntl.LOCK_SH)
     if not is_complete(folder):  # it may have been removed a moment ago
-        taken.close()
+        held.close()
         return None
     with suppress(OSError):  # a cache that others own is read all the same
         os.utime(folder / USED)
-    return taken
+    return held
 
 
 @dataclass(frozen=True)
@@ -265,14 +265,14 @@ def clear(names: Iterable[str] = ()) -> tuple[list[Converted], list[Converted]]:
     Raises:
         ValueError: No converted file has one of the names.
     """
-    wanted = set(names)
-    there = converted()
-    if missing := wanted - {one.name for one in there}:
-        known = ", ".join(dict.fromkeys(one.name for one in there)) or "nothing"
+    requested = set(names)
+    models = converted()
+    if missing := requested - {one.name for one in models}:
+        known = ", ".join(dict.fromkeys(one.name for one in models)) or "nothing"
         raise ValueError(f"{min(missing)}: no converted GGUF file has this name; there is {known}")
-    chosen = [one for one in there if not wanted or one.name in wanted]
+    chosen = [one for one in models if not requested or one.name in requested]
     removed = [one for one in chosen if discard(one.folder)]
-    if not wanted:
+    if not requested:
         _sweep()
     return removed, [one for one in chosen if one not in removed]
 
@@ -296,12 +296,12 @@ def convert_once(path: Path, precision: Any, tell: Say) -> Hold | None:
 
     dtype = str(precision).removeprefix("torch.")
     before = _stamp(path)
-    folder = _place(path, dtype)
+    folder = _folder_of(path, dtype)
     if found := hold(folder):
         return found
     needed = count_weights(path) * precision.itemsize + OVERHEAD
 
-    def not_kept(error: Exception) -> None:
+    def report_not_cached(error: Exception) -> None:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error)
         tell(f"{path}: converted at every start, as it cannot be kept in {folder.parent} ({why})")
 
@@ -311,16 +311,16 @@ def convert_once(path: Path, precision: Any, tell: Say) -> Hold | None:
             stack.enter_context(locked(_lock(folder), waiting, tell))
             if found := hold(folder):  # another process may have been faster
                 return found
-            _make_room(folder, needed)
+            _free_space(folder, needed)
             beside = stack.enter_context(_temporary(folder))
         except OSError as error:
-            not_kept(error)
+            report_not_cached(error)
             return None
         tell(f"{path}: converting it once to safetensors, {needed / 1e9:.1f} GB in {dtype}")
         made = beside / "model"
         model, tokenizer = read(path, precision)
         if _stamp(path) != before:
-            not_kept(OSError("the file changed meanwhile"))
+            report_not_cached(OSError("the file changed meanwhile"))
             return None
         try:
             with quiet():
@@ -330,7 +330,7 @@ def convert_once(path: Path, precision: Any, tell: Say) -> Hold | None:
             (made / USED).touch()
             install(made, folder)
         except (OSError, SafetensorError) as error:  # a full disk may raise either
-            not_kept(error)
+            report_not_cached(error)
             return None
         finally:
             del model
@@ -338,7 +338,7 @@ def convert_once(path: Path, precision: Any, tell: Say) -> Hold | None:
         return hold(folder)
 
 
-def _place(path: Path, dtype: str) -> Path:
+def _folder_of(path: Path, dtype: str) -> Path:
     """Return the folder for this content and dtype.
 
     The version of Transformers counts too: a later one may read the file better.
@@ -382,16 +382,16 @@ def _stamp(path: Path) -> list[int]:
 def _digest(path: Path) -> str:
     """Return the SHA-256 of a file, cached for as long as the file stays the same."""
     index, name, stamp = _root() / DIGESTS, str(path.resolve()), _stamp(path)
-    known = _digests(index)
-    if name in known and known[name][:-1] == stamp:
-        return str(known[name][-1])
+    digests = _digests(index)
+    if name in digests and digests[name][:-1] == stamp:
+        return str(digests[name][-1])
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if _stamp(path) == stamp and time.time() - max(stamp[1:3]) / 1e9 > SETTLED:
-        there = {one: noted for one, noted in known.items() if Path(one).exists()}
+        present = {one: entry for one, entry in digests.items() if Path(one).exists()}
         with suppress(OSError):  # a cache that cannot be written only costs the time to read the file again
             index.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(index, json.dumps({**there, name: [*stamp, digest]}))
+            write_atomic(index, json.dumps({**present, name: [*stamp, digest]}))
     return digest
 
 
@@ -411,34 +411,34 @@ def limit() -> int:
     Raises:
         ValueError: The environment variable ``OUTPACE_GGUF_CACHE_GIB`` is no number of GiB.
     """
-    given = os.environ.get(LIMIT_VARIABLE)
+    value = os.environ.get(LIMIT_VARIABLE)
     try:
-        number = LIMIT_GIB if given is None else float(given)
+        number = LIMIT_GIB if value is None else float(value)
     except ValueError:
         number = -1
     if not 0 <= number < math.inf:
-        raise ValueError(f"{LIMIT_VARIABLE}: got {given!r}; it must be a number of GiB, 0 keeps nothing")
+        raise ValueError(f"{LIMIT_VARIABLE}: got {value!r}; it must be a number of GiB, 0 keeps nothing")
     return int(number * 2**30)
 
 
-def _make_room(folder: Path, needed: int) -> None:
+def _free_space(folder: Path, needed: int) -> None:
     """Remove the least recently used models until this many bytes fit; none if they would not."""
-    most = limit()
+    max_bytes = limit()
     _sweep(but=folder)
-    there = converted()
-    total, free = sum(one.bytes for one in there), shutil.disk_usage(folder.parent).free
-    doomed: list[Converted] = []
-    for one in reversed(there):
-        if total + needed <= most and free >= needed + RESERVE:
+    models = converted()
+    total, free = sum(one.bytes for one in models), shutil.disk_usage(folder.parent).free
+    removable: list[Converted] = []
+    for one in reversed(models):
+        if total + needed <= max_bytes and free >= needed + RESERVE:
             break
         if not one.in_use:
-            doomed.append(one)
+            removable.append(one)
             total, free = total - one.bytes, free + one.bytes
-    if total + needed > most:
-        raise OSError(f"{LIMIT_VARIABLE} allows {most / 2**30:g} GiB, it takes {needed / 2**30:.1f}")
+    if total + needed > max_bytes:
+        raise OSError(f"{LIMIT_VARIABLE} allows {max_bytes / 2**30:g} GiB, it takes {needed / 2**30:.1f}")
     if free < needed + RESERVE:
         raise OSError(f"the disk has {free / 2**30:.1f} GiB free, it takes {needed / 2**30:.1f}")
-    for one in doomed:
+    for one in removable:
         discard(one.folder)
 
 

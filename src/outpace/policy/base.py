@@ -27,21 +27,21 @@ class Load:
     Attributes:
         batch: Rows of the pass. Some slots may be idle.
         context: Tokens of the longest sequence.
-        unread: Tokens of all sequences that the drafter must read first, because it did not draft meanwhile.
-            The graph executor reads whole chunks and counts those.
-        ready: Values of g that need no capture. A capture takes time. None: all.
-        room: Number of draft tokens that each sequence can use. None: any number.
-        way: Executor of the pass. Times measured with one executor do not hold for another.
-        padded: True if every sequence gets the chosen g, because drafting is part of the pass.
+        catch_up_tokens: Tokens of all sequences that the drafter must read before it drafts. They were
+            generated without it. The graph executor reads whole chunks and counts those.
+        captured: Values of g that need no capture. A capture takes time. None: all.
+        remaining_draft_tokens: Number of draft tokens that each sequence can use. None: any number.
+        executor: Executor of the pass. Times measured with one executor do not hold for another.
+        padded_drafts: True if every sequence drafts g tokens, because drafting is part of the pass.
     """
 
     batch: int
     context: int = 1
-    unread: int = 0
-    ready: frozenset[int] | None = None
-    room: tuple[int, ...] | None = None
-    way: str = ""
-    padded: bool = False
+    catch_up_tokens: int = 0
+    captured: frozenset[int] | None = None
+    remaining_draft_tokens: tuple[int, ...] | None = None
+    executor: str = ""
+    padded_drafts: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,19 @@ class StepOutcome:
         seconds: Duration of the whole step. None if it was not measured.
         draft_seconds: Part of ``seconds`` spent on drafting, or on the proposal of a free drafter. 0 if
             unknown.
-        steps: Draft steps that the drafter made.
-        catching_up: Seconds before the step in which the draft model read tokens that were generated without
-            it.
-        waited: Seconds before the step in which the device was idle, because the host had to see the last
-            outcome. The host needs it to draft, and after every step with draft tokens.
-        asked: Draft tokens that were paid for, whether they came or not. By default those in ``drafted``.
-        unused: Per sequence, whether the first draft token that was not scored was right. None if there was
-            none.
-        making: Seconds before the step in which such steps were captured. ``seconds`` was then not measured.
-        reading_made: Seconds before the step in which the catching up of a draft model was captured.
-            ``catching_up`` is then unknown.
+        draft_steps: Draft steps that the drafter ran.
+        catch_up_seconds: Seconds before the step in which the draft model read tokens that were generated
+            without it.
+        idle_seconds: Seconds before the step in which the device was idle, because the host had to see the
+            last outcome. The host needs it to draft, and after every step with draft tokens.
+        requested: Draft tokens that drafting time was spent on, proposed or not, per sequence. By default
+            those in ``drafted``.
+        unscored_correct: Per sequence, whether the first draft token that was not scored was correct. None if
+            there was none.
+        capture_seconds: Seconds before the step in which such steps were captured. ``seconds`` was then not
+            measured.
+        catch_up_capture_seconds: Seconds before the step in which the catching up of a draft model was
+            captured. ``catch_up_seconds`` is then unknown.
     """
 
     rows: Sequence[int]
@@ -77,13 +79,13 @@ class StepOutcome:
     load: Load
     seconds: float | None
     draft_seconds: float = 0.0
-    steps: int = 0
-    catching_up: float = 0.0
-    waited: float = 0.0
-    asked: Sequence[int] = ()
-    unused: Sequence[bool | None] = ()
-    making: float = 0.0
-    reading_made: float = 0.0
+    draft_steps: int = 0
+    catch_up_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    requested: Sequence[int] = ()
+    unscored_correct: Sequence[bool | None] = ()
+    capture_seconds: float = 0.0
+    catch_up_capture_seconds: float = 0.0
 
 
 class DraftLengthPolicy(Protocol):
@@ -100,7 +102,7 @@ class DraftLengthPolicy(Protocol):
 
     @property
     def asks(self) -> bool:
-        """True if ``enough`` is to be called while this choice is drafted, which takes time."""
+        """True if ``enough`` is to be called between the draft steps of this choice, which takes time."""
         return False
 
     @property

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FIRST = 8.0  # initial balance
-INCOME = 0.0075  # per step
-SAVED = 12.0  # balance up to which there is income: a long rest is no reason to lose much more
-MOST = 24.0  # largest balance
-LEAST = -4.0  # smallest balance: a machine may have slept
-ACCIDENT = 3.0  # largest loss booked for one step beyond the expected one
-SHARE = 0.02  # of the time, that probes may lose
-READING = 0.06  # of the time, that probes may lose with catching up
-DEAR = 4.0  # loss above which a probe is expensive
-SELDOM = 512  # steps between expensive probes
+INITIAL_BALANCE = 8.0  # baseline steps
+INCOME = 0.0075  # baseline steps per step
+INCOME_LIMIT = 12.0  # baseline steps; at this balance income stops, so that long pauses save no more
+MAX_BALANCE = 24.0  # baseline steps
+MIN_BALANCE = -4.0  # baseline steps; one long stall must not prevent probes for ever
+MAX_UNEXPECTED_LOSS = 3.0  # baseline steps booked for one step beyond its expected loss
+LOSS_FRACTION = 0.02  # fraction of the time that probes may lose, without catching up
+CATCH_UP_LOSS_FRACTION = 0.06  # fraction of the time that probes may lose, with catching up
+EXPENSIVE_LOSS = 4.0  # baseline steps; above this, a probe is expensive
+EXPENSIVE_INTERVAL = 512  # steps between expensive probes
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,18 @@ class Price:
 
     Attributes:
         loss: Loss in the step itself.
-        reading: Cost of catching up, if the draft model must read tokens generated without it.
-        once: Cost of a capture.
+        catch_up: Cost of catching up, if the draft model must read tokens generated without it.
+        capture: Cost of a capture.
     """
 
     loss: float
-    reading: float = 0.0
-    once: float = 0.0
+    catch_up: float = 0.0
+    capture: float = 0.0
 
     @property
-    def each_time(self) -> float:
-        """Loss without the capture."""
-        return self.loss + self.reading
+    def recurring(self) -> float:
+        """Loss without the capture, which happens once."""
+        return self.loss + self.catch_up
 
 
 class ExplorationBudget:
@@ -47,36 +47,45 @@ class ExplorationBudget:
     """
 
     def __init__(self) -> None:
-        self.balance = FIRST
+        self.balance = INITIAL_BALANCE
 
-    def book(self, gain: float, expected: float = 0.0, once: float = 0.0) -> None:
+    def book(self, gain: float, expected_loss: float = 0.0, capture: float = 0.0) -> None:
         """Book the gain of one step, or its loss.
 
         Args:
             gain: Gain against a baseline step. A loss is negative.
-            expected: Loss that was expected of the step.
-            once: Cost of captures.
+            expected_loss: Loss that was expected of the step.
+            capture: Cost of captures.
         """
-        balance = min(MOST, max(LEAST, self.balance + max(gain, -ACCIDENT - expected)))
-        balance -= min(once, max(0.0, balance))  # draft tokens are not to blame for a capture
-        self.balance = max(balance, min(SAVED, balance + INCOME))
+        balance = min(
+            MAX_BALANCE, max(MIN_BALANCE, self.balance + max(gain, -MAX_UNEXPECTED_LOSS - expected_loss))
+        )
+        balance -= min(capture, max(0.0, balance))  # a capture causes no debt: it says nothing about drafts
+        self.balance = max(balance, min(INCOME_LIMIT, balance + INCOME))
 
     @property
-    def overdrawn(self) -> float:
-        """Debt: the amount by which the balance is below 0."""
+    def debt(self) -> float:
+        """Amount by which the balance is below 0."""
         return max(0.0, -self.balance)
 
-    def wait(self, price: Price, since: float) -> float:
+    def steps_until_due(self, price: Price, steps_since_draft: float) -> float:
         """Return the number of steps until a probe is due.
 
         Args:
             price: Expected loss of the probe.
-            since: Steps since the last draft.
+            steps_since_draft: Steps since the last draft.
         """
-        due = max(price.loss / SHARE, price.each_time / READING) if price.each_time <= DEAR else SELDOM
-        enough = price.each_time + price.once
-        waits = [min(SELDOM, due) - since, (min(enough, SAVED) - self.balance) / INCOME]
-        lacking = enough - max(SAVED, self.balance)
-        if lacking > 0:  # income stops before: pretend that it went on since the last draft
-            waits.append(lacking / INCOME - since)
+        interval = (
+            max(price.loss / LOSS_FRACTION, price.recurring / CATCH_UP_LOSS_FRACTION)
+            if price.recurring <= EXPENSIVE_LOSS
+            else EXPENSIVE_INTERVAL
+        )
+        total = price.recurring + price.capture
+        waits = [
+            min(EXPENSIVE_INTERVAL, interval) - steps_since_draft,
+            (min(total, INCOME_LIMIT) - self.balance) / INCOME,
+        ]
+        lacking = total - max(INCOME_LIMIT, self.balance)
+        if lacking > 0:  # income stops before: count it as if it went on since the last draft
+            waits.append(lacking / INCOME - steps_since_draft)
         return max(waits)

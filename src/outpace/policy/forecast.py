@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outpace.policy.acceptance import AcceptanceEstimate, Array, Levels, Signal
+from outpace.policy.acceptance import AcceptanceEstimate, Array, ConfidenceCorrection, Ints
 from outpace.policy.base import Hint, Load, StepOutcome
 from outpace.policy.costs import Costs
 
-LADDER = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # candidates for g: on a GPU each needs a CUDA graph
-START = 2  # longest candidate, while no costs are known
+CANDIDATES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # values of g: on a GPU each needs a CUDA graph
+INITIAL_MAX_G = 2  # draft tokens; longest candidate while no costs are known
 GROWTH = 2  # times the longest measured g: the limit of the candidates
-NOVEL = 0.03  # bonus of a g that was never run; gain that it must promise, if it needs a capture
-HOPE = 0.9  # acceptance rate that probes hope for
-WORTH = 1.1  # speedup that it would have to bring
+UNMEASURED_BONUS = 0.03  # fraction by which a g that was never run may be faster than estimated
+HOPEFUL_ALPHA = 0.9  # acceptance rate that probes hope for
+MIN_SPEEDUP = 1.1  # times the baseline; a g that does not pay yet must promise as much
 
 
 @dataclass
@@ -24,163 +24,166 @@ class Choice:
     """Estimates at the start of a step, and the choice.
 
     Attributes:
-        places: Index of each slot among the rows.
+        indices: Index of each slot among the rows.
         load: Size and limits of the pass.
         costs: Cost model of the executor.
-        room: Largest number of draft tokens of each sequence.
-        belief: Posterior ``[R, len(ALPHAS)]``.
+        limits: Largest number of draft tokens of each sequence.
+        posterior: Posterior of the acceptance rates, ``[R, len(ALPHAS)]``.
         hinted: True if one confidence level for all draft tokens is known before the choice.
         levels: Confidence levels ``[R]`` of each draft token.
-        known: Values of g that were run more than once with such a batch.
-        grown: Candidates for g, up to some way beyond ``known``.
-        lengths: Candidates that need no capture. All at first.
-        tokens: ``[most + 1]``, expected tokens of all sequences together, by g.
-        seconds: ``[most + 1]``, expected seconds of the step, by g.
-        hoped: ``[most + 1]``, optimistic seconds, because a g that was never run may take less.
-        alive: ``[R]``, probability that all draft tokens so far are accepted.
-        rate: Tokens per second within reach.
+        measured: Values of g that were run more than once with such a batch.
+        candidates: Candidates for g. Some are longer than ``measured``.
+        runnable: Candidates that need no capture. All at first.
+        tokens: ``[max_draft_tokens + 1]``, expected tokens of all sequences together, by g.
+        seconds: ``[max_draft_tokens + 1]``, expected seconds of the step, by g.
+        optimistic_seconds: ``[max_draft_tokens + 1]``. A g that was never run may take less than expected.
+        all_accepted: ``[R]``, probability that all draft tokens so far are accepted.
+        rate: Best expected rate, in tokens per second.
         g: The choice.
     """
 
-    places: dict[int, int]
+    indices: dict[int, int]
     load: Load
     costs: Costs
-    room: Levels
-    belief: Array
+    limits: Ints
+    posterior: Array
     hinted: bool
-    levels: list[Levels]
-    known: list[int]
-    grown: Levels
-    lengths: Levels
+    levels: list[Ints]
+    measured: list[int]
+    candidates: Ints
+    runnable: Ints
     tokens: Array
     seconds: Array
-    hoped: Array
-    alive: Array = field(init=False)
+    optimistic_seconds: Array
+    all_accepted: Array = field(init=False)
     rate: float = 0.0
     g: int = 0
 
     def __post_init__(self) -> None:
-        self.alive = np.ones(len(self.belief))
+        self.all_accepted = np.ones(len(self.posterior))
 
     @property
-    def plain(self) -> float:
+    def baseline_seconds(self) -> float:
         """Seconds of a baseline step."""
         return float(self.seconds[0])
 
     @property
     def hopeless(self) -> bool:
         """True if no g would pay, even if nearly all draft tokens were accepted."""
-        rates = (HOPE ** np.arange(len(self.hoped))).cumsum() / self.hoped
-        return bool(rates[self.grown].max() < WORTH * rates[0])
+        seconds = self.optimistic_seconds
+        rates = (HOPEFUL_ALPHA ** np.arange(len(seconds))).cumsum() / seconds
+        return bool(rates[self.candidates].max() < MIN_SPEEDUP * rates[0])
 
     @property
-    def tried(self) -> list[int]:
-        """Candidates above 0 that were run already and need no capture."""
-        return [g for g in self.lengths.tolist() if g and g in self.known]
+    def measured_runnable(self) -> list[int]:
+        """Candidates above 0 that were measured and need no capture."""
+        return [g for g in self.runnable.tolist() if g and g in self.measured]
 
     def losses(self, margin: float = 0.0) -> Array:
-        """Return the baseline steps that each g is expected to lose, ``[most + 1]``.
+        """Return the baseline steps that each g is expected to lose, ``[max_draft_tokens + 1]``.
 
         Args:
             margin: Fraction by which the tokens of a step must exceed its cost.
         """
-        found: Array = (1 + margin) * self.hoped / self.plain - self.tokens / len(self.belief)
-        return found
+        cost = (1 + margin) * self.optimistic_seconds / self.baseline_seconds
+        losses: Array = cost - self.tokens / len(self.posterior)
+        return losses
 
 
 class Forecast:
     """Forecast from the acceptance estimate and the cost model.
 
     Args:
-        most: Largest number of draft tokens.
+        max_draft_tokens: Largest number of draft tokens.
 
     Attributes:
-        belief: Acceptance estimate of each slot.
-        signal: Correction by the drafter's confidence.
+        acceptance: Acceptance estimate of each slot.
+        confidence: Correction by the drafter's confidence.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.belief, self.signal = AcceptanceEstimate(most), Signal()
-        self._ways: dict[str, Costs] = {}
-        self._lengths = np.array([g for g in LADDER if g < most] + [most])
-        self._places = np.arange(most + 1)
+    def __init__(self, max_draft_tokens: int) -> None:
+        self.max_draft_tokens = max_draft_tokens
+        self.acceptance, self.confidence = AcceptanceEstimate(max_draft_tokens), ConfidenceCorrection()
+        self._costs: dict[str, Costs] = {}  # by executor
+        self._candidates = np.array([g for g in CANDIDATES if g < max_draft_tokens] + [max_draft_tokens])
+        self._every_g = np.arange(max_draft_tokens + 1)
 
-    def at(self, load: Load) -> Costs:
+    def costs(self, load: Load) -> Costs:
         """Return the cost model of the executor that the load names."""
-        if load.way not in self._ways:
-            self._ways[load.way] = Costs(self.most)
-        return self._ways[load.way]
+        if load.executor not in self._costs:
+            self._costs[load.executor] = Costs(self.max_draft_tokens)
+        return self._costs[load.executor]
 
-    def plan(self, rows: Sequence[int], load: Load, hint: Hint | None, sure: bool) -> Choice:
+    def plan(self, rows: Sequence[int], load: Load, hint: Hint | None, confirmed_only: bool) -> Choice:
         """Return the estimates for a step.
 
         Args:
             rows: Slots of the sequences.
             load: Size and limits of the pass. A baseline pass must have been measured with such a batch.
             hint: Draft of a free drafter.
-            sure: True to ignore times that were measured only once, which may be outliers.
+            confirmed_only: True to ignore times that were measured only once, which may be outliers.
         """
-        belief, costs = self.belief.now(rows), self.at(load)
-        room, levels = self._used(np.full(len(rows), self.most), load), []
+        posterior, costs = self.acceptance.posterior(rows), self.costs(load)
+        limits, levels = self._within_remaining(np.full(len(rows), self.max_draft_tokens), load), []
         if hint is not None:
-            room = np.minimum(hint.lengths, room)
-            levels.append(self.signal.level(hint.confidence))
-        known = costs.known(load)
-        grown = self._grown(known)
-        if load.ready is not None:
-            grown = grown[[_fits(g, load, int(room.max())) for g in grown.tolist()]]
-        passes = costs.passes(load, sure)
-        drafts = costs.drafts(load)
+            limits = np.minimum(hint.lengths, limits)
+            levels.append(self.confidence.level(hint.confidence))
+        measured = costs.measured(load)
+        candidates = self._candidates_beyond(measured)
+        if load.captured is not None:
+            candidates = candidates[[_may_run(g, load, int(limits.max())) for g in candidates.tolist()]]
+        pass_seconds = costs.pass_seconds(load, confirmed_only)
+        draft_seconds = costs.draft_seconds(load)
         return Choice(
-            places={row: i for i, row in enumerate(rows)},
+            indices={row: i for i, row in enumerate(rows)},
             load=load,
             costs=costs,
-            room=room,
-            belief=belief,
+            limits=limits,
+            posterior=posterior,
             hinted=hint is not None,
             levels=levels,
-            known=known,
-            grown=grown,
-            lengths=_ready(grown, known, load),
-            tokens=self._tokens(belief, room, levels),
-            seconds=passes + drafts,
-            hoped=self._hoped(passes, known, load) + drafts,
+            measured=measured,
+            candidates=candidates,
+            runnable=_runnable(candidates, measured, load),
+            tokens=self._tokens(posterior, limits, levels),
+            seconds=pass_seconds + draft_seconds,
+            optimistic_seconds=self._optimistic_pass_seconds(pass_seconds, measured, load) + draft_seconds,
         )
 
-    def _grown(self, known: list[int]) -> Levels:
-        """Return the candidates up to some way beyond the measured ones."""
-        most = max(START, GROWTH * known[-1])
-        return self._lengths[: np.searchsorted(self._lengths, most, side="right")]
+    def _candidates_beyond(self, measured: list[int]) -> Ints:
+        """Return the candidates, up to ``GROWTH`` times the longest measured one."""
+        longest = max(INITIAL_MAX_G, GROWTH * measured[-1])
+        return self._candidates[: np.searchsorted(self._candidates, longest, side="right")]
 
-    def _tokens(self, belief: Array, room: Levels, levels: Sequence[Levels]) -> Array:
+    def _tokens(self, posterior: Array, limits: Ints, levels: Sequence[Ints]) -> Array:
+        """Return the expected tokens of all sequences together, by g."""
         if levels:
-            by_level = self.belief.reach(self.signal.shifts())
-            kept = (belief[:, None] @ by_level[levels[0]])[:, 0]
+            by_level = self.acceptance.prefix_probability(self.confidence.shifts())
+            accepted = (posterior[:, None] @ by_level[levels[0]])[:, 0]
         else:
-            kept = belief @ self.belief.reach()
-        found = np.full(self.most + 1, float(len(belief)))
-        found[1:] += (kept * self.belief.first[room]).sum(0).cumsum()
-        return found
+            accepted = posterior @ self.acceptance.prefix_probability()
+        tokens = np.full(self.max_draft_tokens + 1, float(len(posterior)))
+        tokens[1:] += (accepted * self.acceptance.prefix_mask[limits]).sum(0).cumsum()
+        return tokens
 
-    def _hoped(self, passes: Array, known: list[int], load: Load) -> Array:
+    def _optimistic_pass_seconds(self, pass_seconds: Array, measured: list[int], load: Load) -> Array:
         """Return optimistic seconds of passes, by g.
 
         A pass with a g that was never run may take less than estimated. While at most one g above 0 was
         measured, longer ones are assumed to take no more. Later, a g that needs a capture is assumed to take
-        half of its estimated extra time over the next shorter measured one. A capture is not made for less.
+        half of its estimated extra time over the next shorter measured one. A capture needs a larger gain.
         """
-        found: Array = passes / (1 + NOVEL)
-        if load.ready is None:
-            found[known] = passes[known]
+        optimistic: Array = pass_seconds / (1 + UNMEASURED_BONUS)
+        if load.captured is None:
+            optimistic[measured] = pass_seconds[measured]
         else:
-            shorter = np.array(known)[np.searchsorted(known, self._places, side="right") - 1]
-            found = (passes + passes[shorter]) / 2
-        if len(known) <= 2:
-            found[known[-1] :] = passes[known[-1]]
-        return found
+            shorter = np.array(measured)[np.searchsorted(measured, self._every_g, side="right") - 1]
+            optimistic = (pass_seconds + pass_seconds[shorter]) / 2
+        if len(measured) <= 2:
+            optimistic[measured[-1] :] = pass_seconds[measured[-1]]
+        return optimistic
 
-    def further(self, plan: Choice, confidence: Sequence[float]) -> tuple[Levels, Array, Array]:
+    def next_draft_tokens(self, plan: Choice, confidence: Sequence[float]) -> tuple[Ints, Array, Array]:
         """Forecast the draft tokens that are about to be sampled.
 
         Returns:
@@ -188,29 +191,31 @@ class Forecast:
             the probability ``[R]`` that it is accepted if all before it are. The third has the expected
             tokens of 1, 2, ... further draft tokens.
         """
-        level = self.signal.level(confidence)
-        first = self.belief.reach(self.signal.shifts())[..., 0]  # [LEVELS, len(ALPHAS)]
-        kept = (plan.belief * first[level]).sum(1)  # [R]
-        later = plan.belief @ self.belief.reach()  # [R, most]
-        chances = np.concatenate((np.ones((len(later), 1)), later), axis=1)
-        chances = chances[:, : max(1, plan.g - len(plan.levels))]
-        return level, kept, ((plan.alive * kept) @ chances).cumsum()
+        level = self.confidence.level(confidence)
+        by_level = self.acceptance.prefix_probability(self.confidence.shifts())
+        first = by_level[..., 0]  # [LEVELS, len(ALPHAS)]
+        accepted = (plan.posterior * first[level]).sum(1)  # [R]
+        later = plan.posterior @ self.acceptance.prefix_probability()  # [R, max_draft_tokens]
+        all_before = np.concatenate((np.ones((len(later), 1)), later), axis=1)
+        all_before = all_before[:, : max(1, plan.g - len(plan.levels))]
+        return level, accepted, ((plan.all_accepted * accepted) @ all_before).cumsum()
 
-    def keeps(self, done: StepOutcome) -> float:
+    def expected_accepted(self, done: StepOutcome) -> float:
         """Return the expected number of accepted draft tokens per sequence, of those it can use.
 
         The estimate counts, not the outcome, because luck would soon exceed the differences of interest.
         """
-        reach = self.belief.now(done.rows) @ self.belief.reach()  # [R, most]
-        asked = self._used(np.minimum(done.asked or done.drafted, self.most), done.load)
-        return float((reach * self.belief.first[asked]).sum()) / len(done.rows)
+        prefix_probability = self.acceptance.posterior(done.rows) @ self.acceptance.prefix_probability()
+        requested = np.minimum(done.requested or done.drafted, self.max_draft_tokens)
+        usable = self.acceptance.prefix_mask[self._within_remaining(requested, done.load)]
+        return float((prefix_probability * usable).sum()) / len(done.rows)
 
-    def _used(self, proposals: Levels, load: Load) -> Levels:
+    def _within_remaining(self, proposals: Ints, load: Load) -> Ints:
         """Limit the draft tokens of each sequence to those that it can use."""
-        if load.room is None:
+        if load.remaining_draft_tokens is None:
             return proposals
-        found: Levels = np.maximum(np.minimum(proposals, load.room), 0)
-        return found
+        limited: Ints = np.maximum(np.minimum(proposals, load.remaining_draft_tokens), 0)
+        return limited
 
     def would_pay(self, done: StepOutcome, margin: float) -> bool:
         """Return whether some g would pay at the acceptance of this step plus one accepted token.
@@ -219,13 +224,14 @@ class Forecast:
             done: Outcome of the step.
             margin: Fraction by which speculation must be faster.
         """
-        kept, costs = np.array(done.accepted), self.at(done.load)
-        judged = int(np.minimum(done.asked or done.drafted, kept + 1).sum())
-        if not kept.any() or costs.plain(done.load) is None:
+        accepted, costs = np.array(done.accepted), self.costs(done.load)
+        tested = int(np.minimum(done.requested or done.drafted, accepted + 1).sum())
+        if not accepted.any() or costs.baseline_seconds(done.load) is None:
             return False
-        rates = (((kept.sum() + 1) / (judged + 1)) ** self._places).cumsum()
-        rates /= costs.passes(done.load) + costs.drafts(done.load)
-        return bool(rates[self._grown(costs.known(done.load))].max() > (1 + margin) * rates[0])
+        rates = (((accepted.sum() + 1) / (tested + 1)) ** self._every_g).cumsum()
+        rates /= costs.pass_seconds(done.load) + costs.draft_seconds(done.load)
+        best = rates[self._candidates_beyond(costs.measured(done.load))].max()
+        return bool(best > (1 + margin) * rates[0])
 
     def learn(self, done: StepOutcome, plan: Choice | None) -> bool:
         """Learn the acceptance from a step.
@@ -235,50 +241,54 @@ class Forecast:
         Returns:
             True if there was anything to learn.
         """
-        self.belief.time += 1
-        if not (done.steps or any(done.asked or done.drafted) or any(one is not None for one in done.unused)):
+        self.acceptance.step += 1
+        requested = done.requested or done.drafted
+        any_unscored = any(correct is not None for correct in done.unscored_correct)
+        if not (done.draft_steps or any(requested) or any_unscored):
             return False
-        tested, kept = np.array(done.asked or done.drafted, dtype=int), np.array(done.accepted, dtype=int)
-        if done.steps and not tested.any():  # a draft stopped before its first token counts as rejected
+        tested, accepted = np.array(requested, dtype=int), np.array(done.accepted, dtype=int)
+        if done.draft_steps and not tested.any():  # a draft stopped before its first token counts as rejected
             tested[:] = 1
-        for i, right in enumerate(done.unused):
-            if right is not None and kept[i] == tested[i]:
+        for i, correct in enumerate(done.unscored_correct):
+            if correct is not None and accepted[i] == tested[i]:
                 tested[i] += 1
-                kept[i] += right
+                accepted[i] += correct
         rows = done.rows
         if not tested.all():
-            some = np.flatnonzero(tested)
-            tested, kept = tested[some], kept[some]
-            rows = [rows[i] for i in some.tolist()]
+            with_draft = np.flatnonzero(tested)
+            tested, accepted = tested[with_draft], accepted[with_draft]
+            rows = [rows[i] for i in with_draft.tolist()]
         if plan is None or not plan.levels:
-            self.belief.learn(rows, tested, kept)
+            self.acceptance.learn(rows, tested, accepted)
             return True
-        at = np.array([plan.places.get(row, -1) for row in rows])
-        hinted = plan.hinted and bool((at >= 0).all())
-        self.belief.learn(rows, tested, kept, self.signal.shifts()[plan.levels[0][at]] if hinted else None)
-        for place, level in enumerate(plan.levels):
-            reached = (at >= 0) & (place < tested) & (place <= kept)
+        index = np.array([plan.indices.get(row, -1) for row in rows])
+        hinted = plan.hinted and bool((index >= 0).all())
+        shift = self.confidence.shifts()[plan.levels[0][index]] if hinted else None
+        self.acceptance.learn(rows, tested, accepted, shift)
+        for position, level in enumerate(plan.levels):
+            reached = (index >= 0) & (position < tested) & (position <= accepted)
             if reached.any():
-                self.signal.learn(level[at[reached]], place < kept[reached])
+                self.confidence.learn(level[index[reached]], position < accepted[reached])
         return True
 
 
-def _fits(g: int, load: Load, most: int) -> bool:
-    """Return whether a g may be run where some are captured.
+def _may_run(g: int, load: Load, longest: int) -> bool:
+    """Return whether a g may be run, if only some values are captured.
 
-    A captured g may be longer than the sequences can use, if the pass is padded. No longer g is captured than
-    they can use, and none for the last tokens of sequences.
+    A captured g may be longer than the sequences can use, if the drafts are padded. A longer g than they can
+    use is never captured. For the last tokens of sequences, no g is captured.
     """
-    assert load.ready is not None
-    if g == 0 or g in load.ready:
-        return g <= most or load.padded
-    ending = load.room is not None and max(load.room) < max(load.ready, default=0)
-    return g <= most and not ending
+    assert load.captured is not None
+    if g == 0 or g in load.captured:
+        return g <= longest or load.padded_drafts
+    remaining = load.remaining_draft_tokens
+    ending = remaining is not None and max(remaining) < max(load.captured, default=0)
+    return g <= longest and not ending
 
 
-def _ready(grown: Levels, known: list[int], load: Load) -> Levels:
+def _runnable(candidates: Ints, measured: list[int], load: Load) -> Ints:
     """Return the candidates that need no capture, or all at first."""
-    if load.ready is None or (known == [0] and load.ready <= {0}):
-        return grown
-    found: Levels = grown[[g == 0 or g in load.ready for g in grown.tolist()]]
-    return found
+    if load.captured is None or (measured == [0] and load.captured <= {0}):
+        return candidates
+    runnable: Ints = candidates[[g == 0 or g in load.captured for g in candidates.tolist()]]
+    return runnable

@@ -12,25 +12,26 @@ from collections.abc import Sequence
 import numpy as np
 
 from outpace.checks.arguments import integer
-from outpace.policy.asking import QueryBudget
 from outpace.policy.base import DraftLengthPolicy, Hint, Load, StepOutcome
 from outpace.policy.budget import ExplorationBudget, Price
-from outpace.policy.costs import STALE, size_of
-from outpace.policy.forecast import NOVEL, WORTH, Choice, Forecast
-from outpace.policy.probes import Probes, booked
+from outpace.policy.costs import STALE_AFTER, size_class
+from outpace.policy.forecast import MIN_SPEEDUP, Choice, Forecast
+from outpace.policy.probes import Probes, capture_price
+from outpace.policy.proposal_budget import ProposalBudget
 
-EAGER = 4  # values of g that are captured as soon as they promise enough
-YOUNG = 128  # steps with such a batch in which they are; later, when they would have saved as much
-STAKE = 0.3  # of the cost of a capture, that the budget must hold where no captured g pays
-NEARLY = 0.85  # of the best rate: such g are run now and then, so that their times stay known
-REVISIT = 96  # steps between such runs
-MARGIN = 0.02  # gain that speculation must promise
-WARY = 0.05  # additional gain for each baseline step of debt
+MIN_CAPTURE_GAIN = 0.03  # fraction by which a g must be faster than the best captured one to be captured
+EARLY_CAPTURES = 4  # values of g above 0 that are captured as soon as they promise enough
+EARLY_STEPS = 128  # steps with such a batch; later, a g is captured after it would have saved as much
+CAPTURE_STAKE = 0.3  # fraction of a capture's cost that the budget must hold, where no captured g pays
+NEAR_BEST = 0.85  # fraction of the best rate; a g above it is measured again now and then
+REMEASURE_INTERVAL = 96  # steps between such measurements
+MARGIN = 0.02  # fraction by which speculation must be faster
+DEBT_MARGIN = 0.05  # fraction added to MARGIN for each baseline step of debt
 HORIZON = 64  # steps in which speculation must repay the catching up
-ASKING = 1e-2  # seconds of a draft step; between shorter ones, `enough` would cost more than it saves
-THINKING = 0.005  # of the time, that the policy takes while it drafts none
-CLOSE = 1.12  # times the baseline: below that, speculation pays little
-REFRESH = 256  # steps until a baseline pass is measured again; a quarter of that below CLOSE
+MIN_STOPPABLE_SECONDS = 1e-2  # seconds of a draft step; for shorter ones, `enough` costs more than it saves
+MAX_OVERHEAD = 0.005  # fraction of the time that decisions may take while the policy drafts nothing
+SMALL_SPEEDUP = 1.12  # times the baseline; below it, the baseline is measured more often
+BASELINE_INTERVAL = 256  # steps until a baseline pass is measured again; a quarter of it below SMALL_SPEEDUP
 
 
 class Goodput(DraftLengthPolicy):
@@ -52,142 +53,155 @@ class Goodput(DraftLengthPolicy):
         self.forecast = Forecast(max_draft_tokens)
         self.budget = ExplorationBudget()
         self.probes = Probes(self.budget)
-        self._texts: set[int] = set()  # slots that a choice was for, since their last reset
+        self._active_slots: set[int] = set()  # slots that a choice was for, since their last reset
         self._plan: Choice | None = None
         self._hinted = False  # whether the draft is known before the choice
-        self._since_plain = 0
-        self._begun = 0.0  # when the last choice began
-        self._queries = QueryBudget()
+        self._steps_since_baseline = 0
+        self._choice_started_at = 0.0  # seconds on the clock
+        self._proposal_budget = ProposalBudget()
         # Seconds that uncaptured g would have saved, by executor, batch size and g
-        self._hopes: dict[tuple[str, int, int], float] = {}
+        self._missed_savings: dict[tuple[str, int, int], float] = {}
 
     def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
         """See ``DraftLengthPolicy.choose``."""
-        self._begun = time.perf_counter()
+        self._choice_started_at = time.perf_counter()
         load = load or Load(len(rows))
-        costs = self.forecast.at(load)
-        self._texts.update(rows)
+        costs = self.forecast.costs(load)
+        self._active_slots.update(rows)
         self._plan, self._hinted = None, hint is not None
-        nothing = [0] * len(rows)
-        if self.probes.rest() if hint is None else not any(hint.lengths):
-            return nothing
-        if costs.plain(load) is None or (load.room is not None and max(load.room) < 1):
-            return nothing
+        no_draft = [0] * len(rows)
+        if self.probes.skip_decision() if hint is None else not any(hint.lengths):
+            return no_draft
+        remaining = load.remaining_draft_tokens
+        if costs.baseline_seconds(load) is None or (remaining is not None and max(remaining) < 1):
+            return no_draft
         # With a positive budget, times measured only once are ignored: they may be outliers.
-        self._plan = plan = self.forecast.plan(rows, load, hint, sure=self.budget.balance > 0)
+        self._plan = plan = self.forecast.plan(rows, load, hint, confirmed_only=self.budget.balance > 0)
         plan.rate, plan.g = self._best(plan)
-        plan.g = self._affordable(plan) if hint is None else self._other(plan)
-        close = plan.rate * plan.plain < CLOSE * len(rows)
-        limit = min(REFRESH // 4 if close else REFRESH, 4 << min(costs.plainly(load), 8))
-        if plan.g and (self._since_plain >= limit or costs.beyond(load)):
+        plan.g = self._affordable(plan) if hint is None else self._explore(plan)
+        small_speedup = plan.rate * plan.baseline_seconds < SMALL_SPEEDUP * len(rows)
+        interval = BASELINE_INTERVAL // 4 if small_speedup else BASELINE_INTERVAL
+        interval = min(interval, 4 << min(costs.baseline_count(load), 8))
+        if plan.g and (self._steps_since_baseline >= interval or costs.context_unmeasured(load)):
             plan.g = 0
-        return [plan.g if load.padded else min(plan.g, most) for most in plan.room.tolist()]
+        return [plan.g if load.padded_drafts else min(plan.g, limit) for limit in plan.limits.tolist()]
 
     def _best(self, plan: Choice) -> tuple[float, int]:
         """Return the best rate, and the g that has it."""
-        rates = plan.tokens / plan.hoped
-        best = int(plan.lengths[rates[plan.lengths].argmax()])
-        if rates[best] < (1 + MARGIN + WARY * self.budget.overdrawn) * rates[0]:
+        rates = plan.tokens / plan.optimistic_seconds
+        best = int(plan.runnable[rates[plan.runnable].argmax()])
+        if rates[best] < (1 + MARGIN + DEBT_MARGIN * self.budget.debt) * rates[0]:
             best = 0
         return float(rates[best]), best
 
     def _affordable(self, plan: Choice) -> int:
         """Return the g to run with a drafter that is not free, starting from the best estimate."""
-        if plan.g == 0 or self.probes.blind:
-            made = 0 if self.probes.blind else self._made(plan)
-            if made:
-                self.probes.make(Price(0.0))
-            return made or self._try(plan)
+        if plan.g == 0 or self.probes.stale:
+            new = 0 if self.probes.stale else self._consider_capture(plan)
+            if new:
+                self.probes.start(Price(0.0))
+            return new or self._probe(plan)
         gain = -plan.losses()[plan.g]
-        if plan.costs.missed(plan.load) / plan.plain > HORIZON * gain:
+        if plan.costs.catch_up_seconds(plan.load) / plan.baseline_seconds > HORIZON * gain:
             return 0
-        return self._other(plan)
+        return self._explore(plan)
 
-    def _other(self, plan: Choice) -> int:
+    def _explore(self, plan: Choice) -> int:
         """Return a g that may be better than the best estimate, or that one.
 
         Candidates that were not run for long come first. They are nearly as good, or would be better if they
         took no more than shorter ones. Then comes a g that promises enough for a capture.
         """
         if plan.g and self.budget.balance > 0:
-            since = {g: plan.costs.since(plan.load, g) for g in plan.tried}
-            late = [
+            since = {g: plan.costs.passes_since(plan.load, g) for g in plan.measured_runnable}
+            overdue = [
                 g
-                for g, passed in since.items()
-                if (passed > REVISIT and plan.tokens[g] >= NEARLY * plan.rate * plan.seconds[g])
-                or (passed > STALE and self._may_be_better(plan, g))
+                for g, passes in since.items()
+                if (passes > REMEASURE_INTERVAL and plan.tokens[g] >= NEAR_BEST * plan.rate * plan.seconds[g])
+                or (passes > STALE_AFTER and self._may_be_better(plan, g))
             ]
-            if late:
-                return max(late, key=since.__getitem__)
-        return self._made(plan)
+            if overdue:
+                return max(overdue, key=since.__getitem__)
+        return self._consider_capture(plan)
 
     def _may_be_better(self, plan: Choice, g: int) -> bool:
         """Return whether a g would be best if its pass took no more than that of a shorter one.
 
         The shorter one was run lately. The expected loss must be within the budget.
         """
-        lately = (one for one in plan.known if one < g and plan.costs.since(plan.load, one) <= STALE)
-        shorter = max(lately, default=0)
-        drafts = plan.costs.drafts(plan.load)
-        least = plan.seconds[shorter] + drafts[g] - drafts[shorter]
+        recent = (
+            each
+            for each in plan.measured
+            if each < g and plan.costs.passes_since(plan.load, each) <= STALE_AFTER
+        )
+        shorter = max(recent, default=0)
+        draft_seconds = plan.costs.draft_seconds(plan.load)
+        least_seconds = plan.seconds[shorter] + draft_seconds[g] - draft_seconds[shorter]
         affordable = plan.losses()[g] < self.budget.balance
-        return bool(affordable and plan.tokens[g] > (1 + MARGIN) * plan.rate * least)
+        return bool(affordable and plan.tokens[g] > (1 + MARGIN) * plan.rate * least_seconds)
 
-    def _made(self, plan: Choice) -> int:
+    def _consider_capture(self, plan: Choice) -> int:
         """Return a g to capture, or the best captured one.
 
         The time that a g would have saved is summed up until it equals the time of a capture. So waiting and
         capturing together cost at most twice the better of the two.
         """
         load, costs = plan.load, plan.costs
-        if load.ready is None:
+        if load.captured is None:
             return plan.g
-        gains = plan.tokens / plan.hoped / plan.rate - 1
-        eager = len(load.ready - {0}) < EAGER and (plan.g == 0 or costs.count(load) < YOUNG)
+        seconds = plan.optimistic_seconds
+        gains = plan.tokens / seconds / plan.rate - 1
+        early = len(load.captured - {0}) < EARLY_CAPTURES and (
+            plan.g == 0 or costs.pass_count(load) < EARLY_STEPS
+        )
         if plan.g == 0:  # a bet: no captured g pays
-            eager &= self.budget.balance > STAKE * booked(costs.making, float(plan.hoped[0]))
-        best, most = plan.g, NOVEL if plan.g else WORTH - 1
-        for g in plan.grown.tolist():
+            price = capture_price(costs.capture_seconds, float(seconds[0]))
+            early &= self.budget.balance > CAPTURE_STAKE * price
+        best, best_gain = plan.g, MIN_CAPTURE_GAIN if plan.g else MIN_SPEEDUP - 1
+        for g in plan.candidates.tolist():
             gain = float(gains[g])
-            if g == 0 or g in load.ready or gain <= NOVEL:
+            if g == 0 or g in load.captured or gain <= MIN_CAPTURE_GAIN:
                 continue
-            key = load.way, size_of(load), g
-            self._hopes[key] = self._hopes.get(key, 0.0) + gain / (1 + gain) * float(plan.hoped[plan.g])
-            if gain > most and (eager or self._hopes[key] > costs.making):
-                best, most = g, gain
+            key = load.executor, size_class(load), g
+            saving = gain / (1 + gain) * float(seconds[plan.g])
+            self._missed_savings[key] = self._missed_savings.get(key, 0.0) + saving
+            if gain > best_gain and (early or self._missed_savings[key] > costs.capture_seconds):
+                best, best_gain = g, gain
         return best
 
-    def _try(self, plan: Choice) -> int:
+    def _probe(self, plan: Choice) -> int:
         """Return the g of a probe, or 0.
 
         It is called where no g is expected to pay, or nothing is known. The probe has the smallest expected
         loss. It runs if it may pay and is due.
         """
         costs, load = plan.costs, plan.load
-        lengths = (plan.lengths if len(plan.lengths) > 1 else plan.grown)[1:]
-        if not len(lengths):
+        candidates = (plan.runnable if len(plan.runnable) > 1 else plan.candidates)[1:]
+        if not len(candidates):
             return 0
-        losses = plan.losses(MARGIN)[lengths]
-        g, loss = int(lengths[losses.argmin()]), float(losses.min())
-        loss += costs.wait(load) / plan.plain  # the device waits once more, after the probe
-        reading = costs.missed(load) / plan.plain
+        losses = plan.losses(MARGIN)[candidates]
+        g, loss = int(candidates[losses.argmin()]), float(losses.min())
+        loss += costs.idle_seconds(load) / plan.baseline_seconds  # the device is idle again after the probe
+        catch_up = costs.catch_up_seconds(load) / plan.baseline_seconds
         if loss < 0:  # the expected gain pays for catching up
-            loss, reading = 0.0, max(0.0, reading + HORIZON * loss)
-        made = load.ready is None or g in load.ready
-        once = 0.0 if made or self.probes.untried else booked(costs.making, plan.plain)
-        thinking = (time.perf_counter() - self._begun) / plan.plain / THINKING
-        return g if self.probes.make_if_due(Price(loss, reading, once), plan.hopeless, thinking) else 0
+            loss, catch_up = 0.0, max(0.0, catch_up + HORIZON * loss)
+        captured = load.captured is None or g in load.captured
+        free_capture = captured or self.probes.no_outcome_yet
+        capture = 0.0 if free_capture else capture_price(costs.capture_seconds, plan.baseline_seconds)
+        overhead = (time.perf_counter() - self._choice_started_at) / plan.baseline_seconds
+        due = self.probes.start_if_due(Price(loss, catch_up, capture), plan.hopeless, overhead / MAX_OVERHEAD)
+        return g if due else 0
 
     @property
     def idle(self) -> bool:
         """See ``DraftLengthPolicy.idle``."""
-        return self._queries.rest > 0
+        return self._proposal_budget.pause > 0
 
     @property
     def asks(self) -> bool:
         """See ``DraftLengthPolicy.asks``."""
         plan = self._plan
-        return plan is not None and plan.costs.step(plan.load) >= ASKING
+        return plan is not None and plan.costs.draft_step_seconds(plan.load) >= MIN_STOPPABLE_SECONDS
 
     def enough(self, confidence: Sequence[float]) -> bool:
         """See ``DraftLengthPolicy.enough``."""
@@ -195,59 +209,77 @@ class Goodput(DraftLengthPolicy):
         if plan is None:
             return False
         costs = plan.costs
-        drawn = len(plan.levels)
-        level, kept, tokens = self.forecast.further(plan, confidence)
-        passes = costs.passes(plan.load)
-        ends = np.arange(drawn + 1, drawn + 1 + len(tokens))
+        sampled = len(plan.levels)
+        level, accepted, tokens = self.forecast.next_draft_tokens(plan, confidence)
+        pass_seconds = costs.pass_seconds(plan.load)
+        lengths = np.arange(sampled + 1, sampled + 1 + len(tokens))
         # To sample a token takes the draft step to the next one, too, unless it is the last.
-        steps = ends - drawn - (ends >= plan.g)
-        seconds = passes[ends] - passes[drawn] + costs.step(plan.load) * steps
-        if (tokens <= plan.rate * seconds).all() and plan.load.unread == 0:
+        steps = lengths - sampled - (lengths >= plan.g)
+        draft_seconds = costs.draft_step_seconds(plan.load) * steps
+        seconds = pass_seconds[lengths] - pass_seconds[sampled] + draft_seconds
+        if (tokens <= plan.rate * seconds).all() and plan.load.catch_up_tokens == 0:
             return True
         plan.levels.append(level)
-        plan.alive = plan.alive * kept
+        plan.all_accepted = plan.all_accepted * accepted
         return False
 
     def observe(self, done: StepOutcome) -> None:
         """See ``DraftLengthPolicy.observe``."""
-        outlook, costs = self.forecast, self.forecast.at(done.load)
+        forecast, costs = self.forecast, self.forecast.costs(done.load)
         if done.seconds is None:
-            costs.note_making(done.making)
-            such = done.load.way, size_of(done.load)  # the others must now be better than this one
-            self._hopes = {key: hope for key, hope in self._hopes.items() if key[:2] != such}
+            costs.record_capture(done.capture_seconds)
+            # Other g must now be better than the captured one, so their savings start at 0 again.
+            captured = done.load.executor, size_class(done.load)
+            self._missed_savings = {
+                key: seconds for key, seconds in self._missed_savings.items() if key[:2] != captured
+            }
         else:
-            costs.note(done.load, done.g, done.seconds - done.draft_seconds)
-        if done.steps or done.catching_up:
-            costs.note_draft(done.load, done.steps, done.draft_seconds, done.catching_up)
-        if done.steps and done.waited:
-            costs.note_wait(done.load, done.waited)
-        proposed = done.g > 0 or done.steps > 0
-        tried = self.probes.over(proposed)
-        if outlook.learn(done, self._plan):
-            goes_well = tried is not None or self.probes.went_well
-            self.probes.heard(goes_well and outlook.would_pay(done, MARGIN))
-        self._book(done, proposed, tried)
-        self._since_plain = self._since_plain + 1 if done.g else 0
+            costs.record_pass(done.load, done.g, done.seconds - done.draft_seconds)
+        if done.draft_steps or done.catch_up_seconds:
+            costs.record_draft(done.load, done.draft_steps, done.draft_seconds, done.catch_up_seconds)
+        if done.draft_steps and done.idle_seconds:
+            costs.record_idle(done.load, done.idle_seconds)
+        drafted = done.g > 0 or done.draft_steps > 0
+        probe = self.probes.end_step(drafted)
+        if forecast.learn(done, self._plan):
+            probing = probe is not None or self.probes.succeeded
+            self.probes.record_outcome(probing and forecast.would_pay(done, MARGIN))
+        self._book(done, drafted, probe)
+        self._steps_since_baseline = self._steps_since_baseline + 1 if done.g else 0
 
-    def _book(self, done: StepOutcome, proposed: bool, tried: Price | None) -> None:
-        """Book the gain or loss of a step against decoding without speculation."""
-        self._queries.over()
-        asked = done.draft_seconds > 0 and not done.steps
-        plain = self.forecast.at(done.load).plain(done.load) if proposed or asked or done.waited else None
-        gain = once = 0.0
-        if plain is not None and (proposed or not asked):
-            gain = -done.waited / plain
-        if plain is not None and proposed:
+    def _book(self, done: StepOutcome, drafted: bool, probe: Price | None) -> None:
+        """Book the gain or loss of a step against decoding without speculation.
+
+        Args:
+            done: Outcome of the step.
+            drafted: True if the step had draft tokens.
+            probe: Price of the probe that ended with the step, or None.
+        """
+        self._proposal_budget.end_step()
+        proposed = done.draft_seconds > 0 and not done.draft_steps  # by a free drafter
+        baseline = (
+            self.forecast.costs(done.load).baseline_seconds(done.load)
+            if drafted or proposed or done.idle_seconds
+            else None
+        )
+        gain = capture = 0.0
+        if baseline is not None and (drafted or not proposed):
+            gain = -done.idle_seconds / baseline
+        if baseline is not None and drafted:
             if done.seconds is not None:
                 # Drafts with a known confidence differ too much for the estimate over all of them.
-                kept = sum(done.accepted) / len(done.rows) if self._hinted else self.forecast.keeps(done)
-                gain += 1 + kept - (done.seconds + done.catching_up) / plain
-            if tried is not None:
-                once = booked(done.making + done.reading_made, plain)
-        if plain is not None and asked:
-            taken = (done.draft_seconds + done.waited) / plain
-            self._queries.book(taken, gain + taken if proposed else 0.0, any(done.unused))
-        self.budget.book(gain, tried.each_time if tried is not None else 0.0, once)
+                accepted = (
+                    sum(done.accepted) / len(done.rows)
+                    if self._hinted
+                    else self.forecast.expected_accepted(done)
+                )
+                gain += 1 + accepted - (done.seconds + done.catch_up_seconds) / baseline
+            if probe is not None:
+                capture = capture_price(done.capture_seconds + done.catch_up_capture_seconds, baseline)
+        if baseline is not None and proposed:
+            cost = (done.draft_seconds + done.idle_seconds) / baseline
+            self._proposal_budget.book(cost, gain + cost if drafted else 0.0, any(done.unscored_correct))
+        self.budget.book(gain, probe.recurring if probe is not None else 0.0, capture)
 
     def withdraw(self) -> None:
         """See ``DraftLengthPolicy.withdraw``."""
@@ -255,11 +287,11 @@ class Goodput(DraftLengthPolicy):
 
     def reset(self, rows: Sequence[int]) -> None:
         """See ``DraftLengthPolicy.reset``."""
-        self.forecast.belief.forget(rows)
-        self._texts.difference_update(rows)
-        if not self._texts:
-            self.probes.another_text()
-            self._queries.rest = 0
+        self.forecast.acceptance.forget(rows)
+        self._active_slots.difference_update(rows)
+        if not self._active_slots:
+            self.probes.new_sequence()
+            self._proposal_budget.pause = 0
 
     def __repr__(self) -> str:
         return f"Goodput({self.max_draft_tokens})"

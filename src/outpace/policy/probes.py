@@ -4,109 +4,111 @@ from __future__ import annotations
 
 import math
 
-from outpace.policy.budget import SELDOM, ExplorationBudget, Price
+from outpace.policy.budget import EXPENSIVE_INTERVAL, ExplorationBudget, Price
 
-AGAIN = 8  # steps without news after which any draft is a probe, whatever the estimate
-PATIENCE = 40  # steps until the policy decides again, at most
-LATE = 4  # steps after which a probe without an outcome has failed
-MADE = 12.0  # baseline steps that a probe is charged for a capture, at most: it happens once
+STALE_AFTER = 8  # steps without an outcome, after which any draft is a probe, whatever the estimate
+MAX_DECISION_INTERVAL = 40  # steps until the policy decides again
+PROBE_TIMEOUT = 4  # steps after which a probe without an outcome has failed
+MAX_CAPTURE_PRICE = 12.0  # baseline steps that a probe is charged for a capture, which happens once
 
 
-def booked(seconds: float, plain: float) -> float:
+def capture_price(seconds: float, baseline_seconds: float) -> float:
     """Return the cost of a capture, in baseline steps, that a probe is charged."""
-    return min(seconds / plain, MADE)
+    return min(seconds / baseline_seconds, MAX_CAPTURE_PRICE)
 
 
 class Probes:
     """Schedule of probes, one at a time: the next one waits for the outcome of the last.
 
     Attributes:
-        account: Exploration budget that pays for the probes.
-        went_well: True if the last draft was a successful probe, or followed one. The next probe may then
-            come at once.
-        untried: True if no outcome of any draft is known yet.
+        budget: Exploration budget that pays for the probes.
+        succeeded: True if the last draft was a successful probe, or followed one. The next probe may then
+            start at once.
+        no_outcome_yet: True if no outcome of any draft is known yet.
     """
 
-    def __init__(self, account: ExplorationBudget) -> None:
-        self.budget = account
-        self.went_well = False
-        self.untried = True
-        self._time = 0  # steps so far
-        self._blind = 0  # steps since anything was learned about draft tokens
-        self._rested = 0  # steps since the last draft
-        self._wait = 0  # steps until the policy decides again
-        self._open: tuple[Price, int] | None = None  # the probe without an outcome yet, and its step
+    def __init__(self, budget: ExplorationBudget) -> None:
+        self.budget = budget
+        self.succeeded = False
+        self.no_outcome_yet = True
+        self._step = 0  # steps so far
+        self._steps_since_outcome = 0  # steps since anything was learned about draft tokens
+        self._steps_since_draft = 0
+        self._steps_to_decision = 0  # steps until the policy decides again
+        self._pending: tuple[Price, int] | None = None  # the probe without an outcome yet, and its step
 
     @property
-    def blind(self) -> bool:
-        """True if too little was learned lately for any estimate."""
-        return self._blind >= AGAIN
+    def stale(self) -> bool:
+        """True if nothing was learned lately, so that no estimate holds."""
+        return self._steps_since_outcome >= STALE_AFTER
 
-    def rest(self) -> bool:
+    def skip_decision(self) -> bool:
         """Return whether this step is too early to decide again, and count it."""
-        resting = self._wait > 0
-        self._wait -= resting
-        return resting
+        skip = self._steps_to_decision > 0
+        self._steps_to_decision -= skip
+        return skip
 
-    def make(self, price: Price) -> None:
-        """Open a probe at this price."""
-        self._open = price, self._time
+    def start(self, price: Price) -> None:
+        """Start a probe at this price."""
+        self._pending = price, self._step
 
     def withdraw(self) -> None:
-        """Cancel the probe that was opened last."""
-        self._open = None
+        """Cancel the probe that was started last."""
+        self._pending = None
 
-    def make_if_due(self, price: Price, hopeless: bool, thinking: float) -> bool:
-        """Open a probe at this price, if one is due.
+    def start_if_due(self, price: Price, hopeless: bool, min_wait: float) -> bool:
+        """Start a probe at this price, if one is due.
 
         Args:
             price: Expected loss of the probe.
             hopeless: True if the costs speak against any g. They may have changed since.
-            thinking: Least number of steps until the policy decides again, because a decision takes time.
+            min_wait: Least number of steps until the policy decides again, because a decision takes time.
 
         Returns:
-            True if the probe was opened.
+            True if the probe was started.
         """
-        wait = self.budget.wait(price, math.inf if self.went_well else self._rested)
+        wait = self.budget.steps_until_due(price, math.inf if self.succeeded else self._steps_since_draft)
         if hopeless:
-            wait = max(wait, SELDOM - self._rested)
-        if self._open is not None:  # its outcome decides
+            wait = max(wait, EXPENSIVE_INTERVAL - self._steps_since_draft)
+        if self._pending is not None:  # its outcome decides
             return False
         if wait > 0:
-            # If this step brought news without a draft, more may come at any time.
-            self._wait = round(min(PATIENCE, max(wait if self._blind else 0, thinking)))
+            # If this step had an outcome without a draft, the next one may have one, too.
+            self._steps_to_decision = round(
+                min(MAX_DECISION_INTERVAL, max(wait if self._steps_since_outcome else 0, min_wait))
+            )
             return False
-        self.make(price)
+        self.start(price)
         return True
 
-    def over(self, proposed: bool) -> Price | None:
+    def end_step(self, drafted: bool) -> Price | None:
         """Count one step.
 
         Args:
-            proposed: True if the step had draft tokens.
+            drafted: True if the step had draft tokens.
 
         Returns:
             Price of the probe that ended with this step, or None.
         """
-        self._time += 1
-        self._blind += 1
-        self._rested += 1
-        if proposed:
-            self._rested = self._wait = 0
-        if self._open is None or not (proposed or self._time > self._open[1] + LATE):
+        self._step += 1
+        self._steps_since_outcome += 1
+        self._steps_since_draft += 1
+        if drafted:
+            self._steps_since_draft = self._steps_to_decision = 0
+        if self._pending is None or not (drafted or self._step > self._pending[1] + PROBE_TIMEOUT):
             return None
-        price, _ = self._open
-        self._open = None
+        price, _ = self._pending
+        self._pending = None
         return price
 
-    def heard(self, went_well: bool) -> None:
-        """Record that this step brought news about draft tokens.
+    def record_outcome(self, succeeded: bool) -> None:
+        """Record that this step showed whether draft tokens are accepted.
 
         Args:
-            went_well: True if the news speaks for another probe at once.
+            succeeded: True if the outcome speaks for another probe at once.
         """
-        self.went_well, self.untried, self._blind = went_well, False, 0
+        self.succeeded, self.no_outcome_yet, self._steps_since_outcome = succeeded, False, 0
 
-    def another_text(self) -> None:
+    def new_sequence(self) -> None:
         """Forget the last success, because the next sequence may differ."""
-        self.went_well, self._wait = False, 0
+        self.succeeded, self._steps_to_decision = False, 0

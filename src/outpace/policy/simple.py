@@ -31,8 +31,8 @@ class Heuristic(DraftLengthPolicy):
     """Policy that drafts two tokens more after a full acceptance and one fewer after a rejection.
 
     This is the rule of Transformers, applied to each sequence by itself. Unlike there, the number may fall to
-    0, which is decoding without speculation. After 4 steps at 0, one draft token shows whether the text has
-    become easier.
+    0, which is decoding without speculation. After 4 steps at 0, one draft token shows whether draft tokens
+    are accepted again.
 
     Args:
         start: First number of draft tokens of a sequence.
@@ -40,7 +40,7 @@ class Heuristic(DraftLengthPolicy):
         least: Lower limit. Above 0, it suits drafters that know when to propose nothing.
     """
 
-    RETRY = 4  # steps at 0 before one token is drafted
+    PROBE_INTERVAL = 4  # steps at 0 before one token is drafted
 
     def __init__(self, start: int = 5, max_draft_tokens: int = 20, least: int = 0) -> None:
         integer("start", start, "an int >= 1", lambda g: g >= 1)
@@ -48,32 +48,34 @@ class Heuristic(DraftLengthPolicy):
         integer("least", least, f"an int in 0..{start}", lambda g: 0 <= g <= start)
         self.start, self.max_draft_tokens, self.least = start, max_draft_tokens, least
         self._g: dict[int, int] = {}
-        self._rested: dict[int, int] = {}  # by slot, steps since the number fell to 0
+        self._steps_at_zero: dict[int, int] = {}  # by slot
 
     def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
         """See ``DraftLengthPolicy.choose``."""
         chosen = [self._g.setdefault(row, self.start) for row in rows]
         return [
-            1 if g == 0 and self._rested[row] >= self.RETRY else g
+            1 if g == 0 and self._steps_at_zero[row] >= self.PROBE_INTERVAL else g
             for row, g in zip(rows, chosen, strict=True)
         ]
 
     def observe(self, done: StepOutcome) -> None:
         """See ``DraftLengthPolicy.observe``."""
-        for row, proposed, kept in zip(done.rows, done.drafted, done.accepted, strict=True):
+        for row, drafted, accepted in zip(done.rows, done.drafted, done.accepted, strict=True):
             g = self._g.setdefault(row, self.start)
-            if proposed == 0:
+            if drafted == 0:
                 if g == 0:
-                    self._rested[row] = self._rested.get(row, 0) + 1
+                    self._steps_at_zero[row] = self._steps_at_zero.get(row, 0) + 1
                 continue
-            self._g[row] = min(g + 2, self.max_draft_tokens) if kept == proposed else max(g - 1, self.least)
-            self._rested[row] = 0
+            self._g[row] = (
+                min(g + 2, self.max_draft_tokens) if accepted == drafted else max(g - 1, self.least)
+            )
+            self._steps_at_zero[row] = 0
 
     def reset(self, rows: Sequence[int]) -> None:
         """See ``DraftLengthPolicy.reset``."""
         for row in rows:
             self._g.pop(row, None)
-            self._rested.pop(row, None)
+            self._steps_at_zero.pop(row, None)
 
     def __repr__(self) -> str:
         return f"Heuristic({self.start}" + (f", least={self.least})" if self.least else ")")

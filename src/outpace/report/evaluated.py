@@ -15,7 +15,7 @@ from outpace.bench.data import Item
 from outpace.bench.estimate import estimate
 from outpace.bench.spread import faster
 from outpace.report.figures import Line, lines
-from outpace.report.section import Content, Figure, Section, Speed, Table, Text, Way
+from outpace.report.section import Content, DraftConfig, Figure, Section, Speed, Table, Text
 from outpace.report.source import models, source
 from outpace.report.words import with_interval
 from outpace.tasks import table as tables
@@ -23,48 +23,53 @@ from outpace.tasks.kinds import no_measure, task_of
 from outpace.tasks.score import pass_at
 
 Interval = tuple[float, float]
-PLAIN, EXACT, OVER = "plain", "exact", "over plain"
-WER, LOG = "WER %", "log-probability"  # measures that are not shares of 100
-SIDES = {
-    "plain": "plain is the target without a draft",
+PLAIN, EXACT = "plain", "exact"  # names of runners
+OVER_PLAIN = "over plain"  # name of the line of `outpace.tasks.table` with relative speeds
+WER, LOG = "WER %", "log-probability"  # measures that are not percentages up to 100
+RUNNERS = {
+    "plain": "plain is the target without speculation",
     "baseline": "baseline is Transformers' assisted generation",
     "exact": "exact is speculative decoding that keeps the target's distribution",
-    "sigmoid": "sigmoid is an approximation that does not",
+    "sigmoid": "sigmoid is an approximation that changes the target's distribution",
 }
-SHOWN, LONGEST = 2, 500  # rows whose texts are shown, and characters of each
+SHOWN_ROWS = 2  # rows whose texts are shown
+MAX_CHARS = 500  # characters of a text that are shown
 
 
 def sections(content: Content) -> list[Section]:
     """Return quality and speed of each runner, by category where the task has categories, and texts."""
-    sides, records = content["sides"], content["records"]
+    runners, records = content["runners"], content["records"]
     if not records:
         return []
-    found = columns(content)
-    cells = tables.table(found)
-    beside, more = _beside(content)
+    results = columns(content)
+    cells = tables.table(results)
+    saved, saved_categories = _saved_tables(content)
     known = {name for name, _ in cells}
-    cells = [line for line in beside if line[0] not in known] + cells
-    measures = [name for name in intervals(found[0]) if name in known]
-    rows = [[name, *_with_intervals(found, name, line)] for name, line in cells]
-    if content["settings"].get("temperature") == 0 and PLAIN in sides:
-        rows.append(["same text as plain", *(_same(found, one) for one in found)])
-    words = (
-        "Ways of decoding: " + "; ".join(SIDES[one] for one in sides if one in SIDES) + ". Quality and speed "
-        "over plain have 95\u00a0% intervals over rows. Rows that failed in one way are left out in all."
+    cells = [line for line in saved if line[0] not in known] + cells
+    measures = [name for name in intervals(results[0]) if name in known]
+    rows = [[name, *_with_intervals(results, name, line)] for name, line in cells]
+    if content["settings"].get("temperature") == 0 and PLAIN in runners:
+        rows.append(["same text as plain", *(_same_texts(results, column) for column in results)])
+    caption = (
+        "Decoding methods: "
+        + "; ".join(RUNNERS[runner] for runner in runners if runner in RUNNERS)
+        + ". Quality and speed over plain have 95\u00a0% intervals over rows. Rows that failed with one "
+        "method are left out for all."
     )
-    by_category = (
+    category_caption = (
         "By category, with the number of rows: tokens per pass, and speed over plain. As in Spec-Bench, the "
         "latter is of the mean of rows' speeds; above, it is of all tokens over all seconds."
     )
-    further = [
-        Table(by_category, ("category", *sides), [[name, *cells] for name, cells in one]) for one in more
+    by_category = [
+        Table(category_caption, ("category", *runners), [[name, *line] for name, line in table])
+        for table in saved_categories
     ]
     return [
         Section(
             f"Quality and speed: {content['task']}",
             _lead(content),
-            [*_quality(found, measures), *_speed(found)],
-            [Table(words, ("measure", *sides), rows), *further],
+            [*_quality(results, measures), *_speed(results)],
+            [Table(caption, ("measure", *runners), rows), *by_category],
             _texts(content),
             source=source(content),
             speeds=speeds(content),
@@ -80,105 +85,109 @@ def columns(content: Content) -> list[tables.Column]:
     task = task_of(content["task"])
     if content["task"] == "translate":
         task = replace(task, overall=no_measure)
-    every = content["records"]
-    rows = {row for _, row in every if all((side, row) in every for side in content["sides"])}
-    records = {(side, row): record for (side, row), record in every.items() if row in rows}
+    recorded = content["records"]
+    rows = {row for _, row in recorded if all((runner, row) in recorded for runner in content["runners"])}
+    records = {(runner, row): record for (runner, row), record in recorded.items() if row in rows}
     names = {row: str(record.get("id", row)) for (_, row), record in records.items()}
     items = [Item(names.get(row, "")) for row in range(1 + max(rows, default=-1))]
-    return tables.columns(task, items, records, content["sides"])
+    return tables.columns(task, items, records, content["runners"])
 
 
-def speeds(content: Content) -> dict[Way, Speed]:
+def speeds(content: Content) -> dict[DraftConfig, Speed]:
     """Return the speed of exact speculative decoding."""
-    found = columns(content)
-    common = _common(found)
-    exact = next((one for one in common if one.side == EXACT and one.records), None)
-    over = None if exact is None else _over(exact, common)
-    return {} if over is None else {(content["draft"], length(content)): Speed(OVER, *over)}
+    common = _common(columns(content))
+    exact = next((column for column in common if column.runner == EXACT and column.records), None)
+    speed = None if exact is None else _speed_over_plain(exact, common)
+    return {} if speed is None else {(content["draft"], num_draft_tokens(content)): Speed(OVER_PLAIN, *speed)}
 
 
-def length(content: Content) -> str:
+def num_draft_tokens(content: Content) -> str:
     """Return g, or the name of the policy, from the decoder's own description."""
-    said = next((line.split(maxsplit=1)[1] for line in models(content) if line.startswith("length ")), "")
-    if fixed := re.fullmatch(r"Fixed\((\d+)\)", said):
+    names = "num_draft_tokens ", "length "  # the second one is in older files
+    described = (line.split(maxsplit=1)[1] for line in models(content) if line.startswith(names))
+    policy = next(described, "")
+    if fixed := re.fullmatch(r"Fixed\((\d+)\)", policy):
         return fixed[1]
-    return "heuristic" if said.startswith("Heuristic") else "auto"
+    return "heuristic" if policy.startswith("Heuristic") else "auto"
 
 
-def intervals(one: tables.Column) -> dict[str, Interval | None]:
+def intervals(column: tables.Column) -> dict[str, Interval | None]:
     """Return the 95 % interval of each measure of quality over rows; None for a single row."""
     found: dict[str, Interval | None] = {}
-    for name in one.quality if one.records else ():
-        percent = 1.0 if name == LOG else 100.0
-        rows = [_measure(name, record) for record in one.records]
-        known = estimate([np.full(weight, value / percent) for value, weight in rows])
+    for name in column.quality if column.records else ():
+        scale = 1.0 if name == LOG else 100.0
+        rows = [_row_measure(name, record) for record in column.records]
+        mean = estimate([np.full(weight, value / scale) for value, weight in rows])
         found[name] = None
-        if known is not None and known.half is not None:
-            low, high = known.mean - known.half, known.mean + known.half
+        if mean is not None and mean.half is not None:
+            low, high = mean.mean - mean.half, mean.mean + mean.half
             if name == LOG:
                 high = min(0.0, high)
             else:
                 low, high = max(0.0, low), high if name == WER else min(1.0, high)
-            found[name] = percent * low, percent * high
+            found[name] = scale * low, scale * high
     return found
 
 
-def _measure(name: str, record: dict[str, Any]) -> tuple[float, int]:
+def _row_measure(name: str, record: dict[str, Any]) -> tuple[float, int]:
     """Return a row's value of a measure of quality, and its weight."""
     judged = record["judged"]
     if name == WER:
-        words = int(sum(one["words"] for one in judged))
-        return 100 * sum(one["errors"] for one in judged) / words, words
+        words = int(sum(sample["words"] for sample in judged))
+        return 100 * sum(sample["errors"] for sample in judged) / words, words
     if name == LOG:
         return record["log_probability"] / record["likely_tokens"], record["likely_tokens"]
-    if at := re.fullmatch(r"pass@(\d+) %", name):
-        return 100 * pass_at(int(at[1]), len(judged), sum(one["passed"] for one in judged)), 1
-    return sum(one[name] for one in judged) / len(judged), 1
+    if pass_k := re.fullmatch(r"pass@(\d+) %", name):
+        passed = sum(sample["passed"] for sample in judged)
+        return 100 * pass_at(int(pass_k[1]), len(judged), passed), 1
+    return sum(sample[name] for sample in judged) / len(judged), 1
 
 
-def _common(found: Sequence[tables.Column]) -> list[tables.Column]:
-    """Return the columns without rows that failed with any runner, as the table has them."""
-    failed = tables.lost(found)
-    return [one.only(one.done.keys() - failed) for one in found]
+def _common(results: Sequence[tables.Column]) -> list[tables.Column]:
+    """Return the columns without rows that failed with any runner, as in the table."""
+    failed = tables.unfinished_rows(results)
+    return [column.only(column.done.keys() - failed) for column in results]
 
 
-def _over(one: tables.Column, common: Iterable[tables.Column]) -> tuple[float, Interval | None] | None:
+def _speed_over_plain(
+    column: tables.Column, common: Iterable[tables.Column]
+) -> tuple[float, Interval | None] | None:
     """Return the speed relative to decoding the same rows without speculation, and its interval."""
-    plain = next((other for other in common if other.side == PLAIN), None)
-    if plain is None or not one.records or one.side == PLAIN:
+    plain = next((other for other in common if other.runner == PLAIN), None)
+    if plain is None or not column.records or column.runner == PLAIN:
         return None
 
-    def rates(column: tables.Column) -> list[tuple[float, float]]:
+    def tokens_and_seconds(column: tables.Column) -> list[tuple[float, float]]:
         return [(record["stats"]["new_tokens"], record["seconds"]) for record in column.records]
 
-    return faster(rates(one), rates(plain))
+    return faster(tokens_and_seconds(column), tokens_and_seconds(plain))
 
 
-def _with_intervals(found: Sequence[tables.Column], name: str, line: Sequence[str]) -> list[str]:
+def _with_intervals(results: Sequence[tables.Column], name: str, line: Sequence[str]) -> list[str]:
     """Return the cells of a line, with intervals if it is one of quality or speed."""
-    common, cells = _common(found), []
-    for one, cell in zip(common, line, strict=True):
-        if name == OVER and (known := _over(one, common)):
-            cell = with_interval(*known, ".2f")
-        elif one.records and name in (between := intervals(one)):
-            cell = with_interval(one.quality[name], between[name], ".2f")
+    common, cells = _common(results), []
+    for column, cell in zip(common, line, strict=True):
+        if name == OVER_PLAIN and (speed := _speed_over_plain(column, common)):
+            cell = with_interval(*speed, ".2f")
+        elif column.records and name in (quality := intervals(column)):
+            cell = with_interval(column.quality[name], quality[name], ".2f")
         cells.append(cell)
     return cells
 
 
-def _same(found: Sequence[tables.Column], one: tables.Column) -> str:
-    """Return how many rows have the text that decoding without speculation wrote."""
-    common = {other.side: other.records for other in _common(found)}
-    if one.side == PLAIN or not common[one.side]:
+def _same_texts(results: Sequence[tables.Column], column: tables.Column) -> str:
+    """Return the number of rows with the same text as decoding without speculation."""
+    records = {other.runner: other.records for other in _common(results)}
+    if column.runner == PLAIN or not records[column.runner]:
         return "–"
-    pairs = zip(common[one.side], common[PLAIN], strict=True)
-    return f"{sum(mine['texts'] == plain['texts'] for mine, plain in pairs)} of {len(common[PLAIN])}"
+    pairs = zip(records[column.runner], records[PLAIN], strict=True)
+    return f"{sum(record['texts'] == plain['texts'] for record, plain in pairs)} of {len(records[PLAIN])}"
 
 
 def _lead(content: Content) -> str:
     settings = content["settings"]
     samples = settings.get("samples") or 1
-    parts = [f"Draft: {content['draft']}, g = {length(content)}"]
+    parts = [f"Draft: {content['draft']}, g = {num_draft_tokens(content)}"]
     parts += [f"{samples} samples of each row"] if samples > 1 else []
     parts += [f"seed {settings['seed']}"] if settings.get("seed") is not None else []
     return ", ".join(parts) + "."
@@ -186,63 +195,71 @@ def _lead(content: Content) -> str:
 
 def _points(values: Sequence[tuple[float, Interval | None] | None]) -> Line:
     """Return points without a line between them."""
-    x, y, ends = list[float](), list[float](), list[Sequence[float]]()
+    x, y, error_bars = list[float](), list[float](), list[Sequence[float]]()
     for i, known in enumerate(values):
         if known is not None:
-            low, high = known[1] or (known[0], known[0])
-            x, y = [*x, i, i], [*y, known[0], math.nan]
-            ends = [*ends, (known[0] - low, high - known[0]), (0.0, 0.0)]
-    return Line("95 % interval over rows", x, y, 0, ends)
+            value, interval = known
+            low, high = interval or (value, value)
+            x, y = [*x, i, i], [*y, value, math.nan]
+            error_bars = [*error_bars, (value - low, high - value), (0.0, 0.0)]
+    return Line("95 % interval over rows", x, y, 0, error_bars)
 
 
-def _figure(title: str, words: str, sides: Sequence[str], line: Line) -> list[Figure]:
+def _figure(title: str, caption: str, runners: Sequence[str], line: Line) -> list[Figure]:
     if not line.x:
         return []
-    ticks = {float(i): side for i, side in enumerate(sides)}
-    return [Figure(lines(title, "way of decoding", [line], ticks), words)]
+    ticks = {float(i): runner for i, runner in enumerate(runners)}
+    return [Figure(lines(title, "decoding method", [line], ticks), caption)]
 
 
-def _quality(found: Sequence[tables.Column], measures: Sequence[str]) -> list[Figure]:
-    common, figures = _common(found), []
+def _quality(results: Sequence[tables.Column], measures: Sequence[str]) -> list[Figure]:
+    common, figures = _common(results), []
     for name in measures:
-        known = [(one.quality[name], intervals(one)[name]) if one.records else None for one in common]
+        values = [
+            (column.quality[name], intervals(column)[name]) if column.records else None for column in common
+        ]
         better = "lower is better" if name == WER else "higher is better"
-        words = f"{name} of each way of decoding: {better}."
-        figures += _figure(name, words, [one.side for one in common], _points(known))
+        caption = f"{name} of each decoding method: {better}."
+        figures += _figure(name, caption, [column.runner for column in common], _points(values))
     return figures
 
 
-def _speed(found: Sequence[tables.Column]) -> list[Figure]:
-    common = _common(found)
-    known = [(1.0, None) if one.side == PLAIN else _over(one, common) for one in common]
-    words = "Tokens per second over those of plain decoding, on the same rows. plain is 1."
-    some = any(one is not None and side.side != PLAIN for one, side in zip(known, common, strict=True))
-    return _figure("speed over plain", words, [one.side for one in common], _points(known)) if some else []
+def _speed(results: Sequence[tables.Column]) -> list[Figure]:
+    common = _common(results)
+    values = [
+        (1.0, None) if column.runner == PLAIN else _speed_over_plain(column, common) for column in common
+    ]
+    if not any(
+        value is not None and column.runner != PLAIN for value, column in zip(values, common, strict=True)
+    ):
+        return []
+    caption = "Throughput relative to decoding the same rows without speculation. plain is 1."
+    return _figure("speed over plain", caption, [column.runner for column in common], _points(values))
 
 
 def _texts(content: Content) -> list[Text]:
     """Return the first rows' texts; runners that wrote the same are named together."""
     found = []
-    for row in sorted({row for _, row in content["records"]})[:SHOWN]:
-        wrote: dict[str, list[str]] = {}
+    for row in sorted({row for _, row in content["records"]})[:SHOWN_ROWS]:
+        runners_by_text: dict[str, list[str]] = {}
         name = str(row)
-        for side in content["sides"]:
-            record = content["records"].get((side, row), {})
+        for runner in content["runners"]:
+            record = content["records"].get((runner, row), {})
             name = str(record.get("id", name))
-            said = record["texts"][0] if record.get("texts") else record.get("error")
-            if said is not None:
-                wrote.setdefault(said, []).append(side)
-        parts = [f"{', '.join(some)}:\n{_cut(text)}" for text, some in wrote.items()]
+            text = record["texts"][0] if record.get("texts") else record.get("error")
+            if text is not None:
+                runners_by_text.setdefault(text, []).append(runner)
+        parts = [f"{', '.join(runners)}:\n{_cut(text)}" for text, runners in runners_by_text.items()]
         if parts:
-            found.append(Text(f"Row {name}, as each way of decoding wrote it.", "\n\n".join(parts)))
+            found.append(Text(f"Row {name}, as each decoding method wrote it.", "\n\n".join(parts)))
     return found
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else text[:LONGEST] + " …"
+    return text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + " …"
 
 
-def _beside(content: Content) -> tuple[tables.Table, list[tables.Table]]:
+def _saved_tables(content: Content) -> tuple[tables.Table, list[tables.Table]]:
     """Return the table that ``outpace eval`` saved beside a complete run, and its further tables.
 
     Measures that need the data are in that file alone.
@@ -253,6 +270,6 @@ def _beside(content: Content) -> tuple[tables.Table, list[tables.Table]]:
     found: list[tables.Table] = []
     for part in path.read_text(encoding="utf-8").split("\n\n"):
         rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in part.splitlines()]
-        if len(rows) > 2 and rows[0][1:] == list(content["sides"]):
+        if len(rows) > 2 and rows[0][1:] == list(content["runners"]):
             found.append([(row[0], row[1:]) for row in rows[2:]])
     return (found[0], found[1:]) if found else ([], [])

@@ -1,4 +1,4 @@
-"""Files that ``outpace report`` takes: results of measuring commands, and journals of ``outpace eval``."""
+"""Files that ``outpace report`` reads: results of measuring commands, and journals of ``outpace eval``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import Any
 from outpace.models.hub import DEFAULT
 from outpace.report.section import Content
 
-KINDS = ("alpha", "sweep", "tune")  # one JSON object each
-WRITTEN = "`outpace bench alpha`, `bench sweep`, `tune` or `eval`"
-ENDINGS = (".json", ".jsonl")
+KINDS = ("alpha", "sweep", "tune")  # files that are one JSON object
+COMMANDS = "`outpace bench alpha`, `bench sweep`, `tune` or `eval`"
+SUFFIXES = (".json", ".jsonl")
 HEADER = ("task", "settings", "data")  # keys of an eval journal's first line
 
 
 def read(path: Path) -> Content:
-    """Return the content of a file; an eval journal gives its settings, and its other lines as "records".
+    """Return the content of a result file.
+
+    An eval journal gives its settings, and its other lines as "records".
 
     Raises:
         ValueError: The file cannot be read, or is of another kind.
@@ -27,41 +29,41 @@ def read(path: Path) -> Content:
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: not a text file; it must be one that {WRITTEN} wrote") from None
+        raise ValueError(f"{path}: not a text file; it must be one that {COMMANDS} wrote") from None
     except OSError as error:
         raise ValueError(f"{path}: it cannot be read ({error.strerror})") from None
     if not text.strip():
-        raise ValueError(f"{path}: the file is empty; it must be one that {WRITTEN} wrote")
-    content = _parsed(text)
+        raise ValueError(f"{path}: the file is empty; it must be one that {COMMANDS} wrote")
+    content = _parse(text)
     if isinstance(content, dict) and content.get("kind") in KINDS:
         return content
-    header = _parsed(text.partition("\n")[0])
+    header = _parse(text.partition("\n")[0])
     if isinstance(header, dict) and all(key in header for key in HEADER):
         return _journal(path, header, text)
-    what = "not a JSON file" if content is None and header is None else "a file of something else"
-    raise ValueError(f"{path}: {what}; it must be one that {WRITTEN} wrote")
+    problem = "not a JSON file" if content is None and header is None else "not a result file"
+    raise ValueError(f"{path}: {problem}; it must be one that {COMMANDS} wrote")
 
 
-def within(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files of a folder that ``read`` takes, and the others that end in .json or .jsonl.
+def result_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the result files of a folder, and its other files that end in .json or .jsonl.
 
     Raises:
-        ValueError: There is no file that ``read`` takes.
+        ValueError: The folder has no result file.
     """
-    taken, others = list[Path](), list[Path]()
+    results, others = list[Path](), list[Path]()
     for path in sorted(folder.iterdir()):
-        if path.is_file() and path.suffix in ENDINGS:
+        if path.is_file() and path.suffix in SUFFIXES:
             try:
                 read(path)
-                taken.append(path)
+                results.append(path)
             except ValueError:
                 others.append(path)
-    if not taken:
-        raise ValueError(f"{folder}: no file in this folder was written by {WRITTEN}")
-    return taken, others
+    if not results:
+        raise ValueError(f"{folder}: no file in this folder was written by {COMMANDS}")
+    return results, others
 
 
-def named(paths: Sequence[Path]) -> list[str]:
+def display_names(paths: Sequence[Path]) -> list[str]:
     """Return names for files: the file name, or the whole path where two have the same name."""
     names = [path.name for path in paths]
     return [path.name if names.count(path.name) == 1 else str(path) for path in paths]
@@ -78,25 +80,26 @@ def _journal(path: Path, header: dict[str, Any], text: str) -> Content:
     lines = text.split("\n")
     records: dict[tuple[str, int], dict[str, Any]] = {}
     for number, line in enumerate(lines[1:-1], 2):
-        row = _parsed(line)
-        if not isinstance(row, dict) or not {"side", "row"} <= row.keys():
+        record = _parse(line)
+        if not isinstance(record, dict) or not {"side", "row"} <= record.keys():
             raise ValueError(f"{path}: line {number} is not as `outpace eval` writes it")
-        records[row["side"], row["row"]] = row
-    sides = list(dict.fromkeys(side for side, _ in records))
-    wanted = {(side, row) for side in sides for row in range(data["rows"])}
-    again = any(record.get("again") for record in records.values())
+        records[record["side"], record["row"]] = record
+    runners = list(dict.fromkeys(runner for runner, _ in records))
+    expected = {(runner, row) for runner in runners for row in range(data["rows"])}
+    retry_pending = any(record.get("again") for record in records.values())
     return {
         **header,
         "kind": "eval",
         "target": header.get("target") or DEFAULT,
         "records": records,
-        "sides": sides,
-        "complete": bool(records) and wanted <= records.keys() and not again,
+        "runners": runners,
+        "complete": bool(records) and expected <= records.keys() and not retry_pending,
         "table": Path(f"{path}.md"),
     }
 
 
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
+    """Return the value of a JSON text; None if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:

@@ -8,10 +8,10 @@ from typing import Any
 
 from outpace.bench import curves, theory
 from outpace.bench.curves import Point
-from outpace.checks.errors import small
+from outpace.checks.errors import format_small
 from outpace.report.figures import panel
 from outpace.report.section import Figure, Section, Table
-from outpace.report.words import LEVEL, said
+from outpace.report.words import LEVEL_TOLERANCE, format_value
 
 Panel = Callable[[Any, Sequence[Point], float], None]
 
@@ -20,12 +20,12 @@ LEAD = (
     "The papers' curves over α, with a filled mark for each draft at its measured α and c, and at the g that "
     "is best by the formulas, up to 32. The formulas assume that a pass over g + 1 tokens costs as much as "
     "one over a single token, and that a draft always has a draft token. Hollow marks are what `outpace "
-    "measure` predicts from the times it measured, without these two assumptions."
+    "bench alpha` predicts from the times it measured, without these two assumptions."
 )
 PANELS: tuple[tuple[Panel, str], ...] = (
     (
         curves.tokens,
-        "Tokens that a pass brings, (1 − α^(g+1))/(1 − α), for several g (Leviathan et al. 2023, Figure 2).",
+        "Expected tokens per pass, (1 − α^(g+1))/(1 − α), for several g (Leviathan et al. 2023, Figure 2).",
     ),
     (
         curves.lengths,
@@ -33,11 +33,12 @@ PANELS: tuple[tuple[Panel, str], ...] = (
     ),
     (
         curves.speed,
-        "Speed over plain decoding, at the c of {} (Theorem 3.8, Figure 4): above 1 it pays.",
+        "Speed relative to decoding without speculation, at the c of {} (Theorem 3.8, Figure 4): above 1 it "
+        "pays.",
     ),
     (
         curves.operations,
-        "Arithmetic over that of plain decoding, with c for ĉ, too (Theorem 3.11, Figure 4).",
+        "Operations relative to decoding without speculation, with c for ĉ, too (Theorem 3.11, Figure 4).",
     ),
 )
 
@@ -48,8 +49,8 @@ class Draft:
 
     Attributes:
         point: The draft's α and c, and the best g by the formulas.
-        best_g: The best g by the times measured.
-        predicted: The speed at ``best_g``.
+        best_g: The best g by the measured times.
+        predicted: The predicted speed at ``best_g``.
     """
 
     point: Point
@@ -68,24 +69,25 @@ def section(drafts: Sequence[Draft], passes: Mapping[float, float]) -> Section:
     """
     if not drafts:
         return Section(TITLE)
-    points = [one.point for one in drafts]
-    best = max(points, key=lambda one: float(theory.speedup(one.alpha, one.g, one.c)))
-    where = "; ".join(
-        f"{one.name}: α = {one.alpha:.3f}, c = {small(one.c)}, best g = {one.g}" for one in points
+    points = [draft.point for draft in drafts]
+    best = max(points, key=lambda point: float(theory.speedup(point.alpha, point.g, point.c)))
+    positions = "; ".join(
+        f"{point.name}: α = {point.alpha:.3f}, c = {format_small(point.c)}, best g = {point.g}"
+        for point in points
     )
     hollow: dict[Panel, list[tuple[float, float | None]]] = {
-        curves.lengths: [(one.point.alpha, one.best_g) for one in drafts],
-        curves.speed: [(one.point.alpha, one.predicted) for one in drafts],
+        curves.lengths: [(draft.point.alpha, draft.best_g) for draft in drafts],
+        curves.speed: [(draft.point.alpha, draft.predicted) for draft in drafts],
     }
 
-    def drawn(draw: Panel, words: str) -> Figure:
-        def both(axis: Any) -> None:
-            draw(axis, points, best.c)
-            curves.hollow(axis, hollow.get(draw, []))
+    def figure(plot_curves: Panel, caption: str) -> Figure:
+        def plot(axis: Any) -> None:
+            plot_curves(axis, points, best.c)
+            curves.hollow(axis, hollow.get(plot_curves, []))
 
-        return Figure(panel(both, f"{words} Filled marks: {where}."), words)
+        return Figure(panel(plot, f"{caption} Filled marks: {positions}."), caption)
 
-    figures = [drawn(draw, words.format(best.name)) for draw, words in PANELS]
+    figures = [figure(plot_curves, caption.format(best.name)) for plot_curves, caption in PANELS]
     return Section(TITLE, LEAD, figures, [_table(drafts, passes)])
 
 
@@ -94,29 +96,32 @@ def _table(drafts: Sequence[Draft], passes: Mapping[float, float]) -> Table:
     heads = ("draft", "α", "c", "best g by the formulas", "thm 3.8", "best g", "predicted")
     rows = [
         (
-            *(one.point.name, f"{one.point.alpha:.3f}", small(one.point.c), str(one.point.g)),
-            f"{float(theory.speedup(one.point.alpha, one.point.g, one.point.c)):.2f}",
-            *(said(one.best_g), said(one.predicted, ".2f")),
+            *(draft.point.name, f"{draft.point.alpha:.3f}", format_small(draft.point.c), str(draft.point.g)),
+            f"{float(theory.speedup(draft.point.alpha, draft.point.g, draft.point.c)):.2f}",
+            *(format_value(draft.best_g), format_value(draft.predicted, ".2f")),
         )
-        for one in drafts
+        for draft in drafts
     ]
-    words = (
+    caption = (
         "Best g and speed by the formulas (thm 3.8), and by the times measured (best g, predicted). "
-        f"{dearer(passes, 'B = 1')}"
+        f"{describe_cost(passes, 'B = 1')}"
     )
-    if any(one.best_g is not None and one.best_g != one.point.g for one in drafts):
-        words += (
-            " They differ as the formulas take every pass to cost the same, and a draft to miss no token."
+    if any(draft.best_g is not None and draft.best_g != draft.point.g for draft in drafts):
+        caption += (
+            " They differ because the formulas assume that every pass costs the same, and that a draft "
+            "proposes every token."
         )
-    return Table(words.strip(), heads, rows)
+    return Table(caption.strip(), heads, rows)
 
 
-def dearer(passes: Mapping[float, float], name: str) -> str:
+def describe_cost(passes: Mapping[float, float], name: str) -> str:
     """Return a sentence on the cost of the longest forward pass relative to one over a single token."""
     longest = max(passes, default=1)
     if longest == 1 or 1 not in passes:
         return ""
-    times, one = passes[longest] / passes[1], "one over a single token"
-    if abs(times - 1) <= LEVEL:
-        return f"{name}: a pass over {longest:g} tokens costs as much as {one}, within {LEVEL:.0%}."
-    return f"{name}: a pass over {longest:g} tokens takes {times:.2f} times as long as {one}."
+    ratio, single = passes[longest] / passes[1], "one over a single token"
+    if abs(ratio - 1) <= LEVEL_TOLERANCE:
+        return (
+            f"{name}: a pass over {longest:g} tokens costs as much as {single}, within {LEVEL_TOLERANCE:.0%}."
+        )
+    return f"{name}: a pass over {longest:g} tokens takes {ratio:.2f} times as long as {single}."

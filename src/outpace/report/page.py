@@ -33,8 +33,8 @@ def page(files: Files) -> str:
         ValueError: Nothing was measured yet, or a file is not as its command writes it.
     """
     contents = [content for _, content in files]
-    found = _sections(files)
-    if not found:
+    sections = _sections(files)
+    if not sections:
         names = ", ".join(name for name, _ in files)
         raise ValueError(f"results: nothing was measured yet in {names}; run the command to its end")
     environment = Environment(
@@ -44,18 +44,20 @@ def page(files: Files) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    answers = verdicts(files)
     return environment.get_template("page.html").render(
-        targets=_all(contents, "target"),
+        targets=list(dict.fromkeys(str(content["target"]) for content in contents if content.get("target"))),
         devices=list(
-            dict.fromkeys((one.get("machine") or {}).get("device") or "a machine" for one in contents)
+            dict.fromkeys((content.get("machine") or {}).get("device") or "a machine" for content in contents)
         ),
-        verdicts=[(one, source(one.content), _doubts(one, found)) for one in answers],
+        verdicts=[
+            (verdict, source(verdict.content), _contradictions(verdict, sections))
+            for verdict in verdicts(files)
+        ],
         partial=[name for name, content in files if not content.get("complete")],
-        sections=[section for _, section in _compared(found)],
+        sections=_with_notes(sections),
         files=files,
         models=models,
-        parted=_parted,
+        unbroken_interval=_unbroken_interval,
     )
 
 
@@ -71,40 +73,36 @@ def _sections(files: Files) -> list[tuple[str, Section]]:
             if content["kind"] != kind:
                 continue
             try:
-                made = [one for one in sections(content) if not one.empty]
+                filled = [section for section in sections(content) if not section.empty]
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                 command = f"bench {kind}" if kind in ("alpha", "sweep") else kind
                 raise ValueError(f"{name}: it is not as `outpace {command}` writes it: {error!r}") from error
-            found += [(name, _titled(one, name) if several else one) for one in made]
+            found += [(name, _with_file_name(section, name) if several else section) for section in filled]
     return found
 
 
-def _compared(found: Sequence[tuple[str, Section]]) -> list[tuple[str, Section]]:
-    """Add notes to each section on earlier ones of other files."""
-    made = []
-    for i, (name, section) in enumerate(found):
-        earlier = [there for other, there in found[:i] if other != name]
-        made.append((name, dataclasses.replace(section, notes=compare.notes(earlier, section))))
-    return made
+def _with_notes(sections: Sequence[tuple[str, Section]]) -> list[Section]:
+    """Return all sections, each with notes on earlier sections of other files."""
+    found = []
+    for i, (name, section) in enumerate(sections):
+        earlier = [other for file, other in sections[:i] if file != name]
+        found.append(dataclasses.replace(section, notes=compare.notes(earlier, section)))
+    return found
 
 
-def _doubts(verdict: Verdict, found: Sequence[tuple[str, Section]]) -> list[str]:
-    others = [section for name, section in found if name != verdict.file]
-    return compare.doubts(verdict.way, verdict.speed, others)
+def _contradictions(verdict: Verdict, sections: Sequence[tuple[str, Section]]) -> list[str]:
+    others = [section for name, section in sections if name != verdict.file]
+    return compare.contradictions(verdict.config, verdict.speed, others)
 
 
-def _parted(cell: str) -> Markup:
-    """Return a cell whose interval is never split, but may stand on a line of its own."""
-    figure, bracket, interval = cell.partition(" (")
+def _unbroken_interval(cell: str) -> Markup:
+    """Return a cell as HTML; a line break may stand before its interval, but not in it."""
+    value, bracket, interval = cell.partition(" (")
     if not bracket or not interval.endswith(")"):
         return Markup("{}").format(cell)
-    return Markup('{} <span class="whole">({}</span>').format(figure, interval)
+    return Markup('{} <span class="whole">({}</span>').format(value, interval)
 
 
-def _titled(section: Section, name: str) -> Section:
-    """Add the name of its file to the title of a section."""
+def _with_file_name(section: Section, name: str) -> Section:
+    """Return a section with the name of its file in the title."""
     return dataclasses.replace(section, title=f"{section.title}: {name}")
-
-
-def _all(contents: Sequence[Content], part: str) -> list[str]:
-    return list(dict.fromkeys(str(one[part]) for one in contents if one.get(part)))

@@ -8,11 +8,12 @@ from typing import Any
 
 from markupsafe import Markup
 
-from outpace.report.words import between
+from outpace.report.words import format_interval
 
 Content = dict[str, Any]  # of one file, as `outpace.report.files.read` returns it
-PHONE, BESIDE = 40, 2  # characters of a table that fit on a phone, and of the gap beside a column
-Way = tuple[str, str]  # a draft, and its g
+DraftConfig = tuple[str, str]  # name of the draft, and g or the name of the draft-length policy
+PHONE_WIDTH = 40  # characters of a table that fit on a phone
+COLUMN_GAP = 2  # characters between columns
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,12 @@ class Figure:
     """A figure with its caption.
 
     Attributes:
-        drawn: The figure as HTML.
+        html: The figure as HTML.
         caption: The caption.
-        wide: Whether it takes the whole width of the page.
+        wide: Whether it spans the whole width of the page.
     """
 
-    drawn: Markup
+    html: Markup
     caption: str
     wide: bool = False
 
@@ -38,24 +39,24 @@ class Table:
         caption: The caption.
         heads: Head of each column.
         rows: Cells of each row.
-        words: Columns of words, which are aligned to the left.
+        text_columns: Indices of columns of words, which are aligned to the left.
         chosen: Index of a row to highlight.
     """
 
     caption: str
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
-    words: Sequence[int] = (0,)
+    text_columns: Sequence[int] = (0,)
     chosen: int | None = None
 
     @property
     def wide(self) -> bool:
-        """True if it needs more characters side by side than a phone shows."""
-        longest = (
+        """True if its columns together need more characters than a phone shows."""
+        widths = (
             max(map(len, (*head.split(), *cells)))
             for head, *cells in zip(self.heads, *self.rows, strict=True)
         )
-        return sum(one + BESIDE for one in longest) > PHONE
+        return sum(width + COLUMN_GAP for width in widths) > PHONE_WIDTH
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Speed:
     """A speed relative to decoding without speculation.
 
     Attributes:
-        column: The column that it stands in.
+        column: Name of the table column that shows it.
         value: The speed.
         interval: Its interval, if it has one.
     """
@@ -86,20 +87,20 @@ class Speed:
     interval: Sequence[float] | None = None
 
     def __str__(self) -> str:
-        known = f" ({between(self.interval, '.2f')})" if self.interval else ""
-        return f"{self.column} {self.value:.2f}{known}"
+        interval = f" ({format_interval(self.interval, '.2f')})" if self.interval else ""
+        return f"{self.column} {self.value:.2f}{interval}"
 
     def contradicts(self, other: Speed) -> bool:
-        """Return whether the two cannot both be right.
+        """Return whether the two speeds cannot both be right.
 
-        They cannot if their intervals lie apart. They also cannot if one is above 1 and the other below, and
-        they do not lie in each other's intervals.
+        They cannot if their intervals do not overlap. They also cannot if one is above 1 and the other
+        below, unless each lies in the other's interval.
         """
         if self.interval and other.interval:
-            (low, high), (least, most) = self.interval, other.interval
-            if high < least or most < low:
+            (low, high), (other_low, other_high) = self.interval, other.interval
+            if high < other_low or other_high < low:
                 return True
-            if low <= other.value <= high and least <= self.value <= most:
+            if low <= other.value <= high and other_low <= self.value <= other_high:
                 return False
         return (round(self.value, 2) - 1) * (round(other.value, 2) - 1) < 0
 
@@ -115,7 +116,7 @@ class Section:
         tables: Its tables.
         texts: Its texts.
         source: Conditions that its figures were measured under, by the name of each setting.
-        speeds: Speeds in it, to be compared with other sections.
+        speeds: Speeds in it, by draft and g, for comparison with other sections.
         notes: Sentences on how it agrees with other sections.
     """
 
@@ -125,7 +126,7 @@ class Section:
     tables: Sequence[Table] = ()
     texts: Sequence[Text] = ()
     source: Mapping[str, str] = field(default_factory=dict)
-    speeds: Mapping[Way, Speed] = field(default_factory=dict)
+    speeds: Mapping[DraftConfig, Speed] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
     @property

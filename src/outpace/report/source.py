@@ -8,7 +8,7 @@ from typing import Any
 
 from outpace.checks.errors import counted
 from outpace.report.section import Content
-from outpace.report.words import sampled
+from outpace.report.words import describe_sampling
 
 Source = dict[str, str]  # by the name of each setting
 
@@ -21,9 +21,9 @@ def source(content: Content, sampling: str = "") -> Source:
         sampling: Sampling of some of the figures, where the file has several.
     """
     settings = content.get("settings") or {}
-    found = {
+    conditions = {
         "prompts": _prompts(content),
-        "length": _most(content.get("max_new_tokens") or settings.get("max_new_tokens")),
+        "length": _max_length(content.get("max_new_tokens") or settings.get("max_new_tokens")),
         "sampling": sampling or _sampling(content, settings),
         "batch": f"{content['batch']} at a time" if content.get("batch") else "",
         "model": ", ".join(
@@ -32,31 +32,31 @@ def source(content: Content, sampling: str = "") -> Source:
         "machine": _machine(content.get("machine") or {}),
         "date": str(content["date"])[:10] if content.get("date") else "date not recorded",
     }
-    return {name: said for name, said in found.items() if said}
+    return {name: words for name, words in conditions.items() if words}
 
 
-def differences(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
+def differences(other: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
     """Return the settings that differ, except for the date, with both values in words."""
-    both = [name for name in here if name in there and name != "date" and there[name] != here[name]]
-    return {name: f"{there[name]} there, {here[name]} here" for name in both}
+    changed = [name for name in own if name in other and name != "date" and other[name] != own[name]]
+    return {name: f"{other[name]} there, {own[name]} here" for name in changed}
 
 
 def dtype(content: Content) -> str:
     """Return the precision that the target ran in, as far as the file tells."""
     if content["kind"] == "tune":
-        kinds = dict.fromkeys(
-            str(one["dtype"]) for one in content.get("candidates") or () if one.get("dtype")
+        dtypes = dict.fromkeys(
+            str(candidate["dtype"]) for candidate in content.get("candidates") or () if candidate.get("dtype")
         )
-        return " and ".join(kinds)
-    found = re.search(r"\b(?:b?float\d+)\b", " ".join(models(content)[:1]))
-    return found[0] if found else ""
+        return " and ".join(dtypes)
+    match = re.search(r"\b(?:b?float\d+)\b", " ".join(models(content)[:1]))
+    return match[0] if match else ""
 
 
 def models(content: Content) -> list[str]:
     """Return the lines in which the decoders describe their models."""
-    found = content.get("models") or (content.get("settings") or {}).get("models") or []
-    every = found.values() if isinstance(found, dict) else [found]
-    return list(dict.fromkeys(" ".join(line.split()) for lines in every for line in lines))
+    recorded = content.get("models") or (content.get("settings") or {}).get("models") or []
+    by_decoder = recorded.values() if isinstance(recorded, dict) else [recorded]
+    return list(dict.fromkeys(" ".join(line.split()) for lines in by_decoder for line in lines))
 
 
 def _prompts(content: Content) -> str:
@@ -76,14 +76,14 @@ def _prompts(content: Content) -> str:
     return f"{number}, built in or given with --prompt"
 
 
-def _most(tokens: int | None) -> str:
+def _max_length(tokens: int | None) -> str:
     return "" if tokens is None else f"at most {counted(tokens, 'new token')} each"
 
 
 def _sampling(content: Content, settings: Mapping[str, Any]) -> str:
     if content["kind"] == "eval":
-        return sampled({name: settings.get(name) for name in ("temperature", "top_k", "top_p")})
-    return sampled(content["sampling"]) if content.get("sampling") else ""
+        return describe_sampling({name: settings.get(name) for name in ("temperature", "top_k", "top_p")})
+    return describe_sampling(content["sampling"]) if content.get("sampling") else ""
 
 
 def _machine(machine: Mapping[str, Any]) -> str:

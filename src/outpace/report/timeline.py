@@ -7,22 +7,22 @@ from typing import Any
 
 from markupsafe import Markup
 
-from outpace.report.words import said
+from outpace.report.words import format_value
 
 Iteration = dict[str, Any]
 Block = tuple[str, float, str]  # phase, seconds, label below
 
 # Heights in pixels: phases differ in more than colour.
 PHASES = {"draft": 24, "target": 40, "verify": 12, "other": 6}
-FOOT = 60  # pixels to the foot of a row's blocks: words are above, numbers of tokens below
-ROW = 92
-MOST, BLOCKS = 12, 72  # steps, and blocks in them, that can be told apart on a phone
+FOOT = 60  # pixels from the top of a row to the foot of its blocks; token counts are below
+ROW = 92  # pixels
+MAX_STEPS, MAX_BLOCKS = 12, 72  # blocks stay distinguishable on a phone
 
 BLOCK = Markup('<rect class="{}" x="{:.3f}%" y="{}" width="{:.3f}%" height="{}"/>')
-BELOW = Markup('<text class="brought" x="{:.3f}%" y="{}">{}</text>')
-WORDS = Markup('<text x="0" y="{}">{}</text>')
+TOKEN_COUNT = Markup('<text class="token-count" x="{:.3f}%" y="{}">{}</text>')
+ROW_LABEL = Markup('<text x="0" y="{}">{}</text>')
 KEY = Markup('<li><span class="key {}"></span>{} {:.0%}</li>')
-WHOLE = Markup(
+SVG = Markup(
     '<svg class="trace" width="100%" height="{}" role="img" aria-label="{}, {} iterations">{}</svg>'
     '<ul class="legend">{}</ul>'
 )
@@ -30,70 +30,80 @@ WHOLE = Markup(
 
 def first(iterations: Sequence[Iteration]) -> list[Iteration]:
     """Return the first steps, as many as are plotted."""
-    found: list[Iteration] = []
+    steps: list[Iteration] = []
     blocks = 0
-    for one in iterations[:MOST]:
-        blocks += one["num_draft_tokens"] + len(one["phases"]) - 1
-        if found and blocks > BLOCKS:
+    for iteration in iterations[:MAX_STEPS]:
+        blocks += iteration["num_draft_tokens"] + len(iteration["phases"]) - 1
+        if steps and blocks > MAX_BLOCKS:
             break
-        found.append(one)
-    return found
+        steps.append(iteration)
+    return steps
 
 
-def draw(iterations: Sequence[Iteration], plain: float | None) -> Markup:
+def render(iterations: Sequence[Iteration], baseline_step: float | None) -> Markup:
     """Return a timeline with a block for each draft step and every other phase.
 
-    The row below is decoding as many tokens without speculation. The legend has shares of the time. A first
-    step without draft tokens is the prefill, which decoding without speculation has, too.
+    The row below shows decoding of as many tokens without speculation. The legend has shares of the time. A
+    first step without draft tokens is the prefill, which decoding without speculation has, too.
 
     Args:
         iterations: Steps of the trace.
-        plain: Seconds of a step without speculation; None leaves the row below out.
+        baseline_step: Seconds of a step without speculation; None leaves the row below out.
     """
-    each = [_phases(one) for one in iterations]
-    shares = {phase: sum(one[phase] for one in each) for phase in PHASES}
-    spent = sum(shares.values())
-    tokens = sum(one["num_accepted"] + 1 for one in iterations)
-    words = f"speculating: {tokens} tokens in {said(1000 * spent, '.4g')} ms"
-    blocks, alone = _blocks(iterations), list[Block]()
-    if plain:
-        begun = list[Block]()
-        if not iterations[0]["num_draft_tokens"]:  # its token came with the prompt
-            begun, tokens = [(phase, seconds, "") for phase, seconds in each[0].items()], tokens - 1
-        alone = [*begun, *[("target", plain, "")] * tokens]
-    slow = sum(seconds for _, seconds, _ in alone)
-    whole = max(spent, slow) or 1.0
-    rows, height = [*_row(0, words, blocks, whole)], ROW - 12
-    if alone:
-        without = f"plain decoding: {said(1000 * slow, '.4g')} ms"
-        words, height = f"{words}; {without}", ROW + FOOT + 4
-        rows += _row(ROW, without, alone, whole)
-    keys = (KEY.format(phase, phase, seconds / (spent or 1.0)) for phase, seconds in shares.items())
-    return WHOLE.format(height, words, len(iterations), Markup("").join(rows), Markup("").join(keys))
+    phases = [_phases(iteration) for iteration in iterations]
+    totals = {phase: sum(seconds[phase] for seconds in phases) for phase in PHASES}
+    speculative_seconds = sum(totals.values())
+    tokens = sum(iteration["num_accepted"] + 1 for iteration in iterations)
+    label = f"speculative: {tokens} tokens in {format_value(1000 * speculative_seconds, '.4g')} ms"
+    speculative, baseline = _blocks(iterations), list[Block]()
+    if baseline_step:
+        prefill = list[Block]()
+        if not iterations[0]["num_draft_tokens"]:  # the prefill sampled the first token
+            prefill, tokens = [(phase, seconds, "") for phase, seconds in phases[0].items()], tokens - 1
+        baseline = [*prefill, *[("target", baseline_step, "")] * tokens]
+    baseline_seconds = sum(seconds for _, seconds, _ in baseline)
+    longest = max(speculative_seconds, baseline_seconds) or 1.0
+    rows, height = [*_row(0, label, speculative, longest)], ROW - 12
+    if baseline:
+        baseline_label = f"without speculation: {format_value(1000 * baseline_seconds, '.4g')} ms"
+        label, height = f"{label}; {baseline_label}", ROW + FOOT + 4
+        rows += _row(ROW, baseline_label, baseline, longest)
+    keys = (
+        KEY.format(phase, phase, seconds / (speculative_seconds or 1.0)) for phase, seconds in totals.items()
+    )
+    return SVG.format(height, label, len(iterations), Markup("").join(rows), Markup("").join(keys))
 
 
-def _phases(one: Iteration) -> dict[str, float]:
+def _phases(iteration: Iteration) -> dict[str, float]:
     """Return the seconds of each phase; phases of unknown names count as other."""
-    found = {phase: float(one["phases"].get(phase) or 0.0) for phase in PHASES}
-    found["other"] += sum(seconds for phase, seconds in one["phases"].items() if phase not in PHASES)
-    return found
+    known = {phase: float(iteration["phases"].get(phase) or 0.0) for phase in PHASES}
+    known["other"] += sum(seconds for phase, seconds in iteration["phases"].items() if phase not in PHASES)
+    return known
 
 
 def _blocks(iterations: Sequence[Iteration]) -> Iterator[Block]:
-    for one in iterations:
-        for phase, seconds in _phases(one).items():
-            pieces = max(one["num_draft_tokens"], 1) if phase == "draft" else 1
-            below = f"+{one['num_accepted'] + 1}" if phase == "target" else ""
-            yield from [(phase, seconds / pieces, below)] * pieces
+    for iteration in iterations:
+        for phase, seconds in _phases(iteration).items():
+            pieces = max(iteration["num_draft_tokens"], 1) if phase == "draft" else 1
+            token_count = f"+{iteration['num_accepted'] + 1}" if phase == "target" else ""
+            yield from [(phase, seconds / pieces, token_count)] * pieces
 
 
-def _row(top: int, words: str, blocks: Iterable[Block], whole: float) -> Iterator[Markup]:
-    yield WORDS.format(top + 13, words)
-    at = 0.0
-    for phase, seconds, below in blocks:
-        left, width, height = 100 * at / whole, 100 * seconds / whole, PHASES[phase]
-        at += seconds
+def _row(top: int, label: str, blocks: Iterable[Block], longest: float) -> Iterator[Markup]:
+    """Return the label and the blocks of a row.
+
+    Args:
+        top: Pixels above the row.
+        label: Label of the row.
+        blocks: Blocks from left to right.
+        longest: Seconds that the whole width stands for.
+    """
+    yield ROW_LABEL.format(top + 13, label)
+    start = 0.0
+    for phase, seconds, token_count in blocks:
+        left, width, height = 100 * start / longest, 100 * seconds / longest, PHASES[phase]
+        start += seconds
         if seconds:
             yield BLOCK.format(phase, left, top + FOOT - height, width, height)
-        if below:
-            yield BELOW.format(left + width / 2, top + FOOT + 14, below)
+        if token_count:
+            yield TOKEN_COUNT.format(left + width / 2, top + FOOT + 14, token_count)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from outpace.report.columns import tune_columns
-from outpace.report.section import Content, Section, Speed, Table, Text, Way
+from outpace.report.section import Content, DraftConfig, Section, Speed, Table, Text
 from outpace.report.source import source
-from outpace.report.words import said
+from outpace.report.words import format_value
 
-TITLE = "What was tried"
-LEFT = ("draft", "dtype", "rule", "why")  # columns of words
+TITLE = "Tuning candidates"
+TEXT_COLUMNS = ("draft", "dtype", "rule", "why")  # aligned to the left
 TEXTS = {
-    "config": "The configuration to run.",
-    "transformers": "The same inside Transformers.",
-    "vllm": "The same for vLLM.",
+    "config": "The recommended configuration.",
+    "transformers": "The same candidate in Transformers.",
+    "vllm": "The same candidate in vLLM.",
 }
 
 
@@ -25,31 +25,40 @@ def sections(content: Content) -> list[Section]:
         columns = tune_columns(candidates)
         heads = list(columns)
         rows = [[cell(one) for cell in columns.values()] for one in candidates]
-        at = candidates.index(chosen) if chosen in candidates else None
-        words = (
-            "Speeds are over plain decoding, with 95\u00a0% intervals. expected follows from acceptance and "
+        chosen_row = candidates.index(chosen) if chosen in candidates else None
+        caption = (
+            "Speedups over the baseline, with 95\u00a0% intervals. expected is computed from acceptance and "
             "costs; verified was measured on whole texts."
         )
-        words += " The chosen row is marked." if at is not None else " Nothing was chosen."
-        left = [i for i, head in enumerate(heads) if head in LEFT]
-        tables.append(Table(words, heads, rows, words=left, chosen=at))
-    texts = [Text(words, content[name]) for name, words in TEXTS.items() if content.get(name)]
-    about = source(content)
-    return [Section(TITLE, _spent(content), tables=tables, texts=texts, source=about, speeds=speeds(content))]
+        caption += " The chosen row is marked." if chosen_row is not None else " Nothing was chosen."
+        text_columns = [i for i, head in enumerate(heads) if head in TEXT_COLUMNS]
+        tables.append(Table(caption, heads, rows, text_columns=text_columns, chosen=chosen_row))
+    texts = [Text(caption, content[name]) for name, caption in TEXTS.items() if content.get(name)]
+    return [
+        Section(
+            TITLE,
+            _time_used(content),
+            tables=tables,
+            texts=texts,
+            source=source(content),
+            speeds=speeds(content),
+        )
+    ]
 
 
-def speeds(content: Content) -> dict[Way, Speed]:
-    """Return the verified speed, or else the expected one, of every draft with one sequence at a time."""
+def speeds(content: Content) -> dict[DraftConfig, Speed]:
+    """Return the verified speedup, or else the expected one, of each candidate at batch size 1."""
     found = {}
     for one in content.get("candidates") or ():
         name = "expected" if one.get("verified") is None else "verified"
-        if one.get(name) is not None and one.get("length") != "0" and one.get("batch") == 1:
-            found[one["draft"], str(one["length"])] = Speed(name, one[name], one.get("interval"))
+        if one.get(name) is not None and one.get("num_draft_tokens") != "0" and one.get("batch") == 1:
+            found[one["draft"], str(one["num_draft_tokens"])] = Speed(name, one[name], one.get("interval"))
     return found
 
 
-def _spent(content: Content) -> str:
+def _time_used(content: Content) -> str:
     spent, budget = content.get("spent_seconds"), content.get("budget_seconds")
     if spent is None:
         return ""
-    return f"{said(spent)} seconds were spent" + ("." if budget is None else f", of {said(budget)} given.")
+    limit = "" if budget is None else f" of {format_value(budget)}"
+    return f"The tuning used {format_value(spent)}{limit} seconds."

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.report import evaluated, measured, swept, tuned
-from outpace.report.section import Content, Speed, Way
-from outpace.report.words import between, said
+from outpace.report.section import Content, DraftConfig, Speed
+from outpace.report.words import format_interval, format_value
 
 UNKNOWN = "It is not known whether speculation pays"
 Files = Sequence[tuple[str, Content]]
@@ -26,14 +26,14 @@ class Verdict:
         words: The answer.
         file: Name of the file.
         content: Content of the file.
-        way: Draft and g that it recommends or calls the best; None where it names none.
+        config: Draft and g that it recommends or calls the best; None where it names none.
         speed: Their speed; None where the answer names none.
     """
 
     words: str
     file: str
     content: Content
-    way: Way | None = None
+    config: DraftConfig | None = None
     speed: Speed | None = None
 
 
@@ -44,11 +44,15 @@ def verdicts(files: Files) -> list[Verdict]:
         ("sweep", _swept),
         ("alpha", _measured),
         ("eval", _evaluated),
-        ("tune", _open),
+        ("tune", _undecided),
     ):
-        found = [one for name, content in files if content["kind"] == kind and (one := answer(name, content))]
-        if found:
-            return found
+        answers = [
+            verdict
+            for name, content in files
+            if content["kind"] == kind and (verdict := answer(name, content))
+        ]
+        if answers:
+            return answers
     return []
 
 
@@ -57,12 +61,12 @@ def _tuned(name: str, content: Content) -> Verdict | None:
     chosen = content.get("chosen")
     if chosen is None or not content.get("verdict"):
         return None
-    way = (chosen.get("draft"), str(chosen.get("length")))
-    speed = tuned.speeds(content).get(way)
-    return Verdict(content["verdict"], name, content, way if speed else None, speed)
+    config = (chosen.get("draft"), str(chosen.get("num_draft_tokens")))
+    speed = tuned.speeds(content).get(config)
+    return Verdict(content["verdict"], name, content, config if speed else None, speed)
 
 
-def _open(name: str, content: Content) -> Verdict | None:
+def _undecided(name: str, content: Content) -> Verdict | None:
     """Return the answer of a tuning that made no choice."""
     return Verdict(content["verdict"], name, content) if content.get("verdict") else None
 
@@ -71,57 +75,60 @@ def _swept(name: str, content: Content) -> Verdict | None:
     row = swept.best(content.get("figures") or ())
     if row is None:
         return None
-    speed, interval = row["speedup"], row.get("interval")
-    what = f"{row.get('draft')}, g = {row['length']}, {swept.way(row)}"
-    known = f"{speed:.2f} times as fast as plain decoding"
-    known += f" ({between(interval, '.2f')})" if interval else ""
-    way, at = (str(row.get("draft")), str(row["length"])), Speed("speedup", speed, interval)
-    if speed <= 1:
-        words = f"Do not speculate: the best that was measured, {what}, is {known}."
-        return Verdict(words, name, content, way, at)
-    if not interval or interval[0] <= 1:
-        return Verdict(f"It is not sure that speculation pays: {what} is {known}.", name, content, way, at)
-    return Verdict(f"Draft with {what}: {known}.", name, content, way, at)
+    value, interval = row["speedup"], row.get("interval")
+    setting = f"{row.get('draft')}, g = {row['num_draft_tokens']}, {swept.row_sampling(row)}"
+    times = f"{value:.2f} times as fast as without speculation"
+    times += f" ({format_interval(interval, '.2f')})" if interval else ""
+    config, speed = (str(row.get("draft")), str(row["num_draft_tokens"])), Speed("speedup", value, interval)
+    if value <= 1:
+        words = f"Do not speculate: the best that was measured, {setting}, is {times}."
+    elif not interval or interval[0] <= 1:
+        words = f"It is not sure that speculation pays: {setting} is {times}."
+    else:
+        words = f"Draft with {setting}: {times}."
+    return Verdict(words, name, content, config, speed)
 
 
 def _measured(name: str, content: Content) -> Verdict | None:
     drafts = content.get("drafts") or ()
-    exact = [one for one in drafts if one.get("predicted") is not None and one.get("lenience") in (None, 1)]
+    exact = [
+        draft for draft in drafts if draft.get("predicted") is not None and draft.get("lenience") in (None, 1)
+    ]
     if not exact:
         return None
-    best = max(exact, key=_promise)
-    draft, g, speed = said(best.get("draft")), best.get("best_g"), best["predicted"]
+    best = max(exact, key=_rank)
+    draft, g, value = format_value(best.get("draft")), best.get("best_g"), best["predicted"]
     interval = best.get("predicted_interval")
-    times = between(interval, ".2f")
-    way = (draft, str(g)) if g else None
-    at = measured.speeds(content).get(way) if way else None
+    times = format_interval(interval, ".2f")
+    config = (draft, str(g)) if g else None
+    speed = measured.speeds(content).get(config) if config else None
 
-    def found(words: str) -> Verdict:
-        return Verdict(words, name, content, way, at)
+    def answer(words: str) -> Verdict:
+        return Verdict(words, name, content, config, speed)
 
     if not g:
         if interval and interval[1] > 1:
-            return found(f"{UNKNOWN}: {draft} is expected to be {times} times as fast, over α's interval.")
-        return found(f"Do not speculate: no draft is expected to pay, not even {draft}, the best of them.")
-    over = f" ({times} over α's interval)" if interval else ""
-    known = f"{draft}, g = {g}: {speed:.2f} times as fast as plain decoding{over}"
+            return answer(f"{UNKNOWN}: {draft} is expected to be {times} times as fast, over α's interval.")
+        return answer(f"Do not speculate: no draft is expected to pay, not even {draft}, the best of them.")
+    over_interval = f" ({times} over α's interval)" if interval else ""
+    prediction = f"{draft}, g = {g}: {value:.2f} times as fast as without speculation{over_interval}"
     if not interval or interval[0] <= 1:
-        return found(f"{UNKNOWN}: {known}, by the acceptance and times measured.")
-    return found(f"Draft with {known}, by the acceptance and times measured.")
+        return answer(f"{UNKNOWN}: {prediction}, by the acceptance and times measured.")
+    return answer(f"Draft with {prediction}, by the acceptance and times measured.")
 
 
 def _evaluated(name: str, content: Content) -> Verdict | None:
-    for way, speed in evaluated.speeds(content).items():
-        known = f"{content['task']} with {way[0]}, g = {way[1]}"
-        times = f"{speed.value:.2f} times as fast as plain decoding"
-        times += f" ({between(speed.interval, '.2f')})" if speed.interval else ""
+    for config, speed in evaluated.speeds(content).items():
+        setting = f"{content['task']} with {config[0]}, g = {config[1]}"
+        times = f"{speed.value:.2f} times as fast as without speculation"
+        times += f" ({format_interval(speed.interval, '.2f')})" if speed.interval else ""
         sure = speed.interval and not speed.interval[0] <= 1 <= speed.interval[1]
-        doubt = "" if sure else ", so it is not sure whether it pays"
-        return Verdict(f"{known} is {times}{doubt}.", name, content, way, speed)
+        caveat = "" if sure else ", so it is not sure whether it pays"
+        return Verdict(f"{setting} is {times}{caveat}.", name, content, config, speed)
     return None
 
 
-def _promise(draft: dict[str, Any]) -> tuple[bool, float, float]:
-    """Return whether a draft pays everywhere in α's interval, its predicted speed, and that at best."""
+def _rank(draft: dict[str, Any]) -> tuple[bool, float, float]:
+    """Return whether a draft pays in all of α's interval, its predicted speed, and the highest one."""
     low, high = draft.get("predicted_interval") or (0.0, 0.0)
     return low > 1, float(draft["predicted"]), high

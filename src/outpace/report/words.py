@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outpace.checks.errors import small
+from outpace.checks.errors import format_small
 
-LEVEL = 0.05  # values no further apart than this, as a share of the largest, are called level
+LEVEL_TOLERANCE = 0.05  # fraction of the largest value; a line that varies less is called level
 
 # Settings that change nothing.
 NEUTRAL = {
@@ -22,63 +22,70 @@ NEUTRAL = {
 }
 
 
-def said(value: Any, form: str = "") -> str:
-    """Return a value as a cell; a dash for what was not measured.
+def format_value(value: Any, spec: str = "") -> str:
+    """Return a value as a cell; a dash for a missing value.
 
     Args:
         value: The value.
-        form: Format of numbers. "ms" has one digit after the point below 1000, and "small" two significant
+        spec: Format of numbers. "ms" has one digit after the point below 1000, and "small" two significant
             digits.
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if form == "small":
-        return small(value)
-    if form == "ms":
-        form = ".0f" if value >= 1000 else ".1f"
-    if isinstance(value, float) or (isinstance(value, int) and form):
-        return format(value, form or (".3g" if abs(value) < 1000 else ".0f"))
+    if spec == "small":
+        return format_small(value)
+    if spec == "ms":
+        spec = ".0f" if value >= 1000 else ".1f"
+    if isinstance(value, float) or (isinstance(value, int) and spec):
+        return format(value, spec or (".3g" if abs(value) < 1000 else ".0f"))
     return str(value)
 
 
-def between(interval: Sequence[float] | None, form: str) -> str:
-    """Return an interval in words."""
-    return " to ".join(said(end, form) for end in interval) if interval else "–"
+def format_interval(interval: Sequence[float] | None, spec: str) -> str:
+    """Return an interval in words: "1.05 to 1.24"."""
+    return " to ".join(format_value(bound, spec) for bound in interval) if interval else "–"
 
 
-def with_interval(value: Any, interval: Sequence[float] | None, form: str) -> str:
-    """Return a figure with its own interval: "1.14 (1.05–1.24)"."""
+def with_interval(value: Any, interval: Sequence[float] | None, spec: str) -> str:
+    """Return a value with its interval: "1.14 (1.05–1.24)"."""
     if value is None or not interval:
-        return said(value, form)
+        return format_value(value, spec)
     dash = " to " if min(interval) < 0 else "–"
-    return f"{said(value, form)} ({dash.join(said(end, form) for end in interval)})"
+    return f"{format_value(value, spec)} ({dash.join(format_value(bound, spec) for bound in interval)})"
 
 
-def course(y: Sequence[float]) -> str:
-    """Return how a line goes: level, rising, falling, or none of these."""
-    values = [one for one in y if not math.isnan(one)]
+def describe_trend(y: Sequence[float]) -> str:
+    """Return whether a line is level, rises, falls, or none of these."""
+    values = [value for value in y if not math.isnan(value)]
     low, high = min(values), max(values)
-    steps = [b - a for a, b in itertools.pairwise(values)]
-    if high - low <= LEVEL * max(abs(low), abs(high)):
-        return f"is level within {LEVEL:.0%}"
-    if all(step > 0 for step in steps):
+    changes = [after - before for before, after in itertools.pairwise(values)]
+    if high - low <= LEVEL_TOLERANCE * max(abs(low), abs(high)):
+        return f"is level within {LEVEL_TOLERANCE:.0%}"
+    if all(change > 0 for change in changes):
         return "rises at every point"
-    if all(step < 0 for step in steps):
+    if all(change < 0 for change in changes):
         return "falls at every point"
     return "neither rises nor falls throughout"
 
 
-def short(name: str | None, most: int = 24) -> str:
+def short_name(name: str | None, max_chars: int = 24) -> str:
     """Return the last part of a model's name, for a legend."""
-    last = (name or "none").rstrip("/").rsplit("/", 1)[-1].lstrip("_")  # matplotlib hides what starts with _
-    return last if len(last) <= most else last[: most - 1] + "…"
+    last = (name or "none").rstrip("/").rsplit("/", 1)[-1].lstrip("_")  # matplotlib hides labels with _ first
+    return last if len(last) <= max_chars else last[: max_chars - 1] + "…"
 
 
-def sampled(settings: Mapping[str, Any]) -> str:
+def describe_sampling(settings: Mapping[str, Any]) -> str:
     """Return sampling parameters in words."""
     if settings.get("temperature") == 0:
         return "greedy"
-    there = {name: one for name, one in settings.items() if one is not None and one != NEUTRAL.get(name, "")}
-    return ", ".join(f"{name.replace('_', '-')} {said(one)}" for name, one in there.items()) or "sampled"
+    active = {
+        name: value
+        for name, value in settings.items()
+        if value is not None and value != NEUTRAL.get(name, "")
+    }
+    return (
+        ", ".join(f"{name.replace('_', '-')} {format_value(value)}" for name, value in active.items())
+        or "sampled"
+    )

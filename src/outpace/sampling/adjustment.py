@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.checks.arguments import floats, integer, integers, kind, moved, on_device
-from outpace.sampling.params import Processor, Rewind, SamplingParams, copies, per_row
+from outpace.checks.arguments import floats, integer, integers, kind, on_device, to_device
+from outpace.sampling.params import Processor, Rewind, SamplingParams, copy_processors, per_row
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Prefix:
             padded[: len(row)] = torch.tensor(row, dtype=torch.int64)
         lengths = on_device([len(row) for row in rows], torch.int64, device)
         prompts = None if prompt_lengths is None else on_device(prompt_lengths, torch.int64, device)
-        return cls(moved(tokens, device), lengths, prompts)
+        return cls(to_device(tokens, device), lengths, prompts)
 
     def row_lengths(self) -> Tensor:
         """Return the number of tokens of each row, ``[B]``."""
@@ -134,7 +134,7 @@ def process(
     prefix: Prefix | None = None,
     drafted: Tensor | None = None,
     lengths: Tensor | None = None,
-    until_lost: bool = False,
+    until_rejected: bool = False,
 ) -> tuple[Tensor, Rewind | None]:
     """Apply the part of ``adjust`` that greedy decoding has too: bias, penalties, processors.
 
@@ -144,7 +144,7 @@ def process(
         prefix: As in ``adjust``.
         drafted: As in ``adjust``.
         lengths: Positions of each row that processors see, ``[B]``. By default all n.
-        until_lost: Show processors no position after a draft token that they forbid. Decoding without
+        until_rejected: Show processors no position after a draft token that they forbid. Decoding without
             speculation would never show them such a position.
 
     Returns:
@@ -175,7 +175,7 @@ def process(
     _penalize(scores, rows, prefix, drafted[:, : n - 1])
     if not any(row.processors for row in rows):
         return scores, None
-    return scores, _run_processors(scores, rows, prefix, drafted, lengths, until_lost)
+    return scores, _run_processors(scores, rows, prefix, drafted, lengths, until_rejected)
 
 
 def warp(scores: Tensor, rows: list[SamplingParams]) -> Tensor:
@@ -218,16 +218,16 @@ def _argmax_only(scores: Tensor) -> Tensor:
 
 def _keep_top_k(scores: Tensor, k: list[int]) -> Tensor:
     V = scores.shape[-1]
-    k = [min(one, V) or V for one in k]
-    most = max((one for one in k if one < V), default=V)
-    if most == V:
+    k = [min(value, V) or V for value in k]
+    largest_k = max((value for value in k if value < V), default=V)
+    if largest_k == V:
         return scores
-    top = scores.topk(most).values
+    top = scores.topk(largest_k).values
     if len(set(k)) == 1:
         return scores.masked_fill(scores < top[..., -1:], -torch.inf)
-    at = on_device([min(one, most) - 1 for one in k], torch.int64, scores.device).view(-1, 1, 1)
+    at = on_device([min(value, largest_k) - 1 for value in k], torch.int64, scores.device).view(-1, 1, 1)
     kth = top.gather(-1, at.expand(-1, scores.shape[1], 1))
-    off = on_device([one == V for one in k], torch.bool, scores.device).view(-1, 1, 1)
+    off = on_device([value == V for value in k], torch.bool, scores.device).view(-1, 1, 1)
     return scores.masked_fill((scores < kth) & ~off, -torch.inf)
 
 
@@ -278,8 +278,9 @@ def _penalize(scores: Tensor, rows: list[SamplingParams], prefix: Prefix, drafte
     tokens = torch.cat((prefix.tokens, drafted), dim=1)[:, None]  # [B, 1, L]
     slot = torch.arange(tokens.shape[-1], device=scores.device)
     position = torch.arange(n, device=scores.device)[:, None]
-    kept = slot < prefix.row_lengths()[:, None, None]
-    seen = torch.where(slot < T, kept, slot - T < position)  # [B, n, L]: before position i, and no padding
+    in_prefix = slot < prefix.row_lengths()[:, None, None]
+    # [B, n, L]: before position i, and no padding
+    seen = torch.where(slot < T, in_prefix, slot - T < position)
     seen &= (tokens >= 0) & (tokens < V)
     tokens = tokens.clamp(0, V - 1).expand_as(seen)
 
@@ -310,37 +311,39 @@ def _run_processors(
     prefix: Prefix,
     drafted: Tensor,
     lengths: Tensor | None,
-    until_lost: bool,
+    until_rejected: bool,
 ) -> Rewind:
     """Apply each row's processors in place, in order of positions; return how to rewind their state."""
     B, n, _ = scores.shape
     prefix_lengths = prefix.row_lengths().tolist()
     counts = [n] * B if lengths is None else lengths.tolist()
-    own = [rows[b if len(rows) > 1 else 0].processors for b in range(B)]
-    uses = Counter(one for processors in own for one in {id(processor) for processor in processors})
-    alone = [all(uses[id(processor)] == 1 for processor in processors) for processors in own]
+    row_processors = [rows[b if len(rows) > 1 else 0].processors for b in range(B)]
+    uses = Counter(
+        one for processors in row_processors for one in {id(processor) for processor in processors}
+    )
+    exclusive = [all(uses[id(processor)] == 1 for processor in processors) for processors in row_processors]
     after: list[list[Sequence[Processor]]] = []  # [B][position] copies of the processors after that position
     for b in range(B):
-        processors = own[b] if alone[b] else copies(own[b])
-        states: list[Sequence[Processor]] = []
+        processors = row_processors[b] if exclusive[b] else copy_processors(row_processors[b])
+        row_states: list[Sequence[Processor]] = []
         for i in range(counts[b] if processors else 0):
             ids = torch.cat((prefix.tokens[b, : prefix_lengths[b]], drafted[b, :i]))[None]
             one = scores[b, i][None]
             for processor in processors:
                 one = processor(ids, one)
             scores[b, i] = one[0]
-            if alone[b]:
-                states.append(copies(processors))
-            if until_lost and i < drafted.shape[1] and bool(one[0, drafted[b, i]] == -torch.inf):
+            if exclusive[b]:
+                row_states.append(copy_processors(processors))
+            if until_rejected and i < drafted.shape[1] and bool(one[0, drafted[b, i]] == -torch.inf):
                 break
-        after.append(states)
+        after.append(row_states)
 
     def rewind(last: Tensor) -> None:
         for b, i in enumerate(last.tolist()):
-            for processor, then in zip(own[b], after[b][i] if after[b] else (), strict=False):
+            for processor, saved in zip(row_processors[b], after[b][i] if after[b] else (), strict=False):
                 if hasattr(processor, "__dict__"):
                     vars(processor).clear()
-                    vars(processor).update(vars(then))
+                    vars(processor).update(vars(saved))
 
     return rewind
 

@@ -110,7 +110,7 @@ class SamplingParams:
         """
         if not self.processors:
             return self
-        return dataclasses.replace(self, processors=copies(self.processors))
+        return dataclasses.replace(self, processors=copy_processors(self.processors))
 
 
 SamplingParams.__init__ = suggests(SamplingParams.__init__)  # type: ignore[method-assign]
@@ -129,7 +129,7 @@ def per_row(
     return samplings
 
 
-def copies(processors: Sequence[Processor]) -> tuple[Processor, ...]:
+def copy_processors(processors: Sequence[Processor]) -> tuple[Processor, ...]:
     """Return copies of processors, each with state of its own.
 
     Models are shared: they are large, and not a processor's state.
@@ -153,7 +153,7 @@ def copies(processors: Sequence[Processor]) -> tuple[Processor, ...]:
         names = ", ".join(type(processor).__name__ for processor in processors)
         raise TypeError(
             f"processors: {names} cannot be copied ({error}); speculation sets a processor's state back "
-            "after a lost draft, so it needs a working copy.deepcopy"
+            "after a rejected draft, so it needs a working copy.deepcopy"
         ) from error
 
 

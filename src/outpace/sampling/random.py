@@ -33,7 +33,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outpace.sampling.workspace import kept
+from outpace.sampling.workspace import reusable_buffer
 
 Array = npt.NDArray[Any]
 Words = TypeVar("Words", int, Array, Tensor)
@@ -233,7 +233,7 @@ def exponential(
     if stream is Stream.TARGET:
         start = torch.zeros_like(position)
     elif start is None:
-        raise ValueError(f"start: missing; stream {stream.name} is keyed by the iteration's first position")
+        raise ValueError(f"start: missing; stream {stream.name} is keyed by the step's first position")
     blocks = -(-vocab_size // 4)
     if seed.device.type == "cpu":
         word = torch.from_numpy(_words_cpu(seed, position, start, stream, blocks))
@@ -263,7 +263,7 @@ def race(logits: Tensor, noise: Tensor) -> Tensor:
     return (logits - logits.amax(-1, keepdim=True) + noise).argmax(-1)
 
 
-def draw(weights: Tensor, u: Tensor) -> Tensor:
+def sample(weights: Tensor, u: Tensor) -> Tensor:
     """Sample from unnormalised weights ``[B, V]`` with one uniform ``[B]``: inverse CDF, in float64.
 
     The result is the first token whose running sum exceeds u times the total. A token of weight 0 is never
@@ -291,7 +291,7 @@ def _inverse(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     return found.squeeze(1), (1 - above).clamp_(2.0**-53, 1 - 2.0**-53).squeeze(1)
 
 
-def draw_softmax(logits: Tensor, u: Sequence[float]) -> tuple[Tensor, list[bool]]:
+def sample_softmax(logits: Tensor, u: Sequence[float]) -> tuple[Tensor, list[bool]]:
     """Sample from the softmax of float32 logits ``[B, V]`` on a CPU, with one uniform per row.
 
     Over a large vocabulary the weights are the exponentials themselves. That saves a sum and a quotient, and
@@ -303,26 +303,26 @@ def draw_softmax(logits: Tensor, u: Sequence[float]) -> tuple[Tensor, list[bool]
     B, V = logits.shape
     if V >= 8 * STRETCH and V % STRETCH == 0:
         # For one row fresh memory is as fast as a reused buffer; for many it is slower.
-        out = None if B == 1 else kept("draw", logits.shape, logits.dtype)
+        out = None if B == 1 else reusable_buffer("sample", logits.shape, logits.dtype)
         weights = torch.exp(logits, out=out).view(B, -1, STRETCH)
         sums = weights.sum(-1)
         usual = [LEAST < total < math.inf for total in sums.sum(-1).tolist()]
         if all(usual):
             return _from_stretches(weights, sums, u), usual
         if B > 1:  # a row's token must not depend on its neighbours, not even through rounding
-            each = [draw_softmax(row[None], [one]) for row, one in zip(logits, u, strict=True)]
+            each = [sample_softmax(row[None], [one]) for row, one in zip(logits, u, strict=True)]
             return torch.cat([tokens for tokens, _ in each]), [sound for _, [sound] in each]
     weights = logits.softmax(-1)
-    tokens = draw(weights, torch.tensor(u, dtype=torch.float64))
+    tokens = sample(weights, torch.tensor(u, dtype=torch.float64))
     # The softmax of logits with NaN or +inf, or of nothing but -inf, is NaN everywhere.
     return tokens, weights[:, 0].isfinite().tolist()
 
 
-def draw_one(weights: Tensor, u: float) -> int:
-    """Return the token that ``draw`` samples for one row of weights ``[V]`` on a CPU."""
+def sample_one(weights: Tensor, u: float) -> int:
+    """Return the token that ``sample`` returns for one row of weights ``[V]`` on a CPU."""
     V = len(weights)
     if V < 8 * STRETCH or V % STRETCH:
-        return int(draw(weights[None], torch.tensor([u], dtype=torch.float64)))
+        return int(sample(weights[None], torch.tensor([u], dtype=torch.float64)))
     stretches = weights.view(-1, STRETCH)
     return _in_stretches(stretches, stretches.sum(-1).tolist(), u)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 _workspace = threading.local()
 
 
-def kept(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def reusable_buffer(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a view of this thread's CPU buffer of that name; it overwrites the previous call's contents."""
     buffer: Tensor | None = getattr(_workspace, name, None)
     size = math.prod(shape)
@@ -34,4 +34,4 @@ def softmax(logits: Tensor, name: str) -> Tensor:
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if logits.device.type != "cpu" or dtype is not logits.dtype:
         return logits.softmax(-1, dtype=dtype)
-    return torch.softmax(logits, -1, out=kept(name, logits.shape, dtype))
+    return torch.softmax(logits, -1, out=reusable_buffer(name, logits.shape, dtype))

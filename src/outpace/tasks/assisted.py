@@ -1,4 +1,4 @@
-"""A runner for Transformers' assisted generation, under the same settings as our own runners."""
+"""A runner for Transformers' assisted generation, with the same settings as the runners of outpace."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from outpace.draft.text import TextDrafter
 from outpace.engine.stats import Stats
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.sampling import SamplingParams
-from outpace.tasks.probe import wait
-from outpace.tasks.runners import Generated, RunSettings, conversation, stops
+from outpace.tasks.profiling import synchronize
+from outpace.tasks.runners import Generated, RunSettings, answer_turns, stop_strings
 
-LOOKUP_TOKENS = 10  # draft tokens per step of its prompt lookup
+LOOKUP_TOKENS = 10  # draft tokens per step of Transformers' prompt lookup
 
 
 class AssistedRunner:
@@ -28,88 +28,98 @@ class AssistedRunner:
 
     Args:
         decoder: Decoder whose target and drafter are used.
-        wanted: Settings that all runners share.
+        settings: Settings that all runners share.
     """
 
-    waits = False  # whether to synchronize the device around verification, to time it
+    synchronized = False  # whether to synchronize the device around verification, to time it
 
-    def __init__(self, decoder: Decoder, wanted: RunSettings) -> None:
-        self.decoder, self.wanted = decoder, wanted
-        self.assistant = assistant(decoder)
-        self.stops = stops(decoder, wanted)
+    def __init__(self, decoder: Decoder, settings: RunSettings) -> None:
+        self.decoder, self.settings = decoder, settings
+        self.assistant = assistant_arguments(decoder)
+        self.stops = stop_strings(decoder, settings)
 
-    def write(self, item: Item, seed: int) -> Generated:
-        """See ``Side.write``."""
-        return conversation(self.decoder, self.wanted, item, self._answer, seed)
+    def generate(self, item: Item, seed: int) -> Generated:
+        """See ``Runner.generate``."""
+        return answer_turns(self.decoder, self.settings, item, self._answer, seed)
 
     def _answer(self, prompt: Any, seed: int) -> tuple[list[tuple[str, list[int]]], Stats]:
-        tokenizer, wanted = self.decoder.tokenizer, self.wanted
+        tokenizer, settings = self.decoder.tokenizer, self.settings
         model: Any = self.decoder.scorer.base
         ids = torch.tensor([prompt], device=model.device)
-        settings = {**self.assistant, **drawing(wanted.sampling), "max_new_tokens": wanted.max_new_tokens}
-        written, stats = [], Stats()
-        skipped = 1 if isinstance(self.decoder.scorer, Seq2SeqScorer) else len(prompt)
+        arguments = {
+            **self.assistant,
+            **sampling_arguments(settings.sampling),
+            "max_new_tokens": settings.max_new_tokens,
+        }
+        answers, stats = [], Stats()
+        prompt_length = 1 if isinstance(self.decoder.scorer, Seq2SeqScorer) else len(prompt)
 
-        def ended(rows: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
-            said = (tokenizer.decode(row[skipped:]) for row in rows)
-            return torch.tensor([any(stop in one for stop in self.stops) for one in said], device=rows.device)
+        def stop_found(rows: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
+            texts = (tokenizer.decode(row[prompt_length:]) for row in rows)
+            found = [any(stop in text for stop in self.stops) for text in texts]
+            return torch.tensor(found, device=rows.device)
 
         if self.stops:  # with stop_strings, assisted generation does not find the tokenizer
-            settings["stopping_criteria"] = [ended]
+            arguments["stopping_criteria"] = [stop_found]
         torch.manual_seed(seed)
-        for _ in range(wanted.samples):
-            with bare(model, self.assistant.get("assistant_model")), watched(stats, self.waits):
-                out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-            text, tokens = until(self.stops, tokenizer, out[0, skipped:].tolist())
-            stats.new_tokens += len(tokens)
-            written.append((text, tokens))
-        return written, stats
+        for _ in range(settings.samples):
+            with (
+                neutral_generation_configs(model, self.assistant.get("assistant_model")),
+                recorded(stats, self.synchronized),
+            ):
+                out = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+            text, token_ids = cut_at_stop(self.stops, tokenizer, out[0, prompt_length:].tolist())
+            stats.new_tokens += len(token_ids)
+            answers.append((text, token_ids))
+        return answers, stats
 
 
-def until(stops: Sequence[str], tokenizer: Any, tokens: list[int]) -> tuple[str, list[int]]:
-    """Return the text before the first stop string, and the tokens up to that stop string.
+def cut_at_stop(stops: Sequence[str], tokenizer: Any, token_ids: list[int]) -> tuple[str, list[int]]:
+    """Return the text before the first stop string, and the tokens up to and with that stop string.
 
     A text without any stop string is returned whole.
 
     Args:
         stops: Strings that end the text.
         tokenizer: Tokenizer of the tokens.
-        tokens: Generated token ids.
+        token_ids: Generated token ids.
     """
-    for n in range(1, len(tokens) + 1) if stops else ():
-        text = tokenizer.decode(tokens[:n], skip_special_tokens=True)
-        ends = [place for place in (text.find(stop) for stop in stops) if place >= 0]
+    for n in range(1, len(token_ids) + 1) if stops else ():
+        text = tokenizer.decode(token_ids[:n], skip_special_tokens=True)
+        ends = [position for position in (text.find(stop) for stop in stops) if position >= 0]
         if ends:
-            return text[: min(ends)], tokens[:n]
-    return tokenizer.decode(tokens, skip_special_tokens=True), tokens
+            return text[: min(ends)], token_ids[:n]
+    return tokenizer.decode(token_ids, skip_special_tokens=True), token_ids
 
 
 @contextmanager
-def bare(*models: Any) -> Iterator[None]:
-    """Replace the generation configs of models, as long as the context is open.
+def neutral_generation_configs(*models: Any) -> Iterator[None]:
+    """Replace the generation configs of models inside a ``with`` block.
 
-    Only special tokens and the settings of the draft length stay. ``generate`` would otherwise take
-    penalties, beams and minimum lengths from there. Draft lengths that assistants adapt meanwhile are dropped
-    at the end.
+    Only special tokens and the settings for the number of draft tokens remain. Otherwise ``generate`` would
+    apply the models' own penalties, beams and minimum lengths. Assistants adapt their number of draft tokens
+    in the config; this change is dropped at the end.
     """
     from transformers import GenerationConfig
 
-    kept = (
+    preserved = (
         "bos_token_id", "eos_token_id", "decoder_start_token_id", "num_assistant_tokens",
         "num_assistant_tokens_schedule", "assistant_confidence_threshold",
     )  # fmt: skip
-    before = [(model, model.generation_config) for model in models if model is not None]
-    for model, own in before:
-        named = {name: getattr(own, name) for name in kept if getattr(own, name, None) is not None}
-        model.generation_config = GenerationConfig(pad_token_id=0, **named)
+    configs = [(model, model.generation_config) for model in models if model is not None]
+    for model, config in configs:
+        fields = {
+            name: getattr(config, name) for name in preserved if getattr(config, name, None) is not None
+        }
+        model.generation_config = GenerationConfig(pad_token_id=0, **fields)
     try:
         yield
     finally:
-        for model, own in before:
-            model.generation_config = own
+        for model, config in configs:
+            model.generation_config = config
 
 
-def assistant(decoder: Decoder) -> dict[str, Any]:
+def assistant_arguments(decoder: Decoder) -> dict[str, Any]:
     """Return the drafter as arguments of Transformers' ``generate``.
 
     Raises:
@@ -123,19 +133,19 @@ def assistant(decoder: Decoder) -> dict[str, Any]:
         and isinstance(drafter, ModelDrafter)
         and not isinstance(drafter.scorer, Seq2SeqScorer)
     ):
-        raise ValueError("Transformers takes no drafts of a model without an encoder for one with")
+        raise ValueError("Transformers needs a draft model with an encoder, like the target")
     if isinstance(drafter, ModelDrafter):
         return {"assistant_model": drafter.scorer.base}
     if isinstance(drafter, TextDrafter):
-        both = {"tokenizer": drafter.target.tokenizer, "assistant_tokenizer": drafter.draft.tokenizer}
-        return {"assistant_model": drafter.scorer.base, **both}
-    raise ValueError(f"Transformers has nothing like {type(drafter).__name__}")
+        tokenizers = {"tokenizer": drafter.target.tokenizer, "assistant_tokenizer": drafter.draft.tokenizer}
+        return {"assistant_model": drafter.scorer.base, **tokenizers}
+    raise ValueError(f"Transformers has no counterpart of {type(drafter).__name__}")
 
 
-def drawing(sampling: SamplingParams) -> dict[str, Any]:
+def sampling_arguments(sampling: SamplingParams) -> dict[str, Any]:
     """Return sampling parameters as arguments of Transformers' ``generate``.
 
-    All of them are set, so that the model's own settings do not count.
+    All of them are set, so that the model's own settings have no effect.
     """
     if sampling.greedy:
         return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
@@ -148,66 +158,66 @@ def drawing(sampling: SamplingParams) -> dict[str, Any]:
 
 
 @contextmanager
-def watched(stats: Stats, waits: bool = False) -> Iterator[None]:
+def recorded(stats: Stats, synchronized: bool = False) -> Iterator[None]:
     """Count the draft tokens of Transformers' assisted generation, and time its verification.
 
-    Transformers verifies with a function of its own only when it samples, so greedy texts have no times.
+    Transformers calls its verification function only when it samples, so greedy texts have no times.
 
     Args:
         stats: Receives the draft tokens, the accepted ones, the target passes and ``verify_seconds``.
-        waits: Whether to synchronize the device around verification. Times on a GPU are right only then.
+        synchronized: Whether to synchronize the device around verification. A GPU's times need this.
     """
     from transformers.generation import candidate_generator
 
     from outpace.integrations.assisted import generation
 
-    proposed = depth = 0
+    num_draft_tokens = depth = 0
 
-    def outermost(own: Any, after: Callable[..., None]) -> Any:
-        """Wrap a method to call ``after`` with its result, unless another wrapped method called it."""
+    def with_callback(original: Any, callback: Callable[..., None]) -> Any:
+        """Wrap a method to call ``callback`` with its result, unless another wrapped method called it."""
 
-        def method(self: Any, input_ids: Any, *rest: Any, **more: Any) -> Any:
+        def method(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal depth
             depth += 1
             try:
-                found = own(self, input_ids, *rest, **more)
+                result = original(self, input_ids, *args, **kwargs)
             finally:
                 depth -= 1
             if not depth:
-                after(found, input_ids, *rest, **more)
-            return found
+                callback(result, input_ids, *args, **kwargs)
+            return result
 
         return method
 
-    def proposal(found: Any, input_ids: Any, *rest: Any, **more: Any) -> None:
-        nonlocal proposed
-        proposed = found[0].shape[1] - input_ids.shape[1]
+    def on_proposal(result: Any, input_ids: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal num_draft_tokens
+        num_draft_tokens = result[0].shape[1] - input_ids.shape[1]
 
-    def learn(found: Any, input_ids: Any, scores: Any, num_matches: Any) -> None:
+    def on_update(result: Any, input_ids: Any, scores: Any, num_matches: Any) -> None:
         stats.target_passes += 1
-        stats.count(proposed, min(int(num_matches), proposed))
+        stats.count(num_draft_tokens, min(int(num_matches), num_draft_tokens))
 
-    def verify(*given: Any, **named: Any) -> Any:
-        if waits:
-            wait(given[0].device)
-        begun = time.perf_counter()
-        found = verification(*given, **named)
-        if waits:
-            wait(given[0].device)
-        stats.verify_seconds += time.perf_counter() - begun
-        return found
+    def verify(*args: Any, **kwargs: Any) -> Any:
+        if synchronized:
+            synchronize(args[0].device)
+        started_at = time.perf_counter()
+        result = verification(*args, **kwargs)
+        if synchronized:
+            synchronize(args[0].device)
+        stats.verify_seconds += time.perf_counter() - started_at
+        return result
 
     verification = generation._speculative_sampling
-    before: list[tuple[Any, str, Any]] = []
+    originals: list[tuple[Any, str, Any]] = []
     for kind in vars(candidate_generator).values():
-        for name, after in (("get_candidates", proposal), ("update_candidate_strategy", learn)):
+        for name, callback in (("get_candidates", on_proposal), ("update_candidate_strategy", on_update)):
             if isinstance(kind, type) and name in vars(kind):
-                before.append((kind, name, vars(kind)[name]))
-                setattr(kind, name, outermost(vars(kind)[name], after))
+                originals.append((kind, name, vars(kind)[name]))
+                setattr(kind, name, with_callback(vars(kind)[name], callback))
     generation._speculative_sampling = verify
     try:
         yield
     finally:
-        for kind, name, own in before:
-            setattr(kind, name, own)
+        for kind, name, original in originals:
+            setattr(kind, name, original)
         generation._speculative_sampling = verification

@@ -1,4 +1,4 @@
-"""Audio files as the samples that models take."""
+"""Audio files as samples for models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.checks.errors import needed
+from outpace.checks.errors import import_extra
 
 
 def packages() -> tuple[Any, Any]:
@@ -19,7 +19,7 @@ def packages() -> tuple[Any, Any]:
     Raises:
         ImportError: One of them is not installed.
     """
-    return needed("soundfile", "tasks"), needed("soxr", "tasks")
+    return import_extra("soundfile", "tasks"), import_extra("soxr", "tasks")
 
 
 def duration(path: str | os.PathLike[str]) -> float:
@@ -49,17 +49,18 @@ def read(file: str | os.PathLike[str] | bytes, rate: int) -> Tensor:
     if not isinstance(file, bytes) and not Path(file).is_file():
         raise ValueError(f"{path}: no such file")
     try:
-        opened = io.BytesIO(file) if isinstance(file, bytes) else file
-        sound, own = soundfile.read(opened, dtype="float32", always_2d=True)
+        source = io.BytesIO(file) if isinstance(file, bytes) else file
+        sound, file_rate = soundfile.read(source, dtype="float32", always_2d=True)
     except (RuntimeError, OSError, TypeError) as error:  # soundfile's own errors are RuntimeErrors
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path}: cannot be read as sound ({said})") from error
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path}: cannot be read as sound ({message})") from error
     if not len(sound):
         raise ValueError(f"{path}: holds no sound")
     mixed = sound.mean(axis=1)
-    found = torch.from_numpy(mixed if own == rate else soxr.resample(mixed, own, rate)).float()
-    if not bool(found.isfinite().all()):
+    resampled = mixed if file_rate == rate else soxr.resample(mixed, file_rate, rate)
+    samples = torch.from_numpy(resampled).float()
+    if not bool(samples.isfinite().all()):
         raise ValueError(f"{path}: holds samples that are not numbers")
-    if not bool(found.any()):
+    if not bool(samples.any()):
         raise ValueError(f"{path}: holds nothing but silence")
-    return found
+    return samples

@@ -1,7 +1,7 @@
 """Evaluation of a task, row by row and with every runner: ``outpace eval``.
 
-Runners take turns at every row, so that a machine that slows down slows all of them. The texts of a row
-depend on its seed alone. So a run that was stopped and resumed ends like one that was not.
+The runners take turns at every row, so that a machine that slows down slows all of them. The texts of a row
+depend on its seed alone. So a run that was stopped and resumed gives the texts of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from outpace.bench.data import Item
 from outpace.decoder import Decoder
 from outpace.tasks.assisted import AssistedRunner
 from outpace.tasks.journal import Journal
-from outpace.tasks.kinds import no_measure, no_side
-from outpace.tasks.probe import Probe
+from outpace.tasks.kinds import no_measure, runner_problem
+from outpace.tasks.profiling import ProfilingDecoder
 from outpace.tasks.runners import Generated, OutpaceRunner, Runner, RunSettings
 from outpace.tasks.score import normal_form
 from outpace.tasks.speech import OutpaceSpeechRunner, TransformersSpeechRunner
 from outpace.verification import Rule
 from outpace.verification.rules import sigmoid
 
-PROBED = 4  # first rows that are decoded a second time, to be measured by a probe
-WARM = 4  # tokens of the warm-up, before anything is timed
+PROFILED_ROWS = 4  # first rows, which are decoded a second time with a profiling decoder
+WARMUP_TOKENS = 4  # new tokens of the warm-up, which is not timed
 
 
 @dataclass
@@ -35,73 +35,73 @@ class Evaluation:
     Attributes:
         decoder: Decoder of the column ``"exact"``; the other runners share its models.
         processor: Feature extractor and tokenizer of a speech model; None for text.
-        wanted: Settings that all runners share.
-        names: Names of the runners, out of ``SIDES``.
+        settings: Settings that all runners share.
+        names: Names of the runners, from ``RUNNERS``.
         seed: Seed of the run; each row gets its own from it.
-        profile: Whether to time sampling steps in runs of their own, as is needed on a GPU. By default that
-            is done on every device but the CPU.
-        sides: The runners by name.
-        probes: A probe and its runner, for each runner that is measured a second time.
+        profile: Whether to time sampling steps in separate runs, as a GPU needs it. By default this is
+            done on every device but the CPU.
+        runners: The runners by name.
+        profilers: A profiling decoder and its runner, for each runner that is profiled.
         missing: Reasons why some of ``names`` have no runner.
-        normal: Function that brings a transcript to normal form.
+        normal: Function that returns a transcript in normal form.
     """
 
     decoder: Decoder
     processor: Any
-    wanted: RunSettings
+    settings: RunSettings
     names: Sequence[str]
     seed: int
     profile: bool | None = None
 
     def __post_init__(self) -> None:
-        self.sides: dict[str, Runner] = {}
-        self.probes: dict[str, tuple[Probe, Runner]] = {}
+        self.runners: dict[str, Runner] = {}
+        self.profilers: dict[str, tuple[ProfilingDecoder, Runner]] = {}
         self.missing: dict[str, str] = {}
         tokenizer = self.decoder.tokenizer if self.processor is None else self.processor.tokenizer
-        self.normal = normal_form(tokenizer, self.wanted.language)
+        self.normal = normal_form(tokenizer, self.settings.language)
         for name in self.names:
             try:
-                self.sides[name] = self._side(name)
+                self.runners[name] = self._runner(name)
             except ValueError as error:
                 self.missing[name] = str(error)
         if self.profile is None:
             self.profile = self.decoder.scorer.device.type != "cpu"
         for name, rule in (("exact", self.decoder.rule), ("sigmoid", self.sigmoid)):
-            if name in self.sides and (self.profile or not self.wanted.sampling.greedy):
-                probe = self._like(Probe, rule)
-                self.probes[name] = probe, self._ours(probe)
-        if "plain" in self.sides and self.profile:
-            probe = Probe(self.decoder.scorer, None, self.decoder.tokenizer, engine=False)
-            self.probes["plain"] = probe, self._ours(probe)
+            if name in self.runners and (self.profile or not self.settings.sampling.greedy):
+                profiler = self._with_rule(ProfilingDecoder, rule)
+                self.profilers[name] = profiler, self._outpace_runner(profiler)
+        if "plain" in self.runners and self.profile:
+            profiler = ProfilingDecoder(self.decoder.scorer, None, self.decoder.tokenizer, engine=False)
+            self.profilers["plain"] = profiler, self._outpace_runner(profiler)
 
     @property
     def sigmoid(self) -> Rule:
         """The sigmoid rule at the task's scale."""
-        return sigmoid(-self.wanted.task.scale, self.wanted.task.scale)
+        return sigmoid(-self.settings.task.scale, self.settings.task.scale)
 
-    def _side(self, name: str) -> Runner:
-        why = no_side(name, self.decoder.drafter is not None, self.wanted.sampling.greedy)
-        if why is not None:
-            raise ValueError(why)
+    def _runner(self, name: str) -> Runner:
+        problem = runner_problem(name, self.decoder.drafter is not None, self.settings.sampling.greedy)
+        if problem is not None:
+            raise ValueError(problem)
         if name == "plain":
-            return self._ours(Decoder(self.decoder.scorer, None, self.decoder.tokenizer))
+            return self._outpace_runner(Decoder(self.decoder.scorer, None, self.decoder.tokenizer))
         if name == "exact":
-            return self._ours(self.decoder)
+            return self._outpace_runner(self.decoder)
         if name == "baseline":
             if self.processor is None:
-                return AssistedRunner(self.decoder, self.wanted)
-            return TransformersSpeechRunner(self.decoder, self.processor, self.wanted)
-        return self._ours(self._like(Decoder, self.sigmoid))
+                return AssistedRunner(self.decoder, self.settings)
+            return TransformersSpeechRunner(self.decoder, self.processor, self.settings)
+        return self._outpace_runner(self._with_rule(Decoder, self.sigmoid))
 
-    def _ours(self, decoder: Decoder) -> Runner:
+    def _outpace_runner(self, decoder: Decoder) -> Runner:
         if self.processor is None:
-            return OutpaceRunner(decoder, self.wanted)
-        return OutpaceSpeechRunner(decoder, self.processor, self.wanted)
+            return OutpaceRunner(decoder, self.settings)
+        return OutpaceSpeechRunner(decoder, self.processor, self.settings)
 
-    def _like(self, kind: type[Decoder], rule: Rule) -> Any:
+    def _with_rule(self, kind: type[Decoder], rule: Rule) -> Any:
         """Return a decoder with the same models and another rule.
 
-        A probe has no engine, as a graph does not show the parts of a step.
+        A profiling decoder has no engine, as the parts of a captured graph cannot be timed.
         """
         return kind(
             self.decoder.scorer,
@@ -109,14 +109,14 @@ class Evaluation:
             self.decoder.tokenizer,
             rule=rule,
             num_draft_tokens=copy.deepcopy(self.decoder.policy),
-            engine=False if kind is Probe else None,
+            engine=False if kind is ProfilingDecoder else None,
         )
 
     def run(
         self,
         items: Sequence[Item],
         journal: Journal,
-        step: Callable[[str, int], None] = lambda side, row: None,
+        step: Callable[[str, int], None] = lambda runner, row: None,
     ) -> None:
         """Run each row that the journal does not have yet, with every runner.
 
@@ -125,39 +125,41 @@ class Evaluation:
             journal: File of the records so far, which gets the new ones.
             step: Called with the runner's name and the row before each.
         """
-        left = [(row, name) for row in range(len(items)) for name in self.sides if not journal.has(name, row)]
-        first = next((one for one in items if self._problem(one) is None), None)
-        if left and first is not None:
-            self._warm(first)
-        for row, name in left:
+        pending = [
+            (row, name) for row in range(len(items)) for name in self.runners if not journal.has(name, row)
+        ]
+        first = next((item for item in items if self._problem(item) is None), None)
+        if pending and first is not None:
+            self._warm_up(first)
+        for row, name in pending:
             step(name, row)
             journal.add(
                 {"side": name, "row": row, "id": items[row].name, **self._record(name, items[row], row)}
             )
 
-    def _warm(self, item: Item) -> None:
-        few = replace(self.wanted, max_new_tokens=WARM, samples=1, likely=False)
-        for side in self.sides.values():
-            used: Any = side
-            before, used.wanted = used.wanted, few
+    def _warm_up(self, item: Item) -> None:
+        short = replace(self.settings, max_new_tokens=WARMUP_TOKENS, samples=1, with_log_probability=False)
+        runner: Any
+        for runner in self.runners.values():
+            settings, runner.settings = runner.settings, short
             with contextlib.suppress(Exception):  # the row itself will report it
-                side.write(item, self.seed)
-            used.wanted = before
+                runner.generate(item, self.seed)
+            runner.settings = settings
 
     def _record(self, name: str, item: Item, row: int) -> dict[str, Any]:
-        seed = seed_of(self.seed, row)
+        seed = row_seed(self.seed, row)
         try:
             problem = self._problem(item)
             if problem is not None:
                 raise ValueError(problem)
-            written = self.sides[name].write(item, seed)
-            record = self._written(written)
-            record["judged"] = [self.wanted.task.judge(item, text, self.normal) for text in written.texts]
-            if row < PROBED:
+            generated = self.runners[name].generate(item, seed)
+            record = self._as_record(generated)
+            record["judged"] = [self.settings.task.judge(item, text, self.normal) for text in generated.texts]
+            if row < PROFILED_ROWS:
                 try:
-                    record |= self._looked_into(name, item, seed)
-                except Exception as error:  # the texts are kept
-                    record["not_looked_into"] = first_line(error)
+                    record |= self._profiled(name, item, seed)
+                except Exception as error:  # the record keeps its texts
+                    record["profile_error"] = first_line(error)
             return record
         except ValueError as error:
             return {"error": first_line(error).removeprefix("prompt: ").removeprefix(f"{item.audio!s}: ")}
@@ -165,46 +167,46 @@ class Evaluation:
             return {"error": f"{type(error).__name__}: {first_line(error)}", "again": True}
 
     def _problem(self, item: Item) -> str | None:
-        return item.problem or self.wanted.task.lacking(item)
+        return item.problem or self.settings.task.row_problem(item)
 
-    def _looked_into(self, name: str, item: Item, seed: int) -> dict[str, Any]:
-        """Return what can only be measured slowly, from a second run of the row."""
-        found: dict[str, Any] = {}
-        if name in self.probes:
-            probe, side = self.probes[name]
-            probe.begin()
-            side.write(item, seed)
-            if probe.known and name != "plain" and not self.wanted.sampling.greedy:
-                found |= {"distance": probe.distance, "positions": probe.positions}
+    def _profiled(self, name: str, item: Item, seed: int) -> dict[str, Any]:
+        """Decode a row a second time, and return the measurements that would slow down the first run."""
+        measured: dict[str, Any] = {}
+        if name in self.profilers:
+            profiler, runner = self.profilers[name]
+            profiler.reset()
+            runner.generate(item, seed)
+            if profiler.known and name != "plain" and not self.settings.sampling.greedy:
+                measured |= {"distance": profiler.distance, "positions": profiler.positions}
             if self.profile:
-                found |= {"sampling_seconds": probe.seconds, "sampling_passes": probe.passes}
-        elif name == "baseline" and self.profile and not self.wanted.sampling.greedy:
-            theirs: Any = self.sides[name]
-            theirs.waits = True
+                measured |= {"sampling_seconds": profiler.seconds, "sampling_passes": profiler.passes}
+        elif name == "baseline" and self.profile and not self.settings.sampling.greedy:
+            baseline: Any = self.runners[name]
+            baseline.synchronized = True
             try:
-                stats = theirs.write(item, seed).stats
+                stats = baseline.generate(item, seed).stats
             finally:
-                theirs.waits = False
-            found |= {"sampling_seconds": stats.verify_seconds, "sampling_passes": stats.target_passes}
-        return found
+                baseline.synchronized = False
+            measured |= {"sampling_seconds": stats.verify_seconds, "sampling_passes": stats.target_passes}
+        return measured
 
-    def _written(self, written: Generated) -> dict[str, Any]:
+    def _as_record(self, generated: Generated) -> dict[str, Any]:
         if self.profile:
-            written.stats.verify_seconds = 0.0  # the host's clock does not show what the device worked on
+            generated.stats.verify_seconds = 0.0  # without synchronization, the host's clock is wrong
         record: dict[str, Any] = {
-            "texts": written.texts,
-            "tokens": written.tokens,
-            "seconds": written.seconds,
-            "stats": asdict(written.stats),
+            "texts": generated.texts,
+            "token_ids": generated.token_ids,
+            "seconds": generated.seconds,
+            "stats": asdict(generated.stats),
         }
-        if self.wanted.likely:
-            record["log_probability"] = written.log_probability
-            record["likely_tokens"] = len(written.tokens[0])
+        if self.settings.with_log_probability:
+            record["log_probability"] = generated.log_probability
+            record["likely_tokens"] = len(generated.token_ids[0])
         return record
 
 
-def seed_of(seed: int, row: int) -> int:
-    """Return the seed of a row; its later turns take the seeds that follow."""
+def row_seed(seed: int, row: int) -> int:
+    """Return the seed of a row; its later turns use the seeds that follow."""
     return seed + (row << 8)
 
 
@@ -213,6 +215,6 @@ def first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def likely(task: Any) -> bool:
-    """Return whether answers are judged by their log-probability, as there is nothing to compare with."""
+def judged_by_log_probability(task: Any) -> bool:
+    """Return whether answers are judged by their log-probability, for a task without references."""
     return bool(task.overall is no_measure)

@@ -13,36 +13,36 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from outpace.engine.stats import Stats
-from outpace.tasks.kinds import SIDES
+from outpace.tasks.kinds import RUNNERS
 
-Key = tuple[str, int]  # a runner, and the number of a row
-WHOLE = {"texts", "judged", "seconds", "stats"}  # keys that a record without an error must have
+Key = tuple[str, int]  # name of a runner, which is "side" in a record, and number of a row
+REQUIRED = {"texts", "judged", "seconds", "stats"}  # keys that a record without an error must have
 COUNTS = vars(Stats())  # the fields of a record's "stats"
-LOCATED = ("target", "draft")  # flags that hold a digest of a model's path
-HARMLESS = ("outpace", "trust_remote_code")  # flags that may change within a run
+PATH_FLAGS = ("target", "draft")  # flags with a digest of a model's path
+UNCHECKED_FLAGS = ("outpace", "trust_remote_code")  # flags that may differ in a resumed run
 
 
 class Journal:
     """A run on disk: the first line holds its settings, each other line one runner's record of one row.
 
-    No other run can open the file until this is closed. ``begin`` is the first to write to it.
+    No other run can open the file until this is closed. Nothing is written before ``start``.
 
     Args:
         path: The file.
         fresh: Whether to ignore what the file holds.
 
     Attributes:
-        before: The first line of the file; None if a run has to start anew.
+        stored_header: The first line of the file; None if a run has to start anew.
         records: The other lines, by runner and row.
-        cut: Whether the last line was cut off. Its row is not in ``records``.
+        truncated: Whether the last line is incomplete. Its row is not in ``records``.
     """
 
     def __init__(self, path: Path, fresh: bool = False) -> None:
         self.path = path.resolve()  # one lock, whichever path leads to the file
-        self.before: dict[str, Any] | None = None
+        self.stored_header: dict[str, Any] | None = None
         self.records: dict[Key, dict[str, Any]] = {}
-        self.cut = False
-        self._size = 0  # bytes of whole lines
+        self.truncated = False
+        self._size = 0  # bytes of complete lines
         self._file: BufferedRandom | None = None
         self._lock = FileLock(f"{self.path}.lock")
         try:
@@ -61,19 +61,19 @@ class Journal:
     def _read(self, content: bytes) -> None:
         lines = content.split(b"\n")
         last = lines.pop()  # the part after the last newline
-        foreign = ValueError(f"out: {self.path} is not of this kind; name another file")
+        foreign = ValueError(f"out: {self.path} is not a file of `outpace eval`; name another file")
         if not lines:
-            # A first line that was cut off, unless the file is of another kind.
-            self.cut = bool(last)
-            if last and (_parsed(last) is not None or not last.startswith(b'{"task": ')):
+            # The first line is incomplete, unless the file is of another kind.
+            self.truncated = bool(last)
+            if last and (_parse(last) is not None or not last.startswith(b'{"task": ')):
                 raise foreign
             return
-        self.before = _parsed(lines[0])
-        if self.before is None or "task" not in self.before:
+        self.stored_header = _parse(lines[0])
+        if self.stored_header is None or "task" not in self.stored_header:
             raise foreign
         self._size = len(lines[0]) + 1
-        self.cut = bool(last)
-        data = self.before.get("data")
+        self.truncated = bool(last)
+        data = self.stored_header.get("data")
         rows = data.get("rows") if isinstance(data, dict) else None
         for number, line in enumerate(lines[1:], 2):
             record = _record(line, rows if isinstance(rows, int) else None)
@@ -81,7 +81,7 @@ class Journal:
                 self.records[record["side"], record["row"]] = record
                 self._size += len(line) + 1
             elif number == len(lines) and not last:
-                self.cut = True
+                self.truncated = True
             else:
                 raise ValueError(
                     f"out: {self.path}: line {number} is damaged; delete it to run its row again, or --fresh"
@@ -97,40 +97,41 @@ class Journal:
         Raises:
             ValueError: A setting or flag differs.
         """
-        if self.before is None:
+        if self.stored_header is None:
             return
-        found = different(self.before, json.loads(json.dumps(header)))
-        before = self.before.get("flags")
-        if isinstance(before, dict):
-            named = [one.partition(":")[0] for one in found]
+        found = differences(self.stored_header, json.loads(json.dumps(header)))
+        stored_flags = self.stored_header.get("flags")
+        if isinstance(stored_flags, dict):
+            named = [line.partition(":")[0] for line in found]
             found += [
                 f"{name}: another model of this name"
-                if name in LOCATED
-                else f"{name}: {_said(before.get(name))} there, {_said(here)} here"
+                if name in PATH_FLAGS
+                else f"{name}: {_format_flag(stored_flags.get(name))} there, {_format_flag(here)} here"
                 for name, here in (flags or {}).items()
-                if name not in (*named, *HARMLESS) and before.get(name) != here
+                if name not in (*named, *UNCHECKED_FLAGS) and stored_flags.get(name) != here
             ]
-        what = "; ".join(found)
-        if what:
-            raise ValueError(f"out: {self.path} is of another run ({what}); name another file, or --fresh")
+        if found:
+            raise ValueError(
+                f"out: {self.path} is of another run ({'; '.join(found)}); name another file, or --fresh"
+            )
 
-    def begin(self, header: dict[str, Any], told: dict[str, Any]) -> None:
-        """Open the file behind its last whole line, or write the first line.
+    def start(self, header: dict[str, Any], metadata: dict[str, Any]) -> None:
+        """Open the file behind its last complete line, or write the first line.
 
         Args:
             header: Settings that must be the same for a run to be resumed.
-            told: Facts that are written beside it in the first line.
+            metadata: Further entries of the first line, which are not compared.
         """
         self.check(header)
         self._file = self.path.open("r+b" if self._size else "w+b")
         self._file.seek(self._size)
-        self._file.truncate()  # drops a line that was cut off
-        if self.before is None:
-            self._append({**header, **told})
+        self._file.truncate()  # drops an incomplete line
+        if self.stored_header is None:
+            self._append({**header, **metadata})
 
-    def has(self, side: str, row: int) -> bool:
-        """Return whether nothing is left to do for a row: it is done, or it cannot be done."""
-        record = self.records.get((side, row))
+    def has(self, runner: str, row: int) -> bool:
+        """Return whether a runner has finished a row, or failed at it for good."""
+        record = self.records.get((runner, row))
         return record is not None and not record.get("again")
 
     def add(self, record: dict[str, Any]) -> None:
@@ -159,13 +160,13 @@ class Journal:
         self._unlock()
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object of a line; None if it holds none."""
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _record(line: bytes, rows: int | None) -> dict[str, Any] | None:
@@ -175,19 +176,19 @@ def _record(line: bytes, rows: int | None) -> dict[str, Any] | None:
         line: The line, without its newline.
         rows: The number of rows in the data; None if it is unknown.
     """
-    found = _parsed(line)
-    if found is None or found.get("side") not in SIDES or type(found.get("row")) is not int:
+    record = _parse(line)
+    if record is None or record.get("side") not in RUNNERS or type(record.get("row")) is not int:
         return None
-    if found["row"] < 0 or (rows is not None and found["row"] >= rows):
+    if record["row"] < 0 or (rows is not None and record["row"] >= rows):
         return None
-    if "error" in found:
-        return found if isinstance(found["error"], str) and found["error"] else None
-    return found if _is_whole(found) else None
+    if "error" in record:
+        return record if isinstance(record["error"], str) and record["error"] else None
+    return record if _is_complete(record) else None
 
 
-def _is_whole(record: dict[str, Any]) -> bool:
-    """Return whether a record has all values that the table is made of."""
-    if not record.keys() >= WHOLE:
+def _is_complete(record: dict[str, Any]) -> bool:
+    """Return whether a record has all values that the table needs."""
+    if not record.keys() >= REQUIRED:
         return False
     texts, judged, stats = record["texts"], record["judged"], record["stats"]
     return (
@@ -214,17 +215,17 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _said(value: Any) -> Any:
+def _format_flag(value: Any) -> Any:
     return "default" if value is None else value
 
 
-def different(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the settings that differ, in words: "temperature: 0 there, 1 here"."""
+def differences(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """Return a line for each setting that differs: "temperature: 0 there, 1 here"."""
     found = []
-    for name, here in now.items():
-        there = before.get(name)
+    for name, here in current.items():
+        there = stored.get(name)
         if isinstance(there, dict) and isinstance(here, dict):
-            found += different(there, here)
+            found += differences(there, here)
         elif there != here:
             found.append(f"{name}: {there} there, {here} here")
     return found

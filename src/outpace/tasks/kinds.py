@@ -12,7 +12,7 @@ from outpace.bench.data import Item
 from outpace.tasks import score
 
 Judged = dict[str, Any]
-SIDES = ("plain", "baseline", "exact", "sigmoid")
+RUNNERS = ("plain", "baseline", "exact", "sigmoid")  # names
 LANGUAGES = {
     "cs": "Czech", "de": "German", "en": "English", "es": "Spanish", "fi": "Finnish", "fr": "French",
     "hi": "Hindi", "it": "Italian", "ja": "Japanese", "nl": "Dutch", "pl": "Polish", "pt": "Portuguese",
@@ -30,12 +30,12 @@ class Task:
         bare: Prompt for a model without a chat template.
         encoder: Prompt for an encoder, by model family; the key ``""`` is for all other families.
         max_new_tokens: Maximum number of tokens of an answer.
-        scale: Scale of the sigmoid column, ±, as Wagner et al. have it for such a task.
+        scale: Scale ± of the sigmoid rule, as in the paper of Wagner et al. for such a task.
         stop: Strings that end the answer of a model without a chat template.
         judge: Function that scores one answer: numbers, and a ``"reason"`` where it failed. Speech is
             compared in normal form.
         overall: Function that returns the printed measures of all answers.
-        lacking: Function that says what a row lacks to be judged; None if it has everything.
+        row_problem: Function that returns why a row cannot be judged; None if it can.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Task:
     stop: tuple[str, ...]
     judge: Callable[[Item, str, score.Normal], Judged]
     overall: Callable[[Sequence[Item], Sequence[Sequence[str]], Sequence[Sequence[Judged]]], dict[str, float]]
-    lacking: Callable[[Item], str | None] = lambda item: None
+    row_problem: Callable[[Item], str | None] = lambda item: None
 
 
 def task_of(name: str, languages: tuple[str, str] = ("en", "de")) -> Task:
@@ -62,47 +62,47 @@ def task_of(name: str, languages: tuple[str, str] = ("en", "de")) -> Task:
     """
     if name not in TASKS:
         raise ValueError(f"task: got {name!r}; there are {', '.join(TASKS)}")
-    one = TASKS[name]
+    task = TASKS[name]
     if name != "translate":
-        return one
+        return task
     source, target = (LANGUAGES.get(code, code) for code in languages)
 
-    def told(text: str) -> str:
+    def filled(text: str) -> str:
         return text.replace("{from}", source).replace("{to}", target)
 
-    asked = {family: told(text) for family, text in one.encoder.items()}
-    return Task(**{**vars(one), "chat": told(one.chat), "bare": told(one.bare), "encoder": asked})
+    encoder = {family: filled(text) for family, text in task.encoder.items()}
+    return Task(**{**vars(task), "chat": filled(task.chat), "bare": filled(task.bare), "encoder": encoder})
 
 
-def no_side(name: str, drafted: bool, greedy: bool) -> str | None:
-    """Return why a runner is impossible, as far as that is known without models; None otherwise.
+def runner_problem(name: str, has_drafter: bool, greedy: bool) -> str | None:
+    """Return why a runner is impossible, as far as that is known without models; None if it is possible.
 
     Args:
-        name: One of ``SIDES``.
-        drafted: Whether there is a drafter.
+        name: One of ``RUNNERS``.
+        has_drafter: Whether there is a drafter.
         greedy: Whether decoding is greedy.
     """
-    if name != "plain" and not drafted:
-        return "nobody drafts"
+    if name != "plain" and not has_drafter:
+        return "there is no drafter"
     if name == "sigmoid" and greedy:
-        return "where the likeliest token is taken it is exact; give a temperature"
+        return "greedy decoding is always exact; give a temperature"
     return None
 
 
-# Requirements of rows, which are checked before anything is generated for them.
+# Requirements of rows, which are checked before any text is generated
 
 
-def no_summary(item: Item) -> str | None:
+def summary_problem(item: Item) -> str | None:
     """Return why a row cannot be judged as a summary; None if it can."""
     return None if item.reference else "there is no summary to compare with"
 
 
-def no_translation(item: Item) -> str | None:
+def translation_problem(item: Item) -> str | None:
     """Return why a row cannot be judged as a translation; None if it can."""
     return None if item.reference else "there is no translation to compare with"
 
 
-def no_tests(item: Item) -> str | None:
+def tests_problem(item: Item) -> str | None:
     """Return why a row cannot be judged as a program; None if it can."""
     test, entry = item.extra.get("test"), item.extra.get("entry_point")
     if not isinstance(entry, str) or not entry.isidentifier():
@@ -117,23 +117,23 @@ def no_tests(item: Item) -> str | None:
 # Judges
 
 
-def nothing(item: Item, text: str, normal: score.Normal) -> Judged:
+def no_scores(item: Item, text: str, normal: score.Normal) -> Judged:
     """Return no scores, where answers are not judged one by one."""
     return {}
 
 
-def heard(item: Item, text: str, normal: score.Normal) -> Judged:
+def score_transcript(item: Item, text: str, normal: score.Normal) -> Judged:
     """Return the word errors of a transcript."""
     return score.word_errors(item.reference or "", text, normal)
 
 
-def summed_up(item: Item, text: str, normal: score.Normal) -> Judged:
+def score_summary(item: Item, text: str, normal: score.Normal) -> Judged:
     """Return the ROUGE scores of a summary."""
     assert item.reference is not None
     return score.rouge(item.reference, text)
 
 
-def programmed(item: Item, text: str, normal: score.Normal) -> Judged:
+def score_program(item: Item, text: str, normal: score.Normal) -> Judged:
     """Return whether a program passes the row's tests in the sandbox, and why not."""
     from outpace.tasks import sandbox
 
@@ -147,21 +147,21 @@ def program(item: Item, answer: str) -> str:
     The answer may be the whole function, or only the rest of it after the prompt. It may stand in a block of
     code, or by itself.
     """
-    beginning, entry = item.turns[0], item.extra["entry_point"]
-    before, blocks = code_in(answer)
-    code = next((one for one in blocks if f"def {entry}" in one), blocks[0] if blocks else before)
+    prompt, entry = item.turns[0], item.extra["entry_point"]
+    before, blocks = split_code(answer)
+    code = next((block for block in blocks if f"def {entry}" in block), blocks[0] if blocks else before)
     if before.strip() and before.lstrip("\n")[:1].isspace():
         code = before  # the rest of the function, with an explanation behind it
     if re.search(rf"^def {re.escape(entry)}\b", code, re.MULTILINE):
         # Imports and helpers stand before the function in the row's text.
-        place = beginning.rfind(f"def {entry}")
-        whole = f"{beginning[: max(place, 0)]}\n{code}"
+        position = prompt.rfind(f"def {entry}")
+        source = f"{prompt[: max(position, 0)]}\n{code}"
     else:
-        whole = beginning + code
-    return f"{whole}\n\n{item.extra['test']}\n\ncheck({entry})\n"
+        source = prompt + code
+    return f"{source}\n\n{item.extra['test']}\n\ncheck({entry})\n"
 
 
-def code_in(answer: str) -> tuple[str, list[str]]:
+def split_code(answer: str) -> tuple[str, list[str]]:
     """Return the text before the first fence, and the blocks of code between fences.
 
     The last block may have no closing fence.
@@ -195,16 +195,17 @@ def word_error_rate(
     items: Sequence[Item], texts: Sequence[Sequence[str]], judged: Sequence[Sequence[Judged]]
 ) -> dict[str, float]:
     """Return the word error rate over all words, in percent."""
-    every = [one for row in judged for one in row]
-    return {"WER %": 100 * sum(one["errors"] for one in every) / sum(one["words"] for one in every)}
+    samples = [sample for row in judged for sample in row]
+    errors, words = (sum(sample[name] for sample in samples) for name in ("errors", "words"))
+    return {"WER %": 100 * errors / words}
 
 
 def mean_rouge(
     items: Sequence[Item], texts: Sequence[Sequence[str]], judged: Sequence[Sequence[Judged]]
 ) -> dict[str, float]:
     """Return the mean ROUGE scores."""
-    every = [one for row in judged for one in row]
-    return {name: statistics.fmean(one[name] for one in every) for name in score.ROUGE}
+    samples = [sample for row in judged for sample in row]
+    return {name: statistics.fmean(sample[name] for sample in samples) for name in score.ROUGE}
 
 
 def corpus_bleu(
@@ -220,18 +221,18 @@ def pass_rates(
 ) -> dict[str, float]:
     """Return pass@k in percent, for each k of 1, 10 and 100 that there are enough samples for."""
     samples = min(map(len, judged))
-    found = {}
+    rates = {}
     for k in (1, 10, 100):
         if k <= samples:
-            each = [score.pass_at(k, len(row), sum(one["passed"] for one in row)) for row in judged]
-            found[f"pass@{k} %"] = 100 * statistics.fmean(each)
-    return found
+            per_row = [score.pass_at(k, len(row), sum(sample["passed"] for sample in row)) for row in judged]
+            rates[f"pass@{k} %"] = 100 * statistics.fmean(per_row)
+    return rates
 
 
 TASKS = {
-    one.name: one
-    for one in (
-        Task("asr", "", "", {}, 444, 1e3, (), heard, word_error_rate),
+    task.name: task
+    for task in (
+        Task("asr", "", "", {}, 444, 1e3, (), score_transcript, word_error_rate),
         Task(
             "summarize",
             "Summarize the following text in a few sentences.\n\n{source}",
@@ -240,9 +241,9 @@ TASKS = {
             100,
             1e4,
             ("\n\n",),
-            summed_up,
+            score_summary,
             mean_rouge,
-            no_summary,
+            summary_problem,
         ),
         Task(
             "translate",
@@ -256,9 +257,9 @@ TASKS = {
             128,
             1e4,
             ("\n",),
-            nothing,
+            no_scores,
             corpus_bleu,
-            no_translation,
+            translation_problem,
         ),
         Task(
             "code",
@@ -269,11 +270,11 @@ TASKS = {
             384,
             1e4,
             ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\nassert ", "\n@"),
-            programmed,
+            score_program,
             pass_rates,
-            no_tests,
+            tests_problem,
         ),
-        Task("specbench", "{source}", "{source}", {"": "{source}"}, 256, 1e4, (), nothing, no_measure),
-        Task("dialog", "{source}", "{source}", {"": "{source}"}, 128, 1e4, (), nothing, no_measure),
+        Task("specbench", "{source}", "{source}", {"": "{source}"}, 256, 1e4, (), no_scores, no_measure),
+        Task("dialog", "{source}", "{source}", {"": "{source}"}, 128, 1e4, (), no_scores, no_measure),
     )
 }

@@ -24,15 +24,15 @@ class Generated:
 
     Attributes:
         texts: Text of each sample.
-        tokens: Token ids of each sample.
+        token_ids: Token ids of each sample.
         stats: Statistics of all samples.
         seconds: Wall-clock seconds.
         log_probability: Log-probability of the first sample's tokens under the target at temperature 1, if
-            ``RunSettings.likely`` asks for it.
+            ``RunSettings.with_log_probability`` asks for it.
     """
 
     texts: list[str] = field(default_factory=list)
-    tokens: list[list[int]] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     seconds: float = 0.0
     log_probability: float = 0.0
@@ -49,7 +49,7 @@ class RunSettings:
         samples: Number of samples of each row.
         prompt: Prompt instead of the task's own; ``{source}`` stands for the row's text.
         language: Language of speech; None detects it.
-        likely: Whether to compute the log-probability of answers.
+        with_log_probability: Whether to compute the target's log-probability of the first sample.
     """
 
     task: Task
@@ -58,13 +58,13 @@ class RunSettings:
     samples: int = 1
     prompt: str | None = None
     language: str | None = None
-    likely: bool = False
+    with_log_probability: bool = False
 
 
 class Runner(Protocol):
     """A runner, which decodes the rows of a task."""
 
-    def write(self, item: Item, seed: int) -> Generated:
+    def generate(self, item: Item, seed: int) -> Generated:
         """Decode one row and return texts, tokens, statistics and seconds."""
 
 
@@ -73,26 +73,26 @@ class OutpaceRunner:
 
     Args:
         decoder: The decoder, with or without a drafter.
-        wanted: Settings that all runners share.
+        settings: Settings that all runners share.
     """
 
-    def __init__(self, decoder: Decoder, wanted: RunSettings) -> None:
-        self.decoder, self.wanted = decoder, wanted
+    def __init__(self, decoder: Decoder, settings: RunSettings) -> None:
+        self.decoder, self.settings = decoder, settings
 
-    def write(self, item: Item, seed: int) -> Generated:
-        """See ``Runner.write``."""
-        return conversation(self.decoder, self.wanted, item, self._answer, seed)
+    def generate(self, item: Item, seed: int) -> Generated:
+        """See ``Runner.generate``."""
+        return answer_turns(self.decoder, self.settings, item, self._answer, seed)
 
     def _answer(self, prompt: Any, seed: int) -> tuple[list[tuple[str, list[int]]], Stats]:
-        forget(self.decoder)
-        wanted = self.wanted
+        clear_caches(self.decoder)
+        settings = self.settings
         outs = self.decoder.generate(
             prompt,
-            wanted.sampling,
-            n=wanted.samples,
+            settings.sampling,
+            n=settings.samples,
             seed=seed,
-            max_new_tokens=wanted.max_new_tokens,
-            stop=stops(self.decoder, wanted) or None,
+            max_new_tokens=settings.max_new_tokens,
+            stop=stop_strings(self.decoder, settings) or None,
         )
         for out in outs:
             if out.error is not None:
@@ -100,7 +100,7 @@ class OutpaceRunner:
         return [(out.text or "", out.token_ids) for out in outs], sum((out.stats for out in outs), Stats())
 
 
-def forget(decoder: Decoder) -> None:
+def clear_caches(decoder: Decoder) -> None:
     """Clear the caches of target and draft, so that each prompt is prefilled anew.
 
     Otherwise an earlier row, or another runner, could have left a prompt in them.
@@ -110,9 +110,9 @@ def forget(decoder: Decoder) -> None:
         decoder.drafter.scorer.forget()
 
 
-def conversation(
+def answer_turns(
     decoder: Decoder,
-    wanted: RunSettings,
+    settings: RunSettings,
     item: Item,
     answer: Callable[[Any, int], tuple[list[tuple[str, list[int]]], Stats]],
     seed: int,
@@ -123,79 +123,79 @@ def conversation(
 
     Args:
         decoder: Decoder whose tokenizer and chat template are used.
-        wanted: Settings that all runners share.
+        settings: Settings that all runners share.
         item: The row with its turns.
         answer: Function of a prompt and a seed. It returns text and tokens of each sample, and statistics.
         seed: Seed of the first turn; later turns take the seeds that follow.
     """
-    written, messages = Generated(), []
+    generated, messages = Generated(), []
     for number, turn in enumerate(item.turns):
         messages.append({"role": "user", "content": turn})
-        prompt = prompt_of(decoder, wanted, messages)
-        begun = time.perf_counter()
+        prompt = prompt_ids(decoder, settings, messages)
+        started_at = time.perf_counter()
         answers, stats = answer(prompt, seed + number)
-        written.seconds += time.perf_counter() - begun
-        written.stats += stats
-        if wanted.likely:
-            written.log_probability += log_probability(decoder, prompt, answers[0][1])
-        for sample, (text, tokens) in enumerate(answers):
+        generated.seconds += time.perf_counter() - started_at
+        generated.stats += stats
+        if settings.with_log_probability:
+            generated.log_probability += log_probability(decoder, prompt, answers[0][1])
+        for sample, (text, token_ids) in enumerate(answers):
             if number == 0:
-                written.texts.append(text)
-                written.tokens.append(list(tokens))
+                generated.texts.append(text)
+                generated.token_ids.append(list(token_ids))
             else:
-                written.texts[sample] += f"\n\n{text}"
-                written.tokens[sample] += tokens
+                generated.texts[sample] += f"\n\n{text}"
+                generated.token_ids[sample] += token_ids
         messages.append({"role": "assistant", "content": answers[0][0]})
-    return written
+    return generated
 
 
 @torch.inference_mode()
-def log_probability(decoder: Decoder, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+def log_probability(decoder: Decoder, prompt: Sequence[int], token_ids: Sequence[int]) -> float:
     """Return the target's log-probability of tokens after a prompt, at temperature 1."""
     model: Any = decoder.scorer.base
-    if not tokens:
+    if not token_ids:
         return 0.0
-    ids = torch.tensor([[*prompt, *tokens]], device=model.device)
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(tokens) + 1).logits[0, :-1]
-    own = logits.float().log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])
-    return float(own.sum())
+    ids = torch.tensor([[*prompt, *token_ids]], device=model.device)
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(token_ids) + 1).logits[0, :-1]
+    logprobs = logits.float().log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])
+    return float(logprobs.sum())
 
 
-def prompt_of(decoder: Decoder, wanted: RunSettings, messages: Sequence[dict[str, str]]) -> list[int]:
+def prompt_ids(decoder: Decoder, settings: RunSettings, messages: Sequence[dict[str, str]]) -> list[int]:
     """Return the token ids of a conversation.
 
     Raises:
         ValueError: The prompt does not fit the encoder, or the context together with the new tokens.
     """
-    tokenizer, task = decoder.tokenizer, wanted.task
+    tokenizer, task = decoder.tokenizer, settings.task
     if isinstance(decoder.scorer, Seq2SeqScorer):
         family = decoder.scorer.base.config.model_type
-        form = wanted.prompt or task.encoder.get(family, task.encoder.get("", "{source}"))
-        ids = list(tokenizer(form.replace("{source}", messages[-1]["content"])).input_ids)
-        longest = getattr(decoder.scorer.base.config, "max_position_embeddings", None) or len(ids)
-        if len(ids) > longest:
-            raise ValueError(f"the prompt has {len(ids)} tokens, and the encoder reads {longest}")
+        template = settings.prompt or task.encoder.get(family, task.encoder.get("", "{source}"))
+        ids = list(tokenizer(template.replace("{source}", messages[-1]["content"])).input_ids)
+        max_tokens = getattr(decoder.scorer.base.config, "max_position_embeddings", None) or len(ids)
+        if len(ids) > max_tokens:
+            raise ValueError(f"the prompt has {len(ids)} tokens; the encoder takes at most {max_tokens}")
         return ids
     if getattr(tokenizer, "chat_template", None):
-        form = wanted.prompt or task.chat
-        first = {"role": "user", "content": form.replace("{source}", messages[0]["content"])}
+        template = settings.prompt or task.chat
+        first = {"role": "user", "content": template.replace("{source}", messages[0]["content"])}
         ids = chat_ids(tokenizer, [first, *messages[1:]])
     else:
-        said = "\n\n".join(one["content"] for one in messages)
-        ids = list(tokenizer((wanted.prompt or task.bare).replace("{source}", said)).input_ids)
-    room = decoder.scorer.context - wanted.max_new_tokens
-    if len(ids) > room:
+        text = "\n\n".join(message["content"] for message in messages)
+        ids = list(tokenizer((settings.prompt or task.bare).replace("{source}", text)).input_ids)
+    max_prompt_tokens = decoder.scorer.context - settings.max_new_tokens
+    if len(ids) > max_prompt_tokens:
         raise ValueError(
-            f"the prompt has {len(ids)} tokens; with {wanted.max_new_tokens} new ones that is more than the "
-            f"context of {decoder.scorer.context}"
+            f"the prompt has {len(ids)} tokens; with {settings.max_new_tokens} new ones that is more than "
+            f"the context of {decoder.scorer.context}"
         )
     return ids
 
 
-def stops(decoder: Decoder, wanted: RunSettings) -> tuple[str, ...]:
+def stop_strings(decoder: Decoder, settings: RunSettings) -> tuple[str, ...]:
     """Return the strings that end an answer.
 
-    A model with an encoder or a chat template stops by itself. Any other goes on writing and must be stopped.
+    A model with an encoder or a chat template ends its answers by itself. Others need stop strings.
     """
-    answering = isinstance(decoder.scorer, Seq2SeqScorer) or getattr(decoder.tokenizer, "chat_template", None)
-    return () if answering else wanted.task.stop
+    has_encoder = isinstance(decoder.scorer, Seq2SeqScorer)
+    return () if has_encoder or getattr(decoder.tokenizer, "chat_template", None) else settings.task.stop

@@ -21,9 +21,9 @@ Where Linux lets users make namespaces, the kernel enforces most of this, too. T
 file systems are read-only. A process that the program starts dies with it, even in another session. This does
 not hold on macOS, in many containers, and on some distributions.
 
-None of this is a wall against hostile code. It can read what you can read. It can report that it passed, once
-it found the token in its interpreter. Run by root without namespaces, it can lift its limits. Run such code
-in a container or a virtual machine.
+The sandbox does not stop hostile code. Such code can read every file that you can read. It can find the token
+in its interpreter and report that it passed. Run by root without namespaces, it can lift its limits. Run
+hostile code in a container or a virtual machine.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run(program: str, *, seconds: float = 5.0, memory: int = 1 << 30) -> Outcome
     Args:
         program: Python source code.
         seconds: Wall-clock seconds after which it is killed.
-        memory: Bytes of address space, of which Python itself takes about 30 MB. macOS does not enforce this.
+        memory: Bytes of address space, of which Python itself uses about 30 MB. macOS does not enforce this.
 
     Returns:
         The outcome.
@@ -126,9 +126,9 @@ def check() -> None:
 
 def _environment(folder: str) -> dict[str, str]:
     """Return the variables that a Python needs to start, and none of the caller's others."""
-    kept = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # where some Pythons find their own library
-    own = {"HOME": folder, "TMPDIR": folder, "PATH": os.defpath, "LC_ALL": "C.UTF-8"}
-    return own | {name: os.environ[name] for name in kept if name in os.environ}
+    inherited = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # where some Pythons find their own library
+    variables = {"HOME": folder, "TMPDIR": folder, "PATH": os.defpath, "LC_ALL": "C.UTF-8"}
+    return variables | {name: os.environ[name] for name in inherited if name in os.environ}
 
 
 class _Report:
@@ -148,13 +148,13 @@ class _Report:
         with selectors.DefaultSelector() as selector:
             selector.register(self.pipe, selectors.EVENT_READ)
             while not (found := self._line.search(self.rest)):
-                left = end - time.monotonic()
-                if left <= 0 or not selector.select(left):
+                remaining = end - time.monotonic()
+                if remaining <= 0 or not selector.select(remaining):
                     raise TimeoutError
-                said = os.read(self.pipe, 1 << 16)
-                if not said:
+                received = os.read(self.pipe, 1 << 16)
+                if not received:
                     return None
-                self.rest = (self.rest + said)[-(1 << 17) :]
+                self.rest = (self.rest + received)[-(1 << 17) :]
         self.rest = self.rest[found.end() :]
         verdict, _, reason = found[1].decode().partition(" ")
         return verdict, reason
@@ -166,19 +166,19 @@ def _outcome(report: _Report, seconds: float) -> Outcome:
     except TimeoutError:
         raise RuntimeError(f"the sandbox did not start within {START:g} s") from None
     if first != (READY, ""):
-        said = report.rest.decode(errors="replace").strip().splitlines() or [" ".join(first or ())]
-        raise RuntimeError(f"the sandbox did not start: {said[-1]}")
-    start = time.monotonic()
+        lines = report.rest.decode(errors="replace").strip().splitlines() or [" ".join(first or ())]
+        raise RuntimeError(f"the sandbox did not start: {lines[-1]}")
+    started_at = time.monotonic()
     try:
         verdict, reason = report.line(seconds) or (FAILED, EARLY)
     except TimeoutError:
         verdict, reason = STOPPED, f"took longer than {seconds:g} s"
-    spent = time.monotonic() - start
+    elapsed = time.monotonic() - started_at
     if (verdict, reason) == (PASSED, ""):
-        return Outcome(True, "", spent)
+        return Outcome(True, "", elapsed)
     if verdict not in (FAILED, STOPPED) or not reason:
         raise RuntimeError(f"the sandbox gave no verdict: {verdict} {reason}")
-    return Outcome(False, reason, spent, verdict == STOPPED)
+    return Outcome(False, reason, elapsed, verdict == STOPPED)
 
 
 def _end(watcher: subprocess.Popen[bytes], report: _Report) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from outpace.checks.errors import needed
+from outpace.checks.errors import import_extra
 
 Normal = Callable[[str], str]
 
@@ -39,7 +39,7 @@ def word_errors(reference: str, text: str, normal: Normal) -> dict[str, float]:
     Raises:
         ValueError: The reference holds no words.
     """
-    jiwer = needed("jiwer", "tasks")
+    jiwer = import_extra("jiwer", "tasks")
     expected, found = normal(reference), normal(text)
     if not expected:
         raise ValueError("the transcript holds no words")
@@ -60,14 +60,14 @@ ROUGE_KEYS = ("rouge1", "rouge2", "rougeL")
 
 @functools.cache
 def _rouge() -> Any:
-    needed("rouge_score", "tasks")
-    scorer = needed("rouge_score.rouge_scorer", "tasks")
+    import_extra("rouge_score", "tasks")
+    scorer = import_extra("rouge_score.rouge_scorer", "tasks")
     return scorer.RougeScorer(list(ROUGE_KEYS), use_stemmer=True)
 
 
 def bleu(references: Sequence[str], texts: Sequence[str]) -> float:
     """Return sacreBLEU of all texts together."""
-    return float(needed("sacrebleu", "tasks").corpus_bleu(list(texts), [list(references)]).score)
+    return float(import_extra("sacrebleu", "tasks").corpus_bleu(list(texts), [list(references)]).score)
 
 
 def pass_at(k: int, samples: int, passed: int) -> float:

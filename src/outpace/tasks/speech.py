@@ -11,44 +11,44 @@ import torch
 from outpace.bench.data import Item
 from outpace.decoder import Decoder
 from outpace.engine.stats import Stats
-from outpace.tasks.assisted import assistant, drawing, watched
+from outpace.tasks.assisted import assistant_arguments, recorded, sampling_arguments
 from outpace.tasks.audio import read
-from outpace.tasks.runners import Generated, RunSettings, forget
+from outpace.tasks.runners import Generated, RunSettings, clear_caches
 from outpace.tasks.transcribe import Transcriber, features_of
 
 
 class OutpaceSpeechRunner:
     """A runner for a ``Transcriber``.
 
-    A file is decoded once, without fallback, so that all runners do the same.
+    Each file is decoded once, without fallback, as by the other runners.
 
     Args:
         decoder: Decoder with a Whisper model as target.
         processor: The target's feature extractor and tokenizer.
-        wanted: Settings that all runners share.
+        settings: Settings that all runners share.
     """
 
-    def __init__(self, decoder: Decoder, processor: Any, wanted: RunSettings) -> None:
-        self.transcriber, self.wanted = Transcriber(decoder, processor), wanted
+    def __init__(self, decoder: Decoder, processor: Any, settings: RunSettings) -> None:
+        self.transcriber, self.settings = Transcriber(decoder, processor), settings
 
-    def write(self, item: Item, seed: int) -> Generated:
-        """See ``Side.write``."""
-        forget(self.transcriber.decoder)
+    def generate(self, item: Item, seed: int) -> Generated:
+        """See ``Runner.generate``."""
+        clear_caches(self.transcriber.decoder)
         self.transcriber.stats = Stats()
         assert item.audio is not None
-        begun = time.perf_counter()
-        (found,) = self.transcriber(
+        started_at = time.perf_counter()
+        (transcript,) = self.transcriber(
             [item.audio],
-            language=self.wanted.language,
+            language=self.settings.language,
             fallback=False,
-            temperature=self.wanted.sampling.temperature,
-            top_k=self.wanted.sampling.top_k,
-            top_p=self.wanted.sampling.top_p,
+            temperature=self.settings.sampling.temperature,
+            top_k=self.settings.sampling.top_k,
+            top_p=self.settings.sampling.top_p,
             seed=seed,
         )
-        if found.error is not None:
-            raise ValueError(found.error)
-        return Generated([found.text], [[]], self.transcriber.stats, time.perf_counter() - begun)
+        if transcript.error is not None:
+            raise ValueError(transcript.error)
+        return Generated([transcript.text], [[]], self.transcriber.stats, time.perf_counter() - started_at)
 
 
 class TransformersSpeechRunner:
@@ -57,47 +57,48 @@ class TransformersSpeechRunner:
     Args:
         decoder: Decoder whose target and draft model are used.
         processor: The target's feature extractor and tokenizer.
-        wanted: Settings that all runners share.
+        settings: Settings that all runners share.
 
     Raises:
         ValueError: The drafter is not a model.
     """
 
-    waits = False  # as in `AssistedRunner`
+    synchronized = False  # as in `AssistedRunner`
 
-    def __init__(self, decoder: Decoder, processor: Any, wanted: RunSettings) -> None:
+    def __init__(self, decoder: Decoder, processor: Any, settings: RunSettings) -> None:
         self.model: Any = decoder.scorer.base
-        self.processor, self.wanted = processor, wanted
-        self.assistant = assistant(decoder)
+        self.processor, self.settings = processor, settings
+        self.assistant = assistant_arguments(decoder)
         if "assistant_model" not in self.assistant:
-            raise ValueError("Transformers' Whisper takes no drafts but those of a model")
+            raise ValueError("Transformers' Whisper needs a draft model; other drafters do not work")
 
-    def write(self, item: Item, seed: int) -> Generated:
-        """See ``Side.write``."""
-        hearing, stats = self.processor.feature_extractor, Stats()
+    def generate(self, item: Item, seed: int) -> Generated:
+        """See ``Runner.generate``."""
+        extractor, stats = self.processor.feature_extractor, Stats()
         assert item.audio is not None
-        begun = time.perf_counter()
-        samples = read(item.audio, hearing.sampling_rate)
-        long = len(samples) / hearing.sampling_rate > hearing.chunk_length
+        started_at = time.perf_counter()
+        samples = read(item.audio, extractor.sampling_rate)
+        long = len(samples) / extractor.sampling_rate > extractor.chunk_length
         inputs = features_of(self.processor, [samples], long)
         language = {}
         if getattr(self.model.generation_config, "is_multilingual", True):
-            language = {"language": self.wanted.language, "task": "transcribe"}
+            language = {"language": self.settings.language, "task": "transcribe"}
         torch.manual_seed(seed)
-        helper = self.assistant["assistant_model"]
-        before = copy.deepcopy(helper.generation_config)  # where the assistant adapts its draft length
+        assistant_model = self.assistant["assistant_model"]
+        # Transformers adapts the assistant's number of draft tokens in this config.
+        config = copy.deepcopy(assistant_model.generation_config)
         try:
-            with watched(stats, self.waits):
-                found = self.model.generate(
+            with recorded(stats, self.synchronized):
+                sequences = self.model.generate(
                     inputs.input_features.to(self.model.device, self.model.dtype),
                     attention_mask=inputs.attention_mask.to(self.model.device),
                     return_timestamps=long,
                     **language,
                     **self.assistant,
-                    **drawing(self.wanted.sampling),
+                    **sampling_arguments(self.settings.sampling),
                 )
         finally:
-            helper.generation_config = before
-        text = self.processor.tokenizer.decode(found[0], skip_special_tokens=True)
+            assistant_model.generation_config = config
+        text = self.processor.tokenizer.decode(sequences[0], skip_special_tokens=True)
         stats.new_tokens = stats.accepted_tokens + stats.target_passes
-        return Generated([text.strip()], [[]], stats, time.perf_counter() - begun)
+        return Generated([text.strip()], [[]], stats, time.perf_counter() - started_at)

@@ -25,13 +25,13 @@ class Column:
 
     Attributes:
         task: The task.
-        side: Name of the runner.
+        runner: Name of the runner.
         done: Item and record of each row that worked, by row.
         failed: Reason of each row that failed, by row.
     """
 
     task: Task
-    side: str
+    runner: str
     done: dict[int, tuple[Item, Record]]
     failed: dict[int, str]
 
@@ -57,8 +57,8 @@ class Column:
 
     def only(self, rows: Iterable[int]) -> Column:
         """Return the same column with only some rows."""
-        wanted = set(rows)
-        return replace(self, done={row: one for row, one in self.done.items() if row in wanted})
+        selected = set(rows)
+        return replace(self, done={row: result for row, result in self.done.items() if row in selected})
 
     @property
     def quality(self) -> dict[str, float]:
@@ -68,20 +68,20 @@ class Column:
         found = self.task.overall(
             self.items, [one["texts"] for one in self.records], [one["judged"] for one in self.records]
         )
-        likely = sum(one.get("likely_tokens", 0) for one in self.records)
-        if likely:
-            found["log-probability"] = sum(one["log_probability"] for one in self.records) / likely
+        num_tokens = sum(one.get("likely_tokens", 0) for one in self.records)
+        if num_tokens:
+            found["log-probability"] = sum(one["log_probability"] for one in self.records) / num_tokens
         return found
 
     @property
     def sampling_step(self) -> float | None:
-        """Milliseconds of a sampling step, from the rows that were measured for it, or else from all."""
+        """Milliseconds of a sampling step, from the profiled rows if there are any, else from all rows."""
         passes = sum(one.get("sampling_passes", 0) for one in self.records)
         if passes:
-            spent = sum(one.get("sampling_seconds", 0.0) for one in self.records)
-            return float(1e3 * spent / passes)
-        calls = self.stats.target_passes
-        return 1e3 * self.stats.verify_seconds / calls if calls and self.stats.verify_seconds else None
+            seconds = sum(one.get("sampling_seconds", 0.0) for one in self.records)
+            return float(1e3 * seconds / passes)
+        passes, seconds = self.stats.target_passes, self.stats.verify_seconds
+        return 1e3 * seconds / passes if passes and seconds else None
 
     @property
     def distance(self) -> float | None:
@@ -99,21 +99,21 @@ class Column:
             if judged.get("stopped")
         ]
 
-    def seconds_at(self, share: float) -> float | None:
+    def seconds_percentile(self, share: float) -> float | None:
         """Return a percentile of the seconds of a row; None without rows."""
         return percentile([one["seconds"] for one in self.records], share) if self.records else None
 
 
 def columns(
-    task: Task, items: Sequence[Item], records: dict[Key, Record], sides: Sequence[str]
+    task: Task, items: Sequence[Item], records: dict[Key, Record], runners: Sequence[str]
 ) -> list[Column]:
     """Return a column for each runner, from the records of a run."""
     found = []
-    for side in sides:
-        own = {row: record for (name, row), record in sorted(records.items()) if name == side}
-        failed = {row: record["error"] for row, record in own.items() if "error" in record}
-        done = {row: (items[row], record) for row, record in own.items() if row not in failed}
-        found.append(Column(task, side, done, failed))
+    for runner in runners:
+        by_row = {row: record for (name, row), record in sorted(records.items()) if name == runner}
+        failed = {row: record["error"] for row, record in by_row.items() if "error" in record}
+        done = {row: (items[row], record) for row, record in by_row.items() if row not in failed}
+        found.append(Column(task, runner, done, failed))
     return found
 
 
@@ -122,9 +122,9 @@ def table(found: Sequence[Column]) -> Table:
 
     Rows that failed with any runner are left out for all. A runner that failed at all rows is not compared.
     """
-    failed = lost(found)
+    failed = unfinished_rows(found)
     common = [one.only(one.done.keys() - failed) for one in found]
-    plain = next((one for one in common if one.side == "plain"), None)
+    plain = next((one for one in common if one.runner == "plain"), None)
     each = [cells(one, plain) for one in common]
     names = dict.fromkeys(name for some in sorted(each, key=len, reverse=True) for name in some)
     lines = [(name, [some.get(name, NONE) for some in each]) for name in names]
@@ -136,7 +136,7 @@ def table(found: Sequence[Column]) -> Table:
     return lines
 
 
-def lost(found: Sequence[Column]) -> set[int]:
+def unfinished_rows(found: Sequence[Column]) -> set[int]:
     """Return the rows that some runner did not finish; runners that finished none do not count."""
     rows = {row for one in found for row in (*one.done, *one.failed)}
     return {row for one in found if one.done for row in rows - one.done.keys()}
@@ -157,7 +157,7 @@ def cells(one: Column, plain: Column | None) -> dict[str, str]:
         "wall clock, s": (one.seconds, ".1f"),
         "tokens/s": (speed(one), ".1f"),
         "over plain": (None if plain is None else ratio(one, plain), ".2f"),
-        **{f"P{at} of a row, s": (one.seconds_at(at / 100), ".2f") for at in (50, 90, 99)},
+        **{f"P{at} of a row, s": (one.seconds_percentile(at / 100), ".2f") for at in (50, 90, 99)},
     }
     return {name: NONE if value is None else f"{value:{form}}" for name, (value, form) in values.items()}
 
@@ -167,7 +167,7 @@ def by_category(found: Sequence[Column]) -> Table:
 
     This is how Spec-Bench reports.
     """
-    failed = lost(found)
+    failed = unfinished_rows(found)
     kinds: dict[str, set[int]] = {}
     for one in found:
         for row, (item, _) in one.done.items():
@@ -176,7 +176,7 @@ def by_category(found: Sequence[Column]) -> Table:
     lines = []
     for kind, rows in kinds.items():
         some = [one.only(rows) for one in found]
-        plain = next((mean_speed(one) for one in some if one.side == "plain" and one.done), 0.0)
+        plain = next((mean_speed(one) for one in some if one.runner == "plain" and one.done), 0.0)
         cells = []
         for one in some:
             over = f", {mean_speed(one) / plain:.2f}x" if plain and one.done else ""
@@ -192,8 +192,8 @@ def speed(one: Column) -> float | None:
 
 def ratio(one: Column, plain: Column) -> float | None:
     """Return throughput relative to decoding without speculation; None where it is unknown."""
-    own, other = speed(one), speed(plain)
-    return own / other if own and other else None
+    throughput, baseline = speed(one), speed(plain)
+    return throughput / baseline if throughput and baseline else None
 
 
 def mean_speed(one: Column) -> float:
@@ -211,19 +211,19 @@ def failures(found: Sequence[Column], items: Sequence[Item]) -> list[str]:
         reasons: dict[str, list[str]] = {}
         for one in found:
             if row in one.failed:
-                reasons.setdefault(one.failed[row], []).append(one.side)
-        for reason, sides in reasons.items():
-            where = "" if len(sides) == len(found) else f" ({', '.join(sides)})"
+                reasons.setdefault(one.failed[row], []).append(one.runner)
+        for reason, runners in reasons.items():
+            where = "" if len(runners) == len(found) else f" ({', '.join(runners)})"
             lines.append(f"{items[row].name}{where}: {reason}")
     return lines
 
 
 def stopped(found: Sequence[Column]) -> list[str]:
     """Return a line for each program that was stopped; such programs count as failed."""
-    return [f"{name} ({one.side}): the program {reason}" for one in found for name, reason in one.stopped]
+    return [f"{name} ({one.runner}): the program {reason}" for one in found for name, reason in one.stopped]
 
 
-def markdown(title: str, sides: Sequence[str], lines: Table) -> str:
+def markdown(title: str, runners: Sequence[str], lines: Table) -> str:
     """Return a table as Markdown."""
-    rows = [(title, list(sides)), ("---", ["---:"] * len(sides)), *lines]
+    rows = [(title, list(runners)), ("---", ["---:"] * len(runners)), *lines]
     return "".join(f"| {name} | {' | '.join(cells)} |\n" for name, cells in rows)

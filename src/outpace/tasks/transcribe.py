@@ -24,13 +24,17 @@ from outpace.integrations.transformers import generate
 from outpace.loading import Name, check_draft_name, load_drafter
 from outpace.models.hub import Say, check_model, load_model, load_processor, say
 from outpace.tasks.audio import packages, read
-from outpace.tasks.memory import Memory
+from outpace.tasks.encoder_cache import EncoderCache
 from outpace.tasks.subtitles import Segment
 from outpace.verification.rules import parse
 
-FALLBACK = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # temperatures, tried in turn while a text looks wrong
-# A text looks wrong if it repeats itself or the model finds it unlikely. Whisper's usual values.
-WRONG = {"compression_ratio_threshold": 1.35, "logprob_threshold": -1.0, "no_speech_threshold": 0.6}
+FALLBACK = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # temperatures, used in turn until a text looks right
+# A text looks wrong if it repeats itself or the model finds it unlikely. These are Whisper's usual values.
+FALLBACK_THRESHOLDS = {
+    "compression_ratio_threshold": 1.35,
+    "logprob_threshold": -1.0,
+    "no_speech_threshold": 0.6,
+}
 
 
 @dataclass(frozen=True)
@@ -59,13 +63,13 @@ class Sound:
     """A file that could be read.
 
     Attributes:
-        place: Index among the files of a call.
+        index: Index among the files of its batch.
         name: Name of the file.
         samples: Its samples, ``[n]``.
         duration: Seconds of sound.
     """
 
-    place: int
+    index: int
     name: str
     samples: Tensor
     duration: float
@@ -80,9 +84,9 @@ def language_code(language: str) -> str:
     name = language.strip().lower()
     code: str = TO_LANGUAGE_CODE.get(name, name)
     if code not in TO_LANGUAGE_CODE.values():
-        known = suggestion(name, TO_LANGUAGE_CODE)
+        hint = suggestion(name, TO_LANGUAGE_CODE)
         raise ValueError(
-            f"language: got {language!r}; it must be a name or a code such as german or de{known}"
+            f"language: got {language!r}; it must be a name or a code such as german or de{hint}"
         )
     return code
 
@@ -147,7 +151,7 @@ class Transcriber:
 
         Args:
             target: Name of a Whisper model, as ``outpace.load`` takes it.
-            draft: Name of a draft, as ``outpace.load`` takes it; None drafts nothing.
+            draft: Name of a draft, as ``outpace.load`` takes it; None decodes without speculation.
             device: Device of both models.
             dtype: Precision of both models.
             draft_dtype: Precision of the draft, if it is another.
@@ -189,7 +193,7 @@ class Transcriber:
         top_p: float = 1.0,
         batch_size: int = 8,
         seed: int | None = None,
-        heard: Callable[[float], None] | None = None,
+        on_progress: Callable[[float], None] | None = None,
     ) -> Iterator[Transcript]:
         """Transcribe files, or their bytes, in their order.
 
@@ -207,7 +211,7 @@ class Transcriber:
             top_p: Probability mass of the tokens to sample from, without fallback.
             batch_size: Number of files to decode at once.
             seed: Seed of sampling.
-            heard: Called from time to time with the seconds of sound that are done, of all files together.
+            on_progress: Called from time to time with the seconds of sound done, of all files together.
 
         Returns:
             An iterator over the transcripts.
@@ -225,81 +229,87 @@ class Transcriber:
             raise ValueError("language: this model knows English alone, and does not translate")
         if fallback and temperature:
             raise ValueError(
-                "temperature: with fallback it begins at 0; give fallback=False, or leave it out"
+                "temperature: with fallback it starts at 0; give fallback=False, or leave it out"
             )
-        options: dict[str, Any] = {"temperature": FALLBACK, **WRONG} if fallback else {}
+        options: dict[str, Any] = {"temperature": FALLBACK, **FALLBACK_THRESHOLDS} if fallback else {}
         if temperature:
             options = {"temperature": temperature, "do_sample": True, "top_k": top_k, "top_p": top_p}
         if multilingual:
             options |= {"language": language, "task": task}
         if isinstance(files, str | os.PathLike | bytes):
             files = [files]
-        return self._all(files, {**options, "seed": seed}, timestamps, batch_size, heard or (lambda _: None))
+        return self._transcribe_all(
+            files, {**options, "seed": seed}, timestamps, batch_size, on_progress or (lambda _: None)
+        )
 
-    def _all(
+    def _transcribe_all(
         self,
         files: Sequence[Name | bytes],
         options: dict[str, Any],
         timestamps: bool,
         batch_size: int,
-        heard: Callable[[float], None],
+        on_progress: Callable[[float], None],
     ) -> Iterator[Transcript]:
-        hearing = self.processor.feature_extractor
+        extractor = self.processor.feature_extractor
         done = 0.0
         encoders = list(dict.fromkeys(one.encoder for one in self.decoder.encoders()))
-        memory = Memory(encoders, 2 * batch_size)
+        encoder_cache = EncoderCache(encoders, 2 * batch_size)
         for first in range(0, len(files), batch_size):
-            found: dict[int, Transcript] = {}
+            transcripts: dict[int, Transcript] = {}
             sounds: list[Sound] = []
-            for place, file in enumerate(files[first : first + batch_size]):
+            for index, file in enumerate(files[first : first + batch_size]):
                 name = "sound" if isinstance(file, bytes) else str(file)
                 try:
-                    samples = read(file, hearing.sampling_rate)
-                    sounds.append(Sound(place, name, samples, len(samples) / hearing.sampling_rate))
+                    samples = read(file, extractor.sampling_rate)
+                    sounds.append(Sound(index, name, samples, len(samples) / extractor.sampling_rate))
                 except ValueError as error:
-                    found[place] = Transcript(name, error=str(error).removeprefix(f"{name}: "))
+                    transcripts[index] = Transcript(name, error=str(error).removeprefix(f"{name}: "))
             for long in (False, True):  # a file that fits into a window needs no timestamps
-                some = [one for one in sounds if (one.duration > hearing.chunk_length) is long]
-                if some:
-                    own = {**options, "return_timestamps": timestamps or long}
+                batch = [sound for sound in sounds if (sound.duration > extractor.chunk_length) is long]
+                if batch:
+                    batch_options = {**options, "return_timestamps": timestamps or long}
                     if long:
-                        own["monitor_progress"] = self._monitor(heard, done)
-                    with memory.use():
-                        texts = self._tried(some, own, long)
-                    done += sum(one.duration for one in some)
-                    heard(done)
-                    found |= dict(zip((one.place for one in some), texts, strict=True))
-            yield from (found[place] for place in sorted(found))
+                        batch_options["monitor_progress"] = self._monitor(on_progress, done)
+                    with encoder_cache.use():
+                        found = self._transcribe_or_report(batch, batch_options, long)
+                    done += sum(sound.duration for sound in batch)
+                    on_progress(done)
+                    transcripts |= dict(zip((sound.index for sound in batch), found, strict=True))
+            yield from (transcripts[index] for index in sorted(transcripts))
 
-    def _monitor(self, heard: Callable[[float], None], done: float) -> Callable[[Tensor], None]:
-        """Return a callback for Transformers, which passes frames done and frames in all, ``[files, 2]``."""
-        hearing = self.processor.feature_extractor
+    def _monitor(self, on_progress: Callable[[float], None], done: float) -> Callable[[Tensor], None]:
+        """Return a callback for Transformers, which passes frames done and total frames, ``[files, 2]``."""
+        extractor = self.processor.feature_extractor
 
         def monitor(frames: Tensor) -> None:
-            heard(done + int(frames[:, 0].sum()) * hearing.hop_length / hearing.sampling_rate)
+            on_progress(done + int(frames[:, 0].sum()) * extractor.hop_length / extractor.sampling_rate)
 
         return monitor
 
-    def _tried(self, sounds: Sequence[Sound], options: dict[str, Any], long: bool) -> list[Transcript]:
+    def _transcribe_or_report(
+        self, sounds: Sequence[Sound], options: dict[str, Any], long: bool
+    ) -> list[Transcript]:
         """Transcribe a batch; if it fails, transcribe each of its files by itself."""
         try:
-            return self._transcribed(sounds, options, long)
-        except (ValueError, RuntimeError) as error:  # unusable logits, or no memory
+            return self._transcribe_batch(sounds, options, long)
+        except (ValueError, RuntimeError) as error:  # unusable logits, or out of memory
             if len(sounds) > 1:
-                return [self._tried([one], options, long)[0] for one in sounds]
-            said = str(error).strip().split("\n")[0]
-            return [Transcript(sounds[0].name, duration=sounds[0].duration, error=said)]
+                return [self._transcribe_or_report([sound], options, long)[0] for sound in sounds]
+            message = str(error).strip().split("\n")[0]
+            return [Transcript(sounds[0].name, duration=sounds[0].duration, error=message)]
 
-    def _transcribed(self, sounds: Sequence[Sound], options: dict[str, Any], long: bool) -> list[Transcript]:
-        begun = time.perf_counter()
+    def _transcribe_batch(
+        self, sounds: Sequence[Sound], options: dict[str, Any], long: bool
+    ) -> list[Transcript]:
+        started_at = time.perf_counter()
         inputs = features_of(self.processor, [one.samples for one in sounds], long)
         features = inputs.input_features.to(self.model.device, self.model.dtype)
         languages: list[str | None] = [options.get("language", "en")] * len(sounds)
         if "language" in options:
             if options["language"] is None:
-                languages = self._detected(features)
+                languages = self._detect_languages(features)
             options = {**options, "language": languages}
-        found = self.model.generate(
+        output = self.model.generate(
             features,
             attention_mask=inputs.attention_mask.to(self.model.device),
             return_segments=True,
@@ -308,14 +318,14 @@ class Transcriber:
             stats=self.stats,
             **options,
         )
-        texts = self.processor.tokenizer.batch_decode(found["sequences"], skip_special_tokens=True)
-        self.seconds += time.perf_counter() - begun
+        texts = self.processor.tokenizer.batch_decode(output["sequences"], skip_special_tokens=True)
+        self.seconds += time.perf_counter() - started_at
         return [
-            Transcript(one.name, text.strip(), self._segments(parts, options), said, one.duration)
-            for one, text, parts, said in zip(sounds, texts, found["segments"], languages, strict=True)
+            Transcript(sound.name, text.strip(), self._segments(parts, options), language, sound.duration)
+            for sound, text, parts, language in zip(sounds, texts, output["segments"], languages, strict=True)
         ]
 
-    def _detected(self, features: Tensor) -> list[str | None]:
+    def _detect_languages(self, features: Tensor) -> list[str | None]:
         """Return the language of each file's first window."""
         frames = 2 * self.model.config.max_source_positions
         ids = self.model.detect_language(features[:, :, :frames])

@@ -33,7 +33,7 @@ EARLY = "exited before the end"
 RAN = PASSED, ""
 FULL = STOPPED, "ran out of memory"
 UNKNOWN = FAILED, "raised an exception that cannot be shown"
-LONGEST_REASON = 200  # characters
+MAX_REASON = 200  # characters
 REPORT = 100  # a file descriptor beyond the 64 that programs may open, so that none closes it
 
 
@@ -101,13 +101,13 @@ def _run(program: str, seconds: int, memory: int, say: Callable[[Verdict], None]
     sys.argv = ["program.py"]
     hook = _hook((*sys.path, os.getcwd()))
     # No RLIMIT_NPROC: it counts threads, too, and all of a user's, wherever they run.
-    for what, most in (
+    for resource_kind, limit in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CPU, 2 * seconds + 2),  # in case no process is left to enforce the time
     ):
-        _limit(what, most)
+        _limit(resource_kind, limit)
     say((READY, ""))
     for fd in range(3):
         os.dup2(null, fd)
@@ -129,7 +129,7 @@ def _verdict(error: BaseException) -> Verdict:
     """Return the verdict on a program that raised an exception, and the reason in one line."""
     try:
         word, reason = _reason(error)
-        reason = " ".join(reason.split())[:LONGEST_REASON]
+        reason = " ".join(reason.split())[:MAX_REASON]
         return (word, reason) if reason else UNKNOWN
     except MemoryError:
         return FULL
@@ -151,20 +151,20 @@ def _reason(error: BaseException) -> Verdict:
     if issubclass(kind, OSError) and getattr(error, "errno", None) == errno.EROFS:
         return STOPPED, "wrote a file"
     try:
-        said = str.strip(str(error))[:LONGEST_REASON].splitlines()
+        message = str.strip(str(error))[:MAX_REASON].splitlines()
     except BaseException:  # of the program's own class
-        said = []
-    return FAILED, ": ".join(part for part in (kind.__name__.strip(), *said[:1]) if part)
+        message = []
+    return FAILED, ": ".join(part for part in (kind.__name__.strip(), *message[:1]) if part)
 
 
-def _limit(what: int, most: int) -> None:
+def _limit(resource_kind: int, limit: int) -> None:
     import resource
 
-    _, hard = resource.getrlimit(what)
+    _, hard = resource.getrlimit(resource_kind)
     if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
+        limit = min(limit, hard)
     with suppress(ValueError, OSError):  # macOS refuses to limit address spaces
-        resource.setrlimit(what, (most, most))
+        resource.setrlimit(resource_kind, (limit, limit))
 
 
 REFUSED = {  # audit events, and the reason to report
@@ -201,8 +201,8 @@ def _hook(folders: tuple[str, ...]) -> Callable[[str, tuple[Any, ...]], None]:
     """Return an audit hook that lets programs read the files in some folders only."""
 
     def inside(path: Any) -> bool:
-        whole = os.path.abspath(os.fsdecode(path))
-        return any(whole == folder or whole.startswith(folder + os.sep) for folder in folders)
+        full_path = os.path.abspath(os.fsdecode(path))
+        return any(full_path == folder or full_path.startswith(folder + os.sep) for folder in folders)
 
     def hook(event: str, values: tuple[Any, ...]) -> None:
         if event in ("open", "os.listdir", "os.scandir"):
@@ -214,9 +214,11 @@ def _hook(folders: tuple[str, ...]) -> Callable[[str, tuple[Any, ...]], None]:
             if not inside(path):
                 raise RefusedError(f"read a file: {os.fsdecode(path)}")
         elif event in REFUSED:
-            about = REFUSED[event]
-            named = about.endswith(("file", "folder")) and isinstance(values[0], str | bytes | os.PathLike)
-            raise RefusedError(f"{about}: {os.fsdecode(values[0])}" if named else about)
+            reason = REFUSED[event]
+            has_path = reason.endswith(("file", "folder")) and isinstance(
+                values[0], str | bytes | os.PathLike
+            )
+            raise RefusedError(f"{reason}: {os.fsdecode(values[0])}" if has_path else reason)
         elif event.startswith("socket.") and not (event == "socket.__new__" and values[1] == AF_UNIX):
             raise RefusedError("used the network")
         elif event == "sqlite3.connect" and values[0] != ":memory:":
@@ -239,7 +241,7 @@ def _libc() -> Any:
 
 
 def _enter_namespaces() -> bool:
-    """Leave network, other processes and writable files behind, where the kernel allows it.
+    """Cut this process off from network, other processes and writable files, where the kernel allows it.
 
     Returns:
         Whether the kernel allowed it.
@@ -249,8 +251,8 @@ def _enter_namespaces() -> bool:
     if libc is None or libc.unshare(0x10000000 | 0x20000000 | 0x40000000 | 0x00020000 | 0x08000000):
         return False
     # mount_setattr("/", AT_RECURSIVE): set MOUNT_ATTR_RDONLY, clear nothing, MS_PRIVATE, no user namespace
-    how = struct.pack("QQQQ", 1, 0, 1 << 18, 0)
-    libc.syscall(442, -100, b"/", 0x8000, how, len(how))  # Linux 5.12; before it, the hook has to do
+    attributes = struct.pack("QQQQ", 1, 0, 1 << 18, 0)
+    libc.syscall(442, -100, b"/", 0x8000, attributes, len(attributes))  # Linux 5.12; older ones have the hook
     # capset, version 3: drop the capabilities of the new namespace, as they could undo this
     libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24))
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS

@@ -12,7 +12,7 @@ Clock = Callable[[], float]
 class Budget:
     """A number of seconds that starts to run now.
 
-    A stage ends at a share of the whole. Time that one stage leaves over is the next one's.
+    A stage ends at a share of the whole budget. Time that a stage does not use goes to the next one.
 
     Args:
         seconds: The whole budget.
@@ -26,12 +26,12 @@ class Budget:
         if not (seconds > 0 and math.isfinite(seconds)):
             raise ValueError(f"budget: got {seconds:g}; it must be a number of seconds > 0")
         self.seconds, self._clock = seconds, clock
-        self._begun = clock()
+        self._started_at = clock()
 
     @property
     def spent(self) -> float:
         """Seconds spent so far."""
-        return self._clock() - self._begun
+        return self._clock() - self._started_at
 
     def left(self, share: float = 1.0) -> float:
         """Return the seconds until this share of the budget is spent; below 0 after that."""

@@ -20,32 +20,32 @@ FLAGS: dict[str, tuple[type, ...]] = {
     "device": (str,),
     "revision": (str,),
 }
-KNOWN: dict[str, tuple[type, ...]] = {**FLAGS, "max_batch": (int,), "measured": (dict,)}
-WORDS = {str: "a string", int: "a whole number", dict: "a table"}
+KEYS: dict[str, tuple[type, ...]] = {**FLAGS, "max_batch": (int,), "measured": (dict,)}
+TYPE_NAMES = {str: "a string", int: "a whole number", dict: "a table"}
 COMMENTS = {
-    "draft": 'what drafts; "none" decodes without speculation',
-    "num_draft_tokens": 'draft tokens per step: a number, or "auto", the fastest by measured time',
-    "rule": "how draft tokens are verified",
-    "revision": "of the target, on the hub",
-    "max_batch": "rows at a time up to which this is expected to pay; not verified",
+    "draft": 'the drafter; "none" decodes without speculation',
+    "num_draft_tokens": 'draft tokens per step: a number, or "auto", which goes by measured times',
+    "rule": "verification rule",
+    "revision": "version of the target on the hub",
+    "max_batch": "largest batch size at which this is expected to pay; not measured",
 }
 
 
-def written(settings: Mapping[str, Any], measured: Mapping[str, Any], verdict: str) -> str:
-    """Return the text of a configuration file; values that are None are left out.
+def to_toml(settings: Mapping[str, Any], measured: Mapping[str, Any], verdict: str) -> str:
+    """Return the text of a configuration file. Values that are None are left out.
 
     Args:
         settings: Values of the flags.
-        measured: Measurements that the choice rests on; no command reads them.
+        measured: Measurements behind the choice; no command reads them.
         verdict: The result in a sentence, for the first line.
     """
-    lines = [f"# {verdict}", "# Use it: outpace generate --config FILE; a flag beside it wins.", ""]
+    lines = [f"# {verdict}", "# Use it: outpace generate --config FILE; a flag on the command line wins.", ""]
     for name, value in settings.items():
         if value is not None:
             comment = f"  # {COMMENTS[name]}" if name in COMMENTS else ""
-            lines.append(f"{name} = {_toml(value)}{comment}")
-    lines += ["", "[measured]  # what this rests on; no command reads it"]
-    lines += [f"{name} = {_toml(value)}" for name, value in measured.items() if value is not None]
+            lines.append(f"{name} = {_toml_value(value)}{comment}")
+    lines += ["", "[measured]  # measurements behind the choice; no command reads them"]
+    lines += [f"{name} = {_toml_value(value)}" for name, value in measured.items() if value is not None]
     return "\n".join(lines) + "\n"
 
 
@@ -68,13 +68,13 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"config: {path}: it cannot be read ({error.strerror})") from None
     for name, value in content.items():
-        if name not in KNOWN:
+        if name not in KEYS:
             raise ValueError(
-                f"config: {path}: unknown key {name!r}; known are {', '.join(KNOWN)}{suggestion(name, KNOWN)}"
+                f"config: {path}: unknown key {name!r}; known are {', '.join(KEYS)}{suggestion(name, KEYS)}"
             )
-        if not isinstance(value, KNOWN[name]) or isinstance(value, bool):
-            fits = " or ".join(WORDS[one] for one in KNOWN[name])
-            raise ValueError(f"config: {path}: {name}: got {value!r}; it must be {fits}")
+        if not isinstance(value, KEYS[name]) or isinstance(value, bool):
+            types = " or ".join(TYPE_NAMES[one] for one in KEYS[name])
+            raise ValueError(f"config: {path}: {name}: got {value!r}; it must be {types}")
     draft = content.get("draft", "")
     if draft.startswith("ngram:"):
         content["draft"] = f"ngram:{path.parent / Path(draft.removeprefix('ngram:')).expanduser()}"
@@ -82,15 +82,15 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def flags(path: Path) -> dict[str, str]:
-    """Return the values in a configuration file of the flags that commands share."""
+    """Return the flags in a configuration file, with their values."""
     return {name: str(value) for name, value in read(path).items() if name in FLAGS}
 
 
-def _toml(value: Any) -> str:
+def _toml_value(value: Any) -> str:
     if isinstance(value, Mapping):
-        inside = (f"{name} = {_toml(one)}" for name, one in value.items() if one is not None)
-        return "{ " + ", ".join(inside) + " }"
+        entries = (f"{name} = {_toml_value(one)}" for name, one in value.items() if one is not None)
+        return "{ " + ", ".join(entries) + " }"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    # Strings, numbers, and lists of them are as in JSON, but for one character.
+    # JSON and TOML write strings, numbers and lists alike, except for the character DEL.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""The choice of a setup from measurements."""
+"""The choice of a candidate from measurements."""
 
 from __future__ import annotations
 
@@ -7,168 +7,180 @@ from dataclasses import dataclass
 
 from outpace.bench.spread import Rate, faster
 from outpace.checks.errors import too_few
-from outpace.tune.way import Interval, Setting
+from outpace.tune.candidate import Candidate, Interval
 
-LEAST = 4  # prompts that it takes to call a result sure
-CLOSE = 0.03  # a setup is as fast as the fastest if it is not surely slower, and by no more than this share
+MIN_PROMPTS = 4  # prompts from which a result can be sure
+TIE = 0.03  # relative difference up to which candidates tie, unless one is surely slower
 
 Rates = Mapping[tuple[int, int], Rate]
 """Tokens and seconds, by prompt and by the number of its earlier rounds."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """The measured speed of one setup relative to another.
+class MeasuredSpeedup:
+    """The measured throughput of one candidate relative to another.
 
     Attributes:
-        speed: Ratio of their throughputs.
-        interval: 95 % interval of ``speed``; None for a single prompt.
+        ratio: Ratio of their throughputs.
+        interval: 95 % interval of ``ratio``; None for a single prompt.
         prompts: Number of prompts that both were measured with.
     """
 
-    speed: float
+    ratio: float
     interval: Interval | None
     prompts: int
 
     @property
     def surely_faster(self) -> bool:
         """True if there are enough prompts, and the whole interval lies above 1."""
-        return self.prompts >= LEAST and self.interval is not None and self.interval[0] > 1
+        return self.prompts >= MIN_PROMPTS and self.interval is not None and self.interval[0] > 1
 
     @property
     def surely_slower(self) -> bool:
         """True if there are enough prompts, and the whole interval lies below 1."""
-        return self.prompts >= LEAST and self.interval is not None and self.interval[1] < 1
+        return self.prompts >= MIN_PROMPTS and self.interval is not None and self.interval[1] < 1
 
     def __str__(self) -> str:
-        between = "" if self.interval is None else " ({:.2f} to {:.2f})".format(*self.interval)
-        return f"{self.speed:.2f}{between}"
+        interval = "" if self.interval is None else " ({:.2f} to {:.2f})".format(*self.interval)
+        return f"{self.ratio:.2f}{interval}"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen setup, with reasons.
+    """The chosen candidate, with reasons.
 
     Attributes:
-        way: The chosen setup.
-        why: Why each measured setup was chosen, or not.
+        candidate: The chosen candidate.
+        reasons: Why each measured candidate was chosen, or not.
     """
 
-    way: Setting
-    why: Mapping[Setting, str]
+    candidate: Candidate
+    reasons: Mapping[Candidate, str]
 
 
-def compare(ours: Rates, theirs: Rates) -> Seen | None:
-    """Compare two setups in pairs, where both were measured; None if they never were.
+def compare(rates: Rates, reference_rates: Rates) -> MeasuredSpeedup | None:
+    """Compare two candidates in pairs, in the rounds of both; None if they have no round in common.
 
     A prompt of several rounds counts once.
     """
-    both = sorted(set(ours) & set(theirs))
-    if not both:
+    rounds = sorted(set(rates) & set(reference_rates))
+    if not rounds:
         return None
-    prompts = list(dict.fromkeys(prompt for prompt, _ in both))
-    mine, others = (
-        [_total([rates[turn] for turn in both if turn[0] == prompt]) for prompt in prompts]
-        for rates in (ours, theirs)
+    prompts = list(dict.fromkeys(prompt for prompt, _ in rounds))
+    totals, reference_totals = (
+        [_total([some[one] for one in rounds if one[0] == prompt]) for prompt in prompts]
+        for some in (rates, reference_rates)
     )
-    speed, interval = faster(mine, others)
-    return Seen(speed, interval, len(prompts))
+    ratio, interval = faster(totals, reference_totals)
+    return MeasuredSpeedup(ratio, interval, len(prompts))
 
 
-def choose(rates: Mapping[Setting, Rates], yardsticks: Mapping[Setting, Rates], plain: Setting) -> Choice:
-    """Choose the fastest setup that is surely faster than decoding without speculation.
+def choose(
+    rates: Mapping[Candidate, Rates], baseline_rates: Mapping[Candidate, Rates], reference: Candidate
+) -> Choice:
+    """Choose the fastest candidate that is surely faster than the baseline.
 
-    Of setups that are about as fast as the fastest, the simplest is chosen.
+    Of candidates that tie with the fastest, the simplest is chosen.
 
     Args:
-        rates: Measured rates of each setup.
-        yardsticks: Rates without speculation in the same rounds, for each setup.
-        plain: The setup without speculation, which is chosen if no other is surely faster.
+        rates: Measured rates of each candidate.
+        baseline_rates: Rates of the baseline in the same rounds, for each candidate.
+        reference: The baseline, which is chosen if no candidate is surely faster.
     """
-    seen = {way: found for way in rates if (found := compare(rates[way], yardsticks[way])) is not None}
-    sure = [way for way, found in seen.items() if found.surely_faster]
-    why = {way: _unsure(found) for way, found in seen.items() if way not in sure}
+    speedups = {
+        candidate: speedup
+        for candidate in rates
+        if (speedup := compare(rates[candidate], baseline_rates[candidate])) is not None
+    }
+    sure = [candidate for candidate, speedup in speedups.items() if speedup.surely_faster]
+    reasons = {
+        candidate: _why_not(speedup) for candidate, speedup in speedups.items() if candidate not in sure
+    }
     if not sure:
-        return Choice(plain, why)
-    first = _fastest(sure, rates)
-    alike = [first, *(way for way in sure if way != first and _as_fast(rates[way], rates[first]))]
-    chosen = min(alike, key=lambda way: (way.effort, -seen[way].speed))
-    fastest, taken = first.among(plain), chosen.among(plain)
-    for way in sure:
-        behind = compare(rates[way], rates[chosen])
-        if way == chosen:
-            simpler = ", and simpler" if way.effort < first.effort else ""
-            reason = "the fastest" if way == first else f"as fast as {fastest}{simpler}"
-        elif way in alike:
-            simpler = ", which is simpler" if chosen.effort < way.effort else ""
-            reason = f"no faster to speak of than {taken}{simpler}"
-        elif behind is not None and behind.surely_slower:
-            reason = f"slower than {taken}"
+        return Choice(reference, reasons)
+    fastest = _fastest(sure, rates)
+    tied = [fastest, *(one for one in sure if one != fastest and _ties(rates[one], rates[fastest]))]
+    chosen = min(tied, key=lambda one: (one.complexity, -speedups[one].ratio))
+    chosen_name = chosen.describe(reference)
+    for candidate in sure:
+        speedup_over_chosen = compare(rates[candidate], rates[chosen])
+        if candidate == chosen:
+            simpler = ", and simpler" if candidate.complexity < fastest.complexity else ""
+            tie = f"as fast as {fastest.describe(reference)}{simpler}"
+            reason = "the fastest" if candidate == fastest else tie
+        elif candidate in tied:
+            simpler = ", which is simpler" if chosen.complexity < candidate.complexity else ""
+            reason = f"about as fast as {chosen_name}{simpler}"
+        elif speedup_over_chosen is not None and speedup_over_chosen.surely_slower:
+            reason = f"slower than {chosen_name}"
         else:
-            reason = f"not as fast as {taken}, as far as was seen"
-        why[way] = reason
-    return Choice(chosen, why)
+            reason = f"not shown to be as fast as {chosen_name}"
+        reasons[candidate] = reason
+    return Choice(chosen, reasons)
 
 
-def verdict(choice: Choice, seen: Mapping[Setting, Seen], first: Setting) -> str:
+def verdict(choice: Choice, speedups: Mapping[Candidate, MeasuredSpeedup], reference: Candidate) -> str:
     """Return the result in a sentence.
 
     Args:
-        choice: The chosen setup.
-        seen: Measured speeds of all setups.
-        first: The setup that the others were compared with.
+        choice: The chosen candidate.
+        speedups: Measured speedups of all candidates.
+        reference: The baseline that the candidates were compared with.
     """
-    way = choice.way
-    if way in seen:
-        found = f"{seen[way]} times as fast as plain decoding"
-        prompts = f"measured with {seen[way].prompts} prompts"
-        if way.plain:
-            return f"Do not speculate, but compute in {way.dtype}: {found}, {prompts}."
-        return f"Draft with {way.among(first)}: {found}, {prompts}."
-    best = max(seen, key=lambda one: seen[one].speed)
-    few = seen[best].prompts < LEAST
-    known = (
-        f"the best that was measured, {best.among(first)}, is {seen[best]} times as fast as plain decoding"
+    chosen = choice.candidate
+    if chosen in speedups:
+        speedup = f"{speedups[chosen]} times as fast as the baseline"
+        prompts = f"measured with {speedups[chosen].prompts} prompts"
+        if chosen.is_baseline:
+            return f"Do not speculate, but compute in {chosen.dtype}: {speedup}, {prompts}."
+        return f"Draft with {chosen.describe(reference)}: {speedup}, {prompts}."
+    fastest = max(speedups, key=lambda one: speedups[one].ratio)
+    speedup = (
+        f"the fastest candidate, {fastest.describe(reference)}, is {speedups[fastest]} times as fast as the "
+        "baseline"
     )
-    if few:
-        return f"Do not speculate yet: {known}, and {too_few(seen[best].prompts, 'prompt')} to be sure."
-    return f"Do not speculate: {known}, which is not surely faster."
+    if speedups[fastest].prompts < MIN_PROMPTS:
+        few = too_few(speedups[fastest].prompts, "prompt")
+        return f"Do not speculate yet: {speedup}, and {few} to be sure."
+    return f"Do not speculate: {speedup}, which is not surely faster."
 
 
 def better_half(
-    ways: Sequence[Setting], rates: Mapping[Setting, Rates], yardsticks: Mapping[Setting, Rates]
-) -> list[Setting]:
-    """Return the faster half of the setups so far, in their order; unmeasured ones are not in it."""
-    pairs = {way: compare(rates.get(way, {}), yardsticks.get(way, {})) for way in ways}
-    seen = {way: found.speed for way, found in pairs.items() if found is not None}
-    kept = sorted(seen, key=lambda way: -seen[way])[: (len(ways) + 1) // 2]
-    return [way for way in ways if way in kept]
+    candidates: Sequence[Candidate],
+    rates: Mapping[Candidate, Rates],
+    baseline_rates: Mapping[Candidate, Rates],
+) -> list[Candidate]:
+    """Return the faster half of the candidates so far, in their order; unmeasured ones are not in it."""
+    pairs = {one: compare(rates.get(one, {}), baseline_rates.get(one, {})) for one in candidates}
+    ratios = {candidate: speedup.ratio for candidate, speedup in pairs.items() if speedup is not None}
+    better = sorted(ratios, key=lambda one: -ratios[one])[: (len(candidates) + 1) // 2]
+    return [candidate for candidate in candidates if candidate in better]
 
 
-def _fastest(ways: Sequence[Setting], rates: Mapping[Setting, Rates]) -> Setting:
-    """Return the fastest setup, by comparison in pairs.
+def _fastest(candidates: Sequence[Candidate], rates: Mapping[Candidate, Rates]) -> Candidate:
+    """Return the fastest candidate, by comparison in pairs.
 
-    Setups that were dropped had fewer prompts, perhaps easier ones.
+    Dropped candidates had fewer prompts, perhaps easier ones.
     """
-    first = ways[0]
-    for way in ways[1:]:
-        found = compare(rates[way], rates[first])
-        if found is not None and found.speed > 1:
-            first = way
-    return first
+    fastest = candidates[0]
+    for candidate in candidates[1:]:
+        speedup = compare(rates[candidate], rates[fastest])
+        if speedup is not None and speedup.ratio > 1:
+            fastest = candidate
+    return fastest
 
 
-def _as_fast(ours: Rates, theirs: Rates) -> bool:
-    found = compare(ours, theirs)
-    return found is not None and not found.surely_slower and found.speed >= 1 - CLOSE
+def _ties(rates: Rates, fastest_rates: Rates) -> bool:
+    speedup = compare(rates, fastest_rates)
+    return speedup is not None and not speedup.surely_slower and speedup.ratio >= 1 - TIE
 
 
-def _unsure(found: Seen) -> str:
-    if found.surely_slower:
-        return "slower than plain decoding"
-    if found.prompts < LEAST:
-        return f"{too_few(found.prompts, 'prompt')} to be sure"
-    return "not surely faster than plain decoding"
+def _why_not(speedup: MeasuredSpeedup) -> str:
+    if speedup.surely_slower:
+        return "slower than the baseline"
+    if speedup.prompts < MIN_PROMPTS:
+        return f"{too_few(speedup.prompts, 'prompt')} to be sure"
+    return "not surely faster than the baseline"
 
 
 def _total(rates: Sequence[Rate]) -> Rate:

@@ -1,4 +1,4 @@
-"""Everything known about the setups at any moment of a tuning, and the choice that follows."""
+"""All measurements of the candidates at any moment of a tuning, and the choice that follows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from outpace.bench.estimate import Floats, estimate
-from outpace.tune.decision import Choice, Seen, choose, verdict
+from outpace.tune.candidate import Candidate, CandidateResult, baseline
+from outpace.tune.decision import Choice, MeasuredSpeedup, choose, verdict
 from outpace.tune.race import Record
-from outpace.tune.replay import Speed
-from outpace.tune.way import Candidate, Setting, plainly
+from outpace.tune.replay import ExpectedSpeedup
 
-PAYS = 1.02  # expected speed that a draft must reach
+MIN_SPEEDUP = 1.02  # expected speedup from which a draft pays
 UNMEASURED = "no whole text was measured yet"
 
 
@@ -20,156 +20,172 @@ class Findings:
     """All measurements so far, and the choice.
 
     Args:
-        first: The setup without speculation, which the others are compared with.
+        reference: The baseline that the candidates are compared with.
 
     Attributes:
-        first: The setup without speculation.
-        known: All setups.
+        reference: The baseline that the candidates are compared with.
+        candidates: All candidates, the reference included.
         beta: Acceptance probability at the tokens of texts, by draft.
-        expected: Speeds that follow from acceptance and costs.
-        dropped: Why some setups cannot pay. They are not measured with whole texts.
-        untried: Why some setups could not be measured.
-        ended: Why no whole text was measured, where none was.
+        expected: Speedups computed from acceptance and costs.
+        dropped: Why some candidates cannot pay. They are not measured with whole texts.
+        skipped: Why some candidates could not be measured.
+        unmeasured_reason: Why no whole text was measured, if none was.
         record: Measurements with whole texts.
-        crowds: The chosen setup with larger batches.
+        larger_batches: Results of the chosen candidate with larger batches.
         choice: The choice so far.
     """
 
-    def __init__(self, first: Setting) -> None:
-        self.first = first
-        self.known = [first]
+    def __init__(self, reference: Candidate) -> None:
+        self.reference = reference
+        self.candidates = [reference]
         self.beta: dict[str, list[Floats]] = {}
-        self.expected: dict[Setting, Speed] = {}
-        self.dropped: dict[Setting, str] = {}
-        self.untried: dict[Setting, str] = {}
-        self.ended = UNMEASURED
+        self.expected: dict[Candidate, ExpectedSpeedup] = {}
+        self.dropped: dict[Candidate, str] = {}
+        self.skipped: dict[Candidate, str] = {}
+        self.unmeasured_reason = UNMEASURED
         self.record = Record()
-        self.crowds: list[Candidate] = []
-        self.choice = Choice(first, {})
+        self.larger_batches: list[CandidateResult] = []
+        self.choice = Choice(reference, {})
 
-    def add(self, *ways: Setting) -> None:
-        """Add setups that are not known yet."""
-        self.known += [way for way in ways if way not in self.known]
+    def add(self, *candidates: Candidate) -> None:
+        """Add candidates, except those that were added before."""
+        self.candidates += [candidate for candidate in candidates if candidate not in self.candidates]
 
-    def expect(self, way: Setting, speed: Speed, least: float, hope: Speed) -> None:
-        """Note the expected speed of a setup, and drop it if it cannot pay.
+    def expect(
+        self,
+        candidate: Candidate,
+        speedup: ExpectedSpeedup,
+        min_speedup: float,
+        best_case: ExpectedSpeedup,
+    ) -> None:
+        """Record the expected speedup of a candidate, and drop the candidate if it cannot pay.
 
         Args:
-            way: The setup.
-            speed: Its expected speed, with an interval.
-            least: Speed that it must reach to be worth measuring.
-            hope: Speed at best. The setup is dropped if the upper end of its interval is below ``least``.
+            candidate: The candidate.
+            speedup: Its expected speedup, with an interval.
+            min_speedup: Speedup that makes the candidate worth measuring.
+            best_case: Speedup at best. If its interval ends below ``min_speedup``, the candidate is dropped.
         """
-        self.add(way)
-        self.expected[way] = speed
-        if hope[1] is not None and hope[1][1] < least:
-            self.dropped[way] = "cannot pay, by its acceptance rate and its cost"
+        self.add(candidate)
+        self.expected[candidate] = speedup
+        if best_case[1] is not None and best_case[1][1] < min_speedup:
+            self.dropped[candidate] = "cannot pay, by its acceptance rate and its cost"
 
-    def promising(self) -> list[Setting]:
-        """Return the setups left to measure, the most promising first."""
-        out = {self.first, *self.dropped, *self.untried}
-        left = [way for way in self.known if way not in out]
-        return sorted(left, key=lambda way: -self.expected.get(way, (1.0, None))[0])
+    def promising(self) -> list[Candidate]:
+        """Return the candidates left to measure, the most promising first."""
+        out = {self.reference, *self.dropped, *self.skipped}
+        remaining = [candidate for candidate in self.candidates if candidate not in out]
+        return sorted(remaining, key=lambda one: -self.expected.get(one, (1.0, None))[0])
 
     def decide(self) -> None:
-        """Choose a setup from the measurements so far."""
-        self.choice = choose(self.record.rates, self.record.yardsticks, self.first)
+        """Choose a candidate from the measurements so far."""
+        self.choice = choose(self.record.rates, self.record.baseline_rates, self.reference)
 
-    def seen(self) -> dict[Setting, Seen]:
-        """Return the measured speed of each setup that has one."""
-        return {way: found for way in self.known if (found := self.record.seen(way)) is not None}
+    def measured(self) -> dict[Candidate, MeasuredSpeedup]:
+        """Return the measured speedup of each candidate that has one."""
+        return {
+            candidate: speedup
+            for candidate in self.candidates
+            if (speedup := self.record.speedup(candidate)) is not None
+        }
 
-    def candidates(self) -> list[Candidate]:
-        """Return all setups with their speeds, larger batches last."""
-        return [self._candidate(way) for way in self.known] + self.crowds
+    def results(self) -> list[CandidateResult]:
+        """Return the results of all candidates, larger batches last."""
+        return [self._result(candidate) for candidate in self.candidates] + self.larger_batches
 
-    def chosen(self) -> Candidate:
-        """Return the chosen setup with its speed."""
-        return self._candidate(self.choice.way)
+    def chosen(self) -> CandidateResult:
+        """Return the result of the chosen candidate."""
+        return self._result(self.choice.candidate)
 
-    def nearest(self) -> int | None:
+    def nearest_fixed(self) -> int | None:
         """Return the chosen num_draft_tokens as a number, for libraries without a draft-length policy.
 
         Returns:
-            The number, or that of the fastest fixed setup of the same draft; None if none was found to pay.
+            The number, or that of the fastest fixed candidate with the same draft; None if none is known to
+            pay.
         """
-        way = self.choice.way
-        if way.length.isdecimal():
-            return int(way.length)
-        speeds = {one: speed for one, (speed, _) in self.expected.items()}
-        speeds |= {one: seen.speed for one, seen in self.seen().items()}
-        alone = speeds.get(plainly(way.dtype), 1.0)
-        pays = {
-            int(one.length): speed
-            for one, speed in speeds.items()
-            if (one.draft, one.dtype) == (way.draft, way.dtype) and one.length.isdecimal() and speed > alone
+        chosen = self.choice.candidate
+        if chosen.num_draft_tokens.isdecimal():
+            return int(chosen.num_draft_tokens)
+        ratios = {candidate: ratio for candidate, (ratio, _) in self.expected.items()}
+        ratios |= {candidate: speedup.ratio for candidate, speedup in self.measured().items()}
+        baseline_ratio = ratios.get(baseline(chosen.dtype), 1.0)
+        paying = {
+            int(one.num_draft_tokens): ratio
+            for one, ratio in ratios.items()
+            if (one.draft, one.dtype) == (chosen.draft, chosen.dtype)
+            and one.num_draft_tokens.isdecimal()
+            and ratio > baseline_ratio
         }
-        return max(pays, key=pays.__getitem__, default=None)
+        return max(paying, key=paying.__getitem__, default=None)
 
-    def most_rows(self) -> int | None:
-        """Return the largest batch size up to which the chosen setup is expected to pay.
+    def max_batch(self) -> int | None:
+        """Return the largest batch size up to which the chosen candidate is expected to pay.
 
         Returns:
             The batch size; None if the choice is no speculation, or if no larger batch was measured.
         """
-        if self.choice.way.plain or not self.crowds:
+        if self.choice.candidate.is_baseline or not self.larger_batches:
             return None
-        most = 1
-        for one in self.crowds:
-            if one.expected is None or one.expected <= PAYS:
+        largest = 1
+        for result in self.larger_batches:
+            if result.expected is None or result.expected <= MIN_SPEEDUP:
                 break
-            most = one.batch
-        return most
+            largest = result.batch
+        return largest
 
     def verdict(self) -> str:
         """Return the result in a sentence."""
-        seen, unknown = self.seen(), self.unknown()
-        if unknown is not None:
-            return f"Whether it pays is not known: {unknown}."
-        if seen:
-            return verdict(self.choice, seen, self.first)
+        measured, undecided = self.measured(), self.undecided_reason()
+        if undecided is not None:
+            return f"Whether it pays is not known: {undecided}."
+        if measured:
+            return verdict(self.choice, measured, self.reference)
         if not self.dropped:
             return "Do not speculate: no draft was named."
-        which = "no draft that could be looked at" if self.untried else "no draft"
+        which = "no draft that could be measured" if self.skipped else "no draft"
         return f"Do not speculate: {which} can pay, by acceptance rates and costs."
 
-    def unknown(self) -> str | None:
+    def undecided_reason(self) -> str | None:
         """Return why no choice is possible, not even that of no speculation; None if one is."""
-        hopes = self.promising()
-        if self.seen() or not (hopes or (self.untried and not self.dropped)):
+        promising = self.promising()
+        if self.measured() or not (promising or (self.skipped and not self.dropped)):
             return None
         if self.record.rounds:
             return "all texts ended before anything could be timed"
-        if not hopes:
-            return next(f"{way.draft}: {why}" for way, why in self.untried.items())
-        told = next(((way, self.expected[way][0]) for way in hopes if way in self.expected), None)
-        if told is None:
-            return self.ended
-        way, speed = told
-        return f"{self.ended}; {way.among(self.first)} is expected to be {speed:.2f} times as fast"
+        if not promising:
+            return next(f"{candidate.draft}: {reason}" for candidate, reason in self.skipped.items())
+        best = next((candidate for candidate in promising if candidate in self.expected), None)
+        if best is None:
+            return self.unmeasured_reason
+        name, ratio = best.describe(self.reference), self.expected[best][0]
+        return f"{self.unmeasured_reason}; {name} is expected to be {ratio:.2f} times as fast"
 
     def content(self) -> Mapping[str, Any]:
-        """Return everything for the results file."""
+        """Return all results, for the results file."""
         return {
             "rounds": self.record.rounds,
             "drafts": [self._alpha(name) for name in self.beta],
-            "candidates": [asdict(one) for one in self.candidates()],
-            "chosen": asdict(self.chosen()) if self.unknown() is None else None,
-            "max_batch": self.most_rows(),
+            "candidates": [asdict(one) for one in self.results()],
+            "chosen": asdict(self.chosen()) if self.undecided_reason() is None else None,
+            "max_batch": self.max_batch(),
             "verdict": self.verdict(),
         }
 
-    def _candidate(self, way: Setting) -> Candidate:
-        expected, interval = self.expected.get(way, (None, None))
-        seen = self.record.seen(way)
-        reasons = (self.choice.why, self.record.dropped, self.dropped, self.untried)
-        why = next((some[way] for some in reasons if way in some), "")
-        if way == self.first:
-            expected, why = 1.0, "what the others are compared with"
+    def _result(self, candidate: Candidate) -> CandidateResult:
+        expected, interval = self.expected.get(candidate, (None, None))
+        speedup = self.record.speedup(candidate)
+        reasons = (self.choice.reasons, self.record.dropped, self.dropped, self.skipped)
+        why = next((some[candidate] for some in reasons if candidate in some), "")
+        if candidate == self.reference:
+            expected, why = 1.0, "this is the baseline"
         verified = None
-        if seen is not None:
-            verified, interval = seen.speed, seen.interval
-        return Candidate(way.draft, way.length, way.dtype, way.rule, 1, expected, interval, verified, why)
+        if speedup is not None:
+            verified, interval = speedup.ratio, speedup.interval
+        return CandidateResult(
+            candidate.draft, candidate.num_draft_tokens, candidate.dtype, candidate.rule,
+            1, expected, interval, verified, why,
+        )  # fmt: skip
 
     def _alpha(self, name: str) -> Mapping[str, Any]:
         found, tokens = estimate(self.beta[name]), sum(map(len, self.beta[name]))

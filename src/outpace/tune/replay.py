@@ -13,10 +13,10 @@ import numpy as np
 
 from outpace.bench.estimate import Floats
 from outpace.bench.spread import faster
-from outpace.tune.way import Interval
+from outpace.tune.candidate import Interval
 
-LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
-Speed = tuple[float, Interval | None]
+NUM_DRAFT_TOKENS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+ExpectedSpeedup = tuple[float, Interval | None]
 
 
 class Replay:
@@ -24,65 +24,69 @@ class Replay:
 
     Args:
         texts: β at each token of each text; NaN where the draft proposed nothing.
-        iterations: Seconds of a step with g = 0, 1, ... draft tokens.
-        yardstick: Seconds of a step without speculation, which speeds are relative to.
+        step_seconds: Seconds of a step with g = 0, 1, ... draft tokens.
+        baseline_seconds: Seconds of a step without speculation, which speedups are relative to.
         B: Number of sequences of a step. A step has no speculation if none of them has a draft token.
 
     Attributes:
-        lengths: Numbers of draft tokens, 0 among them.
-        times: Expected seconds, ``[texts, lengths]``.
+        num_draft_tokens: Numbers of draft tokens, 0 among them.
+        times: Expected seconds, ``[texts, num_draft_tokens]``.
     """
 
     def __init__(
-        self, texts: Sequence[Floats], iterations: Sequence[float], yardstick: float, B: int = 1
+        self, texts: Sequence[Floats], step_seconds: Sequence[float], baseline_seconds: float, B: int = 1
     ) -> None:
-        self.lengths = [0, *(g for g in LENGTHS if g < len(iterations))]
+        self.num_draft_tokens = [0, *(g for g in NUM_DRAFT_TOKENS if g < len(step_seconds))]
         self._tokens = [len(beta) for beta in texts]
-        self._plain = [(n, n * yardstick) for n in self._tokens]
+        self._baseline = [(n, n * baseline_seconds) for n in self._tokens]
         every = np.concatenate([np.zeros(0), *texts])
-        others = 1 - np.isnan(every).mean() ** (B - 1) if every.size else 0.0  # P(another sequence drafts)
-        silent = [iterations[0] + others * (one - iterations[0]) for one in iterations]
-        self.times = np.array(  # [texts, lengths]
-            [[seconds(beta, g, iterations[g], silent[g]) for g in self.lengths] for beta in texts]
+        # The probability that another sequence of the batch has draft tokens.
+        others_draft = 1 - np.isnan(every).mean() ** (B - 1) if every.size else 0.0
+        undrafted = [step_seconds[0] + others_draft * (one - step_seconds[0]) for one in step_seconds]
+        self.times = np.array(  # [texts, num_draft_tokens]
+            [
+                [expected_seconds(beta, g, step_seconds[g], undrafted[g]) for g in self.num_draft_tokens]
+                for beta in texts
+            ]
         )
 
-    def fixed(self, g: int) -> Speed:
-        """Return the speed with g draft tokens per step."""
-        return self._speed(self.times[:, self.lengths.index(g)])
+    def fixed(self, g: int) -> ExpectedSpeedup:
+        """Return the speedup with g draft tokens per step."""
+        return self._speedup(self.times[:, self.num_draft_tokens.index(g)])
 
     def best(self) -> int:
         """Return the fastest fixed number of draft tokens above 0."""
-        return self.lengths[1 + int(self.times[:, 1:].sum(0).argmin())]
+        return self.num_draft_tokens[1 + int(self.times[:, 1:].sum(0).argmin())]
 
-    def chosen(self) -> Speed:
-        """Return the speed if the best number of draft tokens, 0 included, was known for each text.
+    def best_per_text(self) -> ExpectedSpeedup:
+        """Return the speedup if each text had its best number of draft tokens, which may be 0.
 
         No policy with a single number per text does better.
         """
-        return self._speed(self.times.min(1))
+        return self._speedup(self.times.min(1))
 
-    def _speed(self, times: Floats) -> Speed:
-        return faster(list(zip(self._tokens, times.tolist(), strict=True)), self._plain)
+    def _speedup(self, times: Floats) -> ExpectedSpeedup:
+        return faster(list(zip(self._tokens, times.tolist(), strict=True)), self._baseline)
 
 
-def seconds(beta: Floats, g: int, iteration: float, silent: float) -> float:
+def expected_seconds(beta: Floats, g: int, step_seconds: float, undrafted_seconds: float) -> float:
     """Return the expected seconds of one text.
 
     Args:
         beta: Acceptance probability at each token; NaN where the draft proposed nothing.
         g: Number of draft tokens per step.
-        iteration: Seconds of a step with draft tokens.
-        silent: Seconds of a step where the draft proposed nothing.
+        step_seconds: Seconds of a step with draft tokens.
+        undrafted_seconds: Seconds of a step in which the draft proposed nothing.
     """
-    n, kept, nothing = len(beta), np.nan_to_num(beta).tolist(), np.isnan(beta).tolist()
+    n, accepted, undrafted = len(beta), np.nan_to_num(beta).tolist(), np.isnan(beta).tolist()
     after = [0.0] * (n + g + 2)  # seconds of the rest of the text, from each token on
     for i in reversed(range(n)):
-        if nothing[i] or g == 0:
-            after[i] = silent + after[i + 1]
+        if undrafted[i] or g == 0:
+            after[i] = undrafted_seconds + after[i + 1]
             continue
-        chance, total = 1.0, iteration
+        probability, total = 1.0, step_seconds
         for r in range(min(g, n - i)):
-            total += chance * (1 - kept[i + r]) * after[i + r + 1]
-            chance *= kept[i + r]
-        after[i] = total + chance * after[i + g + 1]
+            total += probability * (1 - accepted[i + r]) * after[i + r + 1]
+            probability *= accepted[i + r]
+        after[i] = total + probability * after[i + g + 1]
     return after[0]

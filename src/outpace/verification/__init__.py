@@ -4,10 +4,10 @@ It is pure: no models, no caches.
 """
 
 from outpace.verification.block import Block as Block
-from outpace.verification.block import Drawn as Drawn
+from outpace.verification.block import SampledTokens as SampledTokens
 from outpace.verification.block import Verdict as Verdict
 from outpace.verification.entry import sample as sample
-from outpace.verification.entry import settle as settle
 from outpace.verification.entry import verify as verify
+from outpace.verification.entry import verify_block as verify_block
 from outpace.verification.rules import Rule as Rule
 from outpace.verification.rules import sigmoid as sigmoid

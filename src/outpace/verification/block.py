@@ -31,7 +31,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledTokens:
     """Sampled draft tokens, and results that verification would otherwise compute again.
 
     Attributes:
@@ -62,11 +62,11 @@ class Block:
     seeds: Tensor | int  # [B], or one for all
     starts: Tensor | int  # [B] absolute position of tokens[:, 0], or one for all
     counts: Tensor | None = None  # [B] number of draft tokens per row; None: g
-    given_up: Tensor | None = None  # [B] bool, rows that are bad already
-    greedy_keep: Tensor | None = None  # [B, g] bool, draft tokens that greedy lenience accepts
+    invalid: Tensor | None = None  # [B] bool, rows with a token or length out of range
+    greedy_accept: Tensor | None = None  # [B, g] bool, draft tokens that greedy lenience accepts
     draft_cut: Tensor | None = None  # [B, g] smallest draft logit that the filters leave, if known
     draft_tie: Tensor | None = None  # [B, g] int32, first id that they leave there
-    in_turn: bool = False  # whether logits past a rejection may be ignored, usable or not
+    stop_at_rejection: bool = False  # whether logits past a rejection need not be checked
 
     @cached_property
     def seed(self) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outpace.checks.arguments import floats, integers, number, one_or_each, row_integers
+from outpace.checks.arguments import floats, int_or_row_integers, integers, number, row_integers
 from outpace.sampling import Prefix, SamplingParams
 from outpace.verification.rules import Rule
 
@@ -74,10 +74,10 @@ def lengths(
     """
     if value is None:
         return None, None
-    given = row_integers("lengths", value, rows, device, 0, g)
+    counts = row_integers("lengths", value, rows, device, 0, g)
     if device.type == "cpu":
-        return given, None
-    return given.clamp(0, g), (given < 0) | (given > g)
+        return counts, None
+    return counts.clamp(0, g), (counts < 0) | (counts > g)
 
 
 def tokens(draft_tokens: Tensor, counts: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor | None]:
@@ -87,33 +87,33 @@ def tokens(draft_tokens: Tensor, counts: Tensor | None, vocab_size: int) -> tupl
         Token ids, int64 ``[B, g]``, which are 0 past a row's count. Then a mask of rows with a token out of
         range, or None.
     """
-    given = draft_tokens.to(torch.int64)
+    ids = draft_tokens.to(torch.int64)
     if counts is not None:
-        drafted = torch.arange(given.shape[1], device=counts.device) < counts[:, None]
-        given = torch.where(drafted, given, 0)
-    if given.device.type != "cpu":
-        return given.clamp(0, vocab_size - 1), ((given < 0) | (given >= vocab_size)).any(-1)
-    low, high = map(int, torch.aminmax(given)) if given.numel() else (0, 0)
+        drafted = torch.arange(ids.shape[1], device=counts.device) < counts[:, None]
+        ids = torch.where(drafted, ids, 0)
+    if ids.device.type != "cpu":
+        return ids.clamp(0, vocab_size - 1), ((ids < 0) | (ids >= vocab_size)).any(-1)
+    low, high = map(int, torch.aminmax(ids)) if ids.numel() else (0, 0)
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"draft_tokens: got token id {low if low < 0 else high}; "
             f"with {vocab_size} logits ids lie in 0..{vocab_size - 1}"
         )
-    return given, None
+    return ids, None
 
 
 def cut(
-    given: tuple[Tensor, Tensor], draft_lse: Tensor | None, drafters: object, draft_tokens: Tensor
+    value: tuple[Tensor, Tensor], draft_lse: Tensor | None, draft_params: object, draft_tokens: Tensor
 ) -> None:
     """Check the cut of the draft.
 
     A cut says which logits a sampling's filters leave. It needs that sampling and the logsumexp.
     """
-    if draft_lse is None or drafters is None:
+    if draft_lse is None or draft_params is None:
         raise ValueError("draft_cut: given without draft_lse and draft_sampling, which it belongs to")
-    if len(given) != 2 or not all(isinstance(one, Tensor) for one in given):
+    if len(value) != 2 or not all(isinstance(one, Tensor) for one in value):
         raise TypeError("draft_cut: got no pair of tensors; it must be cut and tie, as `sample` gives them")
-    for name, one, dtype in zip(("cut", "tie"), given, (torch.float32, torch.int32), strict=True):
+    for name, one, dtype in zip(("cut", "tie"), value, (torch.float32, torch.int32), strict=True):
         if one.device != draft_tokens.device:
             raise ValueError(f"draft_cut: {name} is on {one.device}; the others are on {draft_tokens.device}")
         if one.shape != draft_tokens.shape or one.dtype is not dtype:
@@ -155,18 +155,18 @@ def position(
     """
     if value is None:
         return 0 if prefix is None else prefix.row_lengths()
-    given = one_or_each("position", value, rows, device, 0, 2**32 - 1 - g)
+    positions = int_or_row_integers("position", value, rows, device, 0, 2**32 - 1 - g)
     if prefix is None and any(one.reads_prefix for one in samplings):
-        if isinstance(given, int):
-            before, where = given > 0, f"{given}"
+        if isinstance(positions, int):
+            before, where = positions > 0, f"{positions}"
         else:
-            before, where = given.device.type != "cpu" or bool(given.any()), f"{given.tolist()}"
+            before, where = positions.device.type != "cpu" or bool(positions.any()), f"{positions.tolist()}"
         if before:
             raise ValueError(
                 "prefix: missing; the sampling has penalties or processors, which read the tokens before "
                 f"position {where}"
             )
-    return given
+    return positions
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from outpace.sampling import SamplingParams, random, warp
 from outpace.sampling.random import Stream
-from outpace.sampling.workspace import kept, softmax
-from outpace.verification.block import Block, Drawn, Verdict
+from outpace.sampling.workspace import reusable_buffer, softmax
+from outpace.verification.block import Block, SampledTokens, Verdict
 from outpace.verification.rules import Rule
 
 # Logits handled at a time on the CPU, in a workspace that is reused.
 PIECE = 3 << 20
-LONG = 2048  # vocabulary size from which the sums of a row take longer than a look at it from Python
+LARGE_VOCAB = 2048  # vocabulary size from which Python code per row costs less than sums over all rows
 
 Outcome = tuple[Tensor, Tensor, Tensor]
-"""Drafts kept `[B]`, weights of the next token `[B, V]`, and rows without a distribution `[B]`."""
+"""Accepted draft tokens `[B]`, weights of the next token `[B, V]`, and rows without a distribution `[B]`."""
 
 
 def verify(block: Block, rule: Rule, lenience: float = 1.0) -> Verdict:
@@ -33,18 +33,18 @@ def verify(block: Block, rule: Rule, lenience: float = 1.0) -> Verdict:
     """
     if rule.name == "match" or block.tokens.shape[1] == 0:
         return match(block)
-    long = block.target_logits.shape[-1] >= LONG and block.target_logits.device.type == "cpu"
-    if block.in_turn and rule.name == "token" and long and block.draft_lse is None:
-        verdict = settle(block, *token_in_turn(block, lenience))
+    large_vocab = block.target_logits.shape[-1] >= LARGE_VOCAB and block.target_logits.device.type == "cpu"
+    if block.stop_at_rejection and rule.name == "token" and large_vocab and block.draft_lse is None:
+        verdict = make_verdict(block, *token_by_row(block, lenience))
     else:
         r, u = noise(block)
-        cut = pieces(block.target_logits)
-        if len(cut) == 1:
-            verdict = settle(block, *decide(block, rule, lenience, r, u))
+        parts = pieces(block.target_logits)
+        if len(parts) == 1:
+            verdict = make_verdict(block, *decide(block, rule, lenience, r, u))
         else:
-            decided = [decide(block.rows(rows), rule, lenience, r[rows], u[rows]) for rows in cut]
-            verdict = settle(block, *map(torch.cat, zip(*decided, strict=True)))
-    return plain_where_undrafted(block, verdict)
+            decided = [decide(block.rows(rows), rule, lenience, r[rows], u[rows]) for rows in parts]
+            verdict = make_verdict(block, *map(torch.cat, zip(*decided, strict=True)))
+    return sample_undrafted_rows(block, verdict)
 
 
 def decide(block: Block, rule: Rule, lenience: float, r: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,7 +62,7 @@ def decide(block: Block, rule: Rule, lenience: float, r: Tensor, u: Tensor) -> t
         accepted, weights, bad = rejection(block, r)
     else:
         raise ValueError(f"rule: got {rule}, which has no eager form")
-    return accepted, random.draw(weights, u.gather(1, accepted[:, None]).squeeze(1)), bad
+    return accepted, random.sample(weights, u.gather(1, accepted[:, None]).squeeze(1)), bad
 
 
 def pieces(logits: Tensor) -> list[slice]:
@@ -82,37 +82,39 @@ def token(block: Block, r: Tensor, lenience: float) -> Outcome:
     A.5, and Chen Alg. 2.
     """
     p, q = softmax(block.target_logits, "p"), draft_softmax(block)
-    keep = accepts(chosen(p, block), chosen(q, block), r, lenience)
-    if block.greedy_keep is not None:
-        keep |= block.greedy_keep
-    accepted = leading(keep & block.drafted)
+    accept = accepts(chosen(p, block), chosen(q, block), r, lenience)
+    if block.greedy_accept is not None:
+        accept |= block.greedy_accept
+    accepted = leading(accept & block.drafted)
     bad = no_softmax(block, p, q)
-    bad = bad.gather(1, accepted[:, None]).squeeze(1) if block.in_turn else among_drafted(block, bad)
+    bad = (
+        bad.gather(1, accepted[:, None]).squeeze(1) if block.stop_at_rejection else among_drafted(block, bad)
+    )
     return accepted, remainder(block, p, q, accepted), bad
 
 
-def token_in_turn(block: Block, lenience: float) -> tuple[Tensor, Tensor, Tensor]:
+def token_by_row(block: Block, lenience: float) -> tuple[Tensor, Tensor, Tensor]:
     """Apply ``token`` to each row only as far as its draft tokens are accepted.
 
-    On a CPU, long rows cost more than a look at each from Python.
+    On a CPU, sums over a large vocabulary cost more than Python code per row.
     """
-    keep = None if block.greedy_keep is None else block.greedy_keep.tolist()
+    greedy_accept = None if block.greedy_accept is None else block.greedy_accept.tolist()
     B, g = block.tokens.shape
     lengths = [g] * B if block.counts is None else block.counts.tolist()
-    noise = random.halves(listed(block.seeds, B), listed(block.starts, B), g + 1, Stream.ACCEPT)
+    uniforms = random.halves(listed(block.seeds, B), listed(block.starts, B), g + 1, Stream.ACCEPT)
     ends = []
     for b, (tokens, length) in enumerate(zip(block.tokens.tolist(), lengths, strict=True)):
         n, q, qx = 0, None, 1.0
         while True:
-            p = wide(block.target_logits[b, n]).softmax(-1)
+            p = upcast(block.target_logits[b, n]).softmax(-1)
             if n == length:
                 break
             px = float(p[tokens[n]])
             if block.draft_logits is not None:
-                q = wide(block.draft_logits[b, n]).softmax(-1)
+                q = upcast(block.draft_logits[b, n]).softmax(-1)
                 qx = float(q[tokens[n]])
-            kept = px > 0 and noise[b][n][0] * (lenience * qx) <= px
-            if not kept and not (keep and keep[b][n]):
+            accept = px > 0 and uniforms[b][n][0] * (lenience * qx) <= px
+            if not accept and not (greedy_accept and greedy_accept[b][n]):
                 break
             n, q = n + 1, None
         bad = math.isnan(p[0]) or (q is not None and math.isnan(qx))  # then a softmax is NaN everywhere
@@ -120,9 +122,9 @@ def token_in_turn(block: Block, lenience: float) -> tuple[Tensor, Tensor, Tensor
             p.sub_(q).clamp_(min=0)
         elif n < length:  # a point mass, at the rejected token
             p[tokens[n]] = 0
-        token = 0 if bad else random.draw_one(p, noise[b][n][1])
+        token = 0 if bad else random.sample_one(p, uniforms[b][n][1])
         if not bad and not p[token]:  # p and q equal up to rounding leave no residual; p is as good
-            token = random.draw_one(wide(block.target_logits[b, n]).softmax(-1), noise[b][n][1])
+            token = random.sample_one(upcast(block.target_logits[b, n]).softmax(-1), uniforms[b][n][1])
         ends.append((n, token, bad))
     accepted, next_token, unusable = zip(*ends, strict=True)
     return torch.tensor(accepted), torch.tensor(next_token), torch.tensor(unusable)
@@ -130,21 +132,21 @@ def token_in_turn(block: Block, lenience: float) -> tuple[Tensor, Tensor, Tensor
 
 def sample(
     logits: Tensor, seeds: Tensor | int, starts: Tensor | int, step: int, rows: list[SamplingParams] | None
-) -> Drawn:
+) -> SampledTokens:
     """Sample one draft token from each row of ``[B, V]``: see ``outpace.verification.sample``."""
     B = len(logits)
-    adjusted = wide(logits) if rows is None else warp(wide(logits)[:, None], rows)[:, 0]
+    adjusted = upcast(logits) if rows is None else warp(upcast(logits)[:, None], rows)[:, 0]
     seed, start = (torch.as_tensor(one, device=logits.device).expand(B) for one in (seeds, starts))
     u = random.uniform(seed, start + step, start, Stream.DRAFT)
     lse = torch.where(unusable(adjusted), torch.nan, adjusted.double().logsumexp(-1))
-    return Drawn(random.draw(adjusted.softmax(-1), u).masked_fill(lse.isnan(), 0), lse)
+    return SampledTokens(random.sample(adjusted.softmax(-1), u).masked_fill(lse.isnan(), 0), lse)
 
 
 def approximate(block: Block, r: Tensor, alpha: float, beta: float) -> Outcome:
     """Apply ``token`` with σ((z − alpha)/(beta − alpha)) in place of p and q: Wagner eq. 5 and 6."""
 
     def squash(logits: Tensor) -> Tensor:
-        return ((wide(logits) - alpha) / (beta - alpha)).sigmoid_()
+        return ((upcast(logits) - alpha) / (beta - alpha)).sigmoid_()
 
     z, bad = block.target_logits, unusable(block.target_logits)
     px, qx, q = squash(of_tokens(z, block.tokens)).double(), point_masses(block), None
@@ -153,7 +155,7 @@ def approximate(block: Block, r: Tensor, alpha: float, beta: float) -> Outcome:
         qx = squash(of_tokens(block.draft_logits, block.tokens)).double()
     accepted = leading(accepts(px, qx, r) & block.drafted)
     if block.draft_logits is not None:
-        q = squash(at(block.draft_logits, first_lost(block, accepted)))
+        q = squash(at(block.draft_logits, first_rejected(block, accepted)))
     weights = residual(block, squash(at(z, accepted)), q, accepted)
     # Logits far below alpha leave nothing to sample from.
     nothing = (weights.sum(-1) == 0) & (block.lengths > 0)
@@ -201,45 +203,47 @@ def argmax(block: Block) -> Verdict:
     Every exact rule does this for greedy targets.
     """
     bad = among_drafted(block, unusable(block.target_logits))
-    own = block.target_logits.argmax(-1)
-    accepted = leading((own[:, :-1] == block.tokens) & block.drafted)
-    return settle(block, accepted, own.gather(1, accepted[:, None]).squeeze(1), bad)
+    best = block.target_logits.argmax(-1)
+    accepted = leading((best[:, :-1] == block.tokens) & block.drafted)
+    return make_verdict(block, accepted, best.gather(1, accepted[:, None]).squeeze(1), bad)
 
 
 def match(block: Block) -> Verdict:
     """Sample the target's own tokens with the target stream; accept draft tokens while they equal them."""
     bad = among_drafted(block, unusable(block.target_logits))
     if bad.device.type == "cpu":
-        return settle(block, *match_in_turn(block), bad)
-    own = plain(block.target_logits, block.seed[:, None], block.positions)
-    accepted = leading((own[:, :-1] == block.tokens) & block.drafted)
-    return settle(block, accepted, own.gather(1, accepted[:, None]).squeeze(1), bad)
+        return make_verdict(block, *match_by_position(block), bad)
+    target_tokens = sample_target(block.target_logits, block.seed[:, None], block.positions)
+    accepted = leading((target_tokens[:, :-1] == block.tokens) & block.drafted)
+    return make_verdict(block, accepted, target_tokens.gather(1, accepted[:, None]).squeeze(1), bad)
 
 
-def match_in_turn(block: Block) -> tuple[Tensor, Tensor]:
+def match_by_position(block: Block) -> tuple[Tensor, Tensor]:
     """Apply ``match`` position by position, leaving out rows after a rejection.
 
-    On a CPU, noise costs more than a look at each position from Python.
+    On a CPU, noise costs more than Python code per position.
     """
     accepted, next_token = torch.zeros_like(block.lengths), torch.zeros_like(block.lengths)
     rows = torch.arange(len(accepted), device=accepted.device)
     for i, position in enumerate(block.positions.unbind(1)):
-        own = plain(at(block.target_logits, torch.full_like(rows, i), rows), block.seed[rows], position[rows])
-        accepted[rows], next_token[rows] = i, own
+        target_tokens = sample_target(
+            at(block.target_logits, torch.full_like(rows, i), rows), block.seed[rows], position[rows]
+        )
+        accepted[rows], next_token[rows] = i, target_tokens
         if i < block.tokens.shape[1]:
-            rows = rows[block.drafted[rows, i] & (own == block.tokens[rows, i])]
+            rows = rows[block.drafted[rows, i] & (target_tokens == block.tokens[rows, i])]
         if not len(rows):
             break
     return accepted, next_token
 
 
-def plain(logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+def sample_target(logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     """Sample as decoding without speculation does: ``[..., V]`` to ``[...]``."""
-    return random.race(wide(logits), random.gumbel(seed, position, logits.shape[-1]))
+    return random.race(upcast(logits), random.gumbel(seed, position, logits.shape[-1]))
 
 
-def plain_where_undrafted(block: Block, verdict: Verdict) -> Verdict:
-    """Replace the next token of rows without draft tokens by that of ``plain``."""
+def sample_undrafted_rows(block: Block, verdict: Verdict) -> Verdict:
+    """Replace the next token of rows without draft tokens by that of ``sample_target``."""
     if not block.ragged:
         return verdict
     undrafted = (block.lengths == 0) & ~verdict.bad
@@ -247,10 +251,10 @@ def plain_where_undrafted(block: Block, verdict: Verdict) -> Verdict:
         rows = undrafted.nonzero().squeeze(1)
         if not len(rows):
             return verdict
-        own = plain(block.target_logits[rows, 0], block.seed[rows], block.start[rows])
-        return Verdict(verdict.accepted, verdict.next_token.index_copy(0, rows, own), verdict.bad)
-    own = plain(block.target_logits[:, 0], block.seed, block.start)
-    return Verdict(verdict.accepted, torch.where(undrafted, own, verdict.next_token), verdict.bad)
+        sampled = sample_target(block.target_logits[rows, 0], block.seed[rows], block.start[rows])
+        return Verdict(verdict.accepted, verdict.next_token.index_copy(0, rows, sampled), verdict.bad)
+    sampled = sample_target(block.target_logits[:, 0], block.seed, block.start)
+    return Verdict(verdict.accepted, torch.where(undrafted, sampled, verdict.next_token), verdict.bad)
 
 
 def rejection(block: Block, r: Tensor) -> Outcome:
@@ -261,7 +265,8 @@ def rejection(block: Block, r: Tensor) -> Outcome:
     p, q = softmax(block.target_logits, "p"), draft_softmax(block)
     px, qx = chosen(p, block), chosen(q, block)
     if q is None:
-        most = torch.where(px == 1, 1.0, torch.inf)
+        certain = (p[:, :-1] > 0).sum(-1) == 1  # p(x) may round to 1 beside other possible tokens
+        most = torch.where(certain, 1.0, torch.inf).to(px.dtype)
     else:
         most = torch.where(p[:, :-1] > 0, p[:, :-1] / q, 0).amax(-1).to(px.dtype)
     accepted = leading(accepts(px, most * qx, r) & block.drafted)
@@ -283,17 +288,17 @@ def remainder(
 
     p is ``[B, g+1, V]`` and q is ``[B, g, V]``.
     """
-    if q is None or scale is not None or p.device.type != "cpu" or p.shape[-1] < LONG:
-        q = None if q is None else at(q, first_lost(block, accepted))
+    if q is None or scale is not None or p.device.type != "cpu" or p.shape[-1] < LARGE_VOCAB:
+        q = None if q is None else at(q, first_rejected(block, accepted))
         return residual(block, at(p, accepted), q, accepted, scale)
-    # On a CPU, going to where each row ends costs less than copying long rows together.
-    weights = kept("weights", (p.shape[0], p.shape[2]), p.dtype)
+    # On a CPU, a loop over the rows costs less than copying long rows together.
+    weights = reusable_buffer("weights", (p.shape[0], p.shape[2]), p.dtype)
     ends = zip(weights, p, q, accepted.tolist(), block.lengths.tolist(), strict=True)
-    for row, its_p, its_q, n, drafted in ends:
+    for weight, row_p, row_q, n, drafted in ends:
         if n < drafted:
-            torch.sub(its_p[n], its_q[n], out=row)
+            torch.sub(row_p[n], row_q[n], out=weight)
         else:
-            row.copy_(its_p[n])
+            weight.copy_(row_p[n])
     weights.clamp_(min=0)
     for b in (weights.sum(-1) == 0).nonzero():  # as in `residual`
         weights[b] = p[b, accepted[b]]
@@ -309,13 +314,13 @@ def residual(
     after the accepted draft tokens. q is ``[B, V]`` at the first rejected one, or None for point masses.
     """
     weights = p if scale is None else p * scale.to(p.dtype)
-    lost = (accepted < block.lengths)[:, None]
+    rejected = (accepted < block.lengths)[:, None]
     if q is None:
         # p(x) <= 1 = q(x) at the rejected token, and q is 0 elsewhere.
-        token = block.tokens.gather(1, first_lost(block, accepted)[:, None])
-        weights = weights.scatter(1, token, weights.gather(1, token).masked_fill_(lost, 0))
+        token = block.tokens.gather(1, first_rejected(block, accepted)[:, None])
+        weights = weights.scatter(1, token, weights.gather(1, token).masked_fill_(rejected, 0))
     else:
-        weights = (weights - q.mul_(lost)).clamp_(min=0)
+        weights = (weights - q.mul_(rejected)).clamp_(min=0)
     # p and q equal up to rounding leave no residual; then p is as good.
     empty = weights.sum(-1, keepdim=True) == 0
     if empty.device.type == "cpu" and not empty.any():
@@ -323,7 +328,7 @@ def residual(
     return torch.where(empty, p, weights)
 
 
-def first_lost(block: Block, accepted: Tensor) -> Tensor:
+def first_rejected(block: Block, accepted: Tensor) -> Tensor:
     """Return the index of the first rejected draft token.
 
     It is that of the last draft token where all were accepted, and 0 where there was none.
@@ -337,7 +342,7 @@ def draft_softmax(block: Block) -> Tensor | None:
         return None
     if block.draft_lse is None:
         return softmax(block.draft_logits, "q")
-    logits = wide(block.draft_logits)
+    logits = upcast(block.draft_logits)
     high = block.draft_lse.to(logits.dtype)  # in two parts: a large number has few digits for the rest
     low = (block.draft_lse - high).to(logits.dtype)
     return (logits - high[..., None] - low[..., None]).exp_()
@@ -355,7 +360,7 @@ def point_masses(block: Block) -> Tensor:
     return torch.ones(block.tokens.shape, dtype=torch.float64, device=block.tokens.device)
 
 
-def wide(logits: Tensor) -> Tensor:
+def upcast(logits: Tensor) -> Tensor:
     """Convert logits to float32, unless they are float64."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -372,9 +377,9 @@ def at(table: Tensor, index: Tensor, rows: Tensor | None = None) -> Tensor:
     return table.flatten(0, 1).index_select(0, rows * table.shape[1] + index)
 
 
-def leading(keep: Tensor) -> Tensor:
+def leading(accept: Tensor) -> Tensor:
     """Return the number of true entries before the first false one, per row."""
-    return keep.to(torch.int64).cumprod(-1).sum(-1)
+    return accept.to(torch.int64).cumprod(-1).sum(-1)
 
 
 def noise(block: Block) -> tuple[Tensor, Tensor]:
@@ -420,10 +425,10 @@ def among_drafted(block: Block, bad: Tensor) -> Tensor:
     return bad.any(-1)
 
 
-def settle(block: Block, accepted: Tensor, next_token: Tensor, bad: Tensor) -> Verdict:
+def make_verdict(block: Block, accepted: Tensor, next_token: Tensor, bad: Tensor) -> Verdict:
     """Return the verdict, with zeros in bad rows."""
-    if block.given_up is not None:
-        bad = bad | block.given_up
+    if block.invalid is not None:
+        bad = bad | block.invalid
     elif bad.device.type == "cpu" and not bad.any():
         return Verdict(accepted, next_token, bad)
     return Verdict(accepted.masked_fill(bad, 0), next_token.masked_fill(bad, 0), bad)

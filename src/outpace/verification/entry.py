@@ -1,4 +1,4 @@
-"""Entry points of verification: ``verify``, ``sample`` and ``settle``.
+"""Entry points of verification: ``verify``, ``sample`` and ``verify_block``.
 
 They check arguments, adjust logits, and run the eager or the fused form of a rule. ``rules`` says what each
 rule guarantees. ``oracle`` follows the text of the papers. ``eager`` has the rules in batched PyTorch. On
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.checks.arguments import floats, on_device, one_or_each, row_integers
+from outpace.checks.arguments import floats, int_or_row_integers, on_device, row_integers
 from outpace.sampling import Prefix, SamplingParams, per_row, process, warp
 from outpace.verification import check, eager
-from outpace.verification.block import Block, Drawn, Verdict
+from outpace.verification.block import Block, SampledTokens, Verdict
 from outpace.verification.rules import Rule, parse
 
 
@@ -72,7 +72,7 @@ def verify(
         draft_sampling: The same for the draft's logits. For processors with state, see ``SamplingParams``.
             Those of the draft are called at drafted positions, those of the target also after them.
         draft_lse: Logsumexp of the (adjusted) draft logits, float ``[B, g]``, if the drafter stored it.
-        draft_cut: ``Drawn.cut`` and ``Drawn.tie`` of ``sample``, ``[B, g]`` each, with ``draft_lse`` and
+        draft_cut: ``SampledTokens.cut`` and ``.tie`` of ``sample``, ``[B, g]`` each, with ``draft_lse`` and
             ``draft_sampling``. The draft's logits then need not be scanned again.
         prefix: The tokens before ``draft_tokens``: a tensor ``[B, T]``, a list of lists, or a ``Prefix``.
             Needed when ``sampling`` has penalties or processors, which read them.
@@ -102,37 +102,39 @@ def verify(
     check.lenience(lenience, rule)
     B, g = check.shapes(draft_tokens, draft_logits, target_logits, draft_lse)
     V, device = target_logits.shape[-1], target_logits.device
-    targets = None if sampling is None else per_row(sampling, B)
-    drafters = None if draft_sampling is None else per_row(draft_sampling, B, "draft_sampling")
-    if drafters is not None and draft_logits is None:
+    target_params = None if sampling is None else per_row(sampling, B)
+    draft_params = None if draft_sampling is None else per_row(draft_sampling, B, "draft_sampling")
+    if draft_params is not None and draft_logits is None:
         raise ValueError("draft_sampling: given without draft_logits; point masses have nothing to adjust")
 
-    counts, given_up = None, None
+    counts, invalid = None, None
     tokens = draft_tokens if draft_tokens.dtype is torch.int64 else draft_tokens.to(torch.int64)
-    fused = _fused(rule, draft_logits, target_logits) and not _reads_tokens(targets, drafters)
-    fused &= lenience == 1 or targets is None or _can_adjust(targets, rule)  # as `settle` decides
+    fused = _fused(rule, draft_logits, target_logits) and not _reads_tokens(target_params, draft_params)
+    fused &= (
+        lenience == 1 or target_params is None or _can_adjust(target_params, rule)
+    )  # as in `verify_block`
     if fused:
         # The kernels check tokens and lengths themselves.
         if lengths is not None:
             counts = row_integers("lengths", lengths, B, device, 0, g)
     else:
-        counts, given_up = check.lengths(lengths, B, g, device)
-        tokens, strange = check.tokens(draft_tokens, counts, V)
-        if strange is not None:
-            given_up = strange if given_up is None else given_up | strange
+        counts, invalid = check.lengths(lengths, B, g, device)
+        tokens, out_of_range = check.tokens(draft_tokens, counts, V)
+        if out_of_range is not None:
+            invalid = out_of_range if invalid is None else invalid | out_of_range
     prefix = check.prefix(prefix, B, device)
-    starts = check.position(position, prefix, [*(targets or ()), *(drafters or ())], B, g, device)
+    starts = check.position(position, prefix, [*(target_params or ()), *(draft_params or ())], B, g, device)
     if seed is None:
         seed = torch.randint(-(2**63), 2**63 - 1, (B,), device=device)
-    seeds = one_or_each("seed", seed, B, device, -(2**63), 2**64 - 1)
-    block = Block(tokens, draft_logits, target_logits, draft_lse, seeds, starts, counts, given_up)
+    seeds = int_or_row_integers("seed", seed, B, device, -(2**63), 2**64 - 1)
+    block = Block(tokens, draft_logits, target_logits, draft_lse, seeds, starts, counts, invalid)
     if draft_cut is not None:
-        check.cut(draft_cut, draft_lse, drafters, draft_tokens)
+        check.cut(draft_cut, draft_lse, draft_params, draft_tokens)
         block = replace(block, draft_cut=draft_cut[0], draft_tie=draft_cut[1])
-    if fused and all(_can_adjust(rows, rule) for rows in (targets, drafters) if rows is not None):
-        decided: Verdict = _kernels().verify(block, rule, lenience, targets, drafters)
+    if fused and all(_can_adjust(rows, rule) for rows in (target_params, draft_params) if rows is not None):
+        decided: Verdict = _kernels().verify(block, rule, lenience, target_params, draft_params)
         return decided
-    return settle(block, rule, lenience, targets, drafters, prefix)
+    return verify_block(block, rule, lenience, target_params, draft_params, prefix)
 
 
 @torch.no_grad()
@@ -143,7 +145,7 @@ def sample(
     position: int | Sequence[int] | Tensor,
     step: int = 0,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-) -> Drawn:
+) -> SampledTokens:
     """Sample one draft token per row from logits ``[B, V]``, on CUDA in one launch.
 
     The uniform is that of the draft stream. The token is the first one whose running sum exceeds it. Stack
@@ -169,21 +171,21 @@ def sample(
         raise ValueError(
             "sampling: has penalties, bias or processors; `outpace.sampling.adjust` applies them"
         )
-    seeds = one_or_each("seed", seed, B, device, -(2**63), 2**64 - 1)
-    starts = one_or_each("position", position, B, device, 0, 2**32 - 1)
+    seeds = int_or_row_integers("seed", seed, B, device, -(2**63), 2**64 - 1)
+    starts = int_or_row_integers("position", position, B, device, 0, 2**32 - 1)
     if _fused(parse("token"), None, logits):
-        drawn: Drawn = _kernels().sample(logits, seeds, starts, step, rows)
-        return drawn
+        sampled: SampledTokens = _kernels().sample(logits, seeds, starts, step, rows)
+        return sampled
     return eager.sample(logits, seeds, starts, step, rows)
 
 
 @torch.no_grad()
-def settle(
+def verify_block(
     block: Block,
     rule: Rule,
     lenience: float = 1.0,
-    targets: list[SamplingParams] | None = None,
-    drafters: list[SamplingParams] | None = None,
+    target_params: list[SamplingParams] | None = None,
+    draft_params: list[SamplingParams] | None = None,
     prefix: Prefix | None = None,
 ) -> Verdict:
     """Run ``verify`` without its checks.
@@ -194,42 +196,49 @@ def settle(
         block: Draft tokens and logits.
         rule: Rule to apply.
         lenience: Lenience of rule "token".
-        targets: Sampling parameters of the target, one for all rows or one per row.
-        drafters: Sampling parameters of the draft, one for all rows or one per row.
+        target_params: Sampling parameters of the target, one for all rows or one per row.
+        draft_params: Sampling parameters of the draft, one for all rows or one per row.
         prefix: Tokens before the draft tokens.
     """
     fused = _fused(rule, block.draft_logits, block.target_logits)
-    fused &= lenience == 1 or targets is None or _can_adjust(targets, rule)
-    greedy = targets is not None and all(one.greedy for one in targets) and rule.exact and lenience == 1
+    fused &= lenience == 1 or target_params is None or _can_adjust(target_params, rule)
+    greedy = (
+        target_params is not None
+        and all(one.greedy for one in target_params)
+        and rule.exact
+        and lenience == 1
+    )
     rewind_draft = rewind_target = None
 
-    def left_to_the_kernels(rows: list[SamplingParams]) -> bool:
+    def kernels_adjust(rows: list[SamplingParams]) -> bool:
         return fused and _can_adjust(rows, rule)
 
-    if drafters is not None and block.draft_logits is not None:
-        in_both = {id(processor) for one in targets or () for processor in one.processors}
-        if any(id(processor) in in_both for one in drafters for processor in one.processors):
-            drafters = [one.fork() for one in drafters]  # two uses must not see each other's state
+    if draft_params is not None and block.draft_logits is not None:
+        in_both = {id(processor) for one in target_params or () for processor in one.processors}
+        if any(id(processor) in in_both for one in draft_params for processor in one.processors):
+            draft_params = [one.fork() for one in draft_params]  # two uses must not see each other's state
         scores = block.draft_logits
-        if not left_to_the_kernels(drafters) or _reads_tokens(drafters):
-            scores, rewind_draft = process(scores, drafters, prefix, block.tokens, block.lengths)
+        if not kernels_adjust(draft_params) or _reads_tokens(draft_params):
+            scores, rewind_draft = process(scores, draft_params, prefix, block.tokens, block.lengths)
             block = replace(block, draft_logits=scores)
-        if not left_to_the_kernels(drafters):
-            block, drafters = replace(block, draft_logits=warp(scores, drafters)), None
-    if targets is not None and not all(one.neutral for one in targets):
+        if not kernels_adjust(draft_params):
+            block, draft_params = replace(block, draft_logits=warp(scores, draft_params)), None
+    if target_params is not None and not all(one.neutral for one in target_params):
         scores = block.target_logits
-        if not left_to_the_kernels(targets) or _reads_tokens(targets):
+        if not kernels_adjust(target_params) or _reads_tokens(target_params):
             scores, rewind_target = process(
-                scores, targets, prefix, block.tokens, block.lengths + 1, until_lost=True
+                scores, target_params, prefix, block.tokens, block.lengths + 1, until_rejected=True
             )
             block = replace(block, target_logits=scores)
-        if not left_to_the_kernels(targets) and not greedy:
+        if not kernels_adjust(target_params) and not greedy:
             if lenience < 1:
-                near = _near_the_top(scores[:, : block.tokens.shape[1]], block.tokens, targets, lenience)
-                block = replace(block, greedy_keep=near)
-            block, targets = replace(block, target_logits=warp(scores, targets)), None
+                near = _near_the_top(
+                    scores[:, : block.tokens.shape[1]], block.tokens, target_params, lenience
+                )
+                block = replace(block, greedy_accept=near)
+            block, target_params = replace(block, target_logits=warp(scores, target_params)), None
     if fused:
-        verdict: Verdict = _kernels().verify(block, rule, lenience, targets, drafters)
+        verdict: Verdict = _kernels().verify(block, rule, lenience, target_params, draft_params)
     else:
         verdict = eager.argmax(block) if greedy else eager.verify(block, rule, lenience)
     if rewind_target is not None:

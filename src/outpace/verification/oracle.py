@@ -33,7 +33,7 @@ def point_masses(tokens: Sequence[int], vocab_size: int) -> list[list[float]]:
     return [[1.0 if y == x else 0.0 for y in range(vocab_size)] for x in tokens]
 
 
-def draw(weights: Row, u: float) -> int:
+def sample(weights: Row, u: float) -> int:
     """Sample by inverse CDF: return the first token whose running sum exceeds u times the total."""
     total = 0.0
     for w in weights:
@@ -63,9 +63,9 @@ def token(
             n = i
             break
     if n == len(tokens):
-        return n, draw(p[n], u[n])
+        return n, sample(p[n], u[n])
     rest = positive_part(p[n], q[n])
-    return n, draw(rest if sum(rest) > 0 else p[n], u[n])
+    return n, sample(rest if sum(rest) > 0 else p[n], u[n])
 
 
 def greedy(tokens: Sequence[int], p: Sequence[Row], lenience: float = 1.0) -> tuple[int, int]:
@@ -110,8 +110,8 @@ def block(
         if r[i - 1] <= h:
             n = i
     if n == g:
-        return n, draw(p[n], u[n])
-    return n, draw(rest(n) if sum(rest(n)) > 0 else p[n], u[n])
+        return n, sample(p[n], u[n])
+    return n, sample(rest(n) if sum(rest(n)) > 0 else p[n], u[n])
 
 
 def match(tokens: Sequence[int], logits: Sequence[Row], noise: Sequence[Row]) -> tuple[int, int]:
@@ -157,5 +157,5 @@ def rejection(
     for i, x in enumerate(tokens):
         most = max((math.inf if b == 0 else a / b) for a, b in zip(p[i], q[i], strict=True) if a > 0)
         if p[i][x] == 0 or q[i][x] == 0 or r[i] * most * q[i][x] > p[i][x]:
-            return i, draw(p[i], u[i])
-    return len(tokens), draw(p[len(tokens)], u[len(tokens)])
+            return i, sample(p[i], u[i])
+    return len(tokens), sample(p[len(tokens)], u[len(tokens)])

@@ -21,17 +21,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outpace.models.kernels.launch import ALIGNED, Device, device
 
-RANGE = 256  # least earlier tokens of a block; twice as many from FEW_HEADS key heads on
+MIN_RANGE = 256  # least earlier tokens of a block; twice as many from FEW_HEADS key heads on
 FEW_HEADS = 16
-LONG = 2048  # most earlier tokens of a block, even if the GPU is busy with fewer blocks
+MAX_RANGE = 2048  # most earlier tokens of a block, even if the GPU is busy with fewer blocks
 BLOCKS = 1  # blocks per processor that the number of ranges aims at
 BLOCK = 64  # earlier tokens loaded at once; with more queries, twice as many, or half as many with fewer
 # warps if there are many blocks
 FEW_BLOCKS = 160  # with fewer blocks, each of several ranges has twice the warps, and tokens are prefetched
 FEW_QUERIES = 2
 STAGES = 3
-TOGETHER = 4  # ranges loaded at once when their outputs are combined
-AHEAD = 64  # earlier tokens that each of few blocks prefetches before the previous kernel has ended
+COMBINE_UNROLL = 4  # ranges loaded at once when their outputs are combined
+PREFETCH = 64  # earlier tokens that each of few blocks prefetches before the previous kernel has ended
 
 
 @triton.jit
@@ -51,33 +51,33 @@ def normed(a, b, weight, eps, half, HALF: tl.constexpr, D: tl.constexpr, SHIFTED
 
 
 @triton.jit
-def angles_of(place, real, cos, sin, cos_line, D: tl.constexpr, HALF: tl.constexpr):
+def angles_of(position, valid, cos, sin, cos_stride, D: tl.constexpr, HALF: tl.constexpr):
     """Return cosines and sines of positions ``[n]``, ``[n, HALF]`` each."""
     h = tl.arange(0, HALF)[None, :]
-    mask = real[:, None] & (h < D // 2)
-    at = place[:, None] * cos_line + h
+    mask = valid[:, None] & (h < D // 2)
+    at = position[:, None] * cos_stride + h
     return tl.load(cos + at, mask=mask, other=0.0), tl.load(sin + at, mask=mask, other=0.0)
 
 
 @triton.jit
 def vectors(
-    at, real, weight, cosine, sine, eps, D: tl.constexpr, HALF: tl.constexpr, SHIFTED: tl.constexpr
+    at, valid, weight, cosine, sine, eps, D: tl.constexpr, HALF: tl.constexpr, SHIFTED: tl.constexpr
 ):  # fmt: skip
     """Load queries or keys at pointers ``[n]``, normalized and rotated, as two halves ``[n, HALF]``."""
     half = D // 2
     h = tl.arange(0, HALF)[None, :]
-    mask = real[:, None] & (h < half)
+    mask = valid[:, None] & (h < half)
     first = tl.load(at[:, None] + h, mask=mask, other=0.0)
     second = tl.load(at[:, None] + half + h, mask=mask, other=0.0)
-    kind = first.dtype
+    dtype = first.dtype
     a, b = normed(first.to(tl.float32), second.to(tl.float32), weight, eps, half, HALF, D, SHIFTED)
-    a, b = a.to(kind).to(tl.float32), b.to(kind).to(tl.float32)
+    a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
     c, s = cosine.to(tl.float32), sine.to(tl.float32)
-    return (a * c - b * s).to(kind), (b * c + a * s).to(kind)
+    return (a * c - b * s).to(dtype), (b * c + a * s).to(dtype)
 
 
 @triton.jit
-def fetch(table, first, stop, D: tl.constexpr, TOKENS: tl.constexpr):
+def prefetch(table, first, stop, D: tl.constexpr, TOKENS: tl.constexpr):
     """Prefetch up to TOKENS tokens of a table ``[T, D]`` into L2, from ``first`` on and before ``stop``."""
     t = first + tl.arange(0, TOKENS)
     size = tl.where(t < stop, D * (table.dtype.element_ty.primitive_bitwidth // 8), 0)
@@ -93,50 +93,53 @@ def fetch(table, first, stop, D: tl.constexpr, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def taken_in(qa, qb, ka, kb, v, seen, scale, most, total, mixed, PRECISION: tl.constexpr):
+def update_softmax(
+    qa, qb, ka, kb, v, visible, scale, running_max, running_total, running_sum, PRECISION: tl.constexpr
+):
     """Update the running maximum, total and weighted sum of a softmax with more keys and values."""
     score = tl.dot(qa, tl.trans(ka), input_precision=PRECISION)
     score = tl.dot(qb, tl.trans(kb), score, input_precision=PRECISION) * scale
-    score = tl.where(seen, score, -float("inf"))
-    peak = tl.maximum(most, tl.max(score, axis=1))
-    safe = tl.where(peak == -float("inf"), 0.0, peak)
+    score = tl.where(visible, score, -float("inf"))
+    new_max = tl.maximum(running_max, tl.max(score, axis=1))
+    safe = tl.where(new_max == -float("inf"), 0.0, new_max)
     weight = tl.exp(score - safe[:, None])
-    fade = tl.exp(most - safe)
-    total = total * fade + tl.sum(weight, axis=1)
-    mixed = tl.dot(weight.to(v.dtype), v, mixed * fade[:, None], input_precision=PRECISION)
-    return peak, total, mixed
+    decay = tl.exp(running_max - safe)
+    running_total = running_total * decay + tl.sum(weight, axis=1)
+    running_sum = tl.dot(weight.to(v.dtype), v, running_sum * decay[:, None], input_precision=PRECISION)
+    return new_max, running_total, running_sum
 
 
-@triton.jit(do_not_specialize=["ranges", "least", "positions_line"])
+@triton.jit(do_not_specialize=["ranges", "min_range", "positions_stride"])
 def attend(
     qkv, positions, cos, sin, q_norm, k_norm, keys, values, out, parts, counters, eps, scale, window,
-    n, heads, kv_heads, ranges, least, positions_line, qkv_line, cache_row, cache_head, out_line, cos_line,
+    n, heads, kv_heads, ranges, min_range, positions_stride, qkv_stride, cache_row, cache_head, out_stride,
+    cos_stride,
     D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr,
-    BLOCK: tl.constexpr, TOGETHER: tl.constexpr, SHIFTED: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr, COMBINE_UNROLL: tl.constexpr, SHIFTED: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of (row, key head, range).
 
     HALF and WIDTH are powers of two that hold D / 2 and D.
 
     Positions, angles and earlier tokens are older than the previous kernel. So a block loads them, or
-    prefetches AHEAD of them, before that kernel ends.
+    prefetches PREFETCH of them, before that kernel ends.
     """
     pid = tl.program_id(0)
     r = pid % ranges
     head = pid // ranges % kv_heads
     b = (pid // ranges // kv_heads).to(tl.int64)
     groups = heads // kv_heads
-    start = tl.load(positions + b * positions_line).to(tl.int32)  # earlier tokens of the row
+    start = tl.load(positions + b * positions_stride).to(tl.int32)  # earlier tokens of the row
     begin = tl.where(window > 0, tl.maximum(0, (start + 1 - window) // BLOCK * BLOCK), 0)
-    span = tl.maximum(least, tl.cdiv(tl.cdiv(start - begin, ranges), BLOCK) * BLOCK)
-    used = tl.maximum(1, tl.cdiv(start - begin, span))  # ranges that hold any of them
-    if r >= used:
+    span = tl.maximum(min_range, tl.cdiv(tl.cdiv(start - begin, ranges), BLOCK) * BLOCK)
+    num_ranges = tl.maximum(1, tl.cdiv(start - begin, span))  # ranges that hold any of them
+    if r >= num_ranges:
         return
     half = D // 2
     h, d = tl.arange(0, HALF), tl.arange(0, WIDTH)
     in_half, in_d = (h < half)[None, :], (d < D)[None, :]
-    kind = out.dtype.element_ty
+    dtype = out.dtype.element_ty
     key_table = keys + b * cache_row + head * cache_head
     value_table = values + b * cache_row + head * cache_head
 
@@ -145,39 +148,39 @@ def attend(
     stop = tl.minimum(start, first + span)
     row, j = tl.arange(0, ROWS), tl.arange(0, NEW)
     i = row % n
-    real, new = row < groups * n, j < n
-    place = tl.load(positions + b * positions_line + i, mask=real, other=0).to(tl.int32)
-    new_place = tl.load(positions + b * positions_line + j, mask=new, other=0).to(tl.int32)
-    cosine, sine = angles_of(place, real, cos, sin, cos_line, D, HALF)
-    new_cosine, new_sine = angles_of(new_place, new, cos, sin, cos_line, D, HALF)
+    valid, new = row < groups * n, j < n
+    position = tl.load(positions + b * positions_stride + i, mask=valid, other=0).to(tl.int32)
+    new_position = tl.load(positions + b * positions_stride + j, mask=new, other=0).to(tl.int32)
+    cosine, sine = angles_of(position, valid, cos, sin, cos_stride, D, HALF)
+    new_cosine, new_sine = angles_of(new_position, new, cos, sin, cos_stride, D, HALF)
     if OVERLAPS:
-        if AHEAD > 0:
-            fetch(key_table, first, stop, D, AHEAD)
-            fetch(value_table, first, stop, D, AHEAD)
+        if PREFETCH > 0:
+            prefetch(key_table, first, stop, D, PREFETCH)
+            prefetch(value_table, first, stop, D, PREFETCH)
         gdc_wait()
         gdc_launch_dependents()
 
     # Queries of all heads of the group, `[groups·n, d]`
-    at = qkv + (b * n + i) * qkv_line + (head * groups + row // n) * D
-    qa, qb = vectors(at, real, q_norm, cosine, sine, eps, D, HALF, SHIFTED)
-    most = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    at = qkv + (b * n + i) * qkv_stride + (head * groups + row // n) * D
+    qa, qb = vectors(at, valid, q_norm, cosine, sine, eps, D, HALF, SHIFTED)
+    running_max = tl.full([ROWS], -float("inf"), tl.float32)
+    running_total = tl.zeros([ROWS], tl.float32)
+    running_sum = tl.zeros([ROWS, WIDTH], tl.float32)
 
     # New tokens
     if r == 0:
-        source = qkv + (b * n + j) * qkv_line + (heads + head) * D
+        source = qkv + (b * n + j) * qkv_stride + (heads + head) * D
         new_v = tl.load(source[:, None] + kv_heads * D + d[None, :], mask=new[:, None] & in_d, other=0.0)
         new_ka, new_kb = vectors(source, new, k_norm, new_cosine, new_sine, eps, D, HALF, SHIFTED)
-        in_table = key_table + new_place[:, None] * D + h[None, :]
+        in_table = key_table + new_position[:, None] * D + h[None, :]
         tl.store(in_table, new_ka, mask=new[:, None] & in_half)
         tl.store(in_table + half, new_kb, mask=new[:, None] & in_half)
-        tl.store(value_table + new_place[:, None] * D + d[None, :], new_v, mask=new[:, None] & in_d)
-        visible = new[None, :] & real[:, None] & (j[None, :] <= i[:, None])
+        tl.store(value_table + new_position[:, None] * D + d[None, :], new_v, mask=new[:, None] & in_d)
+        visible = new[None, :] & valid[:, None] & (j[None, :] <= i[:, None])
         if window > 0:
-            visible &= new_place[None, :] > place[:, None] - window
-        most, total, mixed = taken_in(
-            qa, qb, new_ka, new_kb, new_v, visible, scale, most, total, mixed, PRECISION
+            visible &= new_position[None, :] > position[:, None] - window
+        running_max, running_total, running_sum = update_softmax(
+            qa, qb, new_ka, new_kb, new_v, visible, scale, running_max, running_total, running_sum, PRECISION
         )
 
     for left in range(first, stop, BLOCK):
@@ -187,47 +190,51 @@ def attend(
         ka = tl.load(line, mask=old & in_half, other=0.0)
         kb = tl.load(line + half, mask=old & in_half, other=0.0)
         v = tl.load(value_table + t[:, None] * D + d[None, :], mask=old & in_d, other=0.0)
-        seen = (t < stop)[None, :] & real[:, None]
+        seen = (t < stop)[None, :] & valid[:, None]
         if window > 0:
-            seen &= t[None, :] > place[:, None] - window
-        most, total, mixed = taken_in(qa, qb, ka, kb, v, seen, scale, most, total, mixed, PRECISION)
+            seen &= t[None, :] > position[:, None] - window
+        running_max, running_total, running_sum = update_softmax(
+            qa, qb, ka, kb, v, seen, scale, running_max, running_total, running_sum, PRECISION
+        )
 
-    to = out + (b * n + i)[:, None] * out_line + ((head * groups + row // n) * D)[:, None] + d[None, :]
-    wanted = real[:, None] & in_d
-    if used == 1:
-        tl.store(to, (mixed / total[:, None]).to(kind), mask=wanted)
+    destination = (
+        out + (b * n + i)[:, None] * out_stride + ((head * groups + row // n) * D)[:, None] + d[None, :]
+    )
+    out_mask = valid[:, None] & in_d
+    if num_ranges == 1:
+        tl.store(destination, (running_sum / running_total[:, None]).to(dtype), mask=out_mask)
     else:
         # Each range stores maximum, total and weighted sum; the last one to finish combines them.
         group = (pid // ranges).to(tl.int64)
         cell = ROWS * (WIDTH + 2)
-        mine = parts + (group * ranges + r) * cell
-        tl.store(mine + row, most)
-        tl.store(mine + ROWS + row, total)
-        tl.store(mine + 2 * ROWS + row[:, None] * WIDTH + d[None, :], mixed, mask=wanted)
+        this_part = parts + (group * ranges + r) * cell
+        tl.store(this_part + row, running_max)
+        tl.store(this_part + ROWS + row, running_total)
+        tl.store(this_part + 2 * ROWS + row[:, None] * WIDTH + d[None, :], running_sum, mask=out_mask)
         tl.debug_barrier()
-        done = tl.atomic_add(counters + group, 1, sem="acq_rel")
-        if done == used - 1:
+        finished = tl.atomic_add(counters + group, 1, sem="acq_rel")
+        if finished == num_ranges - 1:
             tl.store(counters + group, 0)  # for the next launch
-            most = tl.full([ROWS], -float("inf"), tl.float32)
-            total = tl.zeros([ROWS], tl.float32)
-            mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-            for other in tl.range(0, used, loop_unroll_factor=TOGETHER):
+            running_max = tl.full([ROWS], -float("inf"), tl.float32)
+            running_total = tl.zeros([ROWS], tl.float32)
+            running_sum = tl.zeros([ROWS, WIDTH], tl.float32)
+            for other in tl.range(0, num_ranges, loop_unroll_factor=COMBINE_UNROLL):
                 part = parts + (group * ranges + other) * cell
-                its_most = tl.load(part + row, cache_modifier=".cg")
-                its_total = tl.load(part + ROWS + row, cache_modifier=".cg")
-                its_mixed = tl.load(
+                part_max = tl.load(part + row, cache_modifier=".cg")
+                part_total = tl.load(part + ROWS + row, cache_modifier=".cg")
+                part_sum = tl.load(
                     part + 2 * ROWS + row[:, None] * WIDTH + d[None, :],
-                    mask=wanted,
+                    mask=out_mask,
                     other=0.0,
                     cache_modifier=".cg",
                 )
-                peak = tl.maximum(most, its_most)
-                safe = tl.where(peak == -float("inf"), 0.0, peak)
-                fade, factor = tl.exp(most - safe), tl.exp(its_most - safe)
-                most = peak
-                total = total * fade + its_total * factor
-                mixed = mixed * fade[:, None] + its_mixed * factor[:, None]
-            tl.store(to, (mixed / total[:, None]).to(kind), mask=wanted)
+                new_max = tl.maximum(running_max, part_max)
+                safe = tl.where(new_max == -float("inf"), 0.0, new_max)
+                decay, factor = tl.exp(running_max - safe), tl.exp(part_max - safe)
+                running_max = new_max
+                running_total = running_total * decay + part_total * factor
+                running_sum = running_sum * decay[:, None] + part_sum * factor[:, None]
+            tl.store(destination, (running_sum / running_total[:, None]).to(dtype), mask=out_mask)
 
 
 def few_queries(
@@ -264,9 +271,9 @@ def few_queries(
     kv_heads, T, D = keys.shape[1:]
     groups = heads // kv_heads
     here = device(qkv.device)
-    least = RANGE if kv_heads < FEW_HEADS else 2 * RANGE
-    busy = max(BLOCKS * here.processors // (B * kv_heads), triton.cdiv(T, LONG))
-    ranges = min(triton.cdiv(T if window is None else min(T, window + BLOCK), least), busy)
+    min_range = MIN_RANGE if kv_heads < FEW_HEADS else 2 * MIN_RANGE
+    busy = max(BLOCKS * here.processors // (B * kv_heads), triton.cdiv(T, MAX_RANGE))
+    ranges = min(triton.cdiv(T if window is None else min(T, window + BLOCK), min_range), busy)
     ROWS = max(16, triton.next_power_of_2(groups * n))
     WIDTH = max(16, triton.next_power_of_2(D))
     HALF = max(16, triton.next_power_of_2(D // 2))
@@ -276,26 +283,27 @@ def few_queries(
     q_norm, k_norm, eps, shifted = norms or (None, None, 0.0, False)
     blocks = B * kv_heads * ranges
     grid: Any = (blocks,)
-    few = blocks < FEW_BLOCKS
-    wide, warps = shape_of(n, few, ranges)
-    wide, stages = fitting(wide, ROWS, WIDTH * qkv.element_size(), here)
+    few_blocks = blocks < FEW_BLOCKS
+    block, warps = shape_of(n, few_blocks, ranges)
+    block, stages = fitting(block, ROWS, WIDTH * qkv.element_size(), here)
+    aligned = D * keys.element_size() % ALIGNED == 0 and keys.data_ptr() % ALIGNED == 0
     attend[grid](
         qkv, positions, *angles, q_norm, k_norm, keys, values, out, parts, counters,
-        eps, scale, window or 0, n, heads, kv_heads, ranges, least, positions.stride(0), qkv.stride(1),
+        eps, scale, window or 0, n, heads, kv_heads, ranges, min_range, positions.stride(0), qkv.stride(1),
         keys.stride(0), keys.stride(1), out.stride(1), angles[0].stride(0),
-        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), wide, TOGETHER, shifted,
+        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), block, COMBINE_UNROLL, shifted,
         "ieee" if qkv.dtype == torch.float32 else "tf32", here.overlaps,
-        AHEAD if few and D * keys.element_size() % ALIGNED == 0 and keys.data_ptr() % ALIGNED == 0 else 0,
+        PREFETCH if few_blocks and aligned else 0,
         num_warps=warps, num_stages=stages, **here.options,
     )  # fmt: skip
     return out
 
 
-def shape_of(n: int, few: bool, ranges: int) -> tuple[int, int]:
+def shape_of(n: int, few_blocks: bool, ranges: int) -> tuple[int, int]:
     """Return the number of tokens loaded at once, and of warps, that were fastest on an H200."""
-    if n > FEW_QUERIES and not few:
+    if n > FEW_QUERIES and not few_blocks:
         return max(16, BLOCK // 2), 2
-    return 2 * BLOCK if n > FEW_QUERIES else BLOCK, 8 if few and ranges > 1 else 4
+    return 2 * BLOCK if n > FEW_QUERIES else BLOCK, 8 if few_blocks and ranges > 1 else 4
 
 
 def fitting(block: int, rows: int, line: int, here: Device) -> tuple[int, int]:

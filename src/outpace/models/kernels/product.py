@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outpace.models.kernels.launch import ALIGNED, Device, device
 
-LEAST_ROWS, MOST_ROWS = 8, 32  # rows of a block; more are better left to the library
+MIN_ROWS, MAX_ROWS = 8, 32  # rows of a block; more are better left to the library
 RESIDENT = 2  # blocks per processor that are there before a kernel can begin
 NO_GATE, SILU, GELU = 0, 1, 2  # SILU and GELU are the keys of `fused.GATES`
 
@@ -33,7 +33,7 @@ class Scale:
     weight: Tensor
     eps: float
     shifted: bool  # whether weights are relative to 1
-    room: float = 1.0  # factor of scaled rows, so that float16 holds them: at most 1 / weight
+    headroom: float = 1.0  # factor of scaled rows, so that float16 holds them: at most 1 / weight
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Stream:
     """Rows ``[M, K]`` with the partial results of the norm that follows."""
 
     x: Tensor
-    scaled: Tensor  # x times the norm's weights and its `room`
+    scaled: Tensor  # x times the norm's weights and its `headroom`
     squares: Tensor  # float32 `[M, parts]`; the sum over parts is the sum of squares
     norm: Scale
 
@@ -56,7 +56,7 @@ def gated(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def fetch(weight, first, N, K, BN: tl.constexpr, BYTES: tl.constexpr):
+def prefetch(weight, first, N, K, BN: tl.constexpr, BYTES: tl.constexpr):
     """Prefetch the first BYTES of rows ``first`` to ``first + BN`` of a weight into L2."""
     LINE: tl.constexpr = 256
     SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
@@ -74,51 +74,52 @@ def fetch(weight, first, N, K, BN: tl.constexpr, BYTES: tl.constexpr):
 
 
 @triton.jit
-def leave(
-    value, scale, room, out, scaled, sums, at, n, real, there, SHIFTED: tl.constexpr
+def store_with_norm(
+    value, scale, headroom, out, scaled, sums, at, n, column_mask, row_mask, SHIFTED: tl.constexpr
 ):  # fmt: skip
     """Store values ``[n, m]`` at ``out + at``, with partial results for the norm that follows, if any.
 
     These are scaled values at ``scaled + at``, and the sums of their squares at ``sums``, ``[m]``.
     """
-    mask = real[:, None] & there[None, :]
-    kind = out.dtype.element_ty
-    rounded = value.to(kind)
+    mask = column_mask[:, None] & row_mask[None, :]
+    dtype = out.dtype.element_ty
+    rounded = value.to(dtype)
     tl.store(out + at, rounded, mask=mask)
     if scale is not None:
         wide = tl.where(mask, rounded.to(tl.float32), 0.0)
-        factor = tl.load(scale + n, mask=real, other=0.0).to(tl.float32)
+        factor = tl.load(scale + n, mask=column_mask, other=0.0).to(tl.float32)
         if SHIFTED:
             factor += 1.0
-        tl.store(scaled + at, (wide * (factor * room)[:, None]).to(kind), mask=mask)
-        tl.store(sums, tl.sum(wide * wide, axis=0), mask=there)
+        tl.store(scaled + at, (wide * (factor * headroom)[:, None]).to(dtype), mask=mask)
+        tl.store(sums, tl.sum(wide * wide, axis=0), mask=row_mask)
 
 
-@triton.jit(do_not_specialize=["M", "parts", "early"])
+@triton.jit(do_not_specialize=["M", "parts", "prefetch_blocks"])
 def product(
-    x, weight, bias, squares, residual, scale, out, scaled, sums, M, N, K, parts, early, eps, room,
-    next_room, x_line, out_line,
+    x, weight, bias, squares, residual, scale, out, scaled, sums, M, N, K, parts, prefetch_blocks, eps,
+    headroom, next_headroom, x_stride, out_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, GATE: tl.constexpr,
-    SHIFTED: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    SHIFTED: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Compute BN columns of x ``[M, K]`` times weight ``[N, K]`` transposed, per block.
 
     With a gate, the weight is ``[2N, K]``, and the gate's half comes first.
 
     If x is to be normalized, ``squares`` is ``[M, parts]``, and PARTS of them are added at once. ``scale`` is
-    that of the norm that follows, if any. The first ``early`` blocks prefetch AHEAD bytes of each row of the
-    weight before the previous kernel has ended. AHEAD is negative where kernels wait for each other's end.
+    that of the norm that follows, if any. The first ``prefetch_blocks`` blocks prefetch PREFETCH bytes of
+    each row of the weight before the previous kernel has ended. PREFETCH is negative where kernels wait for
+    each other's end.
     """
     block = tl.program_id(0)
     m, n = tl.arange(0, BM), block * BN + tl.arange(0, BN)
-    there, real = m < M, n < N
+    row_mask, column_mask = m < M, n < N
     rows = weight + n.to(tl.int64)[:, None] * K
-    if AHEAD >= 0:
-        if AHEAD > 0:
-            if block < early:
-                fetch(weight, block * BN, N, K, BN, AHEAD)
+    if PREFETCH >= 0:
+        if PREFETCH > 0:
+            if block < prefetch_blocks:
+                prefetch(weight, block * BN, N, K, BN, PREFETCH)
                 if GATE:
-                    fetch(weight + N.to(tl.int64) * K, block * BN, N, K, BN, AHEAD)
+                    prefetch(weight + N.to(tl.int64) * K, block * BN, N, K, BN, PREFETCH)
         gdc_wait()
         gdc_launch_dependents()
     total = tl.zeros([BN, BM], tl.float32)
@@ -126,8 +127,10 @@ def product(
     for first in range(0, K, BK):
         k = first + tl.arange(0, BK)
         inside = k < K
-        a = tl.load(x + m[None, :] * x_line + k[:, None], mask=there[None, :] & inside[:, None], other=0.0)
-        mask = real[:, None] & inside[None, :]
+        a = tl.load(
+            x + m[None, :] * x_stride + k[:, None], mask=row_mask[None, :] & inside[:, None], other=0.0
+        )
+        mask = column_mask[:, None] & inside[None, :]
         total = tl.dot(tl.load(rows + k[None, :], mask=mask, other=0.0), a, total, input_precision=PRECISION)
         if GATE:
             up = tl.load(rows + N.to(tl.int64) * K + k[None, :], mask=mask, other=0.0)
@@ -136,49 +139,51 @@ def product(
         all_squares = tl.zeros([BM], tl.float32)
         for first in range(0, parts, PARTS):
             part = first + tl.arange(0, PARTS)
-            mask = there[:, None] & (part < parts)[None, :]
+            mask = row_mask[:, None] & (part < parts)[None, :]
             each = tl.load(squares + m[:, None] * parts + part[None, :], mask=mask, other=0.0)
             all_squares += tl.sum(each, axis=1)
-        factor = (tl.rsqrt(all_squares / K + eps) / room)[None, :]
+        factor = (tl.rsqrt(all_squares / K + eps) / headroom)[None, :]
         total *= factor
         other *= factor
     if bias is not None:
-        total += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)[:, None]
+        total += tl.load(bias + n, mask=column_mask, other=0.0).to(tl.float32)[:, None]
         if GATE:
-            other += tl.load(bias + N + n, mask=real, other=0.0).to(tl.float32)[:, None]
-    kind = out.dtype.element_ty
+            other += tl.load(bias + N + n, mask=column_mask, other=0.0).to(tl.float32)[:, None]
+    dtype = out.dtype.element_ty
     if GATE:
-        total = gated(total.to(kind).to(tl.float32), GATE) * other.to(kind).to(tl.float32)
-    at = m[None, :] * out_line + n[:, None]
-    mask = there[None, :] & real[:, None]
+        total = gated(total.to(dtype).to(tl.float32), GATE) * other.to(dtype).to(tl.float32)
+    at = m[None, :] * out_stride + n[:, None]
+    mask = row_mask[None, :] & column_mask[:, None]
     if residual is not None:
-        total = total.to(kind).to(tl.float32) + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        total = total.to(dtype).to(tl.float32) + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     sums += m * tl.num_programs(0) + block
-    leave(total, scale, next_room, out, scaled, sums, at, n, real, there, SHIFTED)
+    store_with_norm(total, scale, next_headroom, out, scaled, sums, at, n, column_mask, row_mask, SHIFTED)
 
 
 @triton.jit
-def embedded(
-    ids, table, scale, out, scaled, sums, factor, room, K, ids_line, per_line,
+def embed_kernel(
+    ids, table, scale, out, scaled, sums, factor, headroom, K, ids_stride, tokens_per_row,
     BK: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """Load one token's row of a table, with partial results for the norm that follows."""
     row = tl.program_id(0)
-    k, one = tl.arange(0, BK), tl.arange(0, 1)
+    k, zero = tl.arange(0, BK), tl.arange(0, 1)
     inside = k < K
-    token = tl.load(ids + row // per_line * ids_line + row % per_line).to(tl.int64)
+    token = tl.load(ids + row // tokens_per_row * ids_stride + row % tokens_per_row).to(tl.int64)
     value = tl.load(table + token * K + k, mask=inside, other=0.0).to(tl.float32) * factor
-    at = row * K + k[:, None] + one[None, :]
-    leave(value[:, None], scale, room, out, scaled, sums + row + one, at, k, inside, one < 1, SHIFTED)
+    at = row * K + k[:, None] + zero[None, :]
+    store_with_norm(
+        value[:, None], scale, headroom, out, scaled, sums + row + zero, at, k, inside, zero < 1, SHIFTED
+    )
 
 
-def take(ids: Tensor, table: Tensor, factor: float, norm: Scale) -> Stream:
+def embed(ids: Tensor, table: Tensor, factor: float, norm: Scale) -> Stream:
     """Return the rows of a table ``[V, K]`` for tokens ``[B, n]``, times a factor, as a stream."""
     B, n = ids.shape
     K = table.shape[1]
     stream = _stream(B * n, K, 1, table, norm)
-    embedded[(B * n,)](
-        ids, table, norm.weight, stream.x, stream.scaled, stream.squares, factor, norm.room, K,
+    embed_kernel[(B * n,)](
+        ids, table, norm.weight, stream.x, stream.scaled, stream.squares, factor, norm.headroom, K,
         ids.stride(0), n, triton.next_power_of_2(K), norm.shifted, num_warps=8,
     )  # fmt: skip
     return stream
@@ -217,32 +222,33 @@ def few_rows(
         residual: ``[M, N]``, added to the result.
         norm: The norm that follows. With it, the result is a stream.
     """
-    before = x if isinstance(x, Stream) else None
+    stream_in = x if isinstance(x, Stream) else None
     rows = x.scaled if isinstance(x, Stream) else x
     M, K = rows.shape
     N = weight.shape[0] // (2 if gate else 1)
-    BM = max(LEAST_ROWS, triton.next_power_of_2(M))
+    BM = max(MIN_ROWS, triton.next_power_of_2(M))
     here = device(rows.device)
     shape = shape_of(BM, N, rows.dtype, gate > 0)
-    BN, BK, warps, stages, ahead = fitting(shape, BM, rows.dtype, gate > 0, here)
+    BN, BK, warps, stages, prefetch_bytes = fitting(shape, BM, rows.dtype, gate > 0, here)
     blocks = triton.cdiv(N, BN)
     line = K * weight.element_size()
-    if line % ALIGNED or line < ahead or weight.data_ptr() % ALIGNED:
-        ahead = 0
-    after = None if norm is None else _stream(M, N, blocks, rows, norm)
-    out = torch.empty(M, N, dtype=rows.dtype, device=rows.device) if after is None else after.x
+    if line % ALIGNED or line < prefetch_bytes or weight.data_ptr() % ALIGNED:
+        prefetch_bytes = 0
+    stream_out = None if norm is None else _stream(M, N, blocks, rows, norm)
+    out = torch.empty(M, N, dtype=rows.dtype, device=rows.device) if stream_out is None else stream_out.x
     grid: Any = (blocks,)
     product[grid](
-        rows, weight, bias, before and before.squares, residual, norm and norm.weight, out,
-        after and after.scaled, out if after is None else after.squares, M, N, K,
-        before.squares.shape[1] if before else 1, RESIDENT * here.processors,
-        before.norm.eps if before else 0.0, before.norm.room if before else 1.0, norm.room if norm else 1.0,
+        rows, weight, bias, stream_in and stream_in.squares, residual, norm and norm.weight, out,
+        stream_out and stream_out.scaled, out if stream_out is None else stream_out.squares, M, N, K,
+        stream_in.squares.shape[1] if stream_in else 1, RESIDENT * here.processors,
+        stream_in.norm.eps if stream_in else 0.0, stream_in.norm.headroom if stream_in else 1.0,
+        norm.headroom if norm else 1.0,
         rows.stride(0), out.stride(0),
         BM, BN, BK, max(16, 2048 // BM), gate, norm is not None and norm.shifted,
-        "ieee" if rows.dtype == torch.float32 else "tf32", ahead if here.overlaps else -1,
+        "ieee" if rows.dtype == torch.float32 else "tf32", prefetch_bytes if here.overlaps else -1,
         num_warps=warps, num_stages=stages, **here.options,
     )  # fmt: skip
-    return out if after is None else after
+    return out if stream_out is None else stream_out
 
 
 def _stream(M: int, K: int, parts: int, like: Tensor, norm: Scale) -> Stream:
@@ -256,10 +262,10 @@ Shape = tuple[int, int, int, int, int]
 
 def fitting(shape: Shape, BM: int, dtype: torch.dtype, gate: bool, here: Device) -> Shape:
     """Return a shape with fewer stages, and then fewer entries, where blocks have less shared memory."""
-    BN, BK, warps, stages, ahead = shape
+    BN, BK, warps, stages, prefetch_bytes = shape
     while shared(BM, BN, BK, stages, dtype, gate) > here.shared and BK > 16:
         BK, stages = (BK, stages - 1) if stages > 2 else (BK // 2, stages)
-    return BN, BK, warps, stages, ahead
+    return BN, BK, warps, stages, prefetch_bytes
 
 
 def shared(BM: int, BN: int, BK: int, stages: int, dtype: torch.dtype, gate: bool) -> int:

@@ -23,41 +23,40 @@ from outpace.verification.kernels.pieces import (
     CUT,
     NONE,
     SIGMOID,
+    apply_temperature,
     argmax_of,
-    coolness_of,
-    drawn_at,
+    combine_splits,
     exponentials,
     first_max,
-    key_of,
-    logits_of,
+    gumbel_logits,
+    load_adjusted,
+    load_key,
+    load_logits,
+    load_splits,
+    load_temperature,
+    next_token_weights,
     pick,
-    raced,
-    raw,
-    softmax_of,
-    splits_of,
-    squash,
-    tempered,
+    sample_at,
+    scaled_sigmoid,
     uniforms,
-    weights_of,
 )
-from outpace.verification.kernels.rooms import (
-    SIZES,
-    SMALL,
-    facts_of,
-    list_of,
-    listed_of,
-    note,
-    place_of,
-    rooms,
+from outpace.verification.kernels.threshold import NUM_ROW_STATS, compute_row_stats, cut_from_row, load_params
+from outpace.verification.kernels.workspace import (
+    ANY_ALIGNMENT,
+    NOT_SPECIALIZED,
+    load_num_listed,
+    load_row_stats,
+    locate_row,
+    store_row_stats,
+    token_list_at,
+    workspace_parts,
 )
-from outpace.verification.kernels.threshold import FACTS, cut_of_many, knobs_of
-from outpace.verification.kernels.threshold import facts as facts_of_row
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def scan(
-    target, draft, lengths, knobs, q_knobs, work, B, g, V, splits,
-    p_row, p_position, q_row, q_position, heat, q_heat,
+    target, draft, lengths, p_params, q_params, workspace, B, g, V, splits,
+    p_row, p_position, q_row, q_position, temperature, q_temperature,
     SPLIT: tl.constexpr, CHUNK: tl.constexpr, LENGTHS: tl.constexpr, ADJUST: tl.constexpr,
     ADJUST_Q: tl.constexpr, GREEDY: tl.constexpr, GREEDY_Q: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
@@ -69,32 +68,34 @@ def scan(
     P = g
     if ADJUST == CUT:
         P = g + 1
-    maxima, sums, tops, parts, heads, counter, facts, chunks = rooms(work, B, g, P, splits)
+    maxima, sums, split_argmax, parts, part_argmax, counter, row_stats, chunks = workspace_parts(
+        workspace, B, g, P, splits
+    )
     pid = tl.program_id(0)
     s = pid % splits
     row = pid // splits
-    b, i, q_side = place_of(row, B, g, P)
+    b, i, is_draft = locate_row(row, B, g, P)
     if pid < B:
         tl.store(counter + pid, 0.0)
     length = g
     if LENGTHS:
         length = tl.load(lengths + b).to(tl.int32)
-    if i < length + (P - g) * (1 - q_side):
+    if i < length + (P - g) * (1 - is_draft):
         ids = s * SPLIT + tl.arange(0, SPLIT)
-        if q_side == 0:
-            coolness, greedy = coolness_of(knobs, heat, b, ADJUST)
-            z = raw(target + b * p_row + i.to(tl.int64) * p_position, ids, V)
-            x = tempered(z, coolness, ADJUST)
+        if is_draft == 0:
+            inv_temperature, greedy = load_temperature(p_params, temperature, b, ADJUST)
+            z = load_logits(target + b * p_row + i.to(tl.int64) * p_position, ids, V)
+            x = apply_temperature(z, inv_temperature, ADJUST)
         else:
-            coolness, greedy = coolness_of(q_knobs, q_heat, b, ADJUST_Q)
-            z = raw(draft + b * q_row + i.to(tl.int64) * q_position, ids, V)
-            x = tempered(z, coolness, ADJUST_Q)
+            inv_temperature, greedy = load_temperature(q_params, q_temperature, b, ADJUST_Q)
+            z = load_logits(draft + b * q_row + i.to(tl.int64) * q_position, ids, V)
+            x = apply_temperature(z, inv_temperature, ADJUST_Q)
         top, e = exponentials(x)
         at = row.to(tl.int64) * splits + s
         tl.store(maxima + at, top)
         tl.store(sums + at, tl.sum(e, axis=0))
         if GREEDY or GREEDY_Q:
-            tl.store(tops + at, first_max(x, ids).to(tl.float32, bitcast=True))
+            tl.store(split_argmax + at, first_max(x, ids).to(tl.float32, bitcast=True))
         if CHUNKED:
             each = SPLIT // CHUNK
             heights = tl.max(tl.reshape(z, [SPLIT // CHUNK, CHUNK]), axis=1)
@@ -109,117 +110,140 @@ def cut_row(lengths, B, g, P, skipped, LENGTHS: tl.constexpr):
     anything in it.
     """
     row = tl.program_id(0) + skipped
-    b, i, q_side = place_of(row, B, g, P)
+    b, i, is_draft = locate_row(row, B, g, P)
     length = g
     if LENGTHS:
         length = tl.load(lengths + b).to(tl.int32)
-    return row.to(tl.int64), b, i, q_side, i < length + (P - g) * (1 - q_side)
+    return row.to(tl.int64), b, i, is_draft, i < length + (P - g) * (1 - is_draft)
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def narrow(
-    target, draft, lengths, knobs, q_knobs, work, B, g, V, splits,
-    p_row, p_position, q_row, q_position, heat, top_k, limit, min_p, q_heat, q_top_k, q_limit, q_min_p,
+    target, draft, lengths, p_params, q_params, workspace, B, g, V, splits,
+    p_row, p_position, q_row, q_position, temperature, top_k, drop_limit, min_p, q_temperature, q_top_k,
+    q_drop_limit, q_min_p,
     skipped,
-    SPLIT: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, FEW: tl.constexpr, S: tl.constexpr,
+    SPLIT: tl.constexpr, CHUNK: tl.constexpr, SCAN_TILE: tl.constexpr, MAX_LISTED: tl.constexpr,
+    S: tl.constexpr,
     LENGTHS: tl.constexpr,
     ADJUST: tl.constexpr, ADJUST_Q: tl.constexpr, SHIFT: tl.constexpr, SHIFT_Q: tl.constexpr,
 ):  # fmt: skip
-    """Store the facts of every row that is cut, with one block per row, the target's first.
+    """Store the statistics of every row that is cut, with one block per row, the target's first.
 
     The first ``skipped`` rows are not cut.
     """
     P = g
     if ADJUST == CUT:
         P = g + 1
-    maxima, sums, tops, parts, heads, counter, facts, chunks = rooms(work, B, g, P, splits)
-    at, b, i, q_side, there = cut_row(lengths, B, g, P, skipped, LENGTHS)
+    maxima, sums, split_argmax, parts, part_argmax, counter, row_stats, chunks = workspace_parts(
+        workspace, B, g, P, splits
+    )
+    at, b, i, is_draft, in_use = cut_row(lengths, B, g, P, skipped, LENGTHS)
     m, w, c = maxima + at * splits, sums + at * splits, chunks + at * splits * (SPLIT // CHUNK)
-    few = list_of(chunks, at, B, g, P, splits, SPLIT // CHUNK, FEW)
-    if there:
-        if q_side == 0:
+    token_list = token_list_at(chunks, at, B, g, P, splits, SPLIT // CHUNK, MAX_LISTED)
+    if in_use:
+        if is_draft == 0:
             if ADJUST == CUT:
-                most, mass, cut, tie, listed = facts_of_row(
-                    target + b * p_row + i.to(tl.int64) * p_position, c, few, m, w, knobs,
-                    heat, top_k, limit, min_p, b, V, splits,
-                    S, S * (SPLIT // CHUNK), CHUNK, WIDE, FEW, SHIFT,
+                max_logit, mass, cut, tie, num_listed = compute_row_stats(
+                    target + b * p_row + i.to(tl.int64) * p_position, c, token_list, m, w, p_params,
+                    temperature, top_k, drop_limit, min_p, b, V, splits,
+                    S, S * (SPLIT // CHUNK), CHUNK, SCAN_TILE, MAX_LISTED, SHIFT,
                 )  # fmt: skip
-                note(facts + FACTS * at, most, mass, cut, tie, listed)
+                store_row_stats(row_stats + NUM_ROW_STATS * at, max_logit, mass, cut, tie, num_listed)
         else:
             if ADJUST_Q == CUT:
-                most, mass, cut, tie, listed = facts_of_row(
-                    draft + b * q_row + i.to(tl.int64) * q_position, c, few, m, w, q_knobs,
-                    q_heat, q_top_k, q_limit, q_min_p, b, V, splits,
-                    S, S * (SPLIT // CHUNK), CHUNK, WIDE, FEW, SHIFT_Q,
+                max_logit, mass, cut, tie, num_listed = compute_row_stats(
+                    draft + b * q_row + i.to(tl.int64) * q_position, c, token_list, m, w, q_params,
+                    q_temperature, q_top_k, q_drop_limit, q_min_p, b, V, splits,
+                    S, S * (SPLIT // CHUNK), CHUNK, SCAN_TILE, MAX_LISTED, SHIFT_Q,
                 )  # fmt: skip
-                note(facts + FACTS * at, most, mass, cut, tie, listed)
+                store_row_stats(row_stats + NUM_ROW_STATS * at, max_logit, mass, cut, tie, num_listed)
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def widen(
-    target, draft, lengths, knobs, q_knobs, work, B, g, V, splits,
-    p_row, p_position, q_row, q_position, heat, top_k, limit, min_p, q_heat, q_top_k, q_limit, q_min_p,
+    target, draft, lengths, p_params, q_params, workspace, B, g, V, splits,
+    p_row, p_position, q_row, q_position, temperature, top_k, drop_limit, min_p, q_temperature, q_top_k,
+    q_drop_limit, q_min_p,
     skipped,
-    MANY: tl.constexpr, LENGTHS: tl.constexpr, ADJUST: tl.constexpr, ADJUST_Q: tl.constexpr,
+    ROW_TILE: tl.constexpr, LENGTHS: tl.constexpr, ADJUST: tl.constexpr, ADJUST_Q: tl.constexpr,
     SHIFT: tl.constexpr, SHIFT_Q: tl.constexpr,
 ):  # fmt: skip
-    """Store the facts of rows in which too many tokens may survive for ``narrow`` to list.
+    """Store the statistics of rows in which too many tokens may survive for ``narrow`` to list.
 
     Most launches find no such row.
     """
     P = g
     if ADJUST == CUT:
         P = g + 1
-    maxima, sums, tops, parts, heads, counter, facts, chunks = rooms(work, B, g, P, splits)
-    at, b, i, q_side, there = cut_row(lengths, B, g, P, skipped, LENGTHS)
-    if there:
-        if listed_of(facts, at) < 0:
-            most, mass, bound, highest = facts_of(facts, at, at >= 0)
-            if q_side == 0:
+    maxima, sums, split_argmax, parts, part_argmax, counter, row_stats, chunks = workspace_parts(
+        workspace, B, g, P, splits
+    )
+    at, b, i, is_draft, in_use = cut_row(lengths, B, g, P, skipped, LENGTHS)
+    if in_use:
+        if load_num_listed(row_stats, at) < 0:
+            max_logit, mass, bound, highest = load_row_stats(row_stats, at, at >= 0)
+            if is_draft == 0:
                 if ADJUST == CUT:
-                    coolness, greedy, k, most_lost, least_p = knobs_of(knobs, heat, top_k, limit, min_p, b)
-                    cut, tie, kept = cut_of_many(
-                        target + b * p_row + i.to(tl.int64) * p_position, V, most, mass, coolness,
-                        k, most_lost, least_p, bound, highest, MANY, SHIFT,
+                    inv_temperature, greedy, k, row_drop_limit, row_min_p = load_params(
+                        p_params, temperature, top_k, drop_limit, min_p, b
+                    )
+                    cut, tie, survivor_mass = cut_from_row(
+                        target + b * p_row + i.to(tl.int64) * p_position, V, max_logit, mass, inv_temperature,
+                        k, row_drop_limit, row_min_p, bound, highest, ROW_TILE, SHIFT,
                     )  # fmt: skip
-                    note(facts + FACTS * at, most, kept, cut, tie, tl.full([], 0, tl.int32))
+                    store_row_stats(
+                        row_stats + NUM_ROW_STATS * at,
+                        max_logit,
+                        survivor_mass,
+                        cut,
+                        tie,
+                        tl.full([], 0, tl.int32),
+                    )
             else:
                 if ADJUST_Q == CUT:
-                    coolness, greedy, k, most_lost, least_p = knobs_of(
-                        q_knobs, q_heat, q_top_k, q_limit, q_min_p, b
+                    inv_temperature, greedy, k, row_drop_limit, row_min_p = load_params(
+                        q_params, q_temperature, q_top_k, q_drop_limit, q_min_p, b
                     )
-                    cut, tie, kept = cut_of_many(
-                        draft + b * q_row + i.to(tl.int64) * q_position, V, most, mass, coolness,
-                        k, most_lost, least_p, bound, highest, MANY, SHIFT_Q,
+                    cut, tie, survivor_mass = cut_from_row(
+                        draft + b * q_row + i.to(tl.int64) * q_position, V, max_logit, mass, inv_temperature,
+                        k, row_drop_limit, row_min_p, bound, highest, ROW_TILE, SHIFT_Q,
                     )  # fmt: skip
-                    note(facts + FACTS * at, most, kept, cut, tie, tl.full([], 0, tl.int32))
+                    store_row_stats(
+                        row_stats + NUM_ROW_STATS * at,
+                        max_logit,
+                        survivor_mass,
+                        cut,
+                        tie,
+                        tl.full([], 0, tl.int32),
+                    )
 
 
 @triton.jit
-def spoiled(unusable, outside, strange, given_up, b, GIVEN_UP: tl.constexpr):
+def is_bad_row(unusable, bad_token, bad_length, invalid, b, HAS_INVALID: tl.constexpr):
     """Return whether a row is bad, by logits that its verdict depends on or by its inputs."""
-    lost = (tl.sum((unusable | outside).to(tl.int32), axis=0) > 0) | strange
-    if GIVEN_UP:
-        lost |= tl.load(given_up + b) != 0
-    return lost
+    is_bad = (tl.sum((unusable | bad_token).to(tl.int32), axis=0) > 0) | bad_length
+    if HAS_INVALID:
+        is_bad |= tl.load(invalid + b) != 0
+    return is_bad
 
 
 @triton.jit
-def tell(accepted, next_token, bad, b, lost, n, token):
+def store_verdict(accepted, next_token, bad, b, is_bad, n, token):
     """Store the verdict of a row, with zeros if it is bad."""
-    tl.store(accepted + b, tl.where(lost, 0, n))
-    tl.store(next_token + b, tl.where(lost, 0, token))
-    tl.store(bad + b, lost)
+    tl.store(accepted + b, tl.where(is_bad, 0, n))
+    tl.store(next_token + b, tl.where(is_bad, 0, token))
+    tl.store(bad + b, is_bad)
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def finish(
-    target, draft, tokens, lengths, draft_lse, draft_cut, draft_tie, seeds, starts, given_up, knobs, q_knobs,
-    work, accepted, next_token, bad, seed: tl.int64, start: tl.int64, B, g, V, splits,
-    p_row, p_position, q_row, q_position, heat, q_heat, lenience, alpha, width, tiles,
-    SPLIT: tl.constexpr, CHUNKS: tl.constexpr, FEW: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
+    target, draft, tokens, lengths, draft_lse, draft_cut, draft_tie, seeds, starts, invalid, p_params,
+    q_params, workspace, accepted, next_token, bad, seed: tl.int64, start: tl.int64, B, g, V, splits,
+    p_row, p_position, q_row, q_position, temperature, q_temperature, lenience, alpha, width, tiles,
+    SPLIT: tl.constexpr, CHUNKS: tl.constexpr, MAX_LISTED: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
     RULE: tl.constexpr, HAS_Q: tl.constexpr, HAS_LSE: tl.constexpr, HAS_CUT: tl.constexpr,
-    LENGTHS: tl.constexpr, GIVEN_UP: tl.constexpr, ADJUST: tl.constexpr, ADJUST_Q: tl.constexpr,
+    LENGTHS: tl.constexpr, HAS_INVALID: tl.constexpr, ADJUST: tl.constexpr, ADJUST_Q: tl.constexpr,
     GREEDY: tl.constexpr, GREEDY_Q: tl.constexpr, LENIENT: tl.constexpr,
 ):  # fmt: skip
     """Decide how many draft tokens are accepted, and sample the token after them.
@@ -230,7 +254,9 @@ def finish(
     P = g
     if ADJUST == CUT:
         P = g + 1
-    maxima, sums, tops, parts, heads, counter, facts, chunks = rooms(work, B, g, P, splits)
+    maxima, sums, split_argmax, parts, part_argmax, counter, row_stats, chunks = workspace_parts(
+        workspace, B, g, P, splits
+    )
     pid = tl.program_id(0)
     blocks = tl.cdiv(splits, tiles)
     rows = 1
@@ -241,96 +267,100 @@ def finish(
     length = g
     if LENGTHS:
         length = tl.load(lengths + b).to(tl.int32)
-    strange = (length < 0) | (length > g)
+    bad_length = (length < 0) | (length > g)
     length = tl.minimum(tl.maximum(length, 0), g)
-    seed, start = key_of(seeds, seed, b), key_of(starts, start, b)
-    coolness, greedy = coolness_of(knobs, heat, b, ADJUST)
-    q_coolness, q_greedy = coolness_of(q_knobs, q_heat, b, ADJUST_Q)
+    seed, start = load_key(seeds, seed, b), load_key(starts, start, b)
+    inv_temperature, greedy = load_temperature(p_params, temperature, b, ADJUST)
+    q_inv_temperature, q_greedy = load_temperature(q_params, q_temperature, b, ADJUST_Q)
     p_rows, q_rows = target + b * p_row, draft + b * q_row
 
     # Probabilities of the draft tokens
     i = tl.arange(0, G)
     drafted = i < length
     token = tl.load(tokens + b * g + i, mask=drafted, other=0)
-    outside = drafted & ((token < 0) | (token >= V))
-    token = tl.where(outside, 0, token)
+    bad_token = drafted & ((token < 0) | (token >= V))
+    token = tl.where(bad_token, 0, token)
     p_cut, q_cut = tl.zeros([G], tl.float32), tl.zeros([G], tl.float32)
     p_tie, q_tie = tl.zeros([G], tl.int32), tl.zeros([G], tl.int32)
     q_first = B * P + b * g
     # All loads come before anything is combined, so that they overlap.
     if ADJUST == CUT:
-        most, log, p_cut, p_tie = facts_of(facts, b * P + i, drafted)
+        max_logit, log_sum, p_cut, p_tie = load_row_stats(row_stats, b * P + i, drafted)
     elif RULE != SIGMOID:
-        tops_of, parts_of = splits_of(maxima, sums, b * P, i, splits, drafted, S)
+        split_maxima, split_sums = load_splits(maxima, sums, b * P, i, splits, drafted, S)
     if HAS_Q:
         if HAS_CUT:
             q_cut = tl.load(draft_cut + b * g + i, mask=drafted, other=0.0)
             q_tie = tl.load(draft_tie + b * g + i, mask=drafted, other=0)
         elif ADJUST_Q == CUT:
-            q_most, q_log, q_cut, q_tie = facts_of(facts, q_first + i, drafted)
+            q_max_logit, q_log_sum, q_cut, q_tie = load_row_stats(row_stats, q_first + i, drafted)
         elif RULE != SIGMOID and not HAS_LSE:
-            q_tops_of, q_parts_of = splits_of(maxima, sums, q_first, i, splits, drafted, S)
+            q_split_maxima, q_split_sums = load_splits(maxima, sums, q_first, i, splits, drafted, S)
         if HAS_LSE:
-            stored = tl.load(draft_lse + b * g + i, mask=drafted, other=0.0)
+            lse = tl.load(draft_lse + b * g + i, mask=drafted, other=0.0)
     bounds = tl.where(drafted, V, 0)
-    x = logits_of(p_rows + i.to(tl.int64) * p_position, token, bounds, coolness, p_cut, p_tie, ADJUST)
+    x = load_adjusted(
+        p_rows + i.to(tl.int64) * p_position, token, bounds, inv_temperature, p_cut, p_tie, ADJUST
+    )
     if HAS_Q:
-        y = logits_of(q_rows + i.to(tl.int64) * q_position, token, bounds, q_coolness, q_cut, q_tie, ADJUST_Q)
+        y = load_adjusted(
+            q_rows + i.to(tl.int64) * q_position, token, bounds, q_inv_temperature, q_cut, q_tie, ADJUST_Q
+        )
     r, u = uniforms(seed, start + i, start, ACCEPT)
 
-    unusable = outside
+    unusable = bad_token
     if RULE == SIGMOID:
         if ADJUST == CUT:  # a cut hides NaN and +inf
-            unusable |= ~(tl.abs(log) < float("inf"))
-        most, log = tl.zeros([G], tl.float32), tl.zeros([G], tl.float32)
-        px = squash(x, alpha, width)
+            unusable |= ~(tl.abs(log_sum) < float("inf"))
+        max_logit, log_sum = tl.zeros([G], tl.float32), tl.zeros([G], tl.float32)
+        px = scaled_sigmoid(x, alpha, width)
         unusable |= px != px
     else:
         if ADJUST != CUT:
-            most, log = softmax_of(tops_of, parts_of)
-        unusable |= ~(tl.abs(log) < float("inf"))
-        px = tl.exp((x - most) - log)
+            max_logit, log_sum = combine_splits(split_maxima, split_sums)
+        unusable |= ~(tl.abs(log_sum) < float("inf"))
+        px = tl.exp((x - max_logit) - log_sum)
         if GREEDY:
-            top = argmax_of(maxima, tops, b * P, i, splits, drafted, S)
-            sure = (token == top).to(tl.float32)
+            top = argmax_of(maxima, split_argmax, b * P, i, splits, drafted, S)
+            greedy_px = (token == top).to(tl.float32)
             if LENIENT:
-                sure = (x >= most + tl.log(lenience)).to(tl.float32)
-            px = tl.where(greedy, sure, px)
+                greedy_px = (x >= max_logit + tl.log(lenience)).to(tl.float32)
+            px = tl.where(greedy, greedy_px, px)
     qx = tl.full([G], 1.0, tl.float32)
     q_top = tl.full([G], 0, tl.int32)
     if HAS_Q:
-        no_q = i < 0
+        bad_q = i < 0
         if ADJUST_Q == CUT and not HAS_CUT:
-            no_q |= ~(tl.abs(q_log) < float("inf"))  # a cut hides NaN and +inf
+            bad_q |= ~(tl.abs(q_log_sum) < float("inf"))  # a cut hides NaN and +inf
         if HAS_LSE:
             # In two parts, since a large number swallows the digits of what it is relative to
-            q_most = stored.to(tl.float32)
-            q_log = (stored - q_most.to(tl.float64)).to(tl.float32)
-            no_q |= ~(tl.abs(q_most) < float("inf"))
+            q_max_logit = lse.to(tl.float32)
+            q_log_sum = (lse - q_max_logit.to(tl.float64)).to(tl.float32)
+            bad_q |= ~(tl.abs(q_max_logit) < float("inf"))
         elif ADJUST_Q != CUT:
             if RULE == SIGMOID:
-                q_most, q_log = tl.zeros([G], tl.float32), tl.zeros([G], tl.float32)
+                q_max_logit, q_log_sum = tl.zeros([G], tl.float32), tl.zeros([G], tl.float32)
             else:
-                q_most, q_log = softmax_of(q_tops_of, q_parts_of)
-                no_q |= ~(tl.abs(q_log) < float("inf"))
+                q_max_logit, q_log_sum = combine_splits(q_split_maxima, q_split_sums)
+                bad_q |= ~(tl.abs(q_log_sum) < float("inf"))
         if RULE == SIGMOID:
-            qx = squash(y, alpha, width)
-            unusable |= no_q | (qx != qx)
+            qx = scaled_sigmoid(y, alpha, width)
+            unusable |= bad_q | (qx != qx)
         else:
             if HAS_LSE:
-                no_q |= ~(y < float("inf"))
+                bad_q |= ~(y < float("inf"))
             if GREEDY:
-                no_q &= greedy == 0  # a greedy row does not depend on q
-            unusable |= no_q
-            qx = tl.exp((y - q_most) - q_log)
+                bad_q &= greedy == 0  # a greedy row does not depend on q
+            unusable |= bad_q
+            qx = tl.exp((y - q_max_logit) - q_log_sum)
             if GREEDY_Q:
                 if HAS_CUT:  # a greedy drafter stores its token there
                     q_top = q_tie
                 else:
-                    q_top = argmax_of(maxima, tops, q_first, i, splits, drafted, S)
+                    q_top = argmax_of(maxima, split_argmax, q_first, i, splits, drafted, S)
                 qx = tl.where(q_greedy, (token == q_top).to(tl.float32), qx)
     else:
-        q_most, q_log = tl.zeros([G], tl.float32), tl.zeros([G], tl.float32)
+        q_max_logit, q_log_sum = tl.zeros([G], tl.float32), tl.zeros([G], tl.float32)
     if GREEDY:
         qx = tl.where(greedy, 0.0, qx)  # a greedy row accepts the argmax whatever q was
     unusable &= drafted
@@ -348,53 +378,57 @@ def finish(
             so_far = tl.where((so_far > 0) & (a > 0), tl.minimum(so_far * a / c, 1.0), 0.0)
             after = tl.where(i == j, so_far, after)
     else:
-        keep = (r * (lenience * qx64) <= px64) & (px64 > 0) & ~unusable
-        n = tl.min(tl.where(keep & drafted, length, tl.minimum(i, length)), axis=0)
+        accept = (r * (lenience * qx64) <= px64) & (px64 > 0) & ~unusable
+        n = tl.min(tl.where(accept & drafted, length, tl.minimum(i, length)), axis=0)
     scale = tl.full([], 1.0, tl.float32)
     if RULE == BLOCK:
         scale = pick(carry, i, n).to(tl.float32)
 
     # The row after n draft tokens
     token_n, q_top_n = pick(token, i, n), pick(q_top, i, n)
-    most_n, log_n = pick(most, i, n), pick(log, i, n)
-    q_most_n, q_log_n = pick(q_most, i, n), pick(q_log, i, n)
+    max_logit_n, log_sum_n = pick(max_logit, i, n), pick(log_sum, i, n)
+    q_max_logit_n, q_log_sum_n = pick(q_max_logit, i, n), pick(q_log_sum, i, n)
     q_cut_n, q_tie_n = pick(q_cut, i, n), pick(q_tie, i, n)
     p_cut_n, p_tie_n = 0.0, 0
     spread: tl.constexpr = True  # over all blocks
     if ADJUST == CUT:
-        p_most_n, p_log_n, p_cut_n, p_tie_n = facts_of(facts, b * P + n, n <= length)
+        p_max_logit_n, p_log_sum_n, p_cut_n, p_tie_n = load_row_stats(row_stats, b * P + n, n <= length)
         if RULE != BLOCK:
-            listed = listed_of(facts, b * P + n)
+            num_listed = load_num_listed(row_stats, b * P + n)
             if LENGTHS:
-                listed = tl.where(length == 0, 0, listed)  # without draft tokens there is a race
-            spread = listed == 0
-            if (listed > 0) & (pid % blocks == 0):
+                num_listed = tl.where(length == 0, 0, num_listed)  # without draft tokens there is a race
+            spread = num_listed == 0
+            if (num_listed > 0) & (pid % blocks == 0):
                 # The survivors are a short list, and one block samples from it.
-                few = list_of(chunks, b * P + n, B, g, P, splits, CHUNKS, FEW)
-                place = tl.arange(0, FEW)
-                ids = tl.load(few + place, mask=place < listed, other=0.0).to(tl.int32, bitcast=True)
-                ids = tl.where(place < listed, ids, V)
-                reference, w, p, z = weights_of(
+                token_list = token_list_at(chunks, b * P + n, B, g, P, splits, CHUNKS, MAX_LISTED)
+                index = tl.arange(0, MAX_LISTED)
+                ids = tl.load(token_list + index, mask=index < num_listed, other=0.0).to(
+                    tl.int32, bitcast=True
+                )
+                ids = tl.where(index < num_listed, ids, V)
+                reference, w, p, z = next_token_weights(
                     p_rows + n.to(tl.int64) * p_position, q_rows + n.to(tl.int64) * q_position, ids, V,
-                    n, length, token_n, most_n, log_n, q_most_n, q_log_n, p_cut_n, p_tie_n, q_cut_n, q_tie_n,
-                    scale, coolness, q_coolness, q_greedy, q_top_n,
+                    n, length, token_n, max_logit_n, log_sum_n, q_max_logit_n, q_log_sum_n, p_cut_n, p_tie_n,
+                    q_cut_n, q_tie_n,
+                    scale, inv_temperature, q_inv_temperature, q_greedy, q_top_n,
                     alpha, width, RULE, HAS_Q, ADJUST, ADJUST_Q,
                 )  # fmt: skip
                 w = tl.where(tl.sum(w, axis=0) == 0, p, w)
                 total = tl.sum(w, axis=0).to(tl.float64)
-                unwanted, level = uniforms(seed, start + n, start, ACCEPT)
-                lost = spoiled(unusable & (i <= n), outside, strange, given_up, b, GIVEN_UP)
-                lost |= ~((total > 0) & (total < float("inf"))) | ~(tl.abs(p_log_n) < float("inf"))
-                tell(accepted, next_token, bad, b, lost, n, drawn_at(w, ids, level * total))
+                unused_uniform, level = uniforms(seed, start + n, start, ACCEPT)
+                is_bad = is_bad_row(unusable & (i <= n), bad_token, bad_length, invalid, b, HAS_INVALID)
+                is_bad |= ~((total > 0) & (total < float("inf"))) | ~(tl.abs(p_log_sum_n) < float("inf"))
+                store_verdict(accepted, next_token, bad, b, is_bad, n, sample_at(w, ids, level * total))
     if spread:
         if n <= length:
             for tile in range(tiles):
                 s = pid % blocks * tiles + tile
                 ids = s * SPLIT + tl.arange(0, SPLIT)
-                reference, w, p, z = weights_of(
+                reference, w, p, z = next_token_weights(
                     p_rows + n.to(tl.int64) * p_position, q_rows + n.to(tl.int64) * q_position, ids, V,
-                    n, length, token_n, most_n, log_n, q_most_n, q_log_n, p_cut_n, p_tie_n, q_cut_n, q_tie_n,
-                    scale, coolness, q_coolness, q_greedy, q_top_n,
+                    n, length, token_n, max_logit_n, log_sum_n, q_max_logit_n, q_log_sum_n, p_cut_n, p_tie_n,
+                    q_cut_n, q_tie_n,
+                    scale, inv_temperature, q_inv_temperature, q_greedy, q_top_n,
                     alpha, width, RULE, HAS_Q, ADJUST, ADJUST_Q,
                 )  # fmt: skip
                 at = row.to(tl.int64) * splits + s
@@ -403,15 +437,15 @@ def finish(
                 tl.store(parts + 4 * at + 1, tl.sum(w, axis=0), mask=inside)
                 tl.store(parts + 4 * at + 2, tl.sum(p, axis=0), mask=inside)
                 if GREEDY or LENGTHS:
-                    height = tl.max(z, axis=0)
-                    head = first_max(z, ids)
+                    largest_value = tl.max(z, axis=0)
+                    argmax = first_max(z, ids)
                     if LENGTHS:
                         if length == 0:  # decoding without speculation, whatever the rule
-                            summit, value = raced(z, s, seed, start, greedy, SPLIT)
-                            head = first_max(value, ids)
-                            height = tl.max(value, axis=0)
-                    tl.store(parts + 4 * at + 3, height, mask=inside)
-                    tl.store(heads + at, head.to(tl.float32, bitcast=True), mask=inside)
+                            summit, value = gumbel_logits(z, s, seed, start, greedy, SPLIT)
+                            argmax = first_max(value, ids)
+                            largest_value = tl.max(value, axis=0)
+                    tl.store(parts + 4 * at + 3, largest_value, mask=inside)
+                    tl.store(part_argmax + at, argmax.to(tl.float32, bitcast=True), mask=inside)
         done = tl.atomic_add(counter + b, 1.0, sem="acq_rel")
         if done == blocks * rows - 1:
             # The last block knows all splits
@@ -420,16 +454,16 @@ def finish(
             if RULE == BLOCK:
                 # The residual of each prefix, and so whether it passes
                 where = first + i[:, None] * splits + t[None, :]
-                there = drafted[:, None] & (t < splits)[None, :]
+                part_mask = drafted[:, None] & (t < splits)[None, :]
                 left = tl.sum(
-                    tl.load(parts + 4 * where + 1, mask=there, other=0.0, cache_modifier=".cg").to(
+                    tl.load(parts + 4 * where + 1, mask=part_mask, other=0.0, cache_modifier=".cg").to(
                         tl.float64
                     ),
                     axis=1,
                 )
                 h = tl.where((left == 0) & (carry == 1), 1.0, left / (left + (1 - carry)))
                 # Prefix j is row j, tested with the uniform of its last draft token
-                rest, unused = uniforms(seed, start + i - 1, start, ACCEPT)
+                rest, unused_uniforms = uniforms(seed, start + i - 1, start, ACCEPT)
                 passed = drafted & (i > 0) & (rest <= h)
                 all_pass = (length > 0) & (pick(r, i, length - 1) <= pick(after, i, length - 1))
                 n = tl.max(tl.where(passed, i, 0), axis=0)
@@ -449,12 +483,12 @@ def finish(
             total = tl.sum(mass, axis=0)
             # Rule block's verdict depends on every drafted position, the others' on those up to n
             unusable &= (i <= n) | (RULE == BLOCK)
-            lost = spoiled(unusable, outside, strange, given_up, b, GIVEN_UP)
+            is_bad = is_bad_row(unusable, bad_token, bad_length, invalid, b, HAS_INVALID)
             sound = total
             if GREEDY:
                 sound = tl.where(greedy, tl.sum(p_sums, axis=0).to(tl.float64), total)
-            lost |= ~((sound > 0) & (sound < float("inf")))
-            unwanted, level = uniforms(seed, start + n, start, ACCEPT)
+            is_bad |= ~((sound > 0) & (sound < float("inf")))
+            unused_uniform, level = uniforms(seed, start + n, start, ACCEPT)
             level = level * total
             chosen = tl.min(tl.where((cdf > level) & (mass > 0), t, S), axis=0)
             chosen = tl.where(chosen == S, tl.max(tl.where(mass > 0, t, 0), axis=0), chosen)
@@ -462,34 +496,37 @@ def finish(
             level = level / tl.where(empty, 1.0, pick(factor, t, chosen)).to(tl.float64)
             if RULE == BLOCK:
                 token_n, q_top_n = pick(token, i, n), pick(q_top, i, n)
-                most_n, log_n = pick(most, i, n), pick(log, i, n)
-                q_most_n, q_log_n = pick(q_most, i, n), pick(q_log, i, n)
+                max_logit_n, log_sum_n = pick(max_logit, i, n), pick(log_sum, i, n)
+                q_max_logit_n, q_log_sum_n = pick(q_max_logit, i, n), pick(q_log_sum, i, n)
                 scale = pick(carry, i, n).to(tl.float32)
                 q_cut_n, q_tie_n = pick(q_cut, i, n), pick(q_tie, i, n)
                 if ADJUST == CUT:
-                    p_most_n, p_log_n, p_cut_n, p_tie_n = facts_of(facts, b * P + n, n <= length)
+                    p_max_logit_n, p_log_sum_n, p_cut_n, p_tie_n = load_row_stats(
+                        row_stats, b * P + n, n <= length
+                    )
             if ADJUST == CUT:  # a cut hides NaN and +inf
-                lost |= ~(tl.abs(p_log_n) < float("inf"))
+                is_bad |= ~(tl.abs(p_log_sum_n) < float("inf"))
             places = chosen * SPLIT + tl.arange(0, SPLIT)
-            base, weight, chance, logit = weights_of(
+            base, weight, chance, logit = next_token_weights(
                 p_rows + n.to(tl.int64) * p_position, q_rows + n.to(tl.int64) * q_position, places, V,
-                n, length, token_n, most_n, log_n, q_most_n, q_log_n, p_cut_n, p_tie_n, q_cut_n, q_tie_n,
-                scale, coolness, q_coolness, q_greedy, q_top_n,
+                n, length, token_n, max_logit_n, log_sum_n, q_max_logit_n, q_log_sum_n, p_cut_n, p_tie_n,
+                q_cut_n, q_tie_n,
+                scale, inv_temperature, q_inv_temperature, q_greedy, q_top_n,
                 alpha, width, RULE, HAS_Q, ADJUST, ADJUST_Q,
             )  # fmt: skip
             weight = tl.where(empty, chance, weight)
-            drawn = drawn_at(weight, places, level)
+            sampled = sample_at(weight, places, level)
             if GREEDY or LENGTHS:
                 largest = tl.load(
                     parts + 4 * (first + t) + 3, mask=mask, other=-float("inf"), cache_modifier=".cg"
                 )
-                found = tl.load(heads + first + t, mask=mask, other=0.0, cache_modifier=".cg")
+                found = tl.load(part_argmax + first + t, mask=mask, other=0.0, cache_modifier=".cg")
                 if LENGTHS:  # values of a race are relative to their split's maximum
                     above = tl.where(m == -float("inf"), -float("inf"), m - tl.max(m, axis=0))
                     largest = tl.where(length == 0, largest + above, largest)
-                surest = tl.min(
+                argmax_token = tl.min(
                     tl.where(largest == tl.max(largest, axis=0), found.to(tl.int32, bitcast=True), NONE),
                     axis=0,
                 )
-                drawn = tl.where(greedy | (length == 0), surest, drawn)
-            tell(accepted, next_token, bad, b, lost, n, drawn)
+                sampled = tl.where(greedy | (length == 0), argmax_token, sampled)
+            store_verdict(accepted, next_token, bad, b, is_bad, n, sampled)

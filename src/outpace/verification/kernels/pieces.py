@@ -18,7 +18,7 @@ RULES = {"token": 0, "sigmoid": 1, "block": 2}
 SIGMOID, BLOCK = tl.constexpr(RULES["sigmoid"]), tl.constexpr(RULES["block"])
 CUT = tl.constexpr(2)  # ADJUST: 0 leaves logits as they are, 1 divides them by a temperature, 2 cuts them too
 NONE = tl.constexpr(2**31 - 1)  # no token
-KNOBS = tl.constexpr(4)  # of a row: temperature, top_k (0: all), 1 - top_p (-1: all), min_p
+NUM_PARAMS = tl.constexpr(4)  # of a row: temperature, top_k (0: all), 1 - top_p (-1: all), min_p
 
 
 @triton.jit
@@ -33,11 +33,11 @@ def uniforms(seed, position, start, stream):
 
 
 @triton.jit
-def key_of(each, one, b):
+def load_key(per_row, shared, b):
     """Return a row's own number where there is one per row, else the number of all rows."""
-    if each is not None:
-        one = tl.load(each + b)
-    return one
+    if per_row is not None:
+        shared = tl.load(per_row + b)
+    return shared
 
 
 @triton.jit
@@ -54,49 +54,49 @@ def exponential(u):
 
 
 @triton.jit
-def raw(row, ids, V):
+def load_logits(row, ids, V):
     """Load a row's own logits as float32, -inf past V."""
     return tl.load(row + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
-def tempered(z, coolness, ADJUST: tl.constexpr):
+def apply_temperature(z, inv_temperature, ADJUST: tl.constexpr):
     """Divide logits by the temperature, as a product with its inverse.
 
     The product is several times as fast, and equal but for the last digit.
     """
     if ADJUST:
-        z = z * coolness
+        z = z * inv_temperature
     return z
 
 
 @triton.jit
-def logits_of(row, ids, V, coolness, cut, tie, ADJUST: tl.constexpr):
+def load_adjusted(row, ids, V, inv_temperature, cut, tie, ADJUST: tl.constexpr):
     """Return adjusted logits.
 
     Logits below the cut become -inf, and so do those equal to it with an id before ``tie``.
     """
-    z = raw(row, ids, V)
+    z = load_logits(row, ids, V)
     if ADJUST == CUT:
         z = tl.where((z > cut) | ((z == cut) & (ids >= tie)), z, -float("inf"))
-    return tempered(z, coolness, ADJUST)
+    return apply_temperature(z, inv_temperature, ADJUST)
 
 
 @triton.jit
-def coolness_of(knobs, heat, b, ADJUST: tl.constexpr):
+def load_temperature(p_params, shared_temperature, b, ADJUST: tl.constexpr):
     """Return the inverse of a row's temperature, and whether the row is greedy instead.
 
     The temperature is the row's own, or that of all rows.
     """
-    coolness = 1.0
+    inv_temperature = 1.0
     greedy = False
     if ADJUST:
-        temperature = heat
-        if knobs is not None:
-            temperature = tl.load(knobs + KNOBS * b)
+        temperature = shared_temperature
+        if p_params is not None:
+            temperature = tl.load(p_params + NUM_PARAMS * b)
         greedy = temperature == 0.0
-        coolness = 1.0 / tl.where(greedy, 1.0, temperature)
-    return coolness, greedy
+        inv_temperature = 1.0 / tl.where(greedy, 1.0, temperature)
+    return inv_temperature, greedy
 
 
 @triton.jit
@@ -105,12 +105,12 @@ def exponentials(x):
 
     The exponentials are 0 where nothing is possible, and NaN from NaN or +inf.
     """
-    top = tl.max(x, axis=0)
-    return top, tl.exp(x - tl.where(top == -float("inf"), 0.0, top))
+    max_logit = tl.max(x, axis=0)
+    return max_logit, tl.exp(x - tl.where(max_logit == -float("inf"), 0.0, max_logit))
 
 
 @triton.jit
-def splits_of(maxima, sums, row, i, splits, drafted, S: tl.constexpr):
+def load_splits(maxima, sums, row, i, splits, drafted, S: tl.constexpr):
     """Return what ``scan`` stored for rows ``row + i``.
 
     These are the maxima and sums of their splits, ``[G, S]`` each.
@@ -123,27 +123,27 @@ def splits_of(maxima, sums, row, i, splits, drafted, S: tl.constexpr):
 
 
 @triton.jit
-def softmax_of(m, total):
+def combine_splits(m, total):
     """Return the maximum of each row, and the logsumexp relative to it.
 
     Added to a large maximum, the logsumexp would lose its digits. It is infinite or NaN where a row has no
     softmax.
     """
-    most = tl.max(tl.where(total > 0, m, -float("inf")), axis=1)
-    most = tl.where(most == -float("inf"), 0.0, most)
+    max_logit = tl.max(tl.where(total > 0, m, -float("inf")), axis=1)
+    max_logit = tl.where(max_logit == -float("inf"), 0.0, max_logit)
     # A split with nothing possible has sum 0; NaN stays NaN.
-    mass = tl.sum(tl.where(total == 0, 0.0, total * tl.exp(m - most[:, None])), axis=1)
-    return most, tl.log(mass)
+    mass = tl.sum(tl.where(total == 0, 0.0, total * tl.exp(m - max_logit[:, None])), axis=1)
+    return max_logit, tl.log(mass)
 
 
 @triton.jit
-def argmax_of(maxima, tops, row, i, splits, drafted, S: tl.constexpr):
+def argmax_of(maxima, split_argmax, row, i, splits, drafted, S: tl.constexpr):
     """Return the token with the largest logit of rows ``row + i``, ``[G]``, the first among equals."""
     s = tl.arange(0, S)
     at = (row + i)[:, None] * splits + s[None, :]
     mask = drafted[:, None] & (s < splits)[None, :]
     m = tl.load(maxima + at, mask=mask, other=-float("inf"))
-    top = tl.load(tops + at, mask=mask, other=0.0).to(tl.int32, bitcast=True)
+    top = tl.load(split_argmax + at, mask=mask, other=0.0).to(tl.int32, bitcast=True)
     return tl.min(tl.where(m == tl.max(m, axis=1)[:, None], top, NONE), axis=1)
 
 
@@ -154,34 +154,35 @@ def pick(vector, index, n):
 
 
 @triton.jit
-def squash(x, alpha, width):
+def scaled_sigmoid(x, alpha, width):
     """Return the sigmoid in place of a probability, or NaN where there can be none."""
     return tl.where(x == float("inf"), float("nan"), tl.sigmoid((x - alpha) / width))
 
 
 @triton.jit
-def weights_of(
-    p_row, q_row, ids, V, n, length, token, top_p, log_p, top_q, log_q, p_cut, p_tie, q_cut, q_tie,
-    scale, coolness, q_coolness, q_greedy, q_top,
+def next_token_weights(
+    p_row, q_row, ids, V, n, length, token, p_max_logit, p_log_sum, q_max_logit, q_log_sum, p_cut, p_tie,
+    q_cut, q_tie,
+    scale, inv_temperature, q_inv_temperature, q_greedy, q_top,
     alpha, width, RULE: tl.constexpr, HAS_Q: tl.constexpr, ADJUST: tl.constexpr, ADJUST_Q: tl.constexpr,
 ):  # fmt: skip
     """Return the weights of the next token in one split of row n.
 
     It returns a reference, the weights relative to its exponential, p, and the adjusted logits.
     """
-    x = logits_of(p_row, ids, V, coolness, p_cut, p_tie, ADJUST)
+    x = load_adjusted(p_row, ids, V, inv_temperature, p_cut, p_tie, ADJUST)
     reference = tl.full([], 0.0, tl.float32)
     if n < length:
         if RULE == SIGMOID:
-            p = squash(x, alpha, width)
+            p = scaled_sigmoid(x, alpha, width)
         else:
-            p = tl.exp((x - top_p) - log_p)
+            p = tl.exp((x - p_max_logit) - p_log_sum)
         if HAS_Q:
-            y = logits_of(q_row, ids, V, q_coolness, q_cut, q_tie, ADJUST_Q)
+            y = load_adjusted(q_row, ids, V, q_inv_temperature, q_cut, q_tie, ADJUST_Q)
             if RULE == SIGMOID:
-                q = squash(y, alpha, width)
+                q = scaled_sigmoid(y, alpha, width)
             else:
-                q = tl.exp((y - top_q) - log_q)
+                q = tl.exp((y - q_max_logit) - q_log_sum)
                 q = tl.where(y == float("inf"), float("nan"), q)  # a stored logsumexp would hide it
                 q = tl.where(q_greedy, (ids == q_top).to(tl.float32), q)
             w = scale * p - q
@@ -193,13 +194,13 @@ def weights_of(
         if RULE == SIGMOID:
             if length > 0:
                 reference = tl.full([], 0.0, tl.float32)
-                p = squash(x, alpha, width)
+                p = scaled_sigmoid(x, alpha, width)
         w = p
     return reference, w, p, x
 
 
 @triton.jit
-def raced(x, s, seed, position, greedy, SPLIT: tl.constexpr):
+def gumbel_logits(x, s, seed, position, greedy, SPLIT: tl.constexpr):
     """Return a split's maximum, and its logits plus the target stream's Gumbel noise.
 
     The sums are relative to that maximum, so that large logits do not swallow the noise's digits.
@@ -210,9 +211,9 @@ def raced(x, s, seed, position, greedy, SPLIT: tl.constexpr):
     a, b, c, d = tl.philox(seed, c0, zero + position.to(tl.uint32), zero, zero + TARGET)
     word = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
     u = tl.minimum(word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
-    top = tl.max(x, axis=0)
+    max_logit = tl.max(x, axis=0)
     noise = tl.where(greedy, 0.0, -tl.log(exponential(u)))
-    return top, x - tl.where(top == -float("inf"), 0.0, top) + noise
+    return max_logit, x - tl.where(max_logit == -float("inf"), 0.0, max_logit) + noise
 
 
 @triton.jit
@@ -229,7 +230,7 @@ def first_beyond(weights, ids, level):
 
 
 @triton.jit
-def drawn_at(weights, ids, level):
+def sample_at(weights, ids, level):
     """Return ``first_beyond``, or the last possible id where it is NONE."""
     token = first_beyond(weights, ids, level)
     return tl.where(token == NONE, tl.max(tl.where(weights > 0, ids, 0), axis=0), token)

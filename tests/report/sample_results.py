@@ -1,4 +1,4 @@
-"""What the measuring commands write, small and whole."""
+"""Small complete results, as the measuring commands write them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ MACHINE = {
 }
 TARGET = "org/Target-7B"
 DRAFTS = {"org/Draft-0.5B": (0.812, 1.9), "ngram:texts.arpa": (0.297, 0.02)}  # α, ms of a step
-LENGTHS = (*range(9), 12)
+NUM_DRAFT_TOKENS = (*range(9), 12)
 TEXT = "The lighthouse keeper counted the ships that passed before dawn, and wrote down every one of them.\n"
 
 
-def about(kind: str, command: str) -> dict[str, Any]:
+def common_fields(kind: str, command: str) -> dict[str, Any]:
     return {
         "kind": kind,
         "date": "2026-11-02T09:30:00+00:00",
         "command": command,
         "machine": MACHINE,
         "target": TARGET,
-        "models": ["target   LlamaForCausalLM, torch.bfloat16, cuda, attention sdpa"],
+        "models": ["target            LlamaForCausalLM, torch.bfloat16, cuda, attention sdpa"],
         "data": {"name": "questions.jsonl", "rows": 40, "left_out": 0},
         "complete": True,
     }
@@ -42,12 +42,12 @@ def measured() -> dict[str, Any]:
             "lenience": 1.0,
             "alpha": alpha,
             "interval": [alpha - 0.011, alpha + 0.012],
-            "tokens": 10240,
+            "draft_tokens": 10240,
             "coverage": 0.987,
             "divergence": 1 - alpha,
             "by_domain": {
-                "code": {"alpha": alpha + 0.051, "interval": [alpha, alpha + 0.1], "tokens": 5120},
-                "chat": {"alpha": alpha - 0.053, "interval": None, "tokens": 5120},
+                "code": {"alpha": alpha + 0.051, "interval": [alpha, alpha + 0.1], "draft_tokens": 5120},
+                "chat": {"alpha": alpha - 0.053, "interval": None, "draft_tokens": 5120},
             },
             "autocorrelation": [0.21, 0.12, None, 0.04, 0.03],
             "chance": 0.05,
@@ -56,7 +56,7 @@ def measured() -> dict[str, Any]:
             "by_position_intervals": [[alpha - 0.05, alpha + 0.01], [alpha - 0.06, alpha + 0.01], None, None],
             "blocks": {
                 "observed": [0.22, 0.15, 0.12, 0.11, 0.4],
-                "predicted": theory.kept_shares(alpha, 4).tolist(),
+                "predicted": theory.accepted_probabilities(alpha, 4).tolist(),
             },
             "step_ms": step,
             "best_g": 5 if step > 1 else 3,
@@ -67,24 +67,26 @@ def measured() -> dict[str, Any]:
         for name, (alpha, step) in DRAFTS.items()
     ]
     phases = {"draft": 0.0080, "target": 0.0201, "verify": 0.0004, "other": 0.0011}
-    kept = (4, 2, 0, 4, 1, 3, 4, 0, 2, 4, 3, 1, 4, 2)
+    num_accepted = (4, 2, 0, 4, 1, 3, 4, 0, 2, 4, 3, 1, 4, 2)
     iterations = [
         {
-            "phases": {name: s * (1 + 0.05 * (i % 3)) for name, s in phases.items()},
+            "phases": {name: seconds * (1 + 0.05 * (i % 3)) for name, seconds in phases.items()},
             "num_draft_tokens": 4,
             "num_accepted": n,
         }
-        for i, n in enumerate(kept)
+        for i, n in enumerate(num_accepted)
     ]
     words = iter([f"{word} " for word in (TEXT * 4).split(" ")])
     pieces = []
-    for n in kept:
+    for n in num_accepted:
         pieces += [[next(words), "accepted"] for _ in range(n)]
         pieces.append([next(words), "bonus" if n == 4 else "correction"])
-    return about("alpha", "outpace bench alpha -t org/Target-7B -d org/Draft-0.5B -d ngram:texts.arpa") | {
+    return common_fields(
+        "alpha", "outpace bench alpha -t org/Target-7B -d org/Draft-0.5B -d ngram:texts.arpa"
+    ) | {
         "sampling": {"temperature": 0.8, "top_k": 0, "top_p": 0.95},
         "prompts": 40,
-        "tokens": 10240,
+        "new_tokens": 10240,
         "drafts": drafts,
         "passes": [{"B": B, "n": n, "ms": 20.25 + 0.13 * n * B} for B in (1, 8) for n in (1, 2, 5, 9, 17)],
         "verify": [
@@ -101,7 +103,7 @@ def swept() -> dict[str, Any]:
     figures = []
     for temperature in (0.0, 1.0):
         for draft, (alpha, step) in DRAFTS.items():
-            for g in (*LENGTHS, "auto", "heuristic"):
+            for g in (*NUM_DRAFT_TOKENS, "auto", "heuristic"):
                 n = 5 if isinstance(g, str) else g
                 tokens, loop = theory.expected_tokens(alpha, n), 20.5 + n * step
                 mean = 128 * loop / tokens
@@ -112,9 +114,9 @@ def swept() -> dict[str, Any]:
                         "temperature": temperature,
                         "top_k": 0,
                         "top_p": 1.0,
-                        "length": str(g),
+                        "num_draft_tokens": str(g),
                         "texts": 40,
-                        "tokens": 5120,
+                        "new_tokens": 5120,
                         "mean_ms": mean,
                         "p50_ms": 0.98 * mean,
                         "p90_ms": 1.2 * mean,
@@ -132,7 +134,7 @@ def swept() -> dict[str, Any]:
                         "predicted_simple": None if isinstance(g, str) else 1.1 * speed,
                     }
                 )
-    return about("sweep", "outpace bench sweep -t org/Target-7B --lengths 0,1,2") | {
+    return common_fields("sweep", "outpace bench sweep -t org/Target-7B --num-draft-tokens 2") | {
         "prompts": 40,
         "batch": 1,
         "settings": {"max_new_tokens": 64},
@@ -144,7 +146,7 @@ def tuned() -> dict[str, Any]:
     candidates = [
         {
             "draft": draft,
-            "length": length,
+            "num_draft_tokens": num_draft_tokens,
             "dtype": "bfloat16",
             "rule": "block",
             "batch": 1,
@@ -153,13 +155,20 @@ def tuned() -> dict[str, Any]:
             "verified": verified,
             "why": why,
         }
-        for draft, length, expected, verified, interval, why in (
+        for draft, num_draft_tokens, expected, verified, interval, why in (
             ("org/Draft-0.5B", "auto", 2.21, 2.07, [1.98, 2.15], "fastest"),
             ("org/Draft-0.5B", "5", 2.3, 2.02, [1.95, 2.09], "close, but not as fast"),
-            ("ngram:texts.arpa", "3", 0.81, None, [0.7, 0.95], "cannot pay, by what its guesses cost"),
+            (
+                "ngram:texts.arpa",
+                "3",
+                0.81,
+                None,
+                [0.7, 0.95],
+                "cannot pay, because its draft tokens cost too much",
+            ),
         )
     ]
-    return about("tune", "outpace tune -t org/Target-7B --budget 600") | {
+    return common_fields("tune", "outpace tune -t org/Target-7B --budget 600") | {
         "sampling": {"temperature": 0.0, "top_k": 0, "top_p": 1.0},
         "prompts": 40,
         "max_new_tokens": 64,
@@ -167,7 +176,7 @@ def tuned() -> dict[str, Any]:
         "spent_seconds": 412.5,
         "candidates": candidates,
         "chosen": candidates[0],
-        "verdict": "Draft with org/Draft-0.5B, g = auto: 2.07 times as fast as plain decoding.",
+        "verdict": "Draft with org/Draft-0.5B, g = auto: 2.07 times as fast as the baseline.",
         "config": '{"target": "org/Target-7B", "draft": "org/Draft-0.5B"}',
         "transformers": "model.generate(**inputs, custom_generate=outpace.generate, draft=small)",
         "vllm": "vllm serve org/Target-7B --speculative-config '{\"num_speculative_tokens\": 5}'",
@@ -175,13 +184,17 @@ def tuned() -> dict[str, Any]:
 
 
 def evaluated(temperature: float = 0.0, rows: int = 4) -> list[dict[str, Any]]:
-    """Lines of a journal of `outpace eval summarize`; the draft is twice as fast, row by row."""
+    """Return the lines of an `outpace eval summarize` journal; `exact` is about twice as fast as `plain`."""
     header = {
         "task": "summarize",
         "target": "org/Target-7B",
         "draft": "org/Draft-0.5B",
         "settings": {
-            "models": [*about("eval", "")["models"], "drafter  ModelDrafter", "length   Fixed(5)"],
+            "models": [
+                *common_fields("eval", "")["models"],
+                "drafter           ModelDrafter",
+                "num_draft_tokens  Fixed(5)",
+            ],
             "max_new_tokens": 64, "temperature": temperature, "samples": 1, "seed": 3,
         },
         "every": 1,
@@ -189,28 +202,28 @@ def evaluated(temperature: float = 0.0, rows: int = 4) -> list[dict[str, Any]]:
         "machine": MACHINE,
         "command": "outpace eval summarize -t org/Target-7B --data articles.jsonl",
     }  # fmt: skip
-    made: list[dict[str, Any]] = [header]
+    lines: list[dict[str, Any]] = [header]
     for row in range(rows):
-        for side, faster in (("plain", 1.0), ("exact", 2.0 + 0.1 * (row % 2))):
-            text = f"A summary of article {row}." if row or side == "plain" else "Another summary."
-            made.append(
+        for runner, speedup in (("plain", 1.0), ("exact", 2.0 + 0.1 * (row % 2))):
+            text = f"A summary of article {row}." if row or runner == "plain" else "Another summary."
+            lines.append(
                 {
-                    "side": side,
+                    "side": runner,
                     "row": row,
                     "id": f"article/{row}",
                     "texts": [text],
-                    "tokens": [[1, 2, 3]],
-                    "seconds": (2.0 + row) / faster,
+                    "token_ids": [[1, 2, 3]],
+                    "seconds": (2.0 + row) / speedup,
                     "stats": {
-                        "new_tokens": 60, "target_passes": 60 if side == "plain" else 25,
-                        "draft_tokens": 0 if side == "plain" else 100,
-                        "accepted_tokens": 0 if side == "plain" else 35,
+                        "new_tokens": 60, "target_passes": 60 if runner == "plain" else 25,
+                        "draft_tokens": 0 if runner == "plain" else 100,
+                        "accepted_tokens": 0 if runner == "plain" else 35,
                         "draft_tokens_by_position": [], "accepted_by_position": [],
                     },
                     "judged": [{"ROUGE-1": 30.0 + row, "ROUGE-2": 10.0 + row, "ROUGE-L": 20.0 + row}],
                 }
             )  # fmt: skip
-    return made
+    return lines
 
 
 def save_journal(path: Path, lines: list[dict[str, Any]]) -> str:
@@ -219,7 +232,7 @@ def save_journal(path: Path, lines: list[dict[str, Any]]) -> str:
 
 
 def save(folder: Path, **contents: dict[str, Any]) -> list[str]:
-    """Their files, by name."""
+    """Write each content to a JSON file of its name, and return the paths."""
     paths = []
     for name, content in contents.items():
         path = folder / f"{name}.json"

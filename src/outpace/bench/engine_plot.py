@@ -15,12 +15,12 @@ COLOURS = {
     "transformers": "#b8b8b8",
     "transformers static": "#8a8a8a",
     "transformers assisted": "#d9a27c",
-    "outpace plain": "#7ba6d0",
+    "outpace baseline": "#7ba6d0",
     "outpace": "#1f5fa8",
 }
 
 
-def draw(figures: Sequence[Throughput], path: Path) -> None:
+def save_plot(figures: Sequence[Throughput], path: Path) -> None:
     """Plot throughput at one acceptance rate by pair, over g and over B.
 
     Views without figures stay empty. The file's suffix determines the format.
@@ -34,10 +34,10 @@ def draw(figures: Sequence[Throughput], path: Path) -> None:
     _over(axes[1], [one for one in own if one.B == 1 and one.g], lambda one: one.g)
     for one in own:
         if one.B == 1 and not one.g:
-            axes[1].axhline(one.tokens_per_second, color=COLOURS[one.side], ls="--", lw=1, label=one.side)
+            axes[1].axhline(one.tokens_per_second, color=COLOURS[one.method], ls="--", lw=1, label=one.method)
     axes[1].set(title=f"{first}, B = 1, α = {ALPHA}", xlabel="draft tokens per step, g", ylim=(0, None))
     _over(axes[2], own, lambda one: one.B)
-    axes[2].set(xscale="log", yscale="log", title=f"{first}, α = {ALPHA}, best g", xlabel="rows, B")
+    axes[2].set(xscale="log", yscale="log", title=f"{first}, α = {ALPHA}, best g", xlabel="sequences, B")
     axes[2].set_xticks(rows := sorted({one.B for one in own}), rows)
     axes[2].minorticks_off()
     for axis in axes:
@@ -51,12 +51,15 @@ def draw(figures: Sequence[Throughput], path: Path) -> None:
 def _pairs(axis: Any, figures: Sequence[Throughput]) -> None:
     """Plot the best of each method for every pair, as bars."""
     names = list(dict.fromkeys(one.name for one in figures))
-    for i, (side, colour) in enumerate(COLOURS.items()):
+    for i, (method, colour) in enumerate(COLOURS.items()):
         best = [
-            max((one.tokens_per_second for one in figures if (one.side, one.name) == (side, name)), default=0)
+            max(
+                (one.tokens_per_second for one in figures if (one.method, one.name) == (method, name)),
+                default=0,
+            )
             for name in names
         ]
-        axis.bar([j + 0.16 * (i - 2) for j in range(len(names))], best, 0.15, label=side, color=colour)
+        axis.bar([j + 0.16 * (i - 2) for j in range(len(names))], best, 0.15, label=method, color=colour)
     axis.set_xticks(range(len(names)), names, fontsize=8)
     axis.margins(y=0.35)  # for the legend
     axis.set_title(f"B = 1, α = {ALPHA}, best g")
@@ -64,12 +67,18 @@ def _pairs(axis: Any, figures: Sequence[Throughput]) -> None:
 
 def _over(axis: Any, figures: Sequence[Throughput], x: Callable[[Throughput], int]) -> None:
     """Plot the best of each method over x, and the prediction of theory."""
-    for side, colour in COLOURS.items():
-        mine = sorted((one for one in figures if one.side == side), key=lambda one: one.tokens_per_second)
+    for method, colour in COLOURS.items():
+        mine = sorted((one for one in figures if one.method == method), key=lambda one: one.tokens_per_second)
         best = {x(one): one for one in mine}  # the fastest comes last and replaces the others
         at = sorted(best)
         if at:
-            axis.plot(at, [best[i].tokens_per_second for i in at], "o-", ms=4, color=colour, label=side)
-        told = [i for i in at if best[i].predicted is not None]
-        if told:
-            axis.plot(told, [best[i].predicted for i in told], "k:", lw=1, label="predicted, Theorem 3.8")
+            axis.plot(at, [best[i].tokens_per_second for i in at], "o-", ms=4, color=colour, label=method)
+        predicted_at = [i for i in at if best[i].predicted is not None]
+        if predicted_at:
+            axis.plot(
+                predicted_at,
+                [best[i].predicted for i in predicted_at],
+                "k:",
+                lw=1,
+                label="predicted, Theorem 3.8",
+            )

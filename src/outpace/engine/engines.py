@@ -1,4 +1,4 @@
-"""Engines of a decoder: the graph executor, where models and sequences allow it."""
+"""The graph executor of a decoder, where models and sequences allow it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outpace.models.generic import GenericModel
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.verification import Rule
 
-STEP = 256  # tokens that a KV cache grows by
+CACHE_GROWTH = 256  # tokens
 
 
 class Engines:
@@ -31,26 +31,27 @@ class Engines:
         self.engine: Engine | None = None
         self._weights: tuple[object, ...] = ()
         self._versions: tuple[int, ...] = ()
-        self.why_not = self._why_not()
+        self.unsupported_reason = self._unsupported_reason()
 
-    def take(self, rows: Sequence[Row], slots: int, tokens: int) -> Engine | None:
-        """Return an engine for sequences of up to ``tokens`` tokens, or None if it cannot decode them."""
-        self.why_not = self._why_not()  # adapters and hooks come and go
-        if self.why_not is not None or not self._alike(rows):
+    def engine_for(self, rows: Sequence[Row], slots: int, max_tokens: int) -> Engine | None:
+        """Return an engine for sequences of up to ``max_tokens``, or None if it cannot decode them."""
+        self.unsupported_reason = self._unsupported_reason()  # adapters and hooks come and go
+        if self.unsupported_reason is not None or not self._share_sampling(rows):
             return None
         try:
-            return self._get(slots, tokens)
+            return self._get(slots, max_tokens)
         except torch.OutOfMemoryError:
             self.engine = None
             warnings.warn(
-                f"no engine: a cache of {slots} rows of {tokens} tokens does not fit beside the models",
+                f"no engine: a KV cache of {slots} sequences of {max_tokens} tokens does not fit beside the "
+                "models",
                 stacklevel=5,
             )
             return None
 
     @staticmethod
-    def _alike(rows: Sequence[Row]) -> bool:
-        """Return whether all sequences are sampled alike, without need of the host between two tokens."""
+    def _share_sampling(rows: Sequence[Row]) -> bool:
+        """Return whether sampling parameters are equal and need no host between two tokens."""
         first = rows[0]
         return all(
             row.sampling == first.sampling
@@ -63,68 +64,73 @@ class Engines:
         )
 
     @torch.inference_mode(False)  # its tensors are used inside and outside that mode
-    def _get(self, rows: int, tokens: int) -> Engine:
+    def _get(self, slots: int, max_tokens: int) -> Engine:
         weights = self._fingerprint()
         engine = self.engine
-        if engine is None or weights != self._weights or rows > engine.rows or tokens > engine.tokens:
+        fits = engine is not None and slots <= engine.slots and max_tokens <= engine.max_tokens
+        if engine is None or weights != self._weights or not fits:
             if engine is not None and weights == self._weights:
-                rows, tokens = max(rows, engine.rows), max(tokens, engine.tokens)
+                slots, max_tokens = max(slots, engine.slots), max(max_tokens, engine.max_tokens)
             self.engine = engine = None  # frees its memory first
-            tokens = -(-tokens // STEP) * STEP
-            each = {model: _rearranged(model) for model in self._models()}  # two may be the same
-            models = [each[model] for model in self._models()]
+            max_tokens = -(-max_tokens // CACHE_GROWTH) * CACHE_GROWTH
+            converted = {model: _converted(model) for model in self._models()}  # two may be the same
+            models = [converted[model] for model in self._models()]
             self.engine = engine = Engine(
                 models[0],
                 models[1] if len(models) > 1 else None,
-                rows,
-                tokens,
+                slots,
+                max_tokens,
                 rule=self.rule,
                 lenience=self.lenience,
-                copies=self._copies(),
+                lookup_ngrams=self._lookup_ngrams(),
             )
             self._weights = self._fingerprint()
-        versions = self._changes()
+        versions = self._weight_versions()
         if versions != self._versions:
             engine.forget()
             self._versions = versions
         return engine
 
-    def _changes(self) -> tuple[int, ...]:
+    def _weight_versions(self) -> tuple[int, ...]:
         """Return values that change when weights change in place, which makes KV caches stale."""
-        return tuple(version(one) for model in self._models() for one in model.parameters())
+        return tuple(version(weight) for model in self._models() for weight in model.parameters())
 
     def _fingerprint(self) -> tuple[object, ...]:
-        return tuple(place for model in self._models() for place in _places(model))
+        return tuple(value for model in self._models() for value in _fingerprint(model))
 
     def describe(self) -> str:
         """Describe the engine in one line, for users."""
-        if self.why_not is not None:
-            return f"none: {self.why_not}"
-        kind = "one CUDA graph an iteration" if self.scorer.device.type == "cuda" else "without graphs"
+        if self.unsupported_reason is not None:
+            return f"none: {self.unsupported_reason}"
+        kind = "one CUDA graph per step" if self.scorer.device.type == "cuda" else "without graphs"
         reasons = [(type(model).__name__, why_not(model)) for model in self._models()]
-        passes = "; ".join(
-            f"{name} rearranged" if why is None else f"{name} as it is, since it {why}"
-            for name, why in reasons
+        models = "; ".join(
+            f"{name} fused" if reason is None else f"{name} not fused, since it {reason}"
+            for name, reason in reasons
         )
-        if not self.inside:
-            passes += f"; {type(self.drafter).__name__} drafts on the host"
-        return f"{kind}, for rows drawn alike, without penalties, processors or logprobs ({passes})"
+        if not self.drafts_in_graph:
+            models += f"; {type(self.drafter).__name__} drafts on the host"
+        return (
+            f"{kind}, for sequences with equal sampling parameters, without penalties, processors or "
+            f"logprobs ({models})"
+        )
 
     @property
-    def inside(self) -> bool:
+    def drafts_in_graph(self) -> bool:
         """True if drafting is part of a step; otherwise draft tokens come from the host."""
-        return self.drafter is None or isinstance(self.drafter, ModelDrafter) or self._copies() is not None
+        has_model = isinstance(self.drafter, ModelDrafter)
+        return self.drafter is None or has_model or self._lookup_ngrams() is not None
 
     def _models(self) -> list[torch.nn.Module]:
         drafts = [self.drafter.scorer.base] if isinstance(self.drafter, ModelDrafter) else []
         return [self.scorer.base, *drafts]
 
-    def _copies(self) -> tuple[int, int] | None:
-        """Return the least and the most tokens that prompt lookup matches, if it alone drafts."""
-        one = self.drafter
-        return (one.min_ngram, one.max_ngram) if type(one) is LookupDrafter else None
+    def _lookup_ngrams(self) -> tuple[int, int] | None:
+        """Return ``min_ngram`` and ``max_ngram`` if the drafter is prompt lookup, else None."""
+        drafter = self.drafter
+        return (drafter.min_ngram, drafter.max_ngram) if type(drafter) is LookupDrafter else None
 
-    def _why_not(self) -> str | None:
+    def _unsupported_reason(self) -> str | None:
         if self.rule.name == "rejection":
             return "rule rejection is for comparison only"
         drafts = [self.drafter.scorer] if isinstance(self.drafter, ModelDrafter) else []
@@ -138,21 +144,21 @@ class Engines:
         return None
 
 
-def _rearranged(model: torch.nn.Module) -> FusedModel | GenericModel:
-    """Return the engine's form of a model, one for all decoders.
+def _converted(model: torch.nn.Module) -> FusedModel | GenericModel:
+    """Return a model in the engine's form, one for all decoders.
 
-    Rearranging moves the model's weights, so a second form would undo the first.
+    The conversion moves the model's weights, so a second conversion would undo the first.
     """
-    made = _made.get(_places(model))
-    if made is None:
-        made = FusedModel(model) if why_not(model) is None else GenericModel(model)
-        _made[_places(model)] = made
-    return made
+    converted = _models.get(_fingerprint(model))
+    if converted is None:
+        converted = FusedModel(model) if why_not(model) is None else GenericModel(model)
+        _models[_fingerprint(model)] = converted
+    return converted
 
 
-def _places(model: torch.nn.Module) -> tuple[object, ...]:
-    """Return values that change when weights move, or a model can no longer be rearranged."""
+def _fingerprint(model: torch.nn.Module) -> tuple[object, ...]:
+    """Return values that change when weights move, or a model can no longer be fused."""
     return why_not(model), *(parameter.data_ptr() for parameter in model.parameters())
 
 
-_made: WeakValueDictionary[tuple[object, ...], FusedModel | GenericModel] = WeakValueDictionary()
+_models: WeakValueDictionary[tuple[object, ...], FusedModel | GenericModel] = WeakValueDictionary()

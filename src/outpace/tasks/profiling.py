@@ -10,14 +10,14 @@ from torch import Tensor
 from outpace.bench.distance import effects
 from outpace.decoder import Decoder
 from outpace.draft.base import Draft
-from outpace.engine.logprobs import adjusted
+from outpace.engine.logprobs import adjusted_logits
 from outpace.engine.sequence import Row
 from outpace.sampling import Prefix, warp
 from outpace.verification import Verdict
 
 
-class Probe(Decoder):
-    """A decoder that measures every sampling step; all values are sums since ``begin``.
+class ProfilingDecoder(Decoder):
+    """A decoder that measures every sampling step; all values are sums since ``reset``.
 
     Attributes:
         positions: Number of token positions.
@@ -34,17 +34,17 @@ class Probe(Decoder):
     seconds: float
     passes: int
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset all sums."""
         self.positions, self.distance, self.known = 0, 0.0, True
         self.seconds, self.passes = 0.0, 0
 
     def _verify(self, rows: list[Row], draft: Draft, logits: Tensor) -> Verdict:
-        wait(logits.device)
-        begun = time.perf_counter()
+        synchronize(logits.device)
+        started_at = time.perf_counter()
         verdict = super()._verify(rows, draft, logits)
-        wait(logits.device)
-        self.seconds += time.perf_counter() - begun
+        synchronize(logits.device)
+        self.seconds += time.perf_counter() - started_at
         self.passes += 1
         g = draft.tokens.shape[1]
         if not g:
@@ -52,30 +52,32 @@ class Probe(Decoder):
         elif draft.logits is None:
             self.known = False
         elif not all(row.sampling.greedy for row in rows):
-            self._look(rows, draft, draft.logits, logits, verdict)
+            self._measure_distance(rows, draft, draft.logits, logits, verdict)
         return verdict
 
-    def _look(self, rows: list[Row], draft: Draft, own: Tensor, logits: Tensor, verdict: Verdict) -> None:
+    def _measure_distance(
+        self, rows: list[Row], draft: Draft, draft_logits: Tensor, logits: Tensor, verdict: Verdict
+    ) -> None:
         samplings = [row.sampling for row in rows]
         prefix = None
         if any(sampling.reads_prefix for sampling in samplings):
             prompts = [row.prompt_length for row in rows]
             prefix = Prefix.padded([row.tokens for row in rows], prompts, logits.device)
-        target = adjusted(logits, samplings, prefix, draft)
-        if draft.told is not None and draft.told.sampling is not None:
-            own = warp(own.float(), draft.told.sampling)
-        for row, length in enumerate(draft.lengths or [own.shape[1]] * len(rows)):
-            seen = min(int(verdict.accepted[row]) + 1, length)
-            _, distances, _ = effects(target[row, :seen], own[row, :seen], self.rule)
-            self.positions += seen
+        target = adjusted_logits(logits, samplings, prefix, draft)
+        if draft.precomputed is not None and draft.precomputed.sampling is not None:
+            draft_logits = warp(draft_logits.float(), draft.precomputed.sampling)
+        for row, length in enumerate(draft.lengths or [draft_logits.shape[1]] * len(rows)):
+            verified = min(int(verdict.accepted[row]) + 1, length)
+            _, distances, _ = effects(target[row, :verified], draft_logits[row, :verified], self.rule)
+            self.positions += verified
             self.distance += float(distances.sum())
-            if int(verdict.accepted[row]) == length:  # the bonus token counts, too
+            if int(verdict.accepted[row]) == length:  # the bonus token counts as well
                 last = target[row, length : length + 1]
                 self.positions += 1
                 self.distance += float(effects(last, last, self.rule)[2])
 
 
-def wait(device: torch.device) -> None:
-    """Wait until a CUDA device has done all its work."""
+def synchronize(device: torch.device) -> None:
+    """Wait until a CUDA device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

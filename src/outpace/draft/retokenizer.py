@@ -1,0 +1,160 @@
+"""Conversion of text between the tokenizers of two models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outpace.checks.arguments import kind
+from outpace.checks.text import REPLACEMENT_CHARACTER
+
+WINDOW = 8  # tokens before a border that decide how the text after it is decoded
+TAIL = 64  # characters at a text's end that later ones may be encoded together with
+NEUTRAL = ("\n", ".", "")  # texts that another one can follow without being encoded together
+
+
+class TokenizerAdapter:
+    """Tokenizer, as a converter between text and tokens.
+
+    Args:
+        name: Argument that the tokenizer came from, for error messages.
+        tokenizer: A Transformers tokenizer.
+
+    Attributes:
+        size: One more than the largest token id.
+        special: Ids of the special tokens.
+        end: Id of end-of-text, or None.
+        start: Tokens that every text starts with.
+    """
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        if not callable(tokenizer) or not hasattr(tokenizer, "get_vocab"):
+            raise TypeError(f"{name}: got {kind(tokenizer)[:80]}; TextDrafter needs both models' tokenizers")
+        self.tokenizer = tokenizer
+        ids = tokenizer.get_vocab().values()
+        self.size = max(ids) + 1
+        try:
+            tokenizer.decode([min(ids)])
+        except Exception as error:
+            raise ValueError(
+                f"{name}: it cannot decode ({error!r:.80}), so its tokens have no text"
+            ) from error
+        self.special = frozenset(tokenizer.all_special_ids)
+        self.end: int | None = tokenizer.eos_token_id
+        bos = tokenizer.bos_token_id
+        self.start = [bos] if bos is not None and list(tokenizer("").input_ids[:1]) == [bos] else []
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of these tokens."""
+        return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without special tokens."""
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    def decode_after(self, before: Sequence[int], tokens: Sequence[int]) -> str:
+        """Return the text that tokens add to those before them.
+
+        Many tokens are decoded differently at the start of a text.
+        """
+        return self.decode([*before, *tokens])[len(self.decode(before)) :]
+
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """Return the tokens of a text that follows another one.
+
+        Both may be encoded together across their border, as "wor" and "ld". Then the second is encoded after
+        a neutral text that is never encoded together with it.
+        """
+        for context in (before, *NEUTRAL):
+            context_ids, whole = self.encode(context), self.encode(context + text)
+            if whole[: len(context_ids)] == context_ids:
+                return whole[len(context_ids) :]
+        raise AssertionError("every text starts with the empty text")
+
+    def special_tokens_in(self, other: TokenizerAdapter) -> dict[int, int]:
+        """Return the special tokens by id, with the other tokenizer's ids for the same tokens."""
+        names = {*other.tokenizer.all_special_tokens, *other.tokenizer.get_added_vocab()}
+        special_map = {} if self.end is None or other.end is None else {self.end: other.end}
+        for id in self.special:
+            name = self.tokenizer.convert_ids_to_tokens(id)
+            if name in names:
+                special_map[id] = other.tokenizer.convert_tokens_to_ids(name)
+        return special_map
+
+
+class Retokenizer:
+    """Growing text of the target, as tokens of the draft model.
+
+    When the text grows, only its end is encoded again. That end starts where the tokens do not change.
+
+    Attributes:
+        num_read: Number of target tokens read, up to the last whole character.
+        ids: Tokens of the draft model for them.
+        origin: Index in ``ids`` where the text after the last special token begins.
+    """
+
+    def __init__(
+        self, target: TokenizerAdapter, draft: TokenizerAdapter, special_map: Mapping[int, int]
+    ) -> None:
+        self._target, self._draft, self._special_map = target, draft, special_map
+        self.num_read = 0
+        self.ids = list(draft.start)
+        self.origin = self._num_frozen = len(self.ids)
+        self._text_start = 0  # index in the target's tokens after the last special one
+        self._before, self._tail = "", ""  # text before ids[_num_frozen:], and text of them
+
+    def update(self, tokens: Sequence[int]) -> None:
+        """Read the new tokens of a text that begins as the last one did."""
+        while self.num_read < len(tokens):
+            if tokens[self.num_read] in self._target.special:
+                self._add_special(tokens[self.num_read])
+                continue
+            whole = self._last_whole_character(tokens)
+            if whole == self.num_read:
+                break
+            before = tokens[max(self._text_start, self.num_read - WINDOW) : self.num_read]
+            self._tail += self._target.decode_after(before, tokens[self.num_read : whole])
+            self.num_read = whole
+        self._encode()
+        self._freeze()
+
+    def _last_whole_character(self, tokens: Sequence[int]) -> int:
+        """Return the end of the whole characters after ``num_read``.
+
+        Before a special token it is the end of the text.
+        """
+        for end in range(self.num_read, len(tokens)):
+            if tokens[end] in self._target.special:
+                return end  # a character that is incomplete there stays incomplete
+        first = max(self._text_start, self.num_read - WINDOW)
+        for end in range(len(tokens), max(self.num_read, len(tokens) - WINDOW), -1):
+            if not self._target.decode(tokens[first:end]).endswith(REPLACEMENT_CHARACTER):
+                return end
+        return self.num_read
+
+    def _add_special(self, token: int) -> None:
+        self._encode()
+        special = self._special_map.get(token)
+        self._before = self._tail = ""
+        if special is not None:
+            self._before = self._draft.decode([special])
+            if self.ids != [special]:  # a start token that both have
+                self.ids.append(special)
+        self.num_read += 1
+        self._text_start = self.num_read
+        self.origin = self._num_frozen = len(self.ids)
+
+    def _encode(self) -> None:
+        self.ids[self._num_frozen :] = self._draft.encode_after(self._before, self._tail)
+
+    def _freeze(self) -> None:
+        """Stop encoding text far from the end again, if that does not change the tokens of the rest."""
+        frozen_chars = len(self._tail) - TAIL
+        if frozen_chars < TAIL:
+            return
+        cut = max(self._tail.rfind(" ", 0, frozen_chars), 0) or frozen_chars
+        before, tail = (self._before + self._tail[:cut])[-TAIL:], self._tail[cut:]
+        tail_ids = self._draft.encode_after(before, tail)
+        num_frozen = len(self.ids) - len(tail_ids)
+        if num_frozen > self._num_frozen and self.ids[num_frozen:] == tail_ids:
+            self._num_frozen, self._before, self._tail = num_frozen, before, tail

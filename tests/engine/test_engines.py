@@ -1,0 +1,497 @@
+"""A decoder generates the same tokens with and without the graph executor."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from outpace import Decoder, Fixed, Goodput, Heuristic, RandomDrafter, SamplingParams
+from outpace.auditing.audit import audit
+from outpace.engine.capture import CaptureError, Graphs
+from outpace.engine.commit import advance
+from outpace.engine.graph import Engine
+from outpace.models.fused import FusedModel
+from outpace.policy import DraftLengthPolicy, Hint, Load, StepOutcome
+from tests.tiny import FAMILIES, V, greedy, tiny
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 12, 40, 41, 42], [30], [1, 2]]
+
+
+def make_decoder(engine: bool = True, **options: Any) -> Decoder:
+    return Decoder(tiny(), tiny(seed=1), engine=engine, **{"num_draft_tokens": Fixed(3), **options})
+
+
+def ran_on_engine(decoder: Decoder) -> bool:
+    return decoder.engines is not None and decoder.engines.engine is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "batch_size"), [*((family, 2) for family in FAMILIES), ("llama", 1), ("llama", None)]
+)
+def test_greedy_texts_are_those_of_transformers(family: str, batch_size: int | None) -> None:
+    target = tiny(family)
+    expected = [greedy(target, prompt, 25) for prompt in PROMPTS]
+    for drafter in (tiny(family, seed=1), None):
+        decoder = Decoder(target, drafter, engine=True)
+        outs = decoder.generate(PROMPTS, temperature=0, max_new_tokens=25, batch_size=batch_size)
+        assert [out.token_ids for out in outs] == expected
+        assert ran_on_engine(decoder)
+
+
+@pytest.mark.parametrize("policy", [Fixed(0), Fixed(4), Heuristic(3)])
+def test_match_generates_the_tokens_of_decoding_without_speculation(policy: Any) -> None:
+    sampling = SamplingParams(temperature=0.9, top_p=0.9)
+    options: dict[str, Any] = {"seed": [1, 2, 3, 4], "max_new_tokens": 25}
+    baseline = Decoder(tiny(), rule="match").generate(PROMPTS, sampling, **options)
+    decoder = make_decoder(rule="match", num_draft_tokens=policy)
+    outs = decoder.generate(PROMPTS, sampling, **options, batch_size=3)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in baseline]
+    assert ran_on_engine(decoder)
+
+
+@pytest.mark.parametrize("rule", ["token", "match"])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(temperature=0), SamplingParams(temperature=0.3, top_k=5)]
+)
+def test_prompt_lookup_in_the_graph_equals_the_lookup_drafter(rule: str, sampling: SamplingParams) -> None:
+    """The prompts repeat themselves, so that draft tokens are found and accepted."""
+    prompts = [prompt * 4 for prompt in PROMPTS]
+    options: dict[str, Any] = {"rule": rule, "num_draft_tokens": Fixed(4)}
+    expected = Decoder(tiny(), "lookup", **options).generate(prompts, sampling, seed=3, max_new_tokens=40)
+    decoder = Decoder(tiny(), "lookup", engine=True, **options)
+    outs = decoder.generate(prompts, sampling, seed=3, max_new_tokens=40, batch_size=3)
+    assert ran_on_engine(decoder)
+    if sampling.temperature == 0 or rule == "match":
+        assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
+    assert sum(out.stats.accepted_tokens for out in outs) > 0
+    assert any(out.stats.draft_tokens < 4 * out.stats.target_passes for out in outs)
+
+
+@pytest.mark.parametrize("drafter", ["model", "lookup"])
+def test_engine_passes_the_audit(drafter: str) -> None:
+    decoder = Decoder(
+        tiny(), tiny(seed=1) if drafter == "model" else drafter, engine=True, num_draft_tokens=Fixed(3)
+    )
+    report = audit(decoder, PROMPTS, samples=400, progress=False)
+    assert report.passed, str(report)
+    assert ran_on_engine(decoder)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_shared_prefixes_are_computed_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several sequences share a prompt. A later prompt continues a generated sequence."""
+    prompt = list(range(1, 41))
+    decoder = Decoder(tiny(family), tiny(family, seed=1), engine=True, num_draft_tokens=Fixed(3))
+    alone = Decoder(tiny(family), tiny(family, seed=1), num_draft_tokens=Fixed(0))
+    model_type = type(decoder.engines._get(4, 200).target)  # type: ignore[union-attr]
+    fill_cache, widths = model_type.fill_cache, []
+
+    def recording(self: Any, ids: torch.Tensor, *rest: Any) -> None:
+        widths.append(ids.shape[1])
+        fill_cache(self, ids, *rest)
+
+    monkeypatch.setattr(model_type, "fill_cache", recording)
+    outs = decoder.generate([prompt] * 4, temperature=0, max_new_tokens=20)
+    assert widths == [39, 39]  # target and draft, of one sequence
+    assert {tuple(out.token_ids) for out in outs} == {
+        tuple(alone.generate(prompt, temperature=0, max_new_tokens=20).token_ids)
+    }
+    longer = [*prompt, *outs[0].token_ids, 7, 8, 9]
+    widths.clear()
+    again = decoder.generate(longer, temperature=0, max_new_tokens=20)
+    assert widths == [4, 4]
+    assert again.token_ids == alone.generate(longer, temperature=0, max_new_tokens=20).token_ids
+    with torch.no_grad():
+        for each in (decoder, alone):
+            each.scorer.base.get_output_embeddings().weight.mul_(-1.0)
+    widths.clear()
+    assert decoder.generate(longer, temperature=0, max_new_tokens=20).token_ids == (
+        alone.generate(longer, temperature=0, max_new_tokens=20).token_ids
+    )
+    assert widths == [62, 62]
+
+
+def test_sequences_end_at_limits_and_stop_tokens() -> None:
+    """A stop token may come in the middle of a step's tokens."""
+    expected = make_decoder(engine=False).generate(PROMPTS, temperature=0, max_new_tokens=30)
+    ends = [out.token_ids[7] for out in expected]
+    both = [
+        make_decoder(engine).generate(PROMPTS, temperature=0, max_new_tokens=30, stop_tokens=ends)
+        for engine in (False, True)
+    ]
+    assert [out.token_ids for out in both[0]] == [out.token_ids for out in both[1]]
+    assert [out.finish_reason for out in both[0]] == [out.finish_reason for out in both[1]]
+    assert min(len(out.token_ids) for out in both[1]) < 30
+
+
+def test_decoder_works_after_a_stream_was_closed() -> None:
+    decoder = make_decoder()
+    whole = decoder.generate(PROMPTS[0], SamplingParams(), seed=3, max_new_tokens=20)
+    stream = decoder.stream(PROMPTS[0], SamplingParams(), seed=3, max_new_tokens=20)
+    first = next(stream)
+    stream.close()
+    assert first.token_ids == whole.token_ids[: len(first.token_ids)]
+    steps = list(decoder.stream(PROMPTS[0], SamplingParams(), seed=3, max_new_tokens=20))
+    assert [token for step in steps for token in step.token_ids] == whole.token_ids
+    assert steps[-1].output is not None
+    assert steps[-1].output.token_ids == whole.token_ids
+    assert whole.stats.new_tokens == 20
+    assert whole.stats.draft_tokens == 3 * whole.stats.target_passes
+    assert whole.stats.seconds > 0
+
+
+def test_sequences_that_need_the_host_run_on_the_eager_executor() -> None:
+    decoder, eager = make_decoder(), make_decoder(engine=False)
+    for options in ({"repetition_penalty": 1.3}, {"logprobs": True}, {"scores": True}):
+        found, expected = (
+            each.generate(PROMPTS, temperature=0.8, seed=2, max_new_tokens=10, **options)
+            for each in (decoder, eager)
+        )
+        assert [out.token_ids for out in found] == [out.token_ids for out in expected]
+    assert not ran_on_engine(decoder)
+
+
+def test_changed_weights_take_effect() -> None:
+    decoder = make_decoder(num_draft_tokens=Fixed(2))
+    decoder.generate(PROMPTS, temperature=0, max_new_tokens=10)
+    fresh = tiny(seed=5)
+    with torch.no_grad():
+        for weight, new_weight in zip(decoder.scorer.base.parameters(), fresh.parameters(), strict=True):
+            weight.copy_(new_weight)
+    expected = [greedy(fresh, prompt, 10) for prompt in PROMPTS]
+    assert [out.token_ids for out in decoder.generate(PROMPTS, temperature=0, max_new_tokens=10)] == expected
+    decoder.scorer.base.load_state_dict(tiny(seed=6).state_dict(), assign=True)
+    expected = [greedy(decoder.scorer.base, prompt, 10) for prompt in PROMPTS]
+    assert [out.token_ids for out in decoder.generate(PROMPTS, temperature=0, max_new_tokens=10)] == expected
+
+
+def test_adapters_and_hooks_take_effect() -> None:
+    decoder = make_decoder()
+    decoder.generate(PROMPTS, temperature=0, max_new_tokens=5)
+    layer = decoder.scorer.base.model.layers[1]
+    layer.register_forward_hook(lambda module, inputs, output: output * 1.5)
+    expected = [greedy(decoder.scorer.base, prompt, 10) for prompt in PROMPTS]
+    assert [out.token_ids for out in decoder.generate(PROMPTS, temperature=0, max_new_tokens=10)] == expected
+    decoder.scorer.base._hf_peft_config_loaded = True
+    decoder.generate(PROMPTS, temperature=0, max_new_tokens=5)
+    assert "has adapters" in decoder.describe()
+
+
+def test_engine_created_in_inference_mode_works_outside_it() -> None:
+    decoder = make_decoder()
+    with torch.inference_mode():
+        first = decoder.generate(PROMPTS, temperature=0, max_new_tokens=5)
+    assert [out.token_ids for out in decoder.generate(PROMPTS, temperature=0, max_new_tokens=5)] == [
+        out.token_ids for out in first
+    ]
+
+
+def test_models_may_be_created_in_inference_mode() -> None:
+    with torch.inference_mode():
+        target, draft = tiny(), tiny(seed=1)
+    outs = Decoder(target, draft, engine=True).generate(PROMPTS, temperature=0, max_new_tokens=5)
+    assert [out.token_ids for out in outs] == [greedy(target, prompt, 5) for prompt in PROMPTS]
+
+
+def test_a_target_may_draft_for_itself() -> None:
+    model = tiny()
+    decoder = Decoder(model, model, engine=True, num_draft_tokens=Fixed(3))
+    outs = decoder.generate(PROMPTS, temperature=0, max_new_tokens=10)
+    assert [out.token_ids for out in outs] == [greedy(model, prompt, 10) for prompt in PROMPTS]
+
+
+def test_kv_cache_grows_with_sequences_and_tokens() -> None:
+    decoder = make_decoder()
+    for prompts, tokens in ((PROMPTS[:1], 5), (PROMPTS, 5), (PROMPTS, 60), (PROMPTS[:2], 10)):
+        expected = [greedy(decoder.scorer.base, prompt, tokens) for prompt in prompts]
+        outs = decoder.generate(prompts, temperature=0, max_new_tokens=tokens)
+        assert [out.token_ids for out in outs] == expected
+
+
+def test_unusable_logits_end_only_their_sequence() -> None:
+    decoder = make_decoder()
+    with torch.no_grad():
+        decoder.scorer.base.model.embed_tokens.weight[30] = float("nan")
+    with pytest.warns(UserWarning, match="unusable"):
+        outs = decoder.generate([[5, 6, 7], [30]], temperature=0, max_new_tokens=3)
+    assert outs[1].finish_reason == "error"
+    assert outs[0].finish_reason == "length" or 30 in outs[0].token_ids
+    # No NaN remains in the KV caches.
+    clean = make_decoder().generate([[5, 6], [7, 8]], temperature=0, max_new_tokens=2)
+    again = decoder.generate([[5, 6], [7, 8]], temperature=0, max_new_tokens=2)
+    assert [out.token_ids for out in again] == [out.token_ids for out in clean]
+
+
+def test_description_names_the_executor() -> None:
+    assert "without graphs" in make_decoder().describe()
+    assert "engine" not in make_decoder(engine=False).describe()
+    assert "without graphs" in Decoder(tiny(), "lookup", engine=True).describe()
+    host = Decoder(tiny(), RandomDrafter(V), engine=True)
+    assert "RandomDrafter drafts on the host" in host.describe()
+    assert "not fused, since it is of another family" in Decoder(tiny("gpt2"), engine=True).describe()
+
+
+def test_step_that_cannot_be_captured_runs_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every capture fails, as it may on a GPU, after the step has run twice."""
+
+    def fails(self: Graphs, work: Any) -> Any:
+        work()
+        work()
+        raise CaptureError("CUDA out of memory. Tried to allocate a lot")
+
+    expected = make_decoder().generate(PROMPTS, SamplingParams(), seed=1, max_new_tokens=12)
+    monkeypatch.setattr(Graphs, "capture", fails)
+    decoder = make_decoder()
+    assert decoder.engines is not None
+    engine = decoder.engines._get(len(PROMPTS), 100)
+    engine.graphs.enabled = True
+    with pytest.warns(
+        UserWarning, match=r"g = 3, 4 slots, could not be captured as a graph \(CUDA out of memory"
+    ):
+        outs = decoder.generate(PROMPTS, SamplingParams(), seed=1, max_new_tokens=12)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
+    assert decoder.engines.engine is engine
+
+
+def test_policy_knows_captured_lengths_and_capture_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Graphs, work: Any) -> Any:
+        raise CaptureError("not here")
+
+    monkeypatch.setattr(Graphs, "capture", fails)
+    policy, loads = Goodput(), list[Load]()
+    decoder = make_decoder(num_draft_tokens=policy)
+    choose = policy.choose
+
+    def recording(rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+        assert load is not None
+        loads.append(load)
+        return choose(rows, load=load, hint=hint)
+
+    monkeypatch.setattr(policy, "choose", recording)
+    assert decoder.engines is not None
+    decoder.engines._get(len(PROMPTS), 200).graphs.enabled = True
+    with pytest.warns(UserWarning, match="could not be captured"):
+        decoder.generate(PROMPTS, SamplingParams(), seed=1, max_new_tokens=60)
+    assert loads[0].captured == frozenset()
+    assert loads[-1].captured is not None
+    assert 0 in loads[-1].captured
+    costs = policy.forecast.costs(loads[-1])
+    assert costs.captures == len(loads[-1].captured) > 1
+    assert costs.capture_seconds > 0
+
+
+def test_eager_executor_runs_if_the_kv_cache_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    expected = make_decoder(engine=False).generate(PROMPTS, temperature=0, max_new_tokens=12)
+    monkeypatch.setattr(FusedModel, "allocate_cache", full)
+    with pytest.warns(UserWarning, match="no engine: a KV cache of 4 sequences of 33 tokens does not fit"):
+        outs = make_decoder().generate(PROMPTS, temperature=0, max_new_tokens=12)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
+
+
+class Alternating(Fixed):
+    """A policy that chooses 0 for some steps, so that the draft model has to catch up."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.calls, self.loads, self.outcomes = 0, list[Load](), list[StepOutcome]()
+
+    def observe(self, done: StepOutcome) -> None:
+        self.outcomes.append(done)
+
+    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+        self.calls += 1
+        assert load is not None
+        self.loads.append(load)
+        return [(0, 0, 0, 0, 4, 2, 0, 3)[self.calls % 8]] * len(rows)
+
+
+@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_draft_model_catches_up_and_the_policy_knows_the_missing_tokens(
+    engine: bool, batch_size: int | None
+) -> None:
+    """The draft model is the target, so all its tokens are accepted if it has caught up."""
+    model, policy = tiny().double(), Alternating()
+    decoder = Decoder(model, tiny().double(), num_draft_tokens=policy, engine=engine)
+    outs = decoder.generate(
+        PROMPTS, SamplingParams(temperature=0), max_new_tokens=60, batch_size=batch_size, ignore_eos=True
+    )
+    assert [out.token_ids for out in outs] == [greedy(model, prompt, 60) for prompt in PROMPTS]
+    for out in outs:
+        assert out.stats.draft_tokens > 20
+        assert out.stats.accepted_tokens >= out.stats.draft_tokens - 4  # except at the end
+    assert any(load.catch_up_tokens == 0 for load in policy.loads)
+    assert any(load.catch_up_tokens >= 3 for load in policy.loads)
+    if engine:  # it reads whole chunks of all slots
+        assert {load.catch_up_tokens % (32 * load.batch) for load in policy.loads} == {0}
+        # No token is missing right after a catch-up.
+        assert {load.catch_up_tokens for call, load in enumerate(policy.loads, 1) if call % 8 == 5} == {0}
+
+
+def test_capture_seconds_of_a_catch_up_are_not_part_of_its_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(self: Graphs, work: Any) -> Any:
+        raise CaptureError("not here")
+
+    monkeypatch.setattr(Graphs, "capture", fails)
+    policy = Alternating()
+    decoder = make_decoder(num_draft_tokens=policy)
+    assert decoder.engines is not None
+    decoder.engines._get(len(PROMPTS), 200).graphs.enabled = True
+    with pytest.warns(UserWarning, match="could not be captured"):
+        decoder.generate(PROMPTS, SamplingParams(), seed=1, max_new_tokens=100, ignore_eos=True)
+    captured = [outcome for outcome in policy.outcomes if outcome.catch_up_capture_seconds]
+    assert len(captured) == 1
+    assert not captured[0].catch_up_seconds
+    assert any(outcome.catch_up_seconds for outcome in policy.outcomes)
+    assert all((outcome.seconds is None) == (outcome.capture_seconds > 0) for outcome in policy.outcomes)
+
+
+class EverySixth(DraftLengthPolicy):
+    """A policy that chooses 3 at every sixth call, and 0 otherwise."""
+
+    max_draft_tokens = 3
+
+    def __init__(self) -> None:
+        self.chosen: list[int] = []
+        self.loads: list[Load] = []
+        self.outcomes: list[StepOutcome] = []
+
+    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+        assert load is not None
+        self.loads.append(load)
+        self.chosen.append(3 if len(self.chosen) % 6 == 5 else 0)
+        return [self.chosen[-1]] * len(rows)
+
+    def observe(self, done: StepOutcome) -> None:
+        self.outcomes.append(done)
+
+
+def test_a_choice_made_before_the_last_outcome_is_carried_out() -> None:
+    """A drafter on the host waits for the step in flight. The policy is then not called again."""
+    policy = EverySixth()
+    decoder = Decoder(tiny(), RandomDrafter(V), num_draft_tokens=policy, engine=True)
+    decoder.generate([1, 2, 3], temperature=0, max_new_tokens=60, ignore_eos=True)
+    drafted = [outcome.g for outcome in policy.outcomes].count(3)
+    assert drafted >= 8
+    assert abs(sum(g > 0 for g in policy.chosen) - drafted) <= 1
+    missing = [load.catch_up_tokens for load in policy.loads]
+    after = [n for n, g in zip(missing[1:], policy.chosen, strict=False) if g]
+    assert set(after[:drafted]) == {0}
+    assert all(n > 0 for n, g in zip(missing, policy.chosen, strict=True) if g)
+
+
+class Interruptible(EverySixth):
+    """A policy that is called between draft steps, for the slots that it chose for."""
+
+    asks = True
+    rows: Sequence[int] = ()
+    withdrawn = 0
+
+    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+        self.rows = list(rows)
+        return super().choose(rows, load=load, hint=hint)
+
+    def enough(self, confidence: Sequence[float]) -> bool:
+        assert len(confidence) == len(self.rows)
+        return False
+
+    def withdraw(self) -> None:
+        self.withdrawn += 1
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+@pytest.mark.parametrize("batch", [3, 1])
+def test_a_pending_choice_is_withdrawn_when_a_sequence_ends(batch: int, in_graph: bool) -> None:
+    policy = Interruptible()
+    drafter = tiny(seed=1) if in_graph else RandomDrafter(V)
+    decoder = Decoder(tiny(), drafter, num_draft_tokens=policy, engine=True)
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    for tokens in range(4, 24):
+        outs = decoder.generate(
+            prompts, temperature=2, max_new_tokens=tokens, ignore_eos=True, batch_size=batch, seed=tokens
+        )
+        assert [len(out.token_ids) for out in outs] == [tokens] * 3
+    assert policy.withdrawn > 0
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+@pytest.mark.parametrize("engine", [True, False])
+def test_policy_knows_the_remaining_draft_tokens(in_graph: bool, engine: bool) -> None:
+    policy = EverySixth()
+    decoder = Decoder(
+        tiny(), tiny(seed=1) if in_graph else RandomDrafter(V), num_draft_tokens=policy, engine=engine
+    )
+    out = decoder.generate([1, 2, 3], temperature=0, max_new_tokens=20, ignore_eos=True)
+    assert len(out.token_ids) == 20
+    remaining = [load.remaining_draft_tokens for load in policy.loads]
+    # The eager executor samples the first token with the prefill.
+    assert remaining[0] == (19 if engine else 18,)
+    for before, after in itertools.pairwise(remaining):
+        assert before is not None
+        assert after is not None
+        assert after < before
+    assert remaining[-1] is not None
+    assert remaining[-1][0] <= 3
+    assert {load.executor for load in policy.loads} == {"engine" if engine else ""}
+    assert {load.padded_drafts for load in policy.loads} == {in_graph and engine}
+
+
+@pytest.mark.parametrize("slow_part", ["decoder", "user", "host"])
+def test_idle_time_of_the_device_counts_when_the_host_drafts(
+    slow_part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With graphs, a step without draft tokens runs while the host reads the last outcome.
+
+    A step before or after draft tokens waits for the host. Time that the user's code takes does not count.
+    """
+    policy, pause = EverySixth(), 0.05
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(pause)
+        return advance(*arguments)
+
+    decoder = Decoder(tiny(), RandomDrafter(V), num_draft_tokens=policy, engine=True)
+    if slow_part != "user":
+        monkeypatch.setattr("outpace.engine.graph_run.advance", slow)
+    if slow_part != "host":
+        monkeypatch.setattr(Engine, "is_async", True)
+    for _ in decoder.stream([1, 2, 3], temperature=0, max_new_tokens=30, ignore_eos=True):
+        if slow_part == "user":
+            time.sleep(pause)
+    # Later steps are left out: near the end the device also waits for drafts that no token remains for.
+    lengths = [outcome.g for outcome in policy.outcomes][:24]
+    idle = [outcome.idle_seconds >= pause for outcome in policy.outcomes][:24]
+    assert sum(g > 0 for g in lengths) >= 3
+    assert not idle[0]
+    next_to_drafts = [g > 0 or before > 0 for before, g in itertools.pairwise(lengths)]
+    assert idle[1:] == [slow_part == "decoder" and near for near in next_to_drafts]
+    assert all(outcome.draft_seconds < pause for outcome in policy.outcomes)
+
+
+def test_idle_time_of_the_device_counts_when_the_draft_model_catches_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step that drafts inside the graph waits for the host only if the draft model has to catch up."""
+    policy, pause = EverySixth(), 0.05
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(pause)
+        return advance(*arguments)
+
+    monkeypatch.setattr("outpace.engine.graph_run.advance", slow)
+    monkeypatch.setattr(Engine, "is_async", True)
+    decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=policy, engine=True)
+    decoder.generate([1, 2, 3], temperature=0, max_new_tokens=30, ignore_eos=True)
+    assert sum(outcome.g > 0 for outcome in policy.outcomes) >= 3
+    for outcome in policy.outcomes:
+        assert (outcome.idle_seconds >= pause) == (outcome.g > 0)
