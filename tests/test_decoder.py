@@ -16,6 +16,7 @@ from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 import outpace
 from outpace import Decoder, Draft, Fixed, Heuristic, Output, SamplingParams, Stats
 from outpace.policy import DraftLengthPolicy, Load, StepOutcome
+from tests import tiers
 from tests.tiny import V, byte_tokenizer, greedy, greedy_of, sources, tiny, tiny_seq2seq
 
 PROMPT = [9, 8, 7, 6, 5, 4]
@@ -208,7 +209,7 @@ def test_match_generates_the_same_tokens_with_every_drafter(sampling: SamplingPa
     fitted = outpace.NGramDrafter.fit(baseline.token_ids, 3, V)
     drafters: list[Any] = [model, tiny(seed=1), "lookup", outpace.RandomDrafter(V), fitted]
     for drafter in drafters:
-        for policy in (Fixed(1), Fixed(7), Heuristic(3)):
+        for policy in tiers.sized((Fixed(7),), (Fixed(1), Fixed(7), Heuristic(3))):
             decoder = Decoder(model, drafter, rule="match", num_draft_tokens=policy)
             out = decoder.generate([[1, 2, 3], PROMPT], sampling, seed=9, max_new_tokens=40)
             assert out[1].token_ids == baseline.token_ids

@@ -19,6 +19,7 @@ from outpace import loading
 from outpace.draft.ngram import NGramDrafter
 from outpace.models import hub
 from outpace.models.packed import packed_bytes
+from tests import tiers
 from tests.gguf_file import write_gguf
 from tests.tiny import byte_tokenizer, greedy, tiny
 
@@ -106,7 +107,7 @@ def test_remote_code_does_not_run_by_default(remote: Path, good: Path, tmp_path:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("role", ["--target", "--draft"])
+@pytest.mark.parametrize("role", tiers.sized(["--draft"], ["--target", "--draft"]))
 def test_the_command_does_not_read_consent_from_stdin(
     remote: Path, good: Path, tmp_path: Path, role: str
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Cell = TypeVar("Cell")
 T = TypeVar("T")
@@ -28,7 +28,7 @@ def pairwise(cells: Sequence[Cell], factors: Callable[[Cell], Iterable[Hashable]
     return [cells[i] for i in sorted(chosen)]
 
 
-def each_value(*factors: Iterable[Hashable]) -> list[tuple[Hashable, ...]]:
+def each_value(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Return few combinations in which every value of every factor occurs; in the full tier all of them."""
     values = [list(factor) for factor in factors]
     if full:

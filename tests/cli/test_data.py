@@ -305,6 +305,7 @@ def test_a_run_with_a_row_missing_is_not_complete(run: Run, model: str, folder: 
     assert untimed == {(one["side"], one["row"]): one["texts"] for one in before}
 
 
+@pytest.mark.full
 def test_an_interrupted_eval_is_resumed(
     run: Run, model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def test_without_a_draft_that_pays_the_configuration_has_none(
     assert "Do not speculate: no draft was named." in shown
 
 
+@pytest.mark.full
 def test_logit_bias_applies_and_is_recorded(run: Run, target: str, data: str, tmp_path: Path) -> None:
     words = ["-d", "lookup", "--budget", "8", "-m", "24", "--batch", "1", "--logit-bias", "0=-inf"]
     code, _, errors = run("tune", *common(target, data), *words, "-o", str(tmp_path / "outpace.toml"))

@@ -13,6 +13,7 @@ import torch
 import outpace
 from outpace import Decoder, Fixed, SamplingParams, TextDrafter
 from outpace.draft.retokenizer import TAIL, Retokenizer, TokenizerAdapter
+from tests import tiers
 from tests.statistical import test_decoder as matrix
 from tests.tiny import byte_tokenizer, letter_tokenizer, tiny, tiny_seq2seq, trained, trained_tokenizer
 
@@ -44,7 +45,7 @@ def decoder(target: str, draft: str, model: Any = None, **options: Any) -> Decod
     return Decoder(trained_model(target), drafter, tokenizer(target), **options)
 
 
-@pytest.mark.parametrize(("target", "draft"), PAIRS)
+@pytest.mark.parametrize(("target", "draft"), tiers.sized(PAIRS[::2], PAIRS))
 def test_greedy_texts_equal_the_baseline_and_most_draft_tokens_are_accepted(target: str, draft: str) -> None:
     baseline = Decoder(trained_model(target), None, tokenizer(target))
     expected = baseline.generate(PROMPTS, GREEDY, max_new_tokens=32)

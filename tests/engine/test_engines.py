@@ -17,6 +17,7 @@ from outpace.engine.commit import advance
 from outpace.engine.graph import Engine
 from outpace.models.fused import FusedModel
 from outpace.policy import DraftLengthPolicy, Hint, Load, StepOutcome
+from tests import tiers
 from tests.tiny import FAMILIES, V, greedy, tiny
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 12, 40, 41, 42], [30], [1, 2]]
@@ -30,9 +31,7 @@ def ran_on_engine(decoder: Decoder) -> bool:
     return decoder.engines is not None and decoder.engines.engine is not None
 
 
-@pytest.mark.parametrize(
-    ("family", "batch_size"), [*((family, 2) for family in FAMILIES), ("llama", 1), ("llama", None)]
-)
+@pytest.mark.parametrize(("family", "batch_size"), tiers.each_value(FAMILIES, [2, 1, None]))
 def test_greedy_texts_are_those_of_transformers(family: str, batch_size: int | None) -> None:
     target = tiny(family)
     expected = [greedy(target, prompt, 25) for prompt in PROMPTS]
@@ -409,8 +408,7 @@ class Interruptible(EverySixth):
         self.withdrawn += 1
 
 
-@pytest.mark.parametrize("in_graph", [True, False])
-@pytest.mark.parametrize("batch", [3, 1])
+@pytest.mark.parametrize(("in_graph", "batch"), tiers.each_value([True, False], [3, 1]))
 def test_a_pending_choice_is_withdrawn_when_a_sequence_ends(batch: int, in_graph: bool) -> None:
     policy = Interruptible()
     drafter = tiny(seed=1) if in_graph else RandomDrafter(V)

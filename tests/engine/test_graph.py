@@ -14,6 +14,7 @@ from outpace.engine.capture import Graphs
 from outpace.engine.graph import Engine
 from outpace.models.fused import FAMILIES, Cache, FusedModel
 from outpace.models.generic import GenericModel
+from tests import tiers
 from tests.tiny import V, greedy, tiny
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 12, 40, 41, 42], [30]]
@@ -52,18 +53,23 @@ def engine_of(target: Any, draft: Any, **options: Any) -> Engine:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("g", [0, 1, 4])
+@pytest.mark.parametrize(("family", "g"), tiers.each_value(FAMILIES, [0, 1, 4]))
 def test_greedy_texts_are_those_of_transformers(family: str, g: int) -> None:
     target, draft = tiny(family), tiny(family, seed=1)
     expected = [greedy(target, prompt, 30) for prompt in PROMPTS]
     assert generate(engine_of(target, draft), g, SamplingParams(temperature=0), 30) == expected
 
 
-@pytest.mark.parametrize("rule", ["token", "block", "match"])
 @pytest.mark.parametrize(
-    "sampling",
-    [SamplingParams(), SamplingParams(temperature=0.8, top_k=20, top_p=0.9), SamplingParams(temperature=0)],
+    ("rule", "sampling"),
+    tiers.each_value(
+        ["token", "block", "match"],
+        [
+            SamplingParams(),
+            SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
+            SamplingParams(temperature=0),
+        ],
+    ),
 )
 def test_both_executors_generate_the_same_tokens(rule: str, sampling: SamplingParams) -> None:
     """With the same noise, draft tokens, verdicts and rollback are the same."""

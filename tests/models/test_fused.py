@@ -122,8 +122,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rows", ["few", "many"])
+@pytest.mark.parametrize(("family", "rows"), tiers.each_value(FAMILIES, ["few", "many"]))
 def test_the_kernels_score_as_pytorch_operations_do(
     monkeypatch: pytest.MonkeyPatch, family: str, rows: str
 ) -> None:
@@ -147,7 +146,7 @@ def test_the_kernels_score_as_pytorch_operations_do(
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiers.sized(FAMILIES[-2:], FAMILIES))
 def test_prefill_with_kernels_equals_prefill_without(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     monkeypatch.setattr("outpace.models.fused.MAX_QUERY_BYTES", 1024)  # more queries than the kernel takes
     fused = FusedModel(tiny(family).to(DEVICE))

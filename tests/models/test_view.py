@@ -15,9 +15,12 @@ import torch
 import outpace
 from outpace import Decoder, Fixed
 from outpace.models.view import view_of
+from tests import tiers
 from tests.tiny import tiny
 
-PASSES = 400  # in all threads; the bug that this test guards against showed in 2 or 3 of 100
+PASSES = tiers.sized(
+    200, 10_000
+)  # in all threads; the bug that this test guards against showed in 2 or 3 of 100
 SWITCH_INTERVAL = 1e-5  # seconds; CPython's own is 5e-3
 
 

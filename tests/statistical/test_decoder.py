@@ -215,7 +215,7 @@ class Cell:
     rule: str = "token"
     sampling: str = "plain"
     policy: str = "f 2"  # f: Fixed, h: Heuristic, l: one that never rests, g: Goodput, d: Doubtful
-    batch_size: int = 500
+    batch_size: int = SAMPLES
     stops: bool = False
     draft_sampling: str | None = None
     engine: bool = False
@@ -327,7 +327,7 @@ IN_TURN = [
 
 def factors(cell: Cell) -> tuple[Hashable, ...]:
     """Return the factors of a cell: of the policy its kind, of the batch whether slots are refilled."""
-    refilled = cell.batch_size < 500
+    refilled = cell.batch_size < SAMPLES
     draws = cell.drafter, cell.rule, cell.sampling, cell.policy[0], refilled, cell.stops, cell.draft_sampling
     return *draws, cell.engine, cell.family
 
@@ -340,13 +340,13 @@ def test_joint_distribution_of_the_new_tokens_is_the_targets(cell: Cell) -> None
     joint_distribution_is_exact(cell)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("batch_size", tiers.sized([1], [1, 2]))
 def test_batches_of_one_and_two_are_exact(batch_size: int) -> None:
     cell = Cell("model", "token", "plain", "f 2", batch_size=batch_size, stops=True)
     joint_distribution_is_exact(cell, samples=tiers.sized(800, 1500))
 
 
-@pytest.mark.parametrize("cell", IN_TURN, ids=str)
+@pytest.mark.parametrize("cell", tiers.sized(IN_TURN[:3], IN_TURN), ids=str)
 def test_verifying_position_by_position_is_exact(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "LARGE_VOCAB", 1)
     joint_distribution_is_exact(cell)

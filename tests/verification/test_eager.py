@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -16,6 +17,7 @@ from outpace.sampling.random import Stream
 from outpace.verification import eager, oracle
 from outpace.verification.block import Block
 from outpace.verification.rules import parse
+from tests import tiers
 
 pytest.importorskip("hypothesis", reason="hypothesis is not installed: pip install 'outpace[dev]'")
 from hypothesis import given, settings
@@ -103,10 +105,13 @@ def assert_equals_oracle(
         assert (int(verdict.accepted[b]), int(verdict.next_token[b])) == expected, f"row {b}"
 
 
-@pytest.mark.parametrize("soft", [True, False])
-@pytest.mark.parametrize("V", [1, 2, 5, 100, 2500])
-@pytest.mark.parametrize("g", [0, 1, 2, 6])
-@pytest.mark.parametrize("rule", RULES)
+GRID: list[tuple[str, int, int, bool]] = list(
+    itertools.product(RULES, [0, 1, 2, 6], [1, 2, 5, 100, 2500], [True, False])
+)
+PAIRS = tiers.pairwise(GRID, lambda cell: cell)
+
+
+@pytest.mark.parametrize(("rule", "g", "V", "soft"), PAIRS)
 def test_decisions_equal_the_oracles(rule: str, g: int, V: int, soft: bool) -> None:
     B = 60 if V < 1000 else 8
     for masked in (0.0, 0.5):
