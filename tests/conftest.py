@@ -22,6 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if WORKERS > 1:
     torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
+    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # of programs that tests start
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

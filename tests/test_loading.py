@@ -128,6 +128,7 @@ def test_the_command_does_not_read_consent_from_stdin(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.full
 def test_the_flag_trust_remote_code_runs_the_code(remote: Path, tmp_path: Path) -> None:
     words = ["generate", "hi", "--raw", "-m", "2", "--target", str(remote), "--trust-remote-code"]
     done = subprocess.run([sys.executable, "-m", "outpace", *words], capture_output=True, text=True)

@@ -11,20 +11,26 @@ T = TypeVar("T")
 full = False  # set by conftest.py from the command line, before tests are collected
 
 
-def pairwise(cells: Sequence[Cell], factors: Callable[[Cell], Iterable[Hashable]]) -> list[Cell]:
-    """Return few cells in which every pair of values that occurs together in some cell still does.
+def pairwise(
+    cells: Sequence[Cell],
+    factors: Callable[[Cell], Iterable[Hashable]],
+    others: Callable[[Cell], Iterable[Hashable]] = lambda cell: (),
+) -> list[Cell]:
+    """Return few cells that cover what all cells cover; in the full tier all cells.
 
-    Greedy: the cell with the most pairs that are not covered yet is next, the first of equals. In the full
-    tier all cells are returned.
+    Every pair of values of two ``factors`` that occurs in some cell still occurs, and every value of the
+    ``others``. Greedy: the cell with the most that is not covered yet is next, the first of equals.
     """
     if full:
         return list(cells)
-    pairs = [set(itertools.combinations(enumerate(factors(cell)), 2)) for cell in cells]
-    missing, chosen = set().union(*pairs), set[int]()
+    covers: list[set[Hashable]] = [
+        {*itertools.combinations(enumerate(factors(cell)), 2), *enumerate(others(cell))} for cell in cells
+    ]
+    missing, chosen = set[Hashable]().union(*covers), set[int]()
     while missing:
-        best = max(range(len(cells)), key=lambda i: len(pairs[i] & missing))
+        best = max(range(len(cells)), key=lambda i: len(covers[i] & missing))
         chosen.add(best)
-        missing -= pairs[best]
+        missing -= covers[best]
     return [cells[i] for i in sorted(chosen)]
 
 

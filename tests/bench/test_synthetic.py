@@ -21,6 +21,7 @@ TARGET: dict[str, Any] = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": False,
 }
+TOLERANCES = [(torch.float32, 1e-3), (torch.bfloat16, 0.01)]
 DRAFT = {**TARGET, "hidden_size": 96, "head_dim": 24, "num_hidden_layers": 1}
 
 
@@ -29,10 +30,9 @@ DRAFT = {**TARGET, "hidden_size": 96, "head_dim": 24, "num_hidden_layers": 1}
 )
 def test_pair_has_the_requested_acceptance_rate(family: str, alpha: float) -> None:
     shapes = [{**shape, "model_type": family} for shape in (TARGET, DRAFT)]
-    made = synthetic.pair(shapes[0], shapes[1], alpha, dtype=torch.float32)
-    assert made.alpha == pytest.approx(alpha, abs=1e-3)
-    made = synthetic.pair(shapes[0], shapes[1], alpha, dtype=torch.bfloat16)
-    assert made.alpha == pytest.approx(alpha, abs=0.01)
+    for dtype, tolerance in tiers.sized(TOLERANCES[:1], TOLERANCES):
+        made = synthetic.pair(shapes[0], shapes[1], alpha, dtype=dtype)
+        assert made.alpha == pytest.approx(alpha, abs=tolerance)
 
 
 def test_generated_texts_have_the_requested_acceptance_rate() -> None:

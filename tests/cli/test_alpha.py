@@ -170,6 +170,7 @@ def test_prompts_longer_than_the_context_are_left_out_with_a_note(run: Run, mode
     )
 
 
+@pytest.mark.full
 def test_an_interruption_leaves_a_file_and_tables_of_the_results_so_far(
     model: str, other: str, tmp_path: Path
 ) -> None:

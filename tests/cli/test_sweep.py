@@ -125,6 +125,7 @@ def test_a_synthetic_pair_is_measured(run: Run, tmp_path: Path, monkeypatch: pyt
     assert two["interval"][0] < two["interval"][1]
 
 
+@pytest.mark.full
 def test_ctrl_c_saves_the_results_of_complete_rounds(models: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep.json"
     flags = [

@@ -179,6 +179,7 @@ def test_with_a_full_disk_the_results_are_still_printed(
     assert not out.exists()
 
 
+@pytest.mark.full
 def test_if_the_ngram_table_cannot_be_saved_the_results_are_still_printed(
     run: Run, target: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

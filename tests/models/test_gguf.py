@@ -398,6 +398,7 @@ def test_progress_is_one_line_if_stderr_is_not_a_terminal(file: Path) -> None:
     assert second == f"{file}: float32 on cpu"
 
 
+@pytest.mark.full
 def test_progress_is_one_bar_on_a_terminal(file: Path) -> None:
     parent_end, child_end = pty.openpty()
     termios.tcsetwinsize(child_end, (24, 100))

@@ -19,6 +19,7 @@ WARNING = (
 )
 
 
+@pytest.mark.full
 def test_importing_transformers_after_outpace_writes_nothing() -> None:
     pytest.importorskip("torchao")
     code = "import outpace, transformers.modeling_utils, sys; assert 'torchao' in sys.modules"

@@ -326,13 +326,17 @@ IN_TURN = [
 
 
 def factors(cell: Cell) -> tuple[Hashable, ...]:
-    """Return the factors of a cell: of the policy its kind, of the batch whether slots are refilled."""
-    refilled = cell.batch_size < SAMPLES
-    draws = cell.drafter, cell.rule, cell.sampling, cell.policy[0], refilled, cell.stops, cell.draft_sampling
-    return *draws, cell.engine, cell.family
+    """Return the factors of which the default tier covers every pair."""
+    return cell.drafter, cell.rule, cell.sampling, cell.engine
 
 
-CHOSEN = tiers.pairwise(list(dict.fromkeys(CELLS)), factors)
+def others(cell: Cell) -> tuple[Hashable, ...]:
+    """Return the factors of which it covers every value."""
+    policy, refilled = cell.policy[0], cell.batch_size < SAMPLES
+    return (policy, cell.engine), (refilled, cell.engine), cell.stops, cell.draft_sampling, cell.family
+
+
+CHOSEN = tiers.pairwise(list(dict.fromkeys(CELLS)), factors, others)
 
 
 @pytest.mark.parametrize("cell", CHOSEN, ids=str)

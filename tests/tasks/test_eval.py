@@ -296,13 +296,12 @@ def test_distance_from_the_target_is_zero_for_exact_and_large_for_sigmoid(
 def test_a_killed_run_resumes_and_ends_with_the_same_table(
     models: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    command = [
-        sys.executable, "-m", "outpace", "eval", "specbench", "-t", str(models / "target"),
-        "--dtype", "float32", "-d", str(models / "draft"), "--data", str(prompts), "-m", "24",
-        "--temperature", "1", "--limit", "4", "--runners", "plain,exact,sigmoid", "-o",
-    ]  # fmt: skip
+    flags = ["-d", str(models / "draft"), "--data", str(prompts), "-m", "24", "--temperature", "1"]
+    flags += ["--limit", "4", "--runners", "plain,exact,sigmoid", "-o"]
+    target = ["-t", str(models / "target"), "--dtype", "float32"]
+    command = [sys.executable, "-m", "outpace", "eval", "specbench", *target, *flags]
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
-    subprocess.run([*command, str(whole)], check=True, capture_output=True)
+    assert run(models, "specbench", *flags, str(whole)).exit_code == 0
     for lines in tiers.sized((7,), (2, 7)):  # after the header and one record, and halfway
         one = subprocess.Popen([*command, str(parts)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 120
@@ -314,7 +313,7 @@ def test_a_killed_run_resumes_and_ends_with_the_same_table(
         one.wait()
         with parts.open("ab") as file:
             file.write(b'{"side": "exact", "row": 3, "te')  # an incomplete line
-    subprocess.run([*command, str(parts)], check=True, capture_output=True)
+    assert run(models, "specbench", *flags, str(parts)).exit_code == 0
     assert untimed_lines(Path(f"{parts}.md")) == untimed_lines(Path(f"{whole}.md"))
     expected, found = records(whole), records(parts)
     assert found.keys() == expected.keys()

@@ -185,7 +185,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "dtype"), combinations(RULES, [torch.float32, torch.bfloat16, torch.float16])
+    ("rule", "dtype"), combinations(FEW_RULES, [torch.float32, torch.bfloat16, torch.float16])
 )
 def test_each_row_has_its_own_filters(rule: str, dtype: torch.dtype, splits: str) -> None:
     """Logits of few digits tie often; the same ones stay."""
@@ -257,6 +257,8 @@ def test_a_draw_without_a_distribution_is_flagged() -> None:
 @pytest.mark.usefixtures("splits")
 def test_statistics_from_the_drafter_replace_recomputation() -> None:
     targets, rows = FILTERS[1:6], [*FILTERS[3:6], *FILTERS[-2:]]
+    if not EVERYTHING:
+        targets, rows = targets[2:], rows[2:]
     B, g = len(rows), 2
     block = block_of(B, g, 61)
     assert block.draft_logits is not None
