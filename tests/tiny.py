@@ -13,7 +13,7 @@ V = 61
 COMMON: dict[str, Any] = {
     "vocab_size": V,
     "hidden_size": 32,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
@@ -72,7 +72,7 @@ SHARED: dict[str, Any] = {
 LAYERS: dict[str, Any] = {
     **SHARED,
     "encoder_layers": 2,
-    "decoder_layers": 3,
+    "decoder_layers": 2,
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
     "encoder_ffn_dim": 64,
@@ -82,8 +82,8 @@ DISTANCES: dict[str, Any] = {
     **SHARED,
     "d_kv": 16,
     "d_ff": 64,
-    "num_layers": 3,
-    "num_decoder_layers": 3,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
     "num_heads": 4,
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 20,

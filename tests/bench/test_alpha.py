@@ -68,7 +68,7 @@ def test_beta_of_two_models_is_the_overlap_of_their_distributions_at_every_token
 
 
 def test_greedy_beta_is_whether_the_draft_token_is_the_argmax_or_within_lenience_of_it() -> None:
-    draft_model = tiny("qwen2", seed=1)
+    draft_model = tiny("qwen2", seed=3)
     texts, found = measured(draft_model, SamplingParams(temperature=0), tokens=30)
     for text, beta in zip(texts, found, strict=True):
         assert text.token_ids == greedy(tiny(), text.start, 30)

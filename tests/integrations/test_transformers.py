@@ -313,7 +313,7 @@ def test_rule_match_gives_the_same_text_with_every_drafter() -> None:
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("draft", ["model", "lookup"])
+@pytest.mark.parametrize("draft", tiers.sized(["model"], ["model", "lookup"]))
 def test_sampled_tokens_have_exactly_the_targets_distribution(draft: str) -> None:
     """Test the first two tokens jointly, with temperature, top-k, top-p, two processors, and padding."""
     sampling_options = {
