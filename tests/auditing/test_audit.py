@@ -38,7 +38,7 @@ REPORT = Report(
 def test_no_difference_is_found_in_a_correct_decoder_and_the_report_states_its_power(
     dtype: torch.dtype,
 ) -> None:
-    model = tiny().to(dtype)
+    model = tiny(num_hidden_layers=3).to(dtype)  # deep enough for rounding to show in 16 bits
     decoder = Decoder(model, tiny(seed=1), num_draft_tokens=Fixed(3))
     report = audit(decoder, PROMPTS, samples=600, progress=False)
     assert report.passed, str(report)
@@ -58,7 +58,8 @@ def test_no_difference_is_found_in_a_correct_decoder_and_the_report_states_its_p
 
 
 def test_number_of_samples_depends_on_the_misplacement_to_find() -> None:
-    decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(3))
+    models = tiny(num_hidden_layers=3), tiny(seed=1, num_hidden_layers=3)
+    decoder = Decoder(*models, num_draft_tokens=Fixed(3))
     report = audit(decoder, [REPEATING], misplacement=0.2, greedy_tokens=0, temperature=3, progress=False)
     assert report.passed
     assert report.detectable is not None

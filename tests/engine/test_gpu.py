@@ -107,8 +107,9 @@ def test_a_draft_on_another_device_works() -> None:
 @pytest.mark.parametrize("engine", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_passes_the_audit(dtype: torch.dtype, engine: bool) -> None:
-    model = tiny().to(dtype).cuda()
-    decoder = Decoder(model, tiny(seed=1).to(dtype).cuda(), num_draft_tokens=Fixed(3), engine=engine)
+    model = tiny(num_hidden_layers=3).to(dtype).cuda()
+    draft = tiny(seed=1, num_hidden_layers=3).to(dtype).cuda()
+    decoder = Decoder(model, draft, num_draft_tokens=Fixed(3), engine=engine)
     report = outpace.audit(decoder, PROMPTS, samples=1000, progress=False)
     assert report.passed, str(report)
 
