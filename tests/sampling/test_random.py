@@ -56,30 +56,30 @@ def test_integers_arrays_and_tensors_give_the_same_words(
 
 def test_words_are_philox_of_the_documented_key() -> None:
     seed, position, start = -(2**62) + 12345, 77, 70
-    words = random.words(
-        torch.tensor(seed), torch.tensor(position), torch.tensor(start), Stream.RESIDUAL, blocks=3
-    )
-    for block in range(3):
-        key = (seed & random.WORD, (seed >> 32) & random.WORD)
-        assert tuple(words[block].tolist()) == random.philox(
-            block, position, start, Stream.RESIDUAL // 2, *key
-        )
+    parts = torch.tensor(seed), torch.tensor(position), torch.tensor(start)
+    for level, node in ((0, 0), (3, 0), (0, 7), (255, 65535)):
+        words = random.words(random.key(*parts, Stream.RESIDUAL, level, node), blocks=3)
+        for block in range(3):
+            key = (seed & random.WORD, (seed >> 32) & random.WORD)
+            c3 = Stream.RESIDUAL // 2 + 256 * level + 65536 * node
+            assert tuple(words[block].tolist()) == random.philox(block, position, start, c3, *key)
 
 
 def test_words_do_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = torch.arange(11)[:, None] * 999, torch.arange(5), torch.tensor(3)
-    whole = random.words(*keys, Stream.DRAFT, blocks=37)
+    parts = torch.arange(11)[:, None] * 999, torch.arange(5), torch.tensor(3)
+    key = random.key(*parts, Stream.DRAFT, level=1, node=torch.arange(5))
+    whole = random.words(key, blocks=37)
     for cached in (1, 7, 64):
         monkeypatch.setattr(random, "CACHED", cached)
-        assert torch.equal(random.words(*keys, Stream.DRAFT, blocks=37), whole)
+        assert torch.equal(random.words(key, blocks=37), whole)
 
 
 def test_other_devices_get_the_same_words() -> None:
     """The code for other devices runs on CPU tensors, because `meta` tensors cannot be computed with."""
     seed, position, start = torch.arange(4)[:, None] - 2, torch.arange(6), torch.tensor(2)
-    expected = random.words(seed, position, start, Stream.TARGET, blocks=5)
-    other_device = random._words_elsewhere(seed, position, start, Stream.TARGET, 5)
-    assert torch.equal(other_device, expected)
+    for node in (0, torch.arange(6)):
+        key = random.key(seed, position, start, Stream.ACCEPT, 1, node)
+        assert torch.equal(random._words_elsewhere(key, 5), random.words(key, blocks=5))
 
 
 def test_triton_computes_the_same_words() -> None:
@@ -99,11 +99,52 @@ def test_triton_computes_the_same_words() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     seed, position, start = 0x1234_5678_9ABC_DEF0, 4000, 3997
     out = torch.zeros(16, 4, dtype=torch.int64, device=device)
-    kernel[(1,)](out, seed, position, start, Stream.TARGET // 2, 16)
-    expected = random.words(
-        torch.tensor(seed), torch.tensor(position), torch.tensor(start), Stream.TARGET, blocks=16
-    )
+    kernel[(1,)](out, seed, position, start, Stream.ACCEPT // 2, 16)
+    parts = torch.tensor(seed), torch.tensor(position), torch.tensor(start)
+    expected = random.words(random.key(*parts, Stream.ACCEPT), blocks=16)
     assert torch.equal(out.cpu(), expected.to(torch.int64))
+
+
+def test_a_few_keys_and_many_keys_have_the_same_numbers_at_every_level_and_node() -> None:
+    """Few keys are computed with Python's integers, many with arrays."""
+    seed, start, nodes = torch.arange(40) - 3, torch.arange(40) * 5, torch.arange(40) % 4
+    for level in (0, 2):
+        many = random.uniform(seed, start + 1, start, Stream.ACCEPT, level, nodes)
+        few = [
+            random.uniform(seed[i], start[i] + 1, start[i], Stream.ACCEPT, level, int(nodes[i]))
+            for i in range(40)
+        ]
+        assert torch.equal(many, torch.stack(few))
+        for rows in (2, 40):
+            lists = random.halves(seed[:rows].tolist(), start[:rows].tolist(), 3, Stream.ACCEPT, level)
+            at = (seed[:rows, None], start[:rows, None] + torch.arange(3), start[:rows, None])
+            both = torch.stack(random.accept_and_residual(*at, level), dim=-1)
+            assert torch.equal(torch.tensor(lists, dtype=torch.float64), both)
+
+
+def test_levels_and_nodes_share_no_number() -> None:
+    seed, position, start = torch.tensor(5), torch.arange(9, 12), torch.tensor(9)
+    seen = [
+        random.uniform(seed, position, start, stream, level, node)
+        for stream in (Stream.DRAFT, Stream.ACCEPT, Stream.RESIDUAL)
+        for level in (0, 1, 2)
+        for node in (0, 1, 2)
+    ]
+    assert len(set(torch.cat(seen).tolist())) == 3 * 27
+
+
+def test_the_target_stream_has_neither_level_nor_node() -> None:
+    seed, position = torch.arange(4), torch.arange(4) + 7
+    at = torch.arange(4)
+    plain = random.gumbel(seed, position, 50)
+    assert torch.equal(random.gumbel(seed, position, 50, Stream.TARGET, at, level=3, node=at), plain)
+
+
+@pytest.mark.parametrize(("level", "node"), [(-1, 0), (256, 0), (0, -1), (0, 65536)])
+def test_a_level_or_node_out_of_range_is_refused(level: int, node: int) -> None:
+    one = torch.tensor(1)
+    with pytest.raises(ValueError, match=f"{'node' if level == 0 else 'level'}: got"):
+        random.uniform(one, one, one, Stream.DRAFT, level, node)
 
 
 def test_extreme_words_stay_inside_the_open_interval() -> None:
@@ -210,7 +251,9 @@ def bits(words: Tensor) -> Tensor:
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("part", ["seed", "high seed", "position", "start", "stream", "token"])
+@pytest.mark.parametrize(
+    "part", ["seed", "high seed", "position", "start", "stream", "token", "level", "node"]
+)
 def test_neighbouring_keys_give_unrelated_words(part: str) -> None:
     """One step in any part of the key flips every output bit with probability one half."""
     n = 100_000
@@ -221,6 +264,8 @@ def test_neighbouring_keys_give_unrelated_words(part: str) -> None:
         "start": base % 31,
         "stream": Stream.ACCEPT,
         "block": 0,
+        "level": 0,
+        "node": 0,
     }
     other = dict(key)
     if part == "seed":
@@ -228,17 +273,15 @@ def test_neighbouring_keys_give_unrelated_words(part: str) -> None:
     elif part == "high seed":
         other["seed"] = base + 2**32
     elif part == "stream":
-        other["stream"] = Stream.TARGET
+        other["stream"] = Stream.DRAFT
     elif part == "token":
         other["block"] = 1
     else:
         other[part] = key[part] + 1
 
     def words_of(key: dict[str, Any]) -> Tensor:
-        block = key["block"]
-        return random.words(key["seed"], key["position"], key["start"], key["stream"], blocks=block + 1)[
-            :, block
-        ]
+        names = "seed", "position", "start", "stream", "level", "node"
+        return random.words(random.key(*(key[name] for name in names)), key["block"] + 1)[:, key["block"]]
 
     flips = (bits(words_of(key)) ^ bits(words_of(other))).flatten(1).sum(0)  # [128]
     counts = torch.stack((flips, n - flips), 1).numpy()
@@ -251,6 +294,8 @@ def test_uniforms_are_uniform_along_every_axis(stream: Stream) -> None:
     n, bins = 1_000_000, 500
     varied = torch.arange(n)
     axes = {"seed": (varied, ZERO, ZERO), "position": (ZERO, varied, ZERO), "start": (ZERO, ZERO, varied)}
+    if stream is Stream.TARGET:
+        del axes["start"]  # not a part of its key
     for axis, key in axes.items():
         u = random.uniform(*key, stream)
         counts = np.bincount((u * bins).long().numpy(), minlength=bins)

@@ -87,8 +87,10 @@ def minus_log_u(patch: pytest.MonkeyPatch) -> None:
         vocab_size: int,
         stream: Stream = Stream.TARGET,
         start: Tensor | None = None,
+        level: int = 0,
+        node: Tensor | int = 0,
     ) -> Tensor:
-        word = random.words(seed, position, torch.zeros_like(position), stream, blocks=-(-vocab_size // 4))
+        word = random.words(random.key(seed, position, start, stream), blocks=-(-vocab_size // 4))
         return -(word.flatten(-2)[..., :vocab_size].to(torch.float32) * 2.0**-32 + 2.0**-33).log()
 
     patch.setattr(random, "exponential", exponential)

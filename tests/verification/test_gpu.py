@@ -34,8 +34,10 @@ def _no_host_sync() -> Iterator[None]:
 def test_random_words_and_uniforms_equal_the_cpus() -> None:
     seed, position, start = torch.arange(40)[:, None] * 2**33 - 7, torch.arange(50), torch.tensor(3)
     for stream in Stream:
-        cpu = random.words(seed, position, start, stream, blocks=9)
-        gpu = random.words(seed.cuda(), position.cuda(), start.cuda(), stream, blocks=9)
+        nodes = torch.arange(50) % 3
+        cpu = random.words(random.key(seed, position, start, stream, 1, nodes), blocks=9)
+        there = seed.cuda(), position.cuda(), start.cuda()
+        gpu = random.words(random.key(*there, stream, 1, nodes.cuda()), blocks=9)
         assert torch.equal(cpu, gpu.cpu())
         uniform = random.uniform(seed.cuda(), position.cuda(), start.cuda(), stream)
         assert torch.equal(random.uniform(seed, position, start, stream), uniform.cpu())

@@ -143,6 +143,27 @@ def test_decisions_equal_the_oracle(rule: str, soft: bool) -> None:
         assert (int(verdict.accepted[b]), int(verdict.next_token[b])) == (n, token)
 
 
+@pytest.mark.parametrize("rule", FEW_RULES)
+def test_a_level_of_a_cascade_has_noise_of_its_own(rule: str, splits: str) -> None:
+    block = block_of(12, 3, 61)
+    deeper = dataclasses.replace(block, level=2)
+    found = kernels.verify(deeper, parse(rule))
+    assert_same(found, eager.verify(deeper, parse(rule)))
+    usual = kernels.verify(block, parse(rule))
+    assert torch.equal(found.next_token, usual.next_token) == (rule == "match")  # one target token for all
+
+
+def test_siblings_are_sampled_with_noise_of_their_own(splits: str) -> None:
+    logits = torch.randn(16, 61, device=DEVICE)
+    seed = torch.arange(16, device=DEVICE)
+    tokens = []
+    for level, node in ((0, 0), (0, 1), (3, 0), (3, 65535)):
+        found = kernels.sample(logits, seed, 9, 2, None, level, node)
+        assert torch.equal(found.tokens, eager.sample(logits, seed, 9, 2, None, level, node).tokens)
+        tokens.append(found.tokens)
+    assert all(not torch.equal(one, other) for one, other in itertools.combinations(tokens, 2))
+
+
 @pytest.mark.parametrize(("dtype", "rule"), combinations([torch.float16, torch.bfloat16], RULES))
 def test_half_precision_logits_are_read_as_they_are(dtype: torch.dtype, rule: str) -> None:
     block = block_of(4, 2, 61, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Counter-based noise: (seed, position, start, stream, token id) in, the same bits out, on every device.
+"""Counter-based noise: a key in, the same bits out, on every device.
 
 Every random number of a generation is a pure function of its key. It never depends on the batch index or on
 the order of calls, so a sequence's text does not depend on its neighbours. The words come from Philox4x32-10
@@ -7,7 +7,7 @@ the order of calls, so a sequence's text does not depend on its neighbours. The 
     c0 = token id // 4   (lane = token id % 4; 0 where one number serves the whole row)
     c1 = position        absolute position of the token that the noise is for
     c2 = start           first position of the step; 0 in the target stream
-    c3 = stream // 2
+    c3 = stream // 2 + 2**8 level + 2**16 node
 
 The 64-bit key is ``seed``. The words equal Triton's ``tl.philox(seed, c0, c1, c2, c3)`` bit for bit, and
 uniforms are exact functions of them. Gumbel noise goes through a logarithm, whose last digit differs between
@@ -17,6 +17,11 @@ devices.
 where to cut from all uniforms of the block. In the next step the same position must see fresh noise. The
 target stream leaves ``start`` out, so the token sampled at a position does not depend on how positions were
 grouped into steps. Rule "match" relies on that.
+
+``level`` and ``node`` are 0 in a chain of draft tokens. ``level`` is the depth in a cascade of drafters: the
+inner and the outer verification of one position must not share a uniform. ``node`` is the index among
+siblings of a tree: siblings with the same noise would be copies of each other. The target stream has neither,
+since all levels and nodes of a position compare with the one token that the target samples there.
 """
 
 from __future__ import annotations
@@ -80,63 +85,105 @@ def philox(
     return c0, c1, c2, c3
 
 
-def words(seed: Tensor, position: Tensor, start: Tensor, stream: Stream, blocks: int = 1) -> Tensor:
-    """Return four words for each key and each c0 < blocks: int64 ``[..., blocks, 4]``.
+Key = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Seed, position, start and fourth counter word: int64 tensors that broadcast."""
 
-    Keys are int64 and broadcast.
+
+def key(
+    seed: Tensor,
+    position: Tensor,
+    start: Tensor | None,
+    stream: Stream,
+    level: int = 0,
+    node: Tensor | int = 0,
+) -> Key:
+    """Return the key of random numbers.
+
+    Args:
+        seed: Seed of the sequence.
+        position: Absolute position of the token that the noise is for.
+        start: First position of the step. The target stream ignores it.
+        stream: Purpose of the number.
+        level: Depth in a cascade of drafters, below 256. The target stream ignores it.
+        node: Index among siblings of a tree, below 65536. The target stream ignores it.
+
+    Raises:
+        ValueError: ``start`` is missing, or ``level`` or an int ``node`` is out of range.
     """
-    if seed.device.type == "cpu":
-        return torch.from_numpy(_words_cpu(seed, position, start, stream, blocks).astype(np.int64))
-    return _words_elsewhere(seed, position, start, stream, blocks)
+    if stream is Stream.TARGET:
+        start, level, node = torch.zeros_like(position), 0, 0
+    elif start is None:
+        raise ValueError(f"start: missing; stream {stream.name} is keyed by the step's first position")
+    check_branch(level, node)
+    c3 = stream // 2 + (level << 8)
+    if isinstance(node, int):
+        word = torch.full((), c3 + (node << 16), dtype=torch.int64, device=seed.device)
+    else:
+        word = (node << 16) + c3
+    return seed, position, start, word
 
 
-def _words_elsewhere(seed: Tensor, position: Tensor, start: Tensor, stream: Stream, blocks: int) -> Tensor:
-    seed, position, start = seed[..., None], position[..., None], start[..., None]
+def check_branch(level: int, node: Tensor | int = 0) -> None:
+    """Raise ValueError if a level or an int node is out of range."""
+    if not 0 <= level < 1 << 8:
+        raise ValueError(f"level: got {level}; it must be 0 to 255")
+    if isinstance(node, int) and not 0 <= node < 1 << 16:
+        raise ValueError(f"node: got {node}; it must be 0 to 65535")
+
+
+def words(key: Key, blocks: int = 1) -> Tensor:
+    """Return four words for each key and each c0 < blocks: int64 ``[..., blocks, 4]``."""
+    if key[0].device.type == "cpu":
+        return torch.from_numpy(_words_cpu(key, blocks).astype(np.int64))
+    return _words_elsewhere(key, blocks)
+
+
+def _words_elsewhere(key: Key, blocks: int) -> Tensor:
+    seed, position, start, c3 = (one[..., None] for one in key)
     c0 = torch.arange(blocks, device=seed.device)
-    c3 = torch.full_like(c0[:1], stream // 2)
-    lanes = philox(c0, position & WORD, start & WORD, c3, seed & WORD, (seed >> 32) & WORD)
+    lanes = philox(c0, position & WORD, start & WORD, c3 & WORD, seed & WORD, (seed >> 32) & WORD)
     return torch.stack(lanes, dim=-1)
 
 
-def _words_cpu(seed: Tensor, position: Tensor, start: Tensor, stream: Stream, blocks: int) -> Array:
+def _words_cpu(key: Key, blocks: int) -> Array:
     """Return the same words as uint32, computed by NumPy, whose calls cost a third of PyTorch's.
 
     A few words are computed with Python's integers, which cost less still. Large requests are computed in
     pieces that fit the processor's cache.
     """
-    keys = [key.numpy() for key in (seed, position, start)]
-    shape = np.broadcast_shapes(*(key.shape for key in keys))
+    keys = [one.numpy() for one in key]
+    shape = np.broadcast_shapes(*(one.shape for one in keys))
     if math.prod(shape) * blocks <= HANDFUL:
-        made = _words_handful(_listed((seed, position, start), shape), stream, blocks)
+        made = _words_handful(_listed(key, shape), blocks)
         return np.array(made, dtype=np.uint32).reshape(*shape, blocks, 4)
     out = np.empty((*shape, blocks, 4), dtype=np.uint32)
     block = np.arange(blocks)
     if out.size <= 4 * CACHED:
-        _fill(out, keys, stream, block)
+        _fill(out, keys, block)
     else:
-        flat, columns = out.reshape(-1, blocks, 4), [np.broadcast_to(key, shape).reshape(-1) for key in keys]
+        flat, columns = out.reshape(-1, blocks, 4), [np.broadcast_to(one, shape).reshape(-1) for one in keys]
         width = min(blocks, CACHED)
         height = CACHED // width
         for top in range(0, len(flat), height):
             rows = [column[top : top + height] for column in columns]
             for left in range(0, blocks, width):
                 piece = flat[top : top + height, left : left + width]
-                _fill(piece, rows, stream, block[left : left + width])
+                _fill(piece, rows, block[left : left + width])
     return out
 
 
 def _words_handful(
-    keys: Iterable[tuple[int, int, int]], stream: Stream, blocks: int = 1
+    keys: Iterable[tuple[int, int, int, int]], blocks: int = 1
 ) -> list[tuple[int, int, int, int]]:
-    """Return the words of each seed, position and start, computed with Python's integers."""
+    """Return the words of each key, computed with Python's integers."""
     made, rounds, last = [], [(0, 0)], None
-    for s, p, t in keys:
+    for s, p, t, word in keys:
         if s != last:  # most keys share a seed
             k0, k1 = s & WORD, (s >> 32) & WORD
             rounds = [((k0 + i * 0x9E3779B9) & WORD, (k1 + i * 0xBB67AE85) & WORD) for i in range(10)]
             last = s
         for block in range(blocks):
-            c0, c1, c2, c3 = block, p & WORD, t & WORD, stream // 2
+            c0, c1, c2, c3 = block, p & WORD, t & WORD, word & WORD
             for k0, k1 in rounds:  # as in `philox`, with integers that never wrap
                 even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57
                 c0, c1, c2, c3 = (odd >> 32) ^ c1 ^ k0, odd & WORD, (even >> 32) ^ c3 ^ k1, even & WORD
@@ -144,64 +191,65 @@ def _words_handful(
     return made
 
 
-def _listed(keys: Sequence[Tensor], shape: Sequence[int]) -> Iterable[tuple[int, int, int]]:
-    """Return broadcast keys as plain integers."""
-    return zip(*(key.expand(shape).flatten().tolist() for key in keys), strict=True)
+def _listed(key: Key, shape: Sequence[int]) -> Iterable[tuple[int, int, int, int]]:
+    """Return a broadcast key as plain integers."""
+    return zip(*(one.expand(shape).flatten().tolist() for one in key), strict=True)
 
 
-def _fill(out: Array, keys: list[Array], stream: Stream, block: Array) -> None:
-    seed, position, start = (key[..., None] for key in keys)
-    c3 = np.full(1, stream // 2, dtype=np.int64)
-    lanes = philox(block, position & WORD, start & WORD, c3, seed & WORD, (seed >> 32) & WORD)
+def _fill(out: Array, keys: list[Array], block: Array) -> None:
+    seed, position, start, c3 = (one[..., None] for one in keys)
+    lanes = philox(block, position & WORD, start & WORD, c3 & WORD, seed & WORD, (seed >> 32) & WORD)
     for lane, word in enumerate(lanes):
         out[..., lane] = word
 
 
-def uniform(seed: Tensor, position: Tensor, start: Tensor, stream: Stream) -> Tensor:
-    """Return one float64 uniform with 52 bits per key, strictly between 0 and 1.
+def uniform(
+    seed: Tensor, position: Tensor, start: Tensor, stream: Stream, level: int = 0, node: Tensor | int = 0
+) -> Tensor:
+    """Return one float64 uniform with 52 bits per ``key``, strictly between 0 and 1."""
+    return _halves(key(seed, position, start, stream, level, node))[..., stream % 2]
 
-    Keys are int64 and broadcast.
-    """
-    return _halves(seed, position, start, stream)[..., stream % 2]
 
-
-def accept_and_residual(seed: Tensor, position: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+def accept_and_residual(
+    seed: Tensor, position: Tensor, start: Tensor, level: int = 0, node: Tensor | int = 0
+) -> tuple[Tensor, Tensor]:
     """Return ``uniform`` of the accept and the residual stream at once."""
-    accept, residual = _halves(seed, position, start, Stream.ACCEPT).unbind(-1)
+    accept, residual = _halves(key(seed, position, start, Stream.ACCEPT, level, node)).unbind(-1)
     return accept, residual
 
 
 def halves(
-    seeds: Sequence[int], starts: Sequence[int], count: int, stream: Stream
+    seeds: Sequence[int], starts: Sequence[int], count: int, stream: Stream, level: int = 0
 ) -> list[list[tuple[float, float]]]:
     """Return ``uniform`` of both streams of a block for the first positions of each sequence's step.
 
     There are ``count`` positions. The numbers are plain floats, for callers that use them one by one.
     """
     if len(seeds) * count <= HANDFUL:
+        c3 = stream // 2 + (level << 8)
         return [
-            _pairs(((seed, start + i, start) for i in range(count)), stream)
+            _pairs((seed, start + i, start, c3) for i in range(count))
             for seed, start in zip(seeds, starts, strict=True)
         ]
     first = torch.tensor(starts)[:, None]
-    made = _halves(torch.tensor(seeds)[:, None], first + torch.arange(count), first, stream)
+    made = _halves(key(torch.tensor(seeds)[:, None], first + torch.arange(count), first, stream, level))
     return [[(one, other) for one, other in row] for row in made.tolist()]
 
 
-def _pairs(keys: Iterable[tuple[int, int, int]], stream: Stream) -> list[tuple[float, float]]:
-    return [(unit52(a >> 6, b >> 6), unit52(c >> 6, d >> 6)) for a, b, c, d in _words_handful(keys, stream)]
+def _pairs(keys: Iterable[tuple[int, int, int, int]]) -> list[tuple[float, float]]:
+    return [(unit52(a >> 6, b >> 6), unit52(c >> 6, d >> 6)) for a, b, c, d in _words_handful(keys)]
 
 
-def _halves(seed: Tensor, position: Tensor, start: Tensor, stream: Stream) -> Tensor:
+def _halves(key: Key) -> Tensor:
     """Return two uniforms from each block of four words: float64 ``[..., 2]``."""
-    if seed.device.type == "cpu":
-        shape = np.broadcast_shapes(seed.shape, position.shape, start.shape)
+    if key[0].device.type == "cpu":
+        shape = np.broadcast_shapes(*(one.shape for one in key))
         if math.prod(shape) <= HANDFUL:
-            made = _pairs(_listed((seed, position, start), shape), stream)
+            made = _pairs(_listed(key, shape))
             return torch.tensor(made, dtype=torch.float64).view(*shape, 2)
-        word = (_words_cpu(seed, position, start, stream, 1)[..., 0, :] >> 6).astype(np.float64)
+        word = (_words_cpu(key, 1)[..., 0, :] >> 6).astype(np.float64)
         return torch.from_numpy(unit52(word[..., 0::2], word[..., 1::2]))
-    bits = _words_elsewhere(seed, position, start, stream, 1)[..., 0, :] >> 6
+    bits = _words_elsewhere(key, 1)[..., 0, :] >> 6
     return unit52(bits[..., 0::2].to(torch.float64), bits[..., 1::2].to(torch.float64))
 
 
@@ -224,21 +272,20 @@ def exponential(
     vocab_size: int,
     stream: Stream = Stream.TARGET,
     start: Tensor | None = None,
+    level: int = 0,
+    node: Tensor | int = 0,
 ) -> Tensor:
     """Return standard exponential noise for every token id: float32 ``[..., vocab_size]``.
 
     The formula is −log1p(−u), not −log(u). The latter is exactly 0 where u rounds to 1, and a zero wins every
     race.
     """
-    if stream is Stream.TARGET:
-        start = torch.zeros_like(position)
-    elif start is None:
-        raise ValueError(f"start: missing; stream {stream.name} is keyed by the step's first position")
+    noise_key = key(seed, position, start, stream, level, node)
     blocks = -(-vocab_size // 4)
     if seed.device.type == "cpu":
-        word = torch.from_numpy(_words_cpu(seed, position, start, stream, blocks))
+        word = torch.from_numpy(_words_cpu(noise_key, blocks))
     else:
-        word = _words_elsewhere(seed, position, start, stream, blocks)
+        word = _words_elsewhere(noise_key, blocks)
     return unit32(word.flatten(-2)[..., :vocab_size]).neg_().log1p_().neg_()
 
 
@@ -248,9 +295,11 @@ def gumbel(
     vocab_size: int,
     stream: Stream = Stream.TARGET,
     start: Tensor | None = None,
+    level: int = 0,
+    node: Tensor | int = 0,
 ) -> Tensor:
     """Return standard Gumbel noise for every token id: float32 ``[..., vocab_size]``, always finite."""
-    return exponential(seed, position, vocab_size, stream, start).log_().neg_()
+    return exponential(seed, position, vocab_size, stream, start, level, node).log_().neg_()
 
 
 def race(logits: Tensor, noise: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ class Block:
     draft_cut: Tensor | None = None  # [B, g] smallest draft logit that the filters leave, if known
     draft_tie: Tensor | None = None  # [B, g] int32, first id that they leave there
     stop_at_rejection: bool = False  # whether logits past a rejection need not be checked
+    level: int = 0  # depth in a cascade of drafters; 0: the target verifies
 
     @cached_property
     def seed(self) -> Tensor:

@@ -101,7 +101,9 @@ def token_by_row(block: Block, lenience: float) -> tuple[Tensor, Tensor, Tensor]
     greedy_accept = None if block.greedy_accept is None else block.greedy_accept.tolist()
     B, g = block.tokens.shape
     lengths = [g] * B if block.counts is None else block.counts.tolist()
-    uniforms = random.halves(listed(block.seeds, B), listed(block.starts, B), g + 1, Stream.ACCEPT)
+    uniforms = random.halves(
+        listed(block.seeds, B), listed(block.starts, B), g + 1, Stream.ACCEPT, block.level
+    )
     ends = []
     for b, (tokens, length) in enumerate(zip(block.tokens.tolist(), lengths, strict=True)):
         n, q, qx = 0, None, 1.0
@@ -131,13 +133,19 @@ def token_by_row(block: Block, lenience: float) -> tuple[Tensor, Tensor, Tensor]
 
 
 def sample(
-    logits: Tensor, seeds: Tensor | int, starts: Tensor | int, step: int, rows: list[SamplingParams] | None
+    logits: Tensor,
+    seeds: Tensor | int,
+    starts: Tensor | int,
+    step: int,
+    rows: list[SamplingParams] | None,
+    level: int = 0,
+    node: int = 0,
 ) -> SampledTokens:
     """Sample one draft token from each row of ``[B, V]``: see ``outpace.verification.sample``."""
     B = len(logits)
     adjusted = upcast(logits) if rows is None else warp(upcast(logits)[:, None], rows)[:, 0]
     seed, start = (torch.as_tensor(one, device=logits.device).expand(B) for one in (seeds, starts))
-    u = random.uniform(seed, start + step, start, Stream.DRAFT)
+    u = random.uniform(seed, start + step, start, Stream.DRAFT, level, node)
     lse = torch.where(unusable(adjusted), torch.nan, adjusted.double().logsumexp(-1))
     return SampledTokens(random.sample(adjusted.softmax(-1), u).masked_fill(lse.isnan(), 0), lse)
 
@@ -389,7 +397,9 @@ def noise(block: Block) -> tuple[Tensor, Tensor]:
         Uniforms ``[B, g]`` that decide about each draft token, and uniforms ``[B, g+1]`` that sample the next
         token after n accepted ones.
     """
-    accept, residual = random.accept_and_residual(block.seed[:, None], block.positions, block.start[:, None])
+    accept, residual = random.accept_and_residual(
+        block.seed[:, None], block.positions, block.start[:, None], block.level
+    )
     return accept[:, :-1], residual
 
 

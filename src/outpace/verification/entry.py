@@ -20,6 +20,7 @@ from torch import Tensor
 
 from outpace.checks.arguments import floats, int_or_row_integers, on_device, row_integers
 from outpace.sampling import Prefix, SamplingParams, per_row, process, warp
+from outpace.sampling.random import check_branch
 from outpace.verification import check, eager
 from outpace.verification.block import Block, SampledTokens, Verdict
 from outpace.verification.rules import Rule, parse
@@ -145,6 +146,8 @@ def sample(
     position: int | Sequence[int] | Tensor,
     step: int = 0,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    level: int = 0,
+    node: int = 0,
 ) -> SampledTokens:
     """Sample one draft token per row from logits ``[B, V]``, on CUDA in one launch.
 
@@ -157,10 +160,13 @@ def sample(
         position: The position of ``verify`` in the same step.
         step: Index of the draft token within the step, from 0.
         sampling: One ``SamplingParams``, or one per row, without penalties, bias or processors.
+        level: Depth of the drafter in a cascade, 0 to 255.
+        node: Index of the draft token among its siblings in a tree, 0 to 65535.
 
     Raises:
         TypeError: An argument has the wrong type or dtype.
-        ValueError: ``logits`` are not ``[B, V]``, or ``sampling`` has penalties, bias or processors.
+        ValueError: ``logits`` are not ``[B, V]``, ``sampling`` has penalties, bias or processors, or
+            ``level`` or ``node`` is out of range.
     """
     floats("logits", logits)
     if logits.dim() != 2:
@@ -173,10 +179,11 @@ def sample(
         )
     seeds = int_or_row_integers("seed", seed, B, device, -(2**63), 2**64 - 1)
     starts = int_or_row_integers("position", position, B, device, 0, 2**32 - 1)
+    check_branch(level, node)
     if _fused(parse("token"), None, logits):
-        sampled: SampledTokens = _kernels().sample(logits, seeds, starts, step, rows)
+        sampled: SampledTokens = _kernels().sample(logits, seeds, starts, step, rows, level, node)
         return sampled
-    return eager.sample(logits, seeds, starts, step, rows)
+    return eager.sample(logits, seeds, starts, step, rows, level, node)
 
 
 @torch.no_grad()

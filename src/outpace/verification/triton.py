@@ -197,7 +197,7 @@ def verify(
         (target, draft, tokens, lengths, lse, draft_cut, draft_tie, seeds, starts, invalid,
          p.per_row, q.per_row, workspace, *outputs, seed, start, *strides, p.shared[0], q.shared[0],
          float(lenience),
-         float(rule.alpha), float(rule.beta - rule.alpha), tiles),
+         float(rule.alpha), float(rule.beta - rule.alpha), tiles, block.level),
         (size, size // chunk, MAX_LISTED, power_of_2(g), S, RULES[rule.name], has_q, lse is not None, has_cut,
          ragged, invalid is not None, p.level, q.level, p.greedy, q.greedy, lenience < 1),
     )  # fmt: skip
@@ -210,13 +210,15 @@ def sample(
     starts: Tensor | int,
     step: int,
     sampling: Sequence[SamplingParams] | None = None,
+    level: int = 0,
+    node: int = 0,
 ) -> SampledTokens:
     """Sample a draft token from each row of ``[B, V]``, ``step`` positions after the step's start."""
     B, V = logits.shape
     device = logits.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return sample(logits, seeds, starts, step, sampling)
+            return sample(logits, seeds, starts, step, sampling, level, node)
     size, splits, S = sizes(V)
     params = KernelSampling.of(sampling, V, device)
     chunk = max(1, size // CHUNKS)
@@ -237,7 +239,7 @@ def sample(
     launch(
         sample_draft, key, B, 8,
         (logits, seed_tensor, start_tensor, params.per_row, workspace, tokens, lse, cuts, ties, seed, start,
-         step, V,
+         step, level, node, V,
          splits, logits.stride(0), *params.shared),
         (size, chunk, SCAN_TILE, MAX_LISTED, S, params.level, SHIFTS[logits.dtype]),
     )  # fmt: skip

@@ -25,6 +25,7 @@ from outpace.verification.kernels.pieces import (
     SIGMOID,
     apply_temperature,
     argmax_of,
+    branch_stream,
     combine_splits,
     exponentials,
     first_max,
@@ -240,7 +241,7 @@ def store_verdict(accepted, next_token, bad, b, is_bad, n, token):
 def finish(
     target, draft, tokens, lengths, draft_lse, draft_cut, draft_tie, seeds, starts, invalid, p_params,
     q_params, workspace, accepted, next_token, bad, seed: tl.int64, start: tl.int64, B, g, V, splits,
-    p_row, p_position, q_row, q_position, temperature, q_temperature, lenience, alpha, width, tiles,
+    p_row, p_position, q_row, q_position, temperature, q_temperature, lenience, alpha, width, tiles, depth,
     SPLIT: tl.constexpr, CHUNKS: tl.constexpr, MAX_LISTED: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
     RULE: tl.constexpr, HAS_Q: tl.constexpr, HAS_LSE: tl.constexpr, HAS_CUT: tl.constexpr,
     LENGTHS: tl.constexpr, HAS_INVALID: tl.constexpr, ADJUST: tl.constexpr, ADJUST_Q: tl.constexpr,
@@ -306,7 +307,8 @@ def finish(
         y = load_adjusted(
             q_rows + i.to(tl.int64) * q_position, token, bounds, q_inv_temperature, q_cut, q_tie, ADJUST_Q
         )
-    r, u = uniforms(seed, start + i, start, ACCEPT)
+    accept_stream = branch_stream(ACCEPT, depth, 0)
+    r, u = uniforms(seed, start + i, start, accept_stream)
 
     unusable = bad_token
     if RULE == SIGMOID:
@@ -415,7 +417,7 @@ def finish(
                 )  # fmt: skip
                 w = tl.where(tl.sum(w, axis=0) == 0, p, w)
                 total = tl.sum(w, axis=0).to(tl.float64)
-                unused_uniform, level = uniforms(seed, start + n, start, ACCEPT)
+                unused_uniform, level = uniforms(seed, start + n, start, accept_stream)
                 is_bad = is_bad_row(unusable & (i <= n), bad_token, bad_length, invalid, b, HAS_INVALID)
                 is_bad |= ~((total > 0) & (total < float("inf"))) | ~(tl.abs(p_log_sum_n) < float("inf"))
                 store_verdict(accepted, next_token, bad, b, is_bad, n, sample_at(w, ids, level * total))
@@ -463,7 +465,7 @@ def finish(
                 )
                 h = tl.where((left == 0) & (carry == 1), 1.0, left / (left + (1 - carry)))
                 # Prefix j is row j, tested with the uniform of its last draft token
-                rest, unused_uniforms = uniforms(seed, start + i - 1, start, ACCEPT)
+                rest, unused_uniforms = uniforms(seed, start + i - 1, start, accept_stream)
                 passed = drafted & (i > 0) & (rest <= h)
                 all_pass = (length > 0) & (pick(r, i, length - 1) <= pick(after, i, length - 1))
                 n = tl.max(tl.where(passed, i, 0), axis=0)
@@ -488,7 +490,7 @@ def finish(
             if GREEDY:
                 sound = tl.where(greedy, tl.sum(p_sums, axis=0).to(tl.float64), total)
             is_bad |= ~((sound > 0) & (sound < float("inf")))
-            unused_uniform, level = uniforms(seed, start + n, start, ACCEPT)
+            unused_uniform, level = uniforms(seed, start + n, start, accept_stream)
             level = level * total
             chosen = tl.min(tl.where((cdf > level) & (mass > 0), t, S), axis=0)
             chosen = tl.where(chosen == S, tl.max(tl.where(mass > 0, t, 0), axis=0), chosen)

@@ -33,6 +33,12 @@ def uniforms(seed, position, start, stream):
 
 
 @triton.jit
+def branch_stream(stream, depth, node):
+    """Return a stream's counter word at a depth of a cascade and a node of a tree."""
+    return stream + depth * 256 + node * 65536
+
+
+@triton.jit
 def load_key(per_row, shared, b):
     """Return a row's own number where there is one per row, else the number of all rows."""
     if per_row is not None:

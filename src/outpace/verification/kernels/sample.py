@@ -13,6 +13,7 @@ from outpace.verification.kernels.pieces import (
     DRAFT,
     NONE,
     apply_temperature,
+    branch_stream,
     exponentials,
     first_beyond,
     first_max,
@@ -33,7 +34,7 @@ from outpace.verification.kernels.threshold import (
 )
 
 ANY_ALIGNMENT = ["seeds", "starts", "p_params", "workspace", "tokens", "lse", "cuts", "ties"]
-NOT_SPECIALIZED = ["splits", "seed", "start", "step"]
+NOT_SPECIALIZED = ["splits", "seed", "start", "step", "depth", "node"]
 
 
 @triton.jit
@@ -46,7 +47,7 @@ def survivor_weights(z, ids, cut, tie, max_logit, inv_temperature):
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def sample_draft(
     logits, seeds, starts, p_params, workspace, tokens, lse, cuts, ties, seed: tl.int64, start: tl.int64,
-    step, V, splits, line, temperature, top_k, drop_limit, min_p,
+    step, depth, node, V, splits, line, temperature, top_k, drop_limit, min_p,
     SPLIT: tl.constexpr, CHUNK: tl.constexpr, SCAN_TILE: tl.constexpr, MAX_LISTED: tl.constexpr,
     S: tl.constexpr,
     ADJUST: tl.constexpr, SHIFT: tl.constexpr,
@@ -103,7 +104,8 @@ def sample_draft(
     else:
         max_logit, mass = combine_row(maxima, sums, splits, S)
     start = load_key(starts, start, b)
-    u, unused_uniform = uniforms(load_key(seeds, seed, b), start + step, start, DRAFT)
+    stream = branch_stream(DRAFT, depth, node)
+    u, unused_uniform = uniforms(load_key(seeds, seed, b), start + step, start, stream)
     t = tl.arange(0, S)
     m = tl.load(maxima + t, mask=t < splits, other=-float("inf"))
     if num_listed > 0:

@@ -12,7 +12,7 @@ ANY_ALIGNMENT = [  # tensors whose alignment does not matter
     "q_params", "accepted", "next_token", "bad", "workspace",
 ]  # fmt: skip
 # Arguments that may change from call to call without compiling a kernel again
-NOT_SPECIALIZED = ["B", "g", "splits", "tiles", "seed", "start", "skipped"]
+NOT_SPECIALIZED = ["B", "g", "splits", "tiles", "seed", "start", "skipped", "depth"]
 
 
 @triton.jit
