@@ -132,7 +132,7 @@ def test_numbers_are_checked_before_a_model_is_loaded(
     ("task", "flags", "why"),
     [
         ("dialog", ["--runners", "fast"], "--runners: got 'fast'"),
-        ("dialog", ["--runners", "plian"], 'did you mean "plain"?'),
+        ("dialog", ["--runners", "basline"], 'did you mean "baseline"?'),
         (
             "dialog",
             ["--runners", "exact", "-d", "none"],
@@ -270,7 +270,7 @@ def test_eval_records_its_date(run: Run, model: str, folder: Path) -> None:
     (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
     words = "eval", "dialog", "--data", "rows.jsonl", "-m", "4", "-o", "out.jsonl", "-t", model
     before = datetime.now(UTC).replace(microsecond=0)
-    assert run(*words, "--runners", "plain")[0] == 0
+    assert run(*words, "--runners", "baseline")[0] == 0
     written = json.loads(Path("out.jsonl").read_text().splitlines()[0])["date"]
     assert before <= datetime.fromisoformat(written) <= datetime.now(UTC)
 
@@ -300,9 +300,9 @@ def test_a_run_with_a_row_missing_is_not_complete(run: Run, model: str, folder: 
     assert status == 0, errors
     assert f"out.jsonl has {len(lines) - 2} of {len(lines) - 1} results; resuming" in errors
     found = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()[1:]]
-    untimed = {(one["side"], one["row"]): one["texts"] for one in found}
+    untimed = {(one["runner"], one["row"]): one["texts"] for one in found}
     before = [json.loads(line) for line in lines[1:]]
-    assert untimed == {(one["side"], one["row"]): one["texts"] for one in before}
+    assert untimed == {(one["runner"], one["row"]): one["texts"] for one in before}
 
 
 @pytest.mark.full
@@ -312,7 +312,7 @@ def test_an_interrupted_eval_is_resumed(
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))  # the subprocess uses as many threads
     rows = [{"prompt": f"count to {i}"} for i in range(40)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["eval", "dialog", "--data", "rows.jsonl", "-m", "24", "-t", model, "--runners", "plain,exact"]
+    words = ["eval", "dialog", "--data", "rows.jsonl", "-m", "24", "-t", model, "--runners", "baseline,exact"]
     out = folder / "eval-dialog.jsonl"
     status, _, errors = interrupted(words, lambda: out.exists() and out.read_bytes().count(b"\n") > 3)
     assert status == 130

@@ -184,7 +184,7 @@ def tuned() -> dict[str, Any]:
 
 
 def evaluated(temperature: float = 0.0, rows: int = 4) -> list[dict[str, Any]]:
-    """Return the lines of an `outpace eval summarize` journal; `exact` is about twice as fast as `plain`."""
+    """Return the lines of an `outpace eval summarize` journal; `exact` is twice as fast as `baseline`."""
     header = {
         "task": "summarize",
         "target": "org/Target-7B",
@@ -204,20 +204,20 @@ def evaluated(temperature: float = 0.0, rows: int = 4) -> list[dict[str, Any]]:
     }  # fmt: skip
     lines: list[dict[str, Any]] = [header]
     for row in range(rows):
-        for runner, speedup in (("plain", 1.0), ("exact", 2.0 + 0.1 * (row % 2))):
-            text = f"A summary of article {row}." if row or runner == "plain" else "Another summary."
+        for runner, speedup in (("baseline", 1.0), ("exact", 2.0 + 0.1 * (row % 2))):
+            text = f"A summary of article {row}." if row or runner == "baseline" else "Another summary."
             lines.append(
                 {
-                    "side": runner,
+                    "runner": runner,
                     "row": row,
                     "id": f"article/{row}",
                     "texts": [text],
                     "token_ids": [[1, 2, 3]],
                     "seconds": (2.0 + row) / speedup,
                     "stats": {
-                        "new_tokens": 60, "target_passes": 60 if runner == "plain" else 25,
-                        "draft_tokens": 0 if runner == "plain" else 100,
-                        "accepted_tokens": 0 if runner == "plain" else 35,
+                        "new_tokens": 60, "target_passes": 60 if runner == "baseline" else 25,
+                        "draft_tokens": 0 if runner == "baseline" else 100,
+                        "accepted_tokens": 0 if runner == "baseline" else 35,
                         "draft_tokens_by_position": [], "accepted_by_position": [],
                     },
                     "judged": [{"ROUGE-1": 30.0 + row, "ROUGE-2": 10.0 + row, "ROUGE-L": 20.0 + row}],

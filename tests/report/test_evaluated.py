@@ -62,17 +62,17 @@ def test_quality_and_speed_have_intervals_over_rows(tmp_path: Path) -> None:
     rows = {row[0]: row[1:] for row in Markup(text).rows}
     # Four values 30 to 33: t(0.975, 3) = 3.182 times a standard error of 1.291 / 2.
     assert rows["ROUGE-1"] == ["31.50 (29.45–33.55)"] * 2
-    plain, exact = rows["over plain"]
-    assert plain == "1.00"
+    baseline, exact = rows["over baseline"]
+    assert baseline == "1.00"
     assert exact.startswith("2.06 (1.")
-    assert rows["same text as plain"] == ["–", "3 of 4"]
+    assert rows["same text as baseline"] == ["–", "3 of 4"]
     assert rows["acceptance"] == ["–", "0.350"]
 
 
 def test_equal_texts_are_shown_once_with_the_names_of_their_runners(tmp_path: Path) -> None:
     words = Markup(page_of(tmp_path / "run.jsonl", evaluated())).words
-    assert "plain:\nA summary of article 0.\n\nexact:\nAnother summary." in words
-    assert "plain, exact:\nA summary of article 1." in words
+    assert "baseline:\nA summary of article 0.\n\nexact:\nAnother summary." in words
+    assert "baseline, exact:\nA summary of article 1." in words
 
 
 def test_eval_section_names_its_data_settings_and_draft(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_eval_section_names_its_data_settings_and_draft(tmp_path: Path) -> None:
         "Measured on: 4 rows of articles.jsonl; at most 64 new tokens each; temperature 0.7; org/Target-7B,"
     )
     assert "Draft: org/Draft-0.5B, g = 5, seed 3." in text
-    assert "same text as plain" not in text  # sampled texts may differ
+    assert "same text as baseline" not in text  # sampled texts may differ
     assert paragraphs(text, "verdict")[0].startswith(
         "summarize with org/Draft-0.5B, g = 5 is 2.06 times as fast as without speculation (1."
     )
@@ -97,13 +97,13 @@ def test_note_names_the_prompts_if_a_sweep_and_an_eval_run_disagree(tmp_path: Pa
     text = page([("s.json", slow), ("run.jsonl", content)])
     note, *_ = paragraphs(text[text.index("<h2>Quality and speed") :], "note")
     assert "prompts: 40 prompts of questions.jsonl there, 4 rows of articles.jsonl here" in note
-    assert "speedup 0.80 (0.70 to 0.90) there, over plain 2.06" in note
+    assert "speedup 0.80 (0.70 to 0.90) there, over baseline 2.06" in note
 
 
 def test_interrupted_run_is_called_incomplete_and_shows_its_rows(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     lines = evaluated()[:6]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"side": "exact", "ro')
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"runner": "exact", "ro')
     content = files.read(path)
     assert content["complete"] is False
     assert len(content["records"]) == 5
@@ -115,7 +115,13 @@ def test_interrupted_run_is_called_incomplete_and_shows_its_rows(tmp_path: Path)
 
 def test_row_that_was_retried_counts_once(tmp_path: Path) -> None:
     lines = evaluated()
-    failed = {"side": "exact", "row": 3, "id": "article/3", "error": "RuntimeError: no memory", "again": True}
+    failed = {
+        "runner": "exact",
+        "row": 3,
+        "id": "article/3",
+        "error": "RuntimeError: no memory",
+        "again": True,
+    }
     content = files.read(Path(save_journal(tmp_path / "run.jsonl", [*lines[:-1], failed, lines[-1]])))
     assert content["complete"] is True
     rows = {row[0]: row[1:] for row in Markup(page([("run.jsonl", content)])).rows}
@@ -128,7 +134,7 @@ def test_measures_that_need_references_come_from_the_table_beside_a_complete_run
     path = tmp_path / "run.jsonl"
     save_journal(path, lines)
     Path(f"{path}.md").write_text(
-        tables.markdown("translate", ["plain", "exact"], [("BLEU", ["31.2", "31.3"])])
+        tables.markdown("translate", ["baseline", "exact"], [("BLEU", ["31.2", "31.3"])])
     )
     assert ["BLEU", "31.2", "31.3"] in Markup(page([("run.jsonl", files.read(path))])).rows
     save_journal(path, lines[:-1])

@@ -73,12 +73,12 @@ def run(models: Path, task: str, *words: str) -> Result:
 
 def records(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {(one["side"], one["row"]): one for one in lines[1:]}
+    return {(one["runner"], one["row"]): one for one in lines[1:]}
 
 
 def untimed_lines(path: Path) -> list[str]:
     """Return the lines of a saved table that do not depend on measured time."""
-    timed = ("sampling step", "wall clock", "tokens/s", "over plain", "P50", "P90", "P99")
+    timed = ("sampling step", "wall clock", "tokens/s", "over baseline", "P50", "P90", "P99")
     lines = [line for line in path.read_text().splitlines() if not line[2:].startswith(timed)]
     return [line for line in lines if "x |" not in line]
 
@@ -98,10 +98,10 @@ def test_greedy_runners_generate_the_same_texts(
     found = records(out)
     assert len(found) == 3 * 6
     for row in range(6):
-        texts = {runner: found[runner, row]["texts"] for runner in ("plain", "baseline", "exact")}
-        assert texts["plain"] == texts["exact"] == texts["baseline"]
-        assert found["exact", row]["stats"]["new_tokens"] == found["plain", row]["stats"]["new_tokens"]
-    for runner in ("baseline", "exact"):
+        texts = {runner: found[runner, row]["texts"] for runner in ("baseline", "assisted", "exact")}
+        assert texts["baseline"] == texts["exact"] == texts["assisted"]
+        assert found["exact", row]["stats"]["new_tokens"] == found["baseline", row]["stats"]["new_tokens"]
+    for runner in ("assisted", "exact"):
         accepted = sum(found[runner, row]["stats"]["accepted_tokens"] for row in range(6))
         passes = sum(found[runner, row]["stats"]["target_passes"] for row in range(6))
         tokens = sum(found[runner, row]["stats"]["new_tokens"] for row in range(6))
@@ -142,7 +142,7 @@ def test_runners_ignore_the_generation_config_of_the_models(
     assert done.exit_code == 0, done.output
     found = records(out)
     for row in range(2):
-        assert found["baseline", row]["texts"] == found["plain", row]["texts"]
+        assert found["assisted", row]["texts"] == found["baseline", row]["texts"]
 
 
 def test_a_stop_string_ends_an_answer_and_its_token_count() -> None:
@@ -165,7 +165,7 @@ def test_an_impossible_runner_is_left_out(prompts: Path, tmp_path: Path) -> None
     assert done.exit_code == 0, done.output
     assert "no column baseline" in done.stderr
     found = records(out)
-    assert [found["plain", row]["texts"] for row in range(6)] == [
+    assert [found["baseline", row]["texts"] for row in range(6)] == [
         found["exact", row]["texts"] for row in range(6)
     ]
 
@@ -173,8 +173,8 @@ def test_an_impossible_runner_is_left_out(prompts: Path, tmp_path: Path) -> None
 def test_a_runner_that_failed_on_every_row_does_not_empty_the_other_columns() -> None:
     good = {"texts": ["x"], "judged": [{}], "seconds": 1.0, "stats": {"new_tokens": 3, "target_passes": 1}}
     every: dict[tuple[str, int], dict[str, Any]] = {
-        ("plain", 0): good, ("baseline", 0): {"error": "x"}, ("exact", 0): good,
-        ("plain", 1): {"error": "no"}, ("baseline", 1): {"error": "x"}, ("exact", 1): good,
+        ("baseline", 0): good, ("assisted", 0): {"error": "x"}, ("exact", 0): good,
+        ("baseline", 1): {"error": "no"}, ("assisted", 1): {"error": "x"}, ("exact", 1): good,
     }  # fmt: skip
     found = table.columns(kinds.TASKS["dialog"], [Item("a"), Item("b")], every, RUNNERS[:3])
     lines = dict(table.table(found))
@@ -182,7 +182,7 @@ def test_a_runner_that_failed_on_every_row_does_not_empty_the_other_columns() ->
     assert lines["failed"] == ["1", "2", "0"]
     assert lines["tokens/s"] == ["3.0", "–", "3.0"]
     assert table.failures(found, [Item("a"), Item("b")]) == [
-        "a (baseline): x", "b (plain): no", "b (baseline): x"
+        "a (assisted): x", "b (baseline): no", "b (assisted): x"
     ]  # fmt: skip
     assert table.by_category(found) == [("other (1)", ["3.00, 1.00x", "–", "3.00, 1.00x"])]
 
@@ -190,11 +190,11 @@ def test_a_runner_that_failed_on_every_row_does_not_empty_the_other_columns() ->
 def test_columns_compare_the_rows_that_all_runners_finished() -> None:
     good = {"texts": ["x"], "judged": [{}], "seconds": 1.0, "stats": {"new_tokens": 3, "target_passes": 1}}
     every: dict[tuple[str, int], dict[str, Any]] = {
-        ("plain", 0): good,
-        ("plain", 1): good,
+        ("baseline", 0): good,
+        ("baseline", 1): good,
         ("exact", 0): good,
     }
-    found = table.columns(kinds.TASKS["dialog"], [Item("a"), Item("b")], every, ("plain", "exact"))
+    found = table.columns(kinds.TASKS["dialog"], [Item("a"), Item("b")], every, ("baseline", "exact"))
     assert dict(table.table(found))["rows"] == ["1", "1"]
 
 
@@ -207,9 +207,9 @@ def test_a_table_with_only_failed_rows_has_no_measures() -> None:
 
 def test_a_row_without_new_tokens_has_no_relative_speed() -> None:
     none = {"texts": [""], "judged": [{}], "seconds": 1.0, "stats": {"new_tokens": 0, "target_passes": 1}}
-    every: dict[tuple[str, int], dict[str, Any]] = {(runner, 0): none for runner in ("plain", "exact")}
-    found = table.columns(kinds.TASKS["specbench"], [Item("a")], every, ("plain", "exact"))
-    assert "over plain" not in dict(table.table(found))
+    every: dict[tuple[str, int], dict[str, Any]] = {(runner, 0): none for runner in ("baseline", "exact")}
+    found = table.columns(kinds.TASKS["specbench"], [Item("a")], every, ("baseline", "exact"))
+    assert "over baseline" not in dict(table.table(found))
     assert table.by_category(found) == [("other (1)", ["0.00", "0.00"])]
 
 
@@ -217,7 +217,7 @@ def test_a_row_that_failed_for_lack_of_memory_runs_again(
     models: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.jsonl"
-    words = "-d", "lookup", "--data", str(prompts), "-m", "4", "-o", str(out), "--runners", "plain,exact"
+    words = "-d", "lookup", "--data", str(prompts), "-m", "4", "-o", str(out), "--runners", "baseline,exact"
     original = OutpaceRunner.generate
 
     def generate(self: OutpaceRunner, item: Item, seed: int) -> Any:
@@ -249,7 +249,7 @@ def test_sampling_steps_are_timed_in_separate_runs_with_profile(tmp_path: Path, 
     assert not table.failures(found, rows)
     for column in found:
         assert column.stats.verify_seconds == 0
-        if column.runner == "baseline" and not temperature:
+        if column.runner == "assisted" and not temperature:
             assert column.sampling_step is None  # greedy assisted generation has no sampling step
         else:
             step = column.sampling_step
@@ -264,12 +264,12 @@ def test_each_turn_continues_from_the_answers_before_it(models: Path, prompts: P
     from outpace import load
 
     out = tmp_path / "out.jsonl"
-    words = "-d", "none", "--data", str(prompts), "-m", "5", "-o", str(out), "--runners", "plain"
+    words = "-d", "none", "--data", str(prompts), "-m", "5", "-o", str(out), "--runners", "baseline"
     run(models, "dialog", *words)
     decoder = load(models / "target", None, dtype="float32", tell=lambda line: None)
     first = decoder.generate("abc", temperature=0, max_new_tokens=5)
     second = decoder.generate(f"abc\n\n{first.text}\n\nde", temperature=0, max_new_tokens=5)
-    assert records(out)["plain", 1]["texts"] == [f"{first.text}\n\n{second.text}"]
+    assert records(out)["baseline", 1]["texts"] == [f"{first.text}\n\n{second.text}"]
 
 
 def test_distance_from_the_target_is_zero_for_exact_and_large_for_sigmoid(
@@ -287,9 +287,11 @@ def test_distance_from_the_target_is_zero_for_exact_and_large_for_sigmoid(
     sigmoid = columns["sigmoid"].distance
     assert sigmoid is not None
     assert sigmoid > 0.2
-    assert columns["sigmoid"].quality["log-probability"] < columns["plain"].quality["log-probability"] - 0.2
-    assert columns["baseline"].stats.verify_seconds > 0
-    assert columns["baseline"].distance is None
+    assert (
+        columns["sigmoid"].quality["log-probability"] < columns["baseline"].quality["log-probability"] - 0.2
+    )
+    assert columns["assisted"].stats.verify_seconds > 0
+    assert columns["assisted"].distance is None
     assert found["exact", 5].get("positions") is None  # only the first rows are profiled
 
 
@@ -297,7 +299,7 @@ def test_a_killed_run_resumes_and_ends_with_the_same_table(
     models: Path, prompts: Path, tmp_path: Path
 ) -> None:
     flags = ["-d", str(models / "draft"), "--data", str(prompts), "-m", "24", "--temperature", "1"]
-    flags += ["--limit", "4", "--runners", "plain,exact,sigmoid", "-o"]
+    flags += ["--limit", "4", "--runners", "baseline,exact,sigmoid", "-o"]
     target = ["-t", str(models / "target"), "--dtype", "float32"]
     command = [sys.executable, "-m", "outpace", "eval", "specbench", *target, *flags]
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
@@ -312,7 +314,7 @@ def test_a_killed_run_resumes_and_ends_with_the_same_table(
         os.kill(one.pid, signal.SIGKILL)
         one.wait()
         with parts.open("ab") as file:
-            file.write(b'{"side": "exact", "row": 3, "te')  # an incomplete line
+            file.write(b'{"runner": "exact", "row": 3, "te')  # an incomplete line
     assert run(models, "specbench", *flags, str(parts)).exit_code == 0
     assert untimed_lines(Path(f"{parts}.md")) == untimed_lines(Path(f"{whole}.md"))
     expected, found = records(whole), records(parts)
@@ -383,13 +385,13 @@ def test_generated_programs_run_in_the_sandbox(
     data.write_text("".join(json.dumps({"id": name, **row}) + "\n" for name in answers))
     original = kinds.program
     monkeypatch.setattr(kinds, "program", lambda item, text: original(item, answers[item.name]))
-    words = "-d", "lookup", "--data", str(data), "-m", "2", "--samples", "2", "--runners", "plain"
+    words = "-d", "lookup", "--data", str(data), "-m", "2", "--samples", "2", "--runners", "baseline"
     done = run(models, "code", *words, "-o", str(out))
     assert done.exit_code == 0, done.output
     saved = Path(f"{out}.md").read_text()
     assert "| pass@1 % | 25.00 |" in saved
     assert "| stopped programs | 4 |\n| failed | 0 |" in saved
-    assert "- hangs (plain): the program took longer than 5 s\n" in saved
+    assert "- hangs (baseline): the program took longer than 5 s\n" in saved
     assert "failed: " not in done.stderr
     notes = [line for line in done.stderr.splitlines() if line.startswith("stopped: ")]
     assert {line.split(" ")[1] for line in notes} == {"hangs", "writes"}
@@ -411,12 +413,12 @@ def test_a_row_without_tests_fails(models: Path, tmp_path: Path, change: dict[st
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps(row) + "\n" + json.dumps(row | change) + "\n")
     done = run(
-        models, "code", "--data", str(data), "-m", "2", "--runners", "plain", "-o", str(tmp_path / "out")
+        models, "code", "--data", str(data), "-m", "2", "--runners", "baseline", "-o", str(tmp_path / "out")
     )
     assert done.exit_code == 1
     found = records(tmp_path / "out")
-    assert "judged" in found["plain", 0]
-    assert why in found["plain", 1]["error"]
+    assert "judged" in found["baseline", 0]
+    assert why in found["baseline", 1]["error"]
 
 
 @pytest.mark.parametrize(
@@ -467,12 +469,12 @@ def test_speech_is_scored_by_word_errors(tmp_path: Path, monkeypatch: pytest.Mon
     assert isinstance(done.exception, SystemExit), done.exception
     found = records(out)
     for row in range(2):
-        texts = [found[runner, row]["texts"] for runner in ("plain", "baseline", "exact")]
+        texts = [found[runner, row]["texts"] for runner in ("baseline", "assisted", "exact")]
         assert texts[0] == texts[1] == texts[2] != [""]
         assert found["exact", row]["judged"][0]["words"] == (2, 1)[row]
-    assert "no transcript" in found["plain", 2]["error"]
-    assert found["plain", 3]["error"] == "no such file"
-    assert found["plain", 4]["error"] == "there is no audio"
+    assert "no transcript" in found["baseline", 2]["error"]
+    assert found["baseline", 3]["error"] == "no such file"
+    assert found["baseline", 4]["error"] == "there is no audio"
     assert "WER %" in Path(f"{out}.md").read_text()
     flags = "--runners", "exact,sigmoid", "--limit", "1"
     done = CliRunner().invoke(app, [*words, "--temperature", "1", "--fresh", *flags])
@@ -554,8 +556,8 @@ def test_a_journal_is_locked_and_refuses_other_settings(tmp_path: Path) -> None:
     with Journal(path) as journal:
         assert not path.exists()
         journal.start(header, {})
-        journal.add({"side": "plain", "row": 0, **RECORD})
-        journal.add({"side": "plain", "row": 1, "error": "x", "again": True})
+        journal.add({"runner": "baseline", "row": 0, **RECORD})
+        journal.add({"runner": "baseline", "row": 1, "error": "x", "again": True})
         for name in (path, link):
             with pytest.raises(ValueError, match="another run is writing"):
                 Journal(name)
@@ -564,8 +566,8 @@ def test_a_journal_is_locked_and_refuses_other_settings(tmp_path: Path) -> None:
     with Journal(link) as journal:
         journal.check({"task": "code"})
         journal.start(header, {})
-        assert list(journal.records) == [("plain", 0), ("plain", 1)]
-        assert [journal.has("plain", row) for row in range(3)] == [True, False, False]
+        assert list(journal.records) == [("baseline", 0), ("baseline", 1)]
+        assert [journal.has("baseline", row) for row in range(3)] == [True, False, False]
     with Journal(path) as journal, pytest.raises(ValueError, match="seed: 1 there, 2 here"):
         journal.check({"settings": {"seed": 2}})
     with Journal(path, fresh=True) as journal:
@@ -590,15 +592,17 @@ def test_a_foreign_file_is_not_overwritten(tmp_path: Path, content: str) -> None
 
 
 @pytest.mark.parametrize(
-    "end", ['{"side": "exact", "row": 1, "te', '{"side": "exact", "row": 1}\n', "\0\0", "x\n"]
+    "end", ['{"runner": "exact", "row": 1, "te', '{"runner": "exact", "row": 1}\n', "\0\0", "x\n"]
 )
 def test_an_incomplete_last_line_is_dropped(tmp_path: Path, end: str) -> None:
     path = tmp_path / "a.jsonl"
-    whole = json.dumps({"task": "code"}) + "\n" + json.dumps({"side": "plain", "row": 0, **RECORD}) + "\n"
+    whole = (
+        json.dumps({"task": "code"}) + "\n" + json.dumps({"runner": "baseline", "row": 0, **RECORD}) + "\n"
+    )
     path.write_text(whole + end)
     with Journal(path) as journal:
         assert journal.truncated
-        assert list(journal.records) == [("plain", 0)]
+        assert list(journal.records) == [("baseline", 0)]
         journal.start({"task": "code"}, {})
     assert path.read_text() == whole
     with Journal(path) as journal:
@@ -619,10 +623,12 @@ def test_an_incomplete_first_line_of_a_journal_starts_a_new_run(tmp_path: Path, 
     assert path.read_text() == '{"task": "code"}\n'
 
 
-@pytest.mark.parametrize("line", ["{", '{"side": "exact", "row": 0}', '{"row": 0, "error": "x"}', "null", ""])
+@pytest.mark.parametrize(
+    "line", ["{", '{"runner": "exact", "row": 0}', '{"row": 0, "error": "x"}', "null", ""]
+)
 def test_the_error_for_a_damaged_line_has_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "a.jsonl"
-    good = json.dumps({"side": "plain", "row": 0, **RECORD})
+    good = json.dumps({"runner": "baseline", "row": 0, **RECORD})
     path.write_text("\n".join((json.dumps({"task": "code"}), good, line, good)) + "\n")
     before = path.read_bytes()
     with pytest.raises(ValueError, match="line 3 is damaged; delete it to run its row again, or --fresh"):
@@ -636,8 +642,8 @@ def test_the_error_for_a_damaged_line_has_its_number(tmp_path: Path, line: str) 
         {"row": 2},
         {"row": -1},
         {"row": True},
-        {"side": "other"},
-        {"side": ["plain"]},
+        {"runner": "other"},
+        {"runner": ["baseline"]},
         {"texts": None},
         {"texts": []},
         {"texts": ["x", "y"]},
@@ -656,7 +662,7 @@ def test_the_error_for_a_damaged_line_has_its_number(tmp_path: Path, line: str) 
 )
 def test_the_error_for_an_invalid_record_has_its_line_number(tmp_path: Path, damage: dict[str, Any]) -> None:
     path = tmp_path / "a.jsonl"
-    good = {"side": "plain", "row": 0, **RECORD}
+    good = {"runner": "baseline", "row": 0, **RECORD}
     lines = {"task": "code", "data": {"rows": 2}}, {**good, "row": 1}, {**good, **damage}, good
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ValueError, match="line 3 is damaged; delete it to run its row again, or --fresh"):

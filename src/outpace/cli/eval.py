@@ -71,11 +71,11 @@ def eval(
     runners: Annotated[
         str,
         typer.Option(
-            help="Columns: plain (without speculation), baseline (Transformers' assisted generation), "
-            "exact (--rule), sigmoid (Wagner's approximation).",
+            help="Methods to run, one column each: baseline (without speculation), assisted (Transformers' "
+            "assisted generation), exact (the rule of --rule), sigmoid (Wagner's approximation).",
             rich_help_panel=TASK,
         ),
-    ] = "plain,baseline,exact,sigmoid",
+    ] = "baseline,assisted,exact,sigmoid",
     limit: Annotated[
         int | None, typer.Option(min=1, help="Use only the first N rows.", rich_help_panel=TASK)
     ] = None,
@@ -109,7 +109,7 @@ def eval(
             "--max-new-tokens",
             "-m",
             min=1,
-            help="Most tokens to generate per row. Default: the task's.",
+            help="Largest number of tokens to generate per row. Default: the task's.",
             rich_help_panel=SAMPLING,
         ),
     ] = None,
@@ -456,7 +456,7 @@ def report(path: Path, task: Task, rows: Data, journal: Journal, runners: Sequen
     failed, stopped = tables.failures(found, rows.items), tables.stopped(found)
     parts = [(task.name, tables.table(found))]
     if task.name == "specbench":
-        parts.append(("tokens per pass, speed over plain", tables.by_category(found)))
+        parts.append(("tokens per pass, speed over baseline", tables.by_category(found)))
     saved = "\n".join(tables.markdown(title, runners, some) for title, some in parts)
     for title, some in (("Failed", failed), ("Stopped", stopped)):
         if some:

@@ -23,12 +23,12 @@ from outpace.tasks.kinds import no_measure, task_of
 from outpace.tasks.score import pass_at
 
 Interval = tuple[float, float]
-PLAIN, EXACT = "plain", "exact"  # names of runners
-OVER_PLAIN = "over plain"  # name of the line of `outpace.tasks.table` with relative speeds
+BASELINE, EXACT = "baseline", "exact"  # names of runners
+OVER_BASELINE = "over baseline"  # name of the line of `outpace.tasks.table` with relative speeds
 WER, LOG = "WER %", "log-probability"  # measures that are not percentages up to 100
 RUNNERS = {
-    "plain": "plain is the target without speculation",
-    "baseline": "baseline is Transformers' assisted generation",
+    "baseline": "baseline is the target without speculation",
+    "assisted": "assisted is Transformers' assisted generation",
     "exact": "exact is speculative decoding that keeps the target's distribution",
     "sigmoid": "sigmoid is an approximation that changes the target's distribution",
 }
@@ -48,17 +48,17 @@ def sections(content: Content) -> list[Section]:
     cells = [line for line in saved if line[0] not in known] + cells
     measures = [name for name in intervals(results[0]) if name in known]
     rows = [[name, *_with_intervals(results, name, line)] for name, line in cells]
-    if content["settings"].get("temperature") == 0 and PLAIN in runners:
-        rows.append(["same text as plain", *(_same_texts(results, column) for column in results)])
+    if content["settings"].get("temperature") == 0 and BASELINE in runners:
+        rows.append(["same text as baseline", *(_same_texts(results, column) for column in results)])
     caption = (
         "Decoding methods: "
         + "; ".join(RUNNERS[runner] for runner in runners if runner in RUNNERS)
-        + ". Quality and speed over plain have 95\u00a0% intervals over rows. Rows that failed with one "
+        + ". Quality and speed over baseline have 95\u00a0% intervals over rows. Rows that failed with one "
         "method are left out for all."
     )
     category_caption = (
-        "By category, with the number of rows: tokens per pass, and speed over plain. As in Spec-Bench, the "
-        "latter is of the mean of rows' speeds; above, it is of all tokens over all seconds."
+        "By category, with the number of rows: tokens per pass, and speed over baseline. As in Spec-Bench, "
+        "the speed of a category is the mean over its rows. Above, all tokens are divided by all seconds."
     )
     by_category = [
         Table(category_caption, ("category", *runners), [[name, *line] for name, line in table])
@@ -97,8 +97,10 @@ def speeds(content: Content) -> dict[DraftConfig, Speed]:
     """Return the speed of exact speculative decoding."""
     common = _common(columns(content))
     exact = next((column for column in common if column.runner == EXACT and column.records), None)
-    speed = None if exact is None else _speed_over_plain(exact, common)
-    return {} if speed is None else {(content["draft"], num_draft_tokens(content)): Speed(OVER_PLAIN, *speed)}
+    speed = None if exact is None else _speed_over_baseline(exact, common)
+    return (
+        {} if speed is None else {(content["draft"], num_draft_tokens(content)): Speed(OVER_BASELINE, *speed)}
+    )
 
 
 def num_draft_tokens(content: Content) -> str:
@@ -149,25 +151,25 @@ def _common(results: Sequence[tables.Column]) -> list[tables.Column]:
     return [column.only(column.done.keys() - failed) for column in results]
 
 
-def _speed_over_plain(
+def _speed_over_baseline(
     column: tables.Column, common: Iterable[tables.Column]
 ) -> tuple[float, Interval | None] | None:
     """Return the speed relative to decoding the same rows without speculation, and its interval."""
-    plain = next((other for other in common if other.runner == PLAIN), None)
-    if plain is None or not column.records or column.runner == PLAIN:
+    baseline = next((other for other in common if other.runner == BASELINE), None)
+    if baseline is None or not column.records or column.runner == BASELINE:
         return None
 
     def tokens_and_seconds(column: tables.Column) -> list[tuple[float, float]]:
         return [(record["stats"]["new_tokens"], record["seconds"]) for record in column.records]
 
-    return faster(tokens_and_seconds(column), tokens_and_seconds(plain))
+    return faster(tokens_and_seconds(column), tokens_and_seconds(baseline))
 
 
 def _with_intervals(results: Sequence[tables.Column], name: str, line: Sequence[str]) -> list[str]:
     """Return the cells of a line, with intervals if it is one of quality or speed."""
     common, cells = _common(results), []
     for column, cell in zip(common, line, strict=True):
-        if name == OVER_PLAIN and (speed := _speed_over_plain(column, common)):
+        if name == OVER_BASELINE and (speed := _speed_over_baseline(column, common)):
             cell = with_interval(*speed, ".2f")
         elif column.records and name in (quality := intervals(column)):
             cell = with_interval(column.quality[name], quality[name], ".2f")
@@ -178,10 +180,10 @@ def _with_intervals(results: Sequence[tables.Column], name: str, line: Sequence[
 def _same_texts(results: Sequence[tables.Column], column: tables.Column) -> str:
     """Return the number of rows with the same text as decoding without speculation."""
     records = {other.runner: other.records for other in _common(results)}
-    if column.runner == PLAIN or not records[column.runner]:
+    if column.runner == BASELINE or not records[column.runner]:
         return "–"
-    pairs = zip(records[column.runner], records[PLAIN], strict=True)
-    return f"{sum(record['texts'] == plain['texts'] for record, plain in pairs)} of {len(records[PLAIN])}"
+    pairs = list(zip(records[column.runner], records[BASELINE], strict=True))
+    return f"{sum(record['texts'] == baseline['texts'] for record, baseline in pairs)} of {len(pairs)}"
 
 
 def _lead(content: Content) -> str:
@@ -227,14 +229,15 @@ def _quality(results: Sequence[tables.Column], measures: Sequence[str]) -> list[
 def _speed(results: Sequence[tables.Column]) -> list[Figure]:
     common = _common(results)
     values = [
-        (1.0, None) if column.runner == PLAIN else _speed_over_plain(column, common) for column in common
+        (1.0, None) if column.runner == BASELINE else _speed_over_baseline(column, common)
+        for column in common
     ]
     if not any(
-        value is not None and column.runner != PLAIN for value, column in zip(values, common, strict=True)
+        value is not None and column.runner != BASELINE for value, column in zip(values, common, strict=True)
     ):
         return []
-    caption = "Throughput relative to decoding the same rows without speculation. plain is 1."
-    return _figure("speed over plain", caption, [column.runner for column in common], _points(values))
+    caption = "Throughput relative to decoding the same rows without speculation. baseline is 1."
+    return _figure("speed over baseline", caption, [column.runner for column in common], _points(values))
 
 
 def _texts(content: Content) -> list[Text]:

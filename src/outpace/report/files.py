@@ -81,9 +81,9 @@ def _journal(path: Path, header: dict[str, Any], text: str) -> Content:
     records: dict[tuple[str, int], dict[str, Any]] = {}
     for number, line in enumerate(lines[1:-1], 2):
         record = _parse(line)
-        if not isinstance(record, dict) or not {"side", "row"} <= record.keys():
+        if not isinstance(record, dict) or not {"runner", "row"} <= record.keys():
             raise ValueError(f"{path}: line {number} is not as `outpace eval` writes it")
-        records[record["side"], record["row"]] = record
+        records[record["runner"], record["row"]] = record
     runners = list(dict.fromkeys(runner for runner, _ in records))
     expected = {(runner, row) for runner in runners for row in range(data["rows"])}
     retry_pending = any(record.get("again") for record in records.values())

@@ -70,9 +70,9 @@ class Evaluation:
             if name in self.runners and (self.profile or not self.settings.sampling.greedy):
                 profiler = self._with_rule(ProfilingDecoder, rule)
                 self.profilers[name] = profiler, self._outpace_runner(profiler)
-        if "plain" in self.runners and self.profile:
+        if "baseline" in self.runners and self.profile:
             profiler = ProfilingDecoder(self.decoder.scorer, None, self.decoder.tokenizer, engine=False)
-            self.profilers["plain"] = profiler, self._outpace_runner(profiler)
+            self.profilers["baseline"] = profiler, self._outpace_runner(profiler)
 
     @property
     def sigmoid(self) -> Rule:
@@ -83,11 +83,11 @@ class Evaluation:
         problem = runner_problem(name, self.decoder.drafter is not None, self.settings.sampling.greedy)
         if problem is not None:
             raise ValueError(problem)
-        if name == "plain":
+        if name == "baseline":
             return self._outpace_runner(Decoder(self.decoder.scorer, None, self.decoder.tokenizer))
         if name == "exact":
             return self._outpace_runner(self.decoder)
-        if name == "baseline":
+        if name == "assisted":
             if self.processor is None:
                 return AssistedRunner(self.decoder, self.settings)
             return TransformersSpeechRunner(self.decoder, self.processor, self.settings)
@@ -134,7 +134,7 @@ class Evaluation:
         for row, name in pending:
             step(name, row)
             journal.add(
-                {"side": name, "row": row, "id": items[row].name, **self._record(name, items[row], row)}
+                {"runner": name, "row": row, "id": items[row].name, **self._record(name, items[row], row)}
             )
 
     def _warm_up(self, item: Item) -> None:
@@ -176,17 +176,17 @@ class Evaluation:
             profiler, runner = self.profilers[name]
             profiler.reset()
             runner.generate(item, seed)
-            if profiler.known and name != "plain" and not self.settings.sampling.greedy:
+            if profiler.known and name != "baseline" and not self.settings.sampling.greedy:
                 measured |= {"distance": profiler.distance, "positions": profiler.positions}
             if self.profile:
                 measured |= {"sampling_seconds": profiler.seconds, "sampling_passes": profiler.passes}
-        elif name == "baseline" and self.profile and not self.settings.sampling.greedy:
-            baseline: Any = self.runners[name]
-            baseline.synchronized = True
+        elif name == "assisted" and self.profile and not self.settings.sampling.greedy:
+            assisted: Any = self.runners[name]
+            assisted.synchronized = True
             try:
-                stats = baseline.generate(item, seed).stats
+                stats = assisted.generate(item, seed).stats
             finally:
-                baseline.synchronized = False
+                assisted.synchronized = False
             measured |= {"sampling_seconds": stats.verify_seconds, "sampling_passes": stats.target_passes}
         return measured
 

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from outpace.engine.stats import Stats
 from outpace.tasks.kinds import RUNNERS
 
-Key = tuple[str, int]  # name of a runner, which is "side" in a record, and number of a row
+Key = tuple[str, int]  # name of a runner and number of a row
 REQUIRED = {"texts", "judged", "seconds", "stats"}  # keys that a record without an error must have
 COUNTS = vars(Stats())  # the fields of a record's "stats"
 PATH_FLAGS = ("target", "draft")  # flags with a digest of a model's path
@@ -78,7 +78,7 @@ class Journal:
         for number, line in enumerate(lines[1:], 2):
             record = _record(line, rows if isinstance(rows, int) else None)
             if record is not None:
-                self.records[record["side"], record["row"]] = record
+                self.records[record["runner"], record["row"]] = record
                 self._size += len(line) + 1
             elif number == len(lines) and not last:
                 self.truncated = True
@@ -137,7 +137,7 @@ class Journal:
     def add(self, record: dict[str, Any]) -> None:
         """Append a record to the file."""
         self._append(record)
-        self.records[record["side"], record["row"]] = record
+        self.records[record["runner"], record["row"]] = record
 
     def _append(self, record: dict[str, Any]) -> None:
         assert self._file is not None
@@ -177,7 +177,7 @@ def _record(line: bytes, rows: int | None) -> dict[str, Any] | None:
         rows: The number of rows in the data; None if it is unknown.
     """
     record = _parse(line)
-    if record is None or record.get("side") not in RUNNERS or type(record.get("row")) is not int:
+    if record is None or record.get("runner") not in RUNNERS or type(record.get("row")) is not int:
         return None
     if record["row"] < 0 or (rows is not None and record["row"] >= rows):
         return None

@@ -12,7 +12,7 @@ from outpace.bench.data import Item
 from outpace.tasks import score
 
 Judged = dict[str, Any]
-RUNNERS = ("plain", "baseline", "exact", "sigmoid")  # names
+RUNNERS = ("baseline", "assisted", "exact", "sigmoid")  # names
 LANGUAGES = {
     "cs": "Czech", "de": "German", "en": "English", "es": "Spanish", "fi": "Finnish", "fr": "French",
     "hi": "Hindi", "it": "Italian", "ja": "Japanese", "nl": "Dutch", "pl": "Polish", "pt": "Portuguese",
@@ -82,7 +82,7 @@ def runner_problem(name: str, has_drafter: bool, greedy: bool) -> str | None:
         has_drafter: Whether there is a drafter.
         greedy: Whether decoding is greedy.
     """
-    if name != "plain" and not has_drafter:
+    if name != "baseline" and not has_drafter:
         return "there is no drafter"
     if name == "sigmoid" and greedy:
         return "greedy decoding is always exact; give a temperature"

@@ -124,8 +124,8 @@ def table(found: Sequence[Column]) -> Table:
     """
     failed = unfinished_rows(found)
     common = [one.only(one.done.keys() - failed) for one in found]
-    plain = next((one for one in common if one.runner == "plain"), None)
-    each = [cells(one, plain) for one in common]
+    baseline = next((one for one in common if one.runner == "baseline"), None)
+    each = [cells(one, baseline) for one in common]
     names = dict.fromkeys(name for some in sorted(each, key=len, reverse=True) for name in some)
     lines = [(name, [some.get(name, NONE) for some in each]) for name in names]
     lines = [(name, line) for name, line in lines if any(cell != NONE for cell in line)]
@@ -142,7 +142,7 @@ def unfinished_rows(found: Sequence[Column]) -> set[int]:
     return {row for one in found if one.done for row in rows - one.done.keys()}
 
 
-def cells(one: Column, plain: Column | None) -> dict[str, str]:
+def cells(one: Column, baseline: Column | None) -> dict[str, str]:
     """Return the cells of a runner's column, by measure."""
     if not one.records:
         return {}
@@ -156,7 +156,7 @@ def cells(one: Column, plain: Column | None) -> dict[str, str]:
         "sampling step, s": (stats.verify_seconds or None, ".2f"),
         "wall clock, s": (one.seconds, ".1f"),
         "tokens/s": (speed(one), ".1f"),
-        "over plain": (None if plain is None else ratio(one, plain), ".2f"),
+        "over baseline": (None if baseline is None else ratio(one, baseline), ".2f"),
         **{f"P{at} of a row, s": (one.seconds_percentile(at / 100), ".2f") for at in (50, 90, 99)},
     }
     return {name: NONE if value is None else f"{value:{form}}" for name, (value, form) in values.items()}
@@ -176,10 +176,10 @@ def by_category(found: Sequence[Column]) -> Table:
     lines = []
     for kind, rows in kinds.items():
         some = [one.only(rows) for one in found]
-        plain = next((mean_speed(one) for one in some if one.runner == "plain" and one.done), 0.0)
+        baseline = next((mean_speed(one) for one in some if one.runner == "baseline" and one.done), 0.0)
         cells = []
         for one in some:
-            over = f", {mean_speed(one) / plain:.2f}x" if plain and one.done else ""
+            over = f", {mean_speed(one) / baseline:.2f}x" if baseline and one.done else ""
             cells.append(f"{one.stats.tokens_per_pass:.2f}{over}" if one.done else NONE)
         lines.append((f"{kind} ({len(rows)})", cells))
     return lines
@@ -190,10 +190,10 @@ def speed(one: Column) -> float | None:
     return one.stats.new_tokens / one.seconds if one.seconds else None
 
 
-def ratio(one: Column, plain: Column) -> float | None:
+def ratio(one: Column, baseline: Column) -> float | None:
     """Return throughput relative to decoding without speculation; None where it is unknown."""
-    throughput, baseline = speed(one), speed(plain)
-    return throughput / baseline if throughput and baseline else None
+    throughput, reference = speed(one), speed(baseline)
+    return throughput / reference if throughput and reference else None
 
 
 def mean_speed(one: Column) -> float:
