@@ -74,7 +74,7 @@ def alpha(
     within: Annotated[
         float | None,
         typer.Option(
-            help="Largest half-width of an interval of α; if one is larger, the exit status is 1.",
+            help="Precision of α, such as 0.03: if an interval is wider than ± this, the exit status is 1.",
             rich_help_panel=PROMPTS,
         ),
     ] = None,
@@ -141,7 +141,7 @@ def alpha(
     num_draft_tokens.
 
     Ctrl-C ends it with the results so far, which are also in --out. Exit status:
-    1 if the half-width of an interval of α is above --within.
+    1 if an interval of α is wider than ± --within.
     """
     names = list(dict.fromkeys(draft or ["lookup"]))
     values = list(dict.fromkeys(lenience or LENIENCE))

@@ -31,7 +31,7 @@ def audit(
     misplacement: Annotated[
         float,
         typer.Option(
-            help="Smallest error to find with 99 % certainty: the share of probability on wrong tokens."
+            help="Error that is found with 99 % probability: the share of probability on wrong tokens."
         ),
     ] = 0.05,
     samples: Annotated[
@@ -57,7 +57,7 @@ def audit(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check that speculation does not change the output.
+    """Test that speculation does not change the output distribution.
 
     Exit status: 0 no difference found, 1 difference found, 3 could not tell.
 

@@ -121,22 +121,26 @@ def profile(
     The default sizes are the vocabularies of Llama 2, Whisper, Llama 3, Qwen and
     Gemma, and g from 1 to 20. Logits are synthetic.
 
-    Methods: transformers is Transformers' function. exact is outpace's verification.
-    drop-in is outpace's function that patch() installs in Transformers; the CPU waits
-    for its result. sigmoid is the approximation of Wagner et al. 2024.
+    B is the number of sequences, and g the number of draft tokens.
 
-    Times: eager is the time of a call from Python. graph is the time inside a CUDA
-    graph. device is the time that the GPU was busy. A CPU has only eager.
+    Methods: "transformers" is Transformers' function. "exact" is outpace's
+    verification. "drop-in" is outpace's function that patch() installs in
+    Transformers; the CPU waits for its result. "sigmoid" is the approximation of
+    Wagner et al. 2024.
 
-    saved is the part of Transformers' time that a method saves. A CUDA graph cannot
-    record Transformers' function. So the saving in a graph is relative to
-    Transformers' eager time.
+    Times: "eager" is a call from Python. "graph" is a call inside a CUDA graph.
+    "device" is the time that the GPU was busy. A CPU has only "eager".
 
-    accepted is the probability that a draft token is accepted. distance is the total
-    variation between the distribution of the output token and the target's. bonus is
-    the same distance for the bonus token. That is the token after draft tokens that
-    were all accepted. The last table has these figures for several scales S: the
-    rule sigmoid(-S,S) replaces a probability by the sigmoid of (logit + S)/(2 S).
+    The column "saved" is the part of Transformers' time that a method saves. A CUDA
+    graph cannot record Transformers' function. So the saving in a graph is relative
+    to Transformers' eager time.
+
+    The column "accepted" is the probability that a draft token is accepted. The
+    column "distance" is the total variation between the distribution of the output
+    token and the target's. The column "bonus" is this distance for the bonus token,
+    which follows when all draft tokens are accepted. The last table has these
+    figures for several scales S: the rule sigmoid(-S,S) uses the sigmoid of
+    (logit + S)/(2 S) instead of a probability.
     """
     check_files(out)
     torch_device, torch_dtype = parse_device(device, dtype)
@@ -208,18 +212,19 @@ def engine(
 ) -> None:
     """Measure throughput on whole texts: outpace's engine and Transformers, with and without speculation.
 
-    Models are synthetic pairs with real shapes and a chosen acceptance rate.
-    Transformers is measured in three ways: generate, generate with a static compiled
-    cache, and assisted generation.
+    Models are synthetic pairs with the layer sizes of real models and a chosen
+    acceptance rate. Transformers is measured in three ways: generate, generate with a
+    static cache and torch.compile, and assisted generation.
 
     Without flags, a selection of cases is measured; it includes every pair. With
     --pair, --alpha, --num-draft-tokens, --batch or --context, all combinations of
     the given values are measured. The others have one value each: --pair
     llama2-7b/1.3b, --alpha 0.8, --num-draft-tokens 5, --batch 1, --context 128.
 
-    predicted is Theorem 3.8 of Leviathan et al. 2023, with the throughput of the
-    baseline and the measured time of a draft step. floor is the time to read all
-    weights and KV caches of a step at the bandwidth of a large copy.
+    The column "predicted" is the throughput by Theorem 3.8 of Leviathan et al. 2023.
+    It uses the measured throughput without speculation and the measured time to draft
+    one token. The column "floor" is the time to read a step's weights and KV caches at
+    the GPU's measured copy bandwidth.
     """
     check_files(out, plot)
     torch_device, torch_dtype = parse_device(device, dtype)

@@ -150,7 +150,11 @@ Revision = Annotated[
 MaxNewTokens = Annotated[
     int,
     typer.Option(
-        "--max-new-tokens", "-m", min=1, help="Most tokens to generate per prompt.", rich_help_panel=SAMPLING
+        "--max-new-tokens",
+        "-m",
+        min=1,
+        help="Largest number of tokens to generate per prompt.",
+        rich_help_panel=SAMPLING,
     ),
 ]
 Temperature = Annotated[
@@ -179,7 +183,7 @@ MinP = Annotated[
     float | None,
     typer.Option(
         callback=checks.number("min_p"),
-        help="Keep tokens at least this fraction as likely as the likeliest.",
+        help="Drop tokens less likely than this fraction of the largest probability.",
         rich_help_panel=SAMPLING,
     ),
 ]

@@ -25,12 +25,12 @@ MAX_COST = 1000.0  # a draft that costs more is a mistake
 def plan(
     alpha: Annotated[float, typer.Option(min=0.0, max=1.0, help="Acceptance rate of draft tokens.")],
     c: Annotated[
-        float, typer.Option(help="Time of a draft step divided by the time of a target pass.")
+        float, typer.Option(help="Time to draft one token divided by the time of a target pass.")
     ] = 0.0,
     ops: Annotated[
         float | None,
         typer.Option(
-            help="Arithmetic operations of a draft step, divided by those of the target for one token. "
+            help="Operations to draft one token, divided by the target's operations for one token. "
             "Default: c."
         ),
     ] = None,

@@ -62,7 +62,7 @@ def sweep(
     pair: Annotated[
         str | None,
         typer.Option(
-            help="Instead of models: a synthetic pair of real shapes, such as llama2-7b/1.3b.",
+            help="Instead of models: a synthetic pair with real layer sizes, such as llama2-7b/1.3b.",
             rich_help_panel=MODELS,
         ),
     ] = None,
@@ -77,8 +77,8 @@ def sweep(
         typer.Option(
             callback=checks.num_draft_tokens,
             metavar="G|auto|heuristic",
-            help="Draft tokens per step; may be repeated. Default: 0, 1, 2, 3, 5, 8 and 12 where they fit "
-            "--max-new-tokens, auto, and the value of --config. 0 is always measured.",
+            help="Draft tokens per step; may be repeated. Default: auto, the value of --config, and 0, 1, 2, "
+            "3, 5, 8, 12. Numbers too large for --max-new-tokens are left out. 0 is always measured.",
             rich_help_panel=MODELS,
         ),
     ] = None,
@@ -133,18 +133,28 @@ def sweep(
 ) -> None:  # fmt: skip
     """Measure the speedup of every draft, temperature and number of draft tokens over the baseline.
 
-    Times are latencies in milliseconds without the prompt, scaled to 128 tokens:
-    mean, standard deviation and percentiles over texts. loop ms is the time of a
-    step. tokens per pass are the tokens that a step adds to a sequence.
+    Columns of the table:
 
-    acceptance is the number of accepted draft tokens divided by that of all draft
-    tokens. α counted leaves out the draft tokens after a rejected one.
+    - "mean", "±", "P50", "P90", "P99": latency of 128 tokens in ms, without the
+      prompt; mean, standard deviation and percentiles over texts
 
-    speedup is the throughput divided by that of the baseline in the same rounds,
-    with a 95 % interval. predicted is the speedup computed from α and the times of
-    passes, draft steps and verification. error is its deviation from speedup.
-    thm 3.8 is the prediction of Leviathan et al. 2023 from α and c alone. c is the
-    time of a draft step divided by the time of a baseline step.
+    - "loop ms": time of a step
+
+    - "tokens per pass": tokens that a step adds to a sequence
+
+    - "acceptance": accepted draft tokens divided by all draft tokens
+
+    - "α counted": the same without the draft tokens after a rejected one
+
+    - "speedup": throughput divided by that of the baseline in the same rounds,
+      with a 95 % interval
+
+    - "predicted", "error": speedup computed from α and the times of the parts of a
+      step, and its difference from the measured speedup
+
+    - "c": time to draft one token divided by the time of a baseline step
+
+    - "thm 3.8": speedup that Leviathan et al. 2023 predict from α and c alone
 
     Ctrl-C ends it with the results of the rounds so far.
     """

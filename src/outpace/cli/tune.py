@@ -90,7 +90,7 @@ def tune(
     every: Every = 1,
     max_new_tokens: Annotated[
         int,
-        typer.Option("--max-new-tokens", "-m", min=8, help="Most tokens to generate per prompt.",
+        typer.Option("--max-new-tokens", "-m", min=8, help="Largest number of tokens to generate per prompt.",
                      rich_help_panel=PROMPTS),
     ] = 64,
     batch: Annotated[
@@ -122,10 +122,11 @@ def tune(
 
     The command times forward passes of the target, and measures the acceptance
     rate of each drafter on a few texts. Candidates that may pay then generate
-    whole texts, in turn with the baseline, which does not speculate. expected
-    is the speedup computed from acceptance and costs. verified is the measured
-    speedup, with a 95 % interval. Only a candidate that is surely faster is
-    recommended.
+    whole texts, in turn with the baseline, which does not speculate.
+
+    The column "expected" is the speedup computed from acceptance and costs. The
+    column "verified" is the measured speedup with its 95 % interval. A candidate
+    is recommended only if its whole interval is above 1.
 
     From --config, it uses target, draft, dtype, device and revision. The draft is
     added to the drafters.
