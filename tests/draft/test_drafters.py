@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -98,18 +97,26 @@ def test_lookup_keeps_sequences_apart_and_forgets_on_reset() -> None:
     assert drafter.propose(state([5, 6, 1, 2], other, g=2), 2).lengths == [0, 2]
 
 
-def test_lookup_proposes_from_a_long_context_in_a_millisecond() -> None:
-    text = torch.randint(50000, (32_768,)).tolist()
+class CountedText(list[int]):
+    """A text that counts the tokens read from it."""
+
+    read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.read += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def test_lookup_reads_few_tokens_of_a_long_context_again() -> None:
+    text = CountedText(torch.randint(50000, (2048,)).tolist())
     drafter = LookupDrafter()
     drafter.propose(state(text, vocab_size=50000), 8)
-    seconds = []
-    for i in range(200):
-        text.extend(text[100 * i : 100 * i + 3])
-        started_at = time.perf_counter()
-        draft = drafter.propose(state(text, vocab_size=50000), 8)
-        seconds.append(time.perf_counter() - started_at)
-        assert draft.lengths == [8]
-    assert sorted(seconds)[100] < 1e-3
+    for i in range(20):
+        text.extend(list(text)[100 * i : 100 * i + 3])
+        text.read = 0
+        assert drafter.propose(state(text, vocab_size=50000), 8).lengths == [8]
+        assert text.read < 50
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
