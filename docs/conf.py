@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -31,17 +29,17 @@ COMMANDS = [
 
 def write_help(app: Sphinx) -> None:
     """Write what every command says about itself, as one page."""
+    os.environ.update({"COLUMNS": "100", "TERMINAL_WIDTH": "100", "NO_COLOR": "1"})  # typer reads them once
+    from typer.testing import CliRunner
+
+    from outpace.cli import app as commands
+
     parts = ["# Help of every command\n"]
-    settings = os.environ | {"COLUMNS": "100", "TERMINAL_WIDTH": "100", "NO_COLOR": "1"}
     for name in COMMANDS:
-        done = subprocess.run(
-            [sys.executable, "-m", "outpace", *name.split(), "--help"],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=settings,
-        )
-        parts.append(f"## outpace {name}\n\n```text\n{done.stdout.strip()}\n```\n")
+        done = CliRunner().invoke(commands, [*name.split(), "--help"], prog_name="outpace")
+        if done.exit_code:
+            raise RuntimeError(f"outpace {name} --help failed: {done.output}")
+        parts.append(f"## outpace {name}\n\n```text\n{done.output.strip()}\n```\n")
     Path(app.srcdir, "reference", "help.md").write_text("\n".join(parts), encoding="utf-8")
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from outpace.cli import checks
-from outpace.cli.options import parse_policy
+from outpace.cli.models import parse_policy
 from outpace.models.hub import DTYPES, precision_of
 from outpace.sampling import SamplingParams
 from outpace.sampling.params import PENALTIES

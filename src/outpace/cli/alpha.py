@@ -10,6 +10,7 @@ import typer
 
 from outpace.checks.files import check_output
 from outpace.cli import checks
+from outpace.cli.models import check_models
 from outpace.cli.options import (
     MAX_SEQUENCES,
     MODELS,
@@ -36,7 +37,6 @@ from outpace.cli.options import (
     TopK,
     TopP,
     TrustRemoteCode,
-    check_models,
     read_prompts,
     sampling_of,
 )

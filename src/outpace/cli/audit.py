@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.cli.options import ModelFlags, open_decoder, read_text, with_model_flags
+from outpace.cli.models import ModelFlags, open_decoder, with_model_flags
+from outpace.cli.options import read_text
 from outpace.cli.show import note, screen
 
 if TYPE_CHECKING:

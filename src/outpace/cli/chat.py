@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from outpace.cli.generate import encode, show, system_messages
+from outpace.cli.models import ModelFlags, open_decoder, with_model_flags
 from outpace.cli.options import (
     Bias,
     FrequencyPenalty,
     Marks,
     MaxNewTokens,
     MinP,
-    ModelFlags,
     NoColor,
     PresencePenalty,
     RepetitionPenalty,
@@ -25,9 +25,7 @@ from outpace.cli.options import (
     TopK,
     TopP,
     check_text,
-    open_decoder,
     sampling_of,
-    with_model_flags,
 )
 from outpace.cli.show import Painter, note
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from outpace.bench.prompts import Prompt
 from outpace.cli.bench import bare
-from outpace.cli.options import check_models, refuse_speech
+from outpace.cli.models import check_models, refuse_speech
 from outpace.cli.show import note
 from outpace.decoder import Decoder, WithModel
 from outpace.draft.base import Drafter

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.checks.files import check_output
+from outpace.cli.models import ModelFlags, open_decoder, with_model_flags
 from outpace.cli.options import (
     MAX_SEQUENCES,
     SAMPLING,
@@ -22,7 +23,6 @@ from outpace.cli.options import (
     Marks,
     MaxNewTokens,
     MinP,
-    ModelFlags,
     NoColor,
     PresencePenalty,
     RepetitionPenalty,
@@ -32,10 +32,8 @@ from outpace.cli.options import (
     TopK,
     TopP,
     check_text,
-    open_decoder,
     read_text,
     sampling_of,
-    with_model_flags,
 )
 from outpace.cli.show import Painter, as_json, note, stats_line
 

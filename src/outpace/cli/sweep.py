@@ -13,6 +13,7 @@ import typer
 from outpace.checks.files import check_distinct, check_output
 from outpace.cli import checks
 from outpace.cli.bench import bare, command
+from outpace.cli.models import check_models
 from outpace.cli.options import (
     MAX_SEQUENCES,
     MODELS,
@@ -40,7 +41,6 @@ from outpace.cli.options import (
     TopK,
     TopP,
     TrustRemoteCode,
-    check_models,
     read_prompts,
     sampling_of,
     set_by_config,
@@ -137,23 +137,15 @@ def sweep(
 
     - "mean", "±", "P50", "P90", "P99": latency of 128 tokens in ms, without the
       prompt; mean, standard deviation and percentiles over texts
-
     - "loop ms": time of a step
-
     - "tokens per pass": tokens that a step adds to a sequence
-
     - "acceptance": accepted draft tokens divided by all draft tokens
-
     - "α counted": the same without the draft tokens after a rejected one
-
     - "speedup": throughput divided by that of the baseline in the same rounds,
       with a 95 % interval
-
     - "predicted", "error": speedup computed from α and the times of the parts of a
       step, and its difference from the measured speedup
-
     - "c": time to draft one token divided by the time of a baseline step
-
     - "thm 3.8": speedup that Leviathan et al. 2023 predict from α and c alone
 
     Ctrl-C ends it with the results of the rounds so far.

@@ -12,6 +12,7 @@ import typer
 
 from outpace.checks.files import check_folder, check_output, write_atomic
 from outpace.cli import checks
+from outpace.cli.models import check_models, parse_policy
 from outpace.cli.options import (
     MAX_SEQUENCES,
     MODELS,
@@ -23,9 +24,7 @@ from outpace.cli.options import (
     Revision,
     RuleName,
     TrustRemoteCode,
-    check_models,
     drop_num_draft_tokens,
-    parse_policy,
 )
 from outpace.cli.show import note
 

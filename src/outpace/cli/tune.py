@@ -12,6 +12,7 @@ import typer
 from outpace.checks.files import check_distinct, check_output
 from outpace.cli import checks
 from outpace.cli.bench import bare, command
+from outpace.cli.models import check_models
 from outpace.cli.options import (
     MAX_SEQUENCES,
     MODELS,
@@ -35,7 +36,6 @@ from outpace.cli.options import (
     TopK,
     TopP,
     TrustRemoteCode,
-    check_models,
     read_prompts,
     sampling_of,
     set_by_config,
