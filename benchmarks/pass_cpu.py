@@ -97,11 +97,14 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--model", required=True, help="folder or hub id")
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument(
+        "--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"]
+    )
     options = parser.parse_args()
     figures = [
         figure
-        for dtype in (torch.float32, torch.bfloat16)
-        for figure in measure(options.model, dtype, options.repeats)
+        for dtype in options.dtype
+        for figure in measure(options.model, getattr(torch, dtype), options.repeats)
     ]
     for one in figures:
         print(
@@ -109,6 +112,7 @@ def main() -> None:
             f"{one['of_one']:5.2f} x one"
         )
     command = f"python benchmarks/pass_cpu.py --model {Path(options.model).name} --repeats {options.repeats}"
+    command += f" --dtype {' '.join(options.dtype)}"
     write({"command": command, "machine": machine(), "context": CONTEXT, "figures": figures}, options.out)
 
 

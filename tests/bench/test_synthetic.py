@@ -58,6 +58,7 @@ def test_texts_of_a_target_for_prompt_lookup_repeat() -> None:
     assert seen.tokens_per_pass > 2
 
 
+@pytest.mark.full
 def test_noise_for_a_known_acceptance_rate_is_found() -> None:
     """For 32000 tokens, the value was measured separately."""
     codes = synthetic.Codes.random(32000, 0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests import tiers
 from tests.cli.conftest import Run, outpace
 from tests.cli.test_cli import PROMPT, common
 
@@ -17,7 +18,10 @@ PLAN = ("plan", "--alpha", "0.8")
 STDOUT_CLOSED = "outpace: stdout is closed; send it to a file, or to /dev/null\n"
 
 
-@pytest.mark.parametrize("words", [PLAN, ("generate", "ab"), ("chat",), ("doctor",), ("bench", "kernel")])
+COMMANDS = [("generate", "ab"), PLAN, ("chat",), ("doctor",), ("bench", "kernel")]
+
+
+@pytest.mark.parametrize("words", tiers.sized(COMMANDS[:2], COMMANDS))
 def test_a_closed_stdout_is_refused_before_any_work(words: tuple[str, ...]) -> None:
     assert outpace(*words, redirect=">&-") == (2, "", STDOUT_CLOSED)
     assert outpace(*words, redirect="<&- >&- 2>&-") == (2, "", "")

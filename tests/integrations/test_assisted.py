@@ -13,6 +13,7 @@ import torch
 from outpace.integrations import assisted
 from outpace.integrations.assisted import generation
 from outpace.integrations.transformers import patch, patched, unpatch
+from tests import tiers
 from tests.statistical import chisquare
 from tests.tiny import tiny
 
@@ -94,7 +95,7 @@ def test_kernels_generate_the_same_tokens_as_the_eager_rule(monkeypatch: pytest.
 
 @pytest.mark.statistical
 def test_new_tokens_follow_the_target_distribution() -> None:
-    V, g, samples = 4, 2, 4000
+    V, g, samples = 4, 2, tiers.sized(2000, 4000)
     p, q = torch.randn(g + 1, V).double(), torch.randn(g, V).double()
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(samples):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -298,7 +299,7 @@ def test_distance_from_the_target_is_zero_for_exact_and_large_for_sigmoid(
 def test_a_killed_run_resumes_and_ends_with_the_same_table(
     models: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    flags = ["-d", str(models / "draft"), "--data", str(prompts), "-m", "24", "--temperature", "1"]
+    flags = ["-d", str(models / "draft"), "--data", str(prompts), "-m", "12", "--temperature", "1"]
     flags += ["--limit", "4", "--runners", "baseline,exact,sigmoid", "-o"]
     target = ["-t", str(models / "target"), "--dtype", "float32"]
     command = [sys.executable, "-m", "outpace", "eval", "specbench", *target, *flags]
@@ -385,13 +386,14 @@ def test_generated_programs_run_in_the_sandbox(
     data.write_text("".join(json.dumps({"id": name, **row}) + "\n" for name in answers))
     original = kinds.program
     monkeypatch.setattr(kinds, "program", lambda item, text: original(item, answers[item.name]))
+    monkeypatch.setattr(sandbox, "run", functools.partial(sandbox.run, seconds=1))
     words = "-d", "lookup", "--data", str(data), "-m", "2", "--samples", "2", "--runners", "baseline"
     done = run(models, "code", *words, "-o", str(out))
     assert done.exit_code == 0, done.output
     saved = Path(f"{out}.md").read_text()
     assert "| pass@1 % | 25.00 |" in saved
     assert "| stopped programs | 4 |\n| failed | 0 |" in saved
-    assert "- hangs (baseline): the program took longer than 5 s\n" in saved
+    assert "- hangs (baseline): the program took longer than 1 s\n" in saved
     assert "failed: " not in done.stderr
     notes = [line for line in done.stderr.splitlines() if line.startswith("stopped: ")]
     assert {line.split(" ")[1] for line in notes} == {"hangs", "writes"}
