@@ -181,7 +181,7 @@ def test_a_step_of_a_batch_names_its_output() -> None:
     decoder = Decoder(tiny(), num_draft_tokens=0)
     rows: dict[int, list[int]] = {0: [], 1: []}
     for step in decoder.stream([PROMPT, [1, 2]], temperature=0, max_new_tokens=5):
-        rows[step.row] += step.token_ids
+        rows[step.index] += step.token_ids
     assert rows == {0: greedy(tiny(), PROMPT, 5), 1: greedy(tiny(), [1, 2], 5)}
 
 
@@ -474,11 +474,11 @@ def test_a_list_of_unreadable_prompts_gives_a_list_of_errors() -> None:
 def test_a_stream_has_one_step_for_an_unreadable_prompt() -> None:
     decoder = text_decoder()
     steps = list(decoder.stream(["first", "", "last"], temperature=0, max_new_tokens=5))
-    (step,) = [step for step in steps if step.row == 1]
+    (step,) = [step for step in steps if step.index == 1]
     assert (step.text, step.token_ids, step.kinds, step.finish_reason) == ("", [], [], "error")
     assert step.output is not None
     assert "it is empty" in str(step.output.error)
-    assert {step.row for step in steps if step.finish_reason == "length"} == {0, 2}
+    assert {step.index for step in steps if step.finish_reason == "length"} == {0, 2}
     with pytest.raises(ValueError, match="it is empty"):
         decoder.stream("")
 
@@ -776,15 +776,15 @@ class WithoutCommit:
     """A drafter that has no method `commit`."""
 
     def propose(self, state: Any, g: int) -> Draft:
-        return Draft.chosen([[] for _ in state.rows])
+        return Draft.chosen([[] for _ in state.slots])
 
-    def reset(self, rows: Sequence[int]) -> None: ...
+    def reset(self, slots: Sequence[int]) -> None: ...
 
 
 def test_a_drafter_may_be_a_pytorch_module() -> None:
     class Learned(outpace.Drafter, torch.nn.Module):
         def propose(self, state: Any, g: int) -> Draft:
-            return Draft.chosen([[7] * min(g, 2) for _ in state.rows])
+            return Draft.chosen([[7] * min(g, 2) for _ in state.slots])
 
     model = tiny()
     out = Decoder(model, Learned(), num_draft_tokens=2).generate(PROMPT, temperature=0, max_new_tokens=5)
@@ -831,7 +831,7 @@ class Returns:
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None: ...
 
-    def reset(self, rows: Sequence[int]) -> None: ...
+    def reset(self, slots: Sequence[int]) -> None: ...
 
 
 @pytest.mark.parametrize(

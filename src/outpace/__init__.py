@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     from outpace.integrations.transformers import generate
     from outpace.loading import load
     from outpace.models.source import Source
-    from outpace.policy import Fixed, Goodput, Heuristic
+    from outpace.policy import DraftLengthPolicy, Fixed, Goodput, Heuristic
     from outpace.sampling import Prefix, SamplingParams
     from outpace.verification import Rule, Verdict, sigmoid, verify
 
 _HOMES = {
     "Decoder": "outpace.decoder",
     "Draft": "outpace.draft.base",
+    "DraftLengthPolicy": "outpace.policy",
     "Drafter": "outpace.draft.base",
     "Fixed": "outpace.policy",
     "Goodput": "outpace.policy",
@@ -62,6 +63,7 @@ _HOMES = {
 __all__ = [
     "Decoder",
     "Draft",
+    "DraftLengthPolicy",
     "Drafter",
     "Fixed",
     "Goodput",

@@ -31,7 +31,7 @@ from outpace.engine.drafting import Proposer, seeds
 from outpace.engine.engines import Engines
 from outpace.engine.logprobs import adjusted_logits, store_logprobs, store_scores
 from outpace.engine.request import Arrays, Options, Prompt, Prompts, Reader
-from outpace.engine.sequence import Output, Row, Step
+from outpace.engine.sequence import Output, SequenceState, Step
 from outpace.engine.stats import Clock
 from outpace.models.causal import CausalScorer
 from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
@@ -215,7 +215,7 @@ class Decoder:
         outputs: dict[int, Output] = {}
         for step in self._steps(rows, options.get("batch_size")):
             if step.output is not None:
-                outputs[step.row] = step.output
+                outputs[step.index] = step.output
         for row, output in outputs.items():
             if output.error is not None:
                 if single:
@@ -247,7 +247,7 @@ class Decoder:
 
         return steps()
 
-    def _steps(self, rows: list[Row], batch_size: int | None) -> Generator[Step]:
+    def _steps(self, rows: list[SequenceState], batch_size: int | None) -> Generator[Step]:
         """Yield one step for each prompt that could not be read, then the steps of the others."""
         yield from (row.failed_step() for row in rows if row.error is not None)
         readable = [row for row in rows if row.error is None]
@@ -255,12 +255,14 @@ class Decoder:
             yield from self._run(readable, batch_size)
 
     def forget(self) -> None:
-        """Drop all that is cached of earlier prompts and of weights.
+        """Discard cached keys and values of earlier prompts, and pack the weights again.
 
         Changed weights are noticed without this call, unless they were changed through ``.data``.
         """
         self.scorer.forget()
         self.scorer.repack()
+        if self.engines is not None:
+            self.engines.forget()
         if isinstance(self.drafter, WithModel):
             self.drafter.forget()
 
@@ -295,7 +297,7 @@ class Decoder:
     # The decode step
 
     @torch.inference_mode()
-    def _step(self, rows: list[Row]) -> list[Step]:
+    def _step(self, rows: list[SequenceState]) -> list[Step]:
         """Run one decode step: one forward pass of the target and g draft tokens.
 
         Each sequence gains 1 to g+1 tokens.
@@ -321,7 +323,7 @@ class Decoder:
         return [replace(step, phases=phases) for step in steps]
 
     @torch.inference_mode()
-    def _prefill(self, rows: list[Row]) -> list[Step]:
+    def _prefill(self, rows: list[SequenceState]) -> list[Step]:
         """Prefill the prompts and sample each sequence's first token.
 
         This is a step with g = 0.
@@ -344,7 +346,7 @@ class Decoder:
         phases = clock.share([row.stats for row in rows])
         return [replace(step, phases=phases) for step in steps]
 
-    def _verify(self, rows: list[Row], draft: Draft, logits: Tensor) -> Verdict:
+    def _verify(self, rows: list[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
         samplings = [row.sampling for row in rows]
         prefix = None
         if any(sampling.reads_prefix for sampling in samplings):
@@ -371,7 +373,7 @@ class Decoder:
             store_logprobs(rows, draft, verdict, scores)
         return verdict
 
-    def _block(self, rows: list[Row], draft: Draft, logits: Tensor) -> Block:
+    def _block(self, rows: list[SequenceState], draft: Draft, logits: Tensor) -> Block:
         R, g, device = len(rows), draft.tokens.shape[1], logits.device
         ragged = any(length < g for length in draft.lengths or ())
         lengths = on_device(list(draft.lengths or [0] * R), torch.int64, device) if ragged else None
@@ -424,10 +426,10 @@ class Decoder:
 
     # Sequences start and end
 
-    def _run(self, rows: list[Row], batch_size: int | None) -> Generator[Step]:
+    def _run(self, rows: list[SequenceState], batch_size: int | None) -> Generator[Step]:
         """Decode all sequences to their ends, at most ``batch_size`` at a time."""
         owner = object()
-        waiting, active = deque(rows), list[Row]()
+        waiting, active = deque(rows), list[SequenceState]()
         caches_valid = False  # whether the KV caches agree with the sequences' tokens
         try:
             self._claim(owner)
@@ -468,8 +470,8 @@ class Decoder:
                     self._release(row, keep=row.error is None)
                 caches_valid = True
                 for step in steps:
-                    if step.row in done:
-                        row = done[step.row]
+                    if step.index in done:
+                        row = done[step.index]
                         step = dataclasses.replace(step, finish_reason=row.finish_reason, output=row.output())
                     yield step
                 caches_valid = False
@@ -492,7 +494,7 @@ class Decoder:
                     "wait for that call, close that stream, or give each Decoder its own"
                 )
 
-    def _release(self, row: Row, keep: bool) -> None:
+    def _release(self, row: SequenceState, keep: bool) -> None:
         self.scorer.reset([row.slot], [row.tokens] if keep else None)
         if self.drafter is not None:
             self.drafter.reset([row.slot])

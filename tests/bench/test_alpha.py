@@ -235,8 +235,8 @@ class Broken:
     """A drafter whose logits are NaN."""
 
     def propose(self, state: State, g: int) -> Draft:
-        tokens = torch.zeros(len(state.rows), 1, dtype=torch.int64)
-        return Draft(tokens, torch.full((len(state.rows), 1, state.vocab_size), torch.nan))
+        tokens = torch.zeros(len(state.slots), 1, dtype=torch.int64)
+        return Draft(tokens, torch.full((len(state.slots), 1, state.vocab_size), torch.nan))
 
     def commit(self, accepted: torch.Tensor, next_token: torch.Tensor) -> None: ...
 

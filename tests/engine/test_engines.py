@@ -305,11 +305,13 @@ class Alternating(Fixed):
     def observe(self, done: StepOutcome) -> None:
         self.outcomes.append(done)
 
-    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+    def choose(
+        self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
+    ) -> list[int]:
         self.calls += 1
         assert load is not None
         self.loads.append(load)
-        return [(0, 0, 0, 0, 4, 2, 0, 3)[self.calls % 8]] * len(rows)
+        return [(0, 0, 0, 0, 4, 2, 0, 3)[self.calls % 8]] * len(slots)
 
 
 @pytest.mark.parametrize("engine", [False, True])
@@ -365,11 +367,13 @@ class EverySixth(DraftLengthPolicy):
         self.loads: list[Load] = []
         self.outcomes: list[StepOutcome] = []
 
-    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+    def choose(
+        self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
+    ) -> list[int]:
         assert load is not None
         self.loads.append(load)
         self.chosen.append(3 if len(self.chosen) % 6 == 5 else 0)
-        return [self.chosen[-1]] * len(rows)
+        return [self.chosen[-1]] * len(slots)
 
     def observe(self, done: StepOutcome) -> None:
         self.outcomes.append(done)
@@ -396,9 +400,11 @@ class Interruptible(EverySixth):
     rows: Sequence[int] = ()
     withdrawn = 0
 
-    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
-        self.rows = list(rows)
-        return super().choose(rows, load=load, hint=hint)
+    def choose(
+        self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
+    ) -> list[int]:
+        self.slots = list(slots)
+        return super().choose(slots, load=load, hint=hint)
 
     def enough(self, confidence: Sequence[float]) -> bool:
         assert len(confidence) == len(self.rows)
@@ -493,3 +499,17 @@ def test_idle_time_of_the_device_counts_when_the_draft_model_catches_up(
     assert sum(outcome.g > 0 for outcome in policy.outcomes) >= 3
     for outcome in policy.outcomes:
         assert (outcome.idle_seconds >= pause) == (outcome.g > 0)
+
+
+def test_forget_discards_the_cached_prefixes_of_both_executors() -> None:
+    """Weights that are changed through ``.data`` are noticed by this call alone."""
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    for engine in (False, True):
+        model = tiny()
+        decoder = Decoder(model, engine=engine)
+        decoder.generate(prompt, temperature=0, max_new_tokens=4)
+        for parameter in model.parameters():
+            parameter.data.mul_(-1.5)
+        decoder.forget()
+        out = decoder.generate(prompt, temperature=0, max_new_tokens=8)
+        assert out.token_ids == greedy(model, prompt, 8)

@@ -736,9 +736,11 @@ class NeverDrafts(Goodput):
 
     idle = False  # the free drafter always proposes
 
-    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
-        super().choose(rows, load=load, hint=hint)
-        return [0] * len(rows)
+    def choose(
+        self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
+    ) -> list[int]:
+        super().choose(slots, load=load, hint=hint)
+        return [0] * len(slots)
 
 
 @pytest.mark.parametrize("engine", [False, True])
@@ -902,8 +904,8 @@ def test_policy_without_a_required_attribute_is_refused() -> None:
     class Incomplete:
         max_draft_tokens = 3
 
-        def choose(self, rows: Sequence[int]) -> list[int]:
-            return [3] * len(rows)
+        def choose(self, slots: Sequence[int]) -> list[int]:
+            return [3] * len(slots)
 
     with pytest.raises(TypeError, match="has no asks; derive it from outpace"):
         Decoder(tiny(), "lookup", num_draft_tokens=Incomplete())  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from outpace.engine import drafting
 from outpace.engine.graph import Engine
 from outpace.engine.graph import State as EngineState
 from outpace.engine.inputs import DraftInputs
-from outpace.engine.sequence import Row
+from outpace.engine.sequence import SequenceState
 from outpace.engine.text import Detokenizer
 from outpace.models import fused
 from outpace.models.cache import RaggedCache
@@ -38,7 +38,7 @@ def commits_one_draft_too_many(patch: pytest.MonkeyPatch) -> None:
     """Off by one in rollback."""
     honest = Decoder._step
 
-    def iteration(self: Decoder, rows: list[Row]) -> list[Step]:
+    def iteration(self: Decoder, rows: list[SequenceState]) -> list[Step]:
         steps = honest(self, rows)
         for row, step in zip(rows, steps, strict=True):
             if step.num_accepted < step.num_draft_tokens:
@@ -135,9 +135,9 @@ def corrections_reuse_the_acceptance_noise(patch: pytest.MonkeyPatch) -> None:
 
 def an_end_inside_a_block_is_ignored(patch: pytest.MonkeyPatch) -> None:
     """End-of-text counts only as the last token of an iteration."""
-    honest = Row.extend
+    honest = SequenceState.extend
 
-    def extend(self: Row, tokens: Sequence[int], context: int) -> int:
+    def extend(self: SequenceState, tokens: Sequence[int], context: int) -> int:
         ends, self.stop_tokens = self.stop_tokens, frozenset()
         count = honest(self, tokens, context)
         self.stop_tokens = ends
@@ -145,7 +145,7 @@ def an_end_inside_a_block_is_ignored(patch: pytest.MonkeyPatch) -> None:
             self.finish_reason = "stop"
         return count
 
-    patch.setattr(Row, "extend", extend)
+    patch.setattr(SequenceState, "extend", extend)
 
 
 def the_engine_hides_its_drafts_temperature(patch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_a_draft_cache_that_is_not_caught_up_is_caught_by_its_acceptance(
     honest = ModelDrafter._catch_up
 
     def catch_up(self: ModelDrafter, state: Any) -> torch.Tensor:
-        for row, text in zip(state.rows, state.tokens, strict=True):
+        for row, text in zip(state.slots, state.tokens, strict=True):
             if row in self._texts and len(text) - self.scorer.length(row) > 1:
                 self.scorer._lengths[row] = len(text) - 1  # the last draft, kept and never fed, is skipped
         return honest(self, state)

@@ -85,10 +85,11 @@ class Graphs:
                 "which is slower",
                 stacklevel=5,
             )
+        else:
+            log.info("%s was captured in %.1f s", name, time.perf_counter() - started_at)
         finally:
             for tensor, old in zip(mutated, saved, strict=True):
                 tensor.copy_(old)
-        log.info("%s was captured in %.1f s", name, time.perf_counter() - started_at)
         return self._captured[key]
 
     def capture(self, work: Callable[[], Tensor]) -> Captured:

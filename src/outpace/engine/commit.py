@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outpace.draft.base import Draft, State
-from outpace.engine.sequence import Row, Step
+from outpace.engine.sequence import SequenceState, Step
 
 Verdicts = tuple[Sequence[int], Sequence[int], Sequence[int | bool]]
 """For each sequence: accepted draft tokens, the next token, and whether logits were unusable."""
 
 
 def advance(
-    rows: Sequence[Row], draft: Draft, state: State | None, verdicts: Verdicts, context: int
+    rows: Sequence[SequenceState], draft: Draft, state: State | None, verdicts: Verdicts, context: int
 ) -> list[Step]:
     """Append its new tokens to each sequence, up to its end.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outpace.checks.arguments import on_device
 from outpace.draft.base import Draft, Drafter, State, check_draft
-from outpace.engine.sequence import Row
+from outpace.engine.sequence import SequenceState
 from outpace.models.causal import CausalScorer
 from outpace.policy import DraftLengthPolicy, Hint, Load, StepOutcome
 from outpace.verification import Rule
@@ -38,7 +38,7 @@ class Proposal:
 
     def outcome(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[SequenceState],
         accepted: Sequence[int],
         next_token: Sequence[int],
         phases: dict[str, float],
@@ -77,12 +77,16 @@ class Proposer:
     ) -> None:
         self.scorer, self.drafter, self.policy, self.rule = scorer, drafter, policy, rule
         self.free = bool(getattr(drafter, "free", False))
-        self._last_drafted: Sequence[tuple[Row, int]] = ()  # sequences of the last draft, and their lengths
-        self._num_read: dict[int, tuple[Row, int]] = {}  # by slot: a sequence, and its tokens that were read
+        self._last_drafted: Sequence[
+            tuple[SequenceState, int]
+        ] = ()  # sequences of the last draft, and their lengths
+        self._num_read: dict[
+            int, tuple[SequenceState, int]
+        ] = {}  # by slot: a sequence, and its tokens that were read
 
     def load(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[SequenceState],
         batch: int | None = None,
         captured: frozenset[int] | None = None,
         in_flight: int = 0,
@@ -101,7 +105,7 @@ class Proposer:
         remaining = tuple(self.remaining_draft_tokens(rows, in_flight))
         return Load(batch or len(rows), longest, self._num_unread(rows), captured, remaining, executor)
 
-    def remaining_draft_tokens(self, rows: Sequence[Row], in_flight: int = 0) -> list[int]:
+    def remaining_draft_tokens(self, rows: Sequence[SequenceState], in_flight: int = 0) -> list[int]:
         """Return the number of draft tokens that each sequence can use after the steps in flight."""
         return [
             min(row.max_new_tokens - row.stats.new_tokens, self.scorer.context - len(row.tokens))
@@ -110,7 +114,7 @@ class Proposer:
             for row in rows
         ]
 
-    def choose(self, rows: Sequence[Row], load: Load) -> dict[int, int]:
+    def choose(self, rows: Sequence[SequenceState], load: Load) -> dict[int, int]:
         """Return the number of draft tokens that the policy chooses for each slot.
 
         This is for drafters that are not free.
@@ -120,7 +124,9 @@ class Proposer:
         slots = [row.slot for row in rows]
         return dict(zip(slots, self.policy.choose(slots, load=load), strict=True))
 
-    def propose(self, rows: Sequence[Row], load: Load, chosen: Mapping[int, int] | None = None) -> Proposal:
+    def propose(
+        self, rows: Sequence[SequenceState], load: Load, chosen: Mapping[int, int] | None = None
+    ) -> Proposal:
         """Propose draft tokens for each sequence, within the limits of policy, context and remaining tokens.
 
         Args:
@@ -150,7 +156,7 @@ class Proposer:
             max(limits) if draft.steps is None else draft.steps,
         )
 
-    def _propose_free(self, rows: Sequence[Row], load: Load, limits: list[int]) -> Proposal:
+    def _propose_free(self, rows: Sequence[SequenceState], load: Load, limits: list[int]) -> Proposal:
         """Return a free drafter's tokens, as many of them as the policy chooses."""
         if max(limits) < 1:
             return self._no_draft(rows, load)
@@ -171,7 +177,7 @@ class Proposer:
         ]
         return Proposal(self._truncated(draft, chosen), load, state, unscored=unscored)
 
-    def _num_unread(self, rows: Sequence[Row]) -> int:
+    def _num_unread(self, rows: Sequence[SequenceState]) -> int:
         """Count the tokens that a drafter which is not free has not seen yet."""
         if self.drafter is None or self.free:
             return 0
@@ -186,7 +192,7 @@ class Proposer:
             for row, (owner, read) in zip(rows, num_read, strict=True)
         )
 
-    def propose_unscored(self, rows: Sequence[Row]) -> list[int | None]:
+    def propose_unscored(self, rows: Sequence[SequenceState]) -> list[int | None]:
         """Return the next token that a free drafter proposes for each sequence, without scoring it."""
         assert self.drafter is not None
         proposals = self.drafter.propose(self.state(rows, [1] * len(rows), torch.device("cpu")), 1)
@@ -212,10 +218,12 @@ class Proposer:
         precomputed = None if draft.precomputed is None else draft.precomputed.first(g)
         return Draft(draft.tokens[:, :g], logits, lengths, precomputed)
 
-    def _no_draft(self, rows: Sequence[Row], load: Load) -> Proposal:
+    def _no_draft(self, rows: Sequence[SequenceState], load: Load) -> Proposal:
         return Proposal(Draft.chosen([[] for _ in rows], self.scorer.device), load)
 
-    def state(self, rows: Sequence[Row], limits: list[int], device: torch.device | None = None) -> State:
+    def state(
+        self, rows: Sequence[SequenceState], limits: list[int], device: torch.device | None = None
+    ) -> State:
         """Return the drafter's input for these sequences."""
         device = device or self.scorer.device
         own = [row.sampling if row.draft_sampling is None else row.draft_sampling for row in rows]
@@ -235,6 +243,6 @@ class Proposer:
         )
 
 
-def seeds(rows: Sequence[Row], device: torch.device) -> Tensor:
+def seeds(rows: Sequence[SequenceState], device: torch.device) -> Tensor:
     """Return the seeds of sequences, ``[R]``."""
     return on_device([row.seed for row in rows], torch.int64, device)

@@ -12,7 +12,7 @@ from outpace.draft.base import Drafter
 from outpace.draft.lookup import LookupDrafter
 from outpace.draft.model import ModelDrafter
 from outpace.engine.graph import Engine
-from outpace.engine.sequence import Row
+from outpace.engine.sequence import SequenceState
 from outpace.models.causal import CausalScorer, has_adapters, version
 from outpace.models.fused import FusedModel, why_not
 from outpace.models.generic import GenericModel
@@ -33,7 +33,12 @@ class Engines:
         self._versions: tuple[int, ...] = ()
         self.unsupported_reason = self._unsupported_reason()
 
-    def engine_for(self, rows: Sequence[Row], slots: int, max_tokens: int) -> Engine | None:
+    def forget(self) -> None:
+        """Discard the cached prefixes of all slots."""
+        if self.engine is not None:
+            self.engine.forget()
+
+    def engine_for(self, rows: Sequence[SequenceState], slots: int, max_tokens: int) -> Engine | None:
         """Return an engine for sequences of up to ``max_tokens``, or None if it cannot decode them."""
         self.unsupported_reason = self._unsupported_reason()  # adapters and hooks come and go
         if self.unsupported_reason is not None or not self._share_sampling(rows):
@@ -50,7 +55,7 @@ class Engines:
             return None
 
     @staticmethod
-    def _share_sampling(rows: Sequence[Row]) -> bool:
+    def _share_sampling(rows: Sequence[SequenceState]) -> bool:
         """Return whether sampling parameters are equal and need no host between two tokens."""
         first = rows[0]
         return all(

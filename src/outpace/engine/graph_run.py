@@ -17,7 +17,7 @@ from outpace.engine.drafting import Proposal, Proposer, matches
 from outpace.engine.graph import Engine
 from outpace.engine.inputs import HostDraft
 from outpace.engine.pending import Outcome, Pending
-from outpace.engine.sequence import Row, Step
+from outpace.engine.sequence import SequenceState, Step
 from outpace.engine.stats import Clock
 from outpace.policy import Load, StepOutcome
 from outpace.sampling import SamplingParams
@@ -31,7 +31,7 @@ class InFlightStep:
 
     pending: Pending
     g: int
-    rows: dict[int, Row]  # sequences that take part, by slot
+    rows: dict[int, SequenceState]  # sequences that take part, by slot
     load: Load
     proposal: Proposal | None = None  # draft tokens of a drafter on the host
     idle_seconds: float = 0.0  # of the device before the step, as the host needed the last outcome first
@@ -58,7 +58,7 @@ class GraphRun:
         self.drafts_in_graph = drafts_in_graph
         self.sampling = sampling  # of all sequences
         self.policy, self.drafter = proposer.policy, proposer.drafter
-        self._active: dict[int, Row] = {}
+        self._active: dict[int, SequenceState] = {}
         self._in_flight: deque[InFlightStep] = deque()
         self._read_by_draft: dict[int, int] = {}  # by slot: tokens that the draft model has read
         self._undisturbed = True  # no prefill, capture or catch-up beside the last step
@@ -66,7 +66,7 @@ class GraphRun:
         self._draft_seconds = 0.0  # of the drafter on the host
         self._commit_seconds = 0.0  # of the host, after it read the last outcome
 
-    def steps(self, waiting: deque[Row]) -> Generator[Step]:
+    def steps(self, waiting: deque[SequenceState]) -> Generator[Step]:
         """Yield the steps of all sequences as they happen."""
         try:
             while waiting or self._active:
@@ -103,7 +103,7 @@ class GraphRun:
             for started in self._in_flight:
                 started.pending.read()
 
-    def _prefill(self, waiting: deque[Row]) -> None:
+    def _prefill(self, waiting: deque[SequenceState]) -> None:
         """Prefill waiting sequences in free slots, those in adjacent slots together."""
         free = [slot for slot in range(self.slots) if slot not in self._active][: len(waiting)]
         self._undisturbed = not free
@@ -144,7 +144,7 @@ class GraphRun:
         return self._launch(proposal.draft.tokens.shape[1], rows, load, proposal)
 
     def _launch(
-        self, g: int, rows: dict[int, Row], load: Load, proposal: Proposal | None = None
+        self, g: int, rows: dict[int, SequenceState], load: Load, proposal: Proposal | None = None
     ) -> InFlightStep:
         host_draft = HostDraft(list(rows), proposal.draft) if proposal is not None and g else None
         pending = self.engine.start(g, self.sampling, self.slots, host_draft)
@@ -152,7 +152,7 @@ class GraphRun:
         idle_seconds = self._commit_seconds if proposal is not None and self.engine.is_async else 0.0
         return InFlightStep(pending, g, rows, load, proposal, idle_seconds)
 
-    def _load(self, rows: dict[int, Row]) -> Load:
+    def _load(self, rows: dict[int, SequenceState]) -> Load:
         captured = self.engine.captured_lengths(self.sampling, self.slots, from_host=not self.drafts_in_graph)
         load = self.proposer.load(list(rows.values()), self.slots, captured, len(self._in_flight), "engine")
         if not self.drafts_in_graph:
@@ -169,7 +169,7 @@ class GraphRun:
         missing = (len(row.tokens) - self._read_by_draft[slot] for slot, row in self._active.items())
         return in_flight + max(missing)
 
-    def _catch_up_and_launch(self, g: int, rows: dict[int, Row], load: Load) -> InFlightStep:
+    def _catch_up_and_launch(self, g: int, rows: dict[int, SequenceState], load: Load) -> InFlightStep:
         """Start a step after the draft model has read the tokens it missed.
 
         The host measures the time of the catch-up, since it waits meanwhile.
@@ -192,7 +192,7 @@ class GraphRun:
             idle_seconds=self._commit_seconds if self.engine.is_async else 0.0,
         )
 
-    def _unscored_matches(self, rows: list[Row], outcome: Outcome, g: int) -> list[bool]:
+    def _unscored_matches(self, rows: list[SequenceState], outcome: Outcome, g: int) -> list[bool]:
         """Return whether a free drafter would have proposed the right tokens, after a step without a draft.
 
         No proposal counts as wrong: the forward pass would have scored a draft token all the same.
@@ -203,7 +203,7 @@ class GraphRun:
         next_tokens = [outcome.next_token[row.slot] for row in rows]
         return [match is True for match in matches(self.proposer.propose_unscored(rows), next_tokens)]
 
-    def _commit(self, rows: list[Row], outcome: Outcome, started: InFlightStep) -> list[Step]:
+    def _commit(self, rows: list[SequenceState], outcome: Outcome, started: InFlightStep) -> list[Step]:
         """Commit the outcome of a step to the sequences."""
         slots = [row.slot for row in rows]
         accepted, next_token, bad = (
@@ -224,7 +224,12 @@ class GraphRun:
         return steps
 
     def _observe(
-        self, rows: list[Row], outcome: Outcome, started: InFlightStep, unscored: list[bool], wall: float
+        self,
+        rows: list[SequenceState],
+        outcome: Outcome,
+        started: InFlightStep,
+        unscored: list[bool],
+        wall: float,
     ) -> None:
         """Report a step to the policy, with the device's time, or the host's if that was longer."""
         if not rows:
@@ -274,7 +279,7 @@ class GraphRun:
             self._chosen = None
             self.policy.withdraw()
 
-    def _end(self, rows: list[Row]) -> None:
+    def _end(self, rows: list[SequenceState]) -> None:
         """Free the slots of sequences that have ended."""
         ended = [row for row in rows if row.finish_reason is not None]
         if ended:

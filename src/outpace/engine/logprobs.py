@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outpace.checks.arguments import on_device
 from outpace.draft.base import Draft, one_for_all
-from outpace.engine.sequence import Row
+from outpace.engine.sequence import SequenceState
 from outpace.sampling import Prefix, SamplingParams, process, warp
 from outpace.verification import Verdict
 
@@ -32,7 +32,7 @@ def adjusted_logits(
     return warp(scores, before_argmax)
 
 
-def store_scores(rows: list[Row], verdict: Verdict, logits: Tensor, scores: Tensor | None) -> None:
+def store_scores(rows: list[SequenceState], verdict: Verdict, logits: Tensor, scores: Tensor | None) -> None:
     """Store scores and logits of the new tokens in the sequences that return them."""
     for i, (row, accepted) in enumerate(zip(rows, verdict.accepted.tolist(), strict=True)):
         for stored, values in ((row.scores, scores), (row.logits, logits)):
@@ -40,7 +40,7 @@ def store_scores(rows: list[Row], verdict: Verdict, logits: Tensor, scores: Tens
                 stored.extend(values[i, : accepted + 1].to(torch.float32, copy=True))
 
 
-def store_logprobs(rows: list[Row], draft: Draft, verdict: Verdict, scores: Tensor) -> None:
+def store_logprobs(rows: list[SequenceState], draft: Draft, verdict: Verdict, scores: Tensor) -> None:
     """Store the log-probabilities of the new tokens."""
     scores = scores.log_softmax(-1)
     tokens = torch.cat((draft.tokens, draft.tokens.new_zeros(len(rows), 1)), dim=1)

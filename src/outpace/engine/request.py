@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outpace.checks.arguments import boolean, integer, kind, signed, unknown
 from outpace.engine import prompts
-from outpace.engine.sequence import Row
+from outpace.engine.sequence import SequenceState
 from outpace.engine.text import Detokenizer
 from outpace.models.causal import CausalScorer
 from outpace.models.seq2seq import Seq2SeqScorer
@@ -43,7 +43,7 @@ class Options(TypedDict, total=False):
     logprobs: bool | int
     scores: bool
     logits: bool
-    stop_when: Callable[[Row], bool] | None
+    stop_when: Callable[[SequenceState], bool] | None
     batch_size: int | None
     temperature: float
     top_k: int
@@ -78,10 +78,10 @@ class Reader:
         logprobs: bool | int = False,
         scores: bool = False,
         logits: bool = False,
-        stop_when: Callable[[Row], bool] | None = None,
+        stop_when: Callable[[SequenceState], bool] | None = None,
         batch_size: int | None = None,
         **fields: Any,
-    ) -> tuple[list[Row], bool]:
+    ) -> tuple[list[SequenceState], bool]:
         """Return the sequences that a call asks for, and whether it named a single prompt.
 
         A single prompt that cannot be read raises. In a list it becomes sequences that have ended with the
@@ -117,7 +117,7 @@ class Reader:
         end_ids = set(self._stop_tokens(stop_tokens)) | (set() if ignore_eos else self.scorer.end_of_text)
         special = set(getattr(self.tokenizer, "all_special_tokens", ())) & set(stops)
         end_ids |= {self.tokenizer.convert_tokens_to_ids(token) for token in special}  # decoding skips those
-        rows: list[Row] = []
+        rows: list[SequenceState] = []
         for i, item in enumerate(items):
             tokens, source, error = list[int](), None, None
             try:
@@ -129,7 +129,7 @@ class Reader:
             own = samplings[i if len(samplings) > 1 else 0]
             for sample in range(n or 1):
                 rows.append(
-                    Row(
+                    SequenceState(
                         len(rows),
                         list(tokens),
                         len(tokens),

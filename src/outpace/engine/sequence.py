@@ -50,7 +50,7 @@ class Step:
     """The result of one decode step for one sequence.
 
     Attributes:
-        row: The index of the output that it belongs to.
+        index: Index of the output that the step belongs to.
         pieces: New text that no later token can change. Each piece comes with the index of its token, counted
             from the first new one.
         token_ids: New token ids: accepted draft tokens, then the target's own, cut where the sequence ends.
@@ -63,7 +63,7 @@ class Step:
         phases: Seconds of the step for all sequences together, by phase: draft, target, verify, other.
     """
 
-    row: int
+    index: int
     pieces: list[tuple[int, str]] | None
     token_ids: list[int]
     num_draft_tokens: int
@@ -84,10 +84,10 @@ class Step:
         """The kind of each of ``token_ids``.
 
         "accepted" is an accepted draft token. The target's own token is "correction" after a rejection,
-        "bonus" if all draft tokens were accepted, and "plain" without draft tokens.
+        "bonus" if all draft tokens were accepted, and "target" without draft tokens.
         """
         last = (
-            "plain"
+            "target"
             if not self.num_draft_tokens
             else "bonus"
             if self.num_accepted == self.num_draft_tokens
@@ -97,7 +97,7 @@ class Step:
 
 
 @dataclass
-class Row:
+class SequenceState:
     """A sequence that is being generated."""
 
     index: int  # among the outputs
@@ -110,7 +110,7 @@ class Row:
     stop_tokens: frozenset[int]
     text: Detokenizer | None
     top: int | None  # log-probabilities: None, 0 for the tokens' own, k for the k likeliest too
-    stop_when: Callable[[Row], bool] | None = None
+    stop_when: Callable[[SequenceState], bool] | None = None
     scores: list[Tensor] | None = None  # `[V]` per token; None: not requested
     logits: list[Tensor] | None = None
     source: Source | None = None  # the encoder's input, where there is an encoder

@@ -29,7 +29,7 @@ from outpace.draft.base import Drafter
 from outpace.draft.model import ModelDrafter
 from outpace.draft.resolve import resolve_drafter
 from outpace.engine.request import seed_of
-from outpace.engine.sequence import Output, Row
+from outpace.engine.sequence import Output, SequenceState
 from outpace.engine.stats import Stats
 from outpace.integrations.assisted import patch, patched, unpatch
 from outpace.integrations.pool import ModelPool
@@ -152,8 +152,8 @@ def generate(
             for step in steps:
                 if step.output is not None:
                     if step.output.error is not None:
-                        raise ValueError(f"row {step.row}: {step.output.error}") from step.output.error
-                    outputs[step.row] = step.output
+                        raise ValueError(f"row {step.index}: {step.output.error}") from step.output.error
+                    outputs[step.index] = step.output
                 if streamer is not None:
                     streamer.put(torch.tensor(step.token_ids))
     if streamer is not None:
@@ -347,7 +347,7 @@ class _Stops:
         self._ids = input_ids.new_full(shape, 0 if pad is None else int(pad))
         self._ids[:, : self._width] = input_ids
 
-    def should_stop(self, row: Row) -> bool:
+    def should_stop(self, row: SequenceState) -> bool:
         """Return whether a criterion ends a sequence after its last token."""
         length = self._width + row.stats.new_tokens
         self._ids[row.index, length - 1] = row.tokens[-1]

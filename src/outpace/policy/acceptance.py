@@ -53,7 +53,7 @@ class AcceptanceEstimate:
         self._observed, self._expected = np.zeros(max_draft_tokens), np.zeros(max_draft_tokens)
         self._prefix_probability: Array | None = None  # cached result of `prefix_probability`
 
-    def posterior(self, rows: Sequence[int]) -> Array:
+    def posterior(self, slots: Sequence[int]) -> Array:
         """Return the posterior of these slots at the current step.
 
         At each step since the last update, a sequence may have jumped.
@@ -61,13 +61,13 @@ class AcceptanceEstimate:
         Returns:
             Probabilities ``[R, len(ALPHAS)]``.
         """
-        missing = max(rows) + 1 - len(self._posterior)
+        missing = max(slots) + 1 - len(self._posterior)
         if missing > 0:
             self._posterior = np.concatenate((self._posterior, np.zeros((missing, len(ALPHAS)))))
             self._updated_at = np.concatenate((self._updated_at, np.full(missing, -1)))
-        slots = np.asarray(rows)
-        posterior: Array = self._posterior[slots]
-        updated_at = self._updated_at[slots]
+        index = np.asarray(slots)
+        posterior: Array = self._posterior[index]
+        updated_at = self._updated_at[index]
         oldest = updated_at.min()
         if oldest < self.step:
             no_jump = (1 - JUMP_PROBABILITY) ** (self.step - updated_at)
@@ -75,7 +75,7 @@ class AcceptanceEstimate:
             posterior = after_jump + no_jump[:, None] * (posterior - after_jump)
             if oldest < 0:
                 posterior[updated_at < 0] = _mix_uniform(self.prior, NEW_UNIFORM_SHARE)
-            self._posterior[slots], self._updated_at[slots] = posterior, self.step
+            self._posterior[index], self._updated_at[index] = posterior, self.step
         return posterior
 
     def prefix_probability(self, shift: Array | None = None) -> Array:
@@ -103,12 +103,12 @@ class AcceptanceEstimate:
         return result
 
     def learn(
-        self, rows: Sequence[int], tested: npt.ArrayLike, accepted: npt.ArrayLike, shift: Array | None = None
+        self, slots: Sequence[int], tested: npt.ArrayLike, accepted: npt.ArrayLike, shift: Array | None = None
     ) -> None:
         """Update the posterior with the outcome of drafts.
 
         Args:
-            rows: Slots of the sequences.
+            slots: Slots of the sequences.
             tested: Number of tested draft tokens per slot, at least one.
             accepted: Number of those that were accepted, from the first on.
             shift: ``[R]``, added to the log-odds of α, if these draft tokens were known to be better or
@@ -116,7 +116,7 @@ class AcceptanceEstimate:
         """
         num_tested = np.minimum(tested, self.max_draft_tokens)
         num_accepted = np.minimum(accepted, self.max_draft_tokens)
-        posterior, rejected = self.posterior(rows), num_accepted < num_tested
+        posterior, rejected = self.posterior(slots), num_accepted < num_tested
         if shift is None:
             expected = posterior @ self._powers
             likelihood = self._likelihood[rejected.astype(int), num_accepted]
@@ -124,14 +124,14 @@ class AcceptanceEstimate:
             alphas = _shifted_alphas(shift)  # [R, len(ALPHAS)]
             expected = (posterior[:, None] @ self._powers_of(alphas))[:, 0]
             likelihood = alphas ** num_accepted[:, None] * np.where(rejected[:, None], 1 - alphas, 1.0)
-        decay = DECAY ** len(rows)
+        decay = DECAY ** len(slots)
         self._observed = decay * self._observed + self.prefix_mask[num_accepted].sum(0)
         self._expected = decay * self._expected + (expected * self.prefix_mask[num_tested]).sum(0)
         posterior = posterior * likelihood
         posterior /= posterior.sum(axis=1, keepdims=True)
-        self._posterior[np.asarray(rows)] = posterior
-        weight = 1 - (1 - PRIOR_UPDATE_WEIGHT) ** len(rows)
-        self.prior += weight * (posterior.sum(0) / len(rows) - self.prior)
+        self._posterior[np.asarray(slots)] = posterior
+        weight = 1 - (1 - PRIOR_UPDATE_WEIGHT) ** len(slots)
+        self.prior += weight * (posterior.sum(0) / len(slots) - self.prior)
         self._prefix_probability = None
 
     def _powers_of(self, alphas: Array) -> Array:
@@ -141,9 +141,9 @@ class AcceptanceEstimate:
         )
         return powers
 
-    def forget(self, rows: Sequence[int]) -> None:
+    def forget(self, slots: Sequence[int]) -> None:
         """Forget the posterior of these slots."""
-        self._updated_at[[row for row in rows if row < len(self._updated_at)]] = -1
+        self._updated_at[[slot for slot in slots if slot < len(self._updated_at)]] = -1
 
 
 def _mix_uniform(prior: Array, share: float) -> Array:

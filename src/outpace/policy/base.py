@@ -49,10 +49,10 @@ class StepOutcome:
     """Outcome of one step.
 
     Attributes:
-        rows: Slots that took part.
+        slots: Slots that took part.
         drafted: Number of draft tokens that the target scored, per sequence.
         accepted: Number of those that were accepted, per sequence.
-        g: Draft tokens that the pass was wide enough for. It costs as much as g + 1 tokens per row.
+        g: Draft tokens that the pass was wide enough for. It costs as much as g + 1 tokens per sequence.
         load: Size and limits of the pass.
         seconds: Duration of the whole step. None if it was not measured.
         draft_seconds: Part of ``seconds`` spent on drafting, or on the proposal of a free drafter. 0 if
@@ -72,7 +72,7 @@ class StepOutcome:
             captured. ``catch_up_seconds`` is then unknown.
     """
 
-    rows: Sequence[int]
+    slots: Sequence[int]
     drafted: Sequence[int]
     accepted: Sequence[int]
     g: int
@@ -113,12 +113,14 @@ class DraftLengthPolicy(Protocol):
         """
         return False
 
-    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+    def choose(
+        self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
+    ) -> list[int]:
         """Choose the number of draft tokens of each slot.
 
         Args:
-            rows: Slots of the sequences.
-            load: Size and limits of the pass. By default a batch of these rows.
+            slots: Slots of the sequences.
+            load: Size and limits of the pass. By default a batch of these slots.
             hint: Available draft tokens, if the drafter is free.
 
         Returns:
@@ -150,10 +152,10 @@ class DraftLengthPolicy(Protocol):
         """
         return
 
-    def reset(self, rows: Sequence[int]) -> None:
+    def reset(self, slots: Sequence[int]) -> None:
         """Forget what was learned in these slots, which are now free.
 
         Args:
-            rows: The free slots.
+            slots: The free slots.
         """
         return

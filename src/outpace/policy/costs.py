@@ -213,7 +213,7 @@ class Costs:
 
         Args:
             load: Size of the pass.
-            g: Draft tokens per row. The pass is over g + 1 tokens per row.
+            g: Draft tokens per sequence. The pass is over g + 1 tokens per sequence.
             seconds: Duration of the pass.
         """
         size = size_class(load)

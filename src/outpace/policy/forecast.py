@@ -24,7 +24,7 @@ class Choice:
     """Estimates at the start of a step, and the choice.
 
     Attributes:
-        indices: Index of each slot among the rows.
+        indices: Index of each slot among the slots.
         load: Size and limits of the pass.
         costs: Cost model of the executor.
         limits: Largest number of draft tokens of each sequence.
@@ -114,17 +114,17 @@ class Forecast:
             self._costs[load.executor] = Costs(self.max_draft_tokens)
         return self._costs[load.executor]
 
-    def plan(self, rows: Sequence[int], load: Load, hint: Hint | None, confirmed_only: bool) -> Choice:
+    def plan(self, slots: Sequence[int], load: Load, hint: Hint | None, confirmed_only: bool) -> Choice:
         """Return the estimates for a step.
 
         Args:
-            rows: Slots of the sequences.
+            slots: Slots of the sequences.
             load: Size and limits of the pass. A baseline pass must have been measured with such a batch.
             hint: Draft of a free drafter.
             confirmed_only: True to ignore times that were measured only once, which may be outliers.
         """
-        posterior, costs = self.acceptance.posterior(rows), self.costs(load)
-        limits, levels = self._within_remaining(np.full(len(rows), self.max_draft_tokens), load), []
+        posterior, costs = self.acceptance.posterior(slots), self.costs(load)
+        limits, levels = self._within_remaining(np.full(len(slots), self.max_draft_tokens), load), []
         if hint is not None:
             limits = np.minimum(hint.lengths, limits)
             levels.append(self.confidence.level(hint.confidence))
@@ -135,7 +135,7 @@ class Forecast:
         pass_seconds = costs.pass_seconds(load, confirmed_only)
         draft_seconds = costs.draft_seconds(load)
         return Choice(
-            indices={row: i for i, row in enumerate(rows)},
+            indices={slot: i for i, slot in enumerate(slots)},
             load=load,
             costs=costs,
             limits=limits,
@@ -205,10 +205,10 @@ class Forecast:
 
         The estimate counts, not the outcome, because luck would soon exceed the differences of interest.
         """
-        prefix_probability = self.acceptance.posterior(done.rows) @ self.acceptance.prefix_probability()
+        prefix_probability = self.acceptance.posterior(done.slots) @ self.acceptance.prefix_probability()
         requested = np.minimum(done.requested or done.drafted, self.max_draft_tokens)
         usable = self.acceptance.prefix_mask[self._within_remaining(requested, done.load)]
-        return float((prefix_probability * usable).sum()) / len(done.rows)
+        return float((prefix_probability * usable).sum()) / len(done.slots)
 
     def _within_remaining(self, proposals: Ints, load: Load) -> Ints:
         """Limit the draft tokens of each sequence to those that it can use."""
@@ -253,18 +253,18 @@ class Forecast:
             if correct is not None and accepted[i] == tested[i]:
                 tested[i] += 1
                 accepted[i] += correct
-        rows = done.rows
+        slots = done.slots
         if not tested.all():
             with_draft = np.flatnonzero(tested)
             tested, accepted = tested[with_draft], accepted[with_draft]
-            rows = [rows[i] for i in with_draft.tolist()]
+            slots = [slots[i] for i in with_draft.tolist()]
         if plan is None or not plan.levels:
-            self.acceptance.learn(rows, tested, accepted)
+            self.acceptance.learn(slots, tested, accepted)
             return True
-        index = np.array([plan.indices.get(row, -1) for row in rows])
+        index = np.array([plan.indices.get(slot, -1) for slot in slots])
         hinted = plan.hinted and bool((index >= 0).all())
         shift = self.confidence.shifts()[plan.levels[0][index]] if hinted else None
-        self.acceptance.learn(rows, tested, accepted, shift)
+        self.acceptance.learn(slots, tested, accepted, shift)
         for position, level in enumerate(plan.levels):
             reached = (index >= 0) & (position < tested) & (position <= accepted)
             if reached.any():

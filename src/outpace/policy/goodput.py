@@ -62,24 +62,26 @@ class Goodput(DraftLengthPolicy):
         # Seconds that uncaptured g would have saved, by executor, batch size and g
         self._missed_savings: dict[tuple[str, int, int], float] = {}
 
-    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+    def choose(
+        self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
+    ) -> list[int]:
         """See ``DraftLengthPolicy.choose``."""
         self._choice_started_at = time.perf_counter()
-        load = load or Load(len(rows))
+        load = load or Load(len(slots))
         costs = self.forecast.costs(load)
-        self._active_slots.update(rows)
+        self._active_slots.update(slots)
         self._plan, self._hinted = None, hint is not None
-        no_draft = [0] * len(rows)
+        no_draft = [0] * len(slots)
         if self.probes.skip_decision() if hint is None else not any(hint.lengths):
             return no_draft
         remaining = load.remaining_draft_tokens
         if costs.baseline_seconds(load) is None or (remaining is not None and max(remaining) < 1):
             return no_draft
         # With a positive budget, times measured only once are ignored: they may be outliers.
-        self._plan = plan = self.forecast.plan(rows, load, hint, confirmed_only=self.budget.balance > 0)
+        self._plan = plan = self.forecast.plan(slots, load, hint, confirmed_only=self.budget.balance > 0)
         plan.rate, plan.g = self._best(plan)
         plan.g = self._affordable(plan) if hint is None else self._explore(plan)
-        small_speedup = plan.rate * plan.baseline_seconds < SMALL_SPEEDUP * len(rows)
+        small_speedup = plan.rate * plan.baseline_seconds < SMALL_SPEEDUP * len(slots)
         interval = BASELINE_INTERVAL // 4 if small_speedup else BASELINE_INTERVAL
         interval = min(interval, 4 << min(costs.baseline_count(load), 8))
         if plan.g and (self._steps_since_baseline >= interval or costs.context_unmeasured(load)):
@@ -269,7 +271,7 @@ class Goodput(DraftLengthPolicy):
             if done.seconds is not None:
                 # Drafts with a known confidence differ too much for the estimate over all of them.
                 accepted = (
-                    sum(done.accepted) / len(done.rows)
+                    sum(done.accepted) / len(done.slots)
                     if self._hinted
                     else self.forecast.expected_accepted(done)
                 )
@@ -285,10 +287,10 @@ class Goodput(DraftLengthPolicy):
         """See ``DraftLengthPolicy.withdraw``."""
         self.probes.withdraw()
 
-    def reset(self, rows: Sequence[int]) -> None:
+    def reset(self, slots: Sequence[int]) -> None:
         """See ``DraftLengthPolicy.reset``."""
-        self.forecast.acceptance.forget(rows)
-        self._active_slots.difference_update(rows)
+        self.forecast.acceptance.forget(slots)
+        self._active_slots.difference_update(slots)
         if not self._active_slots:
             self.probes.new_sequence()
             self._proposal_budget.pause = 0

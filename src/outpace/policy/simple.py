@@ -19,9 +19,11 @@ class Fixed(DraftLengthPolicy):
         integer("g", g, "an int >= 0", lambda g: g >= 0)
         self.max_draft_tokens = g
 
-    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+    def choose(
+        self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
+    ) -> list[int]:
         """See ``DraftLengthPolicy.choose``."""
-        return [self.max_draft_tokens] * len(rows)
+        return [self.max_draft_tokens] * len(slots)
 
     def __repr__(self) -> str:
         return f"Fixed({self.max_draft_tokens})"
@@ -50,32 +52,34 @@ class Heuristic(DraftLengthPolicy):
         self._g: dict[int, int] = {}
         self._steps_at_zero: dict[int, int] = {}  # by slot
 
-    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+    def choose(
+        self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
+    ) -> list[int]:
         """See ``DraftLengthPolicy.choose``."""
-        chosen = [self._g.setdefault(row, self.start) for row in rows]
+        chosen = [self._g.setdefault(slot, self.start) for slot in slots]
         return [
-            1 if g == 0 and self._steps_at_zero[row] >= self.PROBE_INTERVAL else g
-            for row, g in zip(rows, chosen, strict=True)
+            1 if g == 0 and self._steps_at_zero[slot] >= self.PROBE_INTERVAL else g
+            for slot, g in zip(slots, chosen, strict=True)
         ]
 
     def observe(self, done: StepOutcome) -> None:
         """See ``DraftLengthPolicy.observe``."""
-        for row, drafted, accepted in zip(done.rows, done.drafted, done.accepted, strict=True):
-            g = self._g.setdefault(row, self.start)
+        for slot, drafted, accepted in zip(done.slots, done.drafted, done.accepted, strict=True):
+            g = self._g.setdefault(slot, self.start)
             if drafted == 0:
                 if g == 0:
-                    self._steps_at_zero[row] = self._steps_at_zero.get(row, 0) + 1
+                    self._steps_at_zero[slot] = self._steps_at_zero.get(slot, 0) + 1
                 continue
-            self._g[row] = (
+            self._g[slot] = (
                 min(g + 2, self.max_draft_tokens) if accepted == drafted else max(g - 1, self.least)
             )
-            self._steps_at_zero[row] = 0
+            self._steps_at_zero[slot] = 0
 
-    def reset(self, rows: Sequence[int]) -> None:
+    def reset(self, slots: Sequence[int]) -> None:
         """See ``DraftLengthPolicy.reset``."""
-        for row in rows:
-            self._g.pop(row, None)
-            self._steps_at_zero.pop(row, None)
+        for slot in slots:
+            self._g.pop(slot, None)
+            self._steps_at_zero.pop(slot, None)
 
     def __repr__(self) -> str:
         return f"Heuristic({self.start}" + (f", least={self.least})" if self.least else ")")
