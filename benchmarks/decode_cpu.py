@@ -164,7 +164,7 @@ def baseline(target: Any, prompts: list[list[int]], tokens: int, repeats: int) -
         say(f"without speculation: {turn + 1} of {repeats}")
     ratios = [b / a for a, b in zip(rates["transformers"], rates["outpace"], strict=True)]
     return {
-        "what": f"plain greedy decoding of {tokens} tokens, tokens/s",
+        "what": f"greedy decoding without speculation of {tokens} tokens, tokens/s",
         "transformers": round(statistics.median(rates["transformers"]), 2),
         "outpace": round(statistics.median(rates["outpace"]), 2),
         "outpace_over_transformers": round(statistics.median(ratios), 3),
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument(
         "--dtype", default="float32", choices=["float32", "bfloat16"], help="dtype of the models"
     )
-    parser.add_argument("--only", choices=["overhead", "lookup", "plain"], help="measure only this part")
+    parser.add_argument("--only", choices=["overhead", "lookup", "baseline"], help="measure only this part")
     options = parser.parse_args()
     torch.manual_seed(0)
     named = {"pretrained_model_name_or_path": options.model, "trust_remote_code": False}
@@ -210,7 +210,7 @@ def main() -> None:
         figures.append(overhead(target, draft, options.repeats))
     if selected("lookup"):
         figures.append(lookup(target.config.vocab_size))
-    if selected("plain"):
+    if selected("baseline"):
         questions = (
             "Why is the sky blue?",
             "Write a short story about a lighthouse keeper and a lost whale.",

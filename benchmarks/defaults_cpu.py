@@ -43,9 +43,9 @@ def measure(decoders: dict[str, Decoder], prompts: list[list[int]], tokens: int)
     }
     return {
         "prompts": len(prompts),
-        "plain_tokens_per_second": round(rates["baseline"], 2),
+        "baseline_tokens_per_second": round(rates["baseline"], 2),
         "default_tokens_per_second": round(rates["default"], 2),
-        "default_over_plain": round(rates["default"] / rates["baseline"], 3),
+        "default_over_baseline": round(rates["default"] / rates["baseline"], 3),
         "without_the_prompts_pass": round(decode_rates["default"] / decode_rates["baseline"], 3),
         "by_prompt": [round(ratio, 3) for ratio in ratios],
         "tokens_per_pass": round(stats["default"].tokens_per_pass, 3),

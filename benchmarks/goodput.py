@@ -160,14 +160,14 @@ class Bench:
         options: Any = {"max_new_tokens": self.sizes["tokens"][B], "ignore_eos": True, "seed": turn}
         for step in decoder.stream(self.prompts(B, turn), DEFAULT_SAMPLING, **options):
             if len(first) < B:
-                first.add(step.row)
+                first.add(step.index)
                 started_at, captured_before = time.perf_counter(), capture_seconds(decoder.policy)
                 continue
             whole.add(step)
             if found.seconds == 0.0:
                 found.add(step)
                 any_ended |= step.finish_reason is not None
-                if any_ended and step.row == B - 1:  # the last sequence of a step
+                if any_ended and step.index == B - 1:  # the last sequence of a step
                     found.seconds = time.perf_counter() - started_at
                     found.capture_seconds = capture_seconds(decoder.policy) - captured_before
         whole.seconds = time.perf_counter() - started_at
@@ -243,9 +243,9 @@ def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> Iterator[
                 "alpha": alpha and round(alpha, 3),
                 "B": B,
                 "c": relative_draft_time(decoder, B),
-                "plain_tokens_per_second": round(statistics.median(rates["baseline"]), 1),
+                "baseline_tokens_per_second": round(statistics.median(rates["baseline"]), 1),
                 "ratio": round(sum(rates["goodput"]) / sum(rates["baseline"]), 4),
-                "ratio_with_making": round(
+                "ratio_with_capture": round(
                     sum(one.rate_with_capture for one in texts["goodput"]) / sum(rates["baseline"]), 4
                 ),
                 "ratios": [round(one, 3) for one in ratios],
@@ -306,11 +306,11 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> Iterator[dict[str, An
                 "alpha_seen": round(seen, 3),
                 "B": B,
                 "best_g": int(best),
-                "best_over_plain": round(rates[best] / rates["0"], 3),
-                "goodput_over_plain": round(goodput_rate / rates["0"], 3),
+                "best_over_baseline": round(rates[best] / rates["0"], 3),
+                "goodput_over_baseline": round(goodput_rate / rates["0"], 3),
                 "ratio": round(goodput_rate / rates[best], 4),
                 "ratio_with_luck": round(counted["goodput"] / counted[best], 4),
-                "ratio_with_making": round(with_capture / rates[best], 4),
+                "ratio_with_capture": round(with_capture / rates[best], 4),
                 "whole_ratio": round(whole.pop("goodput") / max(whole.values()), 4),
                 "chosen": dict(sum((one.proposals for one in texts["goodput"]), Counter[int]())),
                 "tokens_per_second": {method: round(rate, 1) for method, rate in counted.items()},

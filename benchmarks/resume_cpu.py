@@ -20,7 +20,7 @@ from typing import Any
 
 from report import arguments, machine, write
 
-TIMED = ("sampling step", "wall clock", "tokens/s", "over plain", "P50", "P90", "P99")
+TIMED = ("sampling step", "wall clock", "tokens/s", "over baseline", "P50", "P90", "P99")
 
 
 def untimed(table: Path) -> list[str]:
@@ -29,7 +29,7 @@ def untimed(table: Path) -> list[str]:
 
 def texts(journal: Path) -> dict[str, Any]:
     rows = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
-    return {f"{row['side']} {row['row']}": row["texts"] for row in rows}
+    return {f"{row['runner']} {row['row']}": row["texts"] for row in rows}
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
     options = parser.parse_args()
     words = [
         sys.executable, "-m", "outpace", "eval", "translate", "--data", str(options.data), "--runners",
-        "plain,exact", "--limit", str(options.rows), "-m", str(options.tokens), "--temperature", "1", "-o",
+        "baseline,exact", "--limit", str(options.rows), "-m", str(options.tokens), "--temperature", "1", "-o",
     ]  # fmt: skip
     noise = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:

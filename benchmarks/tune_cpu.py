@@ -76,7 +76,7 @@ def main() -> None:
             "--temperature", "0", "--batch", "1", "-o", str(config), "--results", str(found),
         )  # fmt: skip
         lengths = [word for length in LENGTHS for word in ("--num-draft-tokens", length)]
-        run("sweep", *common, *lengths, "--every", str(options.every), "-o", str(swept))
+        run("bench", "sweep", *common, *lengths, "--every", str(options.every), "-o", str(swept))
         tuned, sweep = (json.loads(path.read_text()) for path in (found, swept))
     chosen = tuned["chosen"]
     figures: list[dict[str, Any]] = sweep["figures"]

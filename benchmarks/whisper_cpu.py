@@ -56,7 +56,7 @@ def main() -> None:
     )
     draft = draft.to(getattr(torch, options.draft_dtype))
     processor = WhisperProcessor.from_pretrained(options.target, trust_remote_code=False)
-    transcribers = {"plain": Transcriber(Decoder(target, pack=True), processor)}
+    transcribers = {"baseline": Transcriber(Decoder(target, pack=True), processor)}
     for g in options.lengths:
         decoder = Decoder(target, draft, num_draft_tokens=Fixed(g), pack=True)
         transcribers[f"g = {g}"] = Transcriber(decoder, processor)
@@ -70,8 +70,8 @@ def main() -> None:
     truth = [normal(line["text"]) for line in lines]
     report: list[dict[str, Any]] = []
     for (name, key), runs in found.items():
-        baseline, count = found["plain", key], len(batches[key])
-        baseline_texts = found["plain", 1][0]["texts"]
+        baseline, count = found["baseline", key], len(batches[key])
+        baseline_texts = found["baseline", 1][0]["texts"]
         ratios = {
             what: round(statistics.median(a[what] / b[what] for a, b in zip(runs, baseline, strict=True)), 3)
             for what in ("after_encoders", "total")
@@ -80,14 +80,14 @@ def main() -> None:
             "method": name,
             "files": count,
             "batch_size": abs(key),
-            "texts_equal_plain_one_by_one": runs[0]["texts"] == baseline_texts[:count],
+            "texts_equal_baseline_one_by_one": runs[0]["texts"] == baseline_texts[:count],
             "wer": round(jiwer.wer(truth[:count], [normal(text) for text in runs[0]["texts"]]), 4),
             "passes": runs[0]["passes"],
             "passes_fewer": round(baseline[0]["passes"] / runs[0]["passes"], 3),
             "tokens": runs[0]["tokens"],
             "acceptance": runs[0]["acceptance"],
             **{f"{what}_seconds": round(statistics.median(r[what] for r in runs), 3) for what in ratios},
-            **{f"{what}_of_plain": ratio for what, ratio in ratios.items()},
+            **{f"{what}_of_baseline": ratio for what, ratio in ratios.items()},
         }
         if key == 8:
             alone = found[name, -1]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from typing import Any
@@ -18,6 +19,12 @@ from tests.statistical import chisquare
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So a shell starts what runs in the background; tests interrupt themselves, and programs that inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    with contextlib.suppress(ImportError):
+        from tests import interpreter
+
+        interpreter.patch_language_once()
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if WORKERS > 1:

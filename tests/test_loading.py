@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -203,7 +204,7 @@ def test_a_draft_missing_on_the_hub_is_refused_before_the_target_is_read(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     why, lines = load_error(good, "no-one/nothing")
-    assert why.startswith("no-one/nothing: no such file or folder, and the hub cannot be asked")
+    assert why.startswith("no-one/nothing: no such file or folder, and the hub cannot be reached")
     assert lines == []
 
 
@@ -295,7 +296,7 @@ def test_an_ngram_table_that_is_cut_off_or_out_of_order_is_refused(good: Path, t
         ({"rule": "tokn"}, "rule: got 'tokn'"),
         ({"lenience": 2.0}, "lenience: got 2"),
         ({"device_map": "auto"}, "device: got 'cpu' together with device_map"),
-        ({"revision": "v1"}, "revision: got 'v1', and "),
+        ({"revision": "v1"}, "revision: got 'v1'; it must be None for the local "),
         ({"device": None, "device_map": {"": "gpu"}}, "device_map: got 'gpu'"),
         ({"device": None, "device_map": "autp"}, "device_map: got 'autp'"),
         ({"quantization_config": "int8"}, "quantization_config: got 'int8'; it must be a quantization"),
@@ -310,13 +311,16 @@ def test_wrong_arguments_are_refused_before_weights_are_read(
 
 
 def test_a_revision_of_the_default_model_is_refused() -> None:
-    assert load_error(None, revision="v1")[0].startswith("revision: got 'v1', and the default model has none")
+    assert load_error(None, revision="v1")[0] == "revision: got 'v1'; it must be None for the default model"
 
 
 def test_quantization_config_is_refused_for_a_gguf_file(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf")
     why, lines = load_error(file, quantization_config={"quant_method": "torchao"})
-    assert why == f"quantization_config: {file} is a GGUF file, whose weights are loaded dense"
+    assert why == (
+        f"quantization_config: got one for {file}; it must be None for a GGUF file, whose weights "
+        "are loaded dense"
+    )
     assert lines == []
 
 
@@ -429,3 +433,14 @@ def test_weights_are_packed_only_up_to_the_size_limit(monkeypatch: pytest.Monkey
     assert loading.worth_packing(model)
     monkeypatch.setattr(loading, "MAX_PACKED_BYTES", size - 1)
     assert not loading.worth_packing(model)
+
+
+@pytest.mark.parametrize(("native", "expected"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_older_gpus_get_float16_instead_of_emulated_bfloat16(
+    native: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda place: contextlib.nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or native
+    )
+    assert hub.precision_of(None, torch.device("cuda")) is expected

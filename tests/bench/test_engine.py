@@ -58,7 +58,7 @@ def test_default_selection_has_every_pair_and_every_value() -> None:
     cases = engine.select_cases()
     assert {case.name for case in cases} == set(synthetic.PAIRS)
     assert {case.alpha for case in cases} == set(engine.ALPHAS)
-    assert {case.g for case in cases} == set(engine.DRAFTS)
+    assert {case.g for case in cases} == set(engine.DRAFT_LENGTHS)
     assert {case.B for case in cases} == set(engine.BATCHES)
     assert {case.context for case in cases} == set(engine.CONTEXTS)
     assert set(cases) <= set(engine.select_cases(full=True))

@@ -9,7 +9,7 @@ import torch
 
 from outpace.bench import kernel
 from outpace.bench.distance import Quality
-from outpace.bench.profile import StepTiming, Time, bounds, compared, device_busy, measure, methods, timed
+from outpace.bench.profile import StepTiming, Time, bounds, compared, measure, methods, timed
 from outpace.bench.vocabulary import VOCABULARIES, of_size
 from outpace.verification.rules import sigmoid
 
@@ -91,10 +91,9 @@ def test_device_time_on_a_gpu_is_less_than_elapsed_time() -> None:
     sets = kernel.rotated(1, 3, 2000, cuda, torch.float32)
     calls = {name: call for name, (call, _) in methods(of_size(2000)).items()}
     eager, graph, device = timed(calls, sets)
-    for name, call in calls.items():
+    for name in calls:
         elapsed, busy = eager[name].microseconds, device[name].microseconds
         assert elapsed is not None
         assert busy is not None
         assert 0 < busy < elapsed
         assert (graph[name].microseconds is None) == (name in ("transformers", "drop-in"))
-        assert device_busy(call, sets) == pytest.approx(busy, rel=0.5)

@@ -62,8 +62,8 @@ def test_every_draft_and_lenience_is_in_the_table_and_in_the_file(
     assert all(low < high == 1 for low, high in itself["by_position_intervals"])
     assert entries["lookup", 1.0]["coverage"] < 1 == entries["random", 1.0]["coverage"]
     assert {(one["B"], one["n"]) for one in found["passes"]} == {(1, 1), (1, 3), (2, 1), (2, 3)}
-    assert {(one["B"], one["g"], one["drawn"]) for one in found["verify"]} == {
-        (B, g, drawn) for B in (1, 2) for g in (0, 1, 2) for drawn in (True, False)
+    assert {(one["B"], one["g"], one["sampled"]) for one in found["verify"]} == {
+        (B, g, sampled) for B in (1, 2) for g in (0, 1, 2) for sampled in (True, False)
     }
     assert found["trace"]["draft"] == names[0]
     assert {kind for _, kind in found["trace"]["pieces"]} <= set(KINDS)
@@ -254,7 +254,7 @@ def test_progress_without_a_terminal_is_one_line_per_part(run: Run, model: str) 
         (["--batch", "0"], "--batch"),
         (["--pass", "0"], "--pass"),
         (["--num-draft-tokens", "0"], "--num-draft-tokens"),
-        (["--num-draft-tokens", "500"], "num_draft_tokens: Fixed(500) does not fit a context of 128 tokens"),
+        (["--num-draft-tokens", "500"], "num_draft_tokens: got Fixed(500), up to 500"),
         (
             ["--context", "127"],
             "context: got 127; with 17 tokens more it must fit the model's",

@@ -30,7 +30,7 @@ def test_a_correct_decoder_passes_and_a_planted_fault_is_found(run: Run, flags: 
     assert (code, out.splitlines()[0]) == (0, "No difference found.")
     assert "would have been found with 99% certainty" in " ".join(out.split())
     assert "sampling: 600 samples, about" in err
-    code, out, err = run("audit", *flags, "--greedy-tokens", "0", "--plant", "keep-all")
+    code, out, err = run("audit", *flags, "--greedy-tokens", "0", "--plant", "accept-all")
     assert (code, out.splitlines()[0][:16]) == (1, "DIFFERENCE FOUND")
     assert "planted: Every draft token is accepted." in err
     assert "The planted fault was found by: sampling." in err
@@ -82,7 +82,7 @@ def test_a_configuration_names_the_models(run: Run, model: str, other: str, tmp_
 def test_a_misspelt_fault_is_suggested(run: Run) -> None:
     code, _, err = run("audit", "--plant", "rolback")
     assert code == 2
-    assert "--plant: got 'rolback'; it must be one of keep-all, redraw" in err
+    assert "--plant: got 'rolback'; it must be one of accept-all, resample" in err
     assert 'did you mean "rollback"?' in err
 
 

@@ -55,7 +55,7 @@ def test_a_folder_without_peers_is_one_line_of_error(run: Run, tmp_path: Path) -
 def test_profile_times_the_sampling_step_and_writes_the_results(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "new" / "profile.json"
     sizes = ("--vocab", "300", "--num-draft-tokens", "1", "--num-draft-tokens", "2")
-    status, table, errors = run("bench", "profile", *sizes, "--device", "cpu", "--out", str(out))
+    status, table, errors = run("bench", "profile", *sizes, "--device", "cpu", "-o", str(out))
     assert status == 0, errors
     report = json.loads(out.read_text())
     methods = ["transformers", "exact", "drop-in", "sigmoid"]
@@ -67,7 +67,7 @@ def test_profile_times_the_sampling_step_and_writes_the_results(run: Run, tmp_pa
     assert [one["rule"] for one in report["scaling"]] == rules
     in_use = {one["rule"]: one["quality"] for one in report["figures"]}
     assert in_use == {one["rule"]: one["quality"] for one in report["scaling"] if one["rule"] in in_use}
-    assert report["command"] == f"outpace bench profile {' '.join(sizes)} --device cpu --out profile.json"
+    assert report["command"] == f"outpace bench profile {' '.join(sizes)} --device cpu -o profile.json"
     assert report["machine"]["torch"] == torch.__version__
     assert all(method in table for method in methods)
     assert all(rule in table for rule in rules)
@@ -77,7 +77,7 @@ def test_profile_times_the_sampling_step_and_writes_the_results(run: Run, tmp_pa
 @pytest.mark.parametrize(
     ("flag", "value", "line"),
     [
-        ("--device", "xpu", "--device: got 'xpu'; it must be cpu or cuda"),
+        ("--device", "xpu", "--device: got 'xpu'; it must be auto, cpu or cuda"),
         (
             "--dtype",
             "int8",
@@ -198,7 +198,7 @@ def test_ctrl_c_is_one_line_and_saves_the_figures_so_far(
 def test_an_unknown_pair_is_one_line_of_error(run: Run) -> None:
     status, _, errors = run("bench", "engine", "--pair", "gpt5/gpt4", "--device", "cpu")
     assert status == 2
-    assert errors.startswith("outpace: pair: got 'gpt5/gpt4'; there are llama2-7b/1.3b")
+    assert errors.startswith("outpace: --pair: got 'gpt5/gpt4'; there are llama2-7b/1.3b")
 
 
 def test_the_same_file_for_results_and_plot_is_refused(run: Run, tmp_path: Path) -> None:

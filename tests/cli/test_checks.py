@@ -18,6 +18,7 @@ from outpace.models.hub import DTYPES, precision_of
 from outpace.sampling import SamplingParams
 from outpace.sampling.params import PENALTIES
 from outpace.verification.rules import parse
+from tests import tiers
 from tests.cli import test_help
 from tests.cli.conftest import Run
 
@@ -80,8 +81,13 @@ OF_ONE_COMMAND = {
     "tune --out .": "--out: . is a folder",
     "tune --results /nowhere/at/all.json": "--results: /nowhere/at: no such folder",
     "transcribe /nowhere.wav": "/nowhere.wav: no such file",
-    "transcribe /nowhere.wav --output pyproject.toml": "--output: pyproject.toml is not a folder",
+    "transcribe /nowhere.wav --out pyproject.toml": "--out: pyproject.toml is not a folder",
     "generate ab --stop '\udcff'": "--stop: not text in UTF-8",
+    "eval summarize --data x --prompt-template ab": "--prompt-template: it must say {source}",
+    "eval asr --data x --prompt-template {source}": "--prompt-template: not for asr",
+    "bench kernel --device gpu": "--device: got 'gpu'",
+    "bench kernel --device mps": "--device: got 'mps'; it must be auto, cpu or cuda",
+    "bench kernel --peers /nowhere": "--peers: /nowhere is not a folder",
     "eval code --data x --temperature nan": "--temperature: got nan",
     "transcribe x.wav --draft-dtype int8": "--dtype: got 'int8'",
     "bench kernel --out .": "--out: . is a folder",
@@ -91,6 +97,12 @@ OF_ONE_COMMAND = {
     "bench engine --dtype fp8": "--dtype: got 'fp8'",
     "plan --alpha 0.8 --plot .": "--plot: .",
 }
+
+
+def opts(command: Any) -> set[str]:
+    return {flag for one in command.params for flag in one.opts}
+
+
 SEVERAL = """
 import json, shlex, sys
 from outpace.cli import main
@@ -110,14 +122,18 @@ def test_a_wrong_flag_is_refused_before_pytorch_is_imported() -> None:
     takes = {name: flags_of(name if name.startswith("bench") else name.split()[0]) for name in ALL}
     for name in ("audit", "eval code --data x"):
         takes[name] &= SHARED
-    lines = {
-        f"{name} {' '.join(quoted(one) for one in words.split())}": why
+    pairs = [
+        (name, words)
         for name in ALL
-        for words, why in WRONG.items()
+        for words in WRONG
         if all(one in takes[name] for one in words.split() if one.startswith("--"))
         and not (name == "bench alpha" and "--num-draft-tokens" in words)  # a number there
+    ]
+    assert len(pairs) > 100
+    lines = {
+        f"{name} {' '.join(quoted(one) for one in words.split())}": WRONG[words]
+        for name, words in tiers.pairwise(pairs, lambda pair: (), lambda pair: pair)
     }
-    assert len(lines) > 100
     lines |= OF_ONE_COMMAND
     done = subprocess.run(
         [sys.executable, "-c", SEVERAL], input=json.dumps(list(lines)), capture_output=True, text=True
@@ -133,7 +149,7 @@ def test_a_wrong_flag_is_refused_before_pytorch_is_imported() -> None:
 
 
 def flags_of(command: str) -> set[str]:
-    return {flag for one in test_help.ALL[command].params for flag in one.opts}
+    return opts(test_help.ALL[command])
 
 
 def quoted(word: str) -> str:
@@ -193,6 +209,13 @@ def test_dtypes_have_short_names(text: str) -> None:
 def test_device_flag_accepts_only_devices_of_pytorch(text: str) -> None:
     assert checks.device(text) == text
     assert torch.device(text).type == text.partition(":")[0]
+
+
+@pytest.mark.parametrize("name", [name for name, one in test_help.ALL.items() if "--device" in opts(one)])
+def test_device_auto_means_the_same_as_no_device_in_every_command(name: str) -> None:
+    words = {"eval": ["code", "--data", "x"], "transcribe": ["x.wav"]}.get(name, [])
+    for flags in ([], ["--device", "auto"]):
+        assert test_help.ALL[name].make_context(name, [*words, *flags]).params["device"] is None
 
 
 def accepts(call: Any) -> bool:

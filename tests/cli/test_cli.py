@@ -396,7 +396,7 @@ def test_a_mistake_gives_one_line_on_stderr_and_status_2(
 
 @pytest.mark.parametrize(
     "command",
-    ["generate", "plan", *(pytest.param(name, marks=pytest.mark.full) for name in ("audit", "doctor"))],
+    ["plan", *(pytest.param(name, marks=pytest.mark.full) for name in ("generate", "audit", "doctor"))],
 )
 def test_a_closed_pipe_gives_one_line_on_stderr(model: str, command: str) -> None:
     arguments = {

@@ -348,8 +348,8 @@ def test_eval_passes_trust_remote_code_and_revision_to_loaders(
         raise ValueError("that is enough")
 
     monkeypatch.setattr(loading, "load", load)
-    options_module = sys.modules["outpace.cli.options"]
-    monkeypatch.setattr(options_module, "refuse_speech", lambda *_, **__: None)
+    models_module = sys.modules["outpace.cli.models"]
+    monkeypatch.setattr(models_module, "refuse_speech", lambda *_, **__: None)
     (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
     words = "eval", "dialog", "--data", "rows.jsonl", "-t", "owner/name"
     assert "that is enough" in run(*words, "--trust-remote-code", "--revision", "v2")[2]

@@ -52,8 +52,8 @@ def test_wrong_numbers_give_one_line(run: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--most", "100000000"], "--most: got 100000000; it must be from 1 to 1000"),
-        (["--most", "0"], "--most: got 0; it must be from 1 to 1000"),
+        (["--max-draft-tokens", "100000000"], "--max-draft-tokens: got 100000000; it must be from 1 to 1000"),
+        (["--max-draft-tokens", "0"], "--max-draft-tokens: got 0; it must be from 1 to 1000"),
         (
             ["--num-draft-tokens", "10000000000"],
             "--num-draft-tokens: got 10000000000; it must be from 0 to 1000",
@@ -77,7 +77,7 @@ def test_numbers_out_of_range_give_one_line(run: Run, words: list[str], why: str
 def test_extreme_plans_are_finite_and_without_warnings(run: Run, alpha: str, c: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        flags = ["--alpha", alpha, "--c", c, "--most", "1000", "--num-draft-tokens", "1000"]
+        flags = ["--alpha", alpha, "--c", c, "--max-draft-tokens", "1000", "--num-draft-tokens", "1000"]
         status, out, errors = run("plan", *flags, "--json")
         assert (status, errors) == (0, "")
         json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -101,8 +101,8 @@ def test_the_plot_has_all_curves(run: Run, tmp_path: Path) -> None:
 
 def test_the_plot_uses_the_values_of_the_flags(run: Run, tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
-    words = ["--alpha", "0.8", "--c", "0.05", "--ops", "0.2", "--most", "4", "--plot", str(picture)]
-    status, out, _ = run("plan", *words)
+    words = ["--alpha", "0.8", "--c", "0.05", "--ops", "0.2", "--max-draft-tokens", "4"]
+    status, out, _ = run("plan", *words, "--plot", str(picture))
     assert status == 0
     assert "Draft g = 4:" in out
     text = picture.read_text()

@@ -136,7 +136,7 @@ def test_unusable_output_path_is_an_error_of_one_line(run: Run, tmp_path: Path) 
     for out, message in (
         (nowhere, f"--out: {nowhere.parent}: no such folder"),
         (tmp_path, f"--out: {tmp_path} is a folder"),
-        (tune, f"out: {tune} is one of the results"),
+        (tune, f"--out: {tune} is one of the results"),
     ):
         status, _, errors = run("report", tune, "-o", str(out))
         assert (status, errors) == (2, f"outpace: {message}\n")

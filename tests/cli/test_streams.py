@@ -27,8 +27,12 @@ def test_a_closed_stdout_is_refused_before_any_work(words: tuple[str, ...]) -> N
     assert outpace(*words, redirect="<&- >&- 2>&-") == (2, "", "")
 
 
-def test_with_a_closed_stderr_stdout_is_unchanged(run: Run, model: str) -> None:
+def test_with_a_closed_stderr_stdout_is_unchanged() -> None:
     assert outpace(*PLAN, redirect="2>&-") == outpace(*PLAN)
+
+
+@pytest.mark.full
+def test_with_a_closed_stderr_a_text_is_generated(run: Run, model: str) -> None:
     words = ("generate", PROMPT, "--raw", "--num-draft-tokens", "2", *common(model))
     assert outpace(*words, redirect="2>&-")[:2] == run(*words)[:2]
 
@@ -56,13 +60,17 @@ def test_the_exit_status_is_2_even_if_nobody_reads_stderr(redirect: str) -> None
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
-def test_a_prompt_that_is_not_utf8_is_refused(run: Run, model: str) -> None:
-    code, out, err = outpace("generate", stdin=b"a\xff\xfeb\n")
-    assert (code, out, err) == (2, "", "outpace: prompt: not text in UTF-8\n")
-    code, out, err = outpace("chat", *common(model), stdin=b"a\xff\xfeb\nab\n")
+@pytest.mark.full
+def test_chat_asks_again_after_a_line_that_is_not_utf8(model: str) -> None:
+    code, _, err = outpace("chat", *common(model), stdin=b"a\xff\xfeb\nab\n")
     assert code == 0
     assert "prompt: not text in UTF-8; type it again" in err.splitlines()
     assert "24 tokens | " in err  # of the line after it
+
+
+def test_a_prompt_that_is_not_utf8_is_refused(run: Run) -> None:
+    code, out, err = outpace("generate", stdin=b"a\xff\xfeb\n")
+    assert (code, out, err) == (2, "", "outpace: prompt: not text in UTF-8\n")
     for command in ("generate", "chat"):
         words = ["ab"] if command == "generate" else []
         code, _, err = run(command, *words, "--system", "a\udcff")

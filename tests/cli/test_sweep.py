@@ -254,7 +254,7 @@ def test_error_says_that_texts_ended_before_anything_was_timed(run: Run, tmp_pat
         ),
         (
             ["--num-draft-tokens", "600", "-m", "2000"],
-            "num_draft_tokens: Fixed(600) does not fit a context of 512 tokens",
+            "num_draft_tokens: got Fixed(600), up to 600",
         ),
         (["--pair", "gpt5/gpt4"], "--target: given together with --pair"),
         (["--alpha", "0.5"], "--alpha: it needs --pair, a synthetic pair of models"),

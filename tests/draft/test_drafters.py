@@ -185,7 +185,7 @@ def test_ngram_reads_text_files(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (([1, 2], 0, 5), "n: got 0"),
-        (([1, 7], 2, 5), r"token_ids: got 1\.\.7; with vocab_size 5 ids are 0\.\.4"),
+        (([1, 7], 2, 5), r"token_ids: got 1\.\.7; with vocab_size 5 they must be in 0\.\.4"),
         (([1.5, 2.5], 2, 5), "token_ids: got list"),
         (([], 2, 5), "token_ids: got none"),
     ],

@@ -45,7 +45,7 @@ def decoder(target: str, draft: str, model: Any = None, **options: Any) -> Decod
     return Decoder(trained_model(target), drafter, tokenizer(target), **options)
 
 
-@pytest.mark.parametrize(("target", "draft"), tiers.sized(PAIRS[::2], PAIRS))
+@pytest.mark.parametrize(("target", "draft"), tiers.sized(PAIRS[::4], PAIRS))
 def test_greedy_texts_equal_the_baseline_and_most_draft_tokens_are_accepted(target: str, draft: str) -> None:
     baseline = Decoder(trained_model(target), None, tokenizer(target))
     expected = baseline.generate(PROMPTS, GREEDY, max_new_tokens=32)
@@ -289,17 +289,17 @@ def test_unsupported_combinations_raise_one_line_errors() -> None:
         letter_tokenizer("a", "b"),
         letter_tokenizer("b", "a", "c", "d"),
     )
-    with pytest.raises(TypeError, match="target_tokenizer: got NoneType None; TextDrafter needs both"):
+    with pytest.raises(TypeError, match="target_tokenizer: got NoneType None; it must be a Transformers"):
         TextDrafter(model, draft_tokenizer, None)
-    with pytest.raises(ValueError, match="target_tokenizer: it cannot decode"):
+    with pytest.raises(ValueError, match="target_tokenizer: got a tokenizer that cannot decode"):
         TextDrafter(model, draft_tokenizer, EncodeOnlyTokenizer())
-    with pytest.raises(ValueError, match="an encoder-decoder model cannot draft through text"):
+    with pytest.raises(ValueError, match="got an encoder-decoder model; it must be a causal model"):
         TextDrafter(tiny_seq2seq("t5"), draft_tokenizer, target_tokenizer)
-    with pytest.raises(ValueError, match="drafter: TextDrafter goes by the target's text"):
+    with pytest.raises(ValueError, match="draft: got a TextDrafter, which does not see"):
         Decoder(tiny_seq2seq("whisper"), TextDrafter(model, draft_tokenizer, target_tokenizer))
     with pytest.raises(ValueError, match="is not the Decoder's tokenizer"):
         Decoder(model, TextDrafter(model, draft_tokenizer, target_tokenizer), draft_tokenizer)
-    with pytest.raises(ValueError, match=r"its tokenizer is another one.*TextDrafter\(model"):
+    with pytest.raises(ValueError, match=r"whose tokenizer shares 0 of .*TextDrafter\(model"):
         Decoder(model, outpace.ModelDrafter(model, draft_tokenizer), target_tokenizer)
-    with pytest.raises(ValueError, match=r"their tokenizers differ; outpace.TextDrafter\(model"):
+    with pytest.raises(ValueError, match=r"the target's tokenizer; outpace.TextDrafter\(model"):
         Decoder(model, tiny(vocab_size=2000))

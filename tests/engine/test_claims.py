@@ -22,7 +22,7 @@ def test_two_decoders_on_one_scorer_are_refused_while_the_first_is_streaming() -
     one, other = Decoder(scorer), Decoder(scorer)
     stream = one.stream(PROMPT, temperature=0, max_new_tokens=8, ignore_eos=True)
     text = list(next(stream).token_ids)
-    with pytest.raises(RuntimeError, match="this CausalScorer is at work for another Decoder"):
+    with pytest.raises(RuntimeError, match="this CausalScorer is in use by another Decoder"):
         other.generate(OTHER, temperature=0, max_new_tokens=8)
     text += [token for step in stream for token in step.token_ids]
     assert text == greedy(tiny(), PROMPT, 8)
@@ -36,7 +36,7 @@ def test_two_drafters_on_one_scorer_are_refused_while_the_first_is_streaming() -
     one, other = (Decoder(tiny(), ModelDrafter(draft), num_draft_tokens=Fixed(2)) for _ in range(2))
     stream = one.stream(PROMPT, max_new_tokens=8, ignore_eos=True)
     next(stream)
-    with pytest.raises(RuntimeError, match="this CausalScorer is at work for another Decoder"):
+    with pytest.raises(RuntimeError, match="this CausalScorer is in use by another Decoder"):
         other.generate(OTHER, max_new_tokens=8)
     stream.close()
     other.generate(OTHER, max_new_tokens=8)
@@ -44,7 +44,7 @@ def test_two_drafters_on_one_scorer_are_refused_while_the_first_is_streaming() -
 
 def test_a_drafter_with_the_targets_scorer_is_refused() -> None:
     scorer = CausalScorer(tiny())
-    with pytest.raises(ValueError, match="draft: it has the target's own scorer"):
+    with pytest.raises(ValueError, match="draft: got a drafter with the target's own scorer"):
         Decoder(scorer, ModelDrafter(scorer))
 
 

@@ -121,9 +121,11 @@ class Alternating(Fixed):
         super().__init__(4)
         self.calls = 0
 
-    def choose(self, rows: Sequence[int], *, load: Load | None = None, hint: Hint | None = None) -> list[int]:
+    def choose(
+        self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
+    ) -> list[int]:
         self.calls += 1
-        return [(0, 0, 0, 0, 4, 2, 0, 3)[self.calls % 8]] * len(rows)
+        return [(0, 0, 0, 0, 4, 2, 0, 3)[self.calls % 8]] * len(slots)
 
 
 @pytest.mark.parametrize("policy", [Goodput, Alternating])

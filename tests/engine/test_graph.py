@@ -140,9 +140,9 @@ def test_engine_reports_captured_draft_lengths(
     for g in (3, 0, 3):
         pending = engine.start(g, sampling, 2)
         pending.read()
-        assert (pending.capture_seconds > 0) == (pending.seconds is None) == (not pending.was_captured)
+        assert (pending.capture_seconds > 0) == (pending.seconds is None) == (not pending.needed_no_capture)
     assert len(captured_work) == 2
-    assert pending.was_captured
+    assert pending.needed_no_capture
     assert engine.captured_lengths(sampling, 2, from_host=False) == frozenset({0, 3})
     assert engine.captured_lengths(sampling, 2, from_host=True) == frozenset()
     assert engine.captured_lengths(sampling, 1, from_host=False) == frozenset()

@@ -158,24 +158,24 @@ def test_a_list_gives_a_list_and_a_tensor_of_one_row_an_output() -> None:
             r"messages\[0\]: got \{'role': 'user'\}; it must be",
         ),
         ([MESSAGES[0], "Hello"], ValueError, r"messages\[1\]: got 'Hello'"),
-        ([{"role": "user", "content": 3}], ValueError, r"messages\[0\]: got .* both strings"),
-        ({"ids": [1]}, ValueError, "prompt: got dict of ids; it must have input_ids"),
-        ({}, ValueError, "prompt: got dict of nothing; it must have input_ids"),
-        ({"input_ids": [1], "pixel_values": 1}, ValueError, "prompt: got pixel_values beside input_ids"),
+        ([{"role": "user", "content": 3}], ValueError, r"messages\[0\]: got .* a string or list as content"),
+        ({"ids": [1]}, ValueError, "prompt: got dict with keys ids; it must have input_ids"),
+        ({}, ValueError, "prompt: got dict with no keys; it must have input_ids"),
+        ({"input_ids": [1], "pixel_values": 1}, ValueError, "prompt: got the key pixel_values, which"),
         (
             {"input_ids": [1, 2], "attention_mask": [1]},
             ValueError,
-            "attention_mask: got 1 values for 2",
+            "attention_mask: got 1 values; it must have 2",
         ),
         (
             {"input_ids": [[1], [2]], "attention_mask": [[1]]},
             ValueError,
-            "attention_mask: got 1 rows",
+            "attention_mask: got 1 rows; it must have 2",
         ),
         (
             {"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]},
             ValueError,
-            "attention_mask: it hides",
+            "attention_mask: got 0 between",
         ),
         (
             "ab\ud800",
@@ -186,7 +186,7 @@ def test_a_list_gives_a_list_and_a_tensor_of_one_row_an_output() -> None:
         (
             {"input_ids": [1, 2], "attention_mask": [1, 2]},
             ValueError,
-            "attention_mask: got other values",
+            "attention_mask: got a value other than 0 and 1",
         ),
         ({"input_ids": [1, 2], "attention_mask": [0, 0]}, ValueError, "prompt: it is empty"),
     ],
@@ -204,7 +204,7 @@ def test_messages_need_a_tokenizer_and_a_template() -> None:
         Decoder(MODEL, None, byte_tokenizer()).generate(MESSAGES)
     strict = chat_tokenizer()
     strict.chat_template = "{{ raise_exception('no system message') }}"
-    with pytest.raises(ValueError, match=r"chat template refuses it \(no system message\)"):
+    with pytest.raises(ValueError, match=r"chat template rejects \(no system message\)"):
         Decoder(MODEL, None, strict).generate(MESSAGES)
 
 
@@ -216,7 +216,7 @@ def test_encoder_accepts_the_output_of_a_tokenizer() -> None:
         assert [out.token_ids for out in decoder.generate(prompts, **OPTIONS)] == expected
     assert decoder.generate(TOKENIZER(TEXTS[1], return_tensors="pt"), **OPTIONS).token_ids == expected[1]
     assert decoder.encode(TEXTS) == IDS
-    with pytest.raises(ValueError, match="prompt: got decoder_input_ids beside input_ids"):
+    with pytest.raises(ValueError, match="prompt: got the key decoder_input_ids, which"):
         decoder.generate({"input_ids": IDS[0], "decoder_input_ids": [1]})
 
 
@@ -230,9 +230,9 @@ def test_speech_model_accepts_the_output_of_a_feature_extractor() -> None:
     both = torch.stack([one, other])
     for several in (both, [one, other], {"input_features": both, "attention_mask": torch.ones(2, 40)}):
         assert [out.token_ids for out in decoder.generate(several, **options)] == expected
-    with pytest.raises(TypeError, match="prompt: got str 'Hello'; this model takes features of speech"):
+    with pytest.raises(TypeError, match="prompt: got str 'Hello'; it must be features of speech"):
         decoder.generate("Hello")
-    with pytest.raises(TypeError, match="prompt: got features of speech, which have no token ids"):
+    with pytest.raises(TypeError, match="prompt: got features of speech; it must be text or token ids"):
         decoder.encode(one)
 
 

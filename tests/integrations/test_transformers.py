@@ -465,7 +465,7 @@ def test_eos_token_id_of_the_call_replaces_that_of_the_model() -> None:
 def test_a_full_context_ends_a_sequence() -> None:
     model = tiny(max_position_embeddings=16)
     model.generation_config.pad_token_id = None
-    with pytest.raises(ValueError, match="pad_token_id: nothing was given, and rows that end early need one"):
+    with pytest.raises(ValueError, match="pad_token_id: got None; it must be a token id"):
         model.generate(**batch(), custom_generate=outpace.generate, draft="lookup")
     out = model.generate(**batch(pad_token_id=60), custom_generate=outpace.generate, draft="lookup")
     lengths = [16 - 3, 16 - 5, 16 - 1]
@@ -558,7 +558,7 @@ def test_a_streamer_is_refused_for_several_rows() -> None:
 
         def end(self) -> None: ...
 
-    with pytest.raises(ValueError, match="streamer: got 3 rows; a streamer takes a single one"):
+    with pytest.raises(ValueError, match="streamer: got it with 3 rows; a streamer supports only one row"):
         target().generate(**batch(), streamer=Silent(), custom_generate=outpace.generate, draft="lookup")
 
 
@@ -703,7 +703,7 @@ def test_a_drafter_in_use_by_another_decoder_is_refused() -> None:
     drafter = outpace.LookupDrafter()
     stream = outpace.Decoder(tiny(), drafter).stream([1, 2], temperature=0, max_new_tokens=5)
     next(stream)
-    with pytest.raises(RuntimeError, match="this LookupDrafter is at work for another Decoder"):
+    with pytest.raises(RuntimeError, match="this LookupDrafter is in use by another Decoder"):
         target().generate(**batch(), custom_generate=outpace.generate, draft=drafter)
     stream.close()
     target().generate(**batch(), custom_generate=outpace.generate, draft=drafter)
@@ -739,29 +739,29 @@ def test_the_output_has_the_fields_of_transformers_and_stats() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"draft": None}, 'draft: nothing was given; pass a smaller model, a Drafter .* or "lookup"'),
+        ({"draft": None}, 'draft: got None; it must be a smaller model, a Drafter .* or "lookup"'),
         ({"draft": "gpt2"}, "draft: got 'gpt2'; it must be a smaller model, a Drafter"),
         ({"draft": "lokup"}, "draft: got 'lokup'; .*did you mean \"lookup\""),
         ({"draft": 3}, "draft: got int 3; it must be a smaller model, a Drafter"),
         ({"draft": outpace.LookupDrafter}, "draft: got type .*; it must be a smaller model"),
-        ({"draft": tiny(vocab_size=5000)}, "drafter: it knows 5000 tokens and the target 61"),
-        ({"num_beams": 2}, "num_beams: asks for beam search; outpace does greedy search and sampling"),
-        ({"num_beams": 2, "do_sample": True}, "num_beams: asks for beam sample"),
-        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha: asks for contrastive search"),
-        ({"dola_layers": "low"}, "dola_layers: asks for dola generation"),
-        ({"prompt_lookup_num_tokens": 3}, 'prompt_lookup_num_tokens: asks for assisted .*draft="lookup"'),
-        ({"assistant_early_exit": 1}, "assistant_early_exit: asks for assisted generation"),
+        ({"draft": tiny(vocab_size=5000)}, "draft: got a model of 5000 tokens for a target of 61"),
+        ({"num_beams": 2}, "num_beams: got 2, which selects beam search; outpace supports"),
+        ({"num_beams": 2, "do_sample": True}, "num_beams: got 2, which selects beam sample"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha: got 0.6, which selects contrastive search"),
+        ({"dola_layers": "low"}, "dola_layers: got 'low', which selects dola generation"),
+        ({"prompt_lookup_num_tokens": 3}, 'prompt_lookup_num_tokens: got 3, .*draft="lookup"'),
+        ({"assistant_early_exit": 1}, "assistant_early_exit: got 1, which selects assisted generation"),
         (
             {"assistant_model": tiny(seed=1)},
-            "assistant_model: Transformers keeps it .* pass the model as draft=",
+            "assistant_model: got .*; it must be None .* pass the model as draft=",
         ),
-        ({"synced_gpus": True}, "synced_gpus: got True; .* it must be False"),
+        ({"synced_gpus": True}, "synced_gpus: got True; it must be False"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions: got True"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states: got True"),
-        ({"attention_mask": 1 - MASK}, "attention_mask: it hides the last token of a row; pad on the left"),
+        ({"attention_mask": 1 - MASK}, "attention_mask: got 0 for the last token of a row.* on the left"),
         (
             {"position_ids": torch.arange(5)[None] + 1},
-            "position_ids: outpace counts each row's tokens from 0",
+            "position_ids: got other positions than 0, 1, 2",
         ),
         ({"rule": "guess"}, "rule: got 'guess'"),
         ({"lenience": 0.5, "rule": "block"}, "lenience: got 0.5"),
@@ -781,7 +781,7 @@ def test_caches_and_embeddings_are_refused() -> None:
     with pytest.raises(ValueError, match="past_key_values: got a cache that is not empty"):
         model.generate(**batch(past_key_values=past), custom_generate=outpace.generate, draft="lookup")
     embedded = model.get_input_embeddings()(IDS[1:2])
-    with pytest.raises(ValueError, match="inputs_embeds: outpace scores token ids alone"):
+    with pytest.raises(ValueError, match="inputs_embeds: got a value; it must be left out"):
         model.generate(
             inputs_embeds=embedded, custom_generate=outpace.generate, draft="lookup", max_new_tokens=3
         )

@@ -98,10 +98,10 @@ def test_the_model_still_works_and_shares_its_weights(family: str) -> None:
 def test_why_not_gives_the_reason_for_unsupported_models() -> None:
     assert "family" in (why_not(tiny("gpt2")) or "")
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    assert "depend on the text" in (why_not(tiny(rope_parameters=dynamic)) or "")
+    assert "depend on the sequence" in (why_not(tiny(rope_parameters=dynamic)) or "")
     mixed = tiny()
     mixed.lm_head.half()
-    assert "several types" in (why_not(mixed) or "")
+    assert "several dtypes" in (why_not(mixed) or "")
     hooked = tiny()
     hooked.lm_head.register_forward_hook(lambda *args: None)
     assert "hooks" in (why_not(hooked) or "")

@@ -390,6 +390,7 @@ def convert_command(file: Path) -> list[str]:
     return [sys.executable, "-c", code, str(file)]
 
 
+@pytest.mark.full
 def test_progress_is_one_line_if_stderr_is_not_a_terminal(file: Path) -> None:
     done = subprocess.run(convert_command(file), capture_output=True, text=True, check=True)
     assert done.stdout == ""

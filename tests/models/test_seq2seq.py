@@ -134,22 +134,22 @@ def test_wrong_prompts_and_models_raise_errors_that_say_why() -> None:
     decoder = Decoder(tiny_seq2seq("bart"))
     for prompt, error, message in (
         ([], ValueError, "empty"),
-        ([V], ValueError, f"knows 0..{V - 1}"),
-        (list(range(2, 60)) * 3, ValueError, "encoder reads 128"),
-        (torch.randn(8, 40), TypeError, "takes token ids"),
+        ([V], ValueError, f"must be in 0..{V - 1}"),
+        (list(range(2, 60)) * 3, ValueError, "encoder takes at most 128"),
+        (torch.randn(8, 40), TypeError, "must be token ids"),
         ("text", ValueError, "no tokenizer"),
         (3.5, TypeError, "must be a string"),
     ):
         with pytest.raises(error, match=message):
             decoder.generate(prompt, max_new_tokens=2)  # type: ignore[arg-type]
     speech_decoder = Decoder(tiny_seq2seq("whisper"))
-    with pytest.raises(ValueError, match=r"this model takes \[8, 40\]"):
+    with pytest.raises(ValueError, match=r"it must be \[8, 40\]"):
         speech_decoder.generate(torch.randn(8, 30), max_new_tokens=2)
     with pytest.raises(TypeError, match="features of speech"):
         speech_decoder.generate([1, 2, 3], max_new_tokens=2)
-    with pytest.raises(ValueError, match="give ids= or features="):
+    with pytest.raises(ValueError, match="got neither; pass exactly one"):
         Source()
-    with pytest.raises(ValueError, match="cannot draft for a target without an encoder"):
+    with pytest.raises(ValueError, match="draft: got an encoder-decoder model; it must be a decoder-only"):
         Decoder(tiny(), tiny_seq2seq("t5"))
     with pytest.raises(ValueError, match="not among t5, mt5"):
         Decoder(tiny_seq2seq_of_another_family())
@@ -196,9 +196,9 @@ def test_changed_weights_invalidate_encoder_states(what: str) -> None:
 
 
 def test_drafts_with_other_encoder_inputs_are_refused_or_truncated() -> None:
-    with pytest.raises(ValueError, match="cannot take the input of"):
+    with pytest.raises(ValueError, match="with encoder input of token ids; it must take 8 bins"):
         Decoder(tiny_seq2seq("whisper"), tiny_seq2seq("t5"))
-    with pytest.raises(ValueError, match="4 bins of 40 frames against 8 bins"):
+    with pytest.raises(ValueError, match="4 bins of 40 frames; it must take 8 bins"):
         Decoder(tiny_seq2seq("whisper"), tiny_seq2seq("whisper", num_mel_bins=4))
     target = tiny_seq2seq("bart")
     draft = tiny_seq2seq("bart", seed=1, max_position_embeddings=16, vocab_size=V - 20)

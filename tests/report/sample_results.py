@@ -90,8 +90,8 @@ def measured() -> dict[str, Any]:
         "drafts": drafts,
         "passes": [{"B": B, "n": n, "ms": 20.25 + 0.13 * n * B} for B in (1, 8) for n in (1, 2, 5, 9, 17)],
         "verify": [
-            {"B": B, "g": g, "ms": 0.31 + 0.01 * g * B, "drawn": drawn}
-            for drawn in (False, True)
+            {"B": B, "g": g, "ms": 0.31 + 0.01 * g * B, "sampled": sampled}
+            for sampled in (False, True)
             for B in (1, 8)
             for g in (1, 4, 8, 16)
         ],

@@ -84,7 +84,7 @@ def test_eval_section_names_its_data_settings_and_draft(tmp_path: Path) -> None:
     )
     assert "Draft: org/Draft-0.5B, g = 5, seed 3." in text
     assert "same text as baseline" not in text  # sampled texts may differ
-    assert paragraphs(text, "verdict")[0].startswith(
+    assert paragraphs(text, "answer")[0].startswith(
         "summarize with org/Draft-0.5B, g = 5 is 2.06 times as fast as without speculation (1."
     )
 

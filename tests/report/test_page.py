@@ -11,10 +11,10 @@ import pytest
 from outpace.bench import theory
 from outpace.checks.errors import format_small
 from outpace.report import timeline, tokens
+from outpace.report.answer import answers
 from outpace.report.page import page
 from outpace.report.section import Speed
 from outpace.report.source import source
-from outpace.report.verdict import verdicts
 from tests.report.markup import Markup
 from tests.report.sample_results import DRAFTS, measured, swept, tuned
 
@@ -26,10 +26,10 @@ def full_page() -> str:
     return page([("tune.json", tuned()), ("sweep.json", swept()), ("alpha.json", measured())])
 
 
-def verdict(contents: list[dict[str, Any]]) -> str:
+def answer_of(contents: list[dict[str, Any]]) -> str:
     """Return the first answer for some files."""
     files = [(str(i), content) for i, content in enumerate(contents)]
-    return next((answer.words for answer in verdicts(files)), "")
+    return next((answer.words for answer in answers(files)), "")
 
 
 def measured_only(*parts: str) -> dict[str, Any]:
@@ -178,50 +178,50 @@ def test_files_without_results_raise_an_error() -> None:
 
 def test_answer_comes_from_tune_then_sweep_then_alpha() -> None:
     fast, slow = swept(), swept()
-    assert verdict([measured(), fast, tuned()]) == tuned()["verdict"]
+    assert answer_of([measured(), fast, tuned()]) == tuned()["verdict"]
     undecided = tuned() | {"chosen": None, "verdict": "Whether it pays is not known: there was no time."}
-    assert verdict([undecided]) == undecided["verdict"]
-    assert verdict([undecided, fast]) == verdict([fast])
+    assert answer_of([undecided]) == undecided["verdict"]
+    assert answer_of([undecided, fast]) == answer_of([fast])
     best = theory.speedup(0.812, 6, 1.9 / 20.5)
     answer = f"Draft with org/Draft-0.5B, g = 6, greedy: {best:.2f} times as fast as without speculation"
-    assert verdict([measured(), fast]).startswith(answer)
+    assert answer_of([measured(), fast]).startswith(answer)
     for one in slow["figures"]:
         one |= {"speedup": one["speedup"] / 4, "interval": None}
-    assert verdict([measured(), slow]).startswith(
+    assert answer_of([measured(), slow]).startswith(
         "Do not speculate: the best that was measured, org/Draft-0.5B"
     )
     for one in slow["figures"]:
         one |= {"speedup": 1.01, "interval": [0.97, 1.05]}
-    assert verdict([slow]).startswith("It is not sure that speculation pays")
+    assert answer_of([slow]).startswith("It is not sure that speculation pays")
     answer = "Draft with org/Draft-0.5B, g = 5: 2.13 times as fast as without speculation (2.08 to 2.19"
-    assert verdict([measured()]).startswith(answer)
+    assert answer_of([measured()]).startswith(answer)
     lenient = measured()
     lenient["drafts"] = [
         one | {"best_g": 0, "predicted": 1.0, "predicted_interval": None} for one in lenient["drafts"]
     ]
     lenient["drafts"].append(lenient["drafts"][0] | {"lenience": 0.1, "best_g": 5, "predicted": 3.0})
-    assert verdict([lenient]).startswith("Do not speculate")  # lenience 0.1 is faster, but not exact
-    assert verdict([measured_only("passes")]) == ""
+    assert answer_of([lenient]).startswith("Do not speculate")  # lenience 0.1 is faster, but not exact
+    assert answer_of([measured_only("passes")]) == ""
 
 
 def test_draft_is_recommended_only_if_it_pays_in_all_of_alphas_interval() -> None:
     content = measured()
     fast, sure = content["drafts"]
     fast["predicted_interval"] = [0.71, 2.9]
-    assert verdict([content]).startswith("Draft with ngram:texts.arpa, g = 3: 1.31 times as fast")
+    assert answer_of([content]).startswith("Draft with ngram:texts.arpa, g = 3: 1.31 times as fast")
     sure["predicted_interval"] = [1.0, 1.4]
-    assert verdict([content]).startswith(
+    assert answer_of([content]).startswith(
         "It is not known whether speculation pays: org/Draft-0.5B, g = 5: 2.13 times as fast as without "
         "speculation (0.71 to 2.90 over α's interval)"
     )
     for one in (fast, sure):
         one |= {"best_g": 0, "predicted": 1.0}
-    assert verdict([content]).startswith(
+    assert answer_of([content]).startswith(
         "It is not known whether speculation pays: org/Draft-0.5B is expected to be 0.71 to 2.90 times"
     )
     for one in (fast, sure):
         one["predicted_interval"] = [1.0, 1.0]
-    assert verdict([content]).startswith("Do not speculate")
+    assert answer_of([content]).startswith("Do not speculate")
 
 
 def paragraphs(html: str, css_class: str) -> list[str]:
@@ -319,8 +319,8 @@ def test_answer_names_the_section_that_contradicts_it() -> None:
 
 def test_each_of_several_tune_files_has_its_own_answer() -> None:
     slow = tuned() | {"target": "other", "verdict": "Do not speculate: nothing pays."}
-    answers = paragraphs(page([("a.json", tuned()), ("b.json", slow)]), "verdict")
-    assert answers == [f"a.json: {tuned()['verdict']}", "b.json: Do not speculate: nothing pays."]
+    shown = paragraphs(page([("a.json", tuned()), ("b.json", slow)]), "answer")
+    assert shown == [f"a.json: {tuned()['verdict']}", "b.json: Do not speculate: nothing pays."]
 
 
 def test_interval_stands_in_the_cell_of_its_own_value() -> None:
@@ -401,8 +401,8 @@ def test_timeline_blocks_are_to_scale() -> None:
             "num_accepted": 2,
         },
     ]
-    drawn = Markup(str(timeline.render(iterations, 0.03)))
-    blocks = [(one["class"], one["x"], one["width"]) for one in drawn.all("rect")]
+    html = Markup(str(timeline.render(iterations, 0.03)))
+    blocks = [(one["class"], one["x"], one["width"]) for one in html.all("rect")]
     total = 0.07 + 3 * 0.03
     at = [0.0, 0.06, 0.07, 0.08, 0.09, 0.12]
     wide = [0.06, 0.01, 0.01, 0.01, 0.03, 0.01]
@@ -416,16 +416,16 @@ def test_timeline_blocks_are_to_scale() -> None:
         "other",
         *["target"] * 3,
     ]  # the baseline has the prefill, too
-    assert "speculative: 4 tokens in 130 ms" in drawn.words
-    assert "without speculation: 160 ms" in drawn.words
-    assert "draft 15%" in drawn.words
+    assert "speculative: 4 tokens in 130 ms" in html.words
+    assert "without speculation: 160 ms" in html.words
+    assert "draft 15%" in html.words
 
 
 def test_token_view_has_one_line_per_step() -> None:
     pieces = [
         ["a", "accepted"],
         ["b", "correction"],
-        ["c", "plain"],
+        ["c", "target"],
         ["d\n", "accepted"],
         ["e", "bonus"],
         ["f", "accepted"],

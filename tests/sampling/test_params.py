@@ -447,7 +447,7 @@ def test_errors_name_the_wrong_parameter(values: dict[str, Any], error: type[Exc
         (lambda z: Prefix.of(cast(Any, [[1.7], [2]])), "prefix: got float 1.7"),
         (
             lambda z: Prefix(torch.zeros(1, 3).long(), lengths=torch.zeros(1, device="meta").long()),
-            "prefix.lengths: is on meta",
+            "prefix.lengths: got a tensor on meta",
         ),
         (lambda z: Prefix(torch.zeros(2, 3)), "prefix.tokens: got a tensor of torch.float32"),
         (lambda z: Prefix(torch.zeros(3).long()), "prefix.tokens: got shape"),

@@ -229,8 +229,8 @@ class Cell:
 
     @property
     def samples(self) -> int:
-        """Draws of this cell; half for slow models, small batches and Python processors."""
-        slow = self.family != "llama" or self.batch_size <= 10 or self.sampling == "processors"
+        """Draws of this cell; half for slow models and small batches."""
+        slow = self.family != "llama" or self.batch_size <= 10
         return SAMPLES // 2 if slow else SAMPLES
 
     def decoder(self) -> Decoder:

@@ -106,10 +106,10 @@ check(total)
 
 
 def test_a_correct_program_passes(mode: str) -> None:
-    outcome = run(TESTED.format(body="return sum(numbers)"))
-    assert outcome.passed
-    assert outcome.reason == ""
-    assert outcome.seconds > 0
+    result = run(TESTED.format(body="return sum(numbers)"))
+    assert result.passed
+    assert result.reason == ""
+    assert result.seconds > 0
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_a_correct_program_passes(mode: str) -> None:
     ],
 )
 def test_a_wrong_program_fails_with_a_reason_in_one_line(program: str, reason: str) -> None:
-    outcome = run(program)
-    assert not outcome.passed
-    assert re.fullmatch(reason, outcome.reason), outcome.reason
+    result = run(program)
+    assert not result.passed
+    assert re.fullmatch(reason, result.reason), result.reason
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ def test_a_wrong_program_fails_with_a_reason_in_one_line(program: str, reason: s
      "raise SystemExit", "import os; os.closerange(0, 64); os._exit(0)"],
 )  # fmt: skip
 def test_a_program_that_exits_before_its_tests_fails(leave: str) -> None:
-    outcome = run(f"{leave}\nassert False")
-    assert not outcome.passed
-    assert outcome.reason == "exited before the end"
+    result = run(f"{leave}\nassert False")
+    assert not result.passed
+    assert result.reason == "exited before the end"
 
 
 def test_a_program_that_prints_a_verdict_does_not_pass_by_it() -> None:
@@ -201,14 +201,14 @@ NAMED = "raise type({!r}, (Exception,), {{}})"
     ],
 )  # fmt: skip
 def test_any_exception_is_a_failure(program: str, reason: str) -> None:
-    outcome = run(program)
-    assert (outcome.passed, outcome.stopped, outcome.reason) == (False, False, reason)
+    result = run(program)
+    assert (result.passed, result.stopped, result.reason) == (False, False, reason)
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGALRM", "SIGSEGV"])
 def test_a_program_ended_by_a_signal_fails(mode: str, name: str) -> None:
-    outcome = run(f"import signal\nsignal.raise_signal(signal.{name})")
-    assert (outcome.passed, outcome.stopped, outcome.reason) == (False, False, f"crashed ({name})")
+    result = run(f"import signal\nsignal.raise_signal(signal.{name})")
+    assert (result.passed, result.stopped, result.reason) == (False, False, f"crashed ({name})")
 
 
 def test_an_invalid_verdict_line_raises_an_error_of_the_sandbox(
@@ -235,9 +235,9 @@ def test_an_invalid_verdict_line_raises_an_error_of_the_sandbox(
      "import os\nwhile True:\n  for fd in range(9):\n    try: os.write(fd, b'x' * 999)\n    except: 0"],
 )  # fmt: skip
 def test_a_program_is_killed_at_its_time_limit(wait: str) -> None:
-    outcome = run(wait, seconds=SECONDS)
-    assert outcome.reason == f"took longer than {SECONDS} s"
-    assert outcome.seconds >= SECONDS
+    result = run(wait, seconds=SECONDS)
+    assert result.reason == f"took longer than {SECONDS} s"
+    assert result.seconds >= SECONDS
 
 
 @pytest.mark.parametrize(
@@ -268,8 +268,8 @@ def test_the_default_memory_limit_is_one_gibibyte() -> None:
 )  # fmt: skip
 def test_no_file_is_written(folder: str, write: str, tmp_path: Path) -> None:
     path = Path(folder) / f"{tmp_path.parent.name}-{os.getpid()}-sandbox.txt"
-    outcome = run(write.format(path=str(path)))
-    assert outcome.reason == f"wrote a file: {path}"
+    result = run(write.format(path=str(path)))
+    assert result.reason == f"wrote a file: {path}"
     assert not path.exists()
 
 
@@ -300,8 +300,8 @@ def test_no_file_is_changed_or_read(change: str, reason: str, tmp_path: Path) ->
     file.write_text("content")
     before = file.stat()
     names = f"import os, pathlib, shutil, sqlite3\nfile, folder = {str(file)!r}, {str(tmp_path)!r}\n"
-    outcome = run(names + change)
-    assert re.fullmatch(reason.format(file=file, folder=tmp_path), outcome.reason), outcome.reason
+    result = run(names + change)
+    assert re.fullmatch(reason.format(file=file, folder=tmp_path), result.reason), result.reason
     after = file.stat()
     assert file.read_text() == "content"
     assert (before.st_mode, before.st_mtime) == (after.st_mode, after.st_mtime)
@@ -318,8 +318,8 @@ def test_no_file_is_changed_or_read(change: str, reason: str, tmp_path: Path) ->
 def test_nothing_goes_to_the_network(connect: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.05)
-        outcome = run(connect.format(port=server.getsockname()[1]))
-        assert outcome.reason == "used the network"
+        result = run(connect.format(port=server.getsockname()[1]))
+        assert result.reason == "used the network"
         with pytest.raises(TimeoutError):
             server.accept()
 
@@ -359,15 +359,15 @@ def test_a_process_started_despite_the_hook_dies_with_the_program(mode: str) -> 
 
 def test_a_program_dies_and_fails_if_its_watcher_is_killed(mode: str, groups: list[int]) -> None:
     threading.Timer(SECONDS, lambda: os.kill(groups[-1], signal.SIGKILL)).start()
-    outcome = run("import os\nos.closerange(0, 64)\nwhile True: pass", seconds=20)
-    assert outcome.reason == "exited before the end"
+    result = run("import os\nos.closerange(0, 64)\nwhile True: pass", seconds=20)
+    assert result.reason == "exited before the end"
 
 
 def test_namespaces_refuse_operations_without_an_audit_event(mode: str, tmp_path: Path) -> None:
     if mode != NAMESPACES:
         pytest.skip("there is no hook for this")
-    outcome = run(f"import os; os.mkfifo({str(tmp_path / 'x')!r})")
-    assert (outcome.reason, outcome.stopped) == ("wrote a file", True)
+    result = run(f"import os; os.mkfifo({str(tmp_path / 'x')!r})")
+    assert (result.reason, result.stopped) == ("wrote a file", True)
     assert not os.listdir(tmp_path)
     network = os.readlink("/proc/self/ns/net")
     assert run(f"import os\nassert os.readlink('/proc/self/ns/net') != {network!r}").passed
@@ -414,8 +414,8 @@ def test_output_of_a_program_is_discarded(program: str, capfd: pytest.CaptureFix
      ""],
 )  # fmt: skip
 def test_ordinary_programs_pass(program: str) -> None:
-    outcome = run(program)
-    assert outcome.passed, outcome.reason
+    result = run(program)
+    assert result.passed, result.reason
 
 
 def test_an_interrupt_kills_the_program_and_is_raised() -> None:

@@ -290,7 +290,7 @@ def test_an_unwritable_transcript_file_is_refused_before_a_model_is_loaded(
     monkeypatch.setattr(Transcriber, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     (tmp_path / "a.wav").write_bytes(b"")
     (tmp_path / "a.srt").mkdir()
-    words = ["transcribe", str(tmp_path / "a.wav"), "--output", str(tmp_path), "--format", "srt"]
+    words = ["transcribe", str(tmp_path / "a.wav"), "--out", str(tmp_path), "--format", "srt"]
     done = CliRunner().invoke(app, words)
     assert isinstance(done.exception, ValueError)
-    assert str(done.exception) == f"--output: {tmp_path / 'a.srt'} is a folder"
+    assert str(done.exception) == f"--out: {tmp_path / 'a.srt'} is a folder"

@@ -7,7 +7,7 @@ import pytest
 
 from outpace.bench.spread import Rate
 from outpace.tune.candidate import Candidate, baseline
-from outpace.tune.decision import Choice, better_half, choose, compare, verdict
+from outpace.tune.decision import Recommendation, better_half, compare, recommend, verdict
 
 BASELINE = baseline("float32")
 LOOKUP, FIXED = Candidate("lookup", "auto", "token", "float32"), Candidate("lookup", "4", "token", "float32")
@@ -24,10 +24,10 @@ def rounds(speed: float, prompts: int = 8, spread: float = 0.01, seed: int = 0) 
     return {(i, 0): (10.0, one / speed) for i, one in enumerate(noise.tolist())}
 
 
-def decide(**speeds: Rounds) -> Choice:
+def decide(**speeds: Rounds) -> Recommendation:
     candidates = {"lookup": LOOKUP, "fixed": FIXED, "table": TABLE, "model": MODEL}
     rates = {candidates[name]: one for name, one in speeds.items()}
-    return choose(rates, {candidate: rounds(1.0, seed=1) for candidate in rates}, BASELINE)
+    return recommend(rates, {candidate: rounds(1.0, seed=1) for candidate in rates}, BASELINE)
 
 
 def test_the_fastest_that_is_surely_faster_is_chosen() -> None:
@@ -76,7 +76,7 @@ def test_a_dropped_candidate_is_compared_on_the_prompts_of_both() -> None:
     model = {key: (10.0, seconds / 3.5) for key, (_, seconds) in rounds(1.0, 4).items()}
     model |= {(i, 0): (10.0, 1 / 1.2) for i in range(4, 20)}
     reference = rounds(1.0, 20, seed=1)
-    found = choose({LOOKUP: easy, MODEL: model}, {LOOKUP: reference, MODEL: reference}, BASELINE)
+    found = recommend({LOOKUP: easy, MODEL: model}, {LOOKUP: reference, MODEL: reference}, BASELINE)
     assert found.candidate == MODEL
 
 
@@ -89,7 +89,7 @@ def test_a_prompt_of_two_rounds_counts_once() -> None:
 
 
 def test_without_measurements_the_baseline_is_chosen() -> None:
-    assert choose({}, {}, BASELINE) == Choice(BASELINE, {})
+    assert recommend({}, {}, BASELINE) == Recommendation(BASELINE, {})
 
 
 def test_the_verdict_has_speed_interval_and_prompts() -> None:
@@ -107,7 +107,7 @@ def test_another_precision_without_speculation_may_be_chosen() -> None:
     other = baseline("bfloat16")
     speedup = compare(rounds(1.4), rounds(1.0, seed=1))
     assert speedup is not None
-    found = choose(
+    found = recommend(
         {other: rounds(1.4), LOOKUP: rounds(1.39, seed=2)},
         dict.fromkeys((other, LOOKUP), rounds(1.0)),
         BASELINE,
@@ -117,13 +117,13 @@ def test_another_precision_without_speculation_may_be_chosen() -> None:
     assert verdict(found, {other: speedup}, BASELINE).startswith(
         "Do not speculate, but compute in bfloat16: 1.4"
     )
-    unsure = verdict(Choice(BASELINE, {}), {other: speedup}, BASELINE)
+    unsure = verdict(Recommendation(BASELINE, {}), {other: speedup}, BASELINE)
     assert "the fastest candidate, the baseline in bfloat16, is 1.4" in unsure
 
 
 def test_the_same_draft_in_two_precisions_is_two_candidates() -> None:
     other = Candidate("lookup", "auto", "token", "bfloat16")
-    found = choose(
+    found = recommend(
         {LOOKUP: rounds(1.4), other: rounds(1.41, seed=2)},
         dict.fromkeys((other, LOOKUP), rounds(1.0)),
         BASELINE,

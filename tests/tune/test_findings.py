@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outpace.tune.candidate import Candidate, CandidateResult, baseline
-from outpace.tune.decision import Choice
+from outpace.tune.decision import Recommendation
 from outpace.tune.findings import Findings
 from tests.tune.test_decision import rounds
 
@@ -29,7 +29,7 @@ def test_other_libraries_get_a_fixed_number_of_draft_tokens_that_pays_or_none(
 ) -> None:
     findings = Findings(baseline("float32"))
     findings.add(AUTO)
-    findings.choice = Choice(AUTO, {})
+    findings.recommendation = Recommendation(AUTO, {})
     for g, speed in expected.items():
         candidate = Candidate("lookup", str(g), "token", "float32")
         findings.expect(candidate, (speed, None), 1.0, (speed, None))
@@ -38,14 +38,14 @@ def test_other_libraries_get_a_fixed_number_of_draft_tokens_that_pays_or_none(
             findings.record.baseline_rates[candidate] = rounds(1.0, seed=1)
     findings.expected[Candidate("org/small", "7", "token", "float32")] = 2.0, None  # of another draft
     assert findings.nearest_fixed() == fixed
-    findings.choice = Choice(Candidate("lookup", "3", "block", "float32"), {})
+    findings.recommendation = Recommendation(Candidate("lookup", "3", "block", "float32"), {})
     assert findings.nearest_fixed() == 3
 
 
 def test_a_fixed_number_must_pay_against_the_baseline_in_the_same_dtype() -> None:
     chosen = Candidate("lookup", "auto", "token", "bfloat16")
     findings = Findings(baseline("float32"))
-    findings.choice = Choice(chosen, {})
+    findings.recommendation = Recommendation(chosen, {})
     findings.expected[Candidate("lookup", "3", "token", "bfloat16")] = 1.5, None
     assert findings.nearest_fixed() == 3
     findings.expected[baseline("bfloat16")] = 1.8, None
@@ -90,12 +90,12 @@ def test_a_precision_that_was_not_measured_leaves_the_result_unknown() -> None:
 
 def test_max_batch_is_known_only_if_larger_batches_were_examined() -> None:
     findings = Findings(baseline("float32"))
-    findings.choice = Choice(AUTO, {})
+    findings.recommendation = Recommendation(AUTO, {})
     assert findings.max_batch() is None
     for B, speed, max_batch in ((4, 1.3, 4), (8, 1.01, 4), (16, 1.5, 4)):
         findings.larger_batches.append(CandidateResult("lookup", "auto", "float32", "token", B, speed))
         assert findings.max_batch() == max_batch
     findings.larger_batches[0] = CandidateResult("lookup", "auto", "float32", "token", 4, 0.9)
     assert findings.max_batch() == 1
-    findings.choice = Choice(baseline("float32"), {})
+    findings.recommendation = Recommendation(baseline("float32"), {})
     assert findings.max_batch() is None

@@ -11,7 +11,7 @@ from outpace.sampling import SamplingParams
 from outpace.tune import race
 from outpace.tune.budget import Budget
 from outpace.tune.candidate import Candidate, baseline
-from outpace.tune.decision import choose
+from outpace.tune.decision import recommend
 from outpace.tune.race import Race, Record
 
 BASELINE = baseline("float32")
@@ -74,7 +74,7 @@ def test_a_race_ends_in_time_and_finds_the_fastest(monkeypatch: pytest.MonkeyPat
     world = World(a=0.9, b=1.3, c=1.1, d=1.6, e=0.5)
     record, candidates = run_race(world, monkeypatch, 120)
     assert world.now <= 120
-    assert choose(record.rates, record.baseline_rates, BASELINE).candidate == candidates[3]
+    assert recommend(record.rates, record.baseline_rates, BASELINE).candidate == candidates[3]
     counts = [len(record.rates.get(candidate, {})) for candidate in candidates]
     assert counts[3] == max(counts) > counts[4] > 0
     assert "slower half" in record.dropped[candidates[4]]

@@ -18,8 +18,8 @@ from outpace.sampling import SamplingParams
 from outpace.tune import tuning
 from outpace.tune.budget import Budget
 from outpace.tune.candidate import Candidate
-from outpace.tune.costs import Costs, DecoderSet
-from outpace.tune.decision import Choice
+from outpace.tune.costs import DecoderSet, StepCosts
+from outpace.tune.decision import Recommendation
 from outpace.tune.replay import Replay
 from outpace.tune.tuning import TunePlan, Tuning
 from tests.tiny import V, trained
@@ -54,10 +54,10 @@ def make_tuning(target: Any, path: Path, seconds: float, **plan: Any) -> Tuning:
 
 def test_the_fastest_draft_is_chosen(target: Any, tmp_path: Path) -> None:
     path = tmp_path / "tune.json"
-    tuned = make_tuning(target, path, 12.0)
+    tuned = make_tuning(target, path, 6.0)
     assert len(tuned.ngram_prompts) == len(tuned.prompts) == 8
     tuned.run()
-    chosen = tuned.findings.choice.candidate
+    chosen = tuned.findings.recommendation.candidate
     assert chosen.draft in ("lookup", "ngram")
     content = load(path, ("tune",))
     assert content["chosen"] in content["candidates"]
@@ -103,9 +103,12 @@ def test_with_sampling_the_block_rule_is_measured_too(
     findings = tuned.findings
     findings.candidates = [one for one in findings.candidates if one.draft != "lookup"]
     tuned.run()
-    assert findings.choice.candidate.draft == "ngram"
+    assert findings.recommendation.candidate.draft == "ngram"
     (block,) = [one for one in findings.results() if one.rule == "block"]
-    assert (block.draft, block.num_draft_tokens) == ("ngram", findings.choice.candidate.num_draft_tokens)
+    assert (block.draft, block.num_draft_tokens) == (
+        "ngram",
+        findings.recommendation.candidate.num_draft_tokens,
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
@@ -157,7 +160,7 @@ def test_larger_batches_are_timed_at_the_chosen_number_of_draft_tokens(target: A
     tuned.findings.beta["lookup"] = [np.ones(64), np.ones(64)]
     chosen = Candidate("lookup", "12", "token", "float32")
     tuned.findings.add(chosen)
-    tuned.findings.choice = Choice(chosen, {})
+    tuned.findings.recommendation = Recommendation(chosen, {})
     tuned.expect_larger_batches()
     (result,) = tuned.findings.larger_batches
     assert (result.num_draft_tokens, result.batch) == ("12", 2)
@@ -168,7 +171,7 @@ def test_larger_batches_are_timed_at_the_chosen_number_of_draft_tokens(target: A
 
 
 def test_the_time_of_passes_is_bounded_by_timed_passes() -> None:
-    costs = Costs(SamplingParams())
+    costs = StepCosts(SamplingParams())
     costs.passes["float32", 1] = [Pass(1, 1, 10.0), Pass(1, 3, 14.0), Pass(1, 9, 30.0)]
     assert costs.upper_bound("float32", (1,)) == pytest.approx(0.010)
     assert costs.upper_bound("float32", (1, 2, 3)) == pytest.approx(0.010 + 0.014 + 0.014)

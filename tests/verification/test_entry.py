@@ -49,7 +49,11 @@ def make_arguments(**changes: Any) -> dict[str, Any]:
             "draft_logits: got dtype torch.float32",
         ),
         ({"draft_logits": torch.randn(B, G, V).half()}, TypeError, "draft_logits: got dtype torch.float16"),
-        ({"draft_logits": torch.randn(B, G, V, device="meta")}, ValueError, "draft_logits: is on meta"),
+        (
+            {"draft_logits": torch.randn(B, G, V, device="meta")},
+            ValueError,
+            "draft_logits: got a tensor on meta",
+        ),
         ({"draft_logits": torch.randn(B, V)}, ValueError, "draft_logits: got shape"),
         ({"draft_tokens": torch.zeros(B, G)}, TypeError, "draft_tokens: got a tensor of torch.float32"),
         (
@@ -72,7 +76,7 @@ def make_arguments(**changes: Any) -> dict[str, Any]:
         ({"lenience": 0.5, "rule": "block"}, ValueError, 'lenience: got 0.5 with rule "block"'),
         ({"lenience": 0.5, "rule": "match"}, ValueError, 'lenience: got 0.5 with rule "match"'),
         ({"lenience": 0.5, "rule": "sigmoid(-1, 1)"}, ValueError, 'only rule "token" has lenience'),
-        ({"rule": "tokens"}, ValueError, "rule: got 'tokens'; known are token, block, match"),
+        ({"rule": "tokens"}, ValueError, "rule: got 'tokens'; it must be token, block, match"),
         ({"rule": "sigmoid"}, ValueError, "rule: got 'sigmoid'"),
         ({"rule": "sigmoid(a, b)"}, ValueError, "rule: got"),
         ({"rule": "sigmoid(1, -1)"}, ValueError, "needs alpha < beta"),
@@ -98,7 +102,7 @@ def make_arguments(**changes: Any) -> dict[str, Any]:
         ({"draft_lse": torch.zeros(B, G).long()}, TypeError, "draft_lse: got a tensor of torch.int64"),
         ({"prefix": [[1]]}, ValueError, "prefix: got 1 rows"),
         ({"prefix": torch.zeros(B, 2)}, TypeError, "prefix.tokens: got a tensor of torch.float32"),
-        ({"prefix": torch.zeros(B, 2, device="meta").long()}, ValueError, "prefix: is on meta"),
+        ({"prefix": torch.zeros(B, 2, device="meta").long()}, ValueError, "prefix: got a tensor on meta"),
         ({"sampling": SamplingParams(repetition_penalty=1.2), "position": 7}, ValueError, "prefix: missing"),
         (
             {"sampling": SamplingParams(presence_penalty=1.0), "position": [0, 0, 1]},

@@ -15,15 +15,17 @@ import torch
 
 from outpace.decoder import Decoder
 from outpace.engine.logprobs import adjusted_logits
-from outpace.engine.sequence import Row, Step
+from outpace.engine.sequence import SequenceState, Step
 from outpace.sampling import Prefix
 
+StepFunction = Callable[[list[SequenceState]], list[Step]]
 
-def keep_all(decoder: Any) -> None:
+
+def accept_all(decoder: Any) -> None:
     """Every draft token is accepted."""
     original = decoder._verify
 
-    def verify(rows: list[Row], draft: Any, logits: Any) -> Any:
+    def verify(rows: list[SequenceState], draft: Any, logits: Any) -> Any:
         verdict = original(rows, draft, logits)
         lengths = draft.lengths or [0] * len(rows)
         return replace(verdict, accepted=torch.tensor(lengths, device=logits.device))
@@ -31,12 +33,12 @@ def keep_all(decoder: Any) -> None:
     decoder._verify = verify
 
 
-def redraw(decoder: Any) -> None:
+def resample(decoder: Any) -> None:
     """After a rejection the next token is sampled from p, which may bring the rejected one back."""
     original = decoder._verify
     generator = torch.Generator(decoder.scorer.device).manual_seed(0)
 
-    def verify(rows: list[Row], draft: Any, logits: Any) -> Any:
+    def verify(rows: list[SequenceState], draft: Any, logits: Any) -> Any:
         verdict = original(rows, draft, logits)
         prefix = Prefix.padded(
             [row.tokens for row in rows], [row.prompt_length for row in rows], logits.device
@@ -54,7 +56,7 @@ def rollback(decoder: Any) -> None:
     """The KV cache keeps one token too many after a rejection."""
     original = decoder._step
 
-    def run_step(rows: list[Row]) -> list[Step]:
+    def run_step(rows: list[SequenceState]) -> list[Step]:
         steps: list[Step] = original(rows)
         for row, step in zip(rows, steps, strict=True):
             if step.num_accepted < step.num_draft_tokens:
@@ -73,8 +75,8 @@ def stale(decoder: Any) -> None:
 def noise(decoder: Any) -> None:
     """All sequences of a batch are sampled with the noise of its first."""
 
-    def shared(original: Callable[[list[Row]], list[Step]]) -> Callable[[list[Row]], list[Step]]:
-        def run(rows: list[Row]) -> list[Step]:
+    def shared(original: StepFunction) -> StepFunction:
+        def run(rows: list[SequenceState]) -> list[Step]:
             own = [row.seed for row in rows]
             for row in rows:
                 row.seed = own[0]
@@ -99,7 +101,7 @@ def mislabel(decoder: Any) -> None:
     """The drafter states a distribution that its tokens are not sampled from."""
     original = decoder._verify
 
-    def verify(rows: list[Row], draft: Any, logits: Any) -> Any:
+    def verify(rows: list[SequenceState], draft: Any, logits: Any) -> Any:
         if draft.logits is not None:
             stated_logits = 2 * draft.logits  # a lower temperature
         else:  # the draft has probability 1; half of it is spread over the vocabulary
@@ -112,8 +114,8 @@ def mislabel(decoder: Any) -> None:
 
 
 FAULTS: dict[str, Callable[[Any], None]] = {
-    "keep-all": keep_all,
-    "redraw": redraw,
+    "accept-all": accept_all,
+    "resample": resample,
     "rollback": rollback,
     "stale": stale,
     "noise": noise,

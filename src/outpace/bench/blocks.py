@@ -90,7 +90,7 @@ def count_accepted(
     )
     for step in steps:
         if step.num_draft_tokens:
-            found.texts.setdefault(step.row, []).append((step.num_draft_tokens, step.num_accepted))
+            found.texts.setdefault(step.index, []).append((step.num_draft_tokens, step.num_accepted))
     return found
 
 
@@ -107,7 +107,7 @@ def trace(
     Returns:
         ``iterations`` has the times, the number of draft tokens and the number of accepted ones of each step.
         ``pieces`` has the pieces of text with the kind of each: ``"accepted"``, ``"correction"``,
-        ``"bonus"`` or ``"plain"``.
+        ``"bonus"`` or ``"target"``.
     """
     iterations, pieces, kinds = [], [], list[str]()
     for step in decoder.stream(prompt.ids, sampling, max_new_tokens=max_new_tokens, seed=seed):

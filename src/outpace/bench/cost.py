@@ -62,13 +62,13 @@ class Verification:
         B: Number of sequences.
         g: Number of draft tokens; 0 samples one token without speculation.
         ms: Milliseconds.
-        drawn: Whether draft tokens were sampled from a distribution, or chosen.
+        sampled: Whether draft tokens were sampled from a distribution, or chosen.
     """
 
     B: int
     g: int
     ms: float
-    drawn: bool
+    sampled: bool
 
 
 @dataclass(frozen=True)
@@ -187,10 +187,10 @@ def graph_phases(decoder: Decoder, g: int, context: int = CONTEXT) -> Phases | N
 @torch.inference_mode()
 def verification(
     decoder: Decoder,
-    drafts: Sequence[int],
+    draft_lengths: Sequence[int],
     batches: Sequence[int] = BATCHES,
     sampling: SamplingParams | None = None,
-    drawn: bool = True,
+    sampled: bool = True,
 ) -> list[Verification]:
     """Time the decoder's rule on random logits like its target's.
 
@@ -198,10 +198,10 @@ def verification(
 
     Args:
         decoder: Decoder with the rule.
-        drafts: Numbers of draft tokens.
+        draft_lengths: Numbers of draft tokens.
         batches: Numbers of sequences.
         sampling: Sampling of the sequences.
-        drawn: Whether draft tokens are sampled from a distribution, or chosen.
+        sampled: Whether draft tokens are sampled from a distribution, or chosen.
     """
     scorer = decoder.scorer
     shape = (sampling or SamplingParams()).shape
@@ -209,18 +209,20 @@ def verification(
     def verify(inputs: Inputs) -> Any:
         alone = len(inputs.tokens) == 1 and not inputs.tokens.is_cuda  # as in a decoder
         seed, position = (0, 0) if alone else (inputs.seed, inputs.position)
-        draft = inputs.draft if drawn and inputs.tokens.shape[1] else None
+        draft = inputs.draft if sampled and inputs.tokens.shape[1] else None
         block = Block(inputs.tokens, draft, inputs.target, None, seed, position, stop_at_rejection=True)
         return verify_block(block, decoder.rule, decoder.lenience, [shape])
 
     found = []
     for B in batches:
-        inputs = {g: Inputs.random(B, g, scorer.vocab_size, scorer.device, scorer.dtype) for g in drafts}
+        inputs = {
+            g: Inputs.random(B, g, scorer.vocab_size, scorer.device, scorer.dtype) for g in draft_lengths
+        }
         times = medians({g: partial(verify, one) for g, one in inputs.items()}, scorer.device)
         if scorer.device.type == "cuda":
             graphs = {g: in_graph(verify, [one] * 20) for g, one in inputs.items()}
             times |= {g: microseconds / 1e3 for g, microseconds in graphs.items() if microseconds is not None}
-        found += [Verification(B, g, round(ms, 4), drawn) for g, ms in times.items()]
+        found += [Verification(B, g, round(ms, 4), sampled) for g, ms in times.items()]
     return found
 
 
@@ -242,13 +244,14 @@ def medians(
     milliseconds: dict[Key, list[float]] = {key: [] for key in runs}
     for _ in range(rounds + 1):
         for key, run in runs.items():
-            started_at = _now(device)
+            started_at = now(device)
             run()
-            milliseconds[key].append(1e3 * (_now(device) - started_at))
+            milliseconds[key].append(1e3 * (now(device) - started_at))
     return {key: round(statistics.median(each[1:]), 4) for key, each in milliseconds.items()}
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Return the time in seconds, after all work of the device so far."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -24,7 +24,7 @@ from outpace.models.fused import FusedModel
 from outpace.sampling import SamplingParams
 
 ALPHAS = (0.6, 0.8, 0.9)
-DRAFTS = (1, 3, 5, 8)
+DRAFT_LENGTHS = (1, 3, 5, 8)
 BATCHES = (1, 8, 32, 64)
 CONTEXTS = (128, 4096)
 ENGINE_TOKENS = 128  # about how many new tokens the engine generates per text
@@ -92,11 +92,11 @@ def select_cases(full: bool = False) -> list[Case]:
             for alpha in ALPHAS
             for context in CONTEXTS
             for B in BATCHES
-            for g in DRAFTS
+            for g in DRAFT_LENGTHS
         ]
     first, *others = PAIRS
-    cases = [Case(first, 0.8, g, 1, 128) for g in DRAFTS]
-    cases += [Case(first, 0.8, g, B, 128, static=False) for B in BATCHES[1:] for g in DRAFTS[:2]]
+    cases = [Case(first, 0.8, g, 1, 128) for g in DRAFT_LENGTHS]
+    cases += [Case(first, 0.8, g, B, 128, static=False) for B in BATCHES[1:] for g in DRAFT_LENGTHS[:2]]
     cases += [Case(first, 0.8, 5, 1, CONTEXTS[1], static=False)]
     cases += [Case(first, alpha, 5, 1, 128) for alpha in (0.6, 0.9)]
     return cases + [Case(name, 0.8, 5, 1, 128) for name in others]

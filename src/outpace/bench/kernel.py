@@ -32,7 +32,7 @@ from outpace.verification.block import Block
 from outpace.verification.rules import Rule, parse
 
 VOCABULARIES = (32000, 51865, 128256, 151936, 256000)
-DRAFTS = (1, 5, 10, 20)
+DRAFT_LENGTHS = (1, 5, 10, 20)
 BATCHES = (1, 8, 64)
 ROTATED = 160 << 20  # bytes that inputs rotate over: more than any cache
 CALLS = 200  # most calls in one graph
@@ -215,7 +215,7 @@ def measure(
     device: torch.device,
     dtype: torch.dtype,
     vocabularies: Sequence[int] = VOCABULARIES,
-    drafts: Sequence[int] = DRAFTS,
+    draft_lengths: Sequence[int] = DRAFT_LENGTHS,
     batches: Sequence[int] = BATCHES,
     peer_methods: dict[str, Method] | None = None,
     filtered: bool = False,
@@ -226,7 +226,7 @@ def measure(
     """
     bytes_per_second = bandwidth(device)
     for V in vocabularies:
-        for g in drafts:
+        for g in draft_lengths:
             for B in batches:
                 sets = rotated(B, g, V, device, dtype)
                 if filtered:

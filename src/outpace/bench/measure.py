@@ -186,15 +186,15 @@ class Measurement:
         kinds = sorted({cost.drafts_are_sampled(decoder, plan.sampling) for decoder in self.drafts.values()})
         verify = [
             one
-            for drawn in kinds
-            for one in cost.verification(self.target, sizes, plan.batches, plan.sampling, drawn)
+            for sampled in kinds
+            for one in cost.verification(self.target, sizes, plan.batches, plan.sampling, sampled)
         ]
         self._put(verify=[asdict(one) for one in verify])
         for name, decoder in self.drafts.items():
             self.tell(f"steps of a draft: {name}")
             drafting = {B: cost.drafting(decoder, B, plan.context) for B in reversed(plan.batches)}
             cost.free_engine(decoder)
-            own = [one for one in verify if one.drawn == cost.drafts_are_sampled(decoder, plan.sampling)]
+            own = [one for one in verify if one.sampled == cost.drafts_are_sampled(decoder, plan.sampling)]
             for lenience in plan.lenience:
                 entry = self.entries[name, lenience]
                 acceptance, coverage, interval = entry["alpha"] or 0.0, entry["coverage"], entry["interval"]

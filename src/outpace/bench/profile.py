@@ -29,7 +29,7 @@ from outpace.bench.vocabulary import VOCABULARIES, Vocabulary
 from outpace.integrations.assisted import speculative_sampling
 from outpace.verification.rules import Rule, parse, sigmoid
 
-DRAFTS = tuple(range(1, 21))
+DRAFT_LENGTHS = tuple(range(1, 21))
 ROUNDS = 20  # rounds of timing from Python; each of the four methods is first in five of them
 PROFILED = 40  # calls under the profiler
 SYNCHRONOUS = ("transformers", "drop-in")  # methods that wait for the device
@@ -100,14 +100,14 @@ def measure(
     device: torch.device,
     dtype: torch.dtype,
     vocabularies: Sequence[Vocabulary] = VOCABULARIES,
-    drafts: Sequence[int] = DRAFTS,
+    draft_lengths: Sequence[int] = DRAFT_LENGTHS,
 ) -> Iterator[StepTiming]:
     """Measure all methods at all sizes."""
     for vocabulary in vocabularies:
         V, known_methods = vocabulary.V, methods(vocabulary)
         inputs = positions(V, device, dtype)
         qualities = {name: quality(inputs, rule) for name, (_, rule) in known_methods.items()}
-        for g in drafts:
+        for g in draft_lengths:
             sets = kernel.rotated(1, g, V, device, dtype)
             times = timed({name: call for name, (call, _) in known_methods.items()}, sets)
             for name, (call, rule) in known_methods.items():

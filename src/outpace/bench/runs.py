@@ -29,7 +29,7 @@ class Cell:
     num_draft_tokens: str
 
     def __str__(self) -> str:
-        sampling = describe_sampling(self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
+        sampling = sampling_label(self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
         return f"{self.draft}, {sampling}, g = {self.num_draft_tokens}"
 
     @property
@@ -101,13 +101,13 @@ def count_steps(
                 run.seconds += seconds
                 run.draft_seconds += phases.get("draft", 0.0)
         left = (
-            max_new_tokens[step.row] - new_tokens[step.row] - 1
+            max_new_tokens[step.index] - new_tokens[step.index] - 1
         )  # draft tokens that could still be accepted
-        new_tokens[step.row] += len(step.token_ids)
+        new_tokens[step.index] += len(step.token_ids)
         if iteration <= skipped_steps:
             continue
-        tokens, before = timed.get(step.row, (0, 0.0))
-        timed[step.row] = tokens + len(step.token_ids), before + seconds
+        tokens, before = timed.get(step.index, (0, 0.0))
+        timed[step.index] = tokens + len(step.token_ids), before + seconds
         run.drafted[step.num_draft_tokens] += 1
         run.accepted += step.num_accepted
         run.rejected += step.num_accepted < step.num_draft_tokens
@@ -116,7 +116,7 @@ def count_steps(
     return run
 
 
-def describe_sampling(temperature: float, top_k: int, top_p: float) -> str:
-    """Return sampling settings as text for people."""
+def sampling_label(temperature: float, top_k: int, top_p: float) -> str:
+    """Return a label for sampling parameters."""
     filters = (f", top-k {top_k}" if top_k else "") + (f", top-p {top_p:g}" if top_p < 1 else "")
     return f"temperature {temperature:g}{filters}"

@@ -172,8 +172,8 @@ def time_parts(sweep: Sweep, found: TimedParts, tell: Callable[[str], None] = la
             passes = cost.curve(decoder, [g + 1 for g in draft_lengths], [B], context)
         drafting = cost.drafting(decoder, B, context)
         for sampling in dict.fromkeys(cell.sampling for cell in sweep.cells):
-            drawn = cost.drafts_are_sampled(decoder, sampling)
-            verify = cost.verification(decoder, draft_lengths, [B], sampling, drawn)
+            sampled = cost.drafts_are_sampled(decoder, sampling)
+            verify = cost.verification(decoder, draft_lengths, [B], sampling, sampled)
             found[draft, sampling] = Parts(B, drafting, passes, verify)
         cost.free_engine(decoder)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from outpace.bench.curves import backend
 from outpace.bench.forecast import SPAN, SweepLine
-from outpace.bench.runs import describe_sampling
+from outpace.bench.runs import sampling_label
 
 Kind = tuple[str, float, int, float]
 
@@ -67,4 +67,4 @@ def kind_of(one: SweepLine) -> Kind:
 
 def name_of(kind: Kind) -> str:
     """Return the name of a kind in legends."""
-    return f"{kind[0]}, {describe_sampling(*kind[1:])}"
+    return f"{kind[0]}, {sampling_label(*kind[1:])}"

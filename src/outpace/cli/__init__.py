@@ -17,10 +17,10 @@ from outpace.cli.alpha import alpha
 from outpace.cli.audit import audit
 from outpace.cli.bench import bench
 from outpace.cli.chat import chat
+from outpace.cli.config import with_config_path
 from outpace.cli.doctor import doctor
 from outpace.cli.eval import eval
 from outpace.cli.generate import generate
-from outpace.cli.options import with_config_path
 from outpace.cli.plan import plan
 from outpace.cli.report import report
 from outpace.cli.sweep import sweep

@@ -15,7 +15,6 @@ from outpace.cli.options import (
     MAX_SEQUENCES,
     MODELS,
     PROMPTS,
-    SHOW,
     AllSeeds,
     Bias,
     Config,
@@ -31,6 +30,7 @@ from outpace.cli.options import (
     PresencePenalty,
     PromptTexts,
     RepetitionPenalty,
+    ResultFile,
     Revision,
     Target,
     Temperature,
@@ -117,15 +117,7 @@ def alpha(
     context: Annotated[
         int, typer.Option(min=1, help="Context length of a timed pass, in tokens.", rich_help_panel=COSTS)
     ] = 128,
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            "-o",
-            help="Write results to this JSON file, updated after each part.",
-            rich_help_panel=SHOW,
-        ),
-    ] = Path("alpha.json"),
+    out: ResultFile = Path("alpha.json"),
 ) -> None:
     """Measure acceptance and costs with your models and prompts; predict the best number of draft tokens.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli.models import ModelFlags, open_decoder, with_model_flags
-from outpace.cli.options import read_text
+from outpace.cli.options import AsJson, read_text
 from outpace.cli.show import note, screen
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Three words in no strict order: each of them is likely next, and prompt lookup proposes all of them. The
 # token after a rejected one depends on it. A second prompt would halve the samples of each.
 PROMPTS = ("out up out in up in out up in out up",)
-FAULT_NAMES = "keep-all|redraw|rollback|stale|noise|reuse|mislabel"
+FAULT_NAMES = "accept-all|resample|rollback|stale|noise|reuse|mislabel"
 
 
 @with_model_flags
@@ -56,7 +56,7 @@ def audit(
             metavar=FAULT_NAMES, help="Plant a known fault first, to check that the audit finds it."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Test that speculation does not change the output distribution.
 

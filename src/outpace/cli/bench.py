@@ -17,7 +17,16 @@ import typer
 from outpace.checks.errors import suggestion
 from outpace.checks.files import check_distinct, check_folder, check_output, write_atomic
 from outpace.cli import checks
-from outpace.cli.options import MAX_SEQUENCES
+from outpace.cli.options import (
+    SHOW,
+    BatchSizes,
+    BenchDevice,
+    BenchDtype,
+    BenchResultFile,
+    DraftLengths,
+    Plot,
+    VocabSizes,
+)
 from outpace.cli.show import screen
 
 if TYPE_CHECKING:
@@ -29,17 +38,6 @@ bench = typer.Typer(
     help="Measure outpace beside other implementations, in the same run.", no_args_is_help=True
 )
 
-Vocab = Annotated[list[int] | None, typer.Option(min=2, help="Vocabulary sizes; may be repeated.")]
-NumDraftTokens = Annotated[
-    list[int] | None, typer.Option(min=1, help="Draft tokens per step, g; may be repeated.")
-]
-Batch = Annotated[
-    list[int] | None, typer.Option(min=1, max=MAX_SEQUENCES, help="Batch sizes, B; may be repeated.")
-]
-Device = Annotated[str, typer.Option(help="auto, cuda or cpu. auto is CUDA if the machine has it.")]
-Dtype = Annotated[str, typer.Option(callback=checks.dtype, help="bfloat16, float16 or float32.")]
-Out = Annotated[Path | None, typer.Option(help="Write results to this JSON file.")]
-
 Figure = TypeVar("Figure")
 
 
@@ -50,11 +48,11 @@ def group() -> None:
 
 @bench.command()
 def kernel(
-    vocab: Vocab = None,
-    num_draft_tokens: NumDraftTokens = None,
-    batch: Batch = None,
-    device: Device = "auto",
-    dtype: Dtype = "bfloat16",
+    vocab: VocabSizes = None,
+    num_draft_tokens: DraftLengths = None,
+    batch: BatchSizes = None,
+    device: BenchDevice = None,
+    dtype: BenchDtype = "bfloat16",
     peers: Annotated[
         Path | None,
         typer.Option(
@@ -70,7 +68,7 @@ def kernel(
             "is timed; files without it are left out.",
         ),
     ] = False,
-    out: Out = None,
+    out: BenchResultFile = None,
 ) -> None:
     """Time verification with rule token, in outpace, Transformers and other projects (--peers).
 
@@ -78,13 +76,13 @@ def kernel(
     outpace eager, in plain PyTorch.
     """
     if peers is not None and not peers.is_dir():
-        raise ValueError(f"peers: {peers} is not a folder")
+        raise ValueError(f"--peers: {peers} is not a folder")
     check_files(out)
     torch_device, torch_dtype = parse_device(device, dtype)
     from outpace.bench import kernel as timing
 
     peer_methods = timing.peers(peers, filtered) if peers is not None else {}
-    sizes = (vocab or timing.VOCABULARIES, num_draft_tokens or timing.DRAFTS, batch or timing.BATCHES)
+    sizes = (vocab or timing.VOCABULARIES, num_draft_tokens or timing.DRAFT_LENGTHS, batch or timing.BATCHES)
     methods_per_batch = (
         len(timing.own_methods(B, torch_device, filtered)) + len(peer_methods) for B in sizes[2]
     )
@@ -104,22 +102,17 @@ def kernel(
 
 @bench.command()
 def profile(
-    vocab: Vocab = None,
-    num_draft_tokens: NumDraftTokens = None,
-    device: Device = "auto",
-    dtype: Annotated[
-        str,
-        typer.Option(
-            callback=checks.dtype,
-            help="bfloat16, float16 or float32. Transformers' assisted generation uses float32 logits.",
-        ),
-    ] = "float32",
-    out: Out = None,
+    vocab: VocabSizes = None,
+    num_draft_tokens: DraftLengths = None,
+    device: BenchDevice = None,
+    dtype: BenchDtype = "float32",  # of the logits in Transformers' assisted generation
+    out: BenchResultFile = None,
 ) -> None:
     """Time the sampling step (B = 1) of Transformers, of the exact rule and of the sigmoid rule.
 
     The default sizes are the vocabularies of Llama 2, Whisper, Llama 3, Qwen and
-    Gemma, and g from 1 to 20. Logits are synthetic.
+    Gemma, and g from 1 to 20. Logits are synthetic. Their default dtype is that of
+    Transformers' assisted generation.
 
     B is the number of sequences, and g the number of draft tokens.
 
@@ -148,7 +141,7 @@ def profile(
     from outpace.bench import profile as timing
 
     vocabularies = [vocabulary.of_size(V) for V in vocab] if vocab else vocabulary.VOCABULARIES
-    lengths = num_draft_tokens or timing.DRAFTS
+    lengths = num_draft_tokens or timing.DRAFT_LENGTHS
     # `main` disables garbage collection, but the profiler's events are reference cycles and would pile up.
     gc.freeze()
     gc.enable()
@@ -194,21 +187,25 @@ def engine(
     alpha: Annotated[
         list[float] | None, typer.Option(min=0.0, max=1.0, help="Acceptance rates; may be repeated.")
     ] = None,
-    num_draft_tokens: NumDraftTokens = None,
-    batch: Batch = None,
+    num_draft_tokens: DraftLengths = None,
+    batch: BatchSizes = None,
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="Prompt lengths in tokens; may be repeated.")
     ] = None,
-    device: Device = "auto",
-    dtype: Dtype = "bfloat16",
+    device: BenchDevice = None,
+    dtype: BenchDtype = "bfloat16",
     full: Annotated[bool, typer.Option("--full", help="Measure the whole grid, which takes hours.")] = False,
+    # Unlike in the other commands, a stopped run continues with the same file.
     out: Annotated[
         Path | None,
-        typer.Option(help="Write results to this JSON file; those already in it are not measured again."),
+        typer.Option(
+            "--out",
+            "-o",
+            help="Write results to this JSON file; those already in it are not measured again.",
+            rich_help_panel=SHOW,
+        ),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Plot them to this file (.svg, .png, .pdf); needs matplotlib.")
-    ] = None,
+    plot: Plot = None,
 ) -> None:
     """Measure throughput on whole texts: outpace's engine and Transformers, with and without speculation.
 
@@ -234,7 +231,7 @@ def engine(
     unknown = sorted(set(pair or ()) - set(PAIRS))
     if unknown:
         raise ValueError(
-            f"pair: got {unknown[0]!r}; there are {', '.join(PAIRS)}{suggestion(unknown[0], PAIRS)}"
+            f"--pair: got {unknown[0]!r}; there are {', '.join(PAIRS)}{suggestion(unknown[0], PAIRS)}"
         )
     cases = timing.select_cases(full)
     if pair or alpha or num_draft_tokens or batch or context:
@@ -294,22 +291,20 @@ def check_files(out: Path | None, plot: Path | None = None) -> None:
     check_distinct(("--out", out), ("--plot", plot))
 
 
-def parse_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
-    """Return the device and dtype that the flags name.
+def parse_device(device: str | None, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """Return the device and dtype that the flags name. No device is CUDA if the machine has it, else the CPU.
 
     Raises:
         ValueError: A flag does not fit, or there is no such device.
     """
     dtype = checks.dtype(dtype)
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-        raise ValueError(f"--device: got {device!r}; it must be cpu or cuda")
+    if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"--device: got {device!r}; it must be auto, cpu or cuda")
     import torch
 
-    torch_device = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    )
+    torch_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if torch_device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: this machine has no CUDA device; use cpu")
+        raise ValueError("--device: this machine has no CUDA device; use cpu")
     return torch_device, getattr(torch, dtype)
 
 

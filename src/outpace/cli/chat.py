@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
-from typing import Annotated
-
-import typer
 
 from outpace.cli.generate import encode, show, system_messages
 from outpace.cli.models import ModelFlags, open_decoder, with_model_flags
@@ -21,6 +18,7 @@ from outpace.cli.options import (
     RepetitionPenalty,
     Seed,
     Stop,
+    System,
     Temperature,
     TopK,
     TopP,
@@ -33,7 +31,7 @@ from outpace.cli.show import Painter, note
 @with_model_flags
 def chat(
     models: ModelFlags,
-    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    system: System = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = None,
     top_k: TopK = None,

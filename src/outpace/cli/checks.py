@@ -63,11 +63,13 @@ def num_draft_tokens(value: Any) -> Any:
 
 
 def device(value: str | None) -> str | None:
-    """Return the name of a device, checked for spelling only; the device may be missing."""
+    """Return the name of a device, checked for spelling only; the device may be missing. None is "auto"."""
+    if value == "auto":
+        return None
     if value == "meta":
         raise ValueError("--device: meta holds no weights")
     if value is not None and not re.fullmatch(rf"({'|'.join(DEVICES)})(:\d+)?", value):
-        raise ValueError(f'--device: got {value!r}; it must be "cpu", "cuda", "cuda:1", ...')
+        raise ValueError(f'--device: got {value!r}; it must be "auto", "cpu", "cuda", "cuda:1", ...')
     return value
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outpace.cli.options import AsJson
+
 if TYPE_CHECKING:
     from outpace.models.gguf import Converted
 
@@ -32,7 +34,7 @@ def doctor(
             "--clear-cache", help="Remove converted GGUF files, all or those named, and nothing else."
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show versions, device, memory bandwidth, model cache, and missing packages of extras."""
     if names and not clear_cache:

@@ -18,6 +18,7 @@ from outpace.cli import checks
 from outpace.cli.eval_run import evaluate, table_file
 from outpace.cli.models import check_models
 from outpace.cli.options import (
+    PROMPTS,
     SAMPLING,
     SHOW,
     AllSeeds,
@@ -25,6 +26,8 @@ from outpace.cli.options import (
     Device,
     DraftName,
     Dtype,
+    Every,
+    Limit,
     NumDraftTokens,
     Revision,
     RuleName,
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from outpace.bench.data import Data
     from outpace.decoder import Decoder
     from outpace.tasks.evaluate import Evaluation
-    from outpace.tasks.kinds import Task
+    from outpace.tasks.kinds import EvalTask
     from outpace.tasks.runners import RunSettings
 
 TASK = "Task"
@@ -54,7 +57,7 @@ def eval(
         str,
         typer.Option(
             help="JSON lines: a file, a folder with manifest.jsonl; or a hub data set, NAME[:CONFIG[:SPLIT]]",
-            rich_help_panel=TASK,
+            rich_help_panel=PROMPTS,
         ),
     ],
     target: Target = None,
@@ -74,15 +77,14 @@ def eval(
             rich_help_panel=TASK,
         ),
     ] = "baseline,assisted,exact,sigmoid",
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Use only the first N rows.", rich_help_panel=TASK)
-    ] = None,
-    every: Annotated[
-        int, typer.Option(min=1, help="Take every N-th row, before --limit.", rich_help_panel=TASK)
-    ] = 1,
-    prompt: Annotated[
+    limit: Limit = None,
+    every: Every = 1,
+    prompt_template: Annotated[
         str | None,
-        typer.Option(help="Prompt template; {source} is replaced by the row's text.", rich_help_panel=TASK),
+        typer.Option(
+            help="Template of the prompts; {source} is replaced by the row's text. Default: the task's.",
+            rich_help_panel=PROMPTS,
+        ),
     ] = None,
     languages: Annotated[
         str, typer.Option(help="Languages of translate, as from-to.", rich_help_panel=TASK)
@@ -101,6 +103,7 @@ def eval(
             rich_help_panel=TASK,
         ),
     ] = None,
+    # Unlike in other commands, the default depends on the task.
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -150,7 +153,7 @@ def eval(
     from outpace.tasks.kinds import task_of
 
     names = runner_names(runners, draft, temperature)
-    check_flags(task, prompt, language, samples, max_new_tokens)
+    check_flags(task, prompt_template, language, samples, max_new_tokens)
     codes = tuple(languages.split("-"))
     if len(codes) != 2 or not all(codes):
         raise ValueError(f"--languages: got {languages!r}; it must be like en-de")
@@ -175,7 +178,9 @@ def eval(
     path = out or Path(f"eval-{task}.jsonl")
     check_files(path, file_of(data))
     check_draft_and_device(draft, device)
-    settings = run_settings(chosen, prompt, language, samples, max_new_tokens, temperature, top_k, top_p)
+    settings = run_settings(
+        chosen, prompt_template, language, samples, max_new_tokens, temperature, top_k, top_p
+    )
     header = {
         "task": str(task),
         "target": target and bare(target),
@@ -183,7 +188,7 @@ def eval(
         "settings": {
             "max_new_tokens": None if task is Kind.asr else settings.max_new_tokens,
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "samples": samples, "seed": seed,
-            "prompt": prompt, "language": language, "languages": languages, "scale": chosen.scale,
+            "prompt": prompt_template, "language": language, "languages": languages, "scale": chosen.scale,
         },
         "every": every,
         "data": {
@@ -225,16 +230,16 @@ def runner_names(text: str, draft: str, temperature: float) -> list[str]:
 
 
 def check_flags(
-    task: Kind, prompt: str | None, language: str | None, samples: int, max_new_tokens: int | None
+    task: Kind, prompt_template: str | None, language: str | None, samples: int, max_new_tokens: int | None
 ) -> None:
     """Refuse flags that do not belong to a task."""
     if samples > 1 and task is not Kind.code:
         raise ValueError("--samples: several samples of a row are for code")
-    check_text("--prompt", prompt)
-    if prompt is not None and "{source}" not in prompt:
-        raise ValueError("--prompt: it must say {source} where the row's text goes")
-    if task is Kind.asr and (prompt is not None or max_new_tokens is not None):
-        name = "--prompt" if prompt is not None else "--max-new-tokens"
+    check_text("--prompt-template", prompt_template)
+    if prompt_template is not None and "{source}" not in prompt_template:
+        raise ValueError("--prompt-template: it must say {source} where the row's text goes")
+    if task is Kind.asr and (prompt_template is not None or max_new_tokens is not None):
+        name = "--prompt-template" if prompt_template is not None else "--max-new-tokens"
         raise ValueError(f"{name}: not for asr, where Whisper's own settings hold")
     if language is not None:
         if task is not Kind.asr:
@@ -244,7 +249,7 @@ def check_flags(
         language_code(language)
 
 
-def check_rows(rows: Data, task: Task) -> Data:
+def check_rows(rows: Data, task: EvalTask) -> Data:
     """Return the rows, each with its problem for the task; refuse data without any usable row."""
     items = [
         replace(item, problem=task.row_problem(item)) if item.problem is None else item for item in rows.items
@@ -291,8 +296,8 @@ def check_draft_and_device(draft: str, device: str | None) -> None:
 
 
 def run_settings(
-    task: Task,
-    prompt: str | None,
+    task: EvalTask,
+    prompt_template: str | None,
     language: str | None,
     samples: int,
     max_new_tokens: int | None,
@@ -309,7 +314,8 @@ def run_settings(
     sampling = SamplingParams(
         temperature=temperature, top_k=top_k or 0, top_p=1.0 if top_p is None else top_p
     )
-    return RunSettings(task, sampling, max_new_tokens or task.max_new_tokens, samples, prompt, language)
+    tokens = max_new_tokens or task.max_new_tokens
+    return RunSettings(task, sampling, tokens, samples, prompt_template, language)
 
 
 def path_digest(name: str | None) -> str | None:

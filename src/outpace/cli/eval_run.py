@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outpace.bench.data import Data, Item
     from outpace.tasks.evaluate import Evaluation
     from outpace.tasks.journal import Journal
-    from outpace.tasks.kinds import Task
+    from outpace.tasks.kinds import EvalTask
 
 
 def table_file(path: Path) -> Path:
@@ -30,7 +30,7 @@ def evaluate(
     header: dict[str, Any],
     flags: dict[str, Any],
     rows: Data,
-    task: Task,
+    task: EvalTask,
     runners: Sequence[str],
     load: Callable[[], Evaluation],
 ) -> None:
@@ -90,7 +90,7 @@ def completed_runners(
     return found if found and complete else None
 
 
-def report(path: Path, task: Task, rows: Data, journal: Journal, runners: Sequence[str]) -> bool:
+def report(path: Path, task: EvalTask, rows: Data, journal: Journal, runners: Sequence[str]) -> bool:
     """Print and save the table; return whether rows failed."""
     from outpace.checks.files import write_atomic
     from outpace.tasks import table as tables

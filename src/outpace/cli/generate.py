@@ -18,8 +18,10 @@ from outpace.cli.options import (
     MAX_SEQUENCES,
     SAMPLING,
     SHOW,
+    AsJson,
     Bias,
     FrequencyPenalty,
+    IgnoreEos,
     Marks,
     MaxNewTokens,
     MinP,
@@ -28,6 +30,7 @@ from outpace.cli.options import (
     RepetitionPenalty,
     Seed,
     Stop,
+    System,
     Temperature,
     TopK,
     TopP,
@@ -50,7 +53,7 @@ def generate(
         str | None, typer.Argument(help="The prompt. Without it, or with -, stdin is read.")
     ] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None,
-    system: Annotated[str | None, typer.Option(help="The system message of the chat template.")] = None,
+    system: System = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Use the prompt as it is, without the chat template.")
     ] = False,
@@ -65,12 +68,7 @@ def generate(
     logit_bias: Bias = None,
     seed: Seed = None,
     stop: Stop = None,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos", help="Continue after the end-of-sequence token.", rich_help_panel=SAMPLING
-        ),
-    ] = False,
+    ignore_eos: IgnoreEos = False,
     n: Annotated[
         int,
         typer.Option(
@@ -88,9 +86,7 @@ def generate(
             rich_help_panel=SHOW,
         ),
     ] = False,
-    as_json_: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of text.", rich_help_panel=SHOW)
-    ] = False,
+    as_json_: AsJson = False,
     no_color: NoColor = False,
     marks: Marks = False,
     svg: Annotated[
@@ -243,9 +239,9 @@ def show(steps: Iterable[Step], painter: Painter, n: int) -> Shown:
             stats.new_tokens += len(step.token_ids)
             stats.target_passes += 1
             stats.count(step.num_draft_tokens, step.num_accepted)
-            waiting[step.row].append(step)
+            waiting[step.index].append(step)
             if step.output is not None:
-                finished.add(step.row)
+                finished.add(step.index)
                 full |= step.output.context_full
             while current < n:
                 for one in waiting[current]:
@@ -276,7 +272,7 @@ def collect(steps: Iterable[Step], n: int) -> tuple[list[dict[str, Any]], bool]:
     ]
     try:
         for step in steps:
-            row = rows[step.row]
+            row = rows[step.index]
             row["text"] += step.text or ""
             row["token_ids"] += step.token_ids
             if step.output is not None:

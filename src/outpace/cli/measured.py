@@ -51,12 +51,12 @@ def pass_table(content: Content) -> TitledTable:
         [str(n), *(f"{passes[B, n]:.1f} ({passes[B, n] / passes[B, 1]:.2f})" for B in batches)]
         for n in lengths
     ]
-    for drawn in (True, False):
+    for sampled in (True, False):
         times = {
-            (one["B"], one["g"]): one["ms"] for one in content.get("verify", ()) if one["drawn"] == drawn
+            (one["B"], one["g"]): one["ms"] for one in content.get("verify", ()) if one["sampled"] == sampled
         }
         for g in sorted({g for _, g in times}):
-            kind = "drawn" if drawn else "chosen"
+            kind = "sampled" if sampled else "chosen"
             rows.append([f"verify {g} {kind}", *(f"{times[B, g]:.2f}" for B in batches)])
     title = "a target's pass, ms (relative to one over a single token)"
     return title, tables.columns(["tokens", *(f"B = {B}" for B in batches)], rows, NAMES), 1

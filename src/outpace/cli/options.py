@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from outpace.cli import checks
 from outpace.cli.checks import check_text as check_text
+from outpace.cli.config import apply_config, drop_num_draft_tokens, drop_revision
 from outpace.cli.show import note
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from outpace.sampling import SamplingParams
 
 MODELS, PROMPTS, SAMPLING, SHOW = "Models", "Prompts", "Sampling", "Output"
+DEVICE_HELP = "auto, cpu, cuda, cuda:1. auto, the default, is CUDA if the machine has it."
 MAX_SEQUENCES = 4096  # of a batch; a larger number is a mistake that would fill the memory
-CONFIG_META = "outpace.config"  # key of the configuration file in `Context.meta`
 
 Target = Annotated[
     str | None,
@@ -30,19 +30,6 @@ Target = Annotated[
         rich_help_panel=MODELS,
     ),
 ]
-
-
-def drop_num_draft_tokens(context: typer.Context, draft: str) -> str:
-    """Drop a configuration's num_draft_tokens if the command line names another draft.
-
-    The number was measured with the configuration's draft.
-    """
-    values = context.default_map or {}
-    if _source(context, "draft") == "COMMANDLINE" and values.get("draft") != draft:
-        context.default_map = {name: one for name, one in values.items() if name != "num_draft_tokens"}
-    return draft
-
-
 DraftName = Annotated[
     str,
     typer.Option(
@@ -100,7 +87,7 @@ Device = Annotated[
     str | None,
     typer.Option(
         callback=checks.device,
-        help="cpu, cuda, cuda:1. Default: CUDA if the machine has it.",
+        help=DEVICE_HELP,
         rich_help_panel=MODELS,
     ),
 ]
@@ -120,22 +107,11 @@ TrustRemoteCode = Annotated[
         rich_help_panel=MODELS,
     ),
 ]
-
-
-def _drop_revision(context: typer.Context, revision: str | None) -> str | None:
-    """Drop a configuration's revision if the command line names another target.
-
-    The revision is one of the configuration's target.
-    """
-    other_target = set_by_config(context, "revision") and _source(context, "target") == "COMMANDLINE"
-    return None if other_target else revision
-
-
 Revision = Annotated[
     str | None,
     typer.Option(
         "--revision",
-        callback=_drop_revision,
+        callback=drop_revision,
         metavar="COMMIT|TAG|BRANCH",
         help="Version of the target on the hub. Default: main.",
         rich_help_panel=MODELS,
@@ -215,6 +191,10 @@ Bias = Annotated[
         rich_help_panel=SAMPLING,
     ),
 ]
+IgnoreEos = Annotated[
+    bool,
+    typer.Option("--ignore-eos", help="Continue after the end-of-sequence token.", rich_help_panel=SAMPLING),
+]
 Seed = Annotated[
     int | None,
     typer.Option(
@@ -236,6 +216,7 @@ Stop = Annotated[
         callback=checks.stop, help="End before this string. May be repeated.", rich_help_panel=SAMPLING
     ),
 ]
+System = Annotated[str | None, typer.Option(help="The system message of the chat template.")]
 PromptTexts = Annotated[
     list[str] | None,
     typer.Option(
@@ -250,7 +231,8 @@ Data = Annotated[
     ),
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, help="Use only the first N prompts.", rich_help_panel=PROMPTS)
+    int | None,
+    typer.Option(min=1, help="Use only the first N prompts, or rows of --data.", rich_help_panel=PROMPTS),
 ]
 Every = Annotated[
     int, typer.Option(min=1, help="Take every N-th row, before --limit.", rich_help_panel=PROMPTS)
@@ -272,68 +254,56 @@ Marks = Annotated[
         rich_help_panel=SHOW,
     ),
 ]
-
-
-def _apply_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Use the values of a configuration file as defaults; flags on the command line override them."""
-    if path is not None:
-        from outpace.tune.config import flags
-
-        found, known = flags(path), {one.name: one for one in context.command.params}
-        if "rule" not in known and found.get("rule", "token") != "token":
-            raise ValueError(
-                f"config: {path}: rule: got {found['rule']!r}; `{context.command_path}` runs rule token "
-                "alone, so leave the key out"
-            )
-        several = {name for name, one in known.items() if getattr(one, "multiple", False)}
-        if getattr(getattr(known.get("num_draft_tokens"), "type", None), "name", "") == "integer":
-            found.pop("num_draft_tokens", None)  # a measuring command has its own default
-        if "draft" in several and found.get("draft") == "none":
-            del found["draft"]  # a measuring command has its own default
-        values = {
-            name: [value] if name in several else value for name, value in found.items() if name in known
-        }
-        context.default_map = {**(context.default_map or {}), **values}
-        context.meta[CONFIG_META] = path, context
-    return path
-
-
-def set_by_config(context: typer.Context, name: str) -> bool:
-    """Return whether a flag's value comes from the file that --config names."""
-    return _source(context, name) == "DEFAULT_MAP"
-
-
-def _source(context: typer.Context, name: str) -> str | None:
-    source = context.get_parameter_source(name)
-    return None if source is None else source.name
-
-
-def with_config_path(meta: Mapping[str, Any], why: str) -> str:
-    """Return an error message, with the path of the configuration if one of its values is wrong."""
-    if CONFIG_META not in meta:
-        return why
-    from outpace.tune.config import FLAGS
-
-    path, context = meta[CONFIG_META]
-    for name in FLAGS:
-        value = context.params.get(name)
-        values = value if isinstance(value, list) else [value]
-        flag = f"--{name.replace('_', '-')}"
-        starts = f"{name}:", f"{flag}:", *(f"{one}:" for one in values)
-        if set_by_config(context, name) and why.startswith(starts):
-            return f"config: {path}: {why}"
-    return why
-
-
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object instead of text.", rich_help_panel=SHOW)
+]
+ResultFile = Annotated[
+    Path,
+    typer.Option(
+        "--out",
+        "-o",
+        help="Write results to this JSON file. It is updated while the command runs.",
+        rich_help_panel=SHOW,
+    ),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        help="Plot the results to this file (.svg, .png, .pdf). Needs matplotlib.", rich_help_panel=SHOW
+    ),
+]
 Config = Annotated[
     Path | None,
     typer.Option(
         "--config",
         is_eager=True,
-        callback=_apply_config,
+        callback=apply_config,
         help="A file that `outpace tune` wrote. Its values are the defaults of flags with the same names.",
         rich_help_panel=MODELS,
     ),
+]
+
+# `bench kernel`, `bench profile` and `bench engine` measure a grid, so these flags are lists of numbers.
+VocabSizes = Annotated[
+    list[int] | None, typer.Option("--vocab", min=2, help="Vocabulary sizes; may be repeated.")
+]
+DraftLengths = Annotated[
+    list[int] | None,
+    typer.Option("--num-draft-tokens", min=1, help="Draft tokens per step, g; may be repeated."),
+]
+BatchSizes = Annotated[
+    list[int] | None,
+    typer.Option("--batch", min=1, max=MAX_SEQUENCES, help="Batch sizes, B; may be repeated."),
+]
+# Not in the panel of models, because `bench kernel` and `bench profile` load none.
+BenchDevice = Annotated[str | None, typer.Option("--device", callback=checks.device, help=DEVICE_HELP)]
+# Its default does not depend on the device, so that results of several machines have the same dtype.
+BenchDtype = Annotated[
+    str, typer.Option("--dtype", callback=checks.dtype, help="float32, bfloat16, float16.")
+]
+# Without it, these commands only print the results.
+BenchResultFile = Annotated[
+    Path | None, typer.Option("--out", "-o", help="Write results to this JSON file.", rich_help_panel=SHOW)
 ]
 
 

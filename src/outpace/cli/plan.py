@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from outpace.cli.options import AsJson, Plot
 
 # Leviathan et al. 2023, Table 5: the fraction of rejected draft tokens that lenience still rejects,
 # for T5-small and T5-base.
@@ -37,16 +38,11 @@ def plan(
     num_draft_tokens: Annotated[
         list[int] | None, typer.Option(help="Also show these numbers of draft tokens; may be repeated.")
     ] = None,
-    most: Annotated[
+    max_draft_tokens: Annotated[
         int, typer.Option(help=f"Largest number of draft tokens to consider, up to {MAX_DRAFT_TOKENS}.")
     ] = 32,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Plot expected tokens, best g, speedup and operations to this file (.svg, .png, .pdf)."
-        ),
-    ] = None,
+    as_json: AsJson = False,
+    plot: Plot = None,
 ) -> None:
     """Compute the best number of draft tokens and the speedup (Leviathan et al. 2023, section 3).
 
@@ -60,12 +56,16 @@ def plan(
     distribution. A second table shows the speedup with lenience. It assumes that
     lenience avoids the same fraction of rejections as Leviathan et al. measured
     for T5 (Table 5).
+
+    --plot shows expected tokens, the best g, speedup and operations.
     """
     for name, cost in (("--c", c), ("--ops", ops)):
         if cost is not None and not 0 <= cost <= MAX_COST:
             raise ValueError(f"{name}: got {cost:g}; it must be a number from 0 to {MAX_COST:g}")
-    if not 1 <= most <= MAX_DRAFT_TOKENS:
-        raise ValueError(f"--most: got {most}; it must be from 1 to {MAX_DRAFT_TOKENS}")
+    if not 1 <= max_draft_tokens <= MAX_DRAFT_TOKENS:
+        raise ValueError(
+            f"--max-draft-tokens: got {max_draft_tokens}; it must be from 1 to {MAX_DRAFT_TOKENS}"
+        )
     for g in num_draft_tokens or ():
         if not 0 <= g <= MAX_DRAFT_TOKENS:
             raise ValueError(f"--num-draft-tokens: got {g}; it must be from 0 to {MAX_DRAFT_TOKENS}")
@@ -73,7 +73,7 @@ def plan(
         from outpace.bench.curves import backend
 
         backend(plot)  # a missing package is an error before anything is printed
-    found = compute(alpha, c, c if ops is None else ops, num_draft_tokens or [], most)
+    found = compute(alpha, c, c if ops is None else ops, num_draft_tokens or [], max_draft_tokens)
     if as_json:
         print(json.dumps(found, indent=2))
     else:
@@ -81,10 +81,12 @@ def plan(
     if plot is not None:
         from outpace.bench.curves import Point, save_plot
 
-        save_plot(plot, Point(alpha, c, ops=ops, most=most))
+        save_plot(plot, Point(alpha, c, ops=ops, most=max_draft_tokens))
 
 
-def compute(alpha: float, c: float, ops: float, num_draft_tokens: list[int], most: int) -> dict[str, Any]:
+def compute(
+    alpha: float, c: float, ops: float, num_draft_tokens: list[int], max_draft_tokens: int
+) -> dict[str, Any]:
     """Return the numbers of the plan."""
     from outpace.bench import theory
 
@@ -96,18 +98,18 @@ def compute(alpha: float, c: float, ops: float, num_draft_tokens: list[int], mos
             "operations": round(theory.operations(rate, g, ops), 3),
         }
 
-    best = theory.best_length(alpha, c, most)
+    best = theory.best_length(alpha, c, max_draft_tokens)
     lengths = sorted({1, 2, 3, 5, 8, best, *num_draft_tokens} - {0} | set(num_draft_tokens))
     lenient = []
     for lenience, rejected in REJECTED_WITH_LENIENCE.items():
         rates = [1 - (1 - alpha) * one for one in rejected]
-        best_of_rates = [at(rate, theory.best_length(rate, c, most)) for rate in rates]
+        best_of_rates = [at(rate, theory.best_length(rate, c, max_draft_tokens)) for rate in rates]
         lenient.append(
             {"lenience": lenience, "alpha": [round(one, 3) for one in rates], "best": best_of_rates}
         )
     needed: list[dict[str, Any]] = [{"speedup": 1.0, "more": True, "alpha": c if c < 1 else None}]
     for speed in SPEEDUPS:
-        each = theory.needed_alpha(c, speed, range(1, most + 1))
+        each = theory.needed_alpha(c, speed, range(1, max_draft_tokens + 1))
         possible = [one for one in each.tolist() if not math.isnan(one)]
         least = round(min(possible), 3) if possible else None
         needed.append({"speedup": speed, "more": False, "alpha": least})

@@ -47,7 +47,7 @@ def report(
             paths.append(path)
     paths = list(dict.fromkeys(paths))
     if out.resolve() in {path.resolve() for path in paths}:
-        raise ValueError(f"out: {out} is one of the results")
+        raise ValueError(f"--out: {out} is one of the results")
     files = list(zip(display_names(paths), map(read, paths), strict=True))
     backend()  # fails before any work if matplotlib is missing
     import_extra("jinja2", "plot")

@@ -20,7 +20,7 @@ KINDS = {
     "accepted": ("an accepted draft token", "green", "[", "]"),
     "correction": ("the target's token after a rejected draft token", "red", "{", "}"),
     "bonus": ("the target's token after accepted draft tokens", "cyan", "<", ">"),
-    "plain": ("without draft tokens", "", "", ""),
+    "target": ("without draft tokens", "", "", ""),
 }
 CODES = {"green": "32", "red": "31", "cyan": "36", "dim": "2"}
 SVG_WIDTH = 92  # characters
@@ -47,7 +47,7 @@ class Painter:
         self.marks = marks or (no_color and stream.isatty())
         self.colors = stream.isatty() and not without_color and not self.marks
         self._kinds: list[str] = []
-        self._open = "plain"
+        self._open = "target"
         self.history: list[tuple[str, str]] = []  # pieces of text and their kinds
 
     def step(self, step: Step) -> None:
@@ -57,7 +57,7 @@ class Painter:
             self.write(text, self._kinds[token])
         self._stream.flush()
 
-    def write(self, text: str, kind: str = "plain") -> None:
+    def write(self, text: str, kind: str = "target") -> None:
         """Write a piece of text of one kind."""
         self.history.append((text, kind))
         if kind != self._open:
@@ -73,14 +73,14 @@ class Painter:
         """End the text with a newline."""
         self._close()
         self._kinds = []
-        self.history.append(("\n", "plain"))
+        self.history.append(("\n", "target"))
         self._stream.write("\n")
         self._stream.flush()
 
     def _close(self) -> None:
         if self.marks:
             self._stream.write(KINDS[self._open][3])
-        self._open = "plain"
+        self._open = "target"
 
     def legend(self) -> str | None:
         """Return the legend of the colours or marks; None without them."""

@@ -13,13 +13,13 @@ import typer
 from outpace.checks.files import check_distinct, check_output
 from outpace.cli import checks
 from outpace.cli.bench import bare, command
+from outpace.cli.config import set_by_config
 from outpace.cli.models import check_models
 from outpace.cli.options import (
     MAX_SEQUENCES,
     MODELS,
     PROMPTS,
     SAMPLING,
-    SHOW,
     AllSeeds,
     Bias,
     Config,
@@ -29,12 +29,15 @@ from outpace.cli.options import (
     Dtype,
     Every,
     FrequencyPenalty,
+    IgnoreEos,
     Limit,
     MaxNewTokens,
     MinP,
+    Plot,
     PresencePenalty,
     PromptTexts,
     RepetitionPenalty,
+    ResultFile,
     Revision,
     RuleName,
     Target,
@@ -43,7 +46,6 @@ from outpace.cli.options import (
     TrustRemoteCode,
     read_prompts,
     sampling_of,
-    set_by_config,
 )
 from outpace.cli.show import note, progress, screen
 
@@ -99,11 +101,7 @@ def sweep(
     presence_penalty: PresencePenalty = None,
     logit_bias: Bias = None,
     max_new_tokens: MaxNewTokens = 128,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option("--ignore-eos", help="Continue after the end-of-sequence token.",
-                     rich_help_panel=SAMPLING),
-    ] = False,
+    ignore_eos: IgnoreEos = False,
     seed: AllSeeds = 0,
     prompt: PromptTexts = None,
     data: Data = None,
@@ -120,16 +118,8 @@ def sweep(
     repeats: Annotated[
         int, typer.Option(min=1, help="How often the whole set of prompts is run.", rich_help_panel=PROMPTS)
     ] = 1,
-    out: Annotated[
-        Path,
-        typer.Option("--out", "-o", help="Write results to this JSON file after each round.",
-                     rich_help_panel=SHOW),
-    ] = Path("sweep.json"),
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Plot time, acceptance and step time against g to this file (.svg, .png, .pdf).",
-                     rich_help_panel=SHOW),
-    ] = None,
+    out: ResultFile = Path("sweep.json"),
+    plot: Plot = None,
 ) -> None:  # fmt: skip
     """Measure the speedup of every draft, temperature and number of draft tokens over the baseline.
 
@@ -147,6 +137,8 @@ def sweep(
       step, and its difference from the measured speedup
     - "c": time to draft one token divided by the time of a baseline step
     - "thm 3.8": speedup that Leviathan et al. 2023 predict from α and c alone
+
+    --plot shows time, acceptance and step time against g.
 
     Ctrl-C ends it with the results of the rounds so far.
     """

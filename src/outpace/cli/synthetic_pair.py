@@ -48,7 +48,7 @@ def load_pair(
     """
     if name not in PAIRS:
         raise ValueError(f"--pair: got {name!r}; there are {', '.join(PAIRS)}")
-    torch_device, torch_dtype = parse_device(device or "auto", dtype or "bfloat16")
+    torch_device, torch_dtype = parse_device(device, dtype or "bfloat16")
     models = pair(*PAIRS[name], alpha, device=torch_device, dtype=torch_dtype)
     decoder = Decoder(models.target, "lookup" if models.draft is None else models.draft, rule=rule)
     gc.freeze()

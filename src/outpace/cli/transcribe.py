@@ -12,6 +12,7 @@ import typer
 
 from outpace.checks.files import check_folder, check_output, write_atomic
 from outpace.cli import checks
+from outpace.cli.config import drop_num_draft_tokens
 from outpace.cli.models import check_models, parse_policy
 from outpace.cli.options import (
     MAX_SEQUENCES,
@@ -24,7 +25,6 @@ from outpace.cli.options import (
     Revision,
     RuleName,
     TrustRemoteCode,
-    drop_num_draft_tokens,
 )
 from outpace.cli.show import note
 
@@ -58,7 +58,7 @@ def transcribe(
             "-d",
             callback=drop_num_draft_tokens,
             metavar="MODEL|lookup|none",
-            help="What drafts: a smaller Whisper model, prompt lookup, or none.",
+            help="The drafter: a smaller Whisper model, prompt lookup, or none.",
             rich_help_panel=MODELS,
         ),
     ] = "none",
@@ -106,16 +106,16 @@ def transcribe(
             rich_help_panel=SPEECH,
         ),
     ] = None,
-    batch_size: Annotated[
+    batch: Annotated[
         int,
         typer.Option(
             min=1, max=MAX_SEQUENCES, help="Files that are transcribed at a time.", rich_help_panel=SPEECH
         ),
     ] = 8,
-    output: Annotated[
+    out: Annotated[
         Path | None,
         typer.Option(
-            "--output",
+            "--out",
             "-o",
             help="Write one text file per sound file into this folder.",
             rich_help_panel=SHOW,
@@ -130,17 +130,17 @@ def transcribe(
     Audio windows, timestamps, skipping of silence and temperature fallback work
     as in Transformers' Whisper.
     """
-    if output is not None:
-        check_folder("--output", output)
+    if out is not None:
+        check_folder("--out", out)
     names = [path.stem for path in files]
-    if output is not None and len(set(names)) < len(names):
+    if out is not None and len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"--output: several files are named {twice}, and would be written over each other")
-    if output is not None and output.is_dir():
+        raise ValueError(f"--out: several files are named {twice}, and would be written over each other")
+    if out is not None and out.is_dir():
         for path in files:
-            check_output("--output", file_of(output, path, format))
-    if output is None and len(files) > 1 and format in (Format.srt, Format.vtt):
-        raise ValueError(f"--format: {format} of several files needs a folder for them; give --output")
+            check_output("--out", file_of(out, path, format))
+    if out is None and len(files) > 1 and format in (Format.srt, Format.vtt):
+        raise ValueError(f"--format: {format} of several files needs a folder for them; give --out")
     check_models(target, draft, rule, num_draft_tokens=num_draft_tokens)
     if not any(path.is_file() for path in files):
         raise ValueError(f"{files[0]}: no such file")
@@ -163,8 +163,8 @@ def transcribe(
         **options,
     )
     failed, sound = 0, 0.0
-    if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
     with Progress(files) as progress:
         for transcript in transcriber(
             files,
@@ -172,7 +172,7 @@ def transcribe(
             task=str(task),
             timestamps=timestamps or format is not Format.txt,
             fallback=fallback,
-            batch_size=batch_size,
+            batch_size=batch,
             seed=seed,
             on_progress=progress.step,
         ):
@@ -181,7 +181,7 @@ def transcribe(
                 failed += 1
                 note(f"{transcript.name}: {transcript.error}")
             else:
-                write_transcript(transcript, format, output, timestamps, alone=len(files) == 1)
+                write_transcript(transcript, format, out, timestamps, alone=len(files) == 1)
     if transcriber.stats.new_tokens:
         note(statistics_line(transcriber, sound))
     if failed:
@@ -190,20 +190,20 @@ def transcribe(
 
 
 def write_transcript(
-    transcript: Transcript, format: Format, output: Path | None, timestamps: bool, alone: bool
+    transcript: Transcript, format: Format, folder: Path | None, timestamps: bool, alone: bool
 ) -> None:
     """Write a transcript to a file named after the sound, or to stdout.
 
     Args:
         transcript: The transcript.
         format: Format of the text.
-        output: Folder of the file; None is stdout.
+        folder: Folder of the file; None is stdout.
         timestamps: Whether plain text has timestamps.
         alone: Whether there is only one file. Otherwise plain text on stdout has the file's name above it.
     """
     text = format_transcript(transcript, format, timestamps)
-    if output is not None:
-        path = file_of(output, Path(transcript.name), format)
+    if folder is not None:
+        path = file_of(folder, Path(transcript.name), format)
         write_atomic(path, text if text.endswith("\n") else text + "\n")
         note(f"{transcript.name}: {path}")
         return

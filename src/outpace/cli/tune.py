@@ -12,6 +12,7 @@ import typer
 from outpace.checks.files import check_distinct, check_output
 from outpace.cli import checks
 from outpace.cli.bench import bare, command
+from outpace.cli.config import set_by_config
 from outpace.cli.models import check_models
 from outpace.cli.options import (
     MAX_SEQUENCES,
@@ -38,7 +39,6 @@ from outpace.cli.options import (
     TrustRemoteCode,
     read_prompts,
     sampling_of,
-    set_by_config,
 )
 from outpace.cli.show import note, progress
 
@@ -88,6 +88,7 @@ def tune(
     data: Data = None,
     limit: Limit = None,
     every: Every = 1,
+    # From 8: shorter texts are not enough to measure acceptance and time.
     max_new_tokens: Annotated[
         int,
         typer.Option("--max-new-tokens", "-m", min=8, help="Largest number of tokens to generate per prompt.",
@@ -252,7 +253,7 @@ def finish(tuning: Tuning, names: ModelNames, out: Path, results: Path) -> None:
             f"it {'was ' if how == 'interrupted' else ''}{how} before whole texts were measured"
         )
     decided = findings.undecided_reason() is None
-    writes_config = decided and (stopped is None or not findings.choice.candidate.is_baseline)
+    writes_config = decided and (stopped is None or not findings.recommendation.candidate.is_baseline)
     try:
         save(tuning, names, out if writes_config else None)
     except Exception as error:

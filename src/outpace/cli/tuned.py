@@ -81,11 +81,11 @@ def save(tuning: Tuning, names: ModelNames, out: Path | None) -> None:
     findings, content = tuning.findings, tuning.results.content
     chosen, fixed = findings.chosen(), findings.nearest_fixed()
     num_draft_tokens: int | str | None = chosen.num_draft_tokens
-    if findings.choice.candidate.is_baseline:
+    if findings.recommendation.candidate.is_baseline:
         num_draft_tokens = None
     elif chosen.num_draft_tokens.isdecimal():
         num_draft_tokens = int(chosen.num_draft_tokens)
-    speedup = findings.record.speedup(findings.choice.candidate)
+    speedup = findings.record.speedup(findings.recommendation.candidate)
     text = config.to_toml(
         {
             "target": absolute_name(names.target),

@@ -28,13 +28,13 @@ from outpace.verification import SampledTokens, sample
 class Precomputed:
     """Results of sampling on a GPU that verification can use again.
 
-    They are those of ``outpace.verification.SampledTokens``, here ``[R, g]`` each.
+    They are the fields of ``outpace.verification.SampledTokens``, stacked to ``[R, g]`` each.
 
     Attributes:
         lse: Logsumexp of the adjusted logits.
         cut: Smallest logit that the filters leave. None: not computed.
         tie: First id that the filters leave among logits equal to ``cut``. None: not computed.
-        sampling: Sampling parameters that the logits are still to be adjusted by. None: none.
+        sampling: Sampling parameters that verification still has to apply to the logits. None: nothing.
     """
 
     lse: Tensor
@@ -94,10 +94,10 @@ class Draft:
 class State:
     """Input of ``Drafter.propose``: the sequences, and how to draft for them.
 
-    Row i of R is the sequence in slot ``rows[i]``. The slot identifies it from start to end.
+    Row i of R is the sequence in slot ``slots[i]``. A sequence keeps its slot from start to end.
 
     Attributes:
-        rows: Slot of each sequence.
+        slots: Slot of each sequence.
         tokens: Token ids of each sequence, prompt and output. Do not change them.
         prompt_lengths: Number of tokens of each prompt.
         sampling: Sampling parameters of the drafter, per sequence.
@@ -113,7 +113,7 @@ class State:
         after: Sampling parameters after each token, where processors keep state. ``DraftSampler`` fills it.
     """
 
-    rows: Sequence[int]
+    slots: Sequence[int]
     tokens: Sequence[Sequence[int]]
     prompt_lengths: Sequence[int]
     sampling: Sequence[SamplingParams]
@@ -133,9 +133,11 @@ class Drafter(Protocol):
     A drafter without memory derives from this class and implements ``propose`` alone.
 
     A drafter that chooses its tokens and costs next to nothing can set an attribute ``free = True``. It then
-    proposes before the policy decides how many of its tokens to score. It does so at every step, unless that
-    takes too long. A step without a proposal is not committed either. Its tokens are in the sequence that the
-    drafter sees next.
+    proposes before the policy chooses how many of its tokens are scored. The policy may pause such a drafter
+    if its proposals take too long.
+
+    ``commit`` is called only after a step with a proposal. Tokens of other steps are in ``State.tokens`` of
+    the next call.
     """
 
     def propose(self, state: State, g: int) -> Draft:
@@ -147,7 +149,7 @@ class Drafter(Protocol):
         """
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
-        """Process the outcome of the last proposal.
+        """Process the verification outcome of the last proposal.
 
         Args:
             accepted: Number of accepted draft tokens ``[R]`` of the sequences last proposed for.
@@ -155,11 +157,11 @@ class Drafter(Protocol):
         """
         return
 
-    def reset(self, rows: Sequence[int]) -> None:
+    def reset(self, slots: Sequence[int]) -> None:
         """Forget these slots, which are now free.
 
         Args:
-            rows: The free slots. The next sequence in each is another one.
+            slots: Slots whose sequences have ended. Another sequence may take each of them.
         """
         return
 
@@ -197,7 +199,7 @@ class DraftSampler:
         self._prefix = _padded_prefix(state, g) if any(one.reads_prefix for one in state.sampling) else None
         self._neutral = all(one.neutral for one in state.sampling)
         self._sampled: list[SampledTokens] = []  # of each position, on a GPU
-        # There the kernel does the part of adjusting that depends on the position alone.
+        # On a GPU the kernel applies the parameters that need no prefix.
         self._shapes = None if self._neutral else [one.shape for one in one_for_all(state.sampling)]
         self._uses_kernel = has_kernel(state.device) and not self.chosen
         self._adjusted: Tensor | None = None  # logits that the next token is sampled from, if known
@@ -207,7 +209,7 @@ class DraftSampler:
             self._uniforms = [[row[i][0] for row in noise] for i in range(g)]
 
     def enough(self, logits: Tensor) -> bool:
-        """Return whether the policy would rather stop than sample from these logits.
+        """Return whether the policy ends the draft before a token is sampled from these logits.
 
         Args:
             logits: Raw logits ``[R, V]`` of the draft. V may differ from the target's.
@@ -216,7 +218,7 @@ class DraftSampler:
             return False
         self._adjusted = self._next_logits(logits)
         max_probs = (self._adjusted.amax(-1) - self._adjusted.logsumexp(-1)).exp()
-        # Sampling reports logits that are not finite.
+        # Logits that are not finite do not end the draft here: `draft` cuts it off before them.
         self._stopped = bool(max_probs.isfinite().all()) and self.state.enough(max_probs.tolist())
         return self._stopped
 
@@ -289,8 +291,8 @@ class DraftSampler:
             lengths: Largest number of draft tokens of each sequence. None: all that were sampled.
         """
         if not self.tokens:
-            self.usable = [0] * len(self.state.rows)
-            return replace(Draft.chosen([[] for _ in self.state.rows], self.state.device), steps=1)
+            self.usable = [0] * len(self.state.slots)
+            return replace(Draft.chosen([[] for _ in self.state.slots], self.state.device), steps=1)
         logits = None if self.chosen else torch.stack(self._logits, dim=1)
         is_finite = self._is_finite
         if isinstance(is_finite[0], Tensor):
@@ -317,13 +319,13 @@ class DraftSampler:
 def has_kernel(device: torch.device) -> bool:
     """Return whether ``outpace.verification.sample`` samples the tokens on this device.
 
-    It also adjusts the logits.
+    It then also applies temperature, top-k, top-p and min-p.
     """
     return device.type != "cpu"
 
 
 def check_draft(draft: Any, drafter: Any, rows: int, vocab_size: int, device: torch.device) -> None:
-    """Raise an error that names what a drafter got wrong.
+    """Check the result of a drafter's ``propose``.
 
     Raises:
         TypeError: The draft is not a ``Draft``, or its tokens or logits are not tensors.
@@ -331,37 +333,37 @@ def check_draft(draft: Any, drafter: Any, rows: int, vocab_size: int, device: to
     """
     if not isinstance(draft, Draft):
         raise TypeError(
-            f"drafter: {type(drafter).__name__}.propose returned {kind(draft)[:80]}; it must return an "
-            "outpace.Draft, such as Draft.chosen(lists of token ids): docs/guides/add-a-drafter.md"
+            f"draft: got {kind(draft)[:80]} from {type(drafter).__name__}.propose; it must be an "
+            "outpace.Draft, such as Draft.chosen([[1, 2]]); see docs/guides/add-a-drafter.md"
         )
     tokens, logits = draft.tokens, draft.logits
     for name, value in (("tokens", tokens), ("logits", logits)):
         if not isinstance(value, Tensor) and (name, value) != ("logits", None):
             raise TypeError(
-                f"draft: got {name} that are {kind(value)[:80]}, from {type(drafter).__name__}; they must be "
-                "a tensor"
+                f"draft.{name}: got {kind(value)[:80]} from {type(drafter).__name__}.propose; it must be a "
+                "tensor"
             )
     if tokens.dtype is not torch.int64 or tokens.dim() != 2 or tokens.shape[0] != rows:
         raise ValueError(
-            f"draft: got tokens of {tokens.dtype} {tuple(tokens.shape)}; they must be int64 [{rows}, g]"
+            f"draft.tokens: got {tokens.dtype} {tuple(tokens.shape)}; it must be int64 [{rows}, g]"
         )
     if draft.lengths is not None and len(draft.lengths) != rows:
-        raise ValueError(f"draft: got {len(draft.lengths)} lengths; it must be one for each of {rows} rows")
+        raise ValueError(f"draft.lengths: got {len(draft.lengths)}; it must be one per sequence, {rows}")
     if draft.lengths is not None and not all(0 <= n <= tokens.shape[1] for n in draft.lengths):
-        raise ValueError(f"draft: got lengths {draft.lengths} for {tokens.shape[1]} tokens a row")
+        raise ValueError(f"draft.lengths: got {draft.lengths}; each must be in 0..{tokens.shape[1]}")
     if logits is not None and logits.shape != (*tokens.shape, vocab_size):
         raise ValueError(
-            f"draft: got logits {tuple(logits.shape)} for tokens {tuple(tokens.shape)}; they must be "
-            f"{(*tokens.shape, vocab_size)}: `outpace.draft.base.fit` fits a vocabulary"
+            f"draft.logits: got shape {tuple(logits.shape)}; it must be {(*tokens.shape, vocab_size)}; "
+            "`outpace.draft.base.fit` fits logits to a vocabulary size"
         )
     for name, value in (("tokens", tokens), ("logits", logits)):
         if value is not None and value.device != device:
-            raise ValueError(f"draft: got {name} on {value.device}; they must be on {device}")
+            raise ValueError(f"draft.{name}: got a tensor on {value.device}; it must be on {device}")
     if device.type == "cpu" and tokens.numel():
         flat = tokens.flatten().tolist()
         if min(flat) < 0 or max(flat) >= vocab_size:
             raise ValueError(
-                f"draft: got token ids {min(flat)}..{max(flat)}; the target knows 0..{vocab_size - 1}"
+                f"draft.tokens: got ids {min(flat)}..{max(flat)}; they must be in 0..{vocab_size - 1}"
             )
 
 

@@ -1,8 +1,8 @@
 """Prompt lookup: drafting by copying from the context.
 
-What followed the same tokens last time may follow them again. (Saxena 2023; the same idea as LLMA, Yang et
-al. 2023.) It costs next to nothing. It pays where the output repeats the input: summaries, edits, retrieval,
-code.
+The draft tokens are those that followed the last tokens earlier in the context (Saxena 2023; LLMA, Yang et
+al. 2023). Drafting costs next to nothing. It pays where the output repeats the input: summaries,
+edits, retrieval, code.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from outpace.draft.base import Draft, State
 
 
 class LookupDrafter:
-    """Drafter that copies what followed the latest earlier occurrence of the last tokens.
+    """Drafter that copies the tokens after the latest earlier occurrence of the last tokens.
 
     The longest match decides, from ``max_ngram`` tokens down to ``min_ngram``. A match of a single token is
-    weak, so it proposes a single draft token. A copy that reaches the end of the sequence continues with
-    itself. So a sequence that repeats is drafted to go on repeating. Encoder input counts as earlier text, if
-    encoder and decoder share a vocabulary.
+    weak, so it proposes a single draft token. A copy that reaches the end of the sequence starts again at its
+    first token. So a repeating sequence is drafted to keep repeating. Encoder input counts as earlier text
+    if encoder and decoder share a vocabulary.
 
     Args:
         max_ngram: Longest match, in tokens.
@@ -40,8 +40,8 @@ class LookupDrafter:
     def propose(self, state: State, g: int) -> Draft:
         """See ``Drafter.propose``."""
         proposals, confidence = [], []
-        sources = state.sources or [None] * len(state.rows)
-        for row, text, limit, source in zip(state.rows, state.tokens, state.limits, sources, strict=True):
+        sources = state.sources or [None] * len(state.slots)
+        for row, text, limit, source in zip(state.slots, state.tokens, state.limits, sources, strict=True):
             if source is not None and source.copyable:
                 text = [*source.copyable, *text]
             index = self._indices.setdefault(row, NGramIndex(self.min_ngram, self.max_ngram))
@@ -52,12 +52,12 @@ class LookupDrafter:
         return Draft.chosen(proposals, state.device, confidence)
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
-        """Do nothing: the next text shows what was accepted."""
+        """Do nothing: the next state holds the accepted tokens."""
 
-    def reset(self, rows: Sequence[int]) -> None:
+    def reset(self, slots: Sequence[int]) -> None:
         """See ``Drafter.reset``."""
-        for row in rows:
-            self._indices.pop(row, None)
+        for slot in slots:
+            self._indices.pop(slot, None)
 
 
 class NGramIndex:
@@ -73,7 +73,7 @@ class NGramIndex:
     def __init__(self, min_ngram: int, max_ngram: int) -> None:
         self.sizes = range(max_ngram, min_ngram - 1, -1)
         self.ends: dict[tuple[int, ...], int] = {}
-        self.covered = 0  # n-grams that end before this position are in
+        self.covered = 0  # n-grams that end before this position are in `ends`
 
     def extend(self, text: Sequence[int]) -> None:
         """Add the tokens that the sequence has grown by.
@@ -107,7 +107,7 @@ def lookup_draft(
 ) -> tuple[Tensor, Tensor]:
     """Return the draft tokens of prompt lookup, computed with tensors.
 
-    They are those that ``NGramIndex.proposal`` finds.
+    They equal the tokens of ``NGramIndex.proposal``.
 
     Args:
         text: Token ids ``[rows, T]``.

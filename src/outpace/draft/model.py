@@ -14,12 +14,12 @@ from outpace.models.causal import CausalScorer
 from outpace.models.seq2seq import scorer_of
 from outpace.models.source import Source
 
-PADDING = 1024  # vocabularies of one tokenizer, padded for two models, differ by less
+PADDING = 1024  # largest difference by padding between two models' vocabularies of one tokenizer
 INSTEAD = "outpace.TextDrafter(model, tokenizer, target_tokenizer) drafts through text"
 
 
 class ModelDrafter:
-    """Drafter with any supported causal model, on the model's own device.
+    """Drafter with any supported model, on the model's own device.
 
     Args:
         model: The draft model.
@@ -43,7 +43,7 @@ class ModelDrafter:
         lengths = [min(g, max(0, self.scorer.context - len(text) + 1)) for text in state.tokens]
         g = max(lengths)
         if g == 0:
-            return replace(Draft.chosen([[] for _ in state.rows], state.device), steps=0)
+            return replace(Draft.chosen([[] for _ in state.slots], state.device), steps=0)
         logits = self._catch_up(state)
         sampler = DraftSampler(state, g)
         for i in range(g):
@@ -55,8 +55,8 @@ class ModelDrafter:
                 fed = tokens.to(self.scorer.device)
                 if self.vocab_size < state.vocab_size:
                     fed = fed.clamp(max=self.vocab_size - 1)
-                logits = self.scorer.score(state.rows, fed[:, None])[:, 0]
-                self.scorer.commit(state.rows, [1] * len(state.rows))
+                logits = self.scorer.score(state.slots, fed[:, None])[:, 0]
+                self.scorer.commit(state.slots, [1] * len(state.slots))
         draft = sampler.draft(lengths)
         num_sampled = len(sampler.tokens)
         self._unusable = [
@@ -69,16 +69,16 @@ class ModelDrafter:
         self.scorer.reserve(rows, tokens)
 
     def _catch_up(self, state: State) -> Tensor:
-        """Return the logits after each sequence, of which the KV cache may lack any number of tokens."""
-        self._proposed = [(row, len(text)) for row, text in zip(state.rows, state.tokens, strict=True)]
+        """Return the logits after each sequence, and add the tokens that the KV cache lacks."""
+        self._proposed = [(row, len(text)) for row, text in zip(state.slots, state.tokens, strict=True)]
         prefilled = set(self._texts)
         new = []
-        for row, text in zip(state.rows, state.tokens, strict=True):
+        for row, text in zip(state.slots, state.tokens, strict=True):
             self._texts[row] = text
             # A token that this model has no embedding for becomes 0: a worse draft, not an error.
             rest = text[self.scorer.length(row) :] if row in prefilled else text
             new.append([t if t < self.vocab_size else 0 for t in rest])
-        return feed(self.scorer, state.rows, new, prefilled, state.sources)
+        return feed(self.scorer, state.slots, new, prefilled, state.sources)
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
         """Remove rejected draft tokens from the KV cache.
@@ -91,15 +91,15 @@ class ModelDrafter:
             self._proposed, accepted.tolist(), self._unusable, strict=True
         ):
             self.scorer.truncate([row], [length + num_accepted])
-            if has_nan:  # NaN in a cache outlives rollback
+            if has_nan:  # a mask does not hide NaN left in the KV cache
                 self.scorer.reset([row])
                 del self._texts[row]
 
-    def reset(self, rows: Sequence[int]) -> None:
+    def reset(self, slots: Sequence[int]) -> None:
         """See ``Drafter.reset``."""
-        for row in rows:
-            if row in self._texts:
-                self.scorer.reset([row], [self._texts.pop(row)])
+        for slot in slots:
+            if slot in self._texts:
+                self.scorer.reset([slot], [self._texts.pop(slot)])
 
     def check(self, vocab_size: int, tokenizer: Any) -> None:
         """Check that the target has the same tokenizer.
@@ -111,17 +111,17 @@ class ModelDrafter:
             if not same_tokenizer(tokenizer, self.tokenizer):
                 num_shared, size = num_shared_tokens(tokenizer, self.tokenizer), len(tokenizer.get_vocab())
                 raise ValueError(
-                    f"drafter: its tokenizer is another one: {num_shared} of the target's {size} tokens have "
-                    f"the same id there; {INSTEAD}"
+                    f"draft: got a model whose tokenizer shares {num_shared} of the target's {size} token "
+                    f"ids; it must have the target's tokenizer; {INSTEAD}"
                 )
         elif abs(self.vocab_size - vocab_size) > PADDING:
             raise ValueError(
-                f"drafter: it knows {self.vocab_size} tokens and the target {vocab_size}: more than padding "
-                f"apart, so their tokenizers differ; {INSTEAD}"
+                f"draft: got a model of {self.vocab_size} tokens for a target of {vocab_size}; it must have "
+                f"the target's tokenizer; {INSTEAD}"
             )
 
     def forget(self) -> None:
-        """Discard cached keys and values of earlier sequences, and lay out packed weights again."""
+        """Discard the cached tokens of earlier sequences, and pack the weights again if they were packed."""
         self.scorer.forget()
         self.scorer.repack()
 

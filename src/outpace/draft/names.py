@@ -1,4 +1,4 @@
-"""Names of drafts, checked without PyTorch, so that a misspelt one is refused at once."""
+"""Names of drafts, checked without an import of PyTorch, so that errors are raised at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DRAFTS = "lookup", "none", "ngram"  # names that are not models
 
 
 def names_model(draft: Name) -> bool:
-    """Return whether a draft's name is that of a model."""
+    """Return whether a draft names a model."""
     text = os.fspath(draft)
     return text not in ("lookup", "none") and not text.startswith("ngram:")
 
@@ -23,7 +23,7 @@ def table_path(draft: Name) -> Path:
 
 
 def check_draft_exists(draft: Name) -> None:
-    """Raise for a draft that does not exist, as far as this machine can tell.
+    """Check that a draft exists, as far as this machine can tell.
 
     A name close to one of ``DRAFTS`` is looked for on the hub as well, because it is likely to be misspelt.
 

@@ -1,6 +1,6 @@
-"""Drafter that uses n-gram counts: what followed the last few tokens in some text.
+"""Drafter that samples from the n-gram counts of a text.
 
-There is nothing to compute. Leviathan section 4.1 measures bigrams as drafts of negligible cost.
+It runs no model. Leviathan section 4.1 measures bigrams as drafts of negligible cost.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from outpace.draft.base import Draft, DraftSampler, State
 
 Ints = npt.NDArray[np.int64]
 Order = tuple[Ints, Ints]
-"""The distinct k-grams of a text, sorted, and their counts. A k-gram is one number: the place of its first
-k-1 tokens among the (k-1)-grams, times V, plus its last token. So what follows a context lies side by
-side."""
+"""Distinct k-grams of a text as sorted numbers, and their counts.
+
+The number of a k-gram is i·V + t. t is its last token. i is the index of its first k-1 tokens among the
+sorted (k-1)-grams. So all k-grams with the same context are adjacent.
+"""
 
 
 class NGramDrafter:
@@ -67,11 +69,11 @@ class NGramDrafter:
         integer("vocab_size", V, "an int >= 1", lambda V: V >= 1)
         if ids.min() < 0 or ids.max() >= V:
             raise ValueError(
-                f"token_ids: got {ids.min()}..{ids.max()}; with vocab_size {V} ids are 0..{V - 1}"
+                f"token_ids: got {ids.min()}..{ids.max()}; with vocab_size {V} they must be in 0..{V - 1}"
             )
         place_in_text = np.concatenate([np.arange(len(text)) for text in texts])
         orders: list[Order] = []
-        context = np.zeros(len(ids), dtype=np.int64)  # of each token, the index of the k-1 before it
+        context = np.zeros(len(ids), dtype=np.int64)  # for each token, the index of the k-1 tokens before it
         for k in range(1, n + 1):
             whole = place_in_text >= k - 1
             keys, inverse, counts = np.unique(
@@ -147,7 +149,7 @@ class NGramDrafter:
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
         """See ``Drafter.commit``."""
 
-    def reset(self, rows: Sequence[int]) -> None:
+    def reset(self, slots: Sequence[int]) -> None:
         """See ``Drafter.reset``."""
 
     def save(self, path: str | Path) -> None:
@@ -182,7 +184,7 @@ class NGramDrafter:
 
     @staticmethod
     def check(path: str | Path) -> None:
-        """Raise what ``load`` would raise for a damaged, truncated or foreign file.
+        """Raise ValueError for a damaged, truncated or foreign file, as ``load`` does.
 
         The counts are not read.
 

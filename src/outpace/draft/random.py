@@ -1,4 +1,4 @@
-"""Random drafter: for tests, and as the floor under every other drafter."""
+"""Random drafter: for tests, and as a lower bound for other drafters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RandomDrafter:
     def propose(self, state: State, g: int) -> Draft:
         """See ``Drafter.propose``."""
         sampler = DraftSampler(state, g)
-        uniform = torch.zeros(len(state.rows), self.vocab_size, device=state.device)
+        uniform = torch.zeros(len(state.slots), self.vocab_size, device=state.device)
         for _ in range(g):
             sampler.sample_next(uniform)
         return sampler.draft()
@@ -35,5 +35,5 @@ class RandomDrafter:
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
         """See ``Drafter.commit``."""
 
-    def reset(self, rows: Sequence[int]) -> None:
+    def reset(self, slots: Sequence[int]) -> None:
         """See ``Drafter.reset``."""

@@ -8,13 +8,13 @@ from typing import Any
 from outpace.checks.arguments import kind
 from outpace.checks.text import REPLACEMENT_CHARACTER
 
-WINDOW = 8  # tokens before a border that decide how the text after it is decoded
-TAIL = 64  # characters at a text's end that later ones may be encoded together with
-NEUTRAL = ("\n", ".", "")  # texts that another one can follow without being encoded together
+WINDOW = 8  # tokens decoded before new tokens, since they affect the text of these
+TAIL = 64  # characters at a text's end whose tokens may change when the text grows
+NEUTRAL = ("\n", ".", "")  # contexts that share no token with the text after them
 
 
 class TokenizerAdapter:
-    """Tokenizer, as a converter between text and tokens.
+    """Converter between text and the tokens of one tokenizer.
 
     Args:
         name: Argument that the tokenizer came from, for error messages.
@@ -29,7 +29,7 @@ class TokenizerAdapter:
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         if not callable(tokenizer) or not hasattr(tokenizer, "get_vocab"):
-            raise TypeError(f"{name}: got {kind(tokenizer)[:80]}; TextDrafter needs both models' tokenizers")
+            raise TypeError(f"{name}: got {kind(tokenizer)[:80]}; it must be a Transformers tokenizer")
         self.tokenizer = tokenizer
         ids = tokenizer.get_vocab().values()
         self.size = max(ids) + 1
@@ -37,7 +37,7 @@ class TokenizerAdapter:
             tokenizer.decode([min(ids)])
         except Exception as error:
             raise ValueError(
-                f"{name}: it cannot decode ({error!r:.80}), so its tokens have no text"
+                f"{name}: got a tokenizer that cannot decode ({error!r:.80}); it must convert tokens to text"
             ) from error
         self.special = frozenset(tokenizer.all_special_ids)
         self.end: int | None = tokenizer.eos_token_id
@@ -104,7 +104,7 @@ class Retokenizer:
         self._before, self._tail = "", ""  # text before ids[_num_frozen:], and text of them
 
     def update(self, tokens: Sequence[int]) -> None:
-        """Read the new tokens of a text that begins as the last one did."""
+        """Read a text that extends the text of the last call."""
         while self.num_read < len(tokens):
             if tokens[self.num_read] in self._target.special:
                 self._add_special(tokens[self.num_read])

@@ -22,7 +22,7 @@ from outpace.draft.retokenizer import Retokenizer, TokenizerAdapter
 from outpace.models.causal import CausalScorer, common_prefix_length
 from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
 
-WINDOW = 16  # tokens at the end of a text that decide how it continues
+WINDOW = 16  # last tokens of a text that are decoded or encoded together with new ones
 
 
 class TextDrafter:
@@ -44,7 +44,8 @@ class TextDrafter:
         self.scorer = scorer_of(model)
         if isinstance(self.scorer, Seq2SeqScorer):
             raise ValueError(
-                "model: an encoder-decoder model cannot draft through text: it writes of a source"
+                "model: got an encoder-decoder model; it must be a causal model, because a TextDrafter has "
+                "no encoder input"
             )
         self._special_map = self.target.special_tokens_in(self.draft)
         ends = {end: self.target.end for end in self.scorer.end_of_text if self.target.end is not None}
@@ -57,11 +58,11 @@ class TextDrafter:
     def propose(self, state: State, g: int) -> Draft:
         """See ``Drafter.propose``."""
         retokenizers = {
-            row: self._retokenize(row, text) for row, text in zip(state.rows, state.tokens, strict=True)
+            row: self._retokenize(row, text) for row, text in zip(state.slots, state.tokens, strict=True)
         }
         waiting = {
             row: len(text) - retokenizers[row].num_read
-            for row, text, limit in zip(state.rows, state.tokens, state.limits, strict=True)
+            for row, text, limit in zip(state.slots, state.tokens, state.limits, strict=True)
             if limit > 0
             and len(text) - retokenizers[row].num_read <= WINDOW  # longer than any incomplete character
         }
@@ -72,7 +73,7 @@ class TextDrafter:
             self._target_tokens(retokenizers[row], text, drafted[row], state.vocab_size)[:g]
             if row in drafted
             else []
-            for row, text in zip(state.rows, state.tokens, strict=True)
+            for row, text in zip(state.slots, state.tokens, strict=True)
         ]
         return Draft.chosen(proposals, state.device)
 
@@ -85,7 +86,7 @@ class TextDrafter:
 
     @staticmethod
     def _steps(retokenizers: Sequence[Retokenizer], g: int) -> int:
-        """Return the draft steps for about g + 1 target tokens, of which the last may be cut short."""
+        """Return the draft steps for about g + 1 target tokens, the last of which may be incomplete."""
         read = sum(retokenizer.num_read for retokenizer in retokenizers)
         return (
             ceil((g + 1) * sum(len(retokenizer.ids) for retokenizer in retokenizers) / read)
@@ -108,7 +109,7 @@ class TextDrafter:
         counts = torch.stack(is_finite, dim=1).cumprod(dim=1).sum(dim=1).tolist()
         for row, proposal, count in zip(rows, proposals, counts, strict=True):
             self._cached[row] += proposal[:-1]
-            if count < steps:  # NaN in a cache outlives rollback
+            if count < steps:  # a mask does not hide NaN left in the KV cache
                 self.scorer.reset([row])
                 del self._cached[row]
         return [proposal[:count] for proposal, count in zip(proposals, counts, strict=True)]
@@ -153,14 +154,14 @@ class TextDrafter:
         return list(takewhile(lambda token: token < vocab_size, tokens[len(waiting) :]))
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
-        """Do nothing: the next text shows what was accepted."""
+        """Do nothing: the next state holds the accepted tokens."""
 
-    def reset(self, rows: Sequence[int]) -> None:
+    def reset(self, slots: Sequence[int]) -> None:
         """See ``Drafter.reset``."""
-        for row in rows:
-            self._retokenizers.pop(row, None)
-            if row in self._cached:
-                self.scorer.reset([row], [self._cached.pop(row)])
+        for slot in slots:
+            self._retokenizers.pop(slot, None)
+            if slot in self._cached:
+                self.scorer.reset([slot], [self._cached.pop(slot)])
 
     def reserve(self, rows: int, tokens: int) -> None:
         """Allocate the KV cache at once rather than in steps."""
@@ -174,17 +175,17 @@ class TextDrafter:
         """
         if isinstance(target, Seq2SeqScorer):
             raise ValueError(
-                "drafter: TextDrafter goes by the target's text, and an encoder-decoder model's does not say "
-                "what it is about; a draft for one must share its tokenizer"
+                "draft: got a TextDrafter, which does not see the encoder input of the target; it must be a "
+                "model with the target's tokenizer"
             )
         if tokenizer is not None and not same_tokenizer(tokenizer, self.target.tokenizer):
             raise ValueError(
-                "drafter: TextDrafter's target_tokenizer is not the Decoder's tokenizer; "
-                "TextDrafter(model, tokenizer, target_tokenizer) takes the draft's first"
+                "draft: got a TextDrafter whose target_tokenizer is not the Decoder's tokenizer; it must be "
+                "the third argument of TextDrafter(model, tokenizer, target_tokenizer)"
             )
 
     def forget(self) -> None:
-        """Discard cached keys and values of earlier sequences, and lay out packed weights again."""
+        """Discard the cached tokens of earlier sequences, and pack the weights again if they were packed."""
         self.scorer.forget()
         self.scorer.repack()
 

@@ -8,13 +8,15 @@ from outpace.draft.base import Draft, State
 from outpace.engine.sequence import SequenceState, Step
 
 Verdicts = tuple[Sequence[int], Sequence[int], Sequence[int | bool]]
-"""For each sequence: accepted draft tokens, the next token, and whether logits were unusable."""
+"""For each sequence: number of accepted draft tokens, next token, and whether logits were unusable."""
 
 
 def advance(
     rows: Sequence[SequenceState], draft: Draft, state: State | None, verdicts: Verdicts, context: int
 ) -> list[Step]:
-    """Append its new tokens to each sequence, up to its end.
+    """Append the accepted draft tokens and the next token to each sequence.
+
+    Tokens after the first one that ends the sequence are dropped.
 
     Returns:
         One ``Step`` per sequence.
@@ -29,8 +31,8 @@ def advance(
         if bad:
             new_tokens, row.finish_reason = [], "error"
             row.error = ValueError(
-                f"the logits at position {len(row.tokens)} are unusable: the target, the draft or a "
-                "processor left NaN, +inf or nothing but -inf"
+                f"the logits at position {len(row.tokens)} are unusable: the target, the draft model or a "
+                "processor returned NaN, +inf, or -inf for all tokens; check weights, dtype and processors"
             )
         elif row.draft_sampling is not None and state is not None and state.after:
             row.draft_sampling = state.after[min(accepted, len(state.after) - 1)][i]

@@ -18,15 +18,17 @@ from outpace.verification import Rule
 
 @dataclass(frozen=True)
 class Proposal:
-    """Draft tokens to be scored by the target.
+    """Draft tokens of a step, before the target scores them.
 
     Attributes:
         draft: The draft tokens.
-        load: The load of the forward pass.
+        load: The size and limits of the target's forward pass.
         state: The drafter's input. None if the drafter was not called.
-        requested: Draft tokens of each sequence that drafting time was spent on, proposed or not.
-        draft_steps: Steps of the drafter. 0 if it is free.
-        unscored: For each sequence the first proposed token that is not in the draft, if there is one.
+        requested: Number of draft tokens that the drafter was asked for, per sequence. If the policy stopped
+            the drafter: the number that it proposed. Empty for a free drafter.
+        draft_steps: Number of draft steps: forward passes of a draft model. 0 for a free drafter.
+        unscored: Per sequence, the first token that a free drafter proposed and the policy did not choose.
+            None if the policy chose all.
     """
 
     draft: Draft
@@ -59,7 +61,7 @@ class Proposal:
 
 
 def matches(proposals: Sequence[int | None], tokens: Sequence[int]) -> list[bool | None]:
-    """Return whether each draft token equals the generated token; None where there was no draft token."""
+    """Return whether each proposed token equals the generated token; None where nothing was proposed."""
     return [
         None if proposal is None else proposal == token
         for proposal, token in zip(proposals, tokens, strict=True)
@@ -67,9 +69,10 @@ def matches(proposals: Sequence[int | None], tokens: Sequence[int]) -> list[bool
 
 
 class Proposer:
-    """A drafter and a draft-length policy, which together draft for sequences.
+    """A drafter and a draft-length policy, which together propose draft tokens.
 
-    A free drafter proposes first, and the policy then chooses how many of its tokens are scored.
+    The policy chooses how many tokens the drafter proposes. A free drafter proposes first, and the policy
+    then chooses how many of its tokens the target scores.
     """
 
     def __init__(
@@ -77,12 +80,10 @@ class Proposer:
     ) -> None:
         self.scorer, self.drafter, self.policy, self.rule = scorer, drafter, policy, rule
         self.free = bool(getattr(drafter, "free", False))
-        self._last_drafted: Sequence[
-            tuple[SequenceState, int]
-        ] = ()  # sequences of the last draft, and their lengths
-        self._num_read: dict[
-            int, tuple[SequenceState, int]
-        ] = {}  # by slot: a sequence, and its tokens that were read
+        # Sequences of the last draft, each with its number of tokens at that time
+        self._last_drafted: Sequence[tuple[SequenceState, int]] = ()
+        # By slot: a sequence, and the number of its tokens that the drafter has processed
+        self._num_read: dict[int, tuple[SequenceState, int]] = {}
 
     def load(
         self,
@@ -92,21 +93,24 @@ class Proposer:
         in_flight: int = 0,
         executor: str = "",
     ) -> Load:
-        """Return the load of the next forward pass.
+        """Return the size and limits of the target's next forward pass.
 
         Args:
             rows: The active sequences.
-            batch: Slots that the forward pass covers, if some of them are idle.
-            captured: Values of g that need no capture, if others do.
-            in_flight: Steps that have started and not ended.
-            executor: The executor. Times measured in one executor do not hold for the other.
+            batch: Number of slots in the forward pass, idle ones included. By default the active sequences.
+            captured: Numbers of draft tokens whose steps need no capture. None: no step needs one.
+            in_flight: Number of steps that have started and not ended.
+            executor: Name of the executor. Times measured in one executor do not hold for another.
         """
         longest = max(len(row.tokens) for row in rows)
         remaining = tuple(self.remaining_draft_tokens(rows, in_flight))
         return Load(batch or len(rows), longest, self._num_unread(rows), captured, remaining, executor)
 
     def remaining_draft_tokens(self, rows: Sequence[SequenceState], in_flight: int = 0) -> list[int]:
-        """Return the number of draft tokens that each sequence can use after the steps in flight."""
+        """Return the largest useful number of draft tokens of each sequence, after the steps in flight.
+
+        It may be negative. Each step in flight adds at least one token, and the target adds one itself.
+        """
         return [
             min(row.max_new_tokens - row.stats.new_tokens, self.scorer.context - len(row.tokens))
             - 1
@@ -117,7 +121,7 @@ class Proposer:
     def choose(self, rows: Sequence[SequenceState], load: Load) -> dict[int, int]:
         """Return the number of draft tokens that the policy chooses for each slot.
 
-        This is for drafters that are not free.
+        For a free drafter, the policy chooses after the proposal instead.
         """
         if self.drafter is None:
             return {}
@@ -131,8 +135,8 @@ class Proposer:
 
         Args:
             rows: The active sequences.
-            load: The load of the forward pass.
-            chosen: The number of draft tokens by slot. By default the policy chooses.
+            load: The size and limits of the target's forward pass.
+            chosen: The number of draft tokens by slot. By default the policy chooses it.
         """
         remaining = self.remaining_draft_tokens(rows)
         if self.drafter is None or (self.free and self.policy.idle):
@@ -157,15 +161,16 @@ class Proposer:
         )
 
     def _propose_free(self, rows: Sequence[SequenceState], load: Load, limits: list[int]) -> Proposal:
-        """Return a free drafter's tokens, as many of them as the policy chooses."""
+        """Call a free drafter, and keep as many of its draft tokens as the policy chooses."""
         if max(limits) < 1:
             return self._no_draft(rows, load)
         state = self.state(rows, limits)
         draft = self._call_drafter(state, limits)
         if draft.logits is not None:
             raise ValueError(
-                f"draft: {type(self.drafter).__name__} is free and samples its tokens. How many are scored "
-                "would depend on them, which biases the output. Only a drafter that chooses may be free"
+                f"draft: got {type(self.drafter).__name__}, which has free = True and returns logits; a free "
+                "drafter must return logits=None. The policy sees its tokens before it decides how many to "
+                "score, and for sampled tokens this would bias the output"
             )
         available = list(draft.lengths or [draft.tokens.shape[1]] * len(rows))
         confidence = draft.confidence or [1.0] * len(rows)
@@ -178,10 +183,13 @@ class Proposer:
         return Proposal(self._truncated(draft, chosen), load, state, unscored=unscored)
 
     def _num_unread(self, rows: Sequence[SequenceState]) -> int:
-        """Count the tokens that a drafter which is not free has not seen yet."""
+        """Return the number of tokens, over all sequences, that the drafter has not processed yet.
+
+        A free drafter needs no catch-up, so the number is 0.
+        """
         if self.drafter is None or self.free:
             return 0
-        # Tokens that follow from its last draft count as read. They may not be known yet.
+        # The outcome of the last draft counts as processed, also if it is not committed yet.
         self._num_read |= {row.slot: (row, len(row.tokens)) for row, _ in self._last_drafted}
         self._last_drafted = [
             (row, length) for row, length in self._last_drafted if len(row.tokens) == length
@@ -193,7 +201,7 @@ class Proposer:
         )
 
     def propose_unscored(self, rows: Sequence[SequenceState]) -> list[int | None]:
-        """Return the next token that a free drafter proposes for each sequence, without scoring it."""
+        """Return the next token that a free drafter proposes for each sequence; the target scores none."""
         assert self.drafter is not None
         proposals = self.drafter.propose(self.state(rows, [1] * len(rows), torch.device("cpu")), 1)
         lengths = proposals.lengths or [1] * len(rows)
@@ -231,7 +239,7 @@ class Proposer:
             [row.slot for row in rows],
             [row.tokens for row in rows],
             [row.prompt_length for row in rows],
-            # A processor must not learn from rejected draft tokens, so it works on a copy.
+            # Processors may keep state, which must not depend on rejected draft tokens: drafting uses copies.
             [one.fork() if one.processors else one for one in own],
             seeds(rows, device),
             limits,
@@ -244,5 +252,5 @@ class Proposer:
 
 
 def seeds(rows: Sequence[SequenceState], device: torch.device) -> Tensor:
-    """Return the seeds of sequences, ``[R]``."""
+    """Return the seeds of the sequences, ``[R]``."""
     return on_device([row.seed for row in rows], torch.int64, device)

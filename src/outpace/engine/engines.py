@@ -23,7 +23,11 @@ CACHE_GROWTH = 256  # tokens
 
 
 class Engines:
-    """An engine that is created on demand and reused while it is large enough."""
+    """Owner of a decoder's graph executor, which calls reuse.
+
+    The engine is created when a call first needs it. It is created again if a call needs more slots or longer
+    sequences, or if weights were moved.
+    """
 
     def __init__(self, scorer: CausalScorer, drafter: Drafter | None, rule: Rule, lenience: float) -> None:
         self.scorer, self.drafter = scorer, drafter
@@ -40,7 +44,7 @@ class Engines:
 
     def engine_for(self, rows: Sequence[SequenceState], slots: int, max_tokens: int) -> Engine | None:
         """Return an engine for sequences of up to ``max_tokens``, or None if it cannot decode them."""
-        self.unsupported_reason = self._unsupported_reason()  # adapters and hooks come and go
+        self.unsupported_reason = self._unsupported_reason()  # adapters may have been added or removed
         if self.unsupported_reason is not None or not self._share_sampling(rows):
             return None
         try:
@@ -48,15 +52,19 @@ class Engines:
         except torch.OutOfMemoryError:
             self.engine = None
             warnings.warn(
-                f"no engine: a KV cache of {slots} sequences of {max_tokens} tokens does not fit beside the "
-                "models",
+                f"engine: a KV cache of {slots} sequences of {max_tokens} tokens does not fit in memory; "
+                "this call uses the eager executor, which is slower; reduce batch_size or max_new_tokens",
                 stacklevel=5,
             )
             return None
 
     @staticmethod
     def _share_sampling(rows: Sequence[SequenceState]) -> bool:
-        """Return whether sampling parameters are equal and need no host between two tokens."""
+        """Return whether the engine supports the sampling parameters and outputs of these sequences.
+
+        All sequences must have equal sampling parameters, also for drafting. Penalties, logit bias,
+        processors, logprobs, scores and logits need the host after each token, so they are not supported.
+        """
         first = rows[0]
         return all(
             row.sampling == first.sampling
@@ -68,7 +76,7 @@ class Engines:
             for row in rows
         )
 
-    @torch.inference_mode(False)  # its tensors are used inside and outside that mode
+    @torch.inference_mode(False)  # the engine's tensors are used inside and outside that mode
     def _get(self, slots: int, max_tokens: int) -> Engine:
         weights = self._fingerprint()
         engine = self.engine
@@ -78,7 +86,7 @@ class Engines:
                 slots, max_tokens = max(slots, engine.slots), max(max_tokens, engine.max_tokens)
             self.engine = engine = None  # frees its memory first
             max_tokens = -(-max_tokens // CACHE_GROWTH) * CACHE_GROWTH
-            converted = {model: _converted(model) for model in self._models()}  # two may be the same
+            converted = {model: _converted(model) for model in self._models()}  # both may be the same model
             models = [converted[model] for model in self._models()]
             self.engine = engine = Engine(
                 models[0],
@@ -116,13 +124,13 @@ class Engines:
         if not self.drafts_in_graph:
             models += f"; {type(self.drafter).__name__} drafts on the host"
         return (
-            f"{kind}, for sequences with equal sampling parameters, without penalties, processors or "
-            f"logprobs ({models})"
+            f"{kind}, if all sequences have equal sampling parameters without penalties, logit bias and "
+            f"processors, and return no logprobs, scores or logits ({models})"
         )
 
     @property
     def drafts_in_graph(self) -> bool:
-        """True if drafting is part of a step; otherwise draft tokens come from the host."""
+        """True if drafting is part of the graph; otherwise draft tokens come from the host."""
         has_model = isinstance(self.drafter, ModelDrafter)
         return self.drafter is None or has_model or self._lookup_ngrams() is not None
 
@@ -137,22 +145,22 @@ class Engines:
 
     def _unsupported_reason(self) -> str | None:
         if self.rule.name == "rejection":
-            return "rule rejection is for comparison only"
+            return "it does not support rule rejection, which is for comparison only"
         drafts = [self.drafter.scorer] if isinstance(self.drafter, ModelDrafter) else []
         for scorer in (self.scorer, *drafts):
             if isinstance(scorer, Seq2SeqScorer):
                 return f"{type(scorer.base).__name__} has an encoder"
             if scorer.model is not scorer.base or has_adapters(scorer.base):
-                return f"{type(scorer.base).__name__} has adapters, which can be switched unseen"
+                return f"{type(scorer.base).__name__} has adapters, whose changes the engine cannot detect"
             if {parameter.device for parameter in scorer.base.parameters()} != {self.scorer.device}:
-                return "the models' weights lie on several devices"
+                return "the models' weights are on several devices"
         return None
 
 
 def _converted(model: torch.nn.Module) -> FusedModel | GenericModel:
-    """Return a model in the engine's form, one for all decoders.
+    """Return a model in the engine's form, which all decoders share.
 
-    The conversion moves the model's weights, so a second conversion would undo the first.
+    The conversion moves the model's weights, so a second conversion would invalidate the first.
     """
     converted = _models.get(_fingerprint(model))
     if converted is None:
@@ -162,7 +170,7 @@ def _converted(model: torch.nn.Module) -> FusedModel | GenericModel:
 
 
 def _fingerprint(model: torch.nn.Module) -> tuple[object, ...]:
-    """Return values that change when weights move, or a model can no longer be fused."""
+    """Return values that change if weights move, or if a model can no longer be fused."""
     return why_not(model), *(parameter.data_ptr() for parameter in model.parameters())
 
 

@@ -1,8 +1,8 @@
 """The graph executor: a whole decode step as one function of tensors, on CUDA as one graph.
 
-Drafting, the target's forward pass, verification and the update of every sequence run without the host. The
-host only starts steps, and reads the small result of one while the next one runs. So all sequences advance
-together with the same g. A slot stands still once the host has seen the end of its sequence.
+Drafting, the target's forward pass, verification and commit run without the host. The host only starts steps,
+and reads the small result of one step while the next one runs. All sequences of a step have the same number
+of draft tokens, g. A slot becomes idle once the host has seen the end of its sequence.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Model(Protocol):
         """Write tokens ``[B, n]`` at positions ``[B, n]`` to the first B rows of the KV cache."""
 
     def logits(self, ids: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """Do what ``fill_cache`` does, and return the logits ``[B, n, V]`` after each token."""
+        """Write tokens to the KV cache as ``fill_cache`` does, and return their logits ``[B, n, V]``."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class StepKey(NamedTuple):
     """The key of a step's graph.
 
     Attributes:
-        g: Draft tokens per sequence.
-        slots: Slots that take part.
+        g: Number of draft tokens per sequence.
+        slots: Number of slots that take part.
         sampling: Sampling parameters of all sequences.
         host_buffers: The id of the buffers for draft tokens from the host. None if the engine drafts.
     """
@@ -85,19 +85,20 @@ class StepKey(NamedTuple):
 
 
 class Engine:
-    """Slots in which a target and a draft decode sequences together.
+    """The graph executor: a fixed number of slots, whose sequences are decoded as one batch.
 
-    After steps without draft tokens, ``catch_up`` must run before the draft model drafts again.
+    A step without draft tokens does not run the draft model. After such steps, ``catch_up`` must run before
+    the draft model drafts again.
 
     Args:
         target: The target model.
         draft: The draft model, or None.
         slots: The number of slots.
-        max_tokens: The most tokens of a sequence.
+        max_tokens: Largest number of tokens of a sequence, prompt included.
         rule: As in ``Decoder``.
         lenience: As in ``Decoder``.
-        lookup_ngrams: Prompt lookup instead of a draft model: its ``min_ngram`` and ``max_ngram``. Without
-            ``lookup_ngrams`` and ``draft`` the engine decodes without speculation.
+        lookup_ngrams: ``min_ngram`` and ``max_ngram`` of prompt lookup, which then replaces the draft model.
+            With neither ``lookup_ngrams`` nor ``draft``, draft tokens can only come from the host.
     """
 
     def __init__(
@@ -124,20 +125,17 @@ class Engine:
             slots, max_tokens if lookup_ngrams else 0, dtype=torch.int64, device=target.device
         )
         self.graphs = Graphs(target.device)
-        # Values of g whose graphs are captured, valid for one version of the graphs
+        # Values of g whose graphs are captured, valid while `graphs.version` is `_captured_version`
         self._captured_lengths: dict[tuple[int, SamplingParams, bool], frozenset[int]] = {}
         self._captured_version = 0
-        # By size: tokens and positions that graphs read
+        # By chunk size: buffers of tokens and positions, which are the inputs of graphs
         self._chunk_buffers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._cached: dict[int, Sequence[int]] = {}  # by slot: first tokens that its KV caches surely hold
-        # Draft tokens from the host, which graphs read
+        self._cached: dict[int, Sequence[int]] = {}  # by slot: the prefix that is valid in its KV caches
+        # Buffers of draft tokens from the host, which are the inputs of graphs
         self._host_buffers: dict[tuple[int, SamplingParams | None, torch.dtype | None], DraftInputs] = {}
 
     def prefill(self, slot: int, tokens: Sequence[int], seed: int) -> None:
-        """Prefill a sequence in a slot.
-
-        The first step feeds its last token.
-        """
+        """Prefill a sequence in a slot, without its last token, which the first step feeds."""
         self.prefill_all(slot, [tokens], [seed])
 
     @torch.inference_mode()
@@ -145,7 +143,9 @@ class Engine:
         """Prefill sequences in consecutive slots, from ``slot`` on."""
         for text in texts:
             if not 1 <= len(text) < self.max_tokens:
-                raise ValueError(f"tokens: got {len(text)} tokens; it must be 1 to {self.max_tokens - 1}")
+                raise ValueError(
+                    f"texts: got {len(text)} tokens in a sequence; it must be 1 to {self.max_tokens - 1}"
+                )
         with self._on_device():
             longest = max(map(len, texts))
             repeated = longest > MIN_COPIED_PREFIX and len(set(map(tuple, texts))) < len(texts)
@@ -171,7 +171,8 @@ class Engine:
     def _prefill_caches(self, slot: int, texts: Sequence[Sequence[int]], num_cached: int) -> None:
         """Run sequences without their last tokens through the models, from token ``num_cached`` on.
 
-        The KV cache of a shorter sequence gets garbage past the sequence's length.
+        Shorter sequences are padded. Their KV caches get garbage past their lengths, which later tokens
+        overwrite.
         """
         for i in range(slot, slot + len(texts)):
             self._cached.pop(i, None)  # in case this is interrupted
@@ -186,7 +187,7 @@ class Engine:
     def _prefill_chunk(self, slot: int, ids: Tensor, first: int, chunk: int) -> None:
         """Run tokens ``[B, n]`` at positions from ``first`` on through the models.
 
-        There are graphs for a few sizes, and only if all slots take part: otherwise there would be too many.
+        Graphs are used only if all slots take part, and only for a few chunk sizes. This limits their number.
         """
         B, n = ids.shape
         as_graph = self.graphs.enabled and self.slots == B
@@ -218,9 +219,9 @@ class Engine:
         return [(self.target, self.target_cache), *draft]
 
     def _reuse_prefix(self, slot: int, text: Sequence[int]) -> int:
-        """Return how many of a sequence's first tokens a slot's KV caches hold.
+        """Return how many first tokens of a sequence need no prefill in a slot.
 
-        Some of them may first be copied from another slot.
+        The slot's KV caches hold them already, or they are copied from another slot.
         """
         own = common_prefix_length(self._cached.get(slot, ()), text, len(text) - 1)
         best, shared = longest_shared_prefix(self._cached, text)
@@ -233,18 +234,17 @@ class Engine:
 
     @torch.inference_mode()
     def end(self, slot: int, tokens: Sequence[int] = (), wipe: bool = False) -> None:
-        """Stop a slot until another sequence starts in it.
+        """End the sequence of a slot, which is then idle.
 
-        A later sequence that starts with the same tokens reuses the KV cache. NaN in a KV cache would remain,
-        unless ``wipe`` is set.
+        A later sequence that starts with the same tokens reuses the KV caches.
 
         Args:
             slot: The slot.
             tokens: The tokens that the KV caches hold, for reuse.
-            wipe: Fill the slot's KV caches with zeros.
+            wipe: True fills the slot's KV caches with zeros, because they may contain NaN.
         """
         self.active[slot] = 0
-        if tokens:  # the draft's KV cache may lack the last token but one
+        if tokens:  # the KV caches lack the last token, and the draft model's may lack the one before it
             self._cached[slot] = tokens[:-2]
         if wipe:
             self._cached.pop(slot, None)
@@ -252,7 +252,7 @@ class Engine:
                 cache.part(slot, 1, self.max_tokens).wipe()
 
     def forget(self) -> None:
-        """Reuse nothing that the KV caches hold."""
+        """Discard the cached prefixes of all slots."""
         self._cached.clear()
 
     @property
@@ -272,7 +272,7 @@ class Engine:
 
         Args:
             texts: The tokens of sequences, by slot.
-            missing: The most tokens that the draft model lacks in a sequence.
+            missing: Largest number of tokens of a sequence that the draft model has not processed.
             slots: The number of first slots that take part. By default all.
 
         Returns:
@@ -298,8 +298,8 @@ class Engine:
 
         capture_seconds = 0.0
         for chunks_left in range(self.num_catch_up_chunks(missing), 0, -1):
-            # Sequences that lack fewer tokens read some again, which changes nothing. Short ones also read
-            # garbage past their ends.
+            # Sequences with fewer missing tokens process some tokens again, with the same result. Short ones
+            # also get garbage past their ends, which later tokens overwrite.
             firsts = [len(texts.get(slot, ())) - 2 - chunks_left * size for slot in range(slots)]
             at = [[max(0, first) + i for i in range(size)] for first in firsts]
             ids = [
@@ -324,20 +324,22 @@ class Engine:
         """Start a step and return at once.
 
         Args:
-            g: Draft tokens per sequence. 0 decodes without speculation, as does an engine that cannot draft.
+            g: Number of draft tokens per sequence. 0 decodes without speculation. It is taken as 0 if there
+                are no draft tokens from the host and the engine cannot draft.
             sampling: Sampling parameters of all sequences.
             slots: The number of first slots that take part. By default all.
-            host_draft: Draft tokens from the host, g per sequence, instead of the engine's own.
+            host_draft: Draft tokens from the host, up to g per sequence, instead of the engine's own.
 
         Returns:
             The step, whose outcome can be read later.
 
         Raises:
-            ValueError: The sampling needs the host between draft tokens, or there are not as many slots.
+            ValueError: ``sampling`` has penalties, a logit bias or processors, or ``slots`` is out of range.
         """
         if sampling.logit_bias or sampling.reads_prefix:
             raise ValueError(
-                "sampling: has penalties, bias or processors, which need the host between draft tokens"
+                "sampling: got penalties, a logit bias or processors; it must have none of them, because the "
+                "graph executor samples without the host"
             )
         slots = self.slots if slots is None else slots
         if not 1 <= slots <= self.slots:
@@ -351,7 +353,7 @@ class Engine:
             result, capture_seconds = self.graphs.run(
                 key,
                 lambda: self.step(g, sampling, slots, proposals),
-                f"a step of g = {g}, {slots} slots,",
+                f"a step with {g} draft tokens and {slots} slots",
                 (self.lengths, self.last),
             )
             return Pending(result, started, capture_seconds)
@@ -364,11 +366,11 @@ class Engine:
     def captured_lengths(
         self, sampling: SamplingParams, slots: int, from_host: bool
     ) -> frozenset[int] | None:
-        """Return the values of g that need no capture; None if no value ever does.
+        """Return the numbers of draft tokens whose steps need no capture; None if no step ever does.
 
         Args:
             sampling: Sampling parameters of all sequences.
-            slots: Slots that take part.
+            slots: Number of slots that take part.
             from_host: Whether the draft tokens come from the host.
         """
         if not self.graphs.enabled:
@@ -384,7 +386,7 @@ class Engine:
         return self._captured_lengths[key]
 
     def _copy_host_draft(self, g: int, host_draft: HostDraft) -> DraftInputs:
-        """Copy draft tokens from the host to the buffers that graphs read.
+        """Copy draft tokens from the host to the buffers that are inputs of graphs.
 
         Slots without draft tokens get length 0.
         """
@@ -411,13 +413,13 @@ class Engine:
     def step(
         self, g: int, sampling: SamplingParams, slots: int, host_draft: DraftInputs | None = None
     ) -> Tensor:
-        """Run one step: one forward pass of the target over g draft tokens.
+        """Run one step: draft g tokens, target forward pass, verification, commit.
 
         Returns:
             The outcome, in the format that ``Pending`` reads.
         """
         state = State.of(self, slots)
-        # Positions of the last two tokens and the draft tokens. Idle slots may write at the cache's end.
+        # Positions of the last two tokens and of the draft tokens. Idle slots may be clamped to the last one.
         positions = (state.lengths[:, None] + torch.arange(-2, g, device=state.last.device)).clamp(
             0, self.max_tokens - 1
         )
@@ -446,7 +448,7 @@ class Engine:
     def propose(self, g: int, sampling: SamplingParams, state: State, positions: Tensor) -> DraftInputs:
         """Propose g draft tokens for each sequence.
 
-        The draft's KV cache may lack the last token but one, which is fed again.
+        The draft model's first forward pass is over the last two tokens, since its KV cache may lack both.
         """
         if self.lookup_ngrams is not None and g:
             tokens, lengths = lookup_draft(state.token_ids, state.lengths, g, *self.lookup_ngrams)
@@ -472,7 +474,7 @@ class Engine:
 
     def _verify(self, proposals: DraftInputs, p: Tensor, sampling: SamplingParams, state: State) -> Verdict:
         q, drawn = proposals.logits, proposals.drawn
-        if q is not None and q.dtype != p.dtype:  # both get one precision, never less than the target's
+        if q is not None and q.dtype != p.dtype:  # both get the same dtype, at least as precise as p's
             wide = torch.promote_types(p.dtype, q.dtype)
             p, q = p.to(wide), q.to(wide)
         cuts = [one.cut for one in drawn if one.cut is not None]
@@ -506,7 +508,7 @@ class Engine:
         return ids if model.vocab_size >= self.target.vocab_size else ids.clamp(max=model.vocab_size - 1)
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        """Make the target's device the current one, on which kernels are launched."""
+        """Return a context in which kernels are launched on the target's device."""
         return torch.cuda.device(self.target.device) if self.target.device.type == "cuda" else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""The sequences of a call in the graph executor, from prefill to their ends."""
+"""Decoding of a call's sequences by the graph executor, from prefill to their ends."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ MAX_IN_FLIGHT = 2  # steps: the host reads one outcome while the next step runs
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A step that has started, and whose outcome is not committed yet."""
+    """A step that has started, and whose outcome is not committed yet.
+
+    Its seconds of catch-up and of captures came before the step.
+    """
 
     pending: Pending
     g: int
     rows: dict[int, SequenceState]  # sequences that take part, by slot
     load: Load
     proposal: Proposal | None = None  # draft tokens of a drafter on the host
-    idle_seconds: float = 0.0  # of the device before the step, as the host needed the last outcome first
-    catch_up_seconds: float = 0.0  # in which the draft model read the tokens it missed
-    catch_up_capture_seconds: float = 0.0  # of captures for the catch-up
+    idle_seconds: float = 0.0  # before the step, while the device waited for the host
+    catch_up_seconds: float = 0.0  # in which the draft model processed tokens generated without it
+    catch_up_capture_seconds: float = 0.0  # in which graphs of the catch-up were captured
 
 
 class GraphRun:
@@ -45,9 +48,9 @@ class GraphRun:
     Args:
         engine: The graph executor.
         proposer: The drafter with its draft-length policy.
-        slots: Sequences at a time.
-        drafts_in_graph: Whether drafting is part of the engine's steps. Otherwise the drafter must see the
-            outcome of the last step first.
+        slots: Largest number of sequences at a time.
+        drafts_in_graph: Whether drafting is part of the engine's steps. Otherwise the drafter runs on the
+            host, which needs the outcome of the last step first.
         sampling: Sampling parameters of all sequences.
     """
 
@@ -56,14 +59,14 @@ class GraphRun:
     ) -> None:
         self.engine, self.proposer, self.slots = engine, proposer, slots
         self.drafts_in_graph = drafts_in_graph
-        self.sampling = sampling  # of all sequences
+        self.sampling = sampling
         self.policy, self.drafter = proposer.policy, proposer.drafter
         self._active: dict[int, SequenceState] = {}
         self._in_flight: deque[InFlightStep] = deque()
-        self._read_by_draft: dict[int, int] = {}  # by slot: tokens that the draft model has read
-        self._undisturbed = True  # no prefill, capture or catch-up beside the last step
-        self._chosen: dict[int, int] | None = None  # draft tokens by slot, for a step that has to wait
-        self._draft_seconds = 0.0  # of the drafter on the host
+        self._read_by_draft: dict[int, int] = {}  # by slot: number of tokens the draft model has processed
+        self._undisturbed = True  # whether the last step had no prefill, capture or catch-up before it
+        self._chosen: dict[int, int] | None = None  # number of draft tokens by slot, for a step that waits
+        self._draft_seconds = 0.0  # of the last draft on the host
         self._commit_seconds = 0.0  # of the host, after it read the last outcome
 
     def steps(self, waiting: deque[SequenceState]) -> Generator[Step]:
@@ -82,13 +85,13 @@ class GraphRun:
                     clock.record("draft", self._draft_seconds)
                 outcome = started.pending.read()
                 read_at = time.perf_counter()
-                # A sequence that has ended meanwhile drops the outcome of its slot.
+                # A sequence may have ended after this step started: the outcome of its slot is dropped.
                 rows = [row for slot, row in started.rows.items() if self._active.get(slot) is row]
                 clock.lap("target")
                 unscored = self._unscored_matches(rows, outcome, started.g)
                 steps = self._commit(rows, outcome, started)
                 phases = clock.share([row.stats for row in rows])
-                # With no other step in flight, the time after the outcome is idle time of the next step.
+                # With a drafter on the host, the time after the outcome counts as the next step's idle time.
                 wall = sum(phases.values()) - (phases["other"] if started.proposal is not None else 0.0)
                 self._observe(rows, outcome, started, unscored, wall)
                 self._end(rows)
@@ -121,7 +124,7 @@ class GraphRun:
         step_in_flight = len(self._in_flight) > 0
         needs_draft = self._chosen or (proposer.free and not self.policy.idle)
         if step_in_flight and not self.drafts_in_graph and (self._in_flight[-1].g or needs_draft):
-            return None  # the drafter must see its outcome first
+            return None  # the drafter must see the outcome of the step in flight first
         active, load = list(rows.values()), self._load(rows)
         if self.drafts_in_graph:
             chosen = self._chosen or proposer.choose(active, load)
@@ -148,7 +151,7 @@ class GraphRun:
     ) -> InFlightStep:
         host_draft = HostDraft(list(rows), proposal.draft) if proposal is not None and g else None
         pending = self.engine.start(g, self.sampling, self.slots, host_draft)
-        self._undisturbed = self._undisturbed and pending.was_captured
+        self._undisturbed = self._undisturbed and pending.needed_no_capture
         idle_seconds = self._commit_seconds if proposal is not None and self.engine.is_async else 0.0
         return InFlightStep(pending, g, rows, load, proposal, idle_seconds)
 
@@ -162,7 +165,7 @@ class GraphRun:
         return dataclasses.replace(load, catch_up_tokens=tokens, padded_drafts=True)
 
     def _num_missing(self) -> int:
-        """Return the most tokens of a sequence that the engine's draft model has not read."""
+        """Return the largest number of tokens of a sequence that the draft model has not processed."""
         if self.engine.draft is None:
             return 0
         in_flight = sum(not started.g for started in self._in_flight)
@@ -170,9 +173,9 @@ class GraphRun:
         return in_flight + max(missing)
 
     def _catch_up_and_launch(self, g: int, rows: dict[int, SequenceState], load: Load) -> InFlightStep:
-        """Start a step after the draft model has read the tokens it missed.
+        """Run the draft model over the tokens it has not processed, then start a step.
 
-        The host measures the time of the catch-up, since it waits meanwhile.
+        The host measures the seconds of the catch-up, because it waits until the step has ended.
         """
         started_at = time.perf_counter()
         self._undisturbed = False
@@ -193,9 +196,9 @@ class GraphRun:
         )
 
     def _unscored_matches(self, rows: list[SequenceState], outcome: Outcome, g: int) -> list[bool]:
-        """Return whether a free drafter would have proposed the right tokens, after a step without a draft.
+        """Return whether a free drafter would have proposed the right tokens in a step without draft tokens.
 
-        No proposal counts as wrong: the forward pass would have scored a draft token all the same.
+        No proposal counts as wrong, because the forward pass would have been just as long.
         """
         may_draft = self.drafts_in_graph and self.proposer.free and self.policy.max_draft_tokens
         if not (may_draft and g == 0 and rows):
@@ -231,14 +234,14 @@ class GraphRun:
         unscored: list[bool],
         wall: float,
     ) -> None:
-        """Report a step to the policy, with the device's time, or the host's if that was longer."""
+        """Report a step to the policy, with the seconds of the device, or of the host if it took longer."""
         if not rows:
             return
         slots = [row.slot for row in rows]
         remaining = dict(zip(started.rows, started.load.remaining_draft_tokens or (), strict=True))
         proposal, seconds, draft_seconds = started.proposal, started.pending.seconds, 0.0
         lengths = [len(outcome.drafts[slot]) for slot in slots]
-        requested, draft_steps = [started.g] * len(slots), 0  # g positions are scored, drafted or not
+        requested, draft_steps = [started.g] * len(slots), 0  # the target scores g positions, padding too
         unscored_correct: list[bool | None] = [*unscored]
         if proposal is not None:
             indices = [list(started.rows).index(slot) for slot in slots]
@@ -249,7 +252,8 @@ class GraphRun:
                 next_tokens = [outcome.next_token[slot] for slot in slots]
                 unscored_correct = matches([proposal.unscored[i] for i in indices], next_tokens)
         if seconds is not None:
-            # The host may take longer than the device. If the device does, wall time covers another step's.
+            # Host and device work at the same time, and the slower one sets the pace. Wall time counts only
+            # if nothing else happened in it: no prefill, capture or catch-up.
             host_seconds = wall if self._undisturbed and self.engine.is_async else 0.0
             seconds = max(seconds + draft_seconds, host_seconds)
         self.policy.observe(
@@ -274,7 +278,7 @@ class GraphRun:
         )
 
     def _withdraw(self) -> None:
-        """Withdraw a choice that was made for other sequences."""
+        """Withdraw the choice of a step that has not started, because its sequences have changed."""
         if self._chosen is not None:
             self._chosen = None
             self.policy.withdraw()

@@ -1,4 +1,4 @@
-"""Scores and log-probabilities of generated tokens under the adjusted target."""
+"""Scores and log-probabilities of generated tokens, after all sampling parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def adjusted_logits(
 ) -> Tensor:
     """Return the logits ``[R, g+1, V]`` that tokens are sampled from.
 
-    For greedy sequences they are the logits before the argmax.
+    Greedy decoding counts as temperature 1 without top-k, top-p and min-p.
     """
     before_argmax = [
         dataclasses.replace(forked, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -33,7 +33,7 @@ def adjusted_logits(
 
 
 def store_scores(rows: list[SequenceState], verdict: Verdict, logits: Tensor, scores: Tensor | None) -> None:
-    """Store scores and logits of the new tokens in the sequences that return them."""
+    """Store scores and logits of the new tokens in the sequences that requested them."""
     for i, (row, accepted) in enumerate(zip(rows, verdict.accepted.tolist(), strict=True)):
         for stored, values in ((row.scores, scores), (row.logits, logits)):
             if stored is not None and values is not None:
@@ -41,7 +41,7 @@ def store_scores(rows: list[SequenceState], verdict: Verdict, logits: Tensor, sc
 
 
 def store_logprobs(rows: list[SequenceState], draft: Draft, verdict: Verdict, scores: Tensor) -> None:
-    """Store the log-probabilities of the new tokens."""
+    """Store the log-probabilities of the new tokens in the sequences that requested them."""
     scores = scores.log_softmax(-1)
     tokens = torch.cat((draft.tokens, draft.tokens.new_zeros(len(rows), 1)), dim=1)
     tokens = tokens.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])

@@ -66,20 +66,20 @@ class Pending:
         self._result, self._started = result, started
         self.capture_seconds = capture_seconds
         if result.is_cuda:
-            # This is a copy, since the next step overwrites the result.
+            # Copy the result, because the next step overwrites it.
             self._result = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
             self._result.copy_(result, non_blocking=True)
         self._ended = DeviceEvent(result.device)
 
     @property
-    def was_captured(self) -> bool:
-        """True if the step ran without a capture before it."""
+    def needed_no_capture(self) -> bool:
+        """True if no graph was captured for this step."""
         return not self.capture_seconds
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of the device, once ``read`` has returned; None if there was a capture."""
-        return self._ended.since(self._started) if self.was_captured else None
+        """Seconds of the step on the device, once ``read`` has returned; None if there was a capture."""
+        return self._ended.since(self._started) if self.needed_no_capture else None
 
     def read(self) -> Outcome:
         """Wait for the step and return its outcome."""

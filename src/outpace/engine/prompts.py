@@ -23,10 +23,10 @@ IGNORED_KEYS = {"token_type_ids", "special_tokens_mask", "offset_mapping", "leng
 
 
 def split(prompt: Any) -> tuple[list[Any], bool]:
-    """Return the prompts of a call, and whether it named a single one.
+    """Return the prompts of a call, and whether the call passed a single prompt.
 
-    A list of prompts is a batch, also a list of one. A tensor, an array or an encoding with one row is a
-    single prompt, since tokenizers return that for one.
+    A list of prompts is a batch, even with one prompt. A tensor, an array or an encoding with one row is a
+    single prompt, because tokenizers return a single prompt in this form.
     """
     if isinstance(prompt, Mapping):
         return _split_encoding(prompt)
@@ -46,7 +46,9 @@ def token_ids(prompt: Any, tokenizer: Any) -> list[int]:
     messages = isinstance(prompt, list) and prompt and _is_message(prompt[0])
     if tokenizer is None and (messages or isinstance(prompt, str)):
         got = "messages" if messages else "a string"
-        raise ValueError(f"prompt: got {got}, and the Decoder has no tokenizer; pass tokenizer=, or ids")
+        raise ValueError(
+            f"prompt: got {got}, and the Decoder has no tokenizer; pass tokenizer= to Decoder, or token ids"
+        )
     if isinstance(prompt, str):
         check_text("prompt", prompt)
         return list(tokenizer(prompt).input_ids)
@@ -66,11 +68,11 @@ def is_features(prompt: Any) -> TypeGuard[Tensor]:
 
 
 def single_prompt(prompt: Any) -> Any:
-    """Return a prompt of a batch in the form in which ``split`` returns a single one."""
+    """Return one prompt of a batch in the form in which ``split`` returns a single prompt."""
     prompts, single = split(prompt)
     if not single:
         raise ValueError(
-            f"prompt: got a batch of {len(prompts)} inside a list of prompts; a batch is a flat list"
+            f"prompt: got a batch of {len(prompts)} inside a list of prompts; the list must be flat"
         )
     return prompts[0]
 
@@ -98,38 +100,47 @@ def _split_encoding(encoding: Mapping[str, Any]) -> tuple[list[Any], bool]:
         raise TypeError("prompt: got a single message; it must be a list of messages")
     name = "input_features" if "input_features" in fields else "input_ids"
     if name not in fields:
-        names = ", ".join(map(str, fields)) or "nothing"
-        raise ValueError(f"prompt: got {type(encoding).__name__} of {names}; it must have input_ids")
+        got = f"keys {', '.join(map(str, fields))}" if fields else "no keys"
+        raise ValueError(
+            f"prompt: got {type(encoding).__name__} with {got}; it must have input_ids or input_features"
+        )
     unknown = [field for field in fields if field not in {name, "attention_mask", *IGNORED_KEYS}]
     if unknown:
-        raise ValueError(f"prompt: got {unknown[0]} beside {name}, which has no effect here; leave it out")
+        raise ValueError(
+            f"prompt: got the key {unknown[0]}, which is not used; leave it out, as only {name} and "
+            "attention_mask have an effect"
+        )
     prompts, single = split(fields[name])
     mask = fields.get("attention_mask")
-    if name == "input_features" or mask is None:  # a speech encoder reads padding too
+    if name == "input_features" or mask is None:  # a speech encoder takes padding as input, too
         return prompts, single
     masks = _as_list(mask)
     masks = [masks] if not masks or _is_scalar(masks[0]) else masks
     if len(masks) != len(prompts):
         raise ValueError(
-            f"attention_mask: got {len(masks)} rows; input_ids has {len(prompts)}, and it must have the same"
+            f"attention_mask: got {len(masks)} rows; it must have {len(prompts)}, as many as input_ids"
         )
     pairs = zip(prompts, masks, strict=True)
     return [{"input_ids": ids, "attention_mask": mask} for ids, mask in pairs], single
 
 
 def _unpadded(ids: list[int], mask: Any) -> list[int]:
-    """Return the ids that the mask shows: all but padding, on the left or on the right."""
+    """Return the ids where the mask is 1. The others are padding, on the left or on the right."""
     visible = [value == 1 for value in _as_list(mask)]
     if len(visible) != len(ids):
-        raise ValueError(f"attention_mask: got {len(visible)} values for {len(ids)} input_ids; give as many")
+        raise ValueError(
+            f"attention_mask: got {len(visible)} values; it must have {len(ids)}, as many as input_ids"
+        )
     if not all(value in (0, 1) for value in _as_list(mask)):
-        raise ValueError("attention_mask: got other values than 0 and 1; it must be [n] or [B, n] of those")
+        raise ValueError(
+            "attention_mask: got a value other than 0 and 1; it must be 1 for tokens, and 0 for padding"
+        )
     if True not in visible:
         return []
     first, last = visible.index(True), len(visible) - visible[::-1].index(True)
     if not all(visible[first:last]):
         raise ValueError(
-            "attention_mask: it hides tokens between others; it must hide padding alone, on the left or right"
+            "attention_mask: got 0 between two values of 1; it must be 0 for padding only, left or right"
         )
     return ids[first:last]
 
@@ -158,5 +169,5 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _is_message(value: Any) -> bool:
-    """Return whether a value belongs to a conversation: a mapping that is no encoding."""
+    """Return whether a value is a message of a conversation: a mapping that is not an encoding."""
     return isinstance(value, Mapping) and not {"input_ids", "input_features"} & set(value)

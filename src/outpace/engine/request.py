@@ -20,7 +20,7 @@ from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.models.source import Source
 from outpace.sampling import Processor, SamplingParams, from_generation_config, per_row
 
-MAX_NEW_TOKENS = 256  # where neither the caller nor the model sets it
+MAX_NEW_TOKENS = 256  # default, if neither the caller nor the generation config sets it
 Messages = list[dict[str, Any]]
 """A conversation: ``[{"role": "user", "content": "Hello"}]``."""
 Prompt = str | Sequence[int] | Messages | Source
@@ -58,7 +58,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader of requests, which checks them against a decoder's models and tokenizer."""
+    """Reader of requests: it checks the arguments of a call and returns its sequences."""
 
     scorer: CausalScorer
     tokenizer: Any
@@ -82,17 +82,17 @@ class Reader:
         batch_size: int | None = None,
         **fields: Any,
     ) -> tuple[list[SequenceState], bool]:
-        """Return the sequences that a call asks for, and whether it named a single prompt.
+        """Return the sequences of a call, and whether the call passed a single prompt.
 
-        A single prompt that cannot be read raises. In a list it becomes sequences that have ended with the
-        error.
+        A single prompt that cannot be read raises its error. In a list, its sequences have
+        ``finish_reason`` "error" instead.
         """
         names = [field.name for field in dataclasses.fields(SamplingParams)]
         for name in fields:
             if name not in names:
                 raise unknown(name, [*Options.__annotations__, "n", "sampling"])
         if sampling is not None and fields:
-            raise ValueError(f"sampling: given together with {', '.join(fields)}; give one or the other")
+            raise ValueError(f"sampling: got it together with {', '.join(fields)}; pass one or the other")
         items, single = prompts.split(prompt)
         if sampling is None:
             sampling = (
@@ -112,11 +112,13 @@ class Reader:
             expected = f"True, False, or an int in 0..{self.scorer.vocab_size}"
             integer("logprobs", logprobs, expected, lambda k: 0 <= k <= self.scorer.vocab_size)
         if stop_when is not None and not callable(stop_when):
-            raise TypeError(f"stop_when: got {kind(stop_when)[:80]}; it must be a function of a sequence")
+            raise TypeError(
+                f"stop_when: got {kind(stop_when)[:80]}; it must be a function of a SequenceState"
+            )
         stops = self._stops(stop)
         end_ids = set(self._stop_tokens(stop_tokens)) | (set() if ignore_eos else self.scorer.end_of_text)
         special = set(getattr(self.tokenizer, "all_special_tokens", ())) & set(stops)
-        end_ids |= {self.tokenizer.convert_tokens_to_ids(token) for token in special}  # decoding skips those
+        end_ids |= {self.tokenizer.convert_tokens_to_ids(token) for token in special}  # not part of the text
         rows: list[SequenceState] = []
         for i, item in enumerate(items):
             tokens, source, error = list[int](), None, None
@@ -157,10 +159,11 @@ class Reader:
         several = isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping)
         stops = list(stop) if several else [stop]
         if not all(isinstance(text, str) and text for text in stops):
-            raise ValueError(f"stop: got {stop!r}; it must be a string that is not empty, or several")
+            raise ValueError(f"stop: got {stop!r}; it must be a non-empty string, or a list of them")
         if stops and self.tokenizer is None:
             raise ValueError(
-                "stop: stop strings need a tokenizer; pass tokenizer= to Decoder, or stop_tokens="
+                "stop: got a string, and the Decoder has no tokenizer; pass tokenizer= to Decoder, or use "
+                "stop_tokens="
             )
         return stops
 
@@ -177,7 +180,7 @@ class Reader:
         return ids
 
     def _read(self, prompt: Any) -> tuple[list[int], Source | None]:
-        """Return the tokens that decoding continues from, and the encoder's input."""
+        """Return the tokens that decoding starts from, and the encoder's input; None without an encoder."""
         prompt = prompts.single_prompt(prompt)
         if not isinstance(self.scorer, Seq2SeqScorer):
             return self._checked(prompts.token_ids(prompt, self.tokenizer)), None
@@ -190,13 +193,13 @@ class Reader:
             return scorer.source(prompt)
         if scorer.takes_speech:
             raise TypeError(
-                f"prompt: got {kind(prompt)[:80]}; this model takes features of speech [bins, frames], "
-                "as its feature extractor returns them"
+                f"prompt: got {kind(prompt)[:80]}; it must be features of speech [bins, frames], as the "
+                "model's feature extractor returns them"
             )
         return scorer.source(prompts.token_ids(prompt, self.tokenizer))
 
     def encode(self, prompt: Prompt | Arrays | Prompts) -> list[int] | list[list[int]]:
-        """Return the token ids of a prompt, or of each of several."""
+        """Return the token ids of a prompt, or of each prompt of a list."""
         items, single = prompts.split(prompt)
         ids = [self._encode_one(item) for item in items]
         return ids[0] if single else ids
@@ -207,30 +210,32 @@ class Reader:
             return self._checked(prompts.token_ids(prompt, self.tokenizer))
         source = self._source(self.scorer, prompt)
         if source.ids is None:
-            raise TypeError("prompt: got features of speech, which have no token ids")
+            raise TypeError("prompt: got features of speech; it must be text or token ids")
         return source.ids
 
     def _checked(self, tokens: list[int]) -> list[int]:
         if not tokens:
-            raise ValueError("prompt: it is empty; a model needs at least one token")
+            raise ValueError("prompt: it is empty; it must have at least one token")
         if len(tokens) >= self.scorer.context:
             raise ValueError(
-                f"prompt: got {len(tokens)} tokens; the model's context holds {self.scorer.context}, "
-                "new ones included"
+                f"prompt: got {len(tokens)} tokens; it must be less than the model's context of "
+                f"{self.scorer.context} tokens"
             )
         V = self.scorer.vocab_size
         if min(tokens) < 0 or max(tokens) >= V:
-            raise ValueError(f"prompt: got ids {min(tokens)}..{max(tokens)}; the model knows 0..{V - 1}")
+            raise ValueError(f"prompt: got ids {min(tokens)}..{max(tokens)}; they must be in 0..{V - 1}")
         return tokens
 
 
 def seed_of(seed: int | Sequence[int] | None, prompt: int, sample: int, prompts: int) -> int:
-    """Return the seed of a prompt's sample; the first sample has the seed itself."""
+    """Return the seed of one sample of a prompt; the first sample uses the given seed unchanged."""
     if seed is None:
         return int(torch.randint(-(2**63), 2**63 - 1, ()))
     seed = seed.tolist() if hasattr(seed, "tolist") else seed  # arrays of NumPy and PyTorch
     if isinstance(seed, Sequence) and len(seed) != prompts:
-        raise ValueError(f"seed: got {len(seed)} for {prompts} prompts; give one int, or one per prompt")
+        raise ValueError(
+            f"seed: got {len(seed)} for {prompts} prompts; it must be one int, or one per prompt"
+        )
     own = seed[prompt] if isinstance(seed, Sequence) else seed
     own = own.item() if hasattr(own, "item") else own
     expected = "an int in -2**63..2**64-1, or one per prompt"

@@ -20,15 +20,17 @@ class Output:
 
     Attributes:
         text: The new text, up to a stop string. None without a tokenizer.
-        token_ids: The new token ids. They include the end-of-text token or the stop string that ended it.
+        token_ids: The new token ids. They include the end-of-text token, or the tokens of the stop string,
+            that ended the sequence.
         finish_reason: "stop", "length", or "error" for a sequence of a batch that failed.
-        stats: Counts and seconds of its generation.
-        logprobs: With ``logprobs=``: the log-probability of each token under the adjusted target. For greedy
-            sequences it is that under the softmax of the logits before the argmax.
+        stats: Counts and seconds of the generation.
+        logprobs: With ``logprobs=``: the log-probability of each new token under the target's distribution,
+            after all sampling parameters. Greedy decoding counts as temperature 1 without top-k, top-p and
+            min-p.
         top_logprobs: With ``logprobs=k``: for each token the k likeliest ids with their log-probabilities.
         error: The error of a sequence that failed; None otherwise.
-        scores: With ``scores=True``: the adjusted logits ``[tokens, V]`` that each token was sampled from.
-            For greedy sequences they are those before the argmax.
+        scores: With ``scores=True``: the logits ``[tokens, V]`` after all sampling parameters, from which
+            each token was sampled. Greedy decoding counts as for ``logprobs``.
         logits: With ``logits=True``: the target's own logits ``[tokens, V]`` before any adjustment.
         context_full: Whether the model's full context ended generation before ``max_new_tokens``.
     """
@@ -56,11 +58,13 @@ class Step:
         token_ids: New token ids: accepted draft tokens, then the target's own, cut where the sequence ends.
         num_draft_tokens: Draft tokens that the target scored.
         num_accepted: Draft tokens that were accepted.
-        token: The target's own token after them. -1 where a prompt could not be read.
+        token: The target's own token after the accepted ones. -1 if the prompt could not be read.
         draft_token_ids: The draft tokens.
         finish_reason: The sequence's ``finish_reason``, if this is its last step.
         output: The sequence's ``Output``, if this is its last step.
-        phases: Seconds of the step for all sequences together, by phase: draft, target, verify, other.
+        phases: Seconds of the step for all sequences together, by phase: "encode" (prefill with an encoder),
+            "draft", "target", "verify" and "other". The graph executor has no "verify", and has "draft" only
+            if drafting is not part of the graph. There, "target" includes them.
     """
 
     index: int
@@ -100,7 +104,7 @@ class Step:
 class SequenceState:
     """A sequence that is being generated."""
 
-    index: int  # among the outputs
+    index: int  # of its output
     tokens: list[int]  # prompt and output; the last one is not in the target's KV cache yet
     prompt_length: int
     sampling: SamplingParams
@@ -109,7 +113,7 @@ class SequenceState:
     max_new_tokens: int
     stop_tokens: frozenset[int]
     text: Detokenizer | None
-    top: int | None  # log-probabilities: None, 0 for the tokens' own, k for the k likeliest too
+    top: int | None  # None: no log-probabilities; 0: those of the tokens; k: also of the k likeliest
     stop_when: Callable[[SequenceState], bool] | None = None
     scores: list[Tensor] | None = None  # `[V]` per token; None: not requested
     logits: list[Tensor] | None = None
@@ -128,7 +132,7 @@ class SequenceState:
         return self.tokens[self.prompt_length :]
 
     def extend(self, tokens: Sequence[int], context: int) -> int:
-        """Append tokens up to where decoding without speculation would have stopped.
+        """Append tokens up to the first one that ends the sequence, as without speculation.
 
         Returns:
             The number of tokens appended.

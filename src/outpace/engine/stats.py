@@ -13,18 +13,22 @@ from typing import Any
 class Stats:
     """Counts and seconds of one sequence's generation.
 
-    They add up over sequences: ``sum(stats, Stats())``. In a batch each sequence gets an equal share of the
-    seconds, so that the sum is the elapsed time. On CUDA the host measures: work that it did not wait for
-    counts where it waits next.
+    ``sum(stats, Stats())`` adds up sequences. In a batch, each sequence gets an equal share of the seconds of
+    a step, so that the sum is the elapsed time. The host measures the seconds. On CUDA, work of the device
+    counts in the phase in which the host waits for it.
+
+    The graph executor measures a step as a whole. Its ``target_seconds`` include prefill, verification and
+    drafting in the graph, and its ``verify_seconds`` are 0.
 
     Attributes:
         new_tokens: Generated tokens.
-        target_passes: Forward passes of the target that this sequence took part in, prefill included.
-        draft_tokens: Draft tokens.
+        target_passes: Steps that this sequence took part in. The eager executor counts the prefill as a step.
+            The graph executor does not.
+        draft_tokens: Draft tokens that the target scored.
         accepted_tokens: Draft tokens that the rule accepted.
-        draft_tokens_by_position: How often a first, second, ... token was drafted.
-        accepted_by_position: How often a first, second, ... draft token was accepted.
-        encode_seconds: Seconds of encoders, the draft's included, where there are any.
+        draft_tokens_by_position: Number of first, second, ... draft tokens.
+        accepted_by_position: Number of first, second, ... draft tokens that were accepted.
+        encode_seconds: Seconds of the encoders of target and draft model; 0 without an encoder.
         draft_seconds: Seconds of drafting.
         target_seconds: Seconds of the target's forward passes.
         verify_seconds: Seconds of verification.
@@ -50,7 +54,7 @@ class Stats:
 
     @property
     def tokens_per_pass(self) -> float:
-        """New tokens per forward pass of the target."""
+        """New tokens per step, as counted by ``target_passes``."""
         return self.new_tokens / self.target_passes if self.target_passes else 0.0
 
     @property
@@ -98,12 +102,16 @@ class Clock:
         self._last = now
 
     def record(self, phase: str, seconds: float) -> None:
-        """Record seconds since the last lap that were measured elsewhere."""
+        """Record seconds of a phase that were measured elsewhere; the current lap no longer counts them."""
         self._seconds[phase] = seconds
         self._last += seconds
 
     def share(self, sequences: Sequence[Stats]) -> dict[str, float]:
-        """Record the rest as "other", add an equal share of all phases to each sequence and return them."""
+        """Record the remaining seconds as "other", and add an equal share of all phases to each sequence.
+
+        Returns:
+            The seconds of the step by phase.
+        """
         self.lap("other")
         for stats in sequences:
             for phase, seconds in self._seconds.items():

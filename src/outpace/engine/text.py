@@ -12,10 +12,9 @@ PARTS = ("role", "content")  # keys of a message
 
 
 def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the token ids of a conversation that the model is to answer, by its chat template.
+    """Return the token ids of a conversation, as the chat template formats it for the model's answer.
 
-    Content may be text, or anything else that the template takes: parts of content, or none beside
-    ``tool_calls``.
+    The content of a message is a string or a list of parts. With ``tool_calls`` it may be missing.
     """
     for index, message in enumerate(messages):
         role, content = (message.get(name) if isinstance(message, Mapping) else None for name in PARTS)
@@ -23,19 +22,21 @@ def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]
         if not isinstance(role, str) or not (isinstance(content, str) or structured):
             raise ValueError(
                 f"messages[{index}]: got {f'{message!r}'[:80]}; it must be "
-                '{"role": "user", "content": "..."}, both strings'
+                '{"role": "user", "content": "..."}, with a string as role and a string or list as content'
             )
         if isinstance(content, str):
             check_text(f"messages[{index}]", content)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "prompt: got messages, and the tokenizer has no chat template; pass a string, or set "
-            "tokenizer.chat_template"
+            "tokenizer.chat_template first"
         )
     try:
         ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
     except Exception as error:  # templates may raise anything
-        raise ValueError(f"prompt: the model's chat template refuses it ({error})") from error
+        raise ValueError(
+            f"prompt: got messages that the chat template rejects ({error}); they must fit the template"
+        ) from error
     return list(ids)
 
 
@@ -50,7 +51,7 @@ class Detokenizer:
         self.text = ""  # whole characters so far, cut before a stop string
         self._tokenizer, self._stops = tokenizer, stops
         self._tokens: list[int] = []
-        # Decoding starts one step back: many tokenizers write a token differently at the start of a text.
+        # Decoding starts at an earlier token, as many tokenizers write the first token of a text differently.
         self._from, self._done = 0, 0
         self._returned = 0  # characters that `take` has returned
         self._ends: deque[tuple[int, int]] = deque()  # where the text of a token ends, and the token's index
@@ -73,9 +74,9 @@ class Detokenizer:
         self._add(after[len(before) :])
 
     def take(self, final: bool = False) -> list[tuple[int, str]]:
-        """Return the final text that was not returned yet, in pieces.
+        """Return the text that no later token can change and that was not returned yet, in pieces.
 
-        Each piece comes with the index of the token that completed it, counted from the first new one.
+        Each piece comes with the index of the token that completed it, counted from the first new token.
         """
         held_back = 0 if final else max((_partial_stop(self.text, stop) for stop in self._stops), default=0)
         end = max(self._returned, len(self.text) - held_back)

@@ -5,9 +5,11 @@ Example::
     outpace.integrations.transformers.patch()
     model.generate(**inputs, assistant_model=small, do_sample=True)
 
-Transformers keeps its loop, its KV caches and its drafts. On a GPU one call of two kernels replaces its
-sampling function, which computes a softmax for every row. A rejected draft token is also corrected where
-target and draft agree up to rounding.
+Transformers' generation loop, KV caches and draft models stay the same. Only its verification function is
+replaced. On a GPU, two kernels verify all draft tokens. Transformers computes a softmax for each row instead.
+
+There is one more difference, if a draft token is rejected where target and draft distributions are equal up
+to rounding. There Transformers' function divides 0 by 0. This one samples the replacement token correctly.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ def speculative_sampling(
 ) -> tuple[Tensor, Tensor]:
     """Verify draft tokens in place of Transformers' function ``_speculative_sampling``.
 
-    Some versions of Transformers have no ``is_done_candidate``. An ensemble weight is not exact, so
-    Transformers' own function handles it.
+    Some versions of Transformers do not pass ``is_done_candidate``. With ``assistant_ensemble_weight``, which
+    is not exact, Transformers' own function is called.
 
     Returns:
         The new tokens ``[1, n + 1]``, and n, the number of accepted draft tokens.
@@ -77,7 +79,10 @@ def speculative_sampling(
     verdict = verify(drafts, candidate_logits.to(new_logits.dtype), new_logits)
     num_accepted, unusable = torch.stack((verdict.accepted[0], verdict.bad[0])).tolist()
     if unusable:
-        raise ValueError("the logits are unusable: the target, the assistant or a processor left NaN or +inf")
+        raise ValueError(
+            "the logits are unusable: the target, the assistant or a processor returned NaN, +inf, or -inf "
+            "for all tokens; check weights, dtype and processors"
+        )
     if is_done_candidate and num_accepted == candidate_length:
         # The draft ends the sequence. Transformers' loop counts the last draft token as the bonus token.
         return drafts, verdict.accepted[0] - 1

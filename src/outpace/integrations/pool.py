@@ -1,4 +1,4 @@
-"""A pool of scorers and drafters, which keep their KV caches from call to call while their model exists."""
+"""Pools of scorers and drafters, which keep their KV caches between calls while their model exists."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelPool(Generic[Pooled]):
 
     @contextlib.contextmanager
     def lend(self, model: torch.nn.Module) -> Iterator[Pooled]:
-        """Lend the object of a model inside a ``with`` block, and take it back unless the block fails."""
+        """Lend the object of a model for a ``with`` block; it returns to the pool unless the block fails."""
         with self._lock:
             pooled = self._idle.pop(model, None)
         if pooled is None or not _reattach(_scorer(pooled), model):

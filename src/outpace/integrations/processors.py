@@ -41,8 +41,8 @@ def samplings(
 ) -> list[SamplingParams]:
     """Return the ``SamplingParams`` of each sequence that are equivalent to ``processors``.
 
-    The results are equal by construction. Processors are called in their order. They get the ids that
-    generation without speculation would pass, padding included.
+    Processors are called in their order, with the ids that generation without speculation would pass, padding
+    included.
 
     The batched code of ``SamplingParams`` replaces two kinds of processors, where the order allows it:
 
@@ -121,7 +121,7 @@ def _fast_equivalent(processor: Any) -> Any:
 
 
 def _for_row(processor: Any, row: int, rows: int) -> Any:
-    """Return the processor of one row if it depends on the rows of the batch; any other as it is."""
+    """Return the processor for one row of the batch; unchanged if it does not depend on the row."""
     if _knows_padding(processor):
         return _ignoring_padding(processor, int(_part_of_row(processor.prompt_ignore_length, row, rows)))
     if rows == 1:
@@ -186,7 +186,7 @@ class Suppressed:
 
 
 class OriginalPromptProcessor:
-    """A processor that passes others the prompt as the caller gave it: with padding, on its device.
+    """A processor that calls other processors with the caller's prompt: with padding, on its device.
 
     Args:
         prompt: The prompt with padding, ``[1, T]``.

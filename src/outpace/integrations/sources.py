@@ -33,13 +33,14 @@ class Encoded:
 
 
 def encoded(model: Any, inputs: Tensor | None, model_kwargs: dict[str, Any], rows: int) -> list[Encoded]:
-    """Return the encoder's input and output of each sequence; nothing for a model without an encoder."""
+    """Return the encoder's input and output of each sequence; empty for a model without an encoder."""
     if not model.config.is_encoder_decoder:
         return []
     outputs, mask = model_kwargs.get("encoder_outputs"), model_kwargs.get("attention_mask")
     if outputs is None or inputs is None or (not inputs.is_floating_point() and int(inputs.min()) < 0):
         raise ValueError(
-            "encoder_outputs: outpace needs the encoder's inputs, not only its outputs; pass the inputs"
+            "encoder_outputs: got the encoder's outputs without its inputs; pass input_ids or input_features "
+            "instead"
         )
     states = outputs[0]
     per_input = rows // inputs.shape[0]  # sequences per input
@@ -59,8 +60,8 @@ def detect_silence(
 ) -> Sequence[Any]:
     """Run Whisper's detector of silence and return the other processors.
 
-    The detector runs the model on all sequences at once, so it runs now. It gets the encoder's output, so
-    that the encoder does not run again.
+    The detector runs the model on all sequences at once, so it runs before decoding. It gets the encoder's
+    output, so that the encoder does not run again.
     """
     if not rows:
         return processors

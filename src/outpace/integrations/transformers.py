@@ -48,7 +48,7 @@ _drafters = ModelPool(ModelDrafter)
 
 @dataclass
 class Generation(GenerateDecoderOnlyOutput):  # type: ignore[misc]
-    """The output with ``return_dict_in_generate=True``: Transformers' own, and statistics.
+    """The output with ``return_dict_in_generate=True``: the fields of Transformers' output, and statistics.
 
     Attributes:
         stats: The sum of the ``Stats`` of all sequences.
@@ -77,7 +77,7 @@ def generate(
 ) -> Tensor | Generation | GenerateEncoderDecoderOutput:
     """Decode speculatively for ``model.generate(..., custom_generate=outpace.generate, draft=...)``.
 
-    Everything else is as in Transformers: docs/guides/transformers.md.
+    Everything else works as in Transformers. See docs/guides/transformers.md.
 
     Args:
         model: The target. Transformers passes it.
@@ -94,8 +94,9 @@ def generate(
             makes a run repeatable.
         stats: A ``Stats`` to which this call adds its own.
         decoder: A ``Decoder`` of this model, used instead of ``draft``, ``rule``, ``lenience`` and
-            ``num_draft_tokens``. Its caches and captured graphs serve further calls.
-        streamer: Pass it to ``model.generate``. This argument is for ``functools.partial``.
+            ``num_draft_tokens``. Later calls reuse its KV caches and captured graphs.
+        streamer: A streamer is usually passed to ``model.generate``. This argument is for
+            ``functools.partial(outpace.generate, streamer=...)``.
         inputs_tensor: The encoder's input. Transformers passes it.
         **model_kwargs: Further arguments of the model. Transformers passes them.
 
@@ -175,7 +176,7 @@ def generate(
 
 
 def forget() -> None:
-    """Free the KV caches that are kept from call to call, and the texts in them."""
+    """Free the KV caches that are kept between calls, with the prompts and outputs in them."""
     _targets.clear()
     _drafters.clear()
 
@@ -216,19 +217,21 @@ def _withheld_arguments(model: Any) -> dict[str, Any]:
 
 def _check_decoder(decoder: Any, model: Any, draft: Any) -> None:
     if not isinstance(decoder, Decoder) or decoder.scorer.model is not model:
-        raise ValueError("decoder: it must be a Decoder whose target is the model that generates")
+        got = "a Decoder of another model" if isinstance(decoder, Decoder) else kind(decoder)[:80]
+        raise ValueError(f"decoder: got {got}; it must be a Decoder whose target is the model that generates")
     if draft is not None:
-        raise ValueError("draft: given together with decoder, which has its own; give one or the other")
+        raise ValueError("draft: got it together with decoder, which has its own; pass one or the other")
 
 
 def _check_draft(draft: Any, assistant_model: Any) -> None:
     valid = 'a smaller model, a Drafter such as outpace.LookupDrafter(), or "lookup"'
     if assistant_model is not None:
         raise ValueError(
-            "assistant_model: Transformers keeps it from custom_generate; pass the model as draft= instead"
+            f"assistant_model: got {type(assistant_model).__name__}; it must be None with custom_generate; "
+            "pass the model as draft= instead"
         )
     if draft is None:
-        raise ValueError(f"draft: nothing was given; pass {valid}")
+        raise ValueError(f"draft: got None; it must be {valid}")
     if isinstance(draft, str):
         if draft != "lookup":
             raise ValueError(f"draft: got {draft!r}; it must be {valid}{suggestion(draft, ['lookup'])}")
@@ -248,54 +251,60 @@ def _refuse_other_modes(config: Any, synced_gpus: bool | None) -> None:
     mode = config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         settings = [name for name, off in _MODES.items() if getattr(config, name, None) not in (None, off)]
-        hint = '; name the drafter by draft=, for prompt lookup draft="lookup"'
+        values = ", ".join(f"{getattr(config, name)!r}"[:80] for name in settings)
+        hint = '; pass the drafter as draft=, for prompt lookup draft="lookup"'
         raise ValueError(
-            f"{', '.join(settings)}: asks for {mode.value.replace('_', ' ')}; outpace does greedy search and "
-            f"sampling{hint if mode == 'assisted_generation' else ''}"
+            f"{', '.join(settings)}: got {values}, which selects {mode.value.replace('_', ' ')}; outpace "
+            f"supports only greedy search and sampling{hint if mode == 'assisted_generation' else ''}"
         )
     if synced_gpus:
-        raise ValueError("synced_gpus: got True; outpace runs on one process, where it must be False")
+        raise ValueError("synced_gpus: got True; it must be False, because outpace runs in one process")
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
-            raise ValueError(f"{name}: got True; outpace keeps scores and logits only, so it must be False")
+            raise ValueError(f"{name}: got True; it must be False: outpace returns only scores and logits")
 
 
-_UNUSED = {"use_cache", "logits_to_keep", "cache_position"}  # the scorer decides those itself
+_UNUSED = {"use_cache", "logits_to_keep", "cache_position"}  # the scorer sets these itself
 
 
 def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
     """Return the tokens of each row without padding."""
     arguments = {name: value for name, value in model_kwargs.items() if value is not None}
     mask, positions = arguments.pop("attention_mask", None), arguments.pop("position_ids", None)
-    if "encoder_outputs" in arguments:  # then those belong to the encoder's input
+    if "encoder_outputs" in arguments:  # then mask and positions belong to the encoder's input
         mask = arguments.pop("decoder_attention_mask", None)
         positions = arguments.pop("decoder_position_ids", None)
         del arguments["encoder_outputs"]
     past = arguments.pop("past_key_values", None)
     unknown = sorted(arguments.keys() - _UNUSED)
     if unknown:
-        raise ValueError(f"{unknown[0]}: outpace scores token ids alone and cannot use it; leave it out")
+        raise ValueError(
+            f"{unknown[0]}: got a value; it must be left out: outpace passes only token ids to the model"
+        )
     if past is not None and past.get_seq_length():
         raise ValueError(
-            "past_key_values: got a cache that is not empty; outpace keeps its own from call to call, so "
-            "pass the whole text as input_ids"
+            "past_key_values: got a cache that is not empty; it must be empty or None: outpace keeps its own "
+            "KV cache between calls; pass the whole text as input_ids"
         )
     real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(input_ids.device).bool()
     if real.shape != input_ids.shape:
         raise ValueError(
-            f"attention_mask: got shape {tuple(real.shape)}; it must be that of input_ids, "
+            f"attention_mask: got shape {tuple(real.shape)}; it must be the shape of input_ids, "
             f"{tuple(input_ids.shape)}"
         )
     if not real[:, -1:].all():
         raise ValueError(
-            "attention_mask: it hides the last token of a row; pad on the left (tokenizer.padding_side)"
+            "attention_mask: got 0 for the last token of a row; it must be 1: pad on the left "
+            "(tokenizer.padding_side)"
         )
     if positions is not None:
         expected = real.long().cumsum(-1) - 1
         if positions.shape[-1] != expected.shape[-1] or (
             ((positions.to(expected.device) != expected) & real).any()
         ):
-            raise ValueError("position_ids: outpace counts each row's tokens from 0; leave it out")
+            raise ValueError(
+                "position_ids: got other positions than 0, 1, 2, ... for the tokens of a row; leave it out"
+            )
     return [row[mask_row].tolist() for row, mask_row in zip(input_ids, real, strict=True)]
 
 
@@ -309,7 +318,7 @@ def _streamer(own: Any, withheld: Any, input_ids: Tensor) -> Any:
     """
     streamer = withheld if own is None else own
     if streamer is not None and len(input_ids) > 1:
-        raise ValueError(f"streamer: got {len(input_ids)} rows; a streamer takes a single one")
+        raise ValueError(f"streamer: got it with {len(input_ids)} rows; a streamer supports only one row")
     if own is not None and own is not withheld:  # Transformers puts the prompt into its own streamer
         own.put(input_ids.cpu())
     return streamer
@@ -342,7 +351,7 @@ class _Stops:
         pad = config._pad_token_tensor
         early = self.tokens or self.others or self._width + self.max_new_tokens > scorer.context
         if pad is None and rows > 1 and early:
-            raise ValueError("pad_token_id: nothing was given, and rows that end early need one; pass it")
+            raise ValueError("pad_token_id: got None; it must be a token id, to pad rows that end early")
         shape = (rows, self._width + self.max_new_tokens)
         self._ids = input_ids.new_full(shape, 0 if pad is None else int(pad))
         self._ids[:, : self._width] = input_ids

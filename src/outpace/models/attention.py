@@ -69,8 +69,8 @@ def view_config(config: Any, grouped: bool) -> Any:
         grouped: Whether the view uses ``grouped`` as its attention.
     """
     view = copy.copy(config)
-    # Nobody reads these, and Transformers would install hooks that record them on the model itself.
+    # Nothing here reads these outputs. To record them, Transformers would install hooks on the model itself.
     view.output_hidden_states = view.output_attentions = False
     if grouped:
-        view._attn_implementation_internal = NAME  # the public name would reach nested configurations, too
+        view._attn_implementation_internal = NAME  # the public name also changes nested configurations
     return view

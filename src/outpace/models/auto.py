@@ -1,4 +1,4 @@
-"""Loaders of Transformers: the Auto class for a config, and how much they print."""
+"""Transformers' loaders: the Auto class for a config, and control of what the loaders print."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def gguf_reading() -> Iterator[None]:
-    """Make Transformers parse a GGUF file only once, and show its progress bar on a terminal alone.
+    """Make Transformers parse a GGUF file only once, and show its progress bar only on a terminal.
 
     Transformers parses the file for the config, the tokenizer and the weights in turn. Each parse takes many
     seconds with a large vocabulary. The bar over the tensors comes from tqdm itself, so ``quiet`` does not
@@ -58,7 +58,7 @@ def gguf_reading() -> Iterator[None]:
 
 
 def silence_torchao() -> None:
-    """Drop PyTorch's advice to the authors of torchao about enums, and nothing else.
+    """Hide PyTorch's log records about enums of torchao, and no others.
 
     Where torchao is installed, importing Transformers imports it, and PyTorch 2.13 writes two such records.
     """

@@ -1,8 +1,8 @@
 """KV cache of sequences with different lengths, in tensors that are never cropped or concatenated.
 
 A layer holds ``[rows, heads, T, d]``. A forward pass writes its n new tokens at each row's own positions.
-Entries at or past a row's length are garbage. The attention mask hides them until they are overwritten. So a
-rollback needs no work here: this module knows no lengths, the scorer does.
+Entries at or past a row's length are undefined. The attention mask hides them until they are overwritten. The
+scorer keeps the lengths, so a rollback changes a length there and nothing here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-STEP = 64  # T grows in multiples of this
+STEP = 64  # tokens; T grows in multiples of it
 
 
 class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -64,7 +64,7 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return the capacity in tokens."""
         return self.cache.capacity
 
-    get_max_cache_shape = get_max_length  # its name in older versions
+    get_max_cache_shape = get_max_length  # its name in older versions of Transformers
 
 
 class Span:
@@ -104,7 +104,7 @@ class Span:
 
 
 class RaggedCache(Cache):  # type: ignore[misc]
-    """Layers of all rows.
+    """KV cache of all layers and rows.
 
     Before a forward pass, ``span`` is set to the positions that the pass writes.
     """

@@ -3,9 +3,9 @@
 Sequences of different lengths share one forward pass. It has explicit position ids, 4-D additive masks (one
 per kind of layer), and a KV cache that writes at each row's own positions.
 
-A forward pass over texts of different lengths is padded on the left. The padding has the positions *after*
-the text. It is written where nothing is yet, and causality hides it from the text. The last column holds
-every row's last token.
+Rows with fewer new tokens are padded on the left, so the last column holds every row's last token. The
+padding gets the positions *after* the row's new tokens. Its keys and values go to unused entries of the KV
+cache, and the causal mask hides them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from outpace.models.view import view_of
 
 log = logging.getLogger("outpace")
 
-PREBUILT_TOKENS = 32  # tokens of a forward pass up to which it uses prebuilt masks
+PREBUILT_TOKENS = 32  # forward passes over at most this many tokens use prebuilt masks
 CHUNK = 512  # prompt tokens per forward pass
-MIN_COPIED_PREFIX = 16  # tokens of another row's prefix; computing fewer is as fast as copying them
+MIN_COPIED_PREFIX = 16  # tokens; computing a shorter prefix is as fast as copying it from another row
 
-# Tests show that these families score as their own forward does. Any other is checked when it is loaded.
+# Tests compare these families with their own forward. Any other family is checked when it is loaded.
 TESTED_FAMILIES = {
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
     *("gpt2", "gpt_neox", "phi", "phi3", "opt", "falcon"),
@@ -41,7 +41,7 @@ TESTED_FAMILIES = {
 
 
 Masks = dict[int | None, Tensor]
-"""Masks by window: how far back a layer looks."""
+"""Attention masks by the sliding window of the layers in tokens; None: no window."""
 
 
 class CausalScorer:
@@ -72,8 +72,8 @@ class CausalScorer:
         self._position_ids = torch.arange(0)[None]  # 0, 1, 2, ... to the cache's end
         self._prebuilt_masks: Masks | None = None  # of PREBUILT_TOKENS tokens at the cache's end
         self._order: list[int] = []  # the slot that each row of the cache belongs to
-        self._lengths: dict[int, int] = {}  # of each slot
-        self._cached_tokens: dict[int, list[int]] = {}  # tokens known to lie at a slot's beginning
+        self._lengths: dict[int, int] = {}  # committed tokens of each slot
+        self._cached_tokens: dict[int, list[int]] = {}  # first tokens in a slot's cache
         self._packed: Packed | None = None
         self._view: Any = None
         self._weights = self._fingerprint()
@@ -90,7 +90,9 @@ class CausalScorer:
         size = packed_bytes(self.base)
         free = memory_free(torch.device("cpu"))
         if size > free:
-            raise MemoryError(f"packed weights take {size >> 20} MiB, and {free >> 20} MiB are free")
+            raise MemoryError(
+                f"pack: the packed weights take {size >> 20} MiB; {free >> 20} MiB of memory are free"
+            )
         self._packed = Packed(self.base)
         self._view = None
 
@@ -120,7 +122,7 @@ class CausalScorer:
         return self._view
 
     def _fingerprint(self) -> int:
-        """Return a number that changes when weights or modules do; then the KV cache is stale."""
+        """Return a number that changes when weights or modules change. The KV cache is then stale."""
         return hash((fingerprint(self.base), getattr(self.config, "_attn_implementation", None)))
 
     @property
@@ -137,7 +139,7 @@ class CausalScorer:
         return frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
 
     def forget(self) -> None:
-        """Reuse neither cached tokens nor the view of the modules."""
+        """Discard the cached tokens of all slots, and the view of the modules."""
         self._view = None
         self._cached_tokens = {slot: [] for slot in self._cached_tokens}
 
@@ -180,7 +182,7 @@ class CausalScorer:
         size = self.cache.size(rows, tokens)
         if size == (self.cache.rows, self.cache.capacity):
             return
-        if not any(self._lengths.values()):  # nothing is in use: start again with no more than is needed
+        if not any(self._lengths.values()):  # no slot is in use: start again with the needed size
             self.cache = self._new_cache()
             self._order, self._lengths, self._cached_tokens = [], {}, {}
             size = self.cache.size(rows, tokens)
@@ -189,10 +191,10 @@ class CausalScorer:
         description = f"{size[0]} rows of {size[1]} tokens in {nbytes / 2**20:.0f} MiB on {self.device}"
         if nbytes - self.cache.nbytes() > free:
             raise MemoryError(
-                f"the cache would hold {description}, and {free / 2**20:.0f} MiB are free; ask for fewer "
-                "rows (batch_size=) or fewer tokens (max_new_tokens=)"
+                f"the KV cache needs {description}; {free / 2**20:.0f} MiB are free: pass a smaller "
+                "batch_size or max_new_tokens"
             )
-        log.info("cache of %s: %s", type(self.base).__name__, description)
+        log.info("KV cache of %s: %s", type(self.base).__name__, description)
         self.cache.reserve(*size)
         self._position_ids = torch.arange(size[1], device=self.device)[None]
         self._prebuilt_masks = None
@@ -204,7 +206,7 @@ class CausalScorer:
     def bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token in all layers.
 
-        They are those of the KV cache, or before there is one, those of the configuration.
+        They are measured once the KV cache is allocated, and computed from the configuration before.
         """
         if self.cache.nbytes():
             return self.cache.nbytes() // (self.cache.rows * self.cache.capacity)
@@ -215,18 +217,18 @@ class CausalScorer:
         d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return int(2 * config.num_hidden_layers * heads * d * self.dtype.itemsize)
 
-    # Passes
+    # Forward passes
 
     def _check_weights(self) -> None:
-        """Forget cached tokens if the weights have changed, before any is reused."""
+        """Discard cached tokens if the weights have changed, before they are reused."""
         weights = self._fingerprint()
-        if weights != self._weights or has_adapters(self.base):  # adapters switch unnoticed
+        if weights != self._weights or has_adapters(self.base):  # switching adapters changes no weight
             self.forget()
             if weights != self._weights:
                 self.repack()
             self._weights = weights
         if self.base.training:
-            warnings.warn("the model was in training mode: switched to evaluation", stacklevel=7)
+            warnings.warn("model: it was in training mode; switched to evaluation mode", stacklevel=7)
             self.model.eval()
 
     @torch.inference_mode()
@@ -255,7 +257,7 @@ class CausalScorer:
         return logits if len(unique) == len(rows) else logits[[unique.index(owner) for owner in owners]]
 
     def _reuse(self, row: int, prompt: Sequence[int]) -> None:
-        """Reuse a cached prefix of the prompt, of this row or another, without the last token."""
+        """Reuse a cached prefix of the prompt from this row or another, but not the prompt's last token."""
         cached = common_prefix_length(self._cached_tokens[row], prompt, len(prompt) - 1)
         best, shared = longest_shared_prefix(self._cached_tokens, prompt)
         if best is not None and shared >= cached + MIN_COPIED_PREFIX:
@@ -279,7 +281,7 @@ class CausalScorer:
             padded.append([0] * padding + list(new))
             columns.append([*range(length + count, length + longest), *range(length, length + count)])
         ids = torch.tensor(padded)
-        positions = torch.tensor(columns).clamp_(max=self.cache.capacity - 1)  # padding may lie on padding
+        positions = torch.tensor(columns).clamp_(max=self.cache.capacity - 1)  # padding may overlap
         common_length = self._common_length(rows) if min(counts) == longest else None
         for left in range(0, longest, CHUNK):
             part = slice(left, left + CHUNK)
@@ -305,7 +307,10 @@ class CausalScorer:
     def _forward(
         self, first: int, ids: Tensor, positions: Tensor, start: int | None, **last_only: Any
     ) -> Tensor:
-        """Return logits ``[R, n or 1, V]`` of tokens ``[R, n]`` at positions ``[R, n]``, on any device."""
+        """Return logits ``[R, n or 1, V]`` of tokens ``[R, n]`` at positions ``[R, n]``.
+
+        Tokens and positions may be on any device.
+        """
         positions, reach = self._place(first, positions, start)
         alone = ids.shape == (1, 1) and self._one_token_needs_no_mask
         out = self._runner(
@@ -321,7 +326,7 @@ class CausalScorer:
         return logits if logits.device == self.device else logits.to(self.device)
 
     def _place(self, first: int, positions: Tensor, start: int | None) -> tuple[Tensor, int]:
-        """Set where a forward pass writes.
+        """Set the rows and positions of the KV cache that a forward pass writes.
 
         Returns:
             The positions on the device, and one past the last of them.
@@ -375,7 +380,7 @@ class CausalScorer:
     def _arrange(self, rows: Sequence[int]) -> int:
         """Move these rows side by side in the KV cache, behind the others in use; return the first index.
 
-        Only rows out of place move: none, as long as the same rows go on.
+        No row moves if the last call had the same rows.
         """
         first = sum(length > 0 for length in self._lengths.values()) - sum(self._lengths[r] > 0 for r in rows)
         for i, row in enumerate(rows, first):
@@ -391,8 +396,8 @@ class CausalScorer:
         self.cache.swap(one, other, length)
 
     def _check(self) -> None:
-        """Refuse a model of an unknown family whose scores here differ from those of its own forward."""
-        n = min(300, self.context)  # past any usual window
+        """Raise ValueError if the logits of an untested family differ from those of its own forward."""
+        n = min(300, self.context)  # longer than GPT-Neo's attention window of 256
         ids = (torch.arange(n) * 7 + 3) % self.vocab_size
         start = n - 20
         try:
@@ -403,7 +408,7 @@ class CausalScorer:
                 drafts = torch.stack((ids[start : start + 12], ids[5:17])).to(self.device)
                 scored = self.score([0, 1], drafts)
         except Exception as error:
-            why = f"cannot be scored with explicit positions, masks and cache ({error})"
+            why = f"cannot be scored with explicit positions, masks and KV cache ({error})"
             raise refusal(self.base, why) from error
         expected = torch.stack((reference[start : start + 12], reference[5:17]))
         worst = float((scored - expected).abs().max() / reference.abs().max())
@@ -425,10 +430,10 @@ class CausalScorer:
 
 
 def supported_model(candidate: Any) -> Any:
-    """Return the Transformers model inside, ready to score.
+    """Return the Transformers model itself, without a PEFT wrapper, in evaluation mode.
 
     Raises:
-        TypeError: It is no model of the Transformers library.
+        TypeError: The candidate is not a model of the Transformers library.
         ValueError: The model cannot be scored; the message says why.
     """
     model: Any = candidate
@@ -438,11 +443,11 @@ def supported_model(candidate: Any) -> Any:
         )
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside PEFT
     if base is not model and model.active_peft_config.is_prompt_learning:
-        raise refusal(base, "is wrapped by PEFT's prompt learning, which changes the text's positions")
+        raise refusal(base, "is wrapped by PEFT's prompt learning, which changes the positions of tokens")
     config = base.config
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise refusal(base, "is an encoder-decoder model: see `outpace.models.seq2seq`")
+        raise refusal(base, "is an encoder-decoder model; use `outpace.models.seq2seq`")
     if config.get_text_config() is not config or hasattr(config, "vision_config"):
         raise refusal(base, "is a vision-language model; load its language model alone")
     if getattr(config, "attention_chunk_size", None):
@@ -452,7 +457,7 @@ def supported_model(candidate: Any) -> Any:
     if getattr(base, "_is_stateful", False) or recurrent:
         what = f" ({', '.join(sorted(recurrent))})" if recurrent else ""
         raise refusal(
-            base, f"keeps a running state{what}, which cannot be rolled back after a rejected draft"
+            base, f"has a recurrent state{what}, which cannot be rolled back after a rejected draft token"
         )
     if name in ("bloom", "mpt") or getattr(config, "alibi", False):
         raise refusal(base, "uses ALiBi, whose bias Transformers builds for rows of equal length only")
@@ -462,26 +467,31 @@ def supported_model(candidate: Any) -> Any:
     if attention not in ("sdpa", "eager"):
         softcap = getattr(config, "attn_logit_softcapping", None)
         instead = "eager" if softcap is not None else "sdpa"
-        warnings.warn(f"{attention} cannot take ragged rows: switched to {instead}", stacklevel=4)
+        warnings.warn(
+            f"model: its attention {attention} does not take 4-D masks; switched to {instead}", stacklevel=4
+        )
         base.set_attn_implementation(instead)
     if base.training:
-        warnings.warn("the model was in training mode: switched to evaluation", stacklevel=4)
+        warnings.warn("model: it was in training mode; switched to evaluation mode", stacklevel=4)
         model.eval()
     return base
 
 
 def positions(config: Any) -> int:
-    """Return the maximum number of tokens of a text."""
+    """Return the model's context: the maximum number of tokens of a sequence."""
     max_tokens = getattr(config, "max_position_embeddings", None) or 1 << 30
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
-        # Transformers picks the factors by the longest text of a forward pass: short texts are always right.
+        # Transformers picks the factors by the longest sequence of a forward pass. Up to the original context
+        # they do not depend on it.
         name = "original_max_position_embeddings"
         max_tokens = min(
             max_tokens, *(int(limit or max_tokens) for limit in (rope.get(name), getattr(config, name, None)))
         )
         warnings.warn(
-            f"longrope beyond {max_tokens} tokens depends on the batch: the context ends there", stacklevel=4
+            f"model: its context is limited to {max_tokens} tokens; beyond them, longrope would depend on "
+            "the other sequences of a batch",
+            stacklevel=4,
         )
     return int(max_tokens)
 
@@ -492,15 +502,12 @@ def refusal(base: Any, why: str) -> ValueError:
 
 
 def has_adapters(base: Any) -> bool:
-    """Return whether PEFT's adapters are in a model.
-
-    They change its modules, also where the wrapper is not visible.
-    """
+    """Return whether a model has PEFT adapters, with or without a PEFT wrapper."""
     return hasattr(base, "peft_config") or bool(getattr(base, "_hf_peft_config_loaded", False))
 
 
 def fingerprint(module: torch.nn.Module) -> int:
-    """Return a number that changes when weights, modules or the forward of a module do."""
+    """Return a number that changes when weights, modules or the forward of a module change."""
     weights = tuple((p.data_ptr(), version(p)) for p in module.parameters())
     modules = tuple((id(one), id(one.__dict__.get("forward"))) for one in module.modules())
     return hash((weights, modules))
@@ -509,15 +516,15 @@ def fingerprint(module: torch.nn.Module) -> int:
 def version(parameter: Tensor) -> int:
     """Return a number that grows when a parameter is changed in place.
 
-    PyTorch does not count changes of parameters made in inference mode; for them it is 0.
+    It is always 0 for a parameter made in inference mode, because PyTorch does not count its changes.
     """
     return 0 if parameter.is_inference() else parameter._version
 
 
 def windows(config: Any) -> dict[str, int | None]:
-    """Return how far back each kind of layer looks, None for no limit.
+    """Return the attention window of each kind of layer in tokens, None for no window.
 
-    The key is ``""`` where all layers are alike. The configuration is read as in Transformers' own
+    If all layers are alike, the only key is ``""``. The configuration is read as in Transformers' own
     ``create_masks_for_generate``.
     """
     window = getattr(config, "sliding_window", None)
@@ -528,7 +535,7 @@ def windows(config: Any) -> dict[str, int | None]:
 
 
 def common_prefix_length(one: Sequence[int], other: Sequence[int], limit: int) -> int:
-    """Return the length of the common prefix of two texts, up to ``most``."""
+    """Return the length of the common prefix of two token sequences, at most ``limit``."""
     limit = min(len(one), len(other), limit)
     if list(one[:limit]) == list(other[:limit]):
         return max(limit, 0)
@@ -538,7 +545,7 @@ def common_prefix_length(one: Sequence[int], other: Sequence[int], limit: int) -
 def longest_shared_prefix(cached: Mapping[int, Sequence[int]], text: Sequence[int]) -> tuple[int | None, int]:
     """Return the row that shares the longest prefix with a text, and the length of the prefix.
 
-    The last token of the text does not count. The row is None where no row has enough to be copied.
+    The last token of the text does not count. The row is None if no row shares ``MIN_COPIED_PREFIX`` tokens.
     """
     if len(text) <= MIN_COPIED_PREFIX:
         return None, 0
@@ -564,7 +571,7 @@ def execution_device(embedding: Any) -> torch.device:
 
 
 def memory_free(device: torch.device) -> int:
-    """Return the bytes that a KV cache may take."""
+    """Return the bytes of free memory on a device; unknown memory counts as unlimited."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     meminfo = Path("/proc/meminfo")

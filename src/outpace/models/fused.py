@@ -1,13 +1,13 @@
 """Llama-like models with their weights rearranged once, over a ragged static KV cache.
 
 A forward pass reads tokens and positions from tensors. It depends on nothing else that could change, so a
-CUDA graph can capture it. Products with the same input are one product: queries, keys and values, and the two
-halves of the gated layer. The model's own parameters become views of these. So nothing is held twice, and the
-model goes on working.
+CUDA graph can capture it. Linear layers with the same input become one: queries, keys and values, and the two
+halves of the gated layer. The model's own parameters become views of the combined weights. So no weight is
+stored twice, and the model can still be used.
 
 There are three implementations of a forward pass. Over few tokens on a GPU it is five kernels per layer
-(``kernels``). Over more rows it is the library's products with kernels between them. Anywhere else it is
-PyTorch's operations.
+(``kernels``). Over more tokens it is PyTorch's matrix products with kernels between them. On other devices it
+is PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from transformers.activations import ACT2FN
 from outpace.models.causal import windows
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
-STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # whose angles do not depend on the text
-GATES = {1: "silu", 2: "gelu_pytorch_tanh"}  # activations of the kernels, by their number there
-MIN_CAPABILITY = 8, 0  # least compute capability of GPUs that the kernels run on
+STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # rope types whose angles are fixed
+GATES = {1: "silu", 2: "gelu_pytorch_tanh"}  # activations by their number in the kernels
+MIN_CAPABILITY = 8, 0  # least compute capability for the kernels
 MAX_HEAD_BYTES, MAX_QUERY_BYTES = 512, 16384  # most bytes of a head, and of a block's queries
 
 
@@ -42,9 +42,9 @@ class Product:
     bias: Tensor | None
 
     @classmethod
-    @torch.inference_mode(False)  # or the model's own parameters could be used in inference mode only
+    @torch.inference_mode(False)  # else the model's parameters would work in inference mode only
     def of(cls, *layers: nn.Linear) -> Product:
-        """Return the product of layers with the same input; their parameters become views of it."""
+        """Combine layers with the same input; their parameters become views of the combined weight."""
         if len(layers) == 1:
             return cls(layers[0].weight.detach(), _detached(layers[0].bias))
         weight = torch.cat([layer.weight.detach() for layer in layers])
@@ -67,8 +67,8 @@ class Product:
 def _set_parameter(layer: nn.Linear, name: str, value: Tensor) -> None:
     """Set a layer's parameter without replacing the object that others may hold.
 
-    A parameter made in inference mode is replaced. Outside that mode it could not be read together with
-    tensors made outside it.
+    A parameter made in inference mode is replaced, because it could not be used together with normal tensors
+    outside inference mode.
     """
     parameter = getattr(layer, name)
     if parameter.is_inference():
@@ -83,7 +83,7 @@ class Norm:
 
     weight: Tensor
     eps: float
-    shifted: bool  # whether weights are relative to 1, and applied before rounding: Gemma's kind
+    shifted: bool  # as in Gemma: weights are relative to 1 and applied before rounding
 
     @classmethod
     def of(cls, module: Any, family: str) -> Norm:
@@ -122,20 +122,20 @@ class Layer:
     mlp_norm: Norm
     gate_up: Product
     down: Product
-    window: int | None  # how far back it looks
+    window: int | None  # attention window in tokens; None: no window
 
 
 @dataclass(frozen=True)
 class Cache:
     """KV cache with keys and values ``[layers, rows, heads, T, d]`` each.
 
-    Entries past a row's length are garbage.
+    Entries past a row's length are undefined.
 
     Attributes:
         keys: Keys of all layers.
         values: Values of all layers.
         angles: Cosines and sines of every position, ``[T, d]`` each.
-        counters: int32 ``[rows, heads]``, of the attention kernel; zeros when nothing runs.
+        counters: Counters of the attention kernel, int32 ``[rows, heads]``. They are 0 between launches.
     """
 
     keys: Tensor
@@ -166,9 +166,10 @@ class Cache:
 
 
 class FusedModel:
-    """A Transformers model of one of ``FAMILIES``, rearranged.
+    """A Transformers model of one of ``FAMILIES``, with combined weights.
 
-    ``why_not`` says whether a model can be.
+    Raises:
+        ValueError: The model cannot be converted. ``why_not`` returns the reason.
     """
 
     def __init__(self, model: Any) -> None:
@@ -225,7 +226,7 @@ class FusedModel:
     def fill_cache(self, ids: Tensor, positions: Tensor, cache: Cache) -> None:
         """Write keys and values of tokens ``[B, n]`` at positions ``[B, n]`` into the KV cache.
 
-        Positions are consecutive.
+        The positions of each row are consecutive.
         """
         if self._uses_few_rows_kernels(ids):
             self._stream(ids, positions, cache)
@@ -234,7 +235,7 @@ class FusedModel:
 
     @torch.inference_mode()
     def logits(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Return logits ``[B, n, V]`` after each of the tokens, and do what ``fill_cache`` does."""
+        """Return logits ``[B, n, V]`` after each of the tokens, and fill the KV cache."""
         if self._uses_few_rows_kernels(ids):
             stream = self._stream(ids, positions, cache)
             out: Tensor = self._product.few_rows(stream, self.head.weight, self.head.bias)
@@ -258,12 +259,12 @@ class FusedModel:
         return self.norm(x)
 
     def _uses_few_rows_kernels(self, ids: Tensor) -> bool:
-        """Return whether the kernels take this many tokens."""
+        """Return whether the kernels for few rows support this many tokens."""
         few: bool = self._uses_attention_kernel(ids) and ids.numel() <= self._product.MAX_ROWS
         return few
 
     def _uses_attention_kernel(self, ids: Tensor) -> bool:
-        """Return whether the attention kernel takes this many queries per row."""
+        """Return whether the attention kernel supports this many queries per row."""
         head = self.head_dim * self.dtype.itemsize
         tile = max(16, self.heads // self.kv_heads * ids.shape[1]) * head
         return self.has_kernels and head <= MAX_HEAD_BYTES and tile <= MAX_QUERY_BYTES
@@ -316,10 +317,10 @@ class FusedModel:
     def _generic_attention(
         self, positions: Tensor, cache: Cache
     ) -> Callable[[Layer, Tensor, Tensor, Tensor], Tensor]:
-        """Return attention of any number of tokens at positions ``[B, n]``, by PyTorch's operations.
+        """Return an attention function for tokens at positions ``[B, n]``, in PyTorch's operations.
 
-        It takes a layer, the tokens' queries, keys and values ``[B, n, ...]``, and the cached keys and
-        values.
+        The function takes a layer, the tokens' queries, keys and values ``[B, n, ...]``, and the cached keys
+        and values.
         """
         B, n = positions.shape
         cos, sin = (table[positions][:, None] for table in cache.angles)  # [B, 1, n, d]
@@ -387,13 +388,13 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def why_not(model: Any) -> str | None:
-    """Return why a model cannot be rearranged; None if it can."""
+    """Return the reason why ``FusedModel`` cannot convert a model, or None if it can."""
     config = model.config
     if config.model_type not in FAMILIES:
         return f"is of another family than {', '.join(FAMILIES)}"
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rotary not in STATIC_ROTARY:
-        return f"has rotary angles that depend on the text ({rotary})"
+        return f"has rotary angles that depend on the sequence ({rotary})"
     for module in model.modules():
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
             return "has hooks on its layers"
@@ -401,16 +402,16 @@ def why_not(model: Any) -> str | None:
         if type(module) is not nn.Linear or type(module.weight.data) is not Tensor:
             return f"has layers of another kind than linear layers ({type(module).__name__})"
         if not module.weight.is_contiguous():
-            return "has weights that do not lie in one piece"
+            return "has weights that are not contiguous"
     if len({parameter.device for parameter in model.parameters()}) > 1:
-        return "lies on several devices"
+        return "is on several devices"
     if len({parameter.dtype for parameter in model.parameters()}) > 1:
-        return "has weights of several types"
+        return "has weights of several dtypes"
     return None
 
 
 def _products(model: Any) -> list[Any]:
-    """Return the modules whose weights are used here."""
+    """Return the linear layers that ``FusedModel`` uses."""
     attention = [f"self_attn.{one}_proj" for one in "qkvo"]
     names = [*attention, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     inside = [block.get_submodule(name) for block in model.model.layers for name in names]

@@ -1,7 +1,8 @@
-"""Any supported Transformers model as the engine needs it, with forward passes that read only tensors.
+"""Any supported causal model for the graph executor, with forward passes that depend on tensors alone.
 
-The model's own forward runs, with explicit positions and 4-D masks over the whole static cache. The cache
-writes where a tensor says. So a CUDA graph can capture the model as it is. It is slower than ``fused``.
+The model's own forward runs, with explicit positions and 4-D masks over the whole static KV cache. A tensor
+holds the positions that the cache writes. So a CUDA graph can capture the unmodified model. It is slower than
+``fused``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class GenericCache:
         ragged: The KV cache.
         first: The first of the rows.
         rows: Number of rows.
-        tokens: Number of first tokens of each row that a forward pass may attend to.
+        tokens: A forward pass attends to at most this many tokens of each row.
     """
 
     ragged: RaggedCache
@@ -71,7 +72,7 @@ class GenericModel:
 
     @torch.inference_mode()
     def logits(self, ids: Tensor, positions: Tensor, cache: GenericCache) -> Tensor:
-        """Return logits ``[B, n, V]`` after each of the tokens, and do what ``fill_cache`` does."""
+        """Return logits ``[B, n, V]`` after each of the tokens, and fill the KV cache."""
         T = cache.tokens
         cache.ragged.span = Span(cache.first, positions, None, T)
         masks = {window: mask_of(positions, T, window, self.dtype) for window in set(self._windows.values())}

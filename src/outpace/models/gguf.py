@@ -1,8 +1,8 @@
-"""GGUF files: converted once to safetensors and kept by content and dtype, up to a limit.
+"""Cache of GGUF files converted to safetensors, by content and dtype.
 
-The least recently used are removed first. A converted model is a folder that Transformers maps into memory.
-Its file ``used`` has the time of the last use. A process that uses the model holds a shared lock on that
-file.
+Its size is limited, and the least recently used models are removed first. A converted model is a folder that
+Transformers maps into memory. The modification time of its file ``used`` is the time of the last use. A
+process that uses the model holds a shared lock on that file.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LIMIT_GIB = 20.0  # all converted files together
 LIMIT_VARIABLE = "OUTPACE_GGUF_CACHE_GIB"
 RESERVE = 1 << 30  # bytes of the disk left free
 OVERHEAD = 64 << 20  # bytes of a converted model besides its weights: tokenizer and configs
-SETTLED = 2.0  # seconds after a file's last change from which on another change shows in its times
-FORMAT = 1  # raised when converted folders change
+SETTLED = 2.0  # seconds; a file that changed more recently may change again without a new time stamp
+FORMAT = 1  # version of the format of converted folders
 
 USED, ABOUT, DIGESTS = "used", "about.json", "digests.json"
 
@@ -65,7 +65,7 @@ def _counted(path: Path, stamp: tuple[int, ...]) -> int:
         raise OSError(f"{path}: cannot be loaded, as it is damaged or cut off ({error})") from None
 
 
-# Types of values in a header: the bytes that a number takes, and the two that have a length.
+# Value types of a header: bytes of each number type, and the two types with a length field.
 WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 STRING, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
@@ -124,7 +124,7 @@ class _Header:
     def _skip(self, kind: int, count: int = 1) -> None:
         if kind == STRING:
             at = self.at
-            for _ in range(count):  # a vocabulary has some hundred thousand
+            for _ in range(count):  # a vocabulary has some hundred thousand strings
                 at += 8 + LENGTH.unpack_from(self.data, at)[0]
             self._move(at - self.at)
         elif kind == ARRAY:
@@ -170,7 +170,7 @@ def read(path: Path, precision: Any, device_map: Any = None) -> tuple[Any, Any]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[Path]:
-    """Yield a folder that holds only this file, since Transformers would take others beside it."""
+    """Yield a folder that holds only this file. Transformers would read other files beside it, too."""
     with tempfile.TemporaryDirectory() as name:
         link = Path(name) / path.name
         try:
@@ -185,7 +185,7 @@ def _alone(path: Path) -> Iterator[Path]:
 
 
 class Hold:
-    """A hold on a converted model, which is not removed before ``close``.
+    """A hold on a converted model, which is not removed from the cache before ``close``.
 
     Attributes:
         folder: Folder of the model.
@@ -213,7 +213,7 @@ def hold(folder: Path) -> Hold | None:
     if not is_complete(folder):  # it may have been removed a moment ago
         held.close()
         return None
-    with suppress(OSError):  # a cache that others own is read all the same
+    with suppress(OSError):  # a cache of another user may be read-only
         os.utime(folder / USED)
     return held
 
@@ -254,13 +254,13 @@ def converted() -> list[Converted]:
 
 
 def clear(names: Iterable[str] = ()) -> tuple[list[Converted], list[Converted]]:
-    """Remove converted models, all or those of these names.
+    """Remove all converted models, or those of the named GGUF files.
 
     Args:
         names: Names of GGUF files; all if empty.
 
     Returns:
-        The models that were removed, and those that are in use and stay.
+        The models that were removed, and those that were not, because they are in use.
 
     Raises:
         ValueError: No converted file has one of the names.
@@ -278,7 +278,7 @@ def clear(names: Iterable[str] = ()) -> tuple[list[Converted], list[Converted]]:
 
 
 def convert_once(path: Path, precision: Any, tell: Say) -> Hold | None:
-    """Return a hold on the converted copy of a GGUF file, which is converted now if needed.
+    """Convert a GGUF file if needed, and return a hold on the converted copy.
 
     Args:
         path: The GGUF file.
@@ -286,7 +286,7 @@ def convert_once(path: Path, precision: Any, tell: Say) -> Hold | None:
         tell: Called with each progress message.
 
     Returns:
-        The hold; None where the copy cannot be kept.
+        The hold, or None if the copy cannot be cached.
 
     Raises:
         OSError: The file cannot be loaded.
@@ -320,7 +320,7 @@ def convert_once(path: Path, precision: Any, tell: Say) -> Hold | None:
         made = beside / "model"
         model, tokenizer = read(path, precision)
         if _stamp(path) != before:
-            report_not_cached(OSError("the file changed meanwhile"))
+            report_not_cached(OSError("the file changed during the conversion"))
             return None
         try:
             with quiet():
@@ -334,14 +334,14 @@ def convert_once(path: Path, precision: Any, tell: Say) -> Hold | None:
             return None
         finally:
             del model
-            gc.collect()  # the command has switched it off, and the weights are about to be loaded again
+            gc.collect()  # the CLI turns automatic collection off; the weights are loaded again next
         return hold(folder)
 
 
 def _folder_of(path: Path, dtype: str) -> Path:
     """Return the folder for this content and dtype.
 
-    The version of Transformers counts too: a later one may read the file better.
+    It also depends on the version of Transformers, because a later one may convert the file differently.
     """
     made_of = f"{_digest(path)} {dtype} {metadata.version('transformers')} {FORMAT}"
     return _root() / hashlib.sha256(made_of.encode()).hexdigest()[:24]
@@ -374,7 +374,7 @@ def _temporary(folder: Path) -> Iterator[Path]:
 
 
 def _stamp(path: Path) -> list[int]:
-    """Return numbers that change when the file does."""
+    """Return numbers that change when the file changes."""
     seen = path.stat()
     return [seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino, seen.st_dev]
 
@@ -417,12 +417,16 @@ def limit() -> int:
     except ValueError:
         number = -1
     if not 0 <= number < math.inf:
-        raise ValueError(f"{LIMIT_VARIABLE}: got {value!r}; it must be a number of GiB, 0 keeps nothing")
+        raise ValueError(f"{LIMIT_VARIABLE}: got {value!r}; it must be a number of GiB (0 keeps nothing)")
     return int(number * 2**30)
 
 
 def _free_space(folder: Path, needed: int) -> None:
-    """Remove the least recently used models until this many bytes fit; none if they would not."""
+    """Remove the least recently used models until this many bytes fit.
+
+    Raises:
+        OSError: The bytes cannot fit. Nothing is removed then.
+    """
     max_bytes = limit()
     _sweep(but=folder)
     models = converted()
@@ -435,16 +439,22 @@ def _free_space(folder: Path, needed: int) -> None:
             removable.append(one)
             total, free = total - one.bytes, free + one.bytes
     if total + needed > max_bytes:
-        raise OSError(f"{LIMIT_VARIABLE} allows {max_bytes / 2**30:g} GiB, it takes {needed / 2**30:.1f}")
+        raise OSError(
+            f"{LIMIT_VARIABLE} allows {max_bytes / 2**30:g} GiB for all copies; this one needs "
+            f"{needed / 2**30:.1f} GiB"
+        )
     if free < needed + RESERVE:
-        raise OSError(f"the disk has {free / 2**30:.1f} GiB free, it takes {needed / 2**30:.1f}")
+        raise OSError(
+            f"the disk has {free / 2**30:.1f} GiB free; the copy needs {needed / 2**30:.1f} GiB, and "
+            f"{RESERVE >> 30} GiB must stay free"
+        )
     for one in removable:
         discard(one.folder)
 
 
 @contextmanager
 def _exclusively(folder: Path) -> Iterator[bool]:
-    """Yield whether nobody uses the model, and lock it meanwhile."""
+    """Lock a converted model, and yield whether no process uses it."""
     try:
         descriptor = os.open(folder / USED, os.O_RDONLY)
     except OSError:
@@ -470,7 +480,7 @@ def _removable(folder: Path) -> bool:
 
 
 def discard(folder: Path) -> bool:
-    """Remove a model that nobody uses; return whether it is gone."""
+    """Remove a model that no process uses; return whether it was removed."""
     with _exclusively(folder) as alone:
         if alone:
             with suppress(OSError):

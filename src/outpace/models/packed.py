@@ -2,8 +2,8 @@
 
 A forward pass over a few tokens reads every weight once. It should cost little more than a forward pass over
 one token. PyTorch's matrix product packs the weights again at every call, which costs as much as the product
-itself. oneDNN, which comes with PyTorch, also accepts weights that are packed already. They are a copy: this
-trades memory for time.
+itself. oneDNN, which comes with PyTorch, also accepts weights that are packed already. The packed
+weights are a second copy, so packing trades memory for time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.functional import linear, pad
 
 MAX_ROWS = 256  # beyond this a product computes more than it reads, and packing does not matter
 X86 = platform.machine() in ("x86_64", "AMD64")
-LARGE = 2**19  # entries of a weight
+LARGE = 2**19  # entries from which packing a float32 weight pays on x86
 
 
 class Packed:
@@ -39,14 +39,14 @@ def layers(model: torch.nn.Module) -> list[Linear]:
     """Return the layers that gain by packing: unmodified linear layers on the CPU."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return []
-    # Adapters are merged into these unseen: neither the address nor the version of a weight changes.
+    # PEFT merges adapters into these layers, and neither the address nor the version of a weight changes.
     adapted = {id(getattr(module, "base_layer", None)) for module in model.modules()}
     return [
         layer
         for layer in model.modules()
         if type(layer) is Linear
         and id(layer) not in adapted
-        and "forward" not in layer.__dict__  # somebody else's hook
+        and "forward" not in layer.__dict__  # replaced by another library
         and type(layer.weight.data) is Tensor
         and layer.weight.device.type == "cpu"
         and _gains(layer.weight)
@@ -56,7 +56,8 @@ def layers(model: torch.nn.Module) -> list[Linear]:
 def _gains(weight: Tensor) -> bool:
     """Return whether packing a weight pays.
 
-    It pays in bfloat16. In float32 it pays, too; but on x86, where MKL packs fast, only for large weights.
+    It pays in bfloat16 where oneDNN supports it. In float32 it pays, too. On x86, where MKL packs fast, it
+    pays only for large float32 weights.
     """
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,4 +1,4 @@
-"""The interface between the decode step and the model, with its KV cache, that scores its tokens."""
+"""Interface of a scorer: a model with a KV cache, which computes the logits of a decode step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from outpace.models.source import Source
 class Scorer(Protocol):
     """Interface that scores tokens after the committed tokens of each sequence.
 
-    Slots name the sequences. They are small ints that the caller picks and may use again after ``reset``.
-    Each sequence has committed tokens. ``score`` looks past them without committing, and ``commit`` moves
-    their end. So a rejected draft costs nothing but the move.
+    Each sequence has a slot, a small int that the caller picks. A slot may be used again after ``reset``.
+    ``score`` computes logits of further tokens, and ``commit`` then commits some of them. Tokens that are
+    not committed, such as rejected draft tokens, are overwritten by the next call.
 
     Attributes:
         vocab_size: Size of the vocabulary.
@@ -42,9 +42,9 @@ class Scorer(Protocol):
         prompts: Sequence[Sequence[int]],
         sources: Sequence[Source | None] = (),
     ) -> Tensor:
-        """Prefill slots with prompts, and commit them.
+        """Prefill slots with prompts, and commit the prompts.
 
-        Cached tokens of the same beginning are reused, of this slot or another.
+        If the KV cache of this or another slot holds a prefix of a prompt, the prefix is reused.
 
         Args:
             rows: Slots of the sequences.
@@ -56,7 +56,7 @@ class Scorer(Protocol):
         """
 
     def append(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Commit at least one more token per sequence; the number may differ between sequences.
+        """Append at least one token to each sequence, and commit it. Sequences may get different numbers.
 
         Args:
             rows: Slots of the sequences.
@@ -91,8 +91,8 @@ class Scorer(Protocol):
 
         Args:
             rows: Slots to free.
-            texts: Token ids of the sequences. With them, the KV cache may serve a later prompt. Without them,
-                it is zeroed.
+            texts: Token ids of the sequences. With them, a later prompt may reuse the KV cache. Without them,
+                the KV cache of the slots is zeroed.
         """
 
     def describe(self) -> str:

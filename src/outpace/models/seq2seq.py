@@ -1,7 +1,7 @@
 """An encoder-decoder model of the Transformers library as a ``Scorer``.
 
-The encoder runs once per source. The keys and values of cross-attention are computed once. From then on a
-sequence grows as with a causal model, and all that ``causal`` says about sequences holds here.
+The encoder runs once per source, the input of the encoder. The keys and values of cross-attention are also
+computed once. From then on a sequence is scored as in ``outpace.models.causal``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from outpace.models.causal import CausalScorer, fingerprint, refusal
 from outpace.models.source import Source
 from outpace.models.stack import FAMILIES, Stack
 
-ENCODER_BATCH_TOKENS = 8192  # tokens or frames of sources that go through an encoder at a time
+ENCODER_BATCH_TOKENS = 8192  # tokens or frames that go through an encoder at a time
 
 
 class Seq2SeqScorer(CausalScorer):
-    """T5, mT5, BART, Marian or Whisper, with ragged KV caches of the text and of the source."""
+    """T5, mT5, BART, Marian or Whisper, with ragged KV caches for self-attention and cross-attention."""
 
     def __init__(self, model: Any) -> None:
         base = supported_model(model)
@@ -63,13 +63,14 @@ class Seq2SeqScorer(CausalScorer):
         """
         source = copy.copy(prompt) if isinstance(prompt, Source) else self._parse(prompt)
         if self.takes_speech != (source.features is not None):
-            what = "features of speech [bins, frames]" if self.takes_speech else "token ids"
-            raise TypeError(f"prompt: {type(self.base).__name__} takes {what}")
+            kinds = ("features of speech [bins, frames]", "token ids")
+            expected_kind, got = kinds if self.takes_speech else kinds[::-1]
+            raise TypeError(f"prompt: got {got}; for {type(self.base).__name__} it must be {expected_kind}")
         if source.features is not None:
             expected = self.config.num_mel_bins, 2 * self.config.max_source_positions
             if tuple(source.features.shape) != expected:
                 shape = list(source.features.shape)
-                raise ValueError(f"features: got {shape}; this model takes {list(expected)}")
+                raise ValueError(f"features: got shape {shape}; it must be {list(expected)}")
         if source.ids is not None:
             self._check_ids(source.ids)
             if getattr(self.config, "share_encoder_decoder_embeddings", True):
@@ -92,13 +93,13 @@ class Seq2SeqScorer(CausalScorer):
 
     def _check_ids(self, ids: list[int]) -> None:
         if not ids:
-            raise ValueError("prompt: it is empty; the encoder needs at least one token to read")
+            raise ValueError("prompt: it is empty; the encoder needs at least one token")
         max_tokens = getattr(self.config, "max_position_embeddings", None) or len(ids)
         if len(ids) > max_tokens:
-            raise ValueError(f"prompt: got {len(ids)} tokens; the model's encoder reads {max_tokens}")
+            raise ValueError(f"prompt: got {len(ids)} tokens; the encoder takes at most {max_tokens}")
         V = self.base.get_input_embeddings().weight.shape[0]
         if min(ids) < 0 or max(ids) >= V:
-            raise ValueError(f"prompt: got ids {min(ids)}..{max(ids)}; the model knows 0..{V - 1}")
+            raise ValueError(f"prompt: got ids {min(ids)}..{max(ids)}; they must be in 0..{V - 1}")
 
     @property
     def start(self) -> list[int]:
@@ -110,11 +111,11 @@ class Seq2SeqScorer(CausalScorer):
             for name in ("decoder_start_token_id", "forced_bos_token_id")
         ]
         if both[0] is None:
-            raise ValueError("source: the model's configuration names no decoder_start_token_id; give start=")
+            raise ValueError("start: missing; the model has no decoder_start_token_id; pass Source(start=)")
         return [token for token in both if token is not None]
 
     def share_encoder(self, other: Seq2SeqScorer) -> bool:
-        """Use the states of another model's encoder if both encoders are equal.
+        """Use another model's encoder, and its cached states, if both encoders are equal.
 
         Returns:
             Whether the encoder is shared.
@@ -124,15 +125,15 @@ class Seq2SeqScorer(CausalScorer):
         """
         if self.takes_speech != other.takes_speech or self._bins != other._bins:
             raise ValueError(
-                f"drafter: {type(self.base).__name__} cannot take the input of {type(other.base).__name__}: "
-                f"{self._bins or 'token ids'} against {other._bins or 'token ids'}"
+                f"draft: got {type(self.base).__name__} with encoder input of {self._bins or 'token ids'}; "
+                f"it must take {other._bins or 'token ids'}, as the target {type(other.base).__name__} does"
             )
         self.encoder = other.encoder if same_encoder(self.own_encoder, other.encoder) else self.own_encoder
         return self.encoder is other.encoder
 
     @property
     def _bins(self) -> str:
-        """Shape of the features that the model takes; empty for models of text."""
+        """Shape of the speech features that the model takes; empty for a text model."""
         if not self.takes_speech:
             return ""
         return f"{self.config.num_mel_bins} bins of {2 * self.config.max_source_positions} frames"
@@ -146,7 +147,7 @@ class Seq2SeqScorer(CausalScorer):
             for one in dict.fromkeys(sources)
             if self.encoder not in one.states or one.states[self.encoder][0] != weights
         ]
-        new.sort(key=len)  # little padding
+        new.sort(key=len)  # sources of similar length need little padding
         while new:
             count = max(1, min(len(new), ENCODER_BATCH_TOKENS // len(new[-1])))
             if self.takes_speech and self.device.type == "cpu":
@@ -160,7 +161,7 @@ class Seq2SeqScorer(CausalScorer):
         if self.takes_speech:
             features = torch.stack([one.features for one in sources if one.features is not None])
             return list(self.encoder(features.to(self.device, self.dtype)).last_hidden_state)
-        # A source may be too long for the draft model. It is cut off: a worse draft, not an error.
+        # A source too long for the draft model is cut off, which gives a worse draft and no error.
         max_tokens = getattr(self.config, "max_position_embeddings", None)
         last = self.base.get_input_embeddings().weight.shape[0] - 1
         texts = [
@@ -186,7 +187,7 @@ class Seq2SeqScorer(CausalScorer):
         """
         self._check_weights()
         self.encode(sources)
-        unique = list(dict.fromkeys(sources))  # several rows may have the same
+        unique = list(dict.fromkeys(sources))  # several rows may have the same source
         states = [source.states[self.encoder][1] for source in unique]
         longest = max(one.shape[0] for one in states)
         self._ensure_capacity(rows, tokens)
@@ -218,7 +219,7 @@ class Seq2SeqScorer(CausalScorer):
                     new[: old.shape[0], :, : old.shape[2]] = old
             self._cross_cache.append((tables[0], tables[1]))
 
-    # Passes
+    # Forward passes
 
     @torch.inference_mode()
     def prefill(
@@ -231,7 +232,8 @@ class Seq2SeqScorer(CausalScorer):
         row_sources = {row: one for row, one in zip(rows, sources, strict=False) if one is not None}
         if len(row_sources) != len(rows):
             raise ValueError(
-                f"{type(self.base).__name__} needs a source for each row, and has {len(row_sources)}"
+                f"sources: got {len(row_sources)} for {len(rows)} slots; "
+                f"{type(self.base).__name__} needs one for each"
             )
         longest = max(map(len, prompts))
         if longest > self.cache.capacity:  # growing may discard the cached sources
@@ -244,7 +246,7 @@ class Seq2SeqScorer(CausalScorer):
     def forget(self) -> None:
         """See ``CausalScorer.forget``."""
         super().forget()
-        self.stack = Stack(self._runner)  # modules come and go with adapters
+        self.stack = Stack(self._runner)  # adapters add and remove modules
 
     def pack(self) -> None:
         """See ``CausalScorer.pack``."""
@@ -252,7 +254,7 @@ class Seq2SeqScorer(CausalScorer):
         self.stack = Stack(self._runner)
 
     def reset(self, rows: Sequence[int], texts: Sequence[Sequence[int]] | None = None) -> None:
-        """Free slots; their cached tokens depend on the source, so no later prompt reuses them."""
+        """Free slots. No later prompt reuses their cached tokens, which depend on the source."""
         super().reset(rows, texts)
         for row in rows:
             if row in self._cached_tokens:
@@ -286,7 +288,7 @@ class Seq2SeqScorer(CausalScorer):
         return self.stack.logits(x[:, -1:] if last_only else x)
 
     def _mask(self, ids: Tensor, positions: Tensor, start: int | None, reach: int) -> Tensor | None:
-        """Return what is added to self-attention scores, ``[R or 1, heads or 1, n, reach]``."""
+        """Return the additive self-attention mask with T5's bias, ``[R or 1, heads or 1, n, reach]``."""
         one = positions if start is None else positions[:1]  # rows at equal positions have equal masks
         bias = self.stack.bias(one, reach)
         if ids.shape[1] == 1 and start is not None:
@@ -296,7 +298,7 @@ class Seq2SeqScorer(CausalScorer):
         return mask if bias is None else mask + bias
 
     def _source_mask(self, rows: slice) -> tuple[Tensor | None, int]:
-        """Return what is added to cross-attention scores of these rows, and their longest source's length."""
+        """Return the additive cross-attention mask of these rows, and the length of their longest source."""
         lengths = [self._sources[slot] for slot in self._order[rows]]
         longest = max(lengths)
         if min(lengths) == longest:
@@ -313,7 +315,7 @@ class Seq2SeqScorer(CausalScorer):
 
 
 def supported_model(model: Any) -> Any:
-    """Return the model, ready to score.
+    """Return the model, in evaluation mode.
 
     Raises:
         ValueError: The model cannot be scored; the message says why.
@@ -326,19 +328,19 @@ def supported_model(model: Any) -> Any:
     if model.get_output_embeddings() is None:
         raise refusal(model, "has no language-model head; load it with AutoModelForSeq2SeqLM")
     if model.training:
-        warnings.warn("the model was in training mode: switched to evaluation", stacklevel=4)
+        warnings.warn("model: it was in training mode; switched to evaluation mode", stacklevel=4)
         model.eval()
     return model
 
 
-SHAPING = (  # configuration fields that, besides the weights, determine what an encoder computes
+SHAPING = (  # settings that, besides the weights, determine an encoder's output
     *("model_type", "encoder_attention_heads", "num_heads", "scale_embedding", "activation_function"),
     *("feed_forward_proj", "relative_attention_num_buckets", "relative_attention_max_distance"),
 )
 
 
 def same_encoder(one: Any, other: Any) -> bool:
-    """Return whether two encoders compute the same."""
+    """Return whether two encoders have equal weights and settings."""
     if any(getattr(one.config, name, None) != getattr(other.config, name, None) for name in SHAPING):
         return False
     first, second = one.state_dict(), other.state_dict()

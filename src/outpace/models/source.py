@@ -1,4 +1,4 @@
-"""Inputs of encoder-decoder models: a text, or speech."""
+"""Encoder inputs of encoder-decoder models: text or speech."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ class Source:
         start: Sequence[int] | None = None,
     ) -> None:
         if (ids is None) == (features is None):
-            raise ValueError("source: give ids= or features=, one of them")
+            raise ValueError(
+                f"ids, features: got {'neither' if ids is None else 'both'}; pass exactly one of them"
+            )
         if features is not None and (not isinstance(features, Tensor) or features.dim() != 2):
-            raise ValueError(f"features: got {kind(features)[:80]}; they must be a 2-D tensor [bins, frames]")
+            raise ValueError(f"features: got {kind(features)[:80]}; it must be a 2-D tensor [bins, frames]")
         self.ids = None if ids is None else list(ids)
         self.features = features
         self.start = None if start is None else list(start)

@@ -1,7 +1,7 @@
-"""Decoders of encoder-decoder models, one description for all families.
+"""Decoder stacks of encoder-decoder models, in one form for all families.
 
-The modules are the model's own. Only the forward pass through them is written here. That of Transformers
-needs rows of equal length: it counts positions, and T5's distances, for all rows at once.
+The modules are the model's own. Only the forward pass through them is written here. Transformers' forward
+pass needs rows of equal length, because it computes positions and T5's distances once for all rows.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.nn.functional import scaled_dot_product_attention
 FAMILIES = ("t5", "mt5", "bart", "marian", "whisper")
 NORM_FIRST = ("t5", "mt5", "whisper")
 BART_OFFSET = 2  # unused positions at the beginning of BART's table
-ANY_LENGTH = 1 << 20  # tokens, where positions are relative
+ANY_LENGTH = 1 << 20  # context in tokens of models with relative positions
 
 Module = Callable[[Tensor], Tensor]
 Cache = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""A function that stores new keys and values ``[B, heads, n, d]`` and returns all there are."""
+"""A function that stores new keys and values ``[B, heads, n, d]`` and returns all cached ones."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Layer:
 
         Args:
             x: States ``[B, n, D]``.
-            cache: Stores new keys and values of the text, and returns all there are.
+            cache: Stores new keys and values of the sequence, and returns all cached ones.
             mask: Added to the self-attention scores.
             source: Keys and values of the source.
             source_mask: Added to the cross-attention scores.
@@ -136,7 +136,7 @@ class Stack:
         """Return T5's bias by distance for tokens at positions ``[B, n]``; None for other families.
 
         Returns:
-            What is added to the scores, ``[B, heads, n, reach]``.
+            Additive bias of the attention scores, ``[B, heads, n, reach]``.
         """
         if self.family not in ("t5", "mt5"):
             return None

@@ -3,9 +3,9 @@
 Each sequence has an acceptance rate α that may jump at any step. The model is a hidden Markov model over a
 few values of α, with the exact Bayesian filter. A run of k accepted draft tokens has likelihood α^k. If a
 rejected one follows, the likelihood is multiplied by 1 − α. At each step α stays the same, or jumps to a new
-value with probability ``JUMP_PROBABILITY``. So a steady sequence is known ever better, and after a jump a
-handful of draft tokens is enough. This is the filter of piecewise constant rates (Adams and MacKay 2007) in
-discrete form.
+value with probability ``JUMP_PROBABILITY``. So the estimate of a steady sequence keeps improving, and after a
+jump it adapts within a few draft tokens. This is the filter of piecewise constant rates (Adams and MacKay
+2007) in discrete form.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class AcceptanceEstimate:
     def posterior(self, slots: Sequence[int]) -> Array:
         """Return the posterior of these slots at the current step.
 
-        At each step since the last update, a sequence may have jumped.
+        At each step since the last update, the acceptance rate of a sequence may have jumped.
 
         Returns:
             Probabilities ``[R, len(ALPHAS)]``.
@@ -89,7 +89,7 @@ class AcceptanceEstimate:
         """
         if shift is None and self._prefix_probability is not None:
             return self._prefix_probability
-        # Accepted draft tokens at each position, relative to what a constant α predicts
+        # Accepted draft tokens at each position, relative to the number that a constant α predicts
         correction = np.minimum(
             np.maximum(
                 (self._observed + POSITION_PRIOR_WEIGHT) / (self._expected + POSITION_PRIOR_WEIGHT), 0.5
@@ -109,10 +109,9 @@ class AcceptanceEstimate:
 
         Args:
             slots: Slots of the sequences.
-            tested: Number of tested draft tokens per slot, at least one.
-            accepted: Number of those that were accepted, from the first on.
-            shift: ``[R]``, added to the log-odds of α, if these draft tokens were known to be better or
-                worse.
+            tested: Number of draft tokens per slot, at least one.
+            accepted: Number of accepted draft tokens per slot.
+            shift: ``[R]``, added to the log-odds of α, because the drafter's confidence is known.
         """
         num_tested = np.minimum(tested, self.max_draft_tokens)
         num_accepted = np.minimum(accepted, self.max_draft_tokens)
@@ -160,8 +159,8 @@ def _shifted_alphas(shift: Array) -> Array:
 class ConfidenceCorrection:
     """Correction of the acceptance rate by the drafter's own confidence.
 
-    For each level of confidence it estimates how much more often draft tokens are accepted than all are, in
-    log-odds.
+    For each confidence level, it compares the acceptance rate of this level with that of all draft tokens.
+    The correction is the difference of their log-odds.
     """
 
     LEVELS = 8

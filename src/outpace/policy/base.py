@@ -12,7 +12,7 @@ class Hint:
     """Draft of a free drafter, known before the policy chooses.
 
     Attributes:
-        lengths: Number of draft tokens of each sequence.
+        lengths: Number of proposed draft tokens of each sequence.
         confidence: Drafter's confidence in the draft of each sequence, in [0, 1].
     """
 
@@ -22,17 +22,19 @@ class Hint:
 
 @dataclass(frozen=True)
 class Load:
-    """Size and limits of one target forward pass.
+    """Size and limits of one forward pass of the target.
 
     Attributes:
-        batch: Rows of the pass. Some slots may be idle.
-        context: Tokens of the longest sequence.
-        catch_up_tokens: Tokens of all sequences that the drafter must read before it drafts. They were
-            generated without it. The graph executor reads whole chunks and counts those.
-        captured: Values of g that need no capture. A capture takes time. None: all.
-        remaining_draft_tokens: Number of draft tokens that each sequence can use. None: any number.
-        executor: Executor of the pass. Times measured with one executor do not hold for another.
-        padded_drafts: True if every sequence drafts g tokens, because drafting is part of the pass.
+        batch: Number of slots in the forward pass, idle ones included.
+        context: Number of tokens of the longest sequence.
+        catch_up_tokens: Number of tokens that the draft model must process before it can draft, over all
+            sequences. They were generated without it. In the graph executor the number includes padding.
+        captured: Numbers of draft tokens for which a step needs no capture. A capture takes time. None: no
+            step needs a capture.
+        remaining_draft_tokens: Largest useful number of draft tokens of each sequence. None: no limit.
+        executor: Name of the executor. Times measured in one executor do not hold for another.
+        padded_drafts: True if all sequences of a step get the same number of draft tokens, because drafting
+            is part of the graph.
     """
 
     batch: int
@@ -51,25 +53,25 @@ class StepOutcome:
     Attributes:
         slots: Slots that took part.
         drafted: Number of draft tokens that the target scored, per sequence.
-        accepted: Number of those that were accepted, per sequence.
-        g: Draft tokens that the pass was wide enough for. It costs as much as g + 1 tokens per sequence.
-        load: Size and limits of the pass.
-        seconds: Duration of the whole step. None if it was not measured.
-        draft_seconds: Part of ``seconds`` spent on drafting, or on the proposal of a free drafter. 0 if
-            unknown.
-        draft_steps: Draft steps that the drafter ran.
-        catch_up_seconds: Seconds before the step in which the draft model read tokens that were generated
-            without it.
-        idle_seconds: Seconds before the step in which the device was idle, because the host had to see the
-            last outcome. The host needs it to draft, and after every step with draft tokens.
-        requested: Draft tokens that drafting time was spent on, proposed or not, per sequence. By default
-            those in ``drafted``.
-        unscored_correct: Per sequence, whether the first draft token that was not scored was correct. None if
-            there was none.
-        capture_seconds: Seconds before the step in which such steps were captured. ``seconds`` was then not
-            measured.
-        catch_up_capture_seconds: Seconds before the step in which the catching up of a draft model was
-            captured. ``catch_up_seconds`` is then unknown.
+        accepted: Number of draft tokens that were accepted, per sequence.
+        g: Number of draft tokens per sequence in the target's forward pass, padding included. The pass is
+            over g + 1 tokens per sequence.
+        load: Size and limits of the forward pass.
+        seconds: Duration of the step, without catch-up, idle time and captures. None if it was not measured.
+        draft_seconds: Part of ``seconds`` in which the drafter ran. 0 if drafting is part of the graph.
+        draft_steps: Number of draft steps: forward passes of a draft model. 0 for a free drafter, and if
+            drafting is part of the graph.
+        catch_up_seconds: Seconds before the step in which the draft model processed tokens that were
+            generated without it. 0 if this was not timed by itself.
+        idle_seconds: Seconds before the step in which the device waited for the host. The host must read the
+            last outcome before a catch-up, and before a drafter on the host can draft.
+        requested: Number of draft tokens per sequence that took time, whether they were proposed or not.
+            Empty: the same as ``drafted``.
+        unscored_correct: Per sequence, whether the first proposed token that the target did not score was
+            correct. None if there was no such token.
+        capture_seconds: Seconds before the step in which its graph was captured. ``seconds`` is then None.
+        catch_up_capture_seconds: Seconds before the step in which the graph of the catch-up was captured.
+            ``catch_up_seconds`` is then 0.
     """
 
     slots: Sequence[int]
@@ -91,18 +93,21 @@ class StepOutcome:
 class DraftLengthPolicy(Protocol):
     """Interface of a draft-length policy.
 
-    A policy may hold any memory, per slot and for all slots. Its choice may depend on all earlier steps, on
+    A policy may keep any state, per slot and for all slots. Its choice may depend on all earlier steps, on
     clocks and on the hint. It must never depend on a sampled token that is still to be verified.
 
     Attributes:
-        max_draft_tokens: Upper limit of a choice.
+        max_draft_tokens: Largest number of draft tokens that the policy chooses.
     """
 
-    max_draft_tokens: int  # upper limit of a choice
+    max_draft_tokens: int
 
     @property
     def asks(self) -> bool:
-        """True if ``enough`` is to be called between the draft steps of this choice, which takes time."""
+        """True if the drafter should call ``enough`` between the draft steps of this choice.
+
+        Each call takes time.
+        """
         return False
 
     @property
@@ -120,8 +125,8 @@ class DraftLengthPolicy(Protocol):
 
         Args:
             slots: Slots of the sequences.
-            load: Size and limits of the pass. By default a batch of these slots.
-            hint: Available draft tokens, if the drafter is free.
+            load: Size and limits of the forward pass. By default a batch of these slots.
+            hint: The draft of a free drafter. None for other drafters.
 
         Returns:
             Number of draft tokens of each slot.
@@ -130,10 +135,10 @@ class DraftLengthPolicy(Protocol):
     def enough(self, confidence: Sequence[float]) -> bool:
         """Return whether to stop drafting with the tokens sampled so far.
 
-        It is called between two draft steps, before a token is sampled.
+        The drafter calls it after a draft step, before it samples the token of this step.
 
         Args:
-            confidence: Largest probability of each sequence's next draft distribution.
+            confidence: Largest probability of each sequence's draft distribution for this token.
         """
         return False
 
@@ -146,16 +151,16 @@ class DraftLengthPolicy(Protocol):
         return
 
     def withdraw(self) -> None:
-        """Cancel the choice just made.
+        """Cancel the last choice, because its step does not run.
 
-        The step does not run. ``choose`` will be called again, for other slots.
+        ``choose`` will be called again, for other slots.
         """
         return
 
     def reset(self, slots: Sequence[int]) -> None:
-        """Forget what was learned in these slots, which are now free.
+        """Discard what was learned about the sequences in these slots, which have ended.
 
         Args:
-            slots: The free slots.
+            slots: Slots of the ended sequences.
         """
         return

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 INITIAL_BALANCE = 8.0  # baseline steps
 INCOME = 0.0075  # baseline steps per step
-INCOME_LIMIT = 12.0  # baseline steps; at this balance income stops, so that long pauses save no more
+INCOME_LIMIT = 12.0  # baseline steps; at this balance income stops, so that long pauses add no more
 MAX_BALANCE = 24.0  # baseline steps
-MIN_BALANCE = -4.0  # baseline steps; one long stall must not prevent probes for ever
+MIN_BALANCE = -4.0  # baseline steps; limits the debt, so that one long stall does not end all probes
 MAX_UNEXPECTED_LOSS = 3.0  # baseline steps booked for one step beyond its expected loss
-LOSS_FRACTION = 0.02  # fraction of the time that probes may lose, without catching up
-CATCH_UP_LOSS_FRACTION = 0.06  # fraction of the time that probes may lose, with catching up
+LOSS_FRACTION = 0.02  # fraction of the time that probes may lose, without their catch-up
+CATCH_UP_LOSS_FRACTION = 0.06  # fraction of the time that probes may lose, with their catch-up
 EXPENSIVE_LOSS = 4.0  # baseline steps; above this, a probe is expensive
 EXPENSIVE_INTERVAL = 512  # steps between expensive probes
 
@@ -25,7 +25,7 @@ class Price:
 
     Attributes:
         loss: Loss in the step itself.
-        catch_up: Cost of catching up, if the draft model must read tokens generated without it.
+        catch_up: Cost of the catch-up, in which the draft model processes tokens generated without it.
         capture: Cost of a capture.
     """
 
@@ -40,7 +40,7 @@ class Price:
 
 
 class ExplorationBudget:
-    """Exploration budget: gains and losses against decoding without speculation, in baseline steps.
+    """Balance of gains and losses against decoding without speculation, in baseline steps.
 
     Attributes:
         balance: Baseline steps that probes may spend.
@@ -60,7 +60,7 @@ class ExplorationBudget:
         balance = min(
             MAX_BALANCE, max(MIN_BALANCE, self.balance + max(gain, -MAX_UNEXPECTED_LOSS - expected_loss))
         )
-        balance -= min(capture, max(0.0, balance))  # a capture causes no debt: it says nothing about drafts
+        balance -= min(capture, max(0.0, balance))  # captures cause no debt: they happen once for each g
         self.balance = max(balance, min(INCOME_LIMIT, balance + INCOME))
 
     @property
@@ -86,6 +86,6 @@ class ExplorationBudget:
             (min(total, INCOME_LIMIT) - self.balance) / INCOME,
         ]
         lacking = total - max(INCOME_LIMIT, self.balance)
-        if lacking > 0:  # income stops before: count it as if it went on since the last draft
+        if lacking > 0:  # income stops below this price: wait as long as the missing income would take
             waits.append(lacking / INCOME - steps_since_draft)
         return max(waits)

@@ -11,37 +11,39 @@ from outpace.policy.acceptance import Array
 from outpace.policy.base import Load
 
 MIN_WEIGHT = 0.1  # weight of a measurement in its mean, once there are many
-TOKENS_PER_DRAFT_STEP = 16  # tokens per sequence that the draft model reads in about the time of one step
-MAX_TOKENS_PER_DRAFT_STEP = 256  # tokens of all sequences, read in that time; holds until it is measured
-MIN_BASE_FRACTION = 0.05  # least fraction of a pass that is not due to its context
+# Until a catch-up is measured, it is assumed to process so many tokens in the time of one draft step:
+TOKENS_PER_DRAFT_STEP = 16  # tokens per sequence
+MAX_TOKENS_PER_DRAFT_STEP = 256  # tokens of all sequences together, at most
+MIN_BASE_FRACTION = 0.05  # smallest fraction of a pass's time that is not due to its context
 RECENT_CAPTURES = 4  # captures that the mean is over
 MIN_SECONDS = 1e-9  # seconds; shorter measurements count as this
 DRAFT_DECAY = 0.99  # factor on the weight of a number of draft steps after each later draft
 MAX_OUTLIER_RUN = 16  # consecutive outliers that widen the bound, at most
-ZERO_STEPS_WEIGHT = 0.25  # measurements; weight of a draft of no steps, which takes no time
-OUTLIER_FACTOR = 1.3  # times as long, or as short, as expected; outliers are clipped to it
+ZERO_STEPS_WEIGHT = 0.25  # measurements; weight of the prior that a draft of 0 steps takes 0 seconds
+OUTLIER_FACTOR = 1.3  # times longer or shorter than expected; measurements beyond this are clipped
 FAR_CONTEXT = 256  # tokens; after such a change of context, large differences are plausible
 MAX_EXTRAPOLATION = 0.2  # fraction that a longer context may add to a baseline pass without a measurement
 STALE_AFTER = 384  # passes after which a measurement may no longer hold
 DENSE_PASSES = 16  # first passes of each g, which all enter the regression on context
-REGRESSION_INTERVAL = 4  # passes; of the later ones, one in 4 enters it: the regression takes time, too
-CATCH_UP_DECAY = 0.8  # factor on the weight of earlier catching up after each later one
-CATCH_UP_OUTLIER_FACTOR = 2.0  # times as long as expected; longer catching up is clipped to it
+REGRESSION_INTERVAL = 4  # passes; later, one pass in 4 enters the regression, to save time
+CATCH_UP_DECAY = 0.8  # factor on the weight of a catch-up after each later one
+CATCH_UP_OUTLIER_FACTOR = 2.0  # times as long as expected; a longer catch-up is clipped to this
 
 
 class ContextSlope:
-    """Fraction by which a pass takes longer for each token of context, the same for all g.
+    """Fraction by which a forward pass takes longer for each token of context.
 
-    On a CPU, attention takes longer for more tokens, and so does everything else. On a GPU, neither does. The
-    estimate is the regression of times on contexts, within each g.
+    The fraction is assumed to be the same for every number of draft tokens g. On a CPU, more tokens in a pass
+    make attention and all other operations slower alike. On a GPU, they make neither slower. The estimate is
+    the regression of seconds on context, within each g.
 
     Attributes:
-        value: Fraction of the time without context, per token.
+        value: Added seconds per token of context, as a fraction of the seconds without context.
     """
 
     DECAY = 0.998  # factor on the weight of a measurement for each later one
     PRIOR_WEIGHT = 1e4  # squared tokens; prior weight of a slope of 0
-    MAX_DEVIATION = 1024  # tokens from the mean; so no single pass outweighs all others
+    MAX_DEVIATION = 1024  # tokens from the mean context; limits the weight of a single pass
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -71,13 +73,13 @@ class ContextSlope:
             products + pass_weight * more_context * more_seconds,
             squares + pass_weight * more_context**2,
         )
-        for _ in range(16):  # the times without context depend on the slope
+        for _ in range(16):  # repeated, because the times without context depend on the slope
             before, self.value = self.value, self._fit()
             if abs(self.value - before) <= 0.005 * before:
                 break
 
     def _fit(self) -> float:
-        """Return the fraction that fits all g best, each relative to its time without context."""
+        """Return the fraction that fits the passes of all g best, relative to their time without context."""
         products = squares = max_base = 0.0
         for g, (product, square) in self._sums.items():
             _, context, seconds = self._means[g]
@@ -175,9 +177,9 @@ class RobustMean:
 
 
 class Costs:
-    """Measured seconds of target passes, draft steps, catching up and captures.
+    """Measured seconds of target forward passes, draft steps, catch-ups and captures.
 
-    Batches of about the same size share their measurements. ``size_class`` groups them.
+    Batches of similar size share their measurements. ``size_class`` groups them.
 
     Args:
         max_draft_tokens: Largest number of draft tokens.
@@ -209,11 +211,11 @@ class Costs:
         self.captures = 0
 
     def record_pass(self, load: Load, g: int, seconds: float) -> None:
-        """Record a target pass.
+        """Record a forward pass of the target.
 
         Args:
             load: Size of the pass.
-            g: Draft tokens per sequence. The pass is over g + 1 tokens per sequence.
+            g: Number of draft tokens per sequence. The pass is over g + 1 tokens per sequence.
             seconds: Duration of the pass.
         """
         size = size_class(load)
@@ -239,13 +241,13 @@ class Costs:
         self.capture_seconds += (seconds - self.capture_seconds) / min(self.captures, RECENT_CAPTURES)
 
     def record_draft(self, load: Load, steps: int, seconds: float, catch_up_seconds: float) -> None:
-        """Record the time of draft steps and of catching up.
+        """Record the time of draft steps and of a catch-up.
 
         Args:
-            load: Size of the pass, with the tokens that the draft model had not read.
+            load: Size of the pass. Its ``catch_up_tokens`` are the tokens of the catch-up.
             steps: Number of draft steps.
-            seconds: Duration of the draft steps. It includes catching up that was not timed by itself.
-            catch_up_seconds: Duration of catching up, if that was timed by itself.
+            seconds: Duration of the draft steps. It includes a catch-up that was not timed by itself.
+            catch_up_seconds: Duration of the catch-up. 0 if it was not timed by itself.
         """
         size, separate = size_class(load), catch_up_seconds > 0 or not load.catch_up_tokens
         drafts = self._drafts.setdefault(size, {})
@@ -258,7 +260,7 @@ class Costs:
         elif steps and drafts:
             drafting = float(self.draft_seconds(load)[min(steps, self.max_draft_tokens)])
             estimated = max(0.0, seconds + self.idle_seconds(load) - drafting)
-        elif steps:  # a lower bound: as if each unread token had taken a step
+        elif steps:  # a lower bound: as if each token of the catch-up had taken a draft step
             bound = seconds / (steps + load.catch_up_tokens / load.batch)
             self._min_step_seconds[size] = max(bound, self._min_step_seconds.get(size, 0.0))
             self._draft_lines.pop(size, None)
@@ -267,13 +269,13 @@ class Costs:
             self._record_catch_up(load, estimated)
 
     def record_idle(self, load: Load, seconds: float) -> None:
-        """Record the seconds in which the device waited for draft tokens."""
+        """Record the seconds in which the device waited for the host to draft."""
         self._idle.setdefault(size_class(load), RobustMean()).add(seconds)
 
     def _record_catch_up(self, load: Load, seconds: float) -> None:
-        """Record the time of catching up.
+        """Record the time of a catch-up.
 
-        All tokens count alike, because a few tokens alone say little.
+        The weight of a measurement is its number of tokens, because few tokens give a noisy estimate.
         """
         size = size_class(load)
         total, tokens = self._catch_up.get(size, (0.0, 0.0))
@@ -288,7 +290,7 @@ class Costs:
         )
 
     def measured(self, load: Load) -> list[int]:
-        """Return the values of g that were measured more than once with such a batch."""
+        """Return the numbers of draft tokens that were measured more than once with such a batch."""
         return list(self._measured(size_class(load), True))
 
     def passes_since(self, load: Load, g: int) -> int:
@@ -300,7 +302,7 @@ class Costs:
         """Return the seconds of a baseline pass, or None if none was measured with such a batch."""
         size = size_class(load)
         measured = self._measured(size, True)
-        # More tokens never take less.
+        # A pass with draft tokens never takes less time than a baseline pass, so any faster one is a bound.
         return min(measured.values()) * self._slopes[size].factor(load.context) if 0 in measured else None
 
     def pass_count(self, load: Load) -> int:
@@ -308,14 +310,14 @@ class Costs:
         return self._pass_counts.get(size_class(load), 0)
 
     def baseline_count(self, load: Load) -> int:
-        """Return the number of baseline passes that the estimate for such a batch rests on.
+        """Return the number of baseline passes in the estimate for such a batch.
 
-        Passes from too long ago do not count.
+        After a long time without a baseline pass, the count starts again.
         """
         return self._passes[size_class(load)][0].count
 
     def draft_seconds(self, load: Load) -> Array:
-        """Return the seconds of 0, 1, ... draft steps, with the idle time of the device.
+        """Return the seconds of 0, 1, ... draft steps, including the idle time of the device.
 
         Returns:
             Seconds ``[max_draft_tokens + 1]``. They are 0 while nothing is known.
@@ -326,7 +328,7 @@ class Costs:
         return seconds
 
     def idle_seconds(self, load: Load) -> float:
-        """Return the seconds in which the device waits for draft tokens or after them; 0 if unknown."""
+        """Return the seconds in which the device waits for the host to draft; 0 if unknown."""
         mean = self._idle.get(size_class(load))
         return 0.0 if mean is None else mean.value
 
@@ -337,9 +339,9 @@ class Costs:
     def _draft_line(self, size: int) -> tuple[float, float]:
         """Return the seconds to start a draft, and the seconds of each draft step.
 
-        This is the line closest to the measurements. The first step takes longer than others, where another
-        model used the caches meanwhile. How much longer is unknown while all drafts had the same number of
-        steps.
+        This is the least-squares line through the measurements. The first step of a draft may take longer
+        than the others, for example because the target used the CPU's caches before. The two numbers are
+        uncertain while all drafts have the same number of steps.
         """
         if size not in self._draft_lines:
             self._draft_lines[size] = self._fit_draft_line(size)
@@ -364,9 +366,10 @@ class Costs:
         return 0.0, seconds / steps
 
     def catch_up_seconds(self, load: Load) -> float:
-        """Return the seconds of catching up on the unread tokens.
+        """Return the expected seconds of the catch-up on ``load.catch_up_tokens``.
 
-        They follow from the measured seconds per token, and at first from those of a draft step.
+        They follow from the measured seconds per token. Before any measurement, they follow from the seconds
+        of a draft step.
         """
         if not load.catch_up_tokens:
             return 0.0
@@ -374,16 +377,16 @@ class Costs:
         return load.catch_up_tokens * seconds / tokens
 
     def _initial_token_seconds(self, load: Load) -> float:
-        """Return the seconds to read one token, as assumed before any measurement."""
+        """Return the catch-up seconds per token that are assumed before any measurement."""
         tokens = min(TOKENS_PER_DRAFT_STEP * load.batch, MAX_TOKENS_PER_DRAFT_STEP)
         return self.draft_step_seconds(load) / tokens
 
     def pass_seconds(self, load: Load, confirmed_only: bool = True) -> Array:
-        """Return the seconds of target passes, by g.
+        """Return the expected seconds of target forward passes, by number of draft tokens g.
 
-        Times between measured g lie on straight lines. Beyond the longest measured g, the last slope goes on.
-        More tokens never take less. If only baseline passes were measured with such a batch, a smaller batch
-        gives the shape.
+        Between measured g they are interpolated linearly, and beyond the largest measured g extrapolated.
+        They never decrease with g. If only baseline passes were measured with such a batch, the ratios to the
+        baseline are those of a smaller batch.
 
         Args:
             load: Size of the pass.
@@ -400,7 +403,7 @@ class Costs:
         return seconds
 
     def context_unmeasured(self, load: Load) -> bool:
-        """Return whether all measured baseline passes had a much shorter context."""
+        """Return whether this context is much longer than that of any measured baseline pass."""
         slope, longest = self._slopes[size_class(load)], self._longest_context.get(size_class(load), 0.0)
         return slope.factor(load.context) > (1 + MAX_EXTRAPOLATION) * slope.factor(longest)
 
@@ -442,7 +445,7 @@ class Costs:
 def size_class(load: Load) -> int:
     """Return the size class of a batch.
 
-    Batches that differ by less than a fifth are alike.
+    There are four classes per doubling of the batch size, so each covers a range of about 19 %.
     """
     return _size_class(load.batch)
 

@@ -1,4 +1,4 @@
-"""Forecast of the tokens and seconds of a step, for each g."""
+"""Forecast of the tokens and seconds of a step, for each number of draft tokens g."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from outpace.policy.base import Hint, Load, StepOutcome
 from outpace.policy.costs import Costs
 
 CANDIDATES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # values of g: on a GPU each needs a CUDA graph
-INITIAL_MAX_G = 2  # draft tokens; longest candidate while no costs are known
-GROWTH = 2  # times the longest measured g: the limit of the candidates
-UNMEASURED_BONUS = 0.03  # fraction by which a g that was never run may be faster than estimated
-HOPEFUL_ALPHA = 0.9  # acceptance rate that probes hope for
-MIN_SPEEDUP = 1.1  # times the baseline; a g that does not pay yet must promise as much
+INITIAL_MAX_G = 2  # draft tokens; largest candidate while only the baseline was measured
+GROWTH = 2  # times the largest measured g; larger candidates are left out
+UNMEASURED_BONUS = 0.03  # fraction by which a g that was never run is assumed to be faster than estimated
+HOPEFUL_ALPHA = 0.9  # acceptance rate; if no g would pay even at this rate, probes are rare
+MIN_SPEEDUP = 1.1  # times the baseline; least expected speedup of frequent probes, and of a first capture
 
 
 @dataclass
 class Choice:
-    """Estimates at the start of a step, and the choice.
+    """Estimates for one step, and the chosen number of draft tokens g.
 
     Attributes:
-        indices: Index of each slot among the slots.
-        load: Size and limits of the pass.
+        indices: Index of each slot in the arrays ``[R, ...]``.
+        load: Size and limits of the forward pass.
         costs: Cost model of the executor.
         limits: Largest number of draft tokens of each sequence.
         posterior: Posterior of the acceptance rates, ``[R, len(ALPHAS)]``.
-        hinted: True if one confidence level for all draft tokens is known before the choice.
-        levels: Confidence levels ``[R]`` of each draft token.
+        hinted: True for a free drafter, whose confidence in the whole draft is known before the choice.
+        levels: Confidence levels ``[R]``: an array per draft token, or one for all of them if ``hinted``.
         measured: Values of g that were run more than once with such a batch.
-        candidates: Candidates for g. Some are longer than ``measured``.
-        runnable: Candidates that need no capture. All at first.
+        candidates: Values of g to choose from. Some may be larger than all in ``measured``.
+        runnable: Candidates that need no capture. Before the first capture, all candidates.
         tokens: ``[max_draft_tokens + 1]``, expected tokens of all sequences together, by g.
         seconds: ``[max_draft_tokens + 1]``, expected seconds of the step, by g.
-        optimistic_seconds: ``[max_draft_tokens + 1]``. A g that was never run may take less than expected.
+        optimistic_seconds: ``[max_draft_tokens + 1]``, ``seconds`` with smaller values for g that were never
+            run.
         all_accepted: ``[R]``, probability that all draft tokens so far are accepted.
-        rate: Best expected rate, in tokens per second.
-        g: The choice.
+        rate: Largest expected throughput, in tokens per second.
+        g: The chosen number of draft tokens per sequence.
     """
 
     indices: dict[int, int]
@@ -80,7 +81,7 @@ class Choice:
         return [g for g in self.runnable.tolist() if g and g in self.measured]
 
     def losses(self, margin: float = 0.0) -> Array:
-        """Return the baseline steps that each g is expected to lose, ``[max_draft_tokens + 1]``.
+        """Return the expected loss of each g in baseline steps, ``[max_draft_tokens + 1]``.
 
         Args:
             margin: Fraction by which the tokens of a step must exceed its cost.
@@ -119,7 +120,7 @@ class Forecast:
 
         Args:
             slots: Slots of the sequences.
-            load: Size and limits of the pass. A baseline pass must have been measured with such a batch.
+            load: Size and limits of the pass. A baseline pass with such a batch must have been measured.
             hint: Draft of a free drafter.
             confirmed_only: True to ignore times that were measured only once, which may be outliers.
         """
@@ -151,7 +152,7 @@ class Forecast:
         )
 
     def _candidates_beyond(self, measured: list[int]) -> Ints:
-        """Return the candidates, up to ``GROWTH`` times the longest measured one."""
+        """Return the candidates, up to ``GROWTH`` times the largest measured g."""
         longest = max(INITIAL_MAX_G, GROWTH * measured[-1])
         return self._candidates[: np.searchsorted(self._candidates, longest, side="right")]
 
@@ -169,9 +170,10 @@ class Forecast:
     def _optimistic_pass_seconds(self, pass_seconds: Array, measured: list[int], load: Load) -> Array:
         """Return optimistic seconds of passes, by g.
 
-        A pass with a g that was never run may take less than estimated. While at most one g above 0 was
-        measured, longer ones are assumed to take no more. Later, a g that needs a capture is assumed to take
-        half of its estimated extra time over the next shorter measured one. A capture needs a larger gain.
+        For a g that was never run, they are below the estimate, so that it is tried. While at most one g
+        above 0 was measured, larger g are assumed to take as long as the largest measured one. Later, without
+        captures, the estimate is divided by 1 + ``UNMEASURED_BONUS``. With captures, it is the mean of the
+        estimate and the seconds of the next smaller measured g.
         """
         optimistic: Array = pass_seconds / (1 + UNMEASURED_BONUS)
         if load.captured is None:
@@ -188,8 +190,8 @@ class Forecast:
 
         Returns:
             Three arrays. The first has the confidence levels ``[R]`` of the next draft token. The second has
-            the probability ``[R]`` that it is accepted if all before it are. The third has the expected
-            tokens of 1, 2, ... further draft tokens.
+            the probability ``[R]`` that it is accepted if all draft tokens before it are. The third has the
+            expected number of accepted tokens among 1, 2, ... further draft tokens.
         """
         level = self.confidence.level(confidence)
         by_level = self.acceptance.prefix_probability(self.confidence.shifts())
@@ -201,9 +203,9 @@ class Forecast:
         return level, accepted, ((plan.all_accepted * accepted) @ all_before).cumsum()
 
     def expected_accepted(self, done: StepOutcome) -> float:
-        """Return the expected number of accepted draft tokens per sequence, of those it can use.
+        """Return the expected number of accepted draft tokens per sequence, up to its remaining tokens.
 
-        The estimate counts, not the outcome, because luck would soon exceed the differences of interest.
+        The budget uses this estimate instead of the accepted tokens of the step, which are too noisy.
         """
         prefix_probability = self.acceptance.posterior(done.slots) @ self.acceptance.prefix_probability()
         requested = np.minimum(done.requested or done.drafted, self.max_draft_tokens)
@@ -218,7 +220,7 @@ class Forecast:
         return limited
 
     def would_pay(self, done: StepOutcome, margin: float) -> bool:
-        """Return whether some g would pay at the acceptance of this step plus one accepted token.
+        """Return whether some g would pay at the acceptance rate of this step, plus one accepted token.
 
         Args:
             done: Outcome of the step.
@@ -236,7 +238,7 @@ class Forecast:
     def learn(self, done: StepOutcome, plan: Choice | None) -> bool:
         """Learn the acceptance from a step.
 
-        Both the scored draft tokens and the first one that was not scored count.
+        It uses the scored draft tokens, and the first proposed token that was not scored.
 
         Returns:
             True if there was anything to learn.
@@ -275,8 +277,8 @@ class Forecast:
 def _may_run(g: int, load: Load, longest: int) -> bool:
     """Return whether a g may be run, if only some values are captured.
 
-    A captured g may be longer than the sequences can use, if the drafts are padded. A longer g than they can
-    use is never captured. For the last tokens of sequences, no g is captured.
+    If drafts are padded, a captured g may be larger than the sequences can use. A g that is not captured must
+    not be larger. Shortly before all sequences end, no further g is captured.
     """
     assert load.captured is not None
     if g == 0 or g in load.captured:
@@ -287,7 +289,7 @@ def _may_run(g: int, load: Load, longest: int) -> bool:
 
 
 def _runnable(candidates: Ints, measured: list[int], load: Load) -> Ints:
-    """Return the candidates that need no capture, or all at first."""
+    """Return the candidates that need no capture; before the first capture, all candidates."""
     if load.captured is None or (measured == [0] and load.captured <= {0}):
         return candidates
     runnable: Ints = candidates[[g == 0 or g in load.captured for g in candidates.tolist()]]

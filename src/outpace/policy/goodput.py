@@ -1,13 +1,14 @@
-"""Policy for the highest throughput, and never less than decoding without speculation has.
+"""Goodput: a draft-length policy that maximizes throughput, in tokens per second.
 
-``acceptance`` estimates the expected tokens of a step, and ``costs`` its seconds. ``forecast`` combines them.
-The quotient decides, with g = 0 among the choices. docs/design/policy.md derives this, and bounds the loss.
+``acceptance`` estimates the tokens of a step, and ``costs`` its seconds. ``forecast`` combines them for each
+number of draft tokens g. The policy chooses the g with the most tokens per second. g = 0 is decoding without
+speculation, so the policy is designed never to be slower. docs/design/policy.md explains why.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,36 +21,39 @@ from outpace.policy.probes import Probes, capture_price
 from outpace.policy.proposal_budget import ProposalBudget
 
 MIN_CAPTURE_GAIN = 0.03  # fraction by which a g must be faster than the best captured one to be captured
-EARLY_CAPTURES = 4  # values of g above 0 that are captured as soon as they promise enough
-EARLY_STEPS = 128  # steps with such a batch; later, a g is captured after it would have saved as much
-CAPTURE_STAKE = 0.3  # fraction of a capture's cost that the budget must hold, where no captured g pays
-NEAR_BEST = 0.85  # fraction of the best rate; a g above it is measured again now and then
-REMEASURE_INTERVAL = 96  # steps between such measurements
+# Early captures need only an expected gain. Later, a g must first have missed savings as long as a capture.
+EARLY_CAPTURES = 4  # number of g above 0 that may be captured early
+EARLY_STEPS = 128  # steps with such a batch in which captures are early, once some captured g pays
+CAPTURE_STAKE = 0.3  # fraction of a capture's cost that the budget must hold, while no captured g pays
+NEAR_BEST = 0.85  # fraction of the best throughput; a g above it is measured again now and then
+REMEASURE_INTERVAL = 96  # steps between such measurements of a g
 MARGIN = 0.02  # fraction by which speculation must be faster
 DEBT_MARGIN = 0.05  # fraction added to MARGIN for each baseline step of debt
-HORIZON = 64  # steps in which speculation must repay the catching up
+HORIZON = 64  # steps in which the gain of speculation must repay a catch-up
 MIN_STOPPABLE_SECONDS = 1e-2  # seconds of a draft step; for shorter ones, `enough` costs more than it saves
-MAX_OVERHEAD = 0.005  # fraction of the time that decisions may take while the policy drafts nothing
+MAX_OVERHEAD = 0.005  # fraction of the time that decisions may take while there are no draft tokens
 SMALL_SPEEDUP = 1.12  # times the baseline; below it, the baseline is measured more often
 BASELINE_INTERVAL = 256  # steps until a baseline pass is measured again; a quarter of it below SMALL_SPEEDUP
 
 
 class Goodput(DraftLengthPolicy):
-    """Policy that chooses the g with the highest expected throughput, 0 included.
+    """Policy that chooses the number of draft tokens with the highest expected throughput.
 
-    At each step it chooses one g for the whole batch, from the measured times of steps and the measured
-    acceptance of draft tokens. A ``Goodput`` belongs to one ``Decoder``.
+    At each step it makes one choice for the whole batch, from the measured times of steps and the measured
+    acceptance rates. 0 draft tokens, decoding without speculation, is one of the choices. A ``Goodput``
+    belongs to one ``Decoder``.
 
-    The choice depends on measured times. With rules "token" and "block" the same seed may therefore give
-    another text. Its distribution is the same.
+    The choice depends on measured times. With rules "token" and "block", the same seed may therefore give
+    another text, from the same distribution.
 
     Args:
         max_draft_tokens: Largest number of draft tokens.
+        clock: Function that returns the time in seconds.
     """
 
-    def __init__(self, max_draft_tokens: int = 16) -> None:
+    def __init__(self, max_draft_tokens: int = 16, *, clock: Callable[[], float] = time.perf_counter) -> None:
         integer("max_draft_tokens", max_draft_tokens, "an int >= 1", lambda g: g >= 1)
-        self.max_draft_tokens = max_draft_tokens
+        self.max_draft_tokens, self._clock = max_draft_tokens, clock
         self.forecast = Forecast(max_draft_tokens)
         self.budget = ExplorationBudget()
         self.probes = Probes(self.budget)
@@ -59,14 +63,14 @@ class Goodput(DraftLengthPolicy):
         self._steps_since_baseline = 0
         self._choice_started_at = 0.0  # seconds on the clock
         self._proposal_budget = ProposalBudget()
-        # Seconds that uncaptured g would have saved, by executor, batch size and g
+        # Seconds that a g would have saved if it had been captured, by executor, batch size and g
         self._missed_savings: dict[tuple[str, int, int], float] = {}
 
     def choose(
         self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
     ) -> list[int]:
         """See ``DraftLengthPolicy.choose``."""
-        self._choice_started_at = time.perf_counter()
+        self._choice_started_at = self._clock()
         load = load or Load(len(slots))
         costs = self.forecast.costs(load)
         self._active_slots.update(slots)
@@ -89,7 +93,7 @@ class Goodput(DraftLengthPolicy):
         return [plan.g if load.padded_drafts else min(plan.g, limit) for limit in plan.limits.tolist()]
 
     def _best(self, plan: Choice) -> tuple[float, int]:
-        """Return the best rate, and the g that has it."""
+        """Return the highest throughput, and its g; g = 0 unless speculation is faster by a margin."""
         rates = plan.tokens / plan.optimistic_seconds
         best = int(plan.runnable[rates[plan.runnable].argmax()])
         if rates[best] < (1 + MARGIN + DEBT_MARGIN * self.budget.debt) * rates[0]:
@@ -97,7 +101,10 @@ class Goodput(DraftLengthPolicy):
         return float(rates[best]), best
 
     def _affordable(self, plan: Choice) -> int:
-        """Return the g to run with a drafter that is not free, starting from the best estimate."""
+        """Return the g to run with a drafter that is not free.
+
+        It is the best estimate if that can repay the catch-up, another g to explore, a probe, or 0.
+        """
         if plan.g == 0 or self.probes.stale:
             new = 0 if self.probes.stale else self._consider_capture(plan)
             if new:
@@ -109,10 +116,10 @@ class Goodput(DraftLengthPolicy):
         return self._explore(plan)
 
     def _explore(self, plan: Choice) -> int:
-        """Return a g that may be better than the best estimate, or that one.
+        """Return the g of the best estimate, or another g that should be measured now.
 
-        Candidates that were not run for long come first. They are nearly as good, or would be better if they
-        took no more than shorter ones. Then comes a g that promises enough for a capture.
+        A g that was not run for long comes first, if it is nearly as good or may be better. Otherwise it may
+        be a g whose expected gain justifies a capture.
         """
         if plan.g and self.budget.balance > 0:
             since = {g: plan.costs.passes_since(plan.load, g) for g in plan.measured_runnable}
@@ -127,9 +134,9 @@ class Goodput(DraftLengthPolicy):
         return self._consider_capture(plan)
 
     def _may_be_better(self, plan: Choice, g: int) -> bool:
-        """Return whether a g would be best if its pass took no more than that of a shorter one.
+        """Return whether a g would be best if its pass took no longer than that of a smaller g.
 
-        The shorter one was run lately. The expected loss must be within the budget.
+        The smaller g is the largest one that was run lately. The expected loss must be within the budget.
         """
         recent = (
             each
@@ -145,8 +152,8 @@ class Goodput(DraftLengthPolicy):
     def _consider_capture(self, plan: Choice) -> int:
         """Return a g to capture, or the best captured one.
 
-        The time that a g would have saved is summed up until it equals the time of a capture. So waiting and
-        capturing together cost at most twice the better of the two.
+        The seconds that a g would have saved are summed up until they equal the seconds of a capture. So
+        waiting and capture together cost at most twice as much as the better of the two would have cost.
         """
         load, costs = plan.load, plan.costs
         if load.captured is None:
@@ -156,7 +163,7 @@ class Goodput(DraftLengthPolicy):
         early = len(load.captured - {0}) < EARLY_CAPTURES and (
             plan.g == 0 or costs.pass_count(load) < EARLY_STEPS
         )
-        if plan.g == 0:  # a bet: no captured g pays
+        if plan.g == 0:  # no captured g pays, so the capture is risky
             price = capture_price(costs.capture_seconds, float(seconds[0]))
             early &= self.budget.balance > CAPTURE_STAKE * price
         best, best_gain = plan.g, MIN_CAPTURE_GAIN if plan.g else MIN_SPEEDUP - 1
@@ -174,8 +181,8 @@ class Goodput(DraftLengthPolicy):
     def _probe(self, plan: Choice) -> int:
         """Return the g of a probe, or 0.
 
-        It is called where no g is expected to pay, or nothing is known. The probe has the smallest expected
-        loss. It runs if it may pay and is due.
+        It is called if no g is expected to pay, or if nothing is known. The probe is the g with the smallest
+        expected loss. It runs if it is due.
         """
         costs, load = plan.costs, plan.load
         candidates = (plan.runnable if len(plan.runnable) > 1 else plan.candidates)[1:]
@@ -185,12 +192,12 @@ class Goodput(DraftLengthPolicy):
         g, loss = int(candidates[losses.argmin()]), float(losses.min())
         loss += costs.idle_seconds(load) / plan.baseline_seconds  # the device is idle again after the probe
         catch_up = costs.catch_up_seconds(load) / plan.baseline_seconds
-        if loss < 0:  # the expected gain pays for catching up
+        if loss < 0:  # the expected gain repays a part of the catch-up, or all of it
             loss, catch_up = 0.0, max(0.0, catch_up + HORIZON * loss)
         captured = load.captured is None or g in load.captured
         free_capture = captured or self.probes.no_outcome_yet
         capture = 0.0 if free_capture else capture_price(costs.capture_seconds, plan.baseline_seconds)
-        overhead = (time.perf_counter() - self._choice_started_at) / plan.baseline_seconds
+        overhead = (self._clock() - self._choice_started_at) / plan.baseline_seconds
         due = self.probes.start_if_due(Price(loss, catch_up, capture), plan.hopeless, overhead / MAX_OVERHEAD)
         return g if due else 0
 
@@ -215,7 +222,8 @@ class Goodput(DraftLengthPolicy):
         level, accepted, tokens = self.forecast.next_draft_tokens(plan, confidence)
         pass_seconds = costs.pass_seconds(plan.load)
         lengths = np.arange(sampled + 1, sampled + 1 + len(tokens))
-        # To sample a token takes the draft step to the next one, too, unless it is the last.
+        # The distribution of the next token is known already. So n more tokens need n - 1 draft steps, and
+        # one more for the next call of `enough`, unless the draft then has g tokens.
         steps = lengths - sampled - (lengths >= plan.g)
         draft_seconds = costs.draft_step_seconds(plan.load) * steps
         seconds = pass_seconds[lengths] - pass_seconds[sampled] + draft_seconds
@@ -230,7 +238,7 @@ class Goodput(DraftLengthPolicy):
         forecast, costs = self.forecast, self.forecast.costs(done.load)
         if done.seconds is None:
             costs.record_capture(done.capture_seconds)
-            # Other g must now be better than the captured one, so their savings start at 0 again.
+            # Other g must now be better than the captured one, so their missed savings start at 0 again.
             captured = done.load.executor, size_class(done.load)
             self._missed_savings = {
                 key: seconds for key, seconds in self._missed_savings.items() if key[:2] != captured
@@ -269,7 +277,7 @@ class Goodput(DraftLengthPolicy):
             gain = -done.idle_seconds / baseline
         if baseline is not None and drafted:
             if done.seconds is not None:
-                # Drafts with a known confidence differ too much for the estimate over all of them.
+                # The estimate does not use the drafter's confidence. With a hint, the outcome is better.
                 accepted = (
                     sum(done.accepted) / len(done.slots)
                     if self._hinted

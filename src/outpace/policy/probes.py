@@ -1,4 +1,8 @@
-"""Schedule of probes: drafts that are not expected to pay, or that nothing is known about."""
+"""Schedule of probes: speculative steps that are taken to learn.
+
+A number of draft tokens pays if its throughput is higher than that of decoding without speculation. A probe
+is run although it is not expected to pay, or although nothing is known about it.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,14 @@ import math
 
 from outpace.policy.budget import EXPENSIVE_INTERVAL, ExplorationBudget, Price
 
-STALE_AFTER = 8  # steps without an outcome, after which any draft is a probe, whatever the estimate
+STALE_AFTER = 8  # steps without an outcome of a draft; then any draft is a probe, whatever the estimate
 MAX_DECISION_INTERVAL = 40  # steps until the policy decides again
 PROBE_TIMEOUT = 4  # steps after which a probe without an outcome has failed
 MAX_CAPTURE_PRICE = 12.0  # baseline steps that a probe is charged for a capture, which happens once
 
 
 def capture_price(seconds: float, baseline_seconds: float) -> float:
-    """Return the cost of a capture, in baseline steps, that a probe is charged."""
+    """Return the cost that a probe is charged for a capture, in baseline steps."""
     return min(seconds / baseline_seconds, MAX_CAPTURE_PRICE)
 
 
@@ -22,7 +26,7 @@ class Probes:
 
     Attributes:
         budget: Exploration budget that pays for the probes.
-        succeeded: True if the last draft was a successful probe, or followed one. The next probe may then
+        succeeded: True if the last draft was a successful probe, or followed one. Then the next probe may
             start at once.
         no_outcome_yet: True if no outcome of any draft is known yet.
     """
@@ -39,7 +43,7 @@ class Probes:
 
     @property
     def stale(self) -> bool:
-        """True if nothing was learned lately, so that no estimate holds."""
+        """True if there was no outcome for ``STALE_AFTER`` steps, so that estimates may no longer hold."""
         return self._steps_since_outcome >= STALE_AFTER
 
     def skip_decision(self) -> bool:
@@ -61,7 +65,8 @@ class Probes:
 
         Args:
             price: Expected loss of the probe.
-            hopeless: True if the costs speak against any g. They may have changed since.
+            hopeless: True if no g would pay at the measured costs, even with a high acceptance rate. Costs
+                may change, so probes still run, but rarely.
             min_wait: Least number of steps until the policy decides again, because a decision takes time.
 
         Returns:
@@ -70,10 +75,10 @@ class Probes:
         wait = self.budget.steps_until_due(price, math.inf if self.succeeded else self._steps_since_draft)
         if hopeless:
             wait = max(wait, EXPENSIVE_INTERVAL - self._steps_since_draft)
-        if self._pending is not None:  # its outcome decides
+        if self._pending is not None:  # wait for its outcome
             return False
         if wait > 0:
-            # If this step had an outcome without a draft, the next one may have one, too.
+            # If this step had an outcome, the next one may have one too, so the policy decides again soon.
             self._steps_to_decision = round(
                 min(MAX_DECISION_INTERVAL, max(wait if self._steps_since_outcome else 0, min_wait))
             )
@@ -105,7 +110,7 @@ class Probes:
         """Record that this step showed whether draft tokens are accepted.
 
         Args:
-            succeeded: True if the outcome speaks for another probe at once.
+            succeeded: True if the outcome justifies another probe at once.
         """
         self.succeeded, self.no_outcome_yet, self._steps_since_outcome = succeeded, False, 0
 

@@ -1,6 +1,6 @@
 """Limit on how often a free drafter proposes.
 
-A proposal takes time, too: beside a small model on a CPU, a few hundredths of a forward pass.
+A proposal takes time, too. For a small target on a CPU, it takes a few hundredths of a forward pass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ProposalBudget:
         Args:
             cost: Cost of the proposal, in baseline steps.
             gain: Gain from its draft tokens, in baseline steps.
-            correct: True if an unscored draft token was correct. Then the next one may be, too.
+            correct: True if a proposed token that was not scored was correct. Then there is no pause.
         """
         self._balance = min(MAX_BALANCE, max(0.0, self._balance) + gain - cost)
         if self._balance < 0 and not correct:

@@ -1,4 +1,4 @@
-"""Policies that need no clock: a fixed draft length, and one that follows the acceptance."""
+"""Draft-length policies that measure no time: ``Fixed`` and ``Heuristic``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from outpace.policy.base import DraftLengthPolicy, Hint, Load, StepOutcome
 
 
 class Fixed(DraftLengthPolicy):
-    """Policy that always drafts g tokens.
+    """Policy with a fixed number of draft tokens.
 
     Args:
-        g: Number of draft tokens.
+        g: Number of draft tokens per step. 0 decodes without speculation.
     """
 
     def __init__(self, g: int) -> None:
@@ -32,14 +32,15 @@ class Fixed(DraftLengthPolicy):
 class Heuristic(DraftLengthPolicy):
     """Policy that drafts two tokens more after a full acceptance and one fewer after a rejection.
 
-    This is the rule of Transformers, applied to each sequence by itself. Unlike there, the number may fall to
-    0, which is decoding without speculation. After 4 steps at 0, one draft token shows whether draft tokens
-    are accepted again.
+    This is the rule of Transformers, applied to each sequence by itself. Unlike in Transformers, the number
+    may fall to 0, which is decoding without speculation. After 4 steps at 0, a probe of one draft token shows
+    whether draft tokens are accepted again.
 
     Args:
-        start: First number of draft tokens of a sequence.
-        max_draft_tokens: Upper limit.
-        least: Lower limit. Above 0, it suits drafters that know when to propose nothing.
+        start: Number of draft tokens in the first step of a sequence.
+        max_draft_tokens: Largest number of draft tokens.
+        least: Smallest number of draft tokens. A value above 0 suits drafters that propose nothing when they
+            are unlikely to be right, such as prompt lookup.
     """
 
     PROBE_INTERVAL = 4  # steps at 0 before one token is drafted
@@ -49,7 +50,7 @@ class Heuristic(DraftLengthPolicy):
         integer("max_draft_tokens", max_draft_tokens, f"an int >= start = {start}", lambda g: g >= start)
         integer("least", least, f"an int in 0..{start}", lambda g: 0 <= g <= start)
         self.start, self.max_draft_tokens, self.least = start, max_draft_tokens, least
-        self._g: dict[int, int] = {}
+        self._g: dict[int, int] = {}  # number of draft tokens, by slot
         self._steps_at_zero: dict[int, int] = {}  # by slot
 
     def choose(

@@ -7,8 +7,8 @@ from typing import Any
 
 from outpace.report.words import format_interval, format_value, with_interval
 
-Row = Mapping[str, Any]
-Cell = Callable[[Row], str]
+ResultRow = Mapping[str, Any]  # of a JSON file of results
+Cell = Callable[[ResultRow], str]
 Columns = Mapping[str, Cell]
 
 
@@ -23,31 +23,31 @@ def value(key: str, spec: str = "", interval: str | None = None) -> Cell:
     return lambda row: with_interval(row.get(key), row.get(interval) if interval else None, spec)
 
 
-def _speedup(row: Row) -> str:
+def _speedup(row: ResultRow) -> str:
     return with_interval(
         row.get("speedup"), None if row.get("num_draft_tokens") == "0" else row.get("interval"), ".2f"
     )
 
 
-def _error(row: Row) -> str:
+def _error(row: ResultRow) -> str:
     if row.get("predicted") is None:
         return "–"
     error = round(row["predicted"] / row["speedup"] - 1, 2) + 0.0  # + 0.0 turns -0.0 into 0.0
     return f"{error:+.0%}"
 
 
-def _expected(row: Row) -> str:
+def _expected(row: ResultRow) -> str:
     """Return the expected speed; the interval belongs to it only if nothing was verified."""
     interval = row.get("interval") if row.get("verified") is None else None
     return with_interval(row.get("expected"), interval, ".2f")
 
 
-def _verified(row: Row) -> str:
+def _verified(row: ResultRow) -> str:
     interval = row.get("interval") if row.get("verified") is not None else None
     return with_interval(row.get("verified"), interval, ".2f")
 
 
-def _predicted(row: Row) -> str:
+def _predicted(row: ResultRow) -> str:
     """Return the predicted speed; at best g = 0 the interval is left out, as it is of another g."""
     return with_interval(
         row.get("predicted"), row.get("predicted_interval") if row.get("best_g") else None, ".2f"
@@ -105,7 +105,7 @@ def tune_columns(candidates: list[dict[str, Any]]) -> Columns:
     return {head: cell for head, cell in TUNE.items() if head not in constant}
 
 
-def describe_payoff(prediction: Row) -> str:
+def describe_payoff(prediction: ResultRow) -> str:
     """Return the predicted speed of a draft at its best g, and whether it is known to pay, in words."""
     interval, g = prediction.get("predicted_interval"), prediction.get("best_g")
     unsure = interval is not None and interval[0] <= 1 < interval[1]

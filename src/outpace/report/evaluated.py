@@ -15,7 +15,7 @@ from outpace.bench.data import Item
 from outpace.bench.estimate import estimate
 from outpace.bench.spread import faster
 from outpace.report.figures import Line, lines
-from outpace.report.section import Content, DraftConfig, Figure, Section, Speed, Table, Text
+from outpace.report.section import CaptionedFigure, Content, DraftConfig, Section, Speed, Table, Text
 from outpace.report.source import models, source
 from outpace.report.words import with_interval
 from outpace.tasks import table as tables
@@ -77,7 +77,7 @@ def sections(content: Content) -> list[Section]:
     ]
 
 
-def columns(content: Content) -> list[tables.Column]:
+def columns(content: Content) -> list[tables.RunnerColumn]:
     """Return the results of each runner, for rows that all of them have reached.
 
     The journal has no references, so measures that need them are not computed.
@@ -113,7 +113,7 @@ def num_draft_tokens(content: Content) -> str:
     return "heuristic" if policy.startswith("Heuristic") else "auto"
 
 
-def intervals(column: tables.Column) -> dict[str, Interval | None]:
+def intervals(column: tables.RunnerColumn) -> dict[str, Interval | None]:
     """Return the 95 % interval of each measure of quality over rows; None for a single row."""
     found: dict[str, Interval | None] = {}
     for name in column.quality if column.records else ():
@@ -145,27 +145,27 @@ def _row_measure(name: str, record: dict[str, Any]) -> tuple[float, int]:
     return sum(sample[name] for sample in judged) / len(judged), 1
 
 
-def _common(results: Sequence[tables.Column]) -> list[tables.Column]:
+def _common(results: Sequence[tables.RunnerColumn]) -> list[tables.RunnerColumn]:
     """Return the columns without rows that failed with any runner, as in the table."""
     failed = tables.unfinished_rows(results)
     return [column.only(column.done.keys() - failed) for column in results]
 
 
 def _speed_over_baseline(
-    column: tables.Column, common: Iterable[tables.Column]
+    column: tables.RunnerColumn, common: Iterable[tables.RunnerColumn]
 ) -> tuple[float, Interval | None] | None:
     """Return the speed relative to decoding the same rows without speculation, and its interval."""
     baseline = next((other for other in common if other.runner == BASELINE), None)
     if baseline is None or not column.records or column.runner == BASELINE:
         return None
 
-    def tokens_and_seconds(column: tables.Column) -> list[tuple[float, float]]:
+    def tokens_and_seconds(column: tables.RunnerColumn) -> list[tuple[float, float]]:
         return [(record["stats"]["new_tokens"], record["seconds"]) for record in column.records]
 
     return faster(tokens_and_seconds(column), tokens_and_seconds(baseline))
 
 
-def _with_intervals(results: Sequence[tables.Column], name: str, line: Sequence[str]) -> list[str]:
+def _with_intervals(results: Sequence[tables.RunnerColumn], name: str, line: Sequence[str]) -> list[str]:
     """Return the cells of a line, with intervals if it is one of quality or speed."""
     common, cells = _common(results), []
     for column, cell in zip(common, line, strict=True):
@@ -177,7 +177,7 @@ def _with_intervals(results: Sequence[tables.Column], name: str, line: Sequence[
     return cells
 
 
-def _same_texts(results: Sequence[tables.Column], column: tables.Column) -> str:
+def _same_texts(results: Sequence[tables.RunnerColumn], column: tables.RunnerColumn) -> str:
     """Return the number of rows with the same text as decoding without speculation."""
     records = {other.runner: other.records for other in _common(results)}
     if column.runner == BASELINE or not records[column.runner]:
@@ -207,14 +207,14 @@ def _points(values: Sequence[tuple[float, Interval | None] | None]) -> Line:
     return Line("95 % interval over rows", x, y, 0, error_bars)
 
 
-def _figure(title: str, caption: str, runners: Sequence[str], line: Line) -> list[Figure]:
+def _figure(title: str, caption: str, runners: Sequence[str], line: Line) -> list[CaptionedFigure]:
     if not line.x:
         return []
     ticks = {float(i): runner for i, runner in enumerate(runners)}
-    return [Figure(lines(title, "decoding method", [line], ticks), caption)]
+    return [CaptionedFigure(lines(title, "decoding method", [line], ticks), caption)]
 
 
-def _quality(results: Sequence[tables.Column], measures: Sequence[str]) -> list[Figure]:
+def _quality(results: Sequence[tables.RunnerColumn], measures: Sequence[str]) -> list[CaptionedFigure]:
     common, figures = _common(results), []
     for name in measures:
         values = [
@@ -226,7 +226,7 @@ def _quality(results: Sequence[tables.Column], measures: Sequence[str]) -> list[
     return figures
 
 
-def _speed(results: Sequence[tables.Column]) -> list[Figure]:
+def _speed(results: Sequence[tables.RunnerColumn]) -> list[CaptionedFigure]:
     common = _common(results)
     values = [
         (1.0, None) if column.runner == BASELINE else _speed_over_baseline(column, common)

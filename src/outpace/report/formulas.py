@@ -10,7 +10,7 @@ from outpace.bench import curves, theory
 from outpace.bench.curves import Point
 from outpace.checks.errors import format_small
 from outpace.report.figures import panel
-from outpace.report.section import Figure, Section, Table
+from outpace.report.section import CaptionedFigure, Section, Table
 from outpace.report.words import LEVEL_TOLERANCE, format_value
 
 Panel = Callable[[Any, Sequence[Point], float], None]
@@ -44,7 +44,7 @@ PANELS: tuple[tuple[Panel, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftMark:
     """A draft in the formulas, and in a prediction from measured times.
 
     Attributes:
@@ -58,7 +58,7 @@ class Draft:
     predicted: float | None
 
 
-def section(drafts: Sequence[Draft], passes: Mapping[float, float]) -> Section:
+def section(drafts: Sequence[DraftMark], passes: Mapping[float, float]) -> Section:
     """Return the curves of Leviathan et al. 2023, figures 2 to 4.
 
     The curves have the c of the draft that is fastest by the formulas.
@@ -80,18 +80,18 @@ def section(drafts: Sequence[Draft], passes: Mapping[float, float]) -> Section:
         curves.speed: [(draft.point.alpha, draft.predicted) for draft in drafts],
     }
 
-    def figure(plot_curves: Panel, caption: str) -> Figure:
+    def figure(plot_curves: Panel, caption: str) -> CaptionedFigure:
         def plot(axis: Any) -> None:
             plot_curves(axis, points, best.c)
             curves.hollow(axis, hollow.get(plot_curves, []))
 
-        return Figure(panel(plot, f"{caption} Filled marks: {positions}."), caption)
+        return CaptionedFigure(panel(plot, f"{caption} Filled marks: {positions}."), caption)
 
     figures = [figure(plot_curves, caption.format(best.name)) for plot_curves, caption in PANELS]
     return Section(TITLE, LEAD, figures, [_table(drafts, passes)])
 
 
-def _table(drafts: Sequence[Draft], passes: Mapping[float, float]) -> Table:
+def _table(drafts: Sequence[DraftMark], passes: Mapping[float, float]) -> Table:
     """Return a table with the best g of each draft by the formulas and by the times, and why they differ."""
     heads = ("draft", "α", "c", "best g by the formulas", "thm 3.8", "best g", "predicted")
     rows = [

@@ -11,11 +11,11 @@ from outpace.checks.errors import counted
 from outpace.report import formulas, run
 from outpace.report.columns import MEASURE, Columns, describe_payoff, value
 from outpace.report.figures import Line, lines
-from outpace.report.section import Content, DraftConfig, Figure, Section, Speed, Table
+from outpace.report.section import CaptionedFigure, Content, DraftConfig, Section, Speed, Table
 from outpace.report.source import Source, source
 from outpace.report.words import format_value, short_name
 
-Draft = dict[str, Any]
+DraftResult = dict[str, Any]  # of one draft, in a file of `outpace bench alpha`
 BY_DOMAIN: Columns = {
     "draft": value("draft"),
     "kind of text": value("kind"),
@@ -52,21 +52,21 @@ def speeds(content: Content) -> dict[DraftConfig, Speed]:
     }
 
 
-def cost(content: Content, draft: Draft) -> float | None:
+def cost(content: Content, draft: DraftResult) -> float | None:
     """Return c, the time of a draft step relative to a forward pass of the target; None if unknown."""
     step_ms, pass_ms = draft.get("step_ms"), run.single_token_ms(content)
     return step_ms / pass_ms if step_ms is not None and pass_ms else None
 
 
-def draft_name(draft: Draft) -> str:
+def draft_name(draft: DraftResult) -> str:
     """Return a draft's short name, with the lenience if it is not 1."""
     lenience = draft.get("lenience")
     return short_name(draft.get("draft")) + ("" if lenience in (None, 1) else f", l = {lenience:g}")
 
 
-def strictest(content: Content) -> list[Draft]:
+def strictest(content: Content) -> list[DraftResult]:
     """Return the drafts at the largest lenience, which is the one of real runs."""
-    drafts: Sequence[Draft] = content.get("drafts") or ()
+    drafts: Sequence[DraftResult] = content.get("drafts") or ()
     largest = max((draft.get("lenience") or 1.0 for draft in drafts), default=1.0)
     return [draft for draft in drafts if (draft.get("lenience") or 1.0) == largest]
 
@@ -81,7 +81,7 @@ def _timing_source(content: Content, conditions: Source) -> Source:
 
 
 def _table(
-    caption: str, columns: Columns, rows: Sequence[Draft], text_columns: Sequence[int] = (0,)
+    caption: str, columns: Columns, rows: Sequence[DraftResult], text_columns: Sequence[int] = (0,)
 ) -> Table:
     cells = [[cell(row) for cell in columns.values()] for row in rows]
     return Table(caption, list(columns), cells, text_columns)
@@ -125,7 +125,7 @@ def _breakdowns(content: Content) -> Iterator[Table]:
 
 def _formulas(content: Content) -> Section:
     drafts = [
-        formulas.Draft(
+        formulas.DraftMark(
             Point(draft["alpha"], c, draft_name(draft)), draft.get("best_g"), draft.get("predicted")
         )
         for draft in content.get("drafts") or ()
@@ -144,7 +144,7 @@ def _positions(content: Content) -> Section:
             "The formulas assume that it is the same everywhere."
         )
         plot = lines("accepted, by position", "position of the draft token", series)
-        figures.append(Figure(plot, caption))
+        figures.append(CaptionedFigure(plot, caption))
     if series := _lines(drafts, lambda draft: (draft.get("blocks") or {}).get("observed"), 0):
         predictions = _lines(
             drafts, lambda draft: (draft.get("blocks") or {}).get("predicted"), 0, predicted=True
@@ -153,15 +153,17 @@ def _positions(content: Content) -> Section:
         if predictions:
             caption += " Dotted: as α predicts if each is accepted independently of the others."
         title = "iterations, by draft tokens accepted"
-        figures.append(Figure(lines(title, "draft tokens accepted", [*series, *predictions]), caption))
+        figures.append(
+            CaptionedFigure(lines(title, "draft tokens accepted", [*series, *predictions]), caption)
+        )
     if series := _lines(drafts, lambda draft: draft.get("autocorrelation"), 1):
         caption = f"Correlation of acceptance at a token with that some tokens later. {_dependence(drafts)}"
         plot = lines("autocorrelation of acceptance", "tokens later", series)
-        figures.append(Figure(plot, caption.strip()))
+        figures.append(CaptionedFigure(plot, caption.strip()))
     return Section("Acceptance by position", figures=figures)
 
 
-def _dependence(drafts: Iterable[Draft]) -> str:
+def _dependence(drafts: Iterable[DraftResult]) -> str:
     """Return for each draft whether neighbouring tokens are independent, as the formulas assume."""
     clauses = []
     for draft in drafts:
@@ -180,8 +182,8 @@ def _dependence(drafts: Iterable[Draft]) -> str:
 
 
 def _lines(
-    drafts: Iterable[Draft],
-    values_of: Callable[[Draft], Any],
+    drafts: Iterable[DraftResult],
+    values_of: Callable[[DraftResult], Any],
     first: int,
     predicted: bool = False,
     intervals: str | None = None,
@@ -223,16 +225,18 @@ def _costs(content: Content) -> Section:
             formulas.describe_cost(dict(zip(line.x, line.y, strict=True)), line.name) for line in series
         )
         plot = lines("milliseconds of a target's pass", "tokens of a sequence, n", series)
-        figures.append(Figure(plot, caption.strip()))
+        figures.append(CaptionedFigure(plot, caption.strip()))
         caption = "Milliseconds of a target's pass over n tokens of each of B sequences."
         tables.append(_timings(caption, passes, "n"))
     verify = content.get("verify") or ()
-    for sampled in dict.fromkeys(timing.get("drawn") for timing in verify):
+    for sampled in dict.fromkeys(timing.get("sampled") for timing in verify):
         kind = {None: "", True: " sampled from a distribution", False: " that are each the likeliest"}[
             sampled
         ]
         caption = f"Milliseconds of verifying g draft tokens{kind}, of each of B sequences."
-        tables.append(_timings(caption, [timing for timing in verify if timing.get("drawn") == sampled], "g"))
+        tables.append(
+            _timings(caption, [timing for timing in verify if timing.get("sampled") == sampled], "g")
+        )
     return Section("What a pass costs", figures=figures, tables=tables)
 
 

@@ -10,9 +10,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from outpace.report import compare, evaluated, measured, swept, tuned
+from outpace.report.answer import Answer, Files, answers
 from outpace.report.section import Content, Section
 from outpace.report.source import models, source
-from outpace.report.verdict import Files, Verdict, verdicts
 
 # In the order of the page: the answer first.
 KINDS: dict[str, Callable[[Content], list[Section]]] = {
@@ -49,9 +49,8 @@ def page(files: Files) -> str:
         devices=list(
             dict.fromkeys((content.get("machine") or {}).get("device") or "a machine" for content in contents)
         ),
-        verdicts=[
-            (verdict, source(verdict.content), _contradictions(verdict, sections))
-            for verdict in verdicts(files)
+        answers=[
+            (answer, source(answer.content), _contradictions(answer, sections)) for answer in answers(files)
         ],
         partial=[name for name, content in files if not content.get("complete")],
         sections=_with_notes(sections),
@@ -90,9 +89,9 @@ def _with_notes(sections: Sequence[tuple[str, Section]]) -> list[Section]:
     return found
 
 
-def _contradictions(verdict: Verdict, sections: Sequence[tuple[str, Section]]) -> list[str]:
-    others = [section for name, section in sections if name != verdict.file]
-    return compare.contradictions(verdict.config, verdict.speed, others)
+def _contradictions(answer: Answer, sections: Sequence[tuple[str, Section]]) -> list[str]:
+    others = [section for name, section in sections if name != answer.file]
+    return compare.contradictions(answer.config, answer.speed, others)
 
 
 def _unbroken_interval(cell: str) -> Markup:

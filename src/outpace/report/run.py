@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outpace.report import timeline, tokens
-from outpace.report.section import Content, Figure, Section
+from outpace.report.section import CaptionedFigure, Content, Section
 from outpace.report.words import format_value, short_name
 
 
@@ -37,7 +37,7 @@ def _time(content: Content) -> Section:
             " The second row decodes as many tokens without speculation, at the time measured for a pass "
             "alone. One run is no measurement of speed."
         )
-    return Section("Where the time goes", figures=[Figure(html, caption, wide=True)])
+    return Section("Where the time goes", figures=[CaptionedFigure(html, caption, wide=True)])
 
 
 def _text(content: Content) -> Section:
@@ -50,4 +50,6 @@ def _text(content: Content) -> Section:
         f"Text of that run, a line for each pass of the target: {passes} passes for {count} tokens (as in "
         "Leviathan et al. 2023, Figure 1)."
     )
-    return Section("Token by token", figures=[Figure(tokens.render(trace["pieces"]), caption, wide=True)])
+    return Section(
+        "Token by token", figures=[CaptionedFigure(tokens.render(trace["pieces"]), caption, wide=True)]
+    )

@@ -17,7 +17,7 @@ COLUMN_GAP = 2  # characters between columns
 
 
 @dataclass(frozen=True)
-class Figure:
+class CaptionedFigure:
     """A figure with its caption.
 
     Attributes:
@@ -122,7 +122,7 @@ class Section:
 
     title: str
     lead: str = ""
-    figures: Sequence[Figure] = ()
+    figures: Sequence[CaptionedFigure] = ()
     tables: Sequence[Table] = ()
     texts: Sequence[Text] = ()
     source: Mapping[str, str] = field(default_factory=dict)

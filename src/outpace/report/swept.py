@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from outpace.report.columns import SWEEP_SPEEDS, SWEEP_TIMES, Columns, value
+from outpace.report.columns import SWEEP_SPEEDS, SWEEP_TIMES, Columns, ResultRow, value
 from outpace.report.figures import Line, lines
-from outpace.report.section import Content, DraftConfig, Figure, Section, Speed, Table
+from outpace.report.section import CaptionedFigure, Content, DraftConfig, Section, Speed, Table
 from outpace.report.source import source
 from outpace.report.words import describe_sampling, describe_trend, format_value, short_name
 
-Row = dict[str, Any]
-Value = Callable[[Row], float | None]
-ErrorBar = Callable[[Row], Sequence[float]]  # lengths below and above the value
+Value = Callable[[ResultRow], float | None]
+ErrorBar = Callable[[ResultRow], Sequence[float]]  # lengths below and above the value
 SAMPLING = ("temperature", "top_k", "top_p")
 
 DRAFT: Columns = {"draft": value("draft")}
@@ -30,19 +28,19 @@ TIMES: Columns = {
 
 def sections(content: Content) -> list[Section]:
     """Return a section for each combination of sampling parameters."""
-    rows: Sequence[Row] = content.get("figures") or ()
-    by_sampling: dict[str, list[Row]] = {}
+    rows: Sequence[ResultRow] = content.get("figures") or ()
+    by_sampling: dict[str, list[ResultRow]] = {}
     for row in rows:
         by_sampling.setdefault(row_sampling(row), []).append(row)
     return [_section(content, sampling, same_sampling) for sampling, same_sampling in by_sampling.items()]
 
 
-def row_sampling(row: Row) -> str:
+def row_sampling(row: ResultRow) -> str:
     """Return the sampling parameters of a row, in words."""
     return describe_sampling({name: row.get(name) for name in SAMPLING})
 
 
-def best(rows: Sequence[Row]) -> Row | None:
+def best(rows: Sequence[ResultRow]) -> ResultRow | None:
     """Return the fastest row with speculation; None if there is none."""
     speculative = [
         row for row in rows if row.get("num_draft_tokens") != "0" and row.get("speedup") is not None
@@ -50,7 +48,7 @@ def best(rows: Sequence[Row]) -> Row | None:
     return max(speculative, key=lambda row: float(row["speedup"]), default=None)
 
 
-def speeds(rows: Sequence[Row]) -> dict[DraftConfig, Speed]:
+def speeds(rows: Sequence[ResultRow]) -> dict[DraftConfig, Speed]:
     """Return the measured speed of each draft and g."""
     return {
         (row["draft"], str(row["num_draft_tokens"])): Speed("speedup", row["speedup"], row.get("interval"))
@@ -59,7 +57,7 @@ def speeds(rows: Sequence[Row]) -> dict[DraftConfig, Speed]:
     }
 
 
-def _section(content: Content, sampling: str, rows: Sequence[Row]) -> Section:
+def _section(content: Content, sampling: str, rows: Sequence[ResultRow]) -> Section:
     fastest = best(rows)
     chosen = None if fastest is None else list(rows).index(fastest)
     tables = [
@@ -92,15 +90,15 @@ def _section(content: Content, sampling: str, rows: Sequence[Row]) -> Section:
     )
 
 
-def _figures(rows: Sequence[Row]) -> list[Figure]:
+def _figures(rows: Sequence[ResultRow]) -> list[CaptionedFigure]:
     """Return the plots of Chen et al. 2023, Figure 1, and measured beside predicted speeds."""
     positions = _positions(rows)
     ticks = _ticks(positions)
 
-    def figure(title: str, caption: str, *series: Line) -> list[Figure]:
+    def figure(title: str, caption: str, *series: Line) -> list[CaptionedFigure]:
         if not series:
             return []
-        return [Figure(lines(title, "draft tokens per iteration, g", series, ticks), caption)]
+        return [CaptionedFigure(lines(title, "draft tokens per iteration, g", series, ticks), caption)]
 
     def series_of(value: Value, error_bar: ErrorBar | None = None) -> list[Line]:
         return _lines(rows, positions, value, error_bar)
@@ -161,7 +159,7 @@ def _trends(series: Sequence[Line], positions: dict[str, float]) -> str:
     return "; ".join(clauses) + "." * bool(clauses)
 
 
-def _positions(rows: Sequence[Row]) -> dict[str, float]:
+def _positions(rows: Sequence[ResultRow]) -> dict[str, float]:
     """Return the horizontal position of each g: numbers at their value, policies to the right of them."""
     names = list(dict.fromkeys(str(row.get("num_draft_tokens")) for row in rows))
     numbers = {name: float(name) for name in names if name.isdecimal()}
@@ -181,7 +179,7 @@ def _ticks(positions: dict[str, float]) -> dict[float, str]:
 
 
 def _lines(
-    rows: Sequence[Row],
+    rows: Sequence[ResultRow],
     positions: dict[str, float],
     value: Value,
     error_bar: ErrorBar | None,
@@ -207,11 +205,11 @@ def _lines(
     return series
 
 
-def _efficiency(row: Row) -> float | None:
+def _efficiency(row: ResultRow) -> float | None:
     g, tokens_per_pass = str(row.get("num_draft_tokens")), row.get("tokens_per_pass")
     return tokens_per_pass / (int(g) + 1) if g.isdecimal() and tokens_per_pass is not None else None
 
 
-def _speedup_error_bar(row: Row) -> Sequence[float]:
+def _speedup_error_bar(row: ResultRow) -> Sequence[float]:
     low, high = row.get("interval") or [row["speedup"]] * 2
     return row["speedup"] - low, high - row["speedup"]

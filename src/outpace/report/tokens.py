@@ -10,7 +10,7 @@ KINDS = {
     "accepted": "an accepted draft token",
     "correction": "the target's token after a rejected draft token",
     "bonus": "the target's token after accepted draft tokens",
-    "plain": "without draft tokens",
+    "target": "without draft tokens",
 }
 MAX_LINES = 40
 
@@ -25,7 +25,7 @@ def lines(pieces: Sequence[Sequence[str]]) -> list[list[tuple[str, str]]]:
     """Return the pieces of text of each step, which ends with the target's own token."""
     steps: list[list[tuple[str, str]]] = [[]]
     for text, kind in pieces:
-        steps[-1].append((text.replace("\n", "⏎"), kind if kind in KINDS else "plain"))
+        steps[-1].append((text.replace("\n", "⏎"), kind if kind in KINDS else "target"))
         if kind != "accepted":
             steps.append([])
     return [step for step in steps if step]

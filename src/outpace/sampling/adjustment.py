@@ -55,7 +55,8 @@ class Prefix:
                 raise ValueError(f"prefix.{name}: got shape {tuple(lengths.shape)}; it must be ({rows},)")
             if lengths.device != self.tokens.device:
                 raise ValueError(
-                    f"prefix.{name}: is on {lengths.device}; prefix.tokens is on {self.tokens.device}"
+                    f"prefix.{name}: got a tensor on {lengths.device}; it must be on {self.tokens.device}, "
+                    "as prefix.tokens"
                 )
             if lengths.device.type == "cpu" and ((lengths < 0) | (lengths > longest)).any():
                 raise ValueError(f"prefix.{name}: got {lengths.tolist()}; each must lie in 0..{longest}")
@@ -81,7 +82,7 @@ class Prefix:
     def padded(
         cls, rows: Sequence[Sequence[int]], prompt_lengths: Sequence[int] | None, device: torch.device
     ) -> Prefix:
-        """Do what ``of`` does, for lists that are known to hold token ids."""
+        """Return a prefix as ``of`` does, without a check of the lists."""
         longest = max(map(len, rows), default=0)
         tokens = torch.zeros(len(rows), longest, dtype=torch.int64, device="cpu")
         for padded, row in zip(tokens, rows, strict=True):
@@ -136,7 +137,7 @@ def process(
     lengths: Tensor | None = None,
     until_rejected: bool = False,
 ) -> tuple[Tensor, Rewind | None]:
-    """Apply the part of ``adjust`` that greedy decoding has too: bias, penalties, processors.
+    """Apply bias, penalties and processors, the part of ``adjust`` that greedy decoding needs, too.
 
     Args:
         logits: ``[B, n, V]``.
@@ -167,9 +168,9 @@ def process(
     integers("drafted", drafted, "an int64 tensor [B, g]")
     for name, tokens in (("prefix.tokens", prefix.tokens), ("drafted", drafted)):
         if tokens.shape[0] != B:
-            raise ValueError(f"{name}: got {tokens.shape[0]} rows; logits have {B}")
+            raise ValueError(f"{name}: got {tokens.shape[0]} rows; it must have {B}, as logits")
         if tokens.device != scores.device:
-            raise ValueError(f"{name}: is on {tokens.device}; logits are on {scores.device}")
+            raise ValueError(f"{name}: got a tensor on {tokens.device}; it must be on {scores.device}")
     if drafted.shape[1] < n - 1:
         raise ValueError(f"drafted: got {drafted.shape[1]} tokens a row; {n} positions need at least {n - 1}")
     _penalize(scores, rows, prefix, drafted[:, : n - 1])
@@ -179,7 +180,7 @@ def process(
 
 
 def warp(scores: Tensor, rows: list[SamplingParams]) -> Tensor:
-    """Apply the part of ``adjust`` that depends on the position alone.
+    """Apply the part of ``adjust`` that needs no prefix.
 
     That is temperature, top-k, top-p and min-p, or the argmax.
     """
@@ -261,7 +262,7 @@ def _add_bias(scores: Tensor, rows: list[SamplingParams]) -> None:
             continue
         beyond = [token for token in row.logit_bias if token >= V]
         if beyond:
-            raise ValueError(f"logit_bias: got token ids {beyond}; the vocabulary has {V} tokens")
+            raise ValueError(f"logit_bias: got token ids {beyond}; they must be in 0..{V - 1}")
         ids = on_device(list(row.logit_bias), torch.int64, scores.device)
         bias = on_device(list(row.logit_bias.values()), scores.dtype, scores.device)
         (scores if len(rows) == 1 else scores[b])[..., ids] += bias
@@ -298,7 +299,7 @@ def _change(scores: Tensor, tokens: Tensor, seen: Tensor, change: Callable[[Tens
     """Change, once, the score of each token seen at a position; ``tokens`` and ``seen`` are ``[B, n, L]``."""
     if not seen.shape[-1]:
         return
-    # A slot that is not seen repeats one that is, so that the same number is written twice.
+    # An entry that is not seen repeats one that is. Both write the same number.
     first = seen.to(torch.uint8).argmax(-1, keepdim=True)
     tokens = torch.where(seen, tokens, tokens.gather(-1, first))
     score = scores.gather(-1, tokens)
@@ -313,7 +314,7 @@ def _run_processors(
     lengths: Tensor | None,
     until_rejected: bool,
 ) -> Rewind:
-    """Apply each row's processors in place, in order of positions; return how to rewind their state."""
+    """Apply each row's processors in place, in order of positions; return a function that rewinds them."""
     B, n, _ = scores.shape
     prefix_lengths = prefix.row_lengths().tolist()
     counts = [n] * B if lengths is None else lengths.tolist()
@@ -351,7 +352,7 @@ def _run_processors(
 def _column(
     rows: list[SamplingParams], value: Callable[[SamplingParams], float], neutral: float, like: Tensor
 ) -> Tensor | None:
-    """Return one value per row as ``[B or 1, 1, 1]``, or None when it changes nothing anywhere."""
+    """Return one value per row as ``[B or 1, 1, 1]``, or None if all values are neutral."""
     values = [float(value(row)) for row in rows]
     if all(one == neutral for one in values):
         return None

@@ -30,9 +30,9 @@ class SamplingParams:
     The defaults leave the model's distribution as it is.
 
     A processor that keeps state in its own attributes serves a single sequence: give each sequence its own
-    ``sampling.fork()``. Speculation also shows it draft tokens that are then rejected. After each
-    verification its state is set back to where decoding without speculation would have left it. A processor
-    that several sequences share runs on a copy for each and keeps no state.
+    ``sampling.fork()``. Speculation also shows the processor draft tokens that are then rejected.
+    After each verification its state is set back to where decoding without speculation would have left it.
+    If several sequences share a processor, each sequence uses a copy of it, and no state is kept.
 
     Attributes:
         temperature: Divides the logits. 0 is greedy; ``top_k``, ``top_p`` and ``min_p`` then have no effect.
@@ -86,14 +86,14 @@ class SamplingParams:
 
     @property
     def neutral(self) -> bool:
-        """True if logits are not changed."""
+        """True if these parameters leave the logits as they are."""
         return (self.temperature, self.top_k, self.top_p, self.min_p, self.logit_bias) == (
             (1, 0, 1, 0, None)
         ) and not self.reads_prefix
 
     @property
     def shape(self) -> SamplingParams:
-        """The part that depends on the position alone: temperature, top-k, top-p and min-p."""
+        """Temperature, top-k, top-p and min-p alone: the part that needs no prefix."""
         return SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property

@@ -1,4 +1,4 @@
-"""Counter-based noise: a key in, the same bits out, on every device.
+"""Counter-based noise: equal keys give equal bits on every device.
 
 Every random number of a generation is a pure function of its key. It never depends on the batch index or on
 the order of calls, so a sequence's text does not depend on its neighbours. The words come from Philox4x32-10
@@ -44,7 +44,7 @@ Array = npt.NDArray[Any]
 Words = TypeVar("Words", int, Array, Tensor)
 Floats = TypeVar("Floats", float, Array, Tensor)
 
-WORD = 0xFFFFFFFF
+WORD = 0xFFFFFFFF  # mask of 32 bits
 CACHED = 1 << 13  # Philox blocks evaluated at a time on the CPU, so that intermediate arrays stay in cache
 STRETCH = 256  # tokens summed together in the inverse CDF over a large vocabulary
 LEAST = 1e-6  # a sum of float32 exponentials above this has dropped no token likelier than 1e-32
@@ -221,9 +221,9 @@ def accept_and_residual(
 def halves(
     seeds: Sequence[int], starts: Sequence[int], count: int, stream: Stream, level: int = 0
 ) -> list[list[tuple[float, float]]]:
-    """Return ``uniform`` of both streams of a block for the first positions of each sequence's step.
+    """Return the two uniforms of a Philox block for the first ``count`` positions of each sequence's step.
 
-    There are ``count`` positions. The numbers are plain floats, for callers that use them one by one.
+    The numbers are plain floats, for callers that use them one by one.
     """
     if len(seeds) * count <= HANDFUL:
         c3 = stream // 2 + (level << 8)
@@ -254,7 +254,7 @@ def _halves(key: Key) -> Tensor:
 
 
 def unit52(high: Floats, low: Floats) -> Floats:
-    """Return two 26-bit numbers as a uniform between 0 and 1, both excluded."""
+    """Return the uniform, strictly between 0 and 1, that two 26-bit numbers make."""
     return (high * 2.0**26 + low + 0.5) * 2.0**-52
 
 
@@ -317,7 +317,7 @@ def sample(weights: Tensor, u: Tensor) -> Tensor:
 
     The result is the first token whose running sum exceeds u times the total. A token of weight 0 is never
     sampled, since u is neither 0 nor 1. Over a large vocabulary the running sum first goes over stretches of
-    tokens, then over the stretch that u falls in.
+    tokens, then over the tokens of the stretch that u falls into.
     """
     B, V = weights.shape
     if V < 8 * STRETCH:
@@ -329,9 +329,9 @@ def sample(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _inverse(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entry that u falls in, and the place between the entry's edges.
+    """Return the entry that u falls into, and the position of u within that entry.
 
-    The place is again a uniform.
+    The position is again a uniform.
     """
     cdf = weights.cumsum(-1, dtype=torch.float64)
     level = u[:, None] * cdf[:, -1:]

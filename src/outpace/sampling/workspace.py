@@ -16,7 +16,10 @@ _workspace = threading.local()
 
 
 def reusable_buffer(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a view of this thread's CPU buffer of that name; it overwrites the previous call's contents."""
+    """Return this thread's CPU buffer ``name`` as a tensor of this shape and dtype.
+
+    All calls with one name share memory, so the next call invalidates the result of this one.
+    """
     buffer: Tensor | None = getattr(_workspace, name, None)
     size = math.prod(shape)
     if buffer is None or buffer.numel() < size or buffer.dtype is not dtype:
@@ -29,7 +32,7 @@ def reusable_buffer(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tens
 def softmax(logits: Tensor, name: str) -> Tensor:
     """Return the softmax over the last axis, at least in float32.
 
-    On the CPU a float32 or float64 result lies in the buffer of that name.
+    On the CPU, the result for float32 or float64 logits is in the reusable buffer ``name``.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if logits.device.type != "cpu" or dtype is not logits.dtype:

@@ -21,7 +21,7 @@ LANGUAGES = {
 
 
 @dataclass(frozen=True)
-class Task:
+class EvalTask:
     """A task: how to ask a model, and how to judge its answers.
 
     Attributes:
@@ -50,7 +50,7 @@ class Task:
     row_problem: Callable[[Item], str | None] = lambda item: None
 
 
-def task_of(name: str, languages: tuple[str, str] = ("en", "de")) -> Task:
+def task_of(name: str, languages: tuple[str, str] = ("en", "de")) -> EvalTask:
     """Return a task by its name.
 
     Args:
@@ -71,7 +71,9 @@ def task_of(name: str, languages: tuple[str, str] = ("en", "de")) -> Task:
         return text.replace("{from}", source).replace("{to}", target)
 
     encoder = {family: filled(text) for family, text in task.encoder.items()}
-    return Task(**{**vars(task), "chat": filled(task.chat), "bare": filled(task.bare), "encoder": encoder})
+    return EvalTask(
+        **{**vars(task), "chat": filled(task.chat), "bare": filled(task.bare), "encoder": encoder}
+    )
 
 
 def runner_problem(name: str, has_drafter: bool, greedy: bool) -> str | None:
@@ -137,8 +139,8 @@ def score_program(item: Item, text: str, normal: score.Normal) -> Judged:
     """Return whether a program passes the row's tests in the sandbox, and why not."""
     from outpace.tasks import sandbox
 
-    verdict = sandbox.run(program(item, text))
-    return {"passed": verdict.passed, "reason": verdict.reason, "stopped": verdict.stopped}
+    result = sandbox.run(program(item, text))
+    return {"passed": result.passed, "reason": result.reason, "stopped": result.stopped}
 
 
 def program(item: Item, answer: str) -> str:
@@ -232,8 +234,8 @@ def pass_rates(
 TASKS = {
     task.name: task
     for task in (
-        Task("asr", "", "", {}, 444, 1e3, (), score_transcript, word_error_rate),
-        Task(
+        EvalTask("asr", "", "", {}, 444, 1e3, (), score_transcript, word_error_rate),
+        EvalTask(
             "summarize",
             "Summarize the following text in a few sentences.\n\n{source}",
             "{source}\nSummary:",
@@ -245,7 +247,7 @@ TASKS = {
             mean_rouge,
             summary_problem,
         ),
-        Task(
+        EvalTask(
             "translate",
             "Translate this text from {from} to {to}. Answer with the translation alone.\n\n{source}",
             "{from}: {source}\n{to}:",
@@ -261,7 +263,7 @@ TASKS = {
             corpus_bleu,
             translation_problem,
         ),
-        Task(
+        EvalTask(
             "code",
             "Complete this Python function. Answer with the whole function in one block of code.\n\n"
             "```python\n{source}\n```",
@@ -274,7 +276,7 @@ TASKS = {
             pass_rates,
             tests_problem,
         ),
-        Task("specbench", "{source}", "{source}", {"": "{source}"}, 256, 1e4, (), no_scores, no_measure),
-        Task("dialog", "{source}", "{source}", {"": "{source}"}, 128, 1e4, (), no_scores, no_measure),
+        EvalTask("specbench", "{source}", "{source}", {"": "{source}"}, 256, 1e4, (), no_scores, no_measure),
+        EvalTask("dialog", "{source}", "{source}", {"": "{source}"}, 128, 1e4, (), no_scores, no_measure),
     )
 }

@@ -11,7 +11,7 @@ from outpace.bench.distance import effects
 from outpace.decoder import Decoder
 from outpace.draft.base import Draft
 from outpace.engine.logprobs import adjusted_logits
-from outpace.engine.sequence import Row
+from outpace.engine.sequence import SequenceState
 from outpace.sampling import Prefix, warp
 from outpace.verification import Verdict
 
@@ -39,7 +39,7 @@ class ProfilingDecoder(Decoder):
         self.positions, self.distance, self.known = 0, 0.0, True
         self.seconds, self.passes = 0.0, 0
 
-    def _verify(self, rows: list[Row], draft: Draft, logits: Tensor) -> Verdict:
+    def _verify(self, rows: list[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
         synchronize(logits.device)
         started_at = time.perf_counter()
         verdict = super()._verify(rows, draft, logits)
@@ -56,7 +56,7 @@ class ProfilingDecoder(Decoder):
         return verdict
 
     def _measure_distance(
-        self, rows: list[Row], draft: Draft, draft_logits: Tensor, logits: Tensor, verdict: Verdict
+        self, rows: list[SequenceState], draft: Draft, draft_logits: Tensor, logits: Tensor, verdict: Verdict
     ) -> None:
         samplings = [row.sampling for row in rows]
         prefix = None

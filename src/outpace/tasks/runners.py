@@ -15,7 +15,7 @@ from outpace.engine.stats import Stats
 from outpace.engine.text import chat_ids
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.sampling import SamplingParams
-from outpace.tasks.kinds import Task
+from outpace.tasks.kinds import EvalTask
 
 
 @dataclass
@@ -52,7 +52,7 @@ class RunSettings:
         with_log_probability: Whether to compute the target's log-probability of the first sample.
     """
 
-    task: Task
+    task: EvalTask
     sampling: SamplingParams
     max_new_tokens: int
     samples: int = 1

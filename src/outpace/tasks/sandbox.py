@@ -49,8 +49,8 @@ START = 60.0  # seconds that Python may take to start, on a busy machine
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The outcome of a program.
+class ProgramResult:
+    """The result of a program.
 
     Attributes:
         passed: Whether it ran to its end, as the sandbox worker confirmed.
@@ -65,8 +65,8 @@ class Outcome:
     stopped: bool = False
 
 
-def run(program: str, *, seconds: float = 5.0, memory: int = 1 << 30) -> Outcome:
-    """Run a program in the sandbox, and return its outcome.
+def run(program: str, *, seconds: float = 5.0, memory: int = 1 << 30) -> ProgramResult:
+    """Run a program in the sandbox, and return its result.
 
     A program passes if it raises nothing and does not exit early. It finds Python's own library, and no other
     packages.
@@ -77,7 +77,7 @@ def run(program: str, *, seconds: float = 5.0, memory: int = 1 << 30) -> Outcome
         memory: Bytes of address space, of which Python itself uses about 30 MB. macOS does not enforce this.
 
     Returns:
-        The outcome.
+        The result.
 
     Raises:
         OSError: The platform has no limits for processes.
@@ -106,7 +106,7 @@ def run(program: str, *, seconds: float = 5.0, memory: int = 1 << 30) -> Outcome
         with watcher.stdout as pipe:
             report = _Report(pipe.fileno(), token)
             try:
-                return _outcome(report, seconds)
+                return _result(report, seconds)
             finally:
                 _end(watcher, report)
 
@@ -160,7 +160,7 @@ class _Report:
         return verdict, reason
 
 
-def _outcome(report: _Report, seconds: float) -> Outcome:
+def _result(report: _Report, seconds: float) -> ProgramResult:
     try:
         first = report.line(START)
     except TimeoutError:
@@ -175,10 +175,10 @@ def _outcome(report: _Report, seconds: float) -> Outcome:
         verdict, reason = STOPPED, f"took longer than {seconds:g} s"
     elapsed = time.monotonic() - started_at
     if (verdict, reason) == (PASSED, ""):
-        return Outcome(True, "", elapsed)
+        return ProgramResult(True, "", elapsed)
     if verdict not in (FAILED, STOPPED) or not reason:
         raise RuntimeError(f"the sandbox gave no verdict: {verdict} {reason}")
-    return Outcome(False, reason, elapsed, verdict == STOPPED)
+    return ProgramResult(False, reason, elapsed, verdict == STOPPED)
 
 
 def _end(watcher: subprocess.Popen[bytes], report: _Report) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from outpace.bench.data import Item, category
 from outpace.engine.stats import Stats
 from outpace.tasks.journal import Key
-from outpace.tasks.kinds import Task
+from outpace.tasks.kinds import EvalTask
 from outpace.tasks.score import percentile
 
 Record = dict[str, Any]
@@ -20,7 +20,7 @@ NONE = "–"
 
 
 @dataclass(frozen=True)
-class Column:
+class RunnerColumn:
     """The results of one runner.
 
     Attributes:
@@ -30,7 +30,7 @@ class Column:
         failed: Reason of each row that failed, by row.
     """
 
-    task: Task
+    task: EvalTask
     runner: str
     done: dict[int, tuple[Item, Record]]
     failed: dict[int, str]
@@ -55,7 +55,7 @@ class Column:
         """The seconds of all rows together."""
         return float(sum(one["seconds"] for one in self.records))
 
-    def only(self, rows: Iterable[int]) -> Column:
+    def only(self, rows: Iterable[int]) -> RunnerColumn:
         """Return the same column with only some rows."""
         selected = set(rows)
         return replace(self, done={row: result for row, result in self.done.items() if row in selected})
@@ -105,19 +105,19 @@ class Column:
 
 
 def columns(
-    task: Task, items: Sequence[Item], records: dict[Key, Record], runners: Sequence[str]
-) -> list[Column]:
+    task: EvalTask, items: Sequence[Item], records: dict[Key, Record], runners: Sequence[str]
+) -> list[RunnerColumn]:
     """Return a column for each runner, from the records of a run."""
     found = []
     for runner in runners:
         by_row = {row: record for (name, row), record in sorted(records.items()) if name == runner}
         failed = {row: record["error"] for row, record in by_row.items() if "error" in record}
         done = {row: (items[row], record) for row, record in by_row.items() if row not in failed}
-        found.append(Column(task, runner, done, failed))
+        found.append(RunnerColumn(task, runner, done, failed))
     return found
 
 
-def table(found: Sequence[Column]) -> Table:
+def table(found: Sequence[RunnerColumn]) -> Table:
     """Return the lines of the table: quality first, then cost.
 
     Rows that failed with any runner are left out for all. A runner that failed at all rows is not compared.
@@ -136,13 +136,13 @@ def table(found: Sequence[Column]) -> Table:
     return lines
 
 
-def unfinished_rows(found: Sequence[Column]) -> set[int]:
+def unfinished_rows(found: Sequence[RunnerColumn]) -> set[int]:
     """Return the rows that some runner did not finish; runners that finished none do not count."""
     rows = {row for one in found for row in (*one.done, *one.failed)}
     return {row for one in found if one.done for row in rows - one.done.keys()}
 
 
-def cells(one: Column, baseline: Column | None) -> dict[str, str]:
+def cells(one: RunnerColumn, baseline: RunnerColumn | None) -> dict[str, str]:
     """Return the cells of a runner's column, by measure."""
     if not one.records:
         return {}
@@ -162,7 +162,7 @@ def cells(one: Column, baseline: Column | None) -> dict[str, str]:
     return {name: NONE if value is None else f"{value:{form}}" for name, (value, form) in values.items()}
 
 
-def by_category(found: Sequence[Column]) -> Table:
+def by_category(found: Sequence[RunnerColumn]) -> Table:
     """Return tokens per pass and throughput relative to no speculation, for each category.
 
     This is how Spec-Bench reports.
@@ -185,23 +185,23 @@ def by_category(found: Sequence[Column]) -> Table:
     return lines
 
 
-def speed(one: Column) -> float | None:
+def speed(one: RunnerColumn) -> float | None:
     """Return tokens per second over all rows; None if no time was measured."""
     return one.stats.new_tokens / one.seconds if one.seconds else None
 
 
-def ratio(one: Column, baseline: Column) -> float | None:
+def ratio(one: RunnerColumn, baseline: RunnerColumn) -> float | None:
     """Return throughput relative to decoding without speculation; None where it is unknown."""
     throughput, reference = speed(one), speed(baseline)
     return throughput / reference if throughput and reference else None
 
 
-def mean_speed(one: Column) -> float:
+def mean_speed(one: RunnerColumn) -> float:
     """Return the mean over rows of tokens per second, as Spec-Bench has it."""
     return fmean(record["stats"]["new_tokens"] / record["seconds"] for record in one.records)
 
 
-def failures(found: Sequence[Column], items: Sequence[Item]) -> list[str]:
+def failures(found: Sequence[RunnerColumn], items: Sequence[Item]) -> list[str]:
     """Return a line for each row that failed: its name, the runners, and why.
 
     A reason that all runners share is named once.
@@ -218,7 +218,7 @@ def failures(found: Sequence[Column], items: Sequence[Item]) -> list[str]:
     return lines
 
 
-def stopped(found: Sequence[Column]) -> list[str]:
+def stopped(found: Sequence[RunnerColumn]) -> list[str]:
     """Return a line for each program that was stopped; such programs count as failed."""
     return [f"{name} ({one.runner}): the program {reason}" for one in found for name, reason in one.stopped]
 

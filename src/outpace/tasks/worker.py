@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # importing typing takes a third of the start
     from collections.abc import Callable
     from typing import Any
 
-    Verdict = tuple[str, str]  # a word, and the reason
+    ProgramVerdict = tuple[str, str]  # a word, and the reason
 
 # Functions below look built-in names up in this copy, which no program can change.
 globals()["__builtins__"] = dict(vars(builtins))
@@ -48,12 +48,12 @@ def watch() -> None:
     os.dup2(1, REPORT, inheritable=False)
     write, leave = os.write, os._exit  # a program may replace those of the module
 
-    def line(verdict: Verdict) -> bytes:
+    def line(verdict: ProgramVerdict) -> bytes:
         return f"{token} {verdict[0]} {verdict[1]}\n".encode(errors="backslashreplace")
 
     lines = {verdict: line(verdict) for verdict in (RAN, FULL, UNKNOWN)}
 
-    def say(verdict: Verdict) -> None:
+    def say(verdict: ProgramVerdict) -> None:
         write(REPORT, lines.get(verdict) or line(verdict))
 
     inside = _enter_namespaces()
@@ -78,7 +78,7 @@ def watch() -> None:
     _say_end(child, say)
 
 
-def _say_end(child: int, say: Callable[[Verdict], None]) -> None:
+def _say_end(child: int, say: Callable[[ProgramVerdict], None]) -> None:
     """Wait for a process, and report how it ended; it has not passed unless it reported that before."""
     _, status = os.waitpid(child, 0)
     for cue in (signal.SIGTERM, signal.SIGALRM):
@@ -87,7 +87,7 @@ def _say_end(child: int, say: Callable[[Verdict], None]) -> None:
     say((FAILED, EARLY if code >= 0 else f"crashed ({signal.Signals(-code).name})"))
 
 
-def _run(program: str, seconds: int, memory: int, say: Callable[[Verdict], None]) -> None:
+def _run(program: str, seconds: int, memory: int, say: Callable[[ProgramVerdict], None]) -> None:
     import resource
 
     null = os.open(os.devnull, os.O_RDWR)
@@ -125,7 +125,7 @@ def _run(program: str, seconds: int, memory: int, say: Callable[[Verdict], None]
         say(FULL)
 
 
-def _verdict(error: BaseException) -> Verdict:
+def _verdict(error: BaseException) -> ProgramVerdict:
     """Return the verdict on a program that raised an exception, and the reason in one line."""
     try:
         word, reason = _reason(error)
@@ -137,7 +137,7 @@ def _verdict(error: BaseException) -> Verdict:
         return UNKNOWN
 
 
-def _reason(error: BaseException) -> Verdict:
+def _reason(error: BaseException) -> ProgramVerdict:
     kind = type(error)  # error.__class__ may say anything
     if issubclass(kind, MemoryError):
         return FULL

@@ -61,7 +61,7 @@ class DecoderSet:
                     decoder.drafter.reserve(1, capacity)
 
 
-class Costs:
+class StepCosts:
     """Measured costs, by precision and batch size.
 
     Args:
@@ -102,13 +102,13 @@ class Costs:
         """Time verification of several numbers of draft tokens, sampled or chosen as each drafter does."""
         max_tokens = max(one.n for one in self.passes[decoders.dtype, B])
         num_draft_tokens = sorted({g for g in (*VERIFIED, max_tokens - 1) if g < max_tokens})
-        sampled = sorted(
+        kinds = sorted(
             {cost.drafts_are_sampled(decoder, self._sampling) for decoder in decoders.by_draft.values()}
         )
         self._verification[decoders.dtype, B] = [
             one
-            for drawn in sampled
-            for one in cost.verification(decoders.baseline, num_draft_tokens, (B,), self._sampling, drawn)
+            for sampled in kinds
+            for one in cost.verification(decoders.baseline, num_draft_tokens, (B,), self._sampling, sampled)
         ]
 
     def time_drafting(self, decoders: DecoderSet, name: str, B: int = 1) -> None:
@@ -147,8 +147,8 @@ class Costs:
             alpha: Acceptance rate. It gives the chance that the step before accepted all draft tokens.
             B: Number of sequences of a step.
         """
-        drawn = cost.drafts_are_sampled(decoders.by_draft[name], self._sampling)
-        verification = [one for one in self._verification[decoders.dtype, B] if one.drawn == drawn]
+        sampled = cost.drafts_are_sampled(decoders.by_draft[name], self._sampling)
+        verification = [one for one in self._verification[decoders.dtype, B] if one.sampled == sampled]
         ms = target_ms(B, self.passes[decoders.dtype, B], verification)
         g = np.arange(len(ms))
         ms = ms + self._drafting[decoders.dtype, name, B].milliseconds(g, any_sequence(alpha**g, B))

@@ -1,4 +1,4 @@
-"""The choice of a candidate from measurements."""
+"""The recommendation of a candidate from measurements."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class MeasuredSpeedup:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The chosen candidate, with reasons.
+class Recommendation:
+    """The recommended candidate, with reasons.
 
     Attributes:
-        candidate: The chosen candidate.
-        reasons: Why each measured candidate was chosen, or not.
+        candidate: The recommended candidate.
+        reasons: Why each measured candidate is recommended, or not.
     """
 
     candidate: Candidate
@@ -75,17 +75,17 @@ def compare(rates: Rates, reference_rates: Rates) -> MeasuredSpeedup | None:
     return MeasuredSpeedup(ratio, interval, len(prompts))
 
 
-def choose(
+def recommend(
     rates: Mapping[Candidate, Rates], baseline_rates: Mapping[Candidate, Rates], reference: Candidate
-) -> Choice:
-    """Choose the fastest candidate that is surely faster than the baseline.
+) -> Recommendation:
+    """Recommend the fastest candidate that is surely faster than the baseline.
 
-    Of candidates that tie with the fastest, the simplest is chosen.
+    Of candidates that tie with the fastest, the simplest is recommended.
 
     Args:
         rates: Measured rates of each candidate.
         baseline_rates: Rates of the baseline in the same rounds, for each candidate.
-        reference: The baseline, which is chosen if no candidate is surely faster.
+        reference: The baseline, which is recommended if no candidate is surely faster.
     """
     speedups = {
         candidate: speedup
@@ -97,7 +97,7 @@ def choose(
         candidate: _why_not(speedup) for candidate, speedup in speedups.items() if candidate not in sure
     }
     if not sure:
-        return Choice(reference, reasons)
+        return Recommendation(reference, reasons)
     fastest = _fastest(sure, rates)
     tied = [fastest, *(one for one in sure if one != fastest and _ties(rates[one], rates[fastest]))]
     chosen = min(tied, key=lambda one: (one.complexity, -speedups[one].ratio))
@@ -116,18 +116,20 @@ def choose(
         else:
             reason = f"not shown to be as fast as {chosen_name}"
         reasons[candidate] = reason
-    return Choice(chosen, reasons)
+    return Recommendation(chosen, reasons)
 
 
-def verdict(choice: Choice, speedups: Mapping[Candidate, MeasuredSpeedup], reference: Candidate) -> str:
+def verdict(
+    recommendation: Recommendation, speedups: Mapping[Candidate, MeasuredSpeedup], reference: Candidate
+) -> str:
     """Return the result in a sentence.
 
     Args:
-        choice: The chosen candidate.
+        recommendation: The recommended candidate.
         speedups: Measured speedups of all candidates.
         reference: The baseline that the candidates were compared with.
     """
-    chosen = choice.candidate
+    chosen = recommendation.candidate
     if chosen in speedups:
         speedup = f"{speedups[chosen]} times as fast as the baseline"
         prompts = f"measured with {speedups[chosen].prompts} prompts"

@@ -1,4 +1,4 @@
-"""All measurements of the candidates at any moment of a tuning, and the choice that follows."""
+"""All measurements of the candidates at any moment of a tuning, and the recommendation that follows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from outpace.bench.estimate import Floats, estimate
 from outpace.tune.candidate import Candidate, CandidateResult, baseline
-from outpace.tune.decision import Choice, MeasuredSpeedup, choose, verdict
+from outpace.tune.decision import MeasuredSpeedup, Recommendation, recommend, verdict
 from outpace.tune.race import Record
 from outpace.tune.replay import ExpectedSpeedup
 
@@ -17,7 +17,7 @@ UNMEASURED = "no whole text was measured yet"
 
 
 class Findings:
-    """All measurements so far, and the choice.
+    """All measurements so far, and the recommendation.
 
     Args:
         reference: The baseline that the candidates are compared with.
@@ -32,7 +32,7 @@ class Findings:
         unmeasured_reason: Why no whole text was measured, if none was.
         record: Measurements with whole texts.
         larger_batches: Results of the chosen candidate with larger batches.
-        choice: The choice so far.
+        recommendation: The recommendation so far.
     """
 
     def __init__(self, reference: Candidate) -> None:
@@ -45,7 +45,7 @@ class Findings:
         self.unmeasured_reason = UNMEASURED
         self.record = Record()
         self.larger_batches: list[CandidateResult] = []
-        self.choice = Choice(reference, {})
+        self.recommendation = Recommendation(reference, {})
 
     def add(self, *candidates: Candidate) -> None:
         """Add candidates, except those that were added before."""
@@ -78,8 +78,8 @@ class Findings:
         return sorted(remaining, key=lambda one: -self.expected.get(one, (1.0, None))[0])
 
     def decide(self) -> None:
-        """Choose a candidate from the measurements so far."""
-        self.choice = choose(self.record.rates, self.record.baseline_rates, self.reference)
+        """Recommend a candidate from the measurements so far."""
+        self.recommendation = recommend(self.record.rates, self.record.baseline_rates, self.reference)
 
     def measured(self) -> dict[Candidate, MeasuredSpeedup]:
         """Return the measured speedup of each candidate that has one."""
@@ -95,7 +95,7 @@ class Findings:
 
     def chosen(self) -> CandidateResult:
         """Return the result of the chosen candidate."""
-        return self._result(self.choice.candidate)
+        return self._result(self.recommendation.candidate)
 
     def nearest_fixed(self) -> int | None:
         """Return the chosen num_draft_tokens as a number, for libraries without a draft-length policy.
@@ -104,7 +104,7 @@ class Findings:
             The number, or that of the fastest fixed candidate with the same draft; None if none is known to
             pay.
         """
-        chosen = self.choice.candidate
+        chosen = self.recommendation.candidate
         if chosen.num_draft_tokens.isdecimal():
             return int(chosen.num_draft_tokens)
         ratios = {candidate: ratio for candidate, (ratio, _) in self.expected.items()}
@@ -125,7 +125,7 @@ class Findings:
         Returns:
             The batch size; None if the choice is no speculation, or if no larger batch was measured.
         """
-        if self.choice.candidate.is_baseline or not self.larger_batches:
+        if self.recommendation.candidate.is_baseline or not self.larger_batches:
             return None
         largest = 1
         for result in self.larger_batches:
@@ -140,7 +140,7 @@ class Findings:
         if undecided is not None:
             return f"Whether it pays is not known: {undecided}."
         if measured:
-            return verdict(self.choice, measured, self.reference)
+            return verdict(self.recommendation, measured, self.reference)
         if not self.dropped:
             return "Do not speculate: no draft was named."
         which = "no draft that could be measured" if self.skipped else "no draft"
@@ -175,7 +175,7 @@ class Findings:
     def _result(self, candidate: Candidate) -> CandidateResult:
         expected, interval = self.expected.get(candidate, (None, None))
         speedup = self.record.speedup(candidate)
-        reasons = (self.choice.reasons, self.record.dropped, self.dropped, self.skipped)
+        reasons = (self.recommendation.reasons, self.record.dropped, self.dropped, self.skipped)
         why = next((some[candidate] for some in reasons if candidate in some), "")
         if candidate == self.reference:
             expected, why = 1.0, "this is the baseline"

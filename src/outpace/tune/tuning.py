@@ -23,7 +23,7 @@ from outpace.draft.ngram import NGramDrafter
 from outpace.sampling import SamplingParams
 from outpace.tune.budget import Budget
 from outpace.tune.candidate import NGRAM, Candidate, CandidateResult, baseline
-from outpace.tune.costs import Costs, DecoderSet
+from outpace.tune.costs import DecoderSet, StepCosts
 from outpace.tune.decision import MIN_PROMPTS
 from outpace.tune.findings import MIN_SPEEDUP, Findings
 from outpace.tune.race import Race
@@ -89,7 +89,7 @@ class Tuning:
         hold_back = fit_ngram and len(shuffled) >= 2 * MIN_PROMPTS
         self.ngram_prompts = shuffled[1::2] if hold_back else []
         self.prompts = (shuffled[::2] if hold_back else shuffled)[:MAX_PROMPTS]
-        self.costs, self.findings = Costs(plan.sampling), Findings(baseline(decoder_sets[0].dtype))
+        self.costs, self.findings = StepCosts(plan.sampling), Findings(baseline(decoder_sets[0].dtype))
         self.ngram: NGramDrafter | None = None
         self.max_new_tokens = plan.max_new_tokens
         for decoders in decoder_sets:
@@ -243,7 +243,7 @@ class Tuning:
 
     def compare_rules(self) -> None:
         """Compare the rules block and token with the chosen candidate, where they differ."""
-        chosen = self.findings.choice.candidate
+        chosen = self.findings.recommendation.candidate
         if not chosen.is_baseline and cost.drafts_are_sampled(self._decoder(chosen), self.plan.sampling):
             block = Candidate(chosen.draft, chosen.num_draft_tokens, "block", chosen.dtype)
             self.findings.add(block)
@@ -268,7 +268,7 @@ class Tuning:
 
     def expect_larger_batches(self) -> None:
         """Compute the expected speedup of the chosen candidate with larger batches."""
-        chosen = self.findings.choice.candidate
+        chosen = self.findings.recommendation.candidate
         texts = self.findings.beta.get(chosen.draft)
         found = estimate(texts) if texts is not None else None
         if chosen.is_baseline or texts is None or found is None:

@@ -1,6 +1,6 @@
-"""Verification: p, q and draft tokens in; the accepted length and the next token out.
+"""Verification of draft tokens: how many are accepted, and which token follows them.
 
-It is pure: no models, no caches.
+The inputs are draft tokens and the logits of draft and target. No models and no KV caches are involved.
 """
 
 from outpace.verification.block import Block as Block

@@ -1,6 +1,6 @@
 """Checks of the arguments of ``outpace.verify``.
 
-Each error names the argument, its value and what fits. Values on another device are not read, because the
+Each error names the argument, its value and the values that fit. Values on a GPU are not read, because the
 host would have to wait. There, a row with a value out of range is flagged as bad instead.
 """
 
@@ -47,10 +47,14 @@ def shapes(
     for name, tensor, shape in expected:
         if tensor.shape != shape:
             raise ValueError(
-                f"{name}: got shape {_shape(tensor)}; target_logits {_shape(target_logits)} asks for {shape}"
+                f"{name}: got shape {_shape(tensor)}; it must be {shape} with target_logits "
+                f"{_shape(target_logits)}"
             )
         if tensor.device != target_logits.device:
-            raise ValueError(f"{name}: is on {tensor.device}; target_logits are on {target_logits.device}")
+            raise ValueError(
+                f"{name}: got a tensor on {tensor.device}; it must be on {target_logits.device}, as "
+                "target_logits"
+            )
     return B, g
 
 
@@ -96,8 +100,7 @@ def tokens(draft_tokens: Tensor, counts: Tensor | None, vocab_size: int) -> tupl
     low, high = map(int, torch.aminmax(ids)) if ids.numel() else (0, 0)
     if low < 0 or high >= vocab_size:
         raise ValueError(
-            f"draft_tokens: got token id {low if low < 0 else high}; "
-            f"with {vocab_size} logits ids lie in 0..{vocab_size - 1}"
+            f"draft_tokens: got token id {low if low < 0 else high}; it must be in 0..{vocab_size - 1}"
         )
     return ids, None
 
@@ -105,21 +108,26 @@ def tokens(draft_tokens: Tensor, counts: Tensor | None, vocab_size: int) -> tupl
 def cut(
     value: tuple[Tensor, Tensor], draft_lse: Tensor | None, draft_params: object, draft_tokens: Tensor
 ) -> None:
-    """Check the cut of the draft.
-
-    A cut says which logits a sampling's filters leave. It needs that sampling and the logsumexp.
-    """
+    """Check ``draft_cut``, which needs ``draft_lse`` and ``draft_sampling``."""
     if draft_lse is None or draft_params is None:
-        raise ValueError("draft_cut: given without draft_lse and draft_sampling, which it belongs to")
-    if len(value) != 2 or not all(isinstance(one, Tensor) for one in value):
-        raise TypeError("draft_cut: got no pair of tensors; it must be cut and tie, as `sample` gives them")
+        raise ValueError("draft_cut: given without draft_lse or draft_sampling; pass all three")
+    if (
+        not isinstance(value, tuple | list)
+        or len(value) != 2
+        or not all(isinstance(one, Tensor) for one in value)
+    ):
+        raise TypeError(
+            f"draft_cut: got {type(value).__name__}; it must be a pair of tensors, cut and tie of `sample`"
+        )
     for name, one, dtype in zip(("cut", "tie"), value, (torch.float32, torch.int32), strict=True):
         if one.device != draft_tokens.device:
-            raise ValueError(f"draft_cut: {name} is on {one.device}; the others are on {draft_tokens.device}")
+            raise ValueError(
+                f"draft_cut: got {name} on {one.device}; it must be on {draft_tokens.device}, as draft_tokens"
+            )
         if one.shape != draft_tokens.shape or one.dtype is not dtype:
             raise ValueError(
                 f"draft_cut: got {name} of {one.dtype} {tuple(one.shape)}; it must be {dtype} "
-                f"{tuple(draft_tokens.shape)}, as `sample` gives it"
+                f"{tuple(draft_tokens.shape)}, as `sample` returns it"
             )
 
 
@@ -134,9 +142,11 @@ def prefix(
     elif not isinstance(value, Prefix):
         value = Prefix.of(value, device=device)
     if value.tokens.shape[0] != rows:
-        raise ValueError(f"prefix: got {value.tokens.shape[0]} rows; target_logits have {rows}")
+        raise ValueError(f"prefix: got {value.tokens.shape[0]} rows; it must have {rows}, as target_logits")
     if value.tokens.device != device:
-        raise ValueError(f"prefix: is on {value.tokens.device}; target_logits are on {device}")
+        raise ValueError(
+            f"prefix: got a tensor on {value.tokens.device}; it must be on {device}, as target_logits"
+        )
     return value
 
 
@@ -163,8 +173,8 @@ def position(
             before, where = positions.device.type != "cpu" or bool(positions.any()), f"{positions.tolist()}"
         if before:
             raise ValueError(
-                "prefix: missing; the sampling has penalties or processors, which read the tokens before "
-                f"position {where}"
+                f"prefix: missing; it must hold the tokens before position {where}, because penalties and "
+                "processors of the sampling read them"
             )
     return positions
 

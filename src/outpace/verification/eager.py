@@ -1,7 +1,7 @@
 """Rules in batched PyTorch: any device, any float dtype, no host synchronization off the CPU.
 
-Shapes: B rows, g draft tokens, V vocabulary entries. Row b has ``lengths[b]`` <= g draft tokens, and what
-lies past them is ignored. p is the target's distribution and q the draft's, both a softmax of adjusted
+Shapes: B rows, g draft tokens, V vocabulary entries. Row b has ``lengths[b]`` <= g draft tokens, and
+later entries are ignored. p is the target's distribution and q the draft's, both a softmax of adjusted
 logits.
 """
 
@@ -18,8 +18,7 @@ from outpace.sampling.workspace import reusable_buffer, softmax
 from outpace.verification.block import Block, SampledTokens, Verdict
 from outpace.verification.rules import Rule
 
-# Logits handled at a time on the CPU, in a workspace that is reused.
-PIECE = 3 << 20
+PIECE = 3 << 20  # logits processed at a time on the CPU, in a reused workspace
 LARGE_VOCAB = 2048  # vocabulary size from which Python code per row costs less than sums over all rows
 
 Outcome = tuple[Tensor, Tensor, Tensor]
@@ -61,12 +60,12 @@ def decide(block: Block, rule: Rule, lenience: float, r: Tensor, u: Tensor) -> t
     elif rule.name == "rejection":
         accepted, weights, bad = rejection(block, r)
     else:
-        raise ValueError(f"rule: got {rule}, which has no eager form")
+        raise ValueError(f"rule: got {rule}; it must be token, block, sigmoid or rejection")
     return accepted, random.sample(weights, u.gather(1, accepted[:, None]).squeeze(1)), bad
 
 
 def pieces(logits: Tensor) -> list[slice]:
-    """Return the rows to handle at a time: as few pieces as ``PIECE`` allows, of about equal size."""
+    """Return slices of rows to process at a time: as few as ``PIECE`` allows, of about equal size."""
     B = logits.shape[0]
     if logits.device.type != "cpu" or B < 2:
         return [slice(0, B)]
@@ -125,7 +124,7 @@ def token_by_row(block: Block, lenience: float) -> tuple[Tensor, Tensor, Tensor]
         elif n < length:  # a point mass, at the rejected token
             p[tokens[n]] = 0
         token = 0 if bad else random.sample_one(p, uniforms[b][n][1])
-        if not bad and not p[token]:  # p and q equal up to rounding leave no residual; p is as good
+        if not bad and not p[token]:  # p equals q up to rounding, so there is no residual: sample from p
             token = random.sample_one(upcast(block.target_logits[b, n]).softmax(-1), uniforms[b][n][1])
         ends.append((n, token, bad))
     accepted, next_token, unusable = zip(*ends, strict=True)
@@ -191,7 +190,7 @@ def joint(block: Block, r: Tensor) -> Outcome:
     else:
         left = (p[:, 1:g] * carry[:, 1:g, None].to(p.dtype)).sub_(q[:, 1:]).clamp_(min=0)
         left = left.sum(-1, dtype=torch.float64)
-    # No residual and no rejection left: such a prefix may always be accepted.
+    # Without a residual, and with carry 1, a prefix is always accepted.
     free = (left == 0) & (carry[:, 1:g] == 1)
     h = torch.where(free, 1.0, left / (left + (1 - carry[:, 1:g])))
     h = torch.cat((h, carry[:, g:]), dim=1)  # [B, g], the test of prefixes 1..g
@@ -329,7 +328,7 @@ def residual(
         weights = weights.scatter(1, token, weights.gather(1, token).masked_fill_(rejected, 0))
     else:
         weights = (weights - q.mul_(rejected)).clamp_(min=0)
-    # p and q equal up to rounding leave no residual; then p is as good.
+    # If p equals q up to rounding, there is no residual. Then p is used.
     empty = weights.sum(-1, keepdim=True) == 0
     if empty.device.type == "cpu" and not empty.any():
         return weights
@@ -351,7 +350,7 @@ def draft_softmax(block: Block) -> Tensor | None:
     if block.draft_lse is None:
         return softmax(block.draft_logits, "q")
     logits = upcast(block.draft_logits)
-    high = block.draft_lse.to(logits.dtype)  # in two parts: a large number has few digits for the rest
+    high = block.draft_lse.to(logits.dtype)  # two parts, since float32 rounds a large logsumexp too much
     low = (block.draft_lse - high).to(logits.dtype)
     return (logits - high[..., None] - low[..., None]).exp_()
 
@@ -409,7 +408,7 @@ def listed(numbers: Tensor | int, rows: int) -> list[int]:
 
 
 def unusable(logits: Tensor) -> Tensor:
-    """Return positions without a softmax: the maximum is NaN, +inf, or -inf."""
+    """Return a mask of positions without a softmax: the maximum is NaN, +inf or -inf."""
     return ~logits.amax(-1).isfinite()
 
 
@@ -421,7 +420,7 @@ def no_softmax(block: Block, p: Tensor, q: Tensor | None) -> Tensor:
     bad = p[..., 0].isnan()
     if q is not None:
         bad[:, :-1] |= q[..., 0].isnan() & block.drafted
-    if block.draft_lse is not None and block.draft_logits is not None:  # then q is no softmax
+    if block.draft_lse is not None and block.draft_logits is not None:  # then q is not a softmax
         bad[:, :-1] |= (unusable(block.draft_logits) | ~block.draft_lse.isfinite()) & block.drafted
     return bad
 

@@ -1,8 +1,8 @@
 """Entry points of verification: ``verify``, ``sample`` and ``verify_block``.
 
-They check arguments, adjust logits, and run the eager or the fused form of a rule. ``rules`` says what each
-rule guarantees. ``oracle`` follows the text of the papers. ``eager`` has the rules in batched PyTorch. On
-CUDA, ``triton`` and its ``kernels`` replace it.
+They check arguments, adjust logits, and run the eager or the fused form of a rule. ``rules`` lists the
+guarantees of each rule. ``oracle`` follows the text of the papers. ``eager`` has the rules in batched
+PyTorch. On CUDA, ``triton`` and its ``kernels`` replace ``eager``.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def sample(
 ) -> SampledTokens:
     """Sample one draft token per row from logits ``[B, V]``, on CUDA in one launch.
 
-    The uniform is that of the draft stream. The token is the first one whose running sum exceeds it. Stack
+    The token is the first one whose running sum of probabilities exceeds a uniform of the draft stream. Stack
     the ``tokens``, ``lse`` and ``(cut, tie)`` of g draft steps for ``verify``.
 
     Args:
@@ -175,7 +175,7 @@ def sample(
     rows = None if sampling is None else per_row(sampling, B)
     if _reads_tokens(rows):
         raise ValueError(
-            "sampling: has penalties, bias or processors; `outpace.sampling.adjust` applies them"
+            "sampling: got penalties, bias or processors; apply them before with `outpace.sampling.adjust`"
         )
     seeds = int_or_row_integers("seed", seed, B, device, -(2**63), 2**64 - 1)
     starts = int_or_row_integers("position", position, B, device, 0, 2**32 - 1)
@@ -197,7 +197,7 @@ def verify_block(
 ) -> Verdict:
     """Run ``verify`` without its checks.
 
-    It adjusts the block's logits, applies the rule, and sets the state of processors back.
+    It adjusts the block's logits, applies the rule, and rewinds the state of processors.
 
     Args:
         block: Draft tokens and logits.
@@ -274,15 +274,18 @@ def _kernels() -> Any:
 
 
 def _reads_tokens(*samplings: list[SamplingParams] | None) -> bool:
-    """Return whether logits are adjusted before temperature.
+    """Return whether a sampling has bias, penalties or processors.
 
-    Such an adjustment may depend on the draft tokens.
+    The kernels do not apply these. ``process`` applies them before the kernels run.
     """
     return any(one.logit_bias or one.reads_prefix for rows in samplings for one in rows or ())
 
 
 def _can_adjust(rows: list[SamplingParams], rule: Rule) -> bool:
-    """Return whether the kernels can do what ``warp`` does."""
+    """Return whether the kernels can apply temperature and filters, in place of ``warp``.
+
+    They cannot apply temperature 0 with rule sigmoid.
+    """
     return rule.exact or not any(one.greedy for one in rows)
 
 

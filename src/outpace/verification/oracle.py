@@ -71,7 +71,7 @@ def token(
 def greedy(tokens: Sequence[int], p: Sequence[Row], lenience: float = 1.0) -> tuple[int, int]:
     """Apply Leviathan A.5 to a greedy target: accept x while p(x) >= l max p.
 
-    p is the distribution before standardizing.
+    p is the target's distribution before the argmax.
     """
     for i, x in enumerate(tokens):
         best = max(range(len(p[i])), key=p[i].__getitem__)
@@ -88,7 +88,7 @@ def block(
     g = len(tokens)
     if q is None:
         q = point_masses(tokens, len(p[0]))
-    carry = [1.0]  # p_0, p_1, ... of the paper
+    carry = [1.0]  # p_0, p_1, ... in the paper
     for i, x in enumerate(tokens):
         if carry[i] == 0 or p[i][x] == 0:
             carry.append(0.0)

@@ -1,14 +1,15 @@
 """Verification rules, and what each one guarantees about the output.
 
-- ``token``: exactly p. It accepts E[Σ min(p, q)] of the draft tokens one by one, the most that any such rule
-  can. With lenience l < 1, no token exceeds p(x)/l, and Σ min(p/l, q) are accepted.
+- ``token``: exactly p. It decides about draft tokens one by one. Its acceptance rate E[Σ min(p, q)] is the
+  highest possible for such a rule. With lenience l < 1 the rate is E[Σ min(p/l, q)], and no token's
+  probability exceeds p(x)/l.
 - ``block``: exactly p. It decides about all draft tokens together, and on average never accepts fewer than
   ``token``.
-- ``match``: exactly p, and the very tokens that decoding without speculation samples with the same seed.
+- ``match``: exactly p. With the same seed, it gives the same tokens as decoding without speculation.
 - ``sigmoid``: not p. It is an approximation that accepts nearly every draft token. It is never the default.
 - ``rejection``: exactly p. It accepts fewer than ``token`` and is for comparison only.
 
-docs/design/verification.md derives them.
+docs/design/verification.md derives these guarantees.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from outpace.checks.errors import suggestion
 
 OFFERED = ("token", "block", "match")
 NAMES = (*OFFERED, "rejection")  # the last one only for comparison
-KNOWN = f'known are {", ".join(OFFERED)} and "sigmoid(ALPHA, BETA)"'
+KNOWN = f'it must be {", ".join(OFFERED)} or "sigmoid(ALPHA, BETA)"'
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def parse(rule: Rule | str) -> Rule:
     if isinstance(rule, Rule):
         return rule
     if not isinstance(rule, str):
-        raise TypeError(f"rule: got {rule!r}; it must be a name or a Rule")
+        raise TypeError(f"rule: got {rule!r}; it must be the name of a rule, or a Rule")
     if rule in _named:
         return _named[rule]
     call = re.fullmatch(r"sigmoid\(\s*([^,\s]+)\s*,\s*([^,\s]+)\s*\)", rule)

@@ -21,12 +21,12 @@ from outpace.verification.rules import Rule
 
 # Low bits that are 0 when a number of the dtype is stored as float32
 SHIFTS = {torch.float16: 13, torch.bfloat16: 16, torch.float32: 0}
-BLOCKS = 512  # blocks of the last launch, at most twice as many: more would run one after another
-CHUNKS = 64  # chunks of a split, whose maxima are stored
+BLOCKS = 512  # desired blocks of the last launch; there are at most twice as many
+CHUNKS = 64  # chunks of a split; the maximum of each is stored
 SCAN_TILE = 2048  # tokens of listed chunks that a block loads at once
-MAX_LISTED = 256  # tokens that a list of survivors holds
+MAX_LISTED = 256  # capacity of a row's list of surviving tokens
 ROW_TILE = 8192  # tokens that a block loads at once in a pass over a whole row
-UNCHANGED, TEMPERED, CUT = 0, 1, 2  # how far the kernels adjust logits
+UNCHANGED, TEMPERED, CUT = 0, 1, 2  # the kernels apply: nothing; temperature; temperature and filters
 
 
 @functools.cache
@@ -56,14 +56,14 @@ class KernelSampling(NamedTuple):
     The four numbers of a row are temperature, top_k (0: all), 1 - top_p (-1: all) and min_p.
 
     Attributes:
-        level: Adjustment that the kernels make: ``PLAIN``, ``TEMPERED`` or ``CUT``.
+        level: Adjustment that the kernels make: ``UNCHANGED``, ``TEMPERED`` or ``CUT``.
         greedy: True if any row may be greedy.
         per_row: Four numbers of each row, flat, or None if all rows share them.
         shared: Four numbers that all rows share.
     """
 
     level: int
-    greedy: bool  # whether any row may be greedy
+    greedy: bool
     per_row: Tensor | None
     shared: tuple[float, float, float, float]
 
@@ -120,7 +120,7 @@ def verify(
     p, q = KernelSampling.of(sampling, V, device), NO_ADJUSTMENT
     has_q = draft is not None
     if draft is None:
-        draft = target  # anything: it is not read
+        draft = target  # a placeholder, never read
     else:
         q = KernelSampling.of(draft_sampling, V, device)
     samples_target = rule.name == "match" or g == 0
@@ -146,7 +146,7 @@ def verify(
     invalid, ragged = block.invalid, lengths is not None
     strides = (B, g, V, splits, *target.stride()[:2], *draft.stride()[:2])
     outputs = (accepted, next_token, bad)
-    # All that Triton specializes or selects a kernel by
+    # Everything that Triton specializes or selects a kernel by
     key = (
         rule.name, target.dtype, draft.dtype, strides, ragged, p[:2], p.per_row is None, q[:2],
         q.per_row is None,
@@ -213,7 +213,7 @@ def sample(
     level: int = 0,
     node: int = 0,
 ) -> SampledTokens:
-    """Sample a draft token from each row of ``[B, V]``, ``step`` positions after the step's start."""
+    """Sample a draft token from each row of ``[B, V]``: see ``outpace.verification.sample``."""
     B, V = logits.shape
     device = logits.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -259,9 +259,9 @@ def launch(
 ) -> None:
     """Run a kernel.
 
-    From the second time on, it skips Triton's dispatch, which takes longer than the kernel.
+    From the second launch with a key on, Triton's dispatch is skipped. It takes longer than the kernel.
     """
-    name = kernel.__name__, programs, key  # a kernel's own hash takes longer than all of this
+    name = kernel.__name__, programs, key  # hashing the kernel itself takes longer than this function
     runner = _runners.get(name)
     if runner is not None:
         runner(*args, *constants)

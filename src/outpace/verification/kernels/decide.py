@@ -1,15 +1,16 @@
-"""Rules as fused Triton kernels: straight from 16-bit logits, two launches, no waiting host.
+"""Rules as fused Triton kernels on float16, bfloat16 or float32 logits, without host synchronization.
 
-Every row of logits is divided into splits. Their size depends on V alone, so a row's verdict does not depend
-on its neighbours.
+There are two launches, or four with top-k, top-p or min-p. Every row of logits is divided into splits. Their
+size depends on V alone, so a row's verdict does not depend on its neighbours.
 
 The first kernel, ``scan``, reads the drafted positions once. It stores the maximum and the sum of
-exponentials of each split. In the second, ``finish``, every block combines these numbers, a few hundred in a
-fixed order. So it knows how many draft tokens are accepted. It then sums the weights of its split of the one
-row that the next token comes from. The last block to finish samples the token.
+exponentials of each split. In the last kernel, ``finish``, every block combines these numbers, a few hundred
+in a fixed order. So it knows how many draft tokens are accepted. It then sums the weights of its split of the
+one row that the next token comes from. The last block to finish samples the token.
 
-With top-k, top-p or min-p, ``narrow`` and ``widen`` find each row's cut between the two. Each kernel clears
-the workspace of the next. So there is no state between calls, and all can be captured in a CUDA graph.
+With top-k, top-p or min-p, ``narrow`` and ``widen`` find each row's cut between the two. ``scan`` also sets
+the counters of ``finish`` to 0. So there is no state between calls, and a CUDA graph can capture all
+launches.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def scan(
 ):  # fmt: skip
     """Store maximum, sum of exponentials and argmax of every split, and the maxima of its chunks.
 
-    p rows come first, then q rows. Rows are the drafted positions. Where they are cut, the target's position
-    after them is a row, too.
+    Rows of p come first, then rows of q, one for each drafted position. If p has filters, the position after
+    the draft tokens is a row of p, too.
     """
     P = g
     if ADJUST == CUT:
@@ -105,10 +106,10 @@ def scan(
 
 @triton.jit
 def cut_row(lengths, B, g, P, skipped, LENGTHS: tl.constexpr):
-    """Return the row that a block cuts.
+    """Return the row whose cut this block finds.
 
-    It returns the row's index, sequence and position, whether it is the draft's, and whether there is
-    anything in it.
+    The results are the row's index, sequence and position, whether it is the draft's, and whether the
+    sequence has that position.
     """
     row = tl.program_id(0) + skipped
     b, i, is_draft = locate_row(row, B, g, P)
@@ -129,9 +130,9 @@ def narrow(
     LENGTHS: tl.constexpr,
     ADJUST: tl.constexpr, ADJUST_Q: tl.constexpr, SHIFT: tl.constexpr, SHIFT_Q: tl.constexpr,
 ):  # fmt: skip
-    """Store the statistics of every row that is cut, with one block per row, the target's first.
+    """Store the statistics of every row that has filters, with one block per row, the target's rows first.
 
-    The first ``skipped`` rows are not cut.
+    The first ``skipped`` rows have no filters.
     """
     P = g
     if ADJUST == CUT:
@@ -222,7 +223,7 @@ def widen(
 
 @triton.jit
 def is_bad_row(unusable, bad_token, bad_length, invalid, b, HAS_INVALID: tl.constexpr):
-    """Return whether a row is bad, by logits that its verdict depends on or by its inputs."""
+    """Return whether a row is bad: by unusable logits that its verdict depends on, or by its inputs."""
     is_bad = (tl.sum((unusable | bad_token).to(tl.int32), axis=0) > 0) | bad_length
     if HAS_INVALID:
         is_bad |= tl.load(invalid + b) != 0
@@ -335,7 +336,7 @@ def finish(
         if ADJUST_Q == CUT and not HAS_CUT:
             bad_q |= ~(tl.abs(q_log_sum) < float("inf"))  # a cut hides NaN and +inf
         if HAS_LSE:
-            # In two parts, since a large number swallows the digits of what it is relative to
+            # As a sum of two float32, since one alone rounds a large logsumexp too much
             q_max_logit = lse.to(tl.float32)
             q_log_sum = (lse - q_max_logit.to(tl.float64)).to(tl.float32)
             bad_q |= ~(tl.abs(q_max_logit) < float("inf"))
@@ -368,8 +369,8 @@ def finish(
     unusable &= drafted
     px64, qx64 = px.to(tl.float64), qx.to(tl.float64)
 
-    carry = tl.full([G], 1.0, tl.float64)  # rule block: probability that the first i may be accepted
-    after = tl.full([G], 1.0, tl.float64)  # and the first i + 1
+    carry = tl.full([G], 1.0, tl.float64)  # rule block: probability that the first i may be accepted,
+    after = tl.full([G], 1.0, tl.float64)  # and that the first i + 1 may be
     n = length
     if RULE == BLOCK:
         n = row % rows
@@ -392,13 +393,13 @@ def finish(
     q_max_logit_n, q_log_sum_n = pick(q_max_logit, i, n), pick(q_log_sum, i, n)
     q_cut_n, q_tie_n = pick(q_cut, i, n), pick(q_tie, i, n)
     p_cut_n, p_tie_n = 0.0, 0
-    spread: tl.constexpr = True  # over all blocks
+    spread: tl.constexpr = True  # whether all blocks share the row
     if ADJUST == CUT:
         p_max_logit_n, p_log_sum_n, p_cut_n, p_tie_n = load_row_stats(row_stats, b * P + n, n <= length)
         if RULE != BLOCK:
             num_listed = load_num_listed(row_stats, b * P + n)
             if LENGTHS:
-                num_listed = tl.where(length == 0, 0, num_listed)  # without draft tokens there is a race
+                num_listed = tl.where(length == 0, 0, num_listed)  # no draft: Gumbel noise, no list
             spread = num_listed == 0
             if (num_listed > 0) & (pid % blocks == 0):
                 # The survivors are a short list, and one block samples from it.
@@ -479,7 +480,7 @@ def finish(
             peak = tl.where(peak == -float("inf"), 0.0, peak)
             factor = tl.where(w_sums == 0, 0.0, tl.exp(m - peak))
             empty = tl.sum(w_sums, axis=0) == 0
-            # p and q equal up to rounding leave no residual; then p is as good
+            # If p equals q up to rounding, there is no residual. Then p is used
             mass = tl.where(empty, p_sums, w_sums * factor).to(tl.float64)
             cdf = tl.cumsum(mass, axis=0)
             total = tl.sum(mass, axis=0)
@@ -523,7 +524,7 @@ def finish(
                     parts + 4 * (first + t) + 3, mask=mask, other=-float("inf"), cache_modifier=".cg"
                 )
                 found = tl.load(part_argmax + first + t, mask=mask, other=0.0, cache_modifier=".cg")
-                if LENGTHS:  # values of a race are relative to their split's maximum
+                if LENGTHS:  # logits with Gumbel noise are relative to their split's maximum
                     above = tl.where(m == -float("inf"), -float("inf"), m - tl.max(m, axis=0))
                     largest = tl.where(length == 0, largest + above, largest)
                 argmax_token = tl.min(

@@ -33,10 +33,7 @@ def race(
     p_position, temperature,
     SPLIT: tl.constexpr, LENGTHS: tl.constexpr, ADJUST: tl.constexpr,
 ):  # fmt: skip
-    """Sample the target's own token in every split of every position.
-
-    It is the one with the largest logit plus Gumbel noise.
-    """
+    """Store the token with the largest logit plus Gumbel noise, for every split of every position."""
     maxima, values, split_argmax, parts, part_argmax, counter, row_stats, chunks = workspace_parts(
         workspace, B, g, g + 1, splits
     )
@@ -77,7 +74,7 @@ def compare(
 ):  # fmt: skip
     """Accept draft tokens while they are the target's own samples.
 
-    G holds g + 1 positions here.
+    G is the power of two that holds g + 1 positions here.
     """
     maxima, values, split_argmax, parts, part_argmax, counter, row_stats, chunks = workspace_parts(
         workspace, B, g, g + 1, splits

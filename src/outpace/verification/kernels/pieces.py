@@ -40,7 +40,7 @@ def branch_stream(stream, depth, node):
 
 @triton.jit
 def load_key(per_row, shared, b):
-    """Return a row's own number where there is one per row, else the number of all rows."""
+    """Return the row's own number if there is one per row, else the shared number."""
     if per_row is not None:
         shared = tl.load(per_row + b)
     return shared
@@ -92,7 +92,7 @@ def load_adjusted(row, ids, V, inv_temperature, cut, tie, ADJUST: tl.constexpr):
 def load_temperature(p_params, shared_temperature, b, ADJUST: tl.constexpr):
     """Return the inverse of a row's temperature, and whether the row is greedy instead.
 
-    The temperature is the row's own, or that of all rows.
+    The temperature is the row's own if there is one per row, else the shared one.
     """
     inv_temperature = 1.0
     greedy = False
@@ -117,10 +117,7 @@ def exponentials(x):
 
 @triton.jit
 def load_splits(maxima, sums, row, i, splits, drafted, S: tl.constexpr):
-    """Return what ``scan`` stored for rows ``row + i``.
-
-    These are the maxima and sums of their splits, ``[G, S]`` each.
-    """
+    """Return the maxima and sums that ``scan`` stored for the splits of rows ``row + i``, ``[G, S]`` each."""
     s = tl.arange(0, S)
     at = (row + i)[:, None] * splits + s[None, :]
     mask = drafted[:, None] & (s < splits)[None, :]
@@ -161,7 +158,7 @@ def pick(vector, index, n):
 
 @triton.jit
 def scaled_sigmoid(x, alpha, width):
-    """Return the sigmoid in place of a probability, or NaN where there can be none."""
+    """Return the sigmoid that replaces a probability, or NaN for a logit of +inf."""
     return tl.where(x == float("inf"), float("nan"), tl.sigmoid((x - alpha) / width))
 
 
@@ -174,7 +171,8 @@ def next_token_weights(
 ):  # fmt: skip
     """Return the weights of the next token in one split of row n.
 
-    It returns a reference, the weights relative to its exponential, p, and the adjusted logits.
+    The results are a reference logit, the weights and p, both divided by its exponential, and the adjusted
+    logits.
     """
     x = load_adjusted(p_row, ids, V, inv_temperature, p_cut, p_tie, ADJUST)
     reference = tl.full([], 0.0, tl.float32)
@@ -189,10 +187,10 @@ def next_token_weights(
                 q = scaled_sigmoid(y, alpha, width)
             else:
                 q = tl.exp((y - q_max_logit) - q_log_sum)
-                q = tl.where(y == float("inf"), float("nan"), q)  # a stored logsumexp would hide it
+                q = tl.where(y == float("inf"), float("nan"), q)  # a stored logsumexp would hide +inf
                 q = tl.where(q_greedy, (ids == q_top).to(tl.float32), q)
             w = scale * p - q
-            w = tl.where(w < 0, 0.0, w)  # NaN stays
+            w = tl.where(w < 0, 0.0, w)  # NaN remains NaN
         else:
             w = tl.where(ids == token, 0.0, scale * p)
     else:
@@ -211,7 +209,7 @@ def gumbel_logits(x, s, seed, position, greedy, SPLIT: tl.constexpr):
 
     The sums are relative to that maximum, so that large logits do not swallow the noise's digits.
     """
-    # Four tokens share a block of noise: each key is computed once and its words dealt out.
+    # Four tokens share a Philox block: each block is computed once, and its words are interleaved.
     c0 = (s * (SPLIT // 4) + tl.arange(0, SPLIT // 4)).to(tl.uint32)
     zero = c0 * 0
     a, b, c, d = tl.philox(seed, c0, zero + position.to(tl.uint32), zero, zero + TARGET)
@@ -237,6 +235,6 @@ def first_beyond(weights, ids, level):
 
 @triton.jit
 def sample_at(weights, ids, level):
-    """Return ``first_beyond``, or the last possible id where it is NONE."""
+    """Return ``first_beyond``, or the last id with weight where that is NONE."""
     token = first_beyond(weights, ids, level)
     return tl.where(token == NONE, tl.max(tl.where(weights > 0, ids, 0), axis=0), token)

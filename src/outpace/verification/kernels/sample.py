@@ -1,6 +1,6 @@
 """Sampling of draft tokens as one kernel.
 
-It takes logits and returns the tokens, with what verification needs to know about q.
+It also stores the logsumexp, the cut and the tie of each row, which verification can use again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Top-k, top-p and min-p without sorting: the smallest logit that survives in each row, its cut.
 
 A pass over the row stores the maximum of every chunk of a few tokens. The k largest maxima are k tokens, so
-no token below the k-th of them is among the k likeliest. For top-p alone, as many of the likeliest tokens as
-can be listed are tried. So only a few chunks are read again, and only a few of their tokens are listed. Each
-listed token is compared with every other, as integers that compare as the logits do. That gives the number of
-tokens at least as likely, and their total weight. If too many tokens may survive for that, passes over the
-whole row find the cut.
+no token below the k-th of them is among the k likeliest. For top-p alone, the first attempt lists about as
+many of the likeliest tokens as fit. So only a few chunks are read again, and only a few of their tokens are
+listed. Each listed token is compared with every other, as integers that compare as the logits do. That gives
+the number of tokens at least as likely, and their total weight. If too many tokens may survive for a list,
+passes over the whole row find the cut.
 
 Two numbers describe the survivors: logits above ``cut``, and those equal to it from the id ``tie`` on, by the
 tie rule of ``outpace.sampling``.
@@ -116,7 +116,7 @@ def order_reached_by(orders, k, max_count, low, high):
 
 @triton.jit
 def min_p_order(max_logit, inv_temperature, min_p, low, high, SHIFT: tl.constexpr):
-    """Return the lowest order between low and high that is min_p times as likely as the likeliest."""
+    """Return the lowest order between low and high at least min_p times as likely as the likeliest."""
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
         middle = (low + high) >> 1
@@ -178,7 +178,7 @@ def cut_from_list(
 ):  # fmt: skip
     """Return cut, tie and weight of the survivors of a short list.
 
-    Each token of the list is compared with each.
+    Each token of the list is compared with every other.
     """
     z, ids = from_list(token_list, tl.arange(0, MAX_LISTED)[:, None], num_listed, V, MAX_LISTED)
     order, weight = order_of(z, SHIFT), weight_of(z, max_logit, inv_temperature)
@@ -283,8 +283,8 @@ def cut_from_row(
 ):  # fmt: skip
     """Return cut, tie and weight of the survivors, by passes over the whole row.
 
-    The passes are for top-k, then top-p, then min-p. ``bound`` and ``highest`` are what ``find_cut`` returns
-    where it listed nothing.
+    The passes are for top-k, then top-p, then min-p. ``bound`` and ``highest`` are the results of
+    ``find_cut`` for a row with too many tokens to list.
     """
     low = order_of(bound, SHIFT)
     min_p_bound = low
@@ -348,11 +348,11 @@ def find_cut(
     """Return cut, tie, sum of exponentials of the survivors, and the number of listed tokens.
 
     The list holds all survivors. If there are too many to list, the number is -1, and ``cut_from_row`` has to
-    find the cut. It lies between the number and the order that are returned in place of cut and tie.
+    find the cut. The first two results are then bounds of the cut: the lowest logit and the highest order.
 
-    ``chunks`` holds the maximum of each of the row's chunks, up to C of them. The indices of those that
-    matter replace them. ``token_list`` has space for MAX_LISTED tokens and their logits. ``max_logit`` is the
-    row's maximum after temperature. ``mass`` is its sum of exponentials relative to that.
+    ``chunks`` holds the maximum of each of the row's chunks, up to C of them. The indices of the chunks to
+    read again overwrite the maxima. ``token_list`` has space for MAX_LISTED tokens and their logits.
+    ``max_logit`` is the row's maximum after temperature. ``mass`` is its sum of exponentials relative to it.
     """
     chunk = tl.arange(0, C)
     valid = chunk < tl.cdiv(V, CHUNK)
@@ -379,7 +379,7 @@ def find_cut(
             min_p_bound, order_reached_by(orders, chunk_count, 2 * chunk_count, least, highest)
         )
 
-    # List the chunks that reach it, in order, and then their tokens that do.
+    # List the chunks that reach the bound, in order, and then their tokens that reach it.
     reach = (orders >= bound) & valid
     rank = tl.cumsum(reach.to(tl.int32), axis=0) - 1
     count = (tl.max(rank, axis=0) + 1) * CHUNK
@@ -389,7 +389,7 @@ def find_cut(
     num_listed = list_tokens(row, chunks, count, token_list, V, bound, CHUNK, SCAN_TILE, MAX_LISTED, SHIFT)
     if (k <= 0) & (drop_limit >= 0) & (num_listed <= MAX_LISTED) & (bound > min_p_bound):
         z, ids = from_list(token_list, tl.arange(0, MAX_LISTED), num_listed, V, MAX_LISTED)
-        # Other tokens survive, too.
+        # If the list weighs too little, tokens below the bound survive, too.
         if tl.sum(weight_of(z, max_logit, inv_temperature), axis=0) < mass - drop_limit * mass:
             num_listed = num_listed * 0 + MAX_LISTED + 1
     cut, tie = bound, highest
@@ -432,7 +432,7 @@ def combine_row(maxima, sums, splits, S: tl.constexpr):
 
 @triton.jit
 def load_params(p_params, temperature, k, drop_limit, min_p, b):
-    """Return a row's own sampling parameters, or those of all rows."""
+    """Return a row's own sampling parameters if there are some per row, else the shared ones."""
     inv_temperature, greedy = load_temperature(p_params, temperature, b, 1)
     if p_params is not None:
         k = tl.load(p_params + NUM_PARAMS * b + 1)

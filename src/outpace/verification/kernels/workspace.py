@@ -1,4 +1,4 @@
-"""Layout of the workspace in which one kernel leaves numbers for the next."""
+"""Layout of the workspace through which the kernels pass numbers to each other."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def locate_row(row, B, g, P):
 def store_row_stats(row_stats, max_logit, mass, cut, tie, num_listed):
     """Store the statistics of a row.
 
-    A row without a softmax gets NaN for its logsumexp. A row whose cut is still to be found gets the mass.
+    A row without a softmax gets NaN for its logsumexp. A row whose cut ``widen`` has to find gets the sum of
+    exponentials instead.
     """
     has_softmax = (mass > 0) & (mass < float("inf"))
     tl.store(row_stats, max_logit)
@@ -69,7 +70,7 @@ def store_row_stats(row_stats, max_logit, mass, cut, tie, num_listed):
 
 @triton.jit
 def load_row_stats(row_stats, row, mask):
-    """Return maximum, logsumexp, cut and tie that ``narrow`` stored for rows, where ``mask`` is true."""
+    """Return maximum, logsumexp, cut and tie that ``narrow`` or ``widen`` stored for rows, if ``mask``."""
     at = row_stats + NUM_ROW_STATS * row
     max_logit = tl.load(at, mask=mask, other=0.0)
     log_sum = tl.load(at + 1, mask=mask, other=0.0)
@@ -81,7 +82,8 @@ def load_row_stats(row_stats, row, mask):
 def load_num_listed(row_stats, row):
     """Return the number of tokens that ``narrow`` listed for a row.
 
-    They are all that may survive. It is 0 if there is no list, and -1 before ``widen`` has found the cut.
+    The list includes all survivors. The number is 0 if there is no list, and -1 until ``widen`` has found the
+    cut.
     """
     return tl.load(row_stats + NUM_ROW_STATS * row + 4).to(tl.int32)
 

@@ -19,7 +19,7 @@ Files = Sequence[tuple[str, Content]]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Answer:
     """An answer, and the file that it follows from.
 
     Attributes:
@@ -37,41 +37,41 @@ class Verdict:
     speed: Speed | None = None
 
 
-def verdicts(files: Files) -> list[Verdict]:
+def answers(files: Files) -> list[Answer]:
     """Return an answer for each file of the first kind that has one; an empty list if none has."""
-    for kind, answer in (
+    for kind, answer_of in (
         ("tune", _tuned),
         ("sweep", _swept),
         ("alpha", _measured),
         ("eval", _evaluated),
         ("tune", _undecided),
     ):
-        answers = [
-            verdict
+        found = [
+            answer
             for name, content in files
-            if content["kind"] == kind and (verdict := answer(name, content))
+            if content["kind"] == kind and (answer := answer_of(name, content))
         ]
-        if answers:
-            return answers
+        if found:
+            return found
     return []
 
 
-def _tuned(name: str, content: Content) -> Verdict | None:
+def _tuned(name: str, content: Content) -> Answer | None:
     """Return the answer of a tuning that made a choice."""
     chosen = content.get("chosen")
     if chosen is None or not content.get("verdict"):
         return None
     config = (chosen.get("draft"), str(chosen.get("num_draft_tokens")))
     speed = tuned.speeds(content).get(config)
-    return Verdict(content["verdict"], name, content, config if speed else None, speed)
+    return Answer(content["verdict"], name, content, config if speed else None, speed)
 
 
-def _undecided(name: str, content: Content) -> Verdict | None:
+def _undecided(name: str, content: Content) -> Answer | None:
     """Return the answer of a tuning that made no choice."""
-    return Verdict(content["verdict"], name, content) if content.get("verdict") else None
+    return Answer(content["verdict"], name, content) if content.get("verdict") else None
 
 
-def _swept(name: str, content: Content) -> Verdict | None:
+def _swept(name: str, content: Content) -> Answer | None:
     row = swept.best(content.get("figures") or ())
     if row is None:
         return None
@@ -86,10 +86,10 @@ def _swept(name: str, content: Content) -> Verdict | None:
         words = f"It is not sure that speculation pays: {setting} is {times}."
     else:
         words = f"Draft with {setting}: {times}."
-    return Verdict(words, name, content, config, speed)
+    return Answer(words, name, content, config, speed)
 
 
-def _measured(name: str, content: Content) -> Verdict | None:
+def _measured(name: str, content: Content) -> Answer | None:
     drafts = content.get("drafts") or ()
     exact = [
         draft for draft in drafts if draft.get("predicted") is not None and draft.get("lenience") in (None, 1)
@@ -103,8 +103,8 @@ def _measured(name: str, content: Content) -> Verdict | None:
     config = (draft, str(g)) if g else None
     speed = measured.speeds(content).get(config) if config else None
 
-    def answer(words: str) -> Verdict:
-        return Verdict(words, name, content, config, speed)
+    def answer(words: str) -> Answer:
+        return Answer(words, name, content, config, speed)
 
     if not g:
         if interval and interval[1] > 1:
@@ -117,14 +117,14 @@ def _measured(name: str, content: Content) -> Verdict | None:
     return answer(f"Draft with {prediction}, by the acceptance and times measured.")
 
 
-def _evaluated(name: str, content: Content) -> Verdict | None:
+def _evaluated(name: str, content: Content) -> Answer | None:
     for config, speed in evaluated.speeds(content).items():
         setting = f"{content['task']} with {config[0]}, g = {config[1]}"
         times = f"{speed.value:.2f} times as fast as without speculation"
         times += f" ({format_interval(speed.interval, '.2f')})" if speed.interval else ""
         sure = speed.interval and not speed.interval[0] <= 1 <= speed.interval[1]
         caveat = "" if sure else ", so it is not sure whether it pays"
-        return Verdict(f"{setting} is {times}{caveat}.", name, content, config, speed)
+        return Answer(f"{setting} is {times}{caveat}.", name, content, config, speed)
     return None
 
 
