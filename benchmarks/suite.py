@@ -1,6 +1,7 @@
 """Duration of the test suite, and the probability that a correct program fails it.
 
 python benchmarks/suite.py --out benchmarks/results/suite.json
+python benchmarks/suite.py --full --out benchmarks/results/suite_full.json
 """
 
 from __future__ import annotations
@@ -19,10 +20,15 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--full", action="store_true", help="run the full tier")
     options = parser.parse_args()
+    tier = ["--full"] if options.full else []
     started_at = time.perf_counter()
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "auto"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--dist", "worksteal", *tier],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     seconds = time.perf_counter() - started_at
     print(run.stdout)
