@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--preload", help="another OpenMP library, for LD_PRELOAD")
     parser.add_argument("--synthetic", action="store_true", help="random weights in SmolLM2's shape")
     parser.add_argument("--commands", action="store_true", help="measure `outpace generate`")
-    parser.add_argument("--worker", type=float, help="run one process of a cell, for so many seconds")
+    parser.add_argument("--worker", type=float, help="run one process of a cell for this many seconds")
     options = parser.parse_args()
     if options.worker is not None:
         worker(options.worker, options.synthetic)

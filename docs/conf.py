@@ -29,7 +29,7 @@ COMMANDS = [
 
 def write_help(app: Sphinx) -> None:
     """Write what every command says about itself, as one page."""
-    os.environ.update({"COLUMNS": "100", "TERMINAL_WIDTH": "100", "NO_COLOR": "1"})  # typer reads them once
+    os.environ.update({"COLUMNS": "88", "TERMINAL_WIDTH": "88", "NO_COLOR": "1"})  # typer reads them once
     from typer.testing import CliRunner
 
     from outpace.cli import app as commands

@@ -129,7 +129,7 @@ def tiny_seq2seq(family: str = "t5", seed: int = 0, **changes: Any) -> Any:
 
 
 def sources(family: str, *lengths: int) -> list[Any]:
-    """What such a model's encoder reads: texts of so many tokens, or speech, which is always as long."""
+    """Return encoder inputs of a family: texts of these lengths in tokens, or speech of a fixed length."""
     noise = torch.Generator().manual_seed(sum(lengths))
     if family == "whisper":
         return [torch.randn(8, 40, generator=noise) for _ in lengths]
@@ -137,12 +137,12 @@ def sources(family: str, *lengths: int) -> list[Any]:
 
 
 def greedy_of(model: Any, source: Any, tokens: int) -> list[int]:
-    """What Transformers itself writes of a source."""
+    """Return the greedy tokens that Transformers itself generates for a source."""
     if isinstance(source, torch.Tensor):
-        given = {"input_features": source[None]}
+        inputs = {"input_features": source[None]}
         start = torch.tensor([[model.config.decoder_start_token_id]])
         out = GenerationMixin.generate(
-            model, **given, decoder_input_ids=start, max_new_tokens=tokens, do_sample=False
+            model, **inputs, decoder_input_ids=start, max_new_tokens=tokens, do_sample=False
         )
     else:
         ids = torch.tensor([source])
@@ -153,7 +153,7 @@ def greedy_of(model: Any, source: Any, tokens: int) -> list[int]:
 
 
 def greedy(model: Any, prompt: list[int], tokens: int) -> list[int]:
-    """What Transformers itself generates."""
+    """Return the greedy tokens that Transformers itself generates."""
     ids = torch.tensor([prompt])
     out = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False

@@ -58,8 +58,8 @@ RuleName = Annotated[
         "--rule",
         callback=checks.rule,
         metavar="token|block|match|sigmoid(A,B)",
-        help="Verification rule. All but sigmoid leave the output distribution unchanged. sigmoid(A,B) "
-        "replaces the probability of a token with logit z by the sigmoid of (z-A)/(B-A).",
+        help="Verification rule. All but sigmoid leave the output distribution unchanged. For a token "
+        "with logit z, sigmoid(A,B) uses the sigmoid of (z-A)/(B-A) instead of its probability.",
         rich_help_panel=MODELS,
     ),
 ]

@@ -11,7 +11,7 @@ from outpace.policy.acceptance import Array
 from outpace.policy.base import Load
 
 MIN_WEIGHT = 0.1  # weight of a measurement in its mean, once there are many
-# Until a catch-up is measured, it is assumed to process so many tokens in the time of one draft step:
+# Tokens that a catch-up is assumed to process in the time of one draft step, until it is measured:
 TOKENS_PER_DRAFT_STEP = 16  # tokens per sequence
 MAX_TOKENS_PER_DRAFT_STEP = 256  # tokens of all sequences together, at most
 MIN_BASE_FRACTION = 0.05  # smallest fraction of a pass's time that is not due to its context
