@@ -14,7 +14,7 @@ Methods take turns in one process, after warm-up texts. Prefill is not counted. 
 expected tokens of the proposed draft tokens, by the acceptance rate of all methods together. The tokens that
 were really accepted vary more than the differences between methods. Sequences of a batch end one after
 another. Figures are of the steps with all sequences, and `whole` ones of all steps. The capture of a graph
-for a number of draft tokens happens once and is not counted. Fixed numbers capture their graphs in the warm-up.
+for a number of draft tokens happens once and is not counted. Fixed numbers capture graphs in the warm-up.
 Ratios that include the capture are in the report, too.
 """
 

@@ -44,7 +44,6 @@ from outpace.verification.rules import parse
 WithModel = ModelDrafter | TextDrafter
 MAX_DRAFT_TOKENS = 16  # per step, by default
 # Attributes and methods of a draft-length policy
-POLICY_NAMES = ("choose", "max_draft_tokens", "asks", "idle", "enough", "observe", "withdraw", "reset")
 
 
 class Decoder:
@@ -514,18 +513,9 @@ def policy_of(num_draft_tokens: Any) -> DraftLengthPolicy:
             "num_draft_tokens", num_draft_tokens, "an int >= 0, or a draft-length policy", lambda g: g >= 0
         )
         return Fixed(int(num_draft_tokens))
-    missing = [name for name in POLICY_NAMES if not hasattr(num_draft_tokens, name)]
-    if isinstance(num_draft_tokens, type) or "choose" in missing:  # a class is not a policy
-        hint = (
-            suggestion(num_draft_tokens, ("Fixed", "Heuristic", "Goodput"))
-            if isinstance(num_draft_tokens, str)
-            else ""
-        )
-        expected = 'an int, "auto", Fixed(5), Heuristic() or Goodput()'
-        raise TypeError(f"num_draft_tokens: got {kind(num_draft_tokens)[:80]}; it must be {expected}{hint}")
-    if missing:
-        raise TypeError(
-            f"num_draft_tokens: got {kind(num_draft_tokens)[:80]}, which has no {missing[0]}; it must derive "
-            "from outpace.policy.DraftLengthPolicy"
-        )
-    return num_draft_tokens  # type: ignore[no-any-return]
+    if isinstance(num_draft_tokens, DraftLengthPolicy):
+        return num_draft_tokens
+    known = ("Fixed", "Heuristic", "Goodput")
+    hint = suggestion(num_draft_tokens, known) if isinstance(num_draft_tokens, str) else ""
+    expected = 'an int, "auto", Fixed(5), Heuristic(), Goodput() or another DraftLengthPolicy'
+    raise TypeError(f"num_draft_tokens: got {kind(num_draft_tokens)[:80]}; it must be {expected}{hint}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class StepOutcome:
     catch_up_capture_seconds: float = 0.0
 
 
-class DraftLengthPolicy(Protocol):
+class DraftLengthPolicy(ABC):
     """Interface of a draft-length policy.
 
     A policy may keep any state, per slot and for all slots. Its choice may depend on all earlier steps, on
@@ -118,6 +118,7 @@ class DraftLengthPolicy(Protocol):
         """
         return False
 
+    @abstractmethod
     def choose(
         self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
     ) -> list[int]:
