@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import outpace
 from outpace import Decoder, SamplingParams, loading
-from tests.tiny import byte_tokenizer, greedy, tiny
+from outpace.tasks.transcribe import Transcriber
+from tests.tasks.whisper import PROCESSOR, RATE, tiny_whisper
+from tests.tiny import byte_tokenizer, greedy, tiny, tiny_seq2seq
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-NEEDS_MODELS = {
-    "guides/speech.md"
-}  # Whisper and a translation model of the hub; tests/tasks runs the same calls
+SPEECH = "guides/speech.md"  # names Whisper and a translation model of the hub
 PAGES = sorted(
     str(page.relative_to(DOCS))
     for page in DOCS.rglob("*.md")
@@ -50,10 +52,38 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"model": model, "small": small, "tokenizer": tokenizer}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in NEEDS_MODELS])
+@pytest.mark.parametrize("page", [page for page in PAGES if page != SPEECH])
 def test_the_blocks_of_a_page_run(page: str, names: dict[str, Any]) -> None:
     for block in blocks(page):
         exec(compile(block, page, "exec"), names)
+
+
+def test_the_blocks_of_the_speech_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models replace those that the page names."""
+    soundfile = pytest.importorskip(
+        "soundfile", reason="soundfile is not installed: pip install 'outpace[tasks]'"
+    )
+    pytest.importorskip("soxr", reason="soxr is not installed: pip install 'outpace[tasks]'")
+    signature = inspect.signature(Transcriber.load)
+
+    def load_whisper(*names: str, num_draft_tokens: int, **options: Any) -> Transcriber:
+        signature.bind(*names, **options)
+        decoder = Decoder(tiny_whisper(), tiny_whisper(1), num_draft_tokens=num_draft_tokens)
+        return Transcriber(decoder, PROCESSOR)
+
+    def load_translator(target: str, draft: str) -> Decoder:
+        return Decoder(tiny_seq2seq("marian", vocab_size=272), draft, byte_tokenizer())
+
+    monkeypatch.setattr(Transcriber, "load", load_whisper)
+    monkeypatch.setattr(loading, "load", load_translator)
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.flac", "b.flac"):
+        soundfile.write(name, 0.1 * np.random.default_rng(1).normal(size=RATE // 2), RATE)
+    names: dict[str, Any] = {}
+    for block in blocks(SPEECH):
+        exec(compile(block, SPEECH, "exec"), names)
+    assert names["transcript"].error is None
+    assert names["transcriber"].stats.new_tokens > 0
 
 
 def test_the_blocks_of_the_readme_run(names: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from outpace import Decoder, loading
+from outpace.models import hub
 from tests.tiny import byte_tokenizer, tiny
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -52,6 +53,19 @@ def test_the_tuning_example_calls_existing_commands(monkeypatch: pytest.MonkeyPa
     for words in called:
         flags = {flag for option in ALL[words[3]].params for flag in option.opts}
         assert {word for word in words if word.startswith("--")} <= flags
+
+
+@pytest.mark.full
+def test_the_tuning_example_runs_with_the_default_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if not hub.is_complete(hub.cache_folder() / hub.DEFAULT):
+        pytest.skip("the default model is not in the cache: outpace generate downloads it")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tune_and_use.py", "60"])
+    runpy.run_path(str(EXAMPLES / "tune_and_use.py"), run_name="__main__")
+    assert (tmp_path / "outpace.toml").exists()
+    assert "speedup over the baseline" in capfd.readouterr().out
 
 
 def test_every_example_has_a_test() -> None:
