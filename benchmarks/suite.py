@@ -1,6 +1,6 @@
 """Duration of the test suite, and the probability that a correct program fails it.
 
-    python benchmarks/suite.py --full --out benchmarks/results/suite_full.json
+python benchmarks/suite.py --full --out benchmarks/results/suite_full.json
 """
 
 from __future__ import annotations
