@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -450,18 +449,38 @@ def test_policy_knows_the_remaining_draft_tokens(in_graph: bool, engine: bool) -
     assert {load.padded_drafts for load in policy.loads} == {in_graph and engine}
 
 
+class SimulatedTime:
+    """The module ``time`` with a clock that only ``sleep`` advances."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def simulated_time(monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
+    clock = SimulatedTime()
+    monkeypatch.setattr("outpace.engine.graph_run.time", clock)
+    return clock
+
+
 @pytest.mark.parametrize("slow_part", ["decoder", "user", "host"])
 def test_idle_time_of_the_device_counts_when_the_host_drafts(
-    slow_part: str, monkeypatch: pytest.MonkeyPatch
+    slow_part: str, simulated_time: SimulatedTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With graphs, a step without draft tokens runs while the host reads the last outcome.
 
     A step before or after draft tokens waits for the host. Time that the user's code takes does not count.
     """
-    policy, pause = EverySixth(), 0.05
+    policy, pause = EverySixth(), 1.0
 
     def slow(*arguments: Any) -> Any:
-        time.sleep(pause)
+        simulated_time.sleep(pause)
         return advance(*arguments)
 
     decoder = Decoder(tiny(), RandomDrafter(V), num_draft_tokens=policy, engine=True)
@@ -471,7 +490,7 @@ def test_idle_time_of_the_device_counts_when_the_host_drafts(
         monkeypatch.setattr(Engine, "is_async", True)
     for _ in decoder.stream([1, 2, 3], temperature=0, max_new_tokens=30, ignore_eos=True):
         if slow_part == "user":
-            time.sleep(pause)
+            simulated_time.sleep(pause)
     # Later steps are left out: near the end the device also waits for drafts that no token remains for.
     lengths = [outcome.g for outcome in policy.outcomes][:24]
     idle = [outcome.idle_seconds >= pause for outcome in policy.outcomes][:24]
@@ -483,13 +502,13 @@ def test_idle_time_of_the_device_counts_when_the_host_drafts(
 
 
 def test_idle_time_of_the_device_counts_when_the_draft_model_catches_up(
-    monkeypatch: pytest.MonkeyPatch,
+    simulated_time: SimulatedTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that drafts inside the graph waits for the host only if the draft model has to catch up."""
-    policy, pause = EverySixth(), 0.05
+    policy, pause = EverySixth(), 1.0
 
     def slow(*arguments: Any) -> Any:
-        time.sleep(pause)
+        simulated_time.sleep(pause)
         return advance(*arguments)
 
     monkeypatch.setattr("outpace.engine.graph_run.advance", slow)
