@@ -60,7 +60,7 @@ def _pairs(axis: Any, figures: Sequence[Throughput]) -> None:
             for name in names
         ]
         axis.bar([j + 0.16 * (i - 2) for j in range(len(names))], best, 0.15, label=method, color=colour)
-    axis.set_xticks(range(len(names)), names, fontsize=8)
+    axis.set_xticks(range(len(names)), names, fontsize=6.5)
     axis.margins(y=0.35)  # for the legend
     axis.set_title(f"B = 1, α = {ALPHA}, best g")
 
