@@ -194,6 +194,11 @@ def test_if_the_ngram_table_cannot_be_saved_the_results_are_still_printed(
     assert not out.exists()
 
 
+def test_a_configuration_of_the_default_model_names_no_target() -> None:
+    assert ModelNames(DEFAULT, {}, Path("t"), "cpu").in_configuration is None
+    assert ModelNames("org/big", {}, Path("t"), "cpu").in_configuration == "org/big"
+
+
 def test_names_for_other_libraries_are_hub_ids_or_absolute_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

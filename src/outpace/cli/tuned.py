@@ -42,6 +42,12 @@ class ModelNames:
     device: str
     revision: str | None = None
 
+    @property
+    def in_configuration(self) -> str | None:
+        """The target's name that works from any folder; None for the default model, which has no name."""
+        name = absolute_name(self.target)
+        return None if name == DEFAULT else name
+
     def draft(self, shown: str) -> str:
         """Return a draft's name that works from any folder.
 
@@ -88,7 +94,7 @@ def save(tuning: Tuning, names: ModelNames, out: Path | None) -> None:
     speedup = findings.record.speedup(findings.recommendation.candidate)
     text = config.to_toml(
         {
-            "target": absolute_name(names.target),
+            "target": names.in_configuration,
             "draft": names.draft(chosen.draft),
             "num_draft_tokens": num_draft_tokens,
             "rule": chosen.rule,
