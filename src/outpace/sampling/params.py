@@ -30,7 +30,7 @@ class SamplingParams:
     The defaults leave the model's distribution as it is.
 
     A processor that keeps state in its own attributes serves a single sequence: give each sequence its own
-    ``sampling.fork()``. Speculation also shows the processor draft tokens that are then rejected.
+    ``sampling.fork()``. With speculation, the processor also sees draft tokens that are rejected later.
     After each verification its state is set back to where decoding without speculation would have left it.
     If several sequences share a processor, each sequence uses a copy of it, and no state is kept.
 
