@@ -22,7 +22,7 @@ from report import arguments, machine, write
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from outpace.models.causal import CausalScorer
-from outpace.models.fused import FusedModel
+from outpace.models.fused_scorer import FusedScorer
 
 CONTEXT = 128
 TOKENS = (1, 2, 4, 6, 8, 16)
@@ -50,11 +50,11 @@ def scorer_pass(model: Any, text: torch.Tensor, packed: bool) -> Pass:
 
 
 def fused_pass(model: Any, text: torch.Tensor) -> Pass:
-    fused = FusedModel(model)
-    cache = fused.allocate_cache(1, 2 * CONTEXT)
-    fused.fill_cache(text[:, :CONTEXT], torch.arange(CONTEXT)[None], cache)
+    scorer = FusedScorer(model)
+    scorer.prefill([0], [text[0, :CONTEXT].tolist()])
+    scorer.cache.reserve([0], [2 * CONTEXT])
     positions = torch.arange(CONTEXT, 2 * CONTEXT)[None]
-    return lambda n: fused.logits(text[:, CONTEXT : CONTEXT + n], positions[:, :n], cache)
+    return lambda n: scorer.forward(text[:, CONTEXT : CONTEXT + n], positions[:, :n])
 
 
 def load(name: str, dtype: torch.dtype) -> Any:

@@ -20,6 +20,7 @@ from report import arguments, machine, write
 from outpace.bench.kernel import timed
 from outpace.bench.synthetic import SHAPES, Codes, bigram
 from outpace.models.fused import FusedModel
+from outpace.models.fused_scorer import FusedScorer
 from outpace.models.kernels import product
 
 BLOCKS = [
@@ -43,20 +44,22 @@ def products(fused: FusedModel) -> dict[Key, str]:
     }
 
 
-def time_pass(fused: FusedModel, rows: int, tokens: int, context: int) -> Callable[[], float]:
+def time_pass(scorer: FusedScorer, rows: int, tokens: int, context: int) -> Callable[[], float]:
     """Return a function that measures the microseconds of a pass as a CUDA graph."""
-    cache = fused.allocate_cache(rows, context + tokens)
-    ids = torch.zeros(rows, tokens, dtype=torch.int64, device=fused.device)
-    positions = (context + torch.arange(tokens, device=fused.device)).expand(rows, tokens).contiguous()
+    slots, generator = range(rows), torch.Generator().manual_seed(0)
+    scorer.prefill(slots, torch.randint(scorer.vocab_size, (rows, context), generator=generator).tolist())
+    scorer.cache.reserve(slots, [context + tokens] * rows)
+    ids = torch.zeros(rows, tokens, dtype=torch.int64, device=scorer.device)
+    positions = (context + torch.arange(tokens, device=scorer.device)).expand(rows, tokens).contiguous()
 
     def measure() -> float:
         for _ in range(2):
-            fused.logits(ids, positions, cache)
+            scorer.forward(ids, positions)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            outputs = fused.logits(ids, positions, cache)
-        microseconds = statistics.median(timed(graph.replay, fused.device, REPEATS) for _ in range(3))
+            outputs = scorer.forward(ids, positions)
+        microseconds = statistics.median(timed(graph.replay, scorer.device, REPEATS) for _ in range(3))
         del outputs
         return microseconds
 
@@ -106,9 +109,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("this machine has no CUDA device")
     shape = SHAPES[options.model]
-    fused = FusedModel(bigram(shape, Codes.random(shape["vocab_size"], 0, "cuda"), 0.0, device="cuda"))
+    scorer = FusedScorer(bigram(shape, Codes.random(shape["vocab_size"], 0, "cuda"), 0.0, device="cuda"))
     with torch.inference_mode():
-        trials = tune_shapes(fused, time_pass(fused, options.rows, options.tokens, options.context))
+        trials = tune_shapes(scorer.fused, time_pass(scorer, options.rows, options.tokens, options.context))
     print(f"{trials[0]['microseconds']} µs before, {min(one['microseconds'] for one in trials)} at best")
     command = f"python benchmarks/tune_gpu.py --model {options.model} --rows {options.rows}"
     command += f" --tokens {options.tokens} --context {options.context}"

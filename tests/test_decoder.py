@@ -752,7 +752,7 @@ def test_a_decoder_exposes_its_target_tokenizer_and_drafter() -> None:
 def test_a_decoder_describes_itself() -> None:
     decoder = Decoder(tiny(), tiny("gpt2"), rule="token", lenience=0.5, engine=True)
     described = dict(line.split(maxsplit=1) for line in decoder.describe().splitlines())
-    assert list(described) == ["target", "drafter", "rule", "num_draft_tokens", "engine"]
+    assert list(described) == ["target", "drafter", "rule", "num_draft_tokens", "executor"]
     assert "LlamaForCausalLM" in described["target"]
     assert "KiB a token" in described["target"]
     assert "GPT2LMHeadModel" in described["drafter"]
@@ -823,15 +823,31 @@ def test_errors_say_what_a_drafter_must_return(returned: Any, message: str) -> N
         decoder.generate(PROMPT, max_new_tokens=5)
 
 
-class Returns:
+class Returns(outpace.Drafter):
     """A drafter that returns what a function returns."""
 
     def __init__(self, draft: Callable[[Any, int], Draft]) -> None:
-        self.propose = draft
+        self.draft = draft
 
-    def commit(self, accepted: Tensor, next_token: Tensor) -> None: ...
+    def propose(self, state: Any, g: int) -> Draft:
+        return self.draft(state, g)
 
-    def reset(self, slots: Sequence[int]) -> None: ...
+
+def test_a_drafter_need_not_derive_from_the_base_class() -> None:
+    class Sevens:
+        def propose(self, state: Any, g: int) -> Draft:
+            return Draft.chosen([[7] * g for _ in state.slots])
+
+        def commit(self, accepted: Tensor, next_token: Tensor) -> None: ...
+
+        def reset(self, slots: Sequence[int]) -> None: ...
+
+    model, drafter = tiny(), Sevens()
+    decoder = Decoder(model, drafter, num_draft_tokens=2)  # type: ignore[arg-type]
+    out = decoder.generate(PROMPT, temperature=0, max_new_tokens=5)
+    assert out.token_ids == greedy(model, PROMPT, 5)
+    assert out.stats.draft_tokens > 0
+    assert "Sevens" in decoder.describe()
 
 
 @pytest.mark.parametrize(

@@ -1,49 +1,40 @@
-"""The ``Decoder`` class and the decode step of the eager executor.
-
-This is the only module where drafters, policies, models and verification meet.
-"""
+"""The ``Decoder``: a target model, a drafter and a draft-length policy, as fronts of the scheduler."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import numbers
 import os
 import warnings
-from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 from typing import Any, Unpack, overload
 
 import torch
-from torch import Tensor
 
-from outpace.checks.arguments import boolean, integer, kind, on_device, suggests
+from outpace.checks.arguments import boolean, integer, kind, suggests
 from outpace.checks.errors import suggestion
-from outpace.draft.base import Draft, Drafter, one_for_all
-from outpace.draft.model import ModelDrafter
+from outpace.draft.base import Drafter
 from outpace.draft.resolve import resolve_drafter
-from outpace.draft.text import TextDrafter
-from outpace.engine import graph_run
 from outpace.engine.claims import claim, release
-from outpace.engine.commit import advance
-from outpace.engine.drafting import Proposer, seeds
-from outpace.engine.engines import Engines
-from outpace.engine.logprobs import adjusted_logits, store_logprobs, store_scores
+from outpace.engine.eager import EagerExecutor
+from outpace.engine.executor import Executor
+from outpace.engine.graph import GraphExecutor
 from outpace.engine.request import Arrays, Options, Prompt, Prompts, Reader
+from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import Output, SequenceState, Step
-from outpace.engine.stats import Clock
-from outpace.models.causal import CausalScorer
-from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
+from outpace.models.causal import has_adapters
+from outpace.models.fused_scorer import scorer_of, why_not_fused
+from outpace.models.scorer import Scorer
+from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.policy import DraftLengthPolicy, Fixed, Goodput
-from outpace.sampling import Prefix, SamplingParams
-from outpace.verification import Rule, Verdict, check, verify_block
-from outpace.verification.block import Block
+from outpace.sampling import SamplingParams, from_generation_config
+from outpace.verification import Rule, check
 from outpace.verification.rules import parse
 
-WithModel = ModelDrafter | TextDrafter
 MAX_DRAFT_TOKENS = 16  # per step, by default
-# Attributes and methods of a draft-length policy
+MAX_BATCH = 256  # sequences at a time, of a scheduler by default
 
 
 class Decoder:
@@ -69,10 +60,17 @@ class Decoder:
         engine: True uses the graph executor where models and sampling parameters allow it. On CUDA it runs a
             step as one CUDA graph. ``describe`` says whether the models allow it. The default is True on
             CUDA, and False on other devices.
+        kv_cache_bytes: The most bytes of the KV caches of target and draft model. A request that needs more
+            alone fails. Other requests wait until there is memory. By default 90 % of the memory that is free
+            when a call begins.
 
     Attributes:
         drafter: A ``Drafter``, or None. The draft model of a ``ModelDrafter`` or ``TextDrafter`` is
             ``drafter.scorer.model``.
+        scorer: The target with its KV cache.
+        policy: The draft-length policy.
+        executors: Executors, the preferred one first. They run any sequences that they support.
+        uses_graphs: Whether the graph executor runs where it can.
     """
 
     @suggests
@@ -88,6 +86,7 @@ class Decoder:
         draft_sampling: SamplingParams | None = None,
         pack: bool = False,
         engine: bool | None = None,
+        kv_cache_bytes: int | None = None,
     ) -> None:
         if isinstance(target, str | os.PathLike):
             raise TypeError(f"target: got {kind(target)[:80]}; it must be a model; outpace.load takes a name")
@@ -99,6 +98,9 @@ class Decoder:
         boolean("pack", pack)
         if engine is not None:
             boolean("engine", engine)
+        if kv_cache_bytes is not None:
+            integer("kv_cache_bytes", kv_cache_bytes, "an int >= 1, in bytes", lambda size: size >= 1)
+        self._kv_cache_bytes = kv_cache_bytes
         self.scorer = scorer_of(target)
         self.drafter = resolve_drafter(draft)
         self._check_encoders()
@@ -109,26 +111,35 @@ class Decoder:
             num_draft_tokens = (
                 Fixed(0) if draft is None else Goodput(min(MAX_DRAFT_TOKENS, self.scorer.context - 1))
             )
-        self.policy: DraftLengthPolicy = policy_of(num_draft_tokens)
-        if self.policy.max_draft_tokens >= self.scorer.context:
-            raise ValueError(
-                f"num_draft_tokens: got {self.policy!r}, up to {self.policy.max_draft_tokens} draft tokens; "
-                f"it must be less than the target's context of {self.scorer.context} tokens"
-            )
+        self.policy = self._checked_policy(num_draft_tokens)
         if not isinstance(draft_sampling, SamplingParams | None):
             raise TypeError(f"draft_sampling: got {kind(draft_sampling)}; it must be a SamplingParams")
-        if isinstance(self.drafter, ModelDrafter):
-            self.drafter.check(self.scorer.vocab_size, tokenizer)
-        elif isinstance(self.drafter, TextDrafter):
+        if self.drafter is not None:
             self.drafter.check(self.scorer, tokenizer)
         if pack:
-            self.scorer.pack()
-            if isinstance(self.drafter, WithModel):
-                self.drafter.scorer.pack()
-        if engine is None:
-            engine = self.scorer.device.type == "cuda"
-        self.engines = Engines(self.scorer, self.drafter, self.rule, self.lenience) if engine else None
+            for scorer in self._scorers():
+                scorer.pack()
+        self.uses_graphs = self.scorer.device.type == "cuda" if engine is None else engine
         self.reader = Reader(self.scorer, tokenizer, draft_sampling)
+        self._share_budget()
+        self.executors: list[Executor] = []
+        self._built_for: tuple[list[Scorer], list[type[GraphExecutor | EagerExecutor]]] | None = None
+        self._refresh()
+
+    def with_policy(self, num_draft_tokens: DraftLengthPolicy | int) -> Decoder:
+        """Return a decoder with another draft-length policy, which shares all else, captured graphs too."""
+        other = copy.copy(self)
+        other.policy = self._checked_policy(num_draft_tokens)
+        return other
+
+    def _checked_policy(self, num_draft_tokens: DraftLengthPolicy | int | str) -> DraftLengthPolicy:
+        policy = policy_of(num_draft_tokens)
+        if policy.max_draft_tokens >= self.scorer.context:
+            raise ValueError(
+                f"num_draft_tokens: got {policy!r}, up to {policy.max_draft_tokens} draft tokens; it must be "
+                f"less than the target's context of {self.scorer.context} tokens"
+            )
+        return policy
 
     @property
     def target(self) -> Any:
@@ -250,24 +261,119 @@ class Decoder:
 
         return steps()
 
+    def requests(
+        self,
+        prompt: Prompt | Arrays | Prompts,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int | None = None,
+        **options: Unpack[Options],
+    ) -> list[SequenceState]:
+        """Return the requests of a call for ``Scheduler.add``; the arguments are those of ``generate``.
+
+        ``batch_size`` has no effect. A prompt of a list that cannot be read becomes a request that fails.
+        """
+        return self.reader.rows(prompt, sampling, n, **options)[0]
+
+    def scheduler(self, batch_size: int = MAX_BATCH) -> Scheduler:
+        """Return a scheduler, to which requests can be added while others are generated.
+
+        The decoder serves no other call until the scheduler is closed::
+
+            with decoder.scheduler() as scheduler:
+                for request in decoder.requests("The lighthouse", max_new_tokens=64):
+                    scheduler.add(request)
+                while scheduler.unfinished:
+                    for step in scheduler.step():
+                        print(step.index, step.text)
+
+        Args:
+            batch_size: The most sequences at a time.
+        """
+        integer("batch_size", batch_size, "an int >= 1", lambda b: b >= 1)
+        owner = object()
+        try:
+            return self._scheduler(owner, batch_size)
+        except BaseException:
+            release(owner)
+            raise
+
+    def _scheduler(self, owner: object, batch_size: int) -> Scheduler:
+        """Return a scheduler, after this decoder was claimed for an owner."""
+        self._claim(owner)
+        self._refresh()
+        return Scheduler(
+            self.scorer, self.drafter, self.policy, self.rule, self.executors, batch_size,
+            on_close=lambda: release(owner),
+        )  # fmt: skip
+
     def _steps(self, rows: list[SequenceState], batch_size: int | None) -> Generator[Step]:
-        """Yield one step for each prompt that could not be read, then the steps of the others."""
-        yield from (row.failed_step() for row in rows if row.error is not None)
-        readable = [row for row in rows if row.error is None]
-        if readable:
-            yield from self._run(readable, batch_size)
+        """Yield the steps of all sequences, at most ``batch_size`` at a time."""
+        owner = object()
+        try:
+            with self._scheduler(owner, batch_size or len(rows)) as scheduler:
+                readable = [row for row in rows if row.error is None]
+                if readable:
+                    scheduler.prepare(readable)
+                for row in rows:
+                    scheduler.add(row)
+                while scheduler.unfinished:
+                    yield from scheduler.step()
+        finally:
+            release(owner)  # also if an interruption came before the scheduler could do so
+
+    def warm_up(
+        self,
+        num_draft_tokens: Sequence[int] | None = None,
+        batch_sizes: Sequence[int] = (1,),
+        sampling: SamplingParams | None = None,
+    ) -> None:
+        """Compile kernels and capture graphs ahead of the first call.
+
+        It does nothing for the eager executor.
+
+        Args:
+            num_draft_tokens: Numbers of draft tokens. By default 0 and the policy's largest number.
+            batch_sizes: Numbers of sequences.
+            sampling: Sampling parameters. By default those of a call without any.
+        """
+        if num_draft_tokens is None:
+            num_draft_tokens = sorted({0, self.policy.max_draft_tokens})
+        if sampling is None:
+            sampling = from_generation_config(self.scorer.generation_config)
+        owner = object()
+        try:
+            self._claim(owner)
+            self._refresh()
+            for size in batch_sizes:
+                for g in num_draft_tokens:
+                    self.executors[0].warm_up(g, size, sampling)
+        finally:
+            release(owner)
+
+    def release(self) -> None:
+        """Free all memory that is kept between calls: KV caches and captured graphs.
+
+        The next call allocates and captures again.
+        """
+        owner = object()
+        try:
+            self._claim(owner)
+            for executor in self.executors:
+                executor.reset()
+            for scorer in self._scorers():
+                scorer.release()
+        finally:
+            release(owner)
 
     def forget(self) -> None:
         """Discard cached keys and values of earlier prompts, and pack the weights again.
 
         Changed weights are noticed without this call, unless they were changed through ``.data``.
         """
-        self.scorer.forget()
-        self.scorer.repack()
-        if self.engines is not None:
-            self.engines.forget()
-        if isinstance(self.drafter, WithModel):
-            self.drafter.forget()
+        for scorer in self._scorers():
+            scorer.forget()
+            scorer.repack()
 
     @overload
     def encode(self, prompt: Prompt) -> list[int]: ...
@@ -284,128 +390,77 @@ class Decoder:
 
     def describe(self) -> str:
         """Return a readable summary of target, drafter, rule, draft-length policy and engine."""
-        drafter = "none, without speculation" if self.drafter is None else type(self.drafter).__name__
-        if isinstance(self.drafter, WithModel):
-            drafter = self.drafter.describe()
+        drafter = "none, without speculation" if self.drafter is None else self.drafter.describe()
         parts = {
             "target": self.scorer.describe(),
             "drafter": drafter,
             "rule": f"{self.rule}" + (f", lenience {self.lenience}" if self.lenience < 1 else ""),
             "num_draft_tokens": f"{self.policy!r}",
+            "executor": self._describe_executor(),
         }
-        if self.engines is not None:
-            parts["engine"] = self.engines.describe()
         return "\n".join(f"{name:<16}  {value}" for name, value in parts.items())
 
-    # The decode step
-
-    @torch.inference_mode()
-    def _step(self, rows: list[SequenceState]) -> list[Step]:
-        """Run one decode step: draft, target forward pass, verification, commit.
-
-        With g draft tokens, each sequence gains 1 to g + 1 tokens.
-        """
-        clock = Clock()
-        slots = [row.slot for row in rows]
-        proposal = self._proposer.propose(rows, self._proposer.load(rows))
-        draft, state = proposal.draft, proposal.state  # tokens [R, g] from q
-        clock.lap("draft")
-        last = on_device([row.tokens[-1] for row in rows], torch.int64, self.scorer.device)
-        logits = self.scorer.score(slots, torch.cat((last[:, None], draft.tokens), dim=1))  # [R, g+1, V] of p
-        clock.lap("target")
-        verdict = self._verify(rows, draft, logits)
-        outcome = torch.stack((verdict.accepted, verdict.next_token, verdict.bad)).cpu()
-        accepted, next_token, bad = outcome.tolist()
-        clock.lap("verify")
-        self.scorer.commit(slots, [1 + count for count in accepted])
-        if state is not None and self.drafter is not None:
-            self.drafter.commit(outcome[0], outcome[1])
-        steps = advance(rows, draft, state, (accepted, next_token, bad), self.scorer.context)
-        phases = clock.share([row.stats for row in rows])
-        self.policy.observe(proposal.outcome(rows, accepted, next_token, phases))
-        return [replace(step, phases=phases) for step in steps]
-
-    @torch.inference_mode()
-    def _prefill(self, rows: list[SequenceState]) -> list[Step]:
-        """Prefill the prompts and sample each sequence's first token.
-
-        ``Stats`` counts this as a step without draft tokens.
-        """
-        clock = Clock()
-        sources = [row.source for row in rows]
-        for scorer in self.encoders():
-            longest = max(len(row.tokens) for row in rows)
-            scorer.cache_sources(
-                [row.slot for row in rows], [one for one in sources if one is not None], longest
-            )
-        clock.lap("encode")
-        logits = self.scorer.prefill([row.slot for row in rows], [row.tokens for row in rows], sources)
-        clock.lap("target")
-        draft = Draft.chosen([[] for _ in rows], logits.device)
-        verdict = self._verify(rows, draft, logits[:, None])
-        clock.lap("verify")
-        _, next_token, bad = torch.stack((verdict.accepted, verdict.next_token, verdict.bad)).tolist()
-        steps = advance(rows, draft, None, ([0] * len(rows), next_token, bad), self.scorer.context)
-        phases = clock.share([row.stats for row in rows])
-        return [replace(step, phases=phases) for step in steps]
-
-    def _verify(self, rows: list[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
-        samplings = [row.sampling for row in rows]
-        prefix = None
-        if any(sampling.reads_prefix for sampling in samplings):
-            prompts = [row.prompt_length for row in rows]
-            prefix = Prefix.padded([row.tokens for row in rows], prompts, logits.device)
-        if draft.logits is not None:
-            # Both logits get the same dtype, at least as precise as the target's.
-            dtype = torch.promote_types(logits.dtype, draft.logits.dtype)
-            logits, draft = logits.to(dtype), replace(draft, logits=draft.logits.to(dtype))
-        scores = None
-        if any(row.top is not None or row.scores is not None for row in rows):
-            scores = adjusted_logits(logits, samplings, prefix, draft)
-        verdict = verify_block(
-            self._block(rows, draft, logits),
-            self.rule,
-            self.lenience,
-            one_for_all(samplings),
-            None if draft.precomputed is None else draft.precomputed.sampling,
-            prefix,
+    def _describe_executor(self) -> str:
+        description = self.executors[0].describe()
+        if not self.uses_graphs:
+            return description
+        if len(self.executors) == 1:
+            return f"{description}, because {self._no_graphs()}"
+        reasons = [(type(one.base).__name__, why_not_fused(one.model)) for one in self._scorers()]
+        not_fused = [f"{name} is not fused, since it {why}" for name, why in reasons if why is not None]
+        eager = (
+            "eager for sequences with different sampling parameters, penalties, logit bias, processors, "
+            "logprobs, scores or logits"
         )
-        if any(row.scores is not None or row.logits is not None for row in rows):
-            store_scores(rows, verdict, logits, scores)
-        if scores is not None and any(row.top is not None for row in rows):
-            store_logprobs(rows, draft, verdict, scores)
-        return verdict
+        return "; ".join([description, *not_fused, eager])
 
-    def _block(self, rows: list[SequenceState], draft: Draft, logits: Tensor) -> Block:
-        R, g, device = len(rows), draft.tokens.shape[1], logits.device
-        ragged = any(length < g for length in draft.lengths or ())
-        lengths = on_device(list(draft.lengths or [0] * R), torch.int64, device) if ragged else None
-        tokens, invalid = draft.tokens, None
-        if lengths is not None:
-            tokens = tokens.masked_fill(torch.arange(g, device=device) >= lengths[:, None], 0)
-        if device.type != "cpu" and g:  # on the CPU, `check_draft` has checked the tokens
-            tokens, invalid = check.tokens(tokens, None, logits.shape[-1])
-        single = R == 1  # then seed and position are ints instead of tensors
-        precomputed = draft.precomputed
-        return Block(
-            tokens,
-            draft.logits,
-            logits,
-            None if precomputed is None else precomputed.lse,
-            rows[0].seed if single else seeds(rows, device),
-            len(rows[0].tokens)
-            if single
-            else on_device([len(row.tokens) for row in rows], torch.int64, device),
-            lengths,
-            invalid,
-            draft_cut=None if precomputed is None else precomputed.cut,
-            draft_tie=None if precomputed is None else precomputed.tie,
-            stop_at_rejection=True,
-        )
+    # Models
 
-    def _scorers(self) -> list[CausalScorer]:
+    def _refresh(self) -> None:
+        """Create scorers and executors again if models have changed: moved, hooked, or with adapters."""
+        scorers = self._scorers()
+        current = [scorer_of(scorer, self.uses_graphs, scorer.cache.max_bytes) for scorer in scorers]
+        reason = self._no_graphs() if self.uses_graphs else ""
+        kind: list[type[GraphExecutor | EagerExecutor]] = [EagerExecutor]
+        if self.uses_graphs and reason is None:
+            kind = [GraphExecutor, EagerExecutor]
+        if self._built_for == (current, kind):
+            return
+        self._built_for = current, kind
+        self.scorer = current[0]
+        if self.drafter is not None and len(current) > 1:
+            self.drafter.scorer = current[1]
+        self._share_budget()
+        self.reader = dataclasses.replace(self.reader, scorer=self.scorer)
+        self.executors = [one(self.scorer, self.drafter, self.rule, self.lenience) for one in kind]
+
+    def _no_graphs(self) -> str | None:
+        """Return the reason why the models or the rule cannot run in graphs, or None if they can."""
+        if self.rule.name == "rejection":
+            return "rule rejection is for comparison only"
+        for scorer in self._scorers():
+            if isinstance(scorer, Seq2SeqScorer):
+                return f"{type(scorer.base).__name__} has an encoder"
+            if scorer.model is not scorer.base or has_adapters(scorer.base):
+                return f"{type(scorer.base).__name__} has adapters, whose changes a graph cannot detect"
+            if {parameter.device for parameter in scorer.base.parameters()} != {self.scorer.device}:
+                return "the models' weights are on several devices"
+        return None
+
+    def _scorers(self) -> list[Scorer]:
         """Return the target's scorer, and the scorer of the draft model if there is one."""
-        return [self.scorer, *([self.drafter.scorer] if isinstance(self.drafter, WithModel) else [])]
+        draft = None if self.drafter is None else self.drafter.scorer
+        return [self.scorer, *([] if draft is None else [draft])]
+
+    def _share_budget(self) -> None:
+        """Divide the memory of the KV caches between target and draft model, by the size of a token."""
+        caches = [scorer.cache for scorer in self._scorers()]
+        if self._kv_cache_bytes is None and any(cache.max_bytes is not None for cache in caches):
+            return  # another decoder, which shares the scorers, has set it
+        total = sum(cache.bytes_per_token for cache in caches)
+        for cache in caches:
+            cache.share = cache.bytes_per_token / total
+            cache.max_bytes = self._kv_cache_bytes
 
     def encoders(self) -> list[Seq2SeqScorer]:
         """Return those scorers of target and draft model that have an encoder."""
@@ -416,7 +471,7 @@ class Decoder:
 
         A draft model with an encoder needs a target with an encoder, which has an input for it.
         """
-        if isinstance(self.drafter, WithModel) and self.drafter.scorer is self.scorer:
+        if self.drafter is not None and self.drafter.scorer is self.scorer:
             raise ValueError(
                 "draft: got a drafter with the target's own scorer; it must have a scorer of its own, "
                 "because each scorer has one KV cache; pass the draft model itself"
@@ -428,62 +483,6 @@ class Decoder:
             raise ValueError(
                 "draft: got an encoder-decoder model; it must be a decoder-only model, as the target is"
             )
-
-    # Sequences start and end
-
-    def _run(self, rows: list[SequenceState], batch_size: int | None) -> Generator[Step]:
-        """Decode all sequences to their ends, at most ``batch_size`` at a time."""
-        owner = object()
-        waiting, active = deque(rows), list[SequenceState]()
-        caches_valid = False  # whether the KV caches agree with the sequences' tokens
-        try:
-            self._claim(owner)
-            self._proposer = Proposer(self.scorer, self.drafter, self.policy, self.rule)
-            slots = min(batch_size or len(rows), len(rows))
-            longest = max(min(row.prompt_length + row.max_new_tokens, self.scorer.context) for row in rows)
-            if self.engines is not None:
-                engine = self.engines.engine_for(
-                    rows, slots, longest + 2 * (self.policy.max_draft_tokens + 1)
-                )
-                if engine is not None:
-                    if isinstance(self.drafter, TextDrafter):
-                        self.drafter.reserve(slots, longest + self.policy.max_draft_tokens + 1)
-                    drafts_in_graph, sampling = self.engines.drafts_in_graph, waiting[0].sampling
-                    run = graph_run.GraphRun(engine, self._proposer, slots, drafts_in_graph, sampling)
-                    yield from run.steps(waiting)
-                    return
-            self.scorer.reserve(slots, longest + self.policy.max_draft_tokens + 1)
-            if isinstance(self.drafter, WithModel):
-                self.drafter.reserve(slots, longest + self.policy.max_draft_tokens + 1)
-            while waiting or active:
-                steps = []
-                if waiting and len(active) < slots:
-                    free = sorted(set(range(slots)) - {row.slot for row in active})
-                    new = [waiting.popleft() for _ in free[: len(waiting)]]
-                    for row, slot in zip(new, free, strict=False):
-                        row.slot = slot
-                    active.extend(new)
-                    steps = self._prefill(new)
-                else:
-                    steps = self._step(active)
-                done = {row.index: row for row in active if row.finish_reason is not None}
-                for i in reversed(range(len(active))):
-                    if active[i].index in done:  # the last sequence fills the gap; the others do not move
-                        active[i] = active[-1]
-                        active.pop()
-                for row in done.values():
-                    self._release(row, keep=row.error is None)
-                caches_valid = True
-                for step in steps:
-                    if step.index in done:
-                        row = done[step.index]
-                        step = dataclasses.replace(step, finish_reason=row.finish_reason, output=row.output())
-                    yield step
-                caches_valid = False
-        finally:
-            for row in active:
-                self._release(row, keep=caches_valid)
-            release(owner)
 
     def _claim(self, owner: object) -> None:
         """Claim this Decoder, its scorers and its drafter for one call, or raise RuntimeError."""
@@ -498,12 +497,6 @@ class Decoder:
                     f"this {type(part).__name__} is in use by another Decoder: wait for that call, close "
                     f"that stream, or give each Decoder a {type(part).__name__} of its own"
                 )
-
-    def _release(self, row: SequenceState, keep: bool) -> None:
-        self.scorer.reset([row.slot], [row.tokens] if keep else None)
-        if self.drafter is not None:
-            self.drafter.reset([row.slot])
-        self.policy.reset([row.slot])
 
 
 def policy_of(num_draft_tokens: Any) -> DraftLengthPolicy:

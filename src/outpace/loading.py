@@ -8,9 +8,9 @@ from typing import Any
 from outpace.decoder import Decoder
 from outpace.draft.base import Drafter
 from outpace.draft.names import check_draft_exists, names_model, table_path
-from outpace.models.causal import memory_free
 from outpace.models.hub import Name as Name
 from outpace.models.hub import Say, check_model, load_model, say
+from outpace.models.kv_cache import memory_free
 from outpace.models.packed import packed_bytes
 from outpace.policy import DraftLengthPolicy
 from outpace.sampling import SamplingParams
@@ -123,7 +123,7 @@ def check_draft_name(draft: Name | Drafter | None) -> None:
         from outpace.draft.ngram import NGramDrafter
 
         try:
-            NGramDrafter.check(table_path(draft))
+            NGramDrafter.check_file(table_path(draft))
         except ValueError as error:
             raise ValueError(f"draft: {str(error).removeprefix('path: ')}") from None
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import outpace
 from outpace import Decoder, Fixed, Goodput
@@ -14,6 +16,11 @@ from outpace.auditing.audit import audit
 from outpace.auditing.faults import FAULTS, planted
 from outpace.auditing.report import Greedy, Joint, Report
 from outpace.auditing.samples import Sampler, balanced, distribution
+from outpace.draft.base import Draft
+from outpace.engine.eager import EagerExecutor
+from outpace.engine.sequence import SequenceState
+from outpace.models.causal import CausalScorer
+from outpace.verification import Verdict
 from tests.tiny import V, tiny
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6]]
@@ -158,10 +165,14 @@ def test_rounding_tolerance_is_twice_the_distance_between_two_computations_in_16
 
 
 def test_greedy_check_finds_a_decoder_with_wrong_logits() -> None:
-    decoder = Decoder(tiny(), num_draft_tokens=0)
-    decoder.scorer.model = tiny(seed=1)  # the audit compares with this model
-    original = decoder.scorer._forward
-    decoder.scorer._forward = lambda *a, **k: -original(*a, **k)  # type: ignore[method-assign]
+    class Negated(CausalScorer):
+        def append(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+            return -super().append(slots, tokens)
+
+        def score(self, slots: Sequence[int], tokens: Tensor) -> Tensor:
+            return -super().score(slots, tokens)
+
+    decoder = Decoder(Negated(tiny()), num_draft_tokens=0)
     report = audit(decoder, PROMPTS, samples=0, progress=False)
     assert not report.passed
     assert all(one.differs_at is not None for one in report.greedy)
@@ -224,14 +235,14 @@ def test_a_policy_that_depends_on_measured_time_is_replaced_during_the_audit() -
 
 def test_samples_cover_steps_with_zero_to_three_draft_tokens() -> None:
     drafts: list[int] = []
+
+    class Recording(EagerExecutor):
+        def verify(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
+            drafts.append(draft.tokens.shape[1])
+            return super().verify(rows, draft, logits)
+
     decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(3))
-    original = decoder._verify
-
-    def verify(rows, draft, logits):  # type: ignore[no-untyped-def]
-        drafts.append(draft.tokens.shape[1])
-        return original(rows, draft, logits)
-
-    decoder._verify = verify  # type: ignore[method-assign]
+    decoder.executors = [Recording(decoder.scorer, decoder.drafter, decoder.rule, decoder.lenience)]
     audit(decoder, [REPEATING], samples=600, greedy_tokens=0, progress=False)
     assert {0, 1, 2, 3} <= set(drafts)
 
@@ -281,7 +292,7 @@ def test_removing_a_planted_fault_restores_the_decoder(drafter: str) -> None:
     before = dict(vars(decoder))
     for fault in FAULTS:
         with planted(decoder, fault):
-            assert decoder.engines is None
+            assert [one.name for one in decoder.executors] == ["eager"]
     assert vars(decoder) == before
     assert audit(decoder, [REPEATING], samples=400, progress=False).passed
 

@@ -13,6 +13,7 @@ from outpace import Decoder, SamplingParams
 from outpace.bench import cost, theory
 from outpace.bench.cost import Drafting, Pass, Verification
 from outpace.bench.prediction import Parts
+from outpace.engine.graph import GraphExecutor
 from outpace.verification import verify_block as original
 from tests.tiny import greedy, tiny, tiny_seq2seq
 
@@ -94,18 +95,18 @@ def test_extra_time_of_the_first_draft_token_is_measured(
 
 
 @pytest.mark.parametrize("drafter", ["lookup", None], ids=["lookup", "model"])
-def test_parts_of_the_engine_are_timed_if_a_decoder_has_one(drafter: str | None) -> None:
+def test_parts_of_a_graph_step_are_timed_if_a_decoder_has_a_graph_executor(drafter: str | None) -> None:
     decoder = Decoder(tiny(), drafter or tiny(seed=1), engine=True)
-    engines = decoder.engines
-    assert engines is not None
-    assert engines.engine is None
+    executor = decoder.executors[0]
+    assert isinstance(executor, GraphExecutor)
+    assert len(executor.slots) == 0
     found = cost.curve(decoder, sizes=(1, 3), batches=(2, 1), context=10)
     assert [(one.B, one.n) for one in found] == [(2, 1), (2, 3), (1, 1), (1, 3)]
     assert all(one.ms > 0 for one in found)
-    assert engines.engine is not None
     assert cost.drafting(decoder, 2, context=10).step > 0
-    assert engines.engine.active.tolist() == [0, 0]
-    cost.free_engine(decoder)
+    assert executor.slots.active.tolist() == [0, 0]
+    decoder.release()
+    assert len(executor.slots) == 0
     assert decoder.generate([5, 6, 7], temperature=0, max_new_tokens=9).token_ids == greedy(
         tiny(), [5, 6, 7], 9
     )

@@ -107,16 +107,15 @@ def test_each_cell_has_its_own_policy(decoder: Decoder) -> None:
     assert found.cell_decoders[Cell("same", GREEDY, "0")].drafter is None
 
 
-def test_one_engine_serves_all_draft_lengths() -> None:
-    model = tiny()
-    decoder = Decoder(model, tiny(seed=1), engine=True)
+def test_all_draft_lengths_share_one_graph_executor_and_one_kv_cache() -> None:
+    decoder = Decoder(tiny(), tiny(seed=1), engine=True)
     found = Sweep({"small": decoder}, [GREEDY], ["1", "2"], PROMPTS[:2], max_new_tokens=12)
-    assert decoder.engines is not None
-    engines = []
     for runs in found.rounds():
         assert all(run.drafted[run.cell.g or 0] for run in runs)
-        engines.append(decoder.engines.engine)
-    assert engines[0] is engines[1] is not None
+    assert {id(one.scorer) for one in found.cell_decoders.values()} == {id(decoder.scorer)}
+    with_draft = [one for cell, one in found.cell_decoders.items() if cell.g]
+    assert {id(one.executors[0]) for one in with_draft} == {id(decoder.executors[0])}
+    assert decoder.executors[0].name == "graph"
 
 
 def test_drafts_take_turns(decoder: Decoder) -> None:

@@ -16,6 +16,8 @@ import pytest
 from outpace import loading
 from outpace.cli import drafts
 from outpace.decoder import Decoder
+from outpace.engine.eager import EagerExecutor
+from outpace.engine.executor import Pending
 from tests.cli.conftest import Run, buffered
 from tests.tiny import byte_tokenizer, tiny, tiny_seq2seq
 
@@ -289,15 +291,15 @@ def seq2seq(folder: Path, family: str) -> str:
 
 
 def test_ctrl_c_prints_the_text_so_far(run: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = Decoder._step, []
+    original, calls = EagerExecutor.start, []
 
-    def step(self: Decoder, rows: list[object]) -> object:
+    def start(self: EagerExecutor, *rest: Any) -> Pending:
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return original(self, rows)  # type: ignore[arg-type]
+        return original(self, *rest)
 
-    monkeypatch.setattr(Decoder, "_step", step)
+    monkeypatch.setattr(EagerExecutor, "start", start)
     code, out, err = run("generate", PROMPT, "--raw", *common(model))
     assert code == 130
     assert out.strip()

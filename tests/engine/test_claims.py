@@ -70,11 +70,12 @@ def test_an_abandoned_stream_releases_its_decoder() -> None:
 
 def test_an_interruption_at_any_line_releases_the_decoder() -> None:
     decoder = Decoder(tiny(), "lookup", num_draft_tokens=Fixed(2))
-    lines = 0
+    interrupted = {Decoder.scheduler.__code__, Decoder._steps.__code__}
+    lines: list[str] = []
 
     def counting(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal lines
-        lines += event == "line" and frame.f_code is Decoder._run.__code__
+        if event == "line" and frame.f_code in interrupted:
+            lines.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
         return counting
 
     def interrupting(at: int) -> Any:
@@ -82,7 +83,7 @@ def test_an_interruption_at_any_line_releases_the_decoder() -> None:
 
         def trace(frame: FrameType, event: str, argument: Any) -> Any:
             nonlocal seen
-            if event == "line" and frame.f_code is Decoder._run.__code__:
+            if event == "line" and frame.f_code in interrupted:
                 seen += 1
                 if seen == at:
                     raise KeyboardInterrupt
@@ -95,13 +96,15 @@ def test_an_interruption_at_any_line_releases_the_decoder() -> None:
         sys.settrace(counting)
         decoder.generate(PROMPT, max_new_tokens=2, seed=0)
         sys.settrace(before)
-        last = lines - 2  # the last two lines release the decoder, and cannot be protected
-        for at in range(1, last):
+        for at in range(1, len(lines)):  # the last line releases the decoder, and cannot be protected
             sys.settrace(interrupting(at))
             with pytest.raises(KeyboardInterrupt):
                 decoder.generate(PROMPT, max_new_tokens=2, seed=0)
             sys.settrace(before)
-            decoder.generate(PROMPT, max_new_tokens=2, seed=0)
+            try:
+                decoder.generate(PROMPT, max_new_tokens=2, seed=0)
+            except RuntimeError as error:
+                pytest.fail(f"after an interruption at {lines[at - 1]}: {error}")
     finally:
         sys.settrace(before)
 

@@ -152,7 +152,7 @@ def test_draft_model_catches_up_after_steps_without_draft_tokens() -> None:
 
 @pytest.mark.parametrize("rule", ["token", "block", "match"])
 @pytest.mark.parametrize("drafter", ["ngram", "random", "lookup", "model"])
-def test_engine_passes_the_audit_with_every_drafter(rule: str, drafter: str) -> None:
+def test_graph_executor_passes_the_audit_with_every_drafter(rule: str, drafter: str) -> None:
     drafters: dict[str, Any] = {
         "ngram": outpace.NGramDrafter.fit([*PROMPTS[1], *PROMPTS[0]] * 3, 2, V),
         "random": outpace.RandomDrafter(V),
@@ -171,7 +171,7 @@ def test_steps_are_timed_by_the_device() -> None:
     assert isinstance(decoder.policy, Goodput)
     for _ in range(3):
         decoder.generate(PROMPTS[0], SamplingParams(), seed=1, max_new_tokens=50)
-    load = Load(1, executor="engine")
+    load = Load(1, executor="graph")
     seconds = decoder.policy.forecast.costs(load).baseline_seconds(load)
     assert seconds is not None
     assert seconds > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,64 +12,117 @@ from torch.profiler import ProfilerActivity
 
 from outpace import Decoder, Fixed, SamplingParams
 from outpace.engine.capture import Graphs
-from outpace.engine.graph import Engine
-from outpace.models.fused import FAMILIES, Cache, FusedModel
-from outpace.models.generic import GenericModel
+from outpace.engine.executor import Outcome, Pending
+from outpace.engine.graph import BUCKETS, GraphExecutor, bucket_of
+from outpace.engine.sequence import SequenceState
+from outpace.engine.stats import Clock
+from outpace.models.fused import FAMILIES, FusedModel
+from outpace.models.fused_scorer import FusedScorer
+from outpace.models.kv_cache import Pages
 from tests import tiers
 from tests.tiny import V, greedy, tiny
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 12, 40, 41, 42], [30]]
 SEEDS = [3, 4, 5]
+GREEDY = SamplingParams(temperature=0)
+
+
+def decoder_of(target: Any, draft: Any, graphs: bool | None = None, **options: Any) -> Decoder:
+    """Return a decoder whose graph executor captures graphs if the device has them, or if told so."""
+    decoder = Decoder(target, draft, engine=True, num_draft_tokens=Fixed(8), **options)
+    if graphs is not None:
+        executor_of(decoder).graphs.enabled = graphs
+    return decoder
+
+
+def executor_of(decoder: Decoder) -> GraphExecutor:
+    executor = decoder.executors[0]
+    assert isinstance(executor, GraphExecutor)
+    return executor
+
+
+class Batch:
+    """Sequences in the first slots of a graph executor, which the test runs instead of the scheduler."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        sampling: SamplingParams | None = None,
+        prompts: Sequence[Sequence[int]] = PROMPTS,
+        jointly: bool = True,
+    ) -> None:
+        self.decoder, self.executor = decoder, executor_of(decoder)
+        self.rows = dict(enumerate(self.requests(prompts, sampling or SamplingParams())))
+        self.active = dict(self.rows)
+        groups = [list(self.rows.values())] if jointly else [[row] for row in self.rows.values()]
+        for group in groups:
+            prefilling = self.executor.prefill(group, Clock())
+            while not prefilling.advance():
+                pass
+
+    def requests(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[SequenceState]:
+        seeds = [SEEDS[0] + slot for slot in range(len(prompts))]
+        rows = self.decoder.requests(list(map(list, prompts)), sampling, seed=seeds, max_new_tokens=100)
+        for slot, row in enumerate(rows):
+            row.slot = slot
+        return rows
+
+    def start(self, g: int) -> Pending:
+        return self.executor.start(dict(self.active), g, None, Clock())
+
+    def read(self, pending: Pending, g: int) -> Outcome:
+        """Read the outcome of a step and commit it to the sequences that have not ended."""
+        outcome = pending.read()
+        for slot, row in self.active.items():
+            assert not outcome.bad[slot]
+            accepted = outcome.accepted[slot]
+            self.executor.commit(row, g, accepted)
+            row.tokens += [*outcome.drafts[slot][:accepted], outcome.next_token[slot]]
+        return outcome
+
+    def step(self, g: int) -> Outcome:
+        return self.read(self.start(g), g)
+
+    def end(self, slot: int) -> None:
+        self.executor.release(self.active.pop(slot), keep=True)
+
+    def new_tokens(self, tokens: int | None = None) -> list[list[int]]:
+        return [row.new_tokens[:tokens] for row in self.rows.values()]
 
 
 def generate(
-    engine: Engine, g: int, sampling: SamplingParams, tokens: int, late: bool = False
+    decoder: Decoder, g: int, sampling: SamplingParams, tokens: int, late: bool = False
 ) -> list[list[int]]:
-    """Generate tokens for every prompt, the first one without draft tokens, as the decoder does.
+    """Generate tokens for every prompt, the first one without draft tokens.
 
     With ``late``, each outcome is read after the next step has started.
     """
-    for slot, (prompt, seed) in enumerate(zip(PROMPTS, SEEDS, strict=True)):
-        engine.prefill(slot, prompt, seed)
-    new: list[list[int]] = [[] for _ in PROMPTS]
-    pending = [engine.start(0, sampling)]
-    while pending:
-        if late and len(pending) < 2 and min(map(len, new)) < tokens:
-            pending.append(engine.start(g, sampling))
-        outcome = pending.pop(0).read()
-        assert not any(outcome.bad)
-        for slot, text in enumerate(new):
-            if len(text) < tokens:
-                text.extend(outcome.new_tokens(slot))
-                if len(text) >= tokens:
-                    engine.end(slot)
-        if not pending and min(map(len, new)) < tokens:
-            pending.append(engine.start(g, sampling))
-    return [text[:tokens] for text in new]
-
-
-def engine_of(target: Any, draft: Any, **options: Any) -> Engine:
-    return Engine(
-        FusedModel(target), None if draft is None else FusedModel(draft), len(PROMPTS), 100, **options
-    )
+    batch = Batch(decoder, sampling)
+    in_flight = [(batch.start(0), 0)]
+    while in_flight:
+        if late and len(in_flight) < 2 and batch.active:
+            in_flight.append((batch.start(g), g))
+        batch.read(*in_flight.pop(0))
+        for slot, row in list(batch.active.items()):
+            if len(row.new_tokens) >= tokens:
+                batch.end(slot)
+        if not in_flight and batch.active:
+            in_flight.append((batch.start(g), g))
+    return batch.new_tokens(tokens)
 
 
 @pytest.mark.parametrize(("family", "g"), tiers.each_value(FAMILIES, [0, 1, 4]))
 def test_greedy_texts_are_those_of_transformers(family: str, g: int) -> None:
     target, draft = tiny(family), tiny(family, seed=1)
     expected = [greedy(target, prompt, 30) for prompt in PROMPTS]
-    assert generate(engine_of(target, draft), g, SamplingParams(temperature=0), 30) == expected
+    assert generate(decoder_of(target, draft), g, GREEDY, 30) == expected
 
 
 @pytest.mark.parametrize(
     ("rule", "sampling"),
     tiers.each_value(
         ["token", "block", "match"],
-        [
-            SamplingParams(),
-            SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
-            SamplingParams(temperature=0),
-        ],
+        [SamplingParams(), SamplingParams(temperature=0.8, top_k=20, top_p=0.9), GREEDY],
     ),
 )
 def test_both_executors_generate_the_same_tokens(rule: str, sampling: SamplingParams) -> None:
@@ -79,12 +133,14 @@ def test_both_executors_generate_the_same_tokens(rule: str, sampling: SamplingPa
     )
     # Near the end of a sequence the decoder drafts fewer tokens.
     expected = [out.token_ids[:30] for out in outs]
-    assert generate(engine_of(tiny(), tiny(seed=1), rule=rule), 3, sampling, 30) == expected
+    assert generate(decoder_of(tiny(), tiny(seed=1), rule=rule), 3, sampling, 30) == expected
 
 
 def test_reading_outcomes_one_step_late_changes_no_token() -> None:
     target, draft = tiny(), tiny(seed=1)
-    found = [generate(engine_of(target, draft), 3, SamplingParams(), 30, late=late) for late in (False, True)]
+    found = [
+        generate(decoder_of(target, draft), 3, SamplingParams(), 30, late=late) for late in (False, True)
+    ]
     assert found[0] == found[1]
 
 
@@ -92,16 +148,17 @@ def test_reading_outcomes_one_step_late_changes_no_token() -> None:
 def test_joint_prefill_equals_prefill_one_by_one(
     monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr("outpace.engine.graph.MAX_PREFILL_TOKENS", 24)  # several passes
+    monkeypatch.setattr("outpace.models.scorer.MAX_PREFILL_TOKENS", 24)  # several passes
+    monkeypatch.setattr("outpace.models.scorer.MIN_CHUNK", 4)
     noise = torch.Generator().manual_seed(sum(lengths))
     prompts = [torch.randint(V, (n,), generator=noise).tolist() for n in lengths]
-    engines = [engine_of(tiny(), tiny(seed=1)) for _ in range(2)]
-    engines[0].prefill_all(0, prompts, SEEDS)
-    for slot, (prompt, seed) in enumerate(zip(prompts, SEEDS, strict=True)):
-        engines[1].prefill(slot, prompt, seed)
+    joint, single = (
+        Batch(decoder_of(tiny(), tiny(seed=1)), GREEDY, prompts, jointly) for jointly in (True, False)
+    )
     for _ in range(4):
-        joint, single = (engine.start(3, SamplingParams(temperature=0)).read() for engine in engines)
-        assert [joint.new_tokens(slot) for slot in range(3)] == [single.new_tokens(slot) for slot in range(3)]
+        for batch in (joint, single):
+            batch.step(3)
+        assert joint.new_tokens() == single.new_tokens()
 
 
 class FakeGraph:
@@ -129,141 +186,168 @@ def captured_work(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return functions
 
 
-def test_engine_reports_captured_draft_lengths(
+def test_executor_reports_captured_draft_lengths(
     captured_work: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outpace.engine.capture.MAX_GRAPHS", 4)
-    engine, sampling = engine_of(tiny(), tiny(seed=1)), SamplingParams()
-    assert engine.captured_lengths(sampling, 2, from_host=False) is None  # without graphs none needs capture
-    engine.graphs.enabled = True
-    assert engine.captured_lengths(sampling, 2, from_host=False) == frozenset()
-    for g in (3, 0, 3):
-        pending = engine.start(g, sampling, 2)
-        pending.read()
-        assert (pending.capture_seconds > 0) == (pending.seconds is None) == (not pending.needed_no_capture)
+    without = Batch(decoder_of(tiny(), tiny(seed=1), graphs=False))
+    assert without.executor.captured(without.rows) is None  # without graphs no step needs a capture
+    batch = Batch(decoder_of(tiny(), tiny(seed=1), graphs=True), prompts=PROMPTS[:2])
+    executor = batch.executor
+    assert executor.captured(batch.rows) == frozenset()
+    for g, captures in ((3, True), (3, False), (0, True)):
+        pending = batch.start(g)
+        batch.read(pending, g)
+        assert (pending.capture_seconds > 0) == (pending.seconds is None) == captures
     assert len(captured_work) == 2
-    assert pending.needed_no_capture
-    assert engine.captured_lengths(sampling, 2, from_host=False) == frozenset({0, 3})
-    assert engine.captured_lengths(sampling, 2, from_host=True) == frozenset()
-    assert engine.captured_lengths(sampling, 1, from_host=False) == frozenset()
-    assert engine.captured_lengths(SamplingParams(temperature=0.5), 2, from_host=False) == frozenset()
+    assert executor.captured(batch.rows) == frozenset({0, 3})
+    hotter = batch.requests(PROMPTS[:2], SamplingParams(temperature=0.5))
+    assert executor.captured(dict(enumerate(hotter))) == frozenset()
+    more = batch.requests(PROMPTS, SamplingParams())
+    assert executor.captured(dict(enumerate(more))) == frozenset()
     for g in (1, 2, 4):  # only four graphs are held: the least recently used one is dropped
-        engine.start(g, sampling, 2)
-        engine.start(3, sampling, 2)
-    assert engine.captured_lengths(sampling, 2, from_host=False) == frozenset({1, 2, 3, 4})
+        batch.step(g)
+        batch.step(3)
+    assert executor.captured(batch.rows) == frozenset({1, 2, 3, 4})
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_prefill_captures_graphs_of_few_sizes(
-    captured_work: list[Any], monkeypatch: pytest.MonkeyPatch, family: str
+def test_a_bucket_is_the_smallest_size_that_holds_all_slots() -> None:
+    for slots in range(1, 3 * BUCKETS[-1]):
+        bucket = bucket_of(slots)
+        assert bucket >= slots
+        assert all(smaller < slots for smaller in BUCKETS if smaller < bucket)
+
+
+@pytest.mark.usefixtures("captured_work")
+def test_one_graph_serves_all_batches_of_a_bucket() -> None:
+    """The bucket of five sequences holds six slots, so that a sixth sequence needs no capture."""
+    decoder = decoder_of(tiny(), None, graphs=True)
+    for size, captures in ((5, True), (6, False)):
+        prompts = [[slot + 1, 7] for slot in range(size)]
+        batch = Batch(decoder, GREEDY, prompts)
+        assert batch.executor.batch(batch.rows) == 6
+        pendings = []
+        for _ in range(5):
+            pendings.append(batch.start(0))
+            batch.read(pendings[-1], 0)
+        assert [pending.capture_seconds > 0 for pending in pendings] == [captures, *[False] * 4]
+        assert batch.new_tokens() == [greedy(tiny(), prompt, 5) for prompt in prompts]
+        for slot in range(size):
+            batch.end(slot)
+
+
+@pytest.mark.usefixtures("captured_work")
+def test_a_batch_that_shrinks_keeps_its_graph_until_a_smaller_one_has_sufficed_for_long(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("outpace.engine.graph.CHUNK", 16)
-    monkeypatch.setattr("outpace.engine.graph.MIN_CHUNK", 4)
-    kind = FusedModel if family == "llama" else GenericModel
-    engines = [Engine(kind(tiny(family)), kind(tiny(family, seed=1)), 1, 80) for _ in range(2)]
-    engines[1].graphs.enabled = True
-    noise = torch.Generator().manual_seed(5)
-    for length in (1, 2, 5, 6, 17, 40, 78, 39, 79, 7):
-        prompt = torch.randint(V, (length,), generator=noise).tolist()
-        found = []
-        for engine in engines:
-            engine.prefill(0, prompt, 3)
-            found.append([engine.start(0, SamplingParams()).read().new_tokens(0) for _ in range(2)])
-        assert found[0] == found[1]
-    # Chunks have 4, 8 or 16 tokens and attend to 16, 32, 64 or all positions. Not every pair occurs.
-    sizes, attended = 3, 4
-    assert sizes < len(captured_work) - 1 <= sizes * attended
+    monkeypatch.setattr("outpace.engine.graph.PATIENCE", 5)
+    batch, sizes = Batch(decoder_of(tiny(), None, graphs=True), GREEDY), []
+    for step in range(12):
+        if step == 2:
+            batch.end(2)
+            batch.end(1)
+        sizes.append(batch.executor.batch(batch.active))
+        batch.step(0)
+    assert sizes == [*[3] * 7, *[1] * 5]
+    assert batch.new_tokens()[0] == greedy(tiny(), PROMPTS[0], 12)
+
+
+@pytest.mark.usefixtures("captured_work")
+def test_a_batch_that_shrinks_moves_at_once_to_a_smaller_graph_that_is_captured() -> None:
+    decoder = decoder_of(tiny(), None, graphs=True)
+    decoder.warm_up([0], [2], GREEDY)
+    batch, executor = Batch(decoder, GREEDY), executor_of(decoder)
+    batch.step(0)
+    batch.end(2)
+    assert executor.batch(batch.active) == 2
+    batch.end(1)
+    assert executor.batch(batch.active) == 2  # a graph of one slot is not captured yet
 
 
 def test_one_graph_serves_every_catch_up(captured_work: list[Any]) -> None:
-    engine = engine_of(tiny(), tiny(seed=1))
-    engine.graphs.enabled = True
-    sequences = {slot: [*prompt, *range(1, 60)] for slot, prompt in enumerate(PROMPTS)}
-    for slot, tokens in sequences.items():
-        engine.prefill(slot, tokens, 1)
-    captures = [engine.catch_up(sequences, missing) > 0 for missing in (2, 1, 40, 58)]
-    assert captures == [True, False, False, False]
-    assert len(captured_work) == 1
+    batch = Batch(decoder_of(tiny(), tiny(seed=1), graphs=True))
+    captures = []
+    for missing in (2, 1, 40):
+        for _ in range(missing):
+            batch.step(0)
+        pending = batch.start(3)
+        batch.read(pending, 3)
+        captures.append(pending.catch_up_capture_seconds > 0)
+        assert (pending.catch_up_seconds > 0) != captures[-1]
+    assert captures == [True, False, False]
+    assert len(captured_work) == 3  # two steps and a catch-up
 
 
-def test_engine_created_in_inference_mode_works_outside_it() -> None:
+def test_executor_created_in_inference_mode_works_outside_it() -> None:
     """Costs are measured in inference mode. Generation may run outside it."""
     with torch.inference_mode():
-        engine = engine_of(tiny(), tiny(seed=1))
-        engine.prefill(0, PROMPTS[0], 1)
-        engine.catch_up({0: PROMPTS[0]}, 2)
-        engine.end(0)
-    engine.prefill(0, PROMPTS[0], 1)
-    new_tokens = engine.start(2, SamplingParams()).read().new_tokens(0)
-    engine.catch_up({0: [*PROMPTS[0], *new_tokens]}, 2)
-    engine.end(0)
+        decoder = decoder_of(tiny(), tiny(seed=1))
+        first = generate(decoder, 2, GREEDY, 5)
+    assert generate(decoder, 2, GREEDY, 5) == first
 
 
 def test_interrupted_prefill_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = list(range(1, 40)), list(range(1, 20)) + list(range(40, 60))
-    engine, fresh = engine_of(tiny(), tiny(seed=1)), engine_of(tiny(), tiny(seed=1))
-    engine.prefill(0, first, 1)
+    decoder, fresh = (Decoder(tiny(), tiny(seed=1), engine=True, num_draft_tokens=Fixed(3)) for _ in range(2))
+    decoder.generate(first, GREEDY, max_new_tokens=4)
+    append = FusedScorer.append
     with monkeypatch.context() as patch:
-        patch.setattr("outpace.engine.graph.CHUNK", 4)
-        fill_cache = FusedModel.fill_cache
+        patch.setattr("outpace.models.scorer.CHUNK", 4)
 
-        def interrupted(self: FusedModel, ids: Tensor, positions: Tensor, cache: Cache) -> None:
-            fill_cache(self, ids, positions, cache)
+        def interrupted(self: FusedScorer, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+            append(self, slots, tokens)
             raise KeyboardInterrupt
 
-        patch.setattr(FusedModel, "fill_cache", interrupted)
-        for slot in (0, 1):
+        patch.setattr(FusedScorer, "append", interrupted)
+        for prompts in ([second], [first, second]):
             with pytest.raises(KeyboardInterrupt):
-                engine.prefill(slot, second, 1)
-    for each in (engine, fresh):
-        each.prefill(0, first, 1)
-        each.prefill(1, second, 1)
-    for _ in range(3):
-        found, expected = (
-            each.start(3, SamplingParams(temperature=0), slots=2).read() for each in (engine, fresh)
-        )
-        assert [found.new_tokens(slot) for slot in (0, 1)] == [expected.new_tokens(slot) for slot in (0, 1)]
+                decoder.generate(prompts, GREEDY, max_new_tokens=4)
+    found, expected = (each.generate([first, second], GREEDY, max_new_tokens=12) for each in (decoder, fresh))
+    assert [out.token_ids for out in found] == [out.token_ids for out in expected]
 
 
 def test_slot_decodes_one_sequence_after_another() -> None:
     """A sequence does not see what an earlier one left in the KV caches."""
-    target, draft = tiny(), tiny(seed=1)
-    engine = engine_of(target, draft)
-    first = generate(engine, 3, SamplingParams(), 30)
-    assert generate(engine, 3, SamplingParams(), 30) == first
+    decoder = decoder_of(tiny(), tiny(seed=1))
+    first = generate(decoder, 3, SamplingParams(), 30)
+    assert generate(decoder, 3, SamplingParams(), 30) == first
 
 
-def test_ended_slot_at_the_end_of_the_cache_stands_still() -> None:
-    engine = Engine(FusedModel(tiny()), FusedModel(tiny(seed=1)), 2, 16)
-    engine.prefill(0, list(range(15)), 1)
-    engine.end(0)
-    engine.prefill(1, [1, 2], 2)
-    before = int(engine.lengths[0])
-    alone = Engine(FusedModel(tiny()), FusedModel(tiny(seed=1)), 1, 16)
-    alone.prefill(0, [1, 2], 2)
-    for _ in range(3):
-        expected = alone.start(3, SamplingParams()).read().new_tokens(0)
-        assert engine.start(3, SamplingParams()).read().new_tokens(1) == expected
-    assert int(engine.lengths[0]) == before
+def test_ended_slot_at_the_end_of_the_context_stands_still() -> None:
+    """A step that was in flight when the sequence ended does not change the slot either."""
+    target, draft = (tiny(seed=seed, max_position_embeddings=16) for seed in (0, 1))
+    batch = Batch(decoder_of(target, draft), prompts=[list(range(14)), [1, 2]])
+    alone = Batch(decoder_of(target, draft), prompts=[[7], [1, 2]])
+    for each in (batch, alone):
+        in_flight = each.start(3)
+        each.end(0)
+        each.read(in_flight, 3)
+        before = int(each.executor.slots.lengths[0])
+        for _ in range(2):
+            each.step(3)
+        assert int(each.executor.slots.lengths[0]) == before
+    assert batch.new_tokens()[1] == alone.new_tokens()[1]
 
 
 def test_a_step_may_run_the_first_slots_only() -> None:
-    engine, alone = engine_of(tiny(), tiny(seed=1)), engine_of(tiny(), tiny(seed=1))
-    for each in (engine, alone):
-        each.prefill(0, [1, 2], 2)
-    engine.prefill(1, [3, 4, 5], 3)
+    batch, whole = (Batch(decoder_of(tiny(), tiny(seed=1))) for _ in range(2))
+    rest = {slot: batch.active.pop(slot) for slot in (1, 2)}
     for _ in range(3):
-        outcome = engine.start(3, SamplingParams(), slots=1).read()
-        assert outcome.new_tokens(0) == alone.start(3, SamplingParams()).read().new_tokens(0)
-        assert len(outcome.accepted) == 1
-    assert int(engine.lengths[1]) == 3
+        assert set(batch.step(3).accepted) == {0}
+    batch.active |= rest
+    for _ in range(3):
+        batch.step(3)
+    for _ in range(6):
+        whole.step(3)
+    tokens = [len(new) for new in batch.new_tokens()]
+    assert batch.new_tokens() == [new[:n] for new, n in zip(whole.new_tokens(), tokens, strict=True)]
 
 
 @pytest.mark.parametrize("sizes", [(V, V - 3), (V - 3, V)])
 def test_vocabularies_may_differ_by_padding(sizes: tuple[int, int]) -> None:
     target, draft = tiny(vocab_size=sizes[0]), tiny(seed=1, vocab_size=sizes[1])
     expected = [greedy(target, prompt, 20) for prompt in PROMPTS]
-    assert generate(engine_of(target, draft), 3, SamplingParams(temperature=0), 20) == expected
+    assert generate(decoder_of(target, draft), 3, GREEDY, 20) == expected
 
 
 def test_kernels_decode_sequences_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,19 +359,33 @@ def test_kernels_decode_sequences_of_a_batch(monkeypatch: pytest.MonkeyPatch) ->
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target, draft = tiny(num_hidden_layers=2), tiny(seed=1, num_hidden_layers=1)
     expected = [greedy(target, prompt, 3) for prompt in PROMPTS]
-    monkeypatch.setattr("outpace.models.fused.has_kernels", lambda device, dtype: True)
-    engine = engine_of(target.to(device), draft.to(device))
-    assert generate(engine, 2, SamplingParams(temperature=0), 3) == expected
+    for module in ("fused", "fused_scorer"):
+        monkeypatch.setattr(f"outpace.models.{module}.has_kernels", lambda device, dtype: True)
+    monkeypatch.setattr("outpace.models.fused_scorer.PAGE", 16)
+    decoder = decoder_of(target.to(device), draft.to(device))
+    assert generate(decoder, 2, GREEDY, 3) == expected
 
 
-def test_draft_model_does_not_run_in_steps_without_draft_tokens() -> None:
+def test_draft_model_does_not_run_in_steps_without_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such steps cost no more than without a draft model."""
-    engine = engine_of(tiny(), tiny())
-    for slot, prompt in enumerate(PROMPTS):
-        engine.prefill(slot, prompt, 1)
+    batch, ran = Batch(decoder_of(tiny(), tiny())), []
+    forward, fill = FusedScorer.forward, FusedScorer.fill
+
+    def recording_forward(self: FusedScorer, ids: Tensor, positions: Tensor) -> Tensor:
+        ran.append(self)
+        return forward(self, ids, positions)
+
+    def recording_fill(self: FusedScorer, ids: Tensor, positions: Tensor) -> None:
+        ran.append(self)
+        fill(self, ids, positions)
+
+    monkeypatch.setattr(FusedScorer, "forward", recording_forward)
+    monkeypatch.setattr(FusedScorer, "fill", recording_fill)
     for _ in range(4):
-        engine.start(0, SamplingParams()).read()
-    assert engine.start(3, SamplingParams()).read().accepted != [3] * len(PROMPTS)
+        batch.step(0)
+    assert ran == [batch.executor.target] * 4
+    batch.step(3)
+    assert batch.executor.draft_scorer in ran
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -297,51 +395,60 @@ def test_draft_model_drafts_exactly_after_catching_up(
     interval: int, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One step in ``interval`` has draft tokens. The draft model is the target, so all are accepted."""
-    original = FusedModel.fill_cache
+    original = FusedModel.fill
 
-    def fill_cache(self: FusedModel, ids: torch.Tensor, positions: torch.Tensor, cache: Any) -> None:
-        assert (positions.diff(dim=1) == 1).all(), "kernels need consecutive positions"
-        original(self, ids, positions, cache)
+    def fill(self: FusedModel, ids: Tensor, positions: Tensor, pages: Pages) -> None:
+        for row in positions.tolist():
+            known = [position for position in row if position >= 0]
+            expected = list(range(known[0], known[0] + len(known))) if known else []
+            assert row == expected + [-1] * (len(row) - len(known)), "kernels need consecutive positions"
+        original(self, ids, positions, pages)
 
-    monkeypatch.setattr(FusedModel, "fill_cache", fill_cache)
-    engine = Engine(FusedModel(tiny()), FusedModel(tiny()), 3, 400)
-    engine.graphs.enabled = graphs
-    prompts = [PROMPTS[0], PROMPTS[1] * 12, PROMPTS[2]]
-    sequences = {slot: list(prompt) for slot, prompt in enumerate(prompts)}
-    for slot, prompt in enumerate(prompts):
-        engine.prefill(slot, prompt, 1)
+    monkeypatch.setattr(FusedModel, "fill", fill)
+    target, draft = (tiny(max_position_embeddings=400) for _ in range(2))
+    batch = Batch(decoder_of(target, draft, graphs=graphs), prompts=[PROMPTS[0], PROMPTS[1] * 12, PROMPTS[2]])
     for i in range(3 * interval):
         g = 3 if i % interval == 0 else 0
-        if g:
-            engine.catch_up(sequences, interval)
-        outcome = engine.start(g, SamplingParams()).read()
-        assert outcome.accepted == [g] * len(PROMPTS)
-        for slot, tokens in sequences.items():
-            tokens += outcome.new_tokens(slot)
+        outcome = batch.step(g)
+        assert [outcome.accepted[slot] for slot in batch.rows] == [g] * len(PROMPTS)
 
 
-def test_engine_without_drafter_decodes_without_speculation() -> None:
-    expected = [greedy(tiny(), prompt, 20) for prompt in PROMPTS]
-    assert generate(engine_of(tiny(), None), 3, SamplingParams(temperature=0), 20) == expected
+def test_draft_model_catches_up_while_an_outcome_is_unread() -> None:
+    """The catch-up reads the tokens on the device, which the host does not know yet."""
+    batch = Batch(decoder_of(tiny(), tiny()))
+    for _ in range(3):
+        steps = [(batch.start(g), g) for g in (0, 0, 3)]
+        outcomes = [batch.read(*step) for step in steps]
+        assert [outcomes[-1].accepted[slot] for slot in batch.rows] == [3] * len(PROMPTS)
+
+
+def test_without_a_drafter_nothing_is_drafted() -> None:
+    decoder = Decoder(tiny(), engine=True, num_draft_tokens=Fixed(3))
+    outs = decoder.generate(PROMPTS, GREEDY, max_new_tokens=20)
+    assert [out.token_ids for out in outs] == [greedy(tiny(), prompt, 20) for prompt in PROMPTS]
+    assert [out.stats.draft_tokens for out in outs] == [0] * len(PROMPTS)
 
 
 def test_target_and_draft_may_differ_in_precision() -> None:
     target, draft = tiny(), tiny(seed=1).double()
     expected = [greedy(target, prompt, 20) for prompt in PROMPTS]
-    assert generate(engine_of(target, draft), 3, SamplingParams(temperature=0), 20) == expected
+    assert generate(decoder_of(target, draft), 3, GREEDY, 20) == expected
 
 
-def test_errors_name_the_wrong_argument() -> None:
-    engine = engine_of(tiny(), None)
-    with pytest.raises(ValueError, match="got 0 tokens"):
-        engine.prefill(0, [], 1)
-    with pytest.raises(ValueError, match="got 100 tokens"):
-        engine.prefill(0, [1] * 100, 1)
-    with pytest.raises(ValueError, match="penalties"):
-        engine.start(0, SamplingParams(repetition_penalty=1.2))
-    for slots in (0, 4):
-        with pytest.raises(ValueError, match="it must be 1 to 3"):
-            engine.start(0, SamplingParams(), slots=slots)
+def test_executor_gives_the_reason_for_sequences_that_it_cannot_run() -> None:
+    decoder = Decoder(tiny(), engine=True)
+    executor = decoder.executors[0]
+
+    def reason(*sampling: SamplingParams, **options: Any) -> str:
+        rows = decoder.requests(PROMPTS[: len(sampling)], list(sampling), **options)
+        return executor.unsupported(rows) or ""
+
+    assert reason(GREEDY, GREEDY) == ""
+    assert "different sampling parameters" in reason(GREEDY, SamplingParams())
+    assert "penalties" in reason(SamplingParams(repetition_penalty=1.2))
+    assert "logit bias" in reason(SamplingParams(logit_bias={1: 2.0}))
+    assert "logprobs" in reason(GREEDY, logprobs=True)
+    assert "scores" in reason(GREEDY, scores=True)
 
 
 @pytest.mark.gpu
@@ -349,8 +456,8 @@ def test_errors_name_the_wrong_argument() -> None:
 @pytest.mark.parametrize("g", [0, 3])
 def test_graph_generates_the_tokens_of_the_cpu(g: int) -> None:
     sampling = SamplingParams(temperature=0.8, top_k=20)
-    expected = generate(engine_of(tiny().double(), tiny(seed=1).double()), g, sampling, 30)
-    on_gpu = engine_of(tiny().double().cuda(), tiny(seed=1).double().cuda())
+    expected = generate(decoder_of(tiny().double(), tiny(seed=1).double()), g, sampling, 30)
+    on_gpu = decoder_of(tiny().double().cuda(), tiny(seed=1).double().cuda())
     assert generate(on_gpu, g, sampling, 30, late=True) == expected
 
 
@@ -358,35 +465,33 @@ def test_graph_generates_the_tokens_of_the_cpu(g: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 def test_step_that_cannot_be_captured_runs_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = tiny().cuda(), tiny(seed=1).cuda()
-    expected = generate(engine_of(target, draft), 3, SamplingParams(), 20)
+    expected = generate(decoder_of(target, draft), 3, SamplingParams(), 20)
     logits = FusedModel.logits
 
-    def synchronizing(self: FusedModel, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+    def synchronizing(self: FusedModel, ids: Tensor, positions: Tensor, pages: Pages) -> Tensor:
         if torch.cuda.is_current_stream_capturing():
             ids.sum().item()  # a capture forbids this
-        return logits(self, ids, positions, cache)
+        return logits(self, ids, positions, pages)
 
     monkeypatch.setattr(FusedModel, "logits", synchronizing)
-    engine = engine_of(target, draft)
+    decoder = decoder_of(target, draft)
     stream = torch.cuda.current_stream()
     with pytest.warns(UserWarning, match="could not be captured"):
-        assert generate(engine, 3, SamplingParams(), 20) == expected
+        assert generate(decoder, 3, SamplingParams(), 20) == expected
     assert torch.cuda.current_stream() == stream
     monkeypatch.undo()
-    assert generate(engine_of(target, draft), 3, SamplingParams(), 20) == expected  # the device still works
+    assert generate(decoder_of(target, draft), 3, SamplingParams(), 20) == expected  # the device still works
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 def test_steps_start_without_waiting_for_the_host() -> None:
     """Between the starts of two steps there is no blocking copy and no synchronization."""
-    engine = engine_of(tiny().cuda(), tiny(seed=1).cuda())
-    for slot, prompt in enumerate(PROMPTS):
-        engine.prefill(slot, prompt, slot)
+    batch = Batch(decoder_of(tiny().cuda(), tiny(seed=1).cuda()))
     for _ in range(3):
-        engine.start(3, SamplingParams()).read()
+        batch.step(3)
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profile:
-        started = [engine.start(3, SamplingParams()) for _ in range(4)]
+        started = [batch.start(3) for _ in range(4)]
     calls = sorted(profile.events(), key=lambda event: event.time_range.start)
     names = [event.name for event in calls if event.device_type.name == "CPU"]
     launches = [i for i, name in enumerate(names) if "GraphLaunch" in name]
@@ -394,4 +499,4 @@ def test_steps_start_without_waiting_for_the_host() -> None:
     between = names[launches[0] : launches[-1]]  # the profiler waits itself when it ends
     assert not [name for name in between if "Synchronize" in name or name in ("cudaMemcpy", "aten::item")]
     for pending in started:
-        pending.read()
+        batch.read(pending, 3)

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 import outpace
-from outpace.models import causal
-from outpace.models.causal import MIN_COPIED_PREFIX, CausalScorer, longest_shared_prefix
+from outpace.models import scorer as scoring
+from outpace.models.causal import CausalScorer, bytes_per_token
 from tests import tiers
 from tests.tiny import FAMILIES, V, greedy, tiny
 
@@ -69,7 +69,7 @@ def test_long_prompts_are_prefilled_in_chunks(monkeypatch: pytest.MonkeyPatch) -
     model, text = tiny("mistral"), torch.randint(V, (1, 100))
     with torch.inference_mode():
         reference = model(input_ids=text, use_cache=False).logits[0, [99, 40]]
-    monkeypatch.setattr(causal, "CHUNK", 7)
+    monkeypatch.setattr(scoring, "CHUNK", 7)
     prompts = [text[0].tolist(), text[0, :41].tolist()]
     torch.testing.assert_close(CausalScorer(model).prefill([0, 1], prompts), reference, atol=1e-4, rtol=1e-4)
 
@@ -131,9 +131,9 @@ def test_the_kv_cache_logs_its_size_and_refuses_too_much_memory(caplog: pytest.L
     with caplog.at_level("INFO", "outpace"):
         scorer.reserve(300, 100)
     scorer.prefill([0], [[1, 2]])
-    assert scorer.cache.nbytes() == 300 * 128 * scorer.bytes_per_token
-    assert f"300 rows of 128 tokens in {scorer.cache.nbytes() / 2**20:.0f} MiB on cpu" in caplog.text
-    with pytest.raises(MemoryError, match="MiB are free: pass a smaller batch_size"):
+    assert scorer.cache.nbytes == 300 * 128 * scorer.cache.bytes_per_token
+    assert f"300 rows of 128 tokens in {scorer.cache.nbytes / 2**20:.0f} MiB" in caplog.text
+    with pytest.raises(MemoryError, match="MiB are allowed: pass a smaller batch_size"):
         scorer.reserve(10**9, 10**6)
 
 
@@ -141,7 +141,7 @@ def test_the_kv_cache_logs_its_size_and_refuses_too_much_memory(caplog: pytest.L
 def test_bytes_per_token_equal_the_allocated_kv_cache(family: str) -> None:
     scorer = CausalScorer(tiny(family))
     scorer.prefill([0, 1], [[1, 2], [3]])
-    assert scorer.cache.nbytes() == 2 * 64 * scorer.bytes_per_token
+    assert scorer.cache.nbytes == 2 * 64 * bytes_per_token(scorer.config, scorer.dtype)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_the_kv_cache_shrinks_when_no_slot_is_in_use() -> None:
     scorer.prefill(list(range(8)), [[1, 2]] * 8)
     scorer.reset(range(8), [[1, 2]] * 8)
     scorer.prefill([0], [[1] * 100])
-    assert scorer.cache.nbytes() == 128 * scorer.bytes_per_token
+    assert scorer.cache.nbytes == 128 * scorer.cache.bytes_per_token
 
 
 def test_padding_does_not_grow_the_kv_cache() -> None:
@@ -301,7 +301,7 @@ def test_padding_does_not_grow_the_kv_cache() -> None:
     scorer.prefill([0], [long])
     scorer.reset([0], [long])
     logits = scorer.prefill([0, 1], [[*long, 3], long[::-1]])
-    assert scorer.cache.capacity == 128
+    assert scorer.cache.rows.capacity == 128
     with torch.inference_mode():
         reference = tiny()(input_ids=torch.tensor([[*long, 3]])).logits[:, -1]
     torch.testing.assert_close(logits[:1], reference, atol=1e-4, rtol=1e-4)
@@ -320,27 +320,3 @@ def test_switched_transformers_adapters_invalidate_the_kv_cache() -> None:
     model.set_adapter("b")
     out = decoder.generate(PROMPTS[1], temperature=0, max_new_tokens=20)
     assert out.token_ids == greedy(model, PROMPTS[1], 20)
-
-
-def test_longest_shared_prefix_finds_the_best_row() -> None:
-    noise = torch.Generator().manual_seed(3)
-    was_none = set()
-    for _ in range(300):
-        text = torch.randint(2, (int(torch.randint(1, 60, (), generator=noise)),), generator=noise).tolist()
-        cached = {}
-        for row in range(4):
-            num_shared = int(torch.randint(0, 60, (), generator=noise))
-            cached[row] = [*text[:num_shared], *torch.randint(2, (5,), generator=noise).tolist()]
-        shared = {
-            row: next((i for i, (a, b) in enumerate(zip(one, text[:-1], strict=False)) if a != b), None)
-            for row, one in cached.items()
-        }
-        counts = {row: min(len(cached[row]), len(text) - 1) if n is None else n for row, n in shared.items()}
-        most = max(counts.values())
-        best, n = longest_shared_prefix(cached, text)
-        was_none.add(best is None)
-        if best is None:
-            assert most < MIN_COPIED_PREFIX
-        else:
-            assert n == counts[best] == most >= MIN_COPIED_PREFIX
-    assert was_none == {True, False}

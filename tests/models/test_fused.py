@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from outpace.models.fused import FAMILIES, FusedModel, why_not
+from outpace.models.fused_scorer import FusedScorer
+from outpace.models.kv_cache import PagedCache, Pages
 from tests import tiers
-from tests.tiny import GROUPED, V, tiny
+from tests.tiny import GROUPED, V, greedy, tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROTARY: dict[str, Any] = {
@@ -34,6 +36,19 @@ def transformers_logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+def cache_of(fused: FusedModel, rows: int, tokens: int) -> PagedCache:
+    """Return a KV cache with memory for sequences in the first slots."""
+    cache = PagedCache(fused.shape, fused.device, tokens, page=16, kernels=fused.has_kernels)
+    for slot in range(rows):
+        cache.open(slot, [])
+    cache.reserve(range(rows), [tokens] * rows)
+    return cache
+
+
+def pages_of(fused: FusedModel, rows: int, tokens: int) -> Pages:
+    return cache_of(fused, rows, tokens).pages(rows)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ragged_rows_score_as_the_transformers_model(family: str, dtype: torch.dtype) -> None:
@@ -41,16 +56,28 @@ def test_ragged_rows_score_as_the_transformers_model(family: str, dtype: torch.d
     texts = [torch.randint(V, (n,)) for n in (31, 12, 20)]
     expected = [transformers_logits_of(model, text) for text in texts]
     fused = FusedModel(model)
-    cache = fused.allocate_cache(3, 40)
+    cache = cache_of(fused, 3, 40)
     starts = torch.tensor([len(text) - 5 for text in texts])
-    for row, (text, start) in enumerate(zip(texts, starts.tolist(), strict=True)):
-        part = fused.allocate_cache(1, 40)
-        fused.logits(text[None, :start], torch.arange(start)[None], part)
-        cache.keys[:, row], cache.values[:, row] = part.keys[:, 0], part.values[:, 0]
+    for slot, (text, start) in enumerate(zip(texts, starts.tolist(), strict=True)):
+        fused.fill(text[None, :start], torch.arange(start)[None], cache.pages([slot]))
     last = torch.stack([text[-5:] for text in texts])
-    found = fused.logits(last, starts[:, None] + torch.arange(5), cache)
+    found = fused.logits(last, starts[:, None] + torch.arange(5), cache.pages(3))
     for row in range(3):
         assert torch.allclose(found[row], expected[row][-5:], atol=1e-5 if dtype == torch.float32 else 1e-7)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_changes_no_logits(family: str) -> None:
+    model = tiny(family)
+    texts = [torch.randint(V, (n,)) for n in (20, 7, 13)]
+    expected = torch.stack([transformers_logits_of(model, text)[-1] for text in texts])
+    fused = FusedModel(model)
+    ids, counts = torch.zeros(3, 20, dtype=torch.int64), torch.tensor([len(text) for text in texts])
+    for row, text in enumerate(texts):
+        ids[row, : len(text)] = text
+    positions = torch.arange(20).expand(3, 20).where(torch.arange(20) < counts[:, None], -1)
+    found = fused.last_logits(ids, positions, pages_of(fused, 3, 32), counts)
+    assert torch.allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -59,11 +86,11 @@ def test_rejected_draft_tokens_do_not_change_later_logits(family: str) -> None:
     text = torch.randint(V, (20,))
     expected = transformers_logits_of(model, text)
     fused = FusedModel(model)
-    cache = fused.allocate_cache(1, 32)
-    fused.logits(text[None, :10], torch.arange(10)[None], cache)
+    pages = pages_of(fused, 1, 32)
+    fused.logits(text[None, :10], torch.arange(10)[None], pages)
     wrong = (text[None, 10:16] + 1) % V
-    fused.logits(wrong, torch.arange(10, 16)[None], cache)
-    found = fused.logits(text[None, 10:], torch.arange(10, 20)[None], cache)
+    fused.logits(wrong, torch.arange(10, 16)[None], pages)
+    found = fused.logits(text[None, 10:], torch.arange(10, 20)[None], pages)
     assert torch.allclose(found[0], expected[10:], atol=1e-5)
 
 
@@ -73,7 +100,7 @@ def test_scaled_rotary_embeddings_equal_the_models(rotary: str) -> None:
     text = torch.randint(V, (60,))
     expected = transformers_logits_of(model, text)
     fused = FusedModel(model)
-    found = fused.logits(text[None], torch.arange(60)[None], fused.allocate_cache(1, 64))
+    found = fused.logits(text[None], torch.arange(60)[None], pages_of(fused, 1, 64))
     assert torch.allclose(found[0], expected, atol=1e-5)
 
 
@@ -91,7 +118,7 @@ def test_the_model_still_works_and_shares_its_weights(family: str) -> None:
     whole = fused.layers[0].qkv.weight.untyped_storage().data_ptr()
     for one in (attention.q_proj, attention.k_proj, attention.v_proj):
         assert one.weight.untyped_storage().data_ptr() == whole
-    found = fused.logits(text[None], torch.arange(20)[None], fused.allocate_cache(1, 32))
+    found = fused.logits(text[None], torch.arange(20)[None], pages_of(fused, 1, 32))
     assert torch.allclose(found[0], expected, atol=1e-5)
 
 
@@ -112,13 +139,24 @@ def test_why_not_gives_the_reason_for_unsupported_models() -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the kernels as on a GPU, in Triton's interpreter if there is none, with small ranges and blocks."""
+    """Use the kernels as on a GPU, in Triton's interpreter if there is none, with small ranges and pages."""
     attention = pytest.importorskip(
         "outpace.models.kernels.attention", reason="needs triton", exc_type=ImportError
     )
     monkeypatch.setattr(attention, "MIN_RANGE", 16)
     monkeypatch.setattr(attention, "BLOCK", 16)
-    monkeypatch.setattr("outpace.models.fused.has_kernels", lambda device, dtype: True)
+    monkeypatch.setattr("outpace.models.fused_scorer.PAGE", 16)
+    for module in ("fused", "fused_scorer"):
+        monkeypatch.setattr(f"outpace.models.{module}.has_kernels", lambda device, dtype: True)
+
+
+def both_caches(fused: FusedModel, rows: int, tokens: int) -> tuple[PagedCache, PagedCache]:
+    """Return a KV cache that kernels read, and one that PyTorch's operations read."""
+    with_kernels = cache_of(fused, rows, tokens)
+    fused.has_kernels = False
+    without = cache_of(fused, rows, tokens)
+    fused.has_kernels = True
+    return with_kernels, without
 
 
 @pytest.mark.usefixtures("kernels")
@@ -128,35 +166,58 @@ def test_the_kernels_score_as_pytorch_operations_do(
 ) -> None:
     if rows == "many":
         monkeypatch.setattr("outpace.models.kernels.product.MAX_ROWS", 4)
-    model = tiny(family, attention_bias=True).to(DEVICE)
+    fused = FusedModel(tiny(family, attention_bias=True).to(DEVICE))
     text = torch.randint(V, (2, 26), device=DEVICE)
-    fused = FusedModel(model)
-    caches = [fused.allocate_cache(2, 40) for _ in range(2)]
     starts = torch.tensor([[20], [7]], device=DEVICE)
-    fused.has_kernels = False
-    for cache in caches:
-        fused.fill_cache(text[:, :20], torch.arange(20, device=DEVICE).expand(2, 20), cache)
     new, positions = text[:, 20:26], starts + torch.arange(6, device=DEVICE)
-    expected = fused.logits(new, positions, caches[1])
-    fused.has_kernels = True
-    found = fused.logits(new, positions, caches[0])
-    assert torch.allclose(found, expected, atol=1e-4)
-    for one, other in zip(caches[0].keys, caches[1].keys, strict=True):
-        assert torch.allclose(one, other, atol=1e-4)
+    found = []
+    for cache, with_kernels in zip(both_caches(fused, 2, 40), (True, False), strict=True):
+        fused.has_kernels = with_kernels
+        fused.fill(text[:, :20], torch.arange(20, device=DEVICE).expand(2, 20), cache.pages(2))
+        logits = [fused.logits(new, positions, cache.pages(2))]
+        logits.append(fused.logits(new[:, :1], starts + 6, cache.pages(2)))  # reads what was written
+        found.append(torch.cat(logits, dim=1))
+    assert torch.allclose(found[0], found[1], atol=1e-4)
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", tiers.sized(FAMILIES[-2:], FAMILIES))
 def test_prefill_with_kernels_equals_prefill_without(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    monkeypatch.setattr("outpace.models.fused.MAX_QUERY_BYTES", 1024)  # more queries than the kernel takes
+    monkeypatch.setattr("outpace.models.fused.MAX_QUERY_BYTES", 1024)  # more queries than one kernel takes
     fused = FusedModel(tiny(family).to(DEVICE))
     text, positions = torch.randint(V, (2, 30), device=DEVICE), torch.arange(30, device=DEVICE).expand(2, 30)
-    assert not fused._uses_attention_kernel(text)
-    caches = [fused.allocate_cache(2, 40) for _ in range(2)]
-    found = fused.logits(text, positions, caches[0])
-    fused.has_kernels = False
-    assert torch.allclose(found, fused.logits(text, positions, caches[1]), atol=1e-4)
-    assert torch.allclose(caches[0].keys, caches[1].keys, atol=1e-4)
+    new, after = torch.randint(V, (2, 1), device=DEVICE), torch.full((2, 1), 30, device=DEVICE)
+    found = []
+    for cache, with_kernels in zip(both_caches(fused, 2, 40), (True, False), strict=True):
+        fused.has_kernels = with_kernels
+        logits = [fused.logits(text, positions, cache.pages(2)), fused.logits(new, after, cache.pages(2))]
+        found.append(torch.cat(logits, dim=1))
+    assert torch.allclose(found[0], found[1], atol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_batch_that_shares_a_prefix_is_decoded_as_without_a_batch() -> None:
+    """The sequences share blocks of the KV cache up to their first own token."""
+    model = tiny()
+    prefix = torch.randint(V, (20,)).tolist()
+    prompts = [[*prefix, 1, 2, 3], [*prefix, 4], [*prefix, 5, 6], [*prefix, 4]]
+    expected = [greedy(model, prompt, 4) for prompt in prompts]
+    scorer = FusedScorer(model.to(DEVICE))
+    assert scorer.fused.has_kernels
+    first = scorer.prefill([0], prompts[:1])
+    logits = torch.cat((first, scorer.prefill([1, 2, 3], prompts[1:])))
+    first_blocks, second_blocks = scorer.cache.table[:4, :2].T.tolist()
+    assert len(set(first_blocks)) == 1
+    assert len(set(second_blocks)) == 3  # equal prompts share this one, too
+    texts: list[list[int]] = [[] for _ in prompts]
+    for _ in range(4):
+        tokens = logits.argmax(-1)
+        for text, token in zip(texts, tokens.tolist(), strict=True):
+            text.append(token)
+        logits = scorer.score(range(4), tokens[:, None])[:, 0]
+        scorer.commit(range(4), [1] * 4)
+    assert texts == expected
+    assert len(set(scorer.cache.table[:4, 1].tolist())) == 4
 
 
 @pytest.mark.usefixtures("kernels")
@@ -166,9 +227,9 @@ def test_float16_error_is_close_to_that_of_transformers() -> None:
     text = torch.randint(V, (1, 20), device=DEVICE)
     expected = transformers_logits_of(exact, text[0])[14:]
     fused = FusedModel(model)
-    cache = fused.allocate_cache(1, 32)
-    fused.hidden(text[:, :14], torch.arange(14, device=DEVICE)[None], cache)
-    found = fused.logits(text[:, 14:], torch.arange(14, 20, device=DEVICE)[None], cache)[0]
+    pages = pages_of(fused, 1, 32)
+    fused.fill(text[:, :14], torch.arange(14, device=DEVICE)[None], pages)
+    found = fused.logits(text[:, 14:], torch.arange(14, 20, device=DEVICE)[None], pages)[0]
     transformers_logits = transformers_logits_of(model, text[0])[14:]
     assert (found - expected).abs().mean() < 1.5 * (transformers_logits - expected).abs().mean()
 
@@ -184,10 +245,10 @@ def test_bfloat16_argmax_differs_only_at_near_ties(family: str) -> None:
     expected = torch.stack([transformers_logits_of(exact, text) for text in texts])
     transformers_logits = torch.stack([transformers_logits_of(model, text) for text in texts])
     fused = FusedModel(model)
-    cache = fused.allocate_cache(8, 64)
+    pages = pages_of(fused, 8, 64)
     found = torch.cat(
         [
-            fused.logits(texts[:, i : i + 4], torch.arange(i, i + 4, device="cuda").expand(8, 4), cache)
+            fused.logits(texts[:, i : i + 4], torch.arange(i, i + 4, device="cuda").expand(8, 4), pages)
             for i in range(0, 64, 4)
         ],
         dim=1,
@@ -205,9 +266,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from outpace.models.kernels import attention
+from outpace.models.kernels import attention, prefill
 from outpace.models.kernels import product as products
 from outpace.models.kernels.attention import attend
+from outpace.models.kernels.prefill import attend_many, store
 from outpace.models.kernels.product import product
 
 def build(kernel, pointers, missing, warps, stages, max_shared, **constants):
@@ -215,13 +277,14 @@ def build(kernel, pointers, missing, warps, stages, max_shared, **constants):
     assert not {"params", "specialization", "options"} & set(kernel.arg_names), kernel.arg_names
     types, fixed, known = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
-        if name in constants or name in missing:
-            types[name] = "constexpr"
-            fixed[(i,)] = constants.get(name)
+        if kernel.params[i].is_constexpr or name in missing:
+            types[name] = "constexpr"  # of the same name as a constant beside the kernel, where none is given
+            fixed[(i,)] = constants[name] if name in constants else kernel.fn.__globals__.get(name)
         else:
             float32 = name in ("eps", "scale", "headroom", "next_headroom")
             types[name] = pointers.get(name) or ("fp32" if float32 else "i32")
-            if name in pointers or name in ("N", "K") or name.endswith("stride"):
+            known_multiple = name in ("N", "K", "layer_start") or name.endswith("stride")
+            if (name in pointers or known_multiple) and not kernel.params[i].do_not_specialize:
                 known[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=known)
     options = {"num_warps": warps, "num_stages": stages}
@@ -229,8 +292,7 @@ def build(kernel, pointers, missing, warps, stages, max_shared, **constants):
     assert built.metadata.shared <= max_shared, (constants, built.metadata.shared, max_shared)
     print(kernel.__name__)
 
-names = ("x", "weight", "bias", "scaled", "residual", "out", "qkv", "cos", "sin", "q_norm", "k_norm", "keys",
-    "values")
+names = ("x", "weight", "bias", "scaled", "residual", "out", "qkv", "cos", "sin", "q_norm", "k_norm")
 wide = {name: "*bf16" for name in names}
 more = {"scale": "*bf16", "squares": "*fp32", "sums": "*fp32"}
 none = ("bias", "squares", "residual", "scale", "scaled")
@@ -242,11 +304,14 @@ for gate, N, missing, overlaps in kinds:
             products.shared(BM, BN, BK, stages, torch.bfloat16, gate > 0) + 4096,
             BM=BM, BN=BN, BK=BK, PARTS=64, GATE=gate, SHIFTED=False, PRECISION="tf32",
             PREFETCH=prefetch if overlaps else -1)
-others = {"positions": "*i64", "parts": "*fp32", "counters": "*i32"}
+others = {"positions": "*i64", "table": "*i64", "parts": "*fp32", "counters": "*i32"}
 for D, ROWS, BLOCK, missing in ((128, 16, 64, ()), (128, 16, 128, ("q_norm", "k_norm")), (256, 32, 64, ())):
-    build(attend, wide | others, missing, 4, 3, attention.shared(BLOCK, ROWS, 2 * D, 3), D=D, HALF=D // 2,
-        WIDTH=D, ROWS=ROWS, NEW=16, BLOCK=BLOCK, COMBINE_UNROLL=4, SHIFTED=False, PRECISION="tf32",
-        OVERLAPS=not missing, PREFETCH=128)
+    sizes = {"D": D, "HALF": D // 2, "WIDTH": D, "PAGE": 128, "SHIFTED": False, "OVERLAPS": not missing}
+    build(attend, wide | others, missing, 4, 3, attention.shared(BLOCK, ROWS, 2 * D, 3), ROWS=ROWS, NEW=16,
+        BLOCK=BLOCK, PRECISION="tf32", **sizes)
+    build(store, wide | others, missing, 4, 3, 1 << 16, **sizes)
+    build(attend_many, wide | others, missing, 4 if D <= prefill.WIDE else 8, 2,
+        attention.shared(prefill.BLOCK, 32, 2 * D, 2), ROWS=32, PRECISION="tf32", **sizes)
 """
 
 
@@ -262,4 +327,5 @@ def test_the_kernels_compile_for_a_gpu_without_having_one() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split().count("attend") == 3
+    built = done.stdout.split()
+    assert [built.count(name) for name in ("attend", "store", "attend_many")] == [3, 3, 3]

@@ -6,6 +6,8 @@ the same tests compiled on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from outpace.models.fused import MAX_HEAD_BYTES, MAX_QUERY_BYTES, Norm
 attention = pytest.importorskip(
     "outpace.models.kernels.attention", reason="needs triton", exc_type=ImportError
 )
+prefill = pytest.importorskip("outpace.models.kernels.prefill", reason="needs triton", exc_type=ImportError)
 product = pytest.importorskip("outpace.models.kernels.product", reason="needs triton", exc_type=ImportError)
 rows = pytest.importorskip("outpace.models.kernels.rows", reason="needs triton", exc_type=ImportError)
 
@@ -114,11 +117,9 @@ def test_embedding_kernel_equals_pytorch() -> None:
 def test_add_norm_kernel_equals_pytorch(shifted: bool) -> None:
     x, more = torch.randn(2, 5, 300, device=DEVICE)
     scale = torch.randn(300, device=DEVICE)
-    for added in (None, more):
-        total, found = rows.add_norm(x, added, product.Scale(scale, EPS, shifted))
-        expected = x if added is None else x + added
-        assert torch.allclose(total, expected)
-        assert torch.allclose(found, normed(expected, scale, shifted), atol=1e-5)
+    total, found = rows.add_norm(x, more, product.Scale(scale, EPS, shifted))
+    assert torch.allclose(total, x + more)
+    assert torch.allclose(found, normed(x + more, scale, shifted), atol=1e-5)
 
 
 def test_gate_kernel_equals_pytorch() -> None:
@@ -128,80 +129,278 @@ def test_gate_kernel_equals_pytorch() -> None:
     assert torch.allclose(rows.gate(x, product.GELU), gelu(half, approximate="tanh") * up, atol=1e-5)
 
 
+LAYERS, LAYER = 2, 1  # of the cache's pages; one layer is used
+T = 160  # tokens that a row has pages for
+
+
+@dataclass
+class Heads:
+    """An attention layer with random weights."""
+
+    heads: int
+    kv_heads: int
+    d: int
+    window: int | None = None
+    norms: bool | None = None  # whether weights are relative to 1; None: no norms
+    dtype: torch.dtype = torch.float32
+    page: int = 32
+    tokens: int = T
+
+    def __post_init__(self) -> None:
+        angle = torch.randn(self.tokens, self.d // 2, device=DEVICE)
+        self.angles = [torch.cat((one, one), dim=1).to(self.dtype) for one in (angle.cos(), angle.sin())]
+        self.weights = torch.randn(2, self.d, device=DEVICE).to(self.dtype)
+
+    def qkv(self, B: int, n: int) -> Tensor:
+        return torch.randn(B, n, (self.heads + 2 * self.kv_heads) * self.d, device=DEVICE).to(self.dtype)
+
+    def pages(self, count: int) -> list[Tensor]:
+        shape = LAYERS, 2, self.kv_heads, self.page, self.d
+        return [torch.randn(shape, device=DEVICE).to(self.dtype) for _ in range(count)]
+
+    def few(self, qkv: Tensor, positions: Tensor, pages: list[list[Tensor]]) -> Tensor:
+        counters = torch.zeros(len(qkv), self.kv_heads, dtype=torch.int32, device=DEVICE)
+        table = table_of(pages)
+        found: list[Tensor] = [  # the first call leaves no state behind
+            attention.few_queries(
+                qkv, positions, self.angles, table, counters, tokens=self.tokens, **self.options
+            )
+            for _ in range(2)
+        ]
+        assert torch.equal(*found)
+        assert not counters.any()
+        return found[0]
+
+    def many(self, qkv: Tensor, positions: Tensor, pages: list[list[Tensor]]) -> Tensor:
+        out: Tensor = prefill.many_queries(qkv, positions, self.angles, table_of(pages), **self.options)
+        return out
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "layer": LAYER,
+            "page": self.page,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "scale": self.d**-0.5,
+            "window": self.window,
+            "norms": None if self.norms is None else (*self.weights, EPS, self.norms),
+        }
+
+    def expected(
+        self, qkv: Tensor, positions: Tensor, pages: list[list[Tensor]]
+    ) -> tuple[Tensor, list[list[Tensor]]]:
+        """Return the attention output and the pages afterwards, in float64."""
+        sizes = [self.heads, self.kv_heads, self.kv_heads]
+        outs, after = [], []
+        for row, position, own in zip(qkv.double(), positions, pages, strict=True):
+            n, at = len(position), position[position >= 0]
+            q, k, v = (one[: len(at)] for one in torch.split(row.view(n, -1, self.d), sizes, dim=1))
+            if self.norms is not None:
+                q, k = (
+                    normed(one, weight, self.norms)
+                    for one, weight in zip((q, k), self.weights.double(), strict=True)
+                )
+            cos, sin = (one[at].double()[:, None] for one in self.angles)
+
+            def rotated(x: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> Tensor:
+                first, second = x.chunk(2, dim=-1)
+                return x * cos + torch.cat((-second, first), -1) * sin
+
+            own, k = [page.double() for page in own], rotated(k)
+            for i, t in enumerate(at.tolist()):
+                own[t // self.page][LAYER, 0, :, t % self.page] = k[i]
+                own[t // self.page][LAYER, 1, :, t % self.page] = v[i]
+            after.append(own)
+            out = torch.zeros(n, self.heads * self.d, dtype=torch.float64, device=DEVICE)
+            if len(at):
+                length = int(at[-1]) + 1
+                keys, values = (
+                    one.repeat_interleave(self.heads // self.kv_heads, 0)[:, :length]
+                    for one in torch.cat([page[LAYER] for page in own], dim=2)
+                )
+                key = torch.arange(length, device=DEVICE)
+                visible = key <= at[:, None]
+                if self.window is not None:
+                    visible &= key > at[:, None] - self.window
+                # What no query sees may be anything.
+                values = values.where(visible.any(0)[:, None], 0)
+                each = scaled_dot_product_attention(rotated(q).transpose(0, 1), keys, values, visible)
+                out[: len(at)] = each.transpose(0, 1).flatten(1)
+            outs.append(out)
+        return torch.stack(outs), after
+
+    def check(self, qkv: Tensor, positions: Tensor, pages: list[list[Tensor]], few: bool) -> None:
+        """Check outputs and all pages against float64."""
+        expected, after = self.expected(qkv, positions, pages)
+        found = (self.few if few else self.many)(qkv, positions, pages)
+        atol = 1e-5 if self.dtype == torch.float32 else 2e-2
+        assert torch.allclose(found.double(), expected, atol=atol)
+        for row, row_after in zip(pages, after, strict=True):
+            for page, page_after in zip(row, row_after, strict=True):
+                assert torch.allclose(
+                    page.double(), page_after, atol=atol, rtol=1e-2 if atol > 1e-3 else 1e-5
+                )
+
+
+def table_of(pages: list[list[Tensor]]) -> Tensor:
+    return torch.tensor([[page.data_ptr() for page in row] for row in pages], device=DEVICE)
+
+
+def positions_of(*rows: tuple[int, int], n: int) -> Tensor:
+    """Return positions of rows, each a start and a number of tokens before padding."""
+    i = torch.arange(n, device=DEVICE)
+    return torch.stack([torch.where(i < count, start + i, -1) for start, count in rows])
+
+
 @pytest.mark.parametrize("ranges", ["one range", "many ranges", "stretched ranges"])
 @pytest.mark.parametrize(
-    ("B", "n", "heads", "kv_heads", "T", "d", "window", "norms"),
+    ("n", "layer"),
     [
-        (2, 3, 4, 2, 80, 32, None, False),
-        (3, 6, 4, 1, 70, 24, 7, True),
-        (1, 1, 2, 2, 200, 16, None, False),
-        (2, 2, 8, 2, 130, 32, 20, True),
+        (3, lambda: Heads(4, 2, 32)),
+        (6, lambda: Heads(4, 1, 24, window=7, norms=False)),
+        (1, lambda: Heads(2, 2, 16, page=16)),
+        (2, lambda: Heads(8, 2, 32, window=40, norms=True)),
+        (4, lambda: Heads(2, 1, 64, dtype=torch.float16, page=128)),
     ],
 )
-def test_attention_kernel_equals_pytorch(
-    monkeypatch: pytest.MonkeyPatch,
-    ranges: str,
-    B: int,
-    n: int,
-    heads: int,
-    kv_heads: int,
-    T: int,
-    d: int,
-    window: int | None,
-    norms: bool,
+def test_few_queries_equal_pytorch(
+    monkeypatch: pytest.MonkeyPatch, ranges: str, n: int, layer: Callable[[], Heads]
 ) -> None:
     monkeypatch.setattr(attention, "BLOCK", 16)
     monkeypatch.setattr(attention, "MIN_RANGE", 256 if ranges == "one range" else 16)
     if ranges == "stretched ranges":
         monkeypatch.setattr(attention, "BLOCKS", 0)
         monkeypatch.setattr(attention, "MAX_RANGE", 40)
-    qkv = torch.randn(B, n, (heads + 2 * kv_heads) * d, device=DEVICE)
-    keys, values = torch.randn(2, B, kv_heads, T, d, device=DEVICE)
-    start = torch.randint(0, T - n, (B,), device=DEVICE)
-    start[0] = 0  # a row without earlier tokens
-    positions = start[:, None] + torch.arange(n, device=DEVICE)
-    angle = torch.randn(T, d // 2, device=DEVICE)
-    cos, sin = (torch.cat((one, one), dim=1) for one in (angle.cos(), angle.sin()))
-    weights = torch.randn(2, d, device=DEVICE)
+    here = layer()
+    # A row without earlier tokens, a row of padding, and new tokens on both sides of a page's end
+    positions = positions_of((0, n), (5, 0), (128 - n // 2, n), n=n)
+    here.check(here.qkv(3, n), positions, [here.pages(-(-T // here.page)) for _ in range(3)], few=True)
 
-    sizes = [heads, kv_heads, kv_heads]
-    q, k, v = (one.transpose(1, 2) for one in torch.split(qkv.view(B, n, -1, d), sizes, dim=2))
-    if norms:
-        q, k = normed(q, weights[0], False), normed(k, weights[1], False)
 
-    def rotated(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return x * cos[positions][:, None] + torch.cat((-second, first), -1) * sin[positions][:, None]
+@pytest.mark.parametrize(
+    ("n", "layer"),
+    [
+        (1, lambda: Heads(2, 2, 16, page=16)),
+        (9, lambda: Heads(4, 2, 32, norms=True)),
+        (40, lambda: Heads(4, 2, 24, window=21, norms=False)),
+        (50, lambda: Heads(2, 1, 32)),
+        (70, lambda: Heads(2, 2, 64, dtype=torch.float16, page=128)),
+        (20, lambda: Heads(2, 1, 80, window=100)),
+    ],
+)
+@pytest.mark.parametrize("size", [16, 64])
+def test_many_queries_equal_pytorch(
+    monkeypatch: pytest.MonkeyPatch, size: int, n: int, layer: Callable[[], Heads]
+) -> None:
+    monkeypatch.setattr(prefill, "QUERIES", size)
+    monkeypatch.setattr(prefill, "BLOCK", size)
+    here = layer()
+    positions = positions_of((0, n), (60, n), (5, 0), (T - n, n // 2), n=n)
+    here.check(here.qkv(4, n), positions, [here.pages(-(-T // here.page)) for _ in range(4)], few=False)
 
-    at = positions[:, None, :, None].expand(B, kv_heads, n, d)
-    all_keys, all_values = keys.scatter(2, at, rotated(k)), values.scatter(2, at, v)
-    key = torch.arange(T, device=DEVICE)
-    visible = key <= positions[:, None, :, None]
-    if window is not None:
-        visible &= key > positions[:, None, :, None] - window
-    groups = heads // kv_heads
-    expected = scaled_dot_product_attention(
-        rotated(q), all_keys.repeat_interleave(groups, 1), all_values.repeat_interleave(groups, 1), visible
-    )
 
-    counters = torch.zeros(B, kv_heads, dtype=torch.int32, device=DEVICE)
-    for _ in range(2):  # the first call leaves no state behind
-        found = attention.few_queries(
-            qkv,
-            positions,
-            (cos, sin),
-            keys,
-            values,
-            counters,
-            heads=heads,
-            scale=d**-0.5,
-            window=window,
-            norms=(*weights, EPS, False) if norms else None,
+def test_prefill_in_two_chunks_equals_prefill_in_one() -> None:
+    here = Heads(4, 2, 32, norms=False)
+    qkv, pages = here.qkv(2, 90), [here.pages(5) for _ in range(2)]
+    positions = positions_of((0, 90), (30, 90), n=90)
+    one = here.many(qkv, positions, pages)
+    before = [[page.clone() for page in row] for row in pages]
+    for row in pages:
+        for page in row[2:]:
+            page[LAYER] = float("nan")  # the chunks write these again
+    pages[0][1][LAYER], pages[1][1][LAYER] = float("nan"), before[1][1][LAYER]
+    parts = slice(0, 41), slice(41, 90)
+    chunks = [here.many(qkv[:, part].contiguous(), positions[:, part], pages) for part in parts]
+    assert torch.allclose(torch.cat(chunks, dim=1), one, atol=1e-5)
+    last = positions[:, -1].tolist()
+    for row, row_before, end in zip(pages, before, last, strict=True):
+        found, expected = (
+            torch.cat([page[LAYER] for page in one], 2)[:, :, : end + 1] for one in (row, row_before)
         )
-        assert torch.allclose(found, expected.transpose(1, 2).reshape(B, n, -1), atol=1e-5)
-        assert torch.allclose(keys, all_keys, atol=1e-5)
-        assert torch.equal(values, all_values)
-    assert not counters.any()
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_rows_that_share_a_page_read_the_same_keys(few: bool) -> None:
+    here = Heads(4, 2, 32)
+    shared, own = here.pages(2), [here.pages(1) for _ in range(2)]
+    qkv = here.qkv(1, 5).expand(2, -1, -1).contiguous()
+    attend = here.few if few else here.many
+    positions = positions_of((64, 5), (64, 5), n=5)
+    one, other = attend(qkv, positions, [[*shared, *page] for page in own])
+    assert torch.equal(one, other)
+    copies = [[*(page.clone() for page in shared), *page] for page in own]
+    assert torch.equal(attend(qkv, positions, copies), torch.stack((one, other)))
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_a_page_is_written_through_its_own_row_only(few: bool) -> None:
+    here = Heads(4, 2, 32)
+    shared, own, unused = here.pages(1), [here.pages(2) for _ in range(3)], here.pages(2)
+    before = [page.clone() for page in (*shared, *unused)]
+    others = [page.clone() for row in own for page in row]
+    rows = [[*shared, *row] for row in own]
+    here.check(here.qkv(3, 6), positions_of((32, 6), (61, 6), (50, 0), n=6), rows, few)
+    assert all(map(torch.equal, (*shared, *unused), before))
+    changed = [not torch.equal(*pair) for pair in zip((p for row in own for p in row), others, strict=True)]
+    assert changed == [True, False, True, True, False, False]
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("entry", ["NaN", "0"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_pages_that_a_row_does_not_need_are_never_read(
+    monkeypatch: pytest.MonkeyPatch, few: bool, entry: str, window: int | None
+) -> None:
+    """Neither those after its tokens, nor those before its window, nor what is after the last token."""
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    monkeypatch.setattr(attention, "MIN_RANGE", 16)
+    here = Heads(4, 2, 32, window=window)
+    qkv, n = here.qkv(3, 6), 6
+    starts = [70, 0, 26]
+    positions = positions_of((70, n), (0, n), (26, n), n=n)
+    pages = [here.pages(5) for _ in starts]
+    nowhere = torch.full_like(pages[0][0], float("nan"))
+    for row, start in zip(pages, starts, strict=True):
+        row[start // here.page][LAYER, :, :, start % here.page :] = float("nan")
+    expected, _ = here.expected(qkv, positions, pages)
+    for row, start in zip(pages, starts, strict=True):
+        needed = range(0 if window is None else max(0, start + 1 - window) // here.page, 5)
+        for i in range(5):
+            if i not in needed or i * here.page >= start + n:
+                row[i] = nowhere
+    table = table_of(pages)
+    if entry == "0":
+        table[table == nowhere.data_ptr()] = 0
+    monkeypatch.setattr(f"{__name__}.table_of", lambda pages: table)
+    found = (here.few if few else here.many)(qkv, positions, pages)
+    assert torch.allclose(found.double(), expected, atol=1e-5)
+
+
+def test_a_long_context_has_as_many_ranges_as_a_context_of_8192_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda *args, **options: sizes.append(grid)
+
+    monkeypatch.setattr(attention, "attend", Kernel())
+    for tokens in (8192, 131072):
+        here = Heads(2, 2, 16, tokens=tokens)
+        B = 200
+        attention.few_queries(
+            here.qkv(B, 1),
+            positions_of(*[(0, 1)] * B, n=1),
+            here.angles,
+            torch.zeros(B, 1, dtype=torch.int64, device=DEVICE),
+            torch.zeros(B, 2, dtype=torch.int32, device=DEVICE),
+            tokens=tokens,
+            **here.options,
+        )
+    assert sizes[0] == sizes[1]
 
 
 KIBIBYTE = 1024
@@ -218,8 +417,8 @@ def test_block_shapes_fit_the_shared_memory_of_every_device(name: str) -> None:
                 for N in (500, 2048, 4096, 6144, 11008, 14336, 32000, 128256):
                     shape = product.fitting(product.shape_of(BM, N, dtype, gate), BM, dtype, gate, here)
                     assert product.shared(BM, *shape[:2], shape[3], dtype, gate) <= here.shared
-        for line in (32, 128, 256, MAX_HEAD_BYTES):
-            for rows in (16, MAX_QUERY_BYTES // line):
+        for line in (32, 128, 256, MAX_HEAD_BYTES, 2 * MAX_HEAD_BYTES):
+            for rows in (16, MAX_QUERY_BYTES // line, prefill.QUERY_BYTES // line):
                 for block in (attention.BLOCK, 2 * attention.BLOCK):
                     fit, stages = attention.fitting(block, rows, line, here)
                     assert fit >= 16
@@ -270,26 +469,23 @@ def test_products_of_real_shapes_are_deterministic_and_correct(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(32, 32, 128), (32, 8, 128), (14, 2, 64), (8, 1, 256)])
 @pytest.mark.parametrize(
-    ("B", "n", "T"), [(1, 1, 512), (1, 6, 512), (32, 4, 512), (1, 6, 4352), (3, 1, 4352), (8, 6, 4352)]
+    ("B", "n", "tokens"),
+    [(1, 1, 512), (1, 6, 512), (32, 4, 512), (1, 6, 4352), (3, 1, 4352), (8, 6, 4352), (2, 300, 1024)],
 )
 def test_attention_of_real_head_shapes_equals_pytorch(
-    heads: int, kv_heads: int, d: int, B: int, n: int, T: int, dtype: torch.dtype
+    heads: int, kv_heads: int, d: int, B: int, n: int, tokens: int, dtype: torch.dtype
 ) -> None:
-    if heads // kv_heads * n * d * dtype.itemsize > MAX_QUERY_BYTES or d * dtype.itemsize > MAX_HEAD_BYTES:
-        pytest.skip("larger than the kernel supports")
-    torch.manual_seed(T + n)
-    qkv = torch.randn(B, n, (heads + 2 * kv_heads) * d, device="cuda", dtype=dtype)
-    keys, values = torch.randn(2, B, kv_heads, T, d, device="cuda", dtype=dtype)
-    start = torch.randint(T // 2, T - n, (B,), device="cuda")
-    positions = start[:, None] + torch.arange(n, device="cuda")
-    still = torch.ones(T, d, device="cuda", dtype=dtype), torch.zeros(T, d, device="cuda", dtype=dtype)
-    counters = torch.zeros(B, kv_heads, dtype=torch.int32, device="cuda")
-    found = attention.few_queries(
-        qkv, positions, still, keys, values, counters, heads=heads, scale=d**-0.5
-    )  # it has also written the new keys and values
-    q = qkv.view(B, n, -1, d)[:, :, :heads].transpose(1, 2).double()
-    visible = torch.arange(T, device="cuda") <= positions[:, None, :, None]
-    k, v = (one.double().repeat_interleave(heads // kv_heads, 1) for one in (keys, values))
-    expected = scaled_dot_product_attention(q, k, v, visible).transpose(1, 2).reshape(B, n, -1)
-    assert (found.double() - expected).norm() < 1e-2 * expected.norm()
-    assert not counters.any()
+    head = d * dtype.itemsize
+    few = heads // kv_heads * n * head <= MAX_QUERY_BYTES and head <= MAX_HEAD_BYTES
+    torch.manual_seed(tokens + n)
+    here = Heads(heads, kv_heads, d, dtype=dtype, page=128, tokens=tokens)
+    pages = [here.pages(tokens // here.page) for _ in range(B)]
+    starts = torch.randint(tokens // 2, tokens - n, (B,)).tolist()
+    qkv, positions = here.qkv(B, n), positions_of(*[(start, n) for start in starts], n=n)
+    expected, after = here.expected(qkv, positions, pages)
+    for attend in (here.few, here.many) if few else (here.many,):
+        found = attend(qkv, positions, pages)
+        assert (found.double() - expected).norm() < 1e-2 * expected.norm()
+    for row, row_after in zip(pages, after, strict=True):
+        for page, page_after in zip(row, row_after, strict=True):
+            assert (page.double() - page_after).norm() < 1e-2 * page_after.norm()

@@ -11,18 +11,21 @@ import pytest
 import torch
 
 from outpace import Decoder, Fixed, SamplingParams, Step
-from outpace import decoder as decoding
-from outpace.draft.base import Draft, DraftSampler
+from outpace.draft.base import Draft, DraftSampler, DraftTensors, GraphState
 from outpace.draft.model import ModelDrafter
-from outpace.engine import drafting
-from outpace.engine.graph import Engine
-from outpace.engine.graph import State as EngineState
-from outpace.engine.inputs import DraftInputs
+from outpace.engine import drafting, sequence
+from outpace.engine import eager as eager_executor
+from outpace.engine.eager import EagerExecutor
+from outpace.engine.graph import GraphExecutor
+from outpace.engine.scheduler import InFlightStep, Scheduler
 from outpace.engine.sequence import SequenceState
+from outpace.engine.stats import Clock
 from outpace.engine.text import Detokenizer
-from outpace.models import fused
+from outpace.models import causal, fused
+from outpace.models import scorer as scorers
 from outpace.models.cache import RaggedCache
 from outpace.models.causal import CausalScorer
+from outpace.models.kv_cache import ContiguousCache, PagedCache
 from outpace.sampling import Prefix, random
 from outpace.verification import eager
 from outpace.verification.block import Block
@@ -36,16 +39,23 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def commits_one_draft_too_many(patch: pytest.MonkeyPatch) -> None:
     """Off by one in rollback."""
-    honest = Decoder._step
+    honest = EagerExecutor.commit
 
-    def iteration(self: Decoder, rows: list[SequenceState]) -> list[Step]:
-        steps = honest(self, rows)
-        for row, step in zip(rows, steps, strict=True):
-            if step.num_accepted < step.num_draft_tokens:
-                self.scorer._lengths[row.slot] += 1
-        return steps
+    def commit(self: EagerExecutor, row: SequenceState, g: int, accepted: int) -> None:
+        honest(self, row, g, accepted + (accepted < g))
 
-    patch.setattr(Decoder, "_step", iteration)
+    patch.setattr(EagerExecutor, "commit", commit)
+
+
+def the_length_counts_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
+    """No rollback: the KV cache keeps every draft token that was scored."""
+    for executor in (EagerExecutor, GraphExecutor):
+        honest = executor.commit
+
+        def commit(self: Any, row: SequenceState, g: int, accepted: int, honest: Any = honest) -> None:
+            honest(self, row, g, g)
+
+        patch.setattr(executor, "commit", commit)
 
 
 def rejected_drafts_stay_visible(patch: pytest.MonkeyPatch) -> None:
@@ -79,13 +89,13 @@ def processors_are_not_set_back(patch: pytest.MonkeyPatch) -> None:
 
 def noise_depends_on_the_batch(patch: pytest.MonkeyPatch) -> None:
     """Every row in a batch is drawn with the first one's noise."""
-    honest = drafting.seeds
+    honest = sequence.seeds
 
     def seeds(rows: Any, device: Any) -> Any:
         return honest(rows, device)[:1].expand(len(rows))
 
     patch.setattr(drafting, "seeds", seeds)
-    patch.setattr(decoding, "seeds", seeds)
+    patch.setattr(eager_executor, "seeds", seeds)
 
 
 def drafts_hide_their_temperature(patch: pytest.MonkeyPatch) -> None:
@@ -148,39 +158,97 @@ def an_end_inside_a_block_is_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SequenceState, "extend", extend)
 
 
-def the_engine_hides_its_drafts_temperature(patch: pytest.MonkeyPatch) -> None:
-    """What is said to have been drawn from is not."""
-    honest = Engine.propose
+def the_graph_hides_its_drafts_temperature(patch: pytest.MonkeyPatch) -> None:
+    """Draft tokens inside the graph were not sampled from the logits that verification gets."""
+    honest = GraphExecutor.propose
 
-    def propose(self: Engine, *arguments: Any) -> DraftInputs:
-        made = honest(self, *arguments)
-        return made if made.logits is None else DraftInputs(made.tokens, made.logits * 2)
+    def propose(self: GraphExecutor, state: GraphState, g: int) -> DraftTensors:
+        made = honest(self, state, g)
+        return made if made.logits is None else replace(made, logits=made.logits * 2, drawn=())
 
-    patch.setattr(Engine, "propose", propose)
+    patch.setattr(GraphExecutor, "propose", propose)
 
 
-def the_engine_sees_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
-    """What lies past a text in its cache is not hidden."""
-    honest = fused.mask_of
+def the_graph_sees_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
+    """The mask does not hide what lies past a sequence in its KV cache."""
+    honest = causal.mask_of
     patch.setattr(fused, "mask_of", lambda at, *rest: honest(at + 2, *rest))
 
 
-def the_engine_has_one_noise_for_all_rows(patch: pytest.MonkeyPatch) -> None:
-    honest = EngineState.of.__func__  # type: ignore[attr-defined]
+def changed_state(patch: pytest.MonkeyPatch, change: Callable[[GraphExecutor, GraphState, int], Any]) -> None:
+    """Change the state that each step of the graph executor reads."""
+    honest = GraphExecutor.state
 
-    def of(cls: type[EngineState], engine: Engine, rows: int) -> EngineState:
-        made: EngineState = honest(cls, engine, rows)
-        return replace(made, seeds=made.seeds[:1].expand(rows))
+    def state(self: GraphExecutor, g: int, sampling: SamplingParams, slots: int) -> GraphState:
+        made = honest(self, g, sampling, slots)
+        return replace(made, **change(self, made, g))
 
-    patch.setattr(EngineState, "of", classmethod(of))
+    patch.setattr(GraphExecutor, "state", state)
+
+
+def the_graph_has_one_noise_for_all_slots(patch: pytest.MonkeyPatch) -> None:
+    changed_state(patch, lambda _, state, g: {"seeds": state.seeds[:1].expand(len(state.seeds))})
+
+
+def idle_slots_are_not_hidden(patch: pytest.MonkeyPatch) -> None:
+    """A step writes the KV cache of idle slots, also of one that is being prefilled."""
+
+    def positions(executor: GraphExecutor, state: GraphState, g: int) -> Any:
+        at = state.lengths[:, None] + torch.arange(-2, g)
+        return {"positions": at.clamp(0, executor.target.context)}
+
+    changed_state(patch, positions)
+
+
+def shared_blocks_are_written(patch: pytest.MonkeyPatch) -> None:
+    """A sequence does not copy a block that it shares before it writes to it."""
+
+    honest = PagedCache.reserve
+
+    def reserve(self: PagedCache, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        shared, self._references = self._references, dict.fromkeys(self._references, 1)
+        honest(self, slots, lengths)
+        self._references |= shared
+
+    patch.setattr(PagedCache, "reserve", reserve)
+
+
+def steps_in_flight_reach_the_next_owner(patch: pytest.MonkeyPatch) -> None:
+    """The outcome of a step goes to the slot, whichever sequence has it by now."""
+    patch.setattr(GraphExecutor, "is_async", True)  # two steps are in flight, as on CUDA
+    honest = Scheduler._finish
+
+    def finish(self: Scheduler, started: InFlightStep, clock: Clock) -> list[Step]:
+        rows = {slot: self._active.get(slot, row) for slot, row in started.rows.items()}
+        return honest(self, replace(started, rows=rows), clock)
+
+    patch.setattr(Scheduler, "_finish", finish)
+
+
+def rows_move_without_the_step_in_flight(patch: pytest.MonkeyPatch) -> None:
+    """A row that changes places leaves the tokens of a step behind whose outcome is not read yet."""
+    honest = ContiguousCache._place
+
+    def place(self: ContiguousCache, slot: int, row: int) -> None:
+        reserved, self._reserved = self._reserved, self._lengths
+        honest(self, slot, row)
+        self._reserved = reserved
+
+    patch.setattr(ContiguousCache, "_place", place)
 
 
 @pytest.mark.parametrize(
     ("plant", "cell"),
     [
-        (the_engine_hides_its_drafts_temperature, Cell("model", policy="f 3", engine=True)),
-        (the_engine_sees_rejected_drafts, Cell("model", policy="f 3", engine=True)),
-        (the_engine_has_one_noise_for_all_rows, Cell("model", policy="f 2", batch_size=50, engine=True)),
+        (the_graph_hides_its_drafts_temperature, Cell("model", policy="f 3", engine=True)),
+        (the_graph_sees_rejected_drafts, Cell("model", policy="f 3", engine=True)),
+        (the_graph_has_one_noise_for_all_slots, Cell("model", policy="f 2", batch_size=50, engine=True)),
+        (shared_blocks_are_written, Cell("model", policy="f 3", engine=True)),
+        (
+            steps_in_flight_reach_the_next_owner,
+            Cell("model", policy="f 2", batch_size=64, stops=True, engine=True),
+        ),
+        (the_length_counts_rejected_drafts, Cell("random", sampling="warm", policy="f 3")),
         (commits_one_draft_too_many, Cell("model", sampling="warm", policy="f 3")),
         (rejected_drafts_stay_visible, Cell("random", policy="f 3")),
         (penalties_miss_the_last_token, Cell("model", sampling="counts", policy="f 2")),
@@ -218,6 +286,72 @@ def test_rows_that_read_their_neighbours_are_caught_by_their_texts(monkeypatch: 
     assert not as_alone()
 
 
+Requests = list[tuple[list[int], int]]  # prompts, each with the number of new tokens
+
+
+def scheduled(decoder: Decoder, requests: Requests, batch_size: int) -> list[list[int]]:
+    """Return greedy texts of requests, of which each takes the slot of one that has ended."""
+    texts: dict[int, list[int]] = {}
+    with decoder.scheduler(batch_size) as scheduler:
+        for prompt, tokens in requests:
+            scheduler.add(decoder.requests(prompt, temperature=0, max_new_tokens=tokens)[0])
+        while scheduler.unfinished:
+            for step in scheduler.step():
+                texts.setdefault(step.index, []).extend(step.token_ids)
+    return [texts[i] for i in range(len(requests))]
+
+
+def test_a_step_that_writes_to_a_slot_in_prefill_is_caught_by_its_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scorers, "CHUNK", 8)
+    requests: Requests = [([1, 2, 3], 2), ([4, 5, 6], 60), ([*range(60)], 20)]
+    expected = [greedy(tiny(), prompt, tokens) for prompt, tokens in requests]
+
+    def texts() -> list[list[int]]:
+        decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(2), engine=True)
+        return scheduled(decoder, requests, batch_size=2)
+
+    assert texts() == expected
+    idle_slots_are_not_hidden(monkeypatch)
+    found = texts()
+    assert found[:2] == expected[:2]
+    assert found[2] != expected[2]
+
+
+def test_a_row_that_moves_without_the_step_in_flight_is_caught_by_its_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GraphExecutor, "is_async", True)
+    # Later prompts are longer, so that a prefill overwrites what was left behind.
+    requests: Requests = [(torch.randint(61, (3 + 6 * n,)).tolist(), 3 + 5 * n % 17) for n in range(12)]
+    expected = [greedy(tiny("gpt2"), prompt, tokens) for prompt, tokens in requests]
+
+    def texts() -> list[list[int]]:
+        return scheduled(Decoder(tiny("gpt2"), engine=True), requests, batch_size=4)
+
+    assert texts() == expected
+    rows_move_without_the_step_in_flight(monkeypatch)
+    assert texts() != expected
+
+
+def test_a_length_that_counts_rejected_drafts_is_caught_by_the_next_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = list(range(20))
+    text = greedy(tiny(), prompt, 20)
+
+    def continues() -> bool:
+        decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(3), engine=True)
+        first = decoder.generate(prompt, temperature=0, max_new_tokens=8).token_ids
+        second = decoder.generate(prompt + text[:8] + [5] * 8, temperature=0, max_new_tokens=12).token_ids
+        return first == text[:8] and second == greedy(tiny(), prompt + text[:8] + [5] * 8, 12)
+
+    assert continues()
+    the_length_counts_rejected_drafts(monkeypatch)
+    assert not continues()
+
+
 def test_a_draft_cache_that_is_not_caught_up_is_caught_by_its_acceptance(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -227,7 +361,8 @@ def test_a_draft_cache_that_is_not_caught_up_is_caught_by_its_acceptance(
     def catch_up(self: ModelDrafter, state: Any) -> torch.Tensor:
         for row, text in zip(state.slots, state.tokens, strict=True):
             if row in self._texts and len(text) - self.scorer.length(row) > 1:
-                self.scorer._lengths[row] = len(text) - 1  # the last draft, kept and never fed, is skipped
+                # the last draft token, accepted and never fed, is skipped
+                self.scorer.cache.commit(row, len(text) - 1 - self.scorer.length(row))
         return honest(self, state)
 
     def acceptance() -> float:

@@ -37,7 +37,7 @@ class World:
 
 
 class FakeDecoder:
-    engines = None
+    uses_graphs = False
     drafter = None
 
 

@@ -144,7 +144,7 @@ def audit(
         rounding=rounding,
         draft_length_policy=draft_length_policy,
         forced=forced,
-        engine=decoder.engines is not None,
+        engine=decoder.executors[0].name == "graph",
         seconds=seconds,
     )
 

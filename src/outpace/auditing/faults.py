@@ -6,121 +6,137 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from outpace.decoder import Decoder
+from outpace.draft.base import Draft, Drafter
+from outpace.engine.eager import EagerExecutor
+from outpace.engine.executor import Outcome
 from outpace.engine.logprobs import adjusted_logits
-from outpace.engine.sequence import SequenceState, Step
+from outpace.engine.sequence import SequenceState
+from outpace.models.causal import CausalScorer
+from outpace.models.scorer import Scorer
 from outpace.sampling import Prefix
+from outpace.verification import Rule, Verdict
+from outpace.verification.block import Block
 
-StepFunction = Callable[[list[SequenceState]], list[Step]]
+STALE_POSITIONS = 2  # positions ahead that tokens see
 
 
-def accept_all(decoder: Any) -> None:
+class AcceptAll(EagerExecutor):
     """Every draft token is accepted."""
-    original = decoder._verify
 
-    def verify(rows: list[SequenceState], draft: Any, logits: Any) -> Any:
-        verdict = original(rows, draft, logits)
-        lengths = draft.lengths or [0] * len(rows)
-        return replace(verdict, accepted=torch.tensor(lengths, device=logits.device))
-
-    decoder._verify = verify
+    def verify(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
+        """See ``EagerExecutor.verify``."""
+        verdict = super().verify(rows, draft, logits)
+        return replace(verdict, accepted=_lengths(rows, draft, logits))
 
 
-def resample(decoder: Any) -> None:
+class Resample(EagerExecutor):
     """After a rejection the next token is sampled from p, which may bring the rejected one back."""
-    original = decoder._verify
-    generator = torch.Generator(decoder.scorer.device).manual_seed(0)
 
-    def verify(rows: list[SequenceState], draft: Any, logits: Any) -> Any:
-        verdict = original(rows, draft, logits)
+    def __init__(self, scorer: Scorer, drafter: Drafter | None, rule: Rule, lenience: float) -> None:
+        super().__init__(scorer, drafter, rule, lenience)
+        self.generator = torch.Generator(scorer.device).manual_seed(0)
+
+    def verify(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
+        """See ``EagerExecutor.verify``."""
+        verdict = super().verify(rows, draft, logits)
         prefix = Prefix.padded(
             [row.tokens for row in rows], [row.prompt_length for row in rows], logits.device
         )
         scores = adjusted_logits(logits, [row.sampling for row in rows], prefix, draft)
         at = scores[torch.arange(len(rows), device=logits.device), verdict.accepted]
-        rejected = verdict.accepted < torch.tensor(draft.lengths or [0] * len(rows), device=logits.device)
-        sampled = torch.multinomial(at.softmax(-1), 1, generator=generator)[:, 0]
+        rejected = verdict.accepted < _lengths(rows, draft, logits)
+        sampled = torch.multinomial(at.softmax(-1), 1, generator=self.generator)[:, 0]
         return replace(verdict, next_token=torch.where(rejected, sampled, verdict.next_token))
 
-    decoder._verify = verify
 
-
-def rollback(decoder: Any) -> None:
+class Rollback(EagerExecutor):
     """The KV cache keeps one token too many after a rejection."""
-    original = decoder._step
 
-    def run_step(rows: list[SequenceState]) -> list[Step]:
-        steps: list[Step] = original(rows)
-        for row, step in zip(rows, steps, strict=True):
-            if step.num_accepted < step.num_draft_tokens:
-                decoder.scorer._lengths[row.slot] += 1
-        return steps
+    def __init__(self, scorer: Scorer, drafter: Drafter | None, rule: Rule, lenience: float) -> None:
+        super().__init__(scorer, drafter, rule, lenience)
+        self.num_drafted: dict[int, int] = {}  # by slot: draft tokens of the last step
 
-    decoder._step = run_step
+    def verdicts(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Outcome:
+        """See ``EagerExecutor.verdicts``."""
+        outcome = super().verdicts(rows, draft, logits)
+        self.num_drafted |= {slot: len(tokens) for slot, tokens in outcome.drafts.items()}
+        return outcome
+
+    def commit(self, row: SequenceState, g: int, accepted: int) -> None:
+        """See ``Executor.commit``."""
+        super().commit(row, g, accepted + (accepted < self.num_drafted[row.slot]))
 
 
-def stale(decoder: Any) -> None:
+class Stale(EagerExecutor):
     """Tokens see two positions ahead, where rejected draft tokens lie."""
-    original = decoder.scorer._masks
-    decoder.scorer._masks = lambda at, start, reach: original(at + 2, None, reach)
+
+    def __init__(self, scorer: Scorer, drafter: Drafter | None, rule: Rule, lenience: float) -> None:
+        stale = StaleScorer(scorer.model)
+        stale.ahead = STALE_POSITIONS
+        super().__init__(stale, drafter, rule, lenience)
 
 
-def noise(decoder: Any) -> None:
+class StaleScorer(CausalScorer):
+    """A scorer whose attention masks are wrong.
+
+    The executor has such a scorer of its own, since a fused model builds no masks.
+
+    Attributes:
+        ahead: Number of later positions that tokens see.
+    """
+
+    ahead = 0
+
+    def _masks(self, positions: Tensor, start: int | None, reach: int) -> Tensor | dict[str, Tensor]:
+        return super()._masks(positions + self.ahead, None if self.ahead else start, reach)
+
+
+class Noise(EagerExecutor):
     """All sequences of a batch are sampled with the noise of its first."""
 
-    def shared(original: StepFunction) -> StepFunction:
-        def run(rows: list[SequenceState]) -> list[Step]:
-            own = [row.seed for row in rows]
-            for row in rows:
-                row.seed = own[0]
-            try:
-                return original(rows)
-            finally:
-                for row, seed in zip(rows, own, strict=True):
-                    row.seed = seed
-
-        return run
-
-    decoder._prefill, decoder._step = shared(decoder._prefill), shared(decoder._step)
+    def block(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Block:
+        """See ``EagerExecutor.block``."""
+        return replace(super().block(rows, draft, logits), seeds=rows[0].seed)
 
 
-def reuse(decoder: Any) -> None:
+class Reuse(EagerExecutor):
     """Every step is sampled with the noise of the first."""
-    original = decoder._block
-    decoder._block = lambda rows, draft, logits: replace(original(rows, draft, logits), starts=0)
+
+    def block(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Block:
+        """See ``EagerExecutor.block``."""
+        return replace(super().block(rows, draft, logits), starts=0)
 
 
-def mislabel(decoder: Any) -> None:
+class Mislabel(EagerExecutor):
     """The drafter states a distribution that its tokens are not sampled from."""
-    original = decoder._verify
 
-    def verify(rows: list[SequenceState], draft: Any, logits: Any) -> Any:
+    def verify(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
+        """See ``EagerExecutor.verify``."""
         if draft.logits is not None:
             stated_logits = 2 * draft.logits  # a lower temperature
         else:  # the draft has probability 1; half of it is spread over the vocabulary
             V = logits.shape[-1]
             stated_logits = torch.full((*draft.tokens.shape, V), -math.log(V), device=logits.device)
             stated_logits.scatter_(2, draft.tokens[..., None], 0.0)
-        return original(rows, replace(draft, logits=stated_logits, precomputed=None), logits)
-
-    decoder._verify = verify
+        return super().verify(rows, replace(draft, logits=stated_logits, precomputed=None), logits)
 
 
-FAULTS: dict[str, Callable[[Any], None]] = {
-    "accept-all": accept_all,
-    "resample": resample,
-    "rollback": rollback,
-    "stale": stale,
-    "noise": noise,
-    "reuse": reuse,
-    "mislabel": mislabel,
+FAULTS: dict[str, type[EagerExecutor]] = {
+    "accept-all": AcceptAll,
+    "resample": Resample,
+    "rollback": Rollback,
+    "stale": Stale,
+    "noise": Noise,
+    "reuse": Reuse,
+    "mislabel": Mislabel,
 }
 
 
@@ -132,15 +148,15 @@ def planted(decoder: Decoder, fault: str) -> Iterator[None]:
     """
     if fault not in FAULTS:
         raise ValueError(f"plant: got {fault!r}; known are {', '.join(FAULTS)}")
-    engines, decoder.engines = decoder.engines, None  # an engine does not call the replaced methods
-    before = [(one, set(vars(one))) for one in (decoder, decoder.scorer)]
-    FAULTS[fault](decoder)
-    added = [(one, set(vars(one)) - names) for one, names in before]
+    executors = decoder.executors
+    decoder.executors = [FAULTS[fault](decoder.scorer, decoder.drafter, decoder.rule, decoder.lenience)]
     try:
         yield
     finally:
-        for one, names in added:
-            for name in names:
-                delattr(one, name)
-        decoder.engines = engines
+        decoder.executors = executors
         decoder.forget()
+
+
+def _lengths(rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Tensor:
+    """Return the number of draft tokens of each sequence ``[R]``."""
+    return torch.tensor(draft.lengths or [draft.tokens.shape[1]] * len(rows), device=logits.device)

@@ -1,8 +1,8 @@
 """Cost of the parts of a decode step: the target's forward pass, drafting, verification.
 
 A target's forward pass is over n tokens of B sequences. Times are medians, in milliseconds, of rounds in
-which every size has its turn. So a slow phase of the machine slows them all. If a decoder has an engine, the
-engine's parts are timed, on CUDA as graphs.
+which every size has its turn. So a slow phase of the machine slows them all. If a decoder has a graph
+executor, the parts of its steps are timed, on CUDA as graphs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outpace.bench.engine import Phases, phases
+from outpace.bench.engine import Phases, phases, prefilled
 from outpace.bench.kernel import Inputs, in_graph
 from outpace.checks.arguments import on_device
 from outpace.decoder import Decoder
@@ -27,8 +27,9 @@ from outpace.draft.base import State
 from outpace.draft.lookup import LookupDrafter
 from outpace.draft.model import ModelDrafter
 from outpace.draft.text import TextDrafter
-from outpace.engine.graph import Engine
-from outpace.models.causal import CausalScorer
+from outpace.engine.graph import GraphExecutor
+from outpace.engine.stats import Clock
+from outpace.models.scorer import Scorer
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.models.source import Source
 from outpace.sampling import SamplingParams
@@ -114,10 +115,10 @@ def curve(
         context: Tokens before the forward pass; for an encoder-decoder model, tokens of the encoder.
     """
     scorer, found = decoder.scorer, list[Pass]()
-    for B in sorted(set(batches), reverse=True):  # an engine is rebuilt to grow
-        with _engine(decoder, B, context, max(sizes)) as engine:
-            if engine is not None:
-                found += [Pass(B, n, round(phases(engine, n - 1, B).target, 4)) for n in sizes]
+    for B in sorted(set(batches), reverse=True):  # a KV cache that grows moves
+        with _graph_executor(decoder, B, context, max(sizes)) as executor:
+            if executor is not None:
+                found += [Pass(B, n, round(phases(executor, n - 1, B).target, 4)) for n in sizes]
                 continue
         with _prefilled(scorer, B, context, max(sizes)) as rows:
             ids = torch.zeros(B, max(sizes), dtype=torch.int64, device=scorer.device)
@@ -130,7 +131,7 @@ def curve(
 def drafting(decoder: Decoder, B: int = 1, context: int = CONTEXT) -> Drafting:
     """Time the decoder's drafter.
 
-    With an engine, the first draft token is assumed to cost the same as the others.
+    In a graph, the first draft token of a model is assumed to cost the same as the others.
 
     Raises:
         ValueError: The decoder has no drafter.
@@ -138,15 +139,14 @@ def drafting(decoder: Decoder, B: int = 1, context: int = CONTEXT) -> Drafting:
     drafter = decoder.drafter
     if drafter is None:
         raise ValueError("decoder: it has no drafter to time")
-    with _engine(decoder, B, context, STEPS + 1) as engine:
-        if engine is not None and engine.draft is not None:
-            return Drafting(round(phases(engine, STEPS, B).draft / STEPS, 4))
+    with _graph_executor(decoder, B, context, STEPS + 1) as executor:
+        if executor is not None and executor.draft_scorer is not None:
+            return Drafting(round(phases(executor, STEPS, B).draft / STEPS, 4))
     rows, device = list(range(B)), decoder.scorer.device
     texts, sources = _random_texts(decoder.scorer, B, context, DRAFTING_TOKENS)
-    if isinstance(drafter, ModelDrafter | TextDrafter):
+    if drafter.scorer is not None:
         check_context(drafter.scorer, len(texts[0]), DRAFTING_TOKENS, "the draft's ")
-        if isinstance(drafter.scorer, Seq2SeqScorer):
-            drafter.scorer.cache_sources(rows, [one for one in sources if one is not None], len(texts[0]))
+        drafter.scorer.encode_sources(rows, sources, len(texts[0]))
     nothing, seeds = torch.zeros(B, dtype=torch.int64), on_device(rows, torch.int64, device)
     state = State(
         rows, texts, [len(text) for text in texts], [SamplingParams()] * B, seeds, [STEPS] * B,
@@ -175,13 +175,8 @@ def graph_phases(decoder: Decoder, g: int, context: int = CONTEXT) -> Phases | N
 
     Parts of a graph cannot be timed separately, so each part is timed by itself.
     """
-    with _engine(decoder, 1, context, g + 1) as engine:
-        engines = decoder.engines
-        return (
-            phases(engine, g, 1)
-            if engine is not None and engines is not None and engines.drafts_in_graph
-            else None
-        )
+    with _graph_executor(decoder, 1, context, g + 1) as executor:
+        return phases(executor, g, 1) if executor is not None and executor.drafts else None
 
 
 @torch.inference_mode()
@@ -231,12 +226,6 @@ def drafts_are_sampled(decoder: Decoder, sampling: SamplingParams) -> bool:
     return not (isinstance(decoder.drafter, LookupDrafter | TextDrafter) or sampling.greedy)
 
 
-def free_engine(decoder: Decoder) -> None:
-    """Free the decoder's engine, whose caches are large."""
-    if decoder.engines is not None:
-        decoder.engines.engine = None
-
-
 def medians(
     runs: Mapping[Key, Callable[[], Any]], device: torch.device, rounds: int = ROUNDS
 ) -> dict[Key, float]:
@@ -258,7 +247,7 @@ def now(device: torch.device) -> float:
 
 
 def _random_texts(
-    scorer: CausalScorer, B: int, context: int, more: int
+    scorer: Scorer, B: int, context: int, more: int
 ) -> tuple[list[list[int]], list[Source | None]]:
     """Return random texts, and their sources if there is an encoder; ``more`` tokens fit after them."""
     V = min(scorer.vocab_size, scorer.base.get_input_embeddings().weight.shape[0])
@@ -272,7 +261,7 @@ def _random_texts(
     return texts, [None] * B
 
 
-def check_context(scorer: CausalScorer, context: int, more: int, owner: str = "the model's ") -> None:
+def check_context(scorer: Scorer, context: int, more: int, owner: str = "the model's ") -> None:
     """Raise if a text of ``context`` tokens and ``more`` new ones does not fit a model's context."""
     if context < 1 or context + more > scorer.context:
         raise ValueError(
@@ -281,13 +270,12 @@ def check_context(scorer: CausalScorer, context: int, more: int, owner: str = "t
 
 
 @contextmanager
-def _prefilled(scorer: CausalScorer, B: int, context: int, most: int) -> Iterator[list[int]]:
+def _prefilled(scorer: Scorer, B: int, context: int, most: int) -> Iterator[list[int]]:
     """Yield slots of a scorer that are prefilled with random texts."""
     texts, sources = _random_texts(scorer, B, context, most)
     rows = list(range(B))
     scorer.reserve(B, len(texts[0]) + most + 1)
-    if isinstance(scorer, Seq2SeqScorer):
-        scorer.cache_sources(rows, [one for one in sources if one is not None], len(texts[0]))
+    scorer.encode_sources(rows, sources, len(texts[0]))
     scorer.prefill(rows, texts, sources)
     try:
         yield rows
@@ -296,19 +284,27 @@ def _prefilled(scorer: CausalScorer, B: int, context: int, most: int) -> Iterato
 
 
 @contextmanager
-def _engine(decoder: Decoder, B: int, context: int, most: int) -> Iterator[Engine | None]:
-    """Yield the decoder's engine, prefilled with random texts; None if it has none for such a batch."""
-    engines, engine = decoder.engines, None
-    if engines is not None:
-        texts, _ = _random_texts(decoder.scorer, B, context, most)
-        rows, _ = decoder.reader.rows(texts, SamplingParams(), None, max_new_tokens=1, seed=0)
-        engine = engines.engine_for(rows, B, context + 2 * (most + 1))
-    if engine is None:
+def _graph_executor(decoder: Decoder, B: int, context: int, most: int) -> Iterator[GraphExecutor | None]:
+    """Yield the decoder's graph executor, with random texts in its first slots; None if it has none.
+
+    Args:
+        decoder: The decoder.
+        B: Number of texts.
+        context: Tokens of each text.
+        most: The most tokens of a forward pass after the texts.
+    """
+    executor = decoder.executors[0]
+    if not isinstance(executor, GraphExecutor):
         yield None
         return
-    engine.prefill_all(0, texts, [0] * B)
-    try:
-        yield engine
-    finally:
-        for row in range(B):
-            engine.end(row)
+    texts, _ = _random_texts(decoder.scorer, B, context, most)
+    rows = decoder.requests(texts, SamplingParams(), max_new_tokens=1, seed=0)
+    if executor.unsupported(rows) is not None:
+        yield None
+        return
+    with prefilled(executor, rows, context + most + 1):
+        # A step without draft tokens writes the texts to the device.
+        outcome = executor.start({row.slot: row for row in rows}, 0, None, Clock()).read()
+        for row in rows:
+            executor.commit(row, 0, outcome.accepted[row.slot])
+        yield executor

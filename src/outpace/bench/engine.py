@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +20,16 @@ from torch import Tensor
 from outpace.bench import theory
 from outpace.bench.kernel import bandwidth, timed
 from outpace.bench.synthetic import PAIRS, Pair, pair
-from outpace.engine.graph import Engine, State
-from outpace.models.fused import FusedModel
+from outpace.decoder import Decoder
+from outpace.draft.base import Drafter
+from outpace.draft.lookup import LookupDrafter
+from outpace.draft.model import ModelDrafter
+from outpace.engine.executor import Outcome
+from outpace.engine.graph import GraphExecutor
+from outpace.engine.sequence import SequenceState
+from outpace.engine.stats import Clock
+from outpace.models.fused_scorer import fused_model
+from outpace.policy import Fixed
 from outpace.sampling import SamplingParams
 
 ALPHAS = (0.6, 0.8, 0.9)
@@ -31,7 +40,6 @@ ENGINE_TOKENS = 128  # about how many new tokens the engine generates per text
 WARM_UP_STEPS = 3
 MIN_TEXTS = 12  # fewest texts that tokens per step are averaged over
 TRANSFORMERS_TOKENS = 32  # new tokens per text of Transformers
-LOOKUP_NGRAMS = (2, 3)  # min_ngram and max_ngram of prompt lookup
 ASSISTED_BATCH = 1  # most sequences of Transformers' assisted generation
 DEFAULT_SAMPLING = SamplingParams()
 BASELINE = "outpace baseline"  # name of the method that the others are compared with
@@ -206,30 +214,42 @@ def measure_assisted(models: Pair, case: Case) -> dict[str, Any]:
 def measure_engine(
     models: Pair, case: Case, bytes_per_second: float, baseline: Throughput | None, g: int
 ) -> dict[str, Any]:
-    """Measure the engine; the result of each step is read one step late, as a decoder does."""
-    target = FusedModel(models.target)
-    draft = FusedModel(models.draft) if g and models.draft is not None else None
+    """Measure the graph executor; the result of each step is read one step late, as a decoder does."""
+    drafter: Drafter | None = None
+    if g:
+        drafter = LookupDrafter() if models.draft is None else ModelDrafter(models.draft)
+    decoder = Decoder(models.target, drafter, rule="token", num_draft_tokens=Fixed(g), engine=True)
+    executor = decoder.executors[0]
+    if not isinstance(executor, GraphExecutor):
+        raise ValueError(f"models: the graph executor cannot run them\n{decoder.describe()}")
+    draft_scorer = None if drafter is None else drafter.scorer
     # The number of steps gives all texts the same length, since attention costs more in longer ones.
-    iterations = round(ENGINE_TOKENS / theory.expected_tokens(models.alpha if draft is not None else 0.0, g))
+    alpha = 0.0 if draft_scorer is None else models.alpha
+    iterations = round(ENGINE_TOKENS / theory.expected_tokens(alpha, g))
     capacity = case.context + (WARM_UP_STEPS + iterations + 2) * (g + 1)
-    lookup_ngrams = LOOKUP_NGRAMS if g and draft is None else None
-    engine = Engine(target, draft, case.B, -(-capacity // 256) * 256, lookup_ngrams=lookup_ngrams)
-    texts = prompts(case, models).tolist()
-    runs = [
-        run_steps(engine, g, texts, seed, iterations) for seed in range(-(-MIN_TEXTS // case.B) if g else 1)
-    ]
+    texts, runs = prompts(case, models).tolist(), list[TimedRun]()
+    seeds = range(-(-MIN_TEXTS // case.B) if g else 1)
+    try:
+        for seed in seeds:
+            first = seed * case.B
+            rows = decoder.requests(texts, DEFAULT_SAMPLING, seed=list(range(first, first + case.B)))
+            with prefilled(executor, rows, capacity):
+                runs.append(run_steps(executor, g, rows, iterations))
+                if seed == seeds[-1]:
+                    parts = phases(executor, g, case.B)
+    finally:
+        decoder.release()
     new_tokens, iterations = sum(run.tokens for run in runs), len(runs) * iterations
     total_seconds, idle = sum(run.seconds for run in runs), [run.idle for run in runs if run.idle is not None]
-    parts = phases(engine, g)
     length = case.context + new_tokens / case.B / len(runs) / 2
     bytes_read = sum(
-        one.nbytes + case.B * length * 2 * one.kv_heads * one.head_dim * len(one.layers) * one.dtype.itemsize
-        for one in [target, *[draft] * g]
+        fused_model(one.base).nbytes + case.B * length * one.cache.bytes_per_token
+        for one in [decoder.scorer, *[draft_scorer] * g]
         if one is not None
     )
     tokens_per_second = new_tokens / total_seconds
     predicted = None
-    if draft is not None and baseline is not None and baseline.milliseconds:
+    if draft_scorer is not None and baseline is not None and baseline.milliseconds:
         predicted = theory.speedup(models.alpha, g, parts.draft / g / baseline.milliseconds)
         predicted = round(baseline.tokens_per_second * predicted, 1)
     return {
@@ -259,21 +279,50 @@ class TimedRun:
     idle: float | None
 
 
-def run_steps(engine: Engine, g: int, texts: Sequence[list[int]], seed: int, iterations: int) -> TimedRun:
-    """Prefill the engine with texts, and run some steps."""
-    engine.prefill_all(0, texts, range(seed * len(texts), (seed + 1) * len(texts)))
+@contextmanager
+def prefilled(executor: GraphExecutor, rows: Sequence[SequenceState], tokens: int) -> Iterator[None]:
+    """Prefill sequences in the first slots of an executor, and free the slots at the end.
+
+    Args:
+        executor: The executor, without sequences.
+        rows: The sequences.
+        tokens: The most tokens that a sequence reaches.
+    """
+    for slot, row in enumerate(rows):
+        row.slot = slot
+    try:
+        executor.prepare(len(rows), tokens)
+        prefilling = executor.prefill(rows, Clock())
+        while not prefilling.advance():
+            pass
+        yield
+    finally:
+        for row in rows:
+            executor.release(row, keep=False)
+
+
+def run_steps(executor: GraphExecutor, g: int, rows: Sequence[SequenceState], iterations: int) -> TimedRun:
+    """Run some steps of prefilled sequences. Their tokens stay on the device."""
+    active = {row.slot: row for row in rows}
+
+    def commit(outcome: Outcome) -> int:
+        """Commit a step; return the number of new tokens."""
+        for row in rows:
+            executor.commit(row, g, outcome.accepted[row.slot])
+        return sum(outcome.accepted[row.slot] + 1 for row in rows)
+
     for _ in range(WARM_UP_STEPS):
-        engine.start(g, DEFAULT_SAMPLING).read()
+        commit(executor.start(active, g, None, Clock()).read())
     new_tokens, last, events = 0, None, list[Any]()
     started_at = time.perf_counter()
     for _ in range(iterations):
-        events.append(record_event(engine.target.device))
-        pending = engine.start(g, DEFAULT_SAMPLING)
-        events.append(record_event(engine.target.device))
-        new_tokens += 0 if last is None else sum(last.read().accepted) + len(texts)
+        events.append(record_event(executor.target.device))
+        pending = executor.start(active, g, None, Clock())
+        events.append(record_event(executor.target.device))
+        new_tokens += 0 if last is None else commit(last.read())
         last = pending
     assert last is not None
-    new_tokens += sum(last.read().accepted) + len(texts)
+    new_tokens += commit(last.read())
     total_seconds, idle = time.perf_counter() - started_at, None
     if events[0] is not None:
         events[-1].synchronize()
@@ -291,21 +340,16 @@ def record_event(device: torch.device) -> torch.Event | None:
     return event
 
 
-def phases(engine: Engine, g: int, rows: int | None = None) -> Phases:
-    """Time the parts of a step, each by itself, with the first ``rows`` slots or with all.
+@torch.inference_mode()
+def phases(executor: GraphExecutor, g: int, slots: int) -> Phases:
+    """Time the parts of a step of the first slots, each by itself.
 
-    On CUDA, each part is timed as a graph.
+    The slots must have sequences that have taken part in a step. On CUDA, each part is timed as a graph.
     """
-    rows = engine.slots if rows is None else rows
-    tokens = torch.zeros(rows, g + 1, dtype=torch.int64, device=engine.target.device)
-    positions = engine.lengths[:rows, None] + torch.arange(-2, g, device=tokens.device)
-    state = State.of(engine, rows)
-    draft = (
-        time_alone(lambda: engine.propose(g, DEFAULT_SAMPLING, state, positions), tokens.device) if g else 0.0
-    )
-    target = time_alone(
-        lambda: engine.target.logits(tokens, positions[:, 1:], engine.target_cache), tokens.device
-    )
+    state = executor.state(g, DEFAULT_SAMPLING, slots)
+    tokens = torch.zeros(slots, g + 1, dtype=torch.int64, device=executor.target.device)
+    draft = time_alone(lambda: executor.propose(state, g), tokens.device) if g else 0.0
+    target = time_alone(lambda: executor.target.forward(tokens, state.positions[:, 1:]), tokens.device)
     return Phases(draft / 1e3, target / 1e3)
 
 

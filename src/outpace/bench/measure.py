@@ -169,7 +169,7 @@ class Measurement:
                 "tokens_per_pass": [1 + sum(k * one for k, one in enumerate(each))
                                     for each in (observed, predicted)],
             }  # fmt: skip
-        cost.free_engine(decoder)
+        decoder.release()
         self._put()
 
     def time(self) -> None:
@@ -177,7 +177,7 @@ class Measurement:
         plan = self.plan
         self.tell("passes of the target")
         passes = cost.curve(self.target, plan.pass_sizes, plan.batches, plan.context)
-        cost.free_engine(self.target)
+        self.target.release()
         self._put(passes=[asdict(one) for one in passes])
         self.tell("verification")
         sizes = sorted(
@@ -193,7 +193,7 @@ class Measurement:
         for name, decoder in self.drafts.items():
             self.tell(f"steps of a draft: {name}")
             drafting = {B: cost.drafting(decoder, B, plan.context) for B in reversed(plan.batches)}
-            cost.free_engine(decoder)
+            decoder.release()
             own = [one for one in verify if one.sampled == cost.drafts_are_sampled(decoder, plan.sampling)]
             for lenience in plan.lenience:
                 entry = self.entries[name, lenience]
@@ -223,10 +223,7 @@ class Measurement:
         plan, (name, decoder) = self.plan, next(iter(self.drafts.items()))
         g = self.entries[name, plan.strictest]["best_g"] or plan.g
         self.tell(f"a trace with g = {g}: {name}")
-        own = Decoder(
-            decoder.scorer, decoder.drafter, decoder.tokenizer, rule=decoder.rule,
-            lenience=decoder.lenience, num_draft_tokens=Fixed(g), engine=decoder.engines is not None,
-        )  # fmt: skip
+        own = decoder.with_policy(Fixed(g))
         max_new_tokens = min(plan.max_new_tokens, blocks.TRACE_TOKENS)
         trace = partial(
             blocks.trace,
@@ -236,12 +233,12 @@ class Measurement:
             max_new_tokens=max_new_tokens,
             seed=plan.seed,
         )
-        if own.engines is not None:  # warm-up: graphs are captured
+        if own.uses_graphs:  # warm-up: graphs are captured
             trace()
         found, parts = trace(), cost.graph_phases(own, g, plan.context)
         if parts is not None:
             found |= {"iterations": blocks.divide_phases(found["iterations"], parts), "divided": True}
-        cost.free_engine(own)
+        own.release()
         self._put(trace={"draft": name, "g": g, **found})
 
     def wide(self, within: float) -> list[str]:

@@ -16,7 +16,7 @@ from outpace.bench import cost
 from outpace.bench.forecast import TimedParts
 from outpace.bench.prediction import Parts
 from outpace.bench.runs import AUTO, BASELINE, HEURISTIC, SKIPPED_STEPS, Cell, Run, count_steps
-from outpace.decoder import Decoder, WithModel
+from outpace.decoder import Decoder
 from outpace.engine.sequence import Step
 from outpace.policy import DraftLengthPolicy, Fixed, Heuristic
 from outpace.sampling import SamplingParams
@@ -81,10 +81,10 @@ class Sweep:
     def blocks(self) -> list[list[Cell]]:
         """Lists of cells that take turns.
 
-        Without engines, all cells take turns. The caches of an engine are large, so with engines the drafts
-        are measured one after the other.
+        Without graphs, all cells take turns. With graphs, each draft has a KV cache of its own for the
+        target, so the drafts are measured one after the other.
         """
-        if all(decoder.engines is None for decoder in self.decoders.values()):
+        if not any(decoder.uses_graphs for decoder in self.decoders.values()):
             return [self.cells]
         return [[cell for cell in self.cells if cell.draft == draft] for draft in self.decoders]
 
@@ -96,7 +96,7 @@ class Sweep:
     def rounds(self, tell: Callable[[str], None] = lambda line: None) -> Iterator[list[Run]]:
         """Yield the runs of all cells of a block with one group of prompts, group after group."""
         for i, block in enumerate(self.blocks):
-            # Cells with the longest drafts first, or an engine would be built several times.
+            # Cells with the longest drafts first, or the KV cache would grow several times.
             for cell in sorted(block, key=lambda one: -self.cell_decoders[one].policy.max_draft_tokens):
                 tell(f"warming up: {cell}")
                 self.warm_up(cell)
@@ -112,8 +112,7 @@ class Sweep:
     def warm_up(self, cell: Cell, short: bool = False) -> None:
         """Warm up a cell, so that nothing is built or captured while something is timed.
 
-        The longest prompt needs the largest caches. A short one is enough if only an engine would have to be
-        rebuilt.
+        The longest prompt needs the largest KV cache. A short one is enough if the KV cache cannot grow.
         """
         pick = min if short else max
         prompt = pick(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
@@ -160,22 +159,20 @@ def time_parts(sweep: Sweep, found: TimedParts, tell: Callable[[str], None] = la
     passes: list[cost.Pass] = []
     for draft, decoder in sweep.decoders.items():
         tell(f"timing parts: {draft}")
-        scorers = [
-            decoder.scorer,
-            *([decoder.drafter.scorer] if isinstance(decoder.drafter, WithModel) else []),
-        ]
-        most = min(one.context for one in scorers) - max(cost.DRAFTING_TOKENS, draft_lengths[-1] + 1)
+        draft_scorer = None if decoder.drafter is None else decoder.drafter.scorer
+        contexts = [one.context for one in (decoder.scorer, draft_scorer) if one is not None]
+        most = min(contexts) - max(cost.DRAFTING_TOKENS, draft_lengths[-1] + 1)
         if most < 1:
             continue
         context = min(median_tokens, most)
-        if not passes or decoder.engines is not None:
+        if not passes or decoder.uses_graphs:
             passes = cost.curve(decoder, [g + 1 for g in draft_lengths], [B], context)
         drafting = cost.drafting(decoder, B, context)
         for sampling in dict.fromkeys(cell.sampling for cell in sweep.cells):
             sampled = cost.drafts_are_sampled(decoder, sampling)
             verify = cost.verification(decoder, draft_lengths, [B], sampling, sampled)
             found[draft, sampling] = Parts(B, drafting, passes, verify)
-        cost.free_engine(decoder)
+        decoder.release()
 
 
 def grouped(prompts: int, batch: int) -> list[list[int]]:
@@ -190,24 +187,23 @@ def rotated(cells: Sequence[Cell], turn: int) -> list[Cell]:
 
 
 def _cell_decoder(cell: Cell, decoder: Decoder) -> Decoder:
-    """Return a decoder of this cell, with the models and caches of the decoder of its draft."""
+    """Return a decoder of this cell, with the models and KV caches of the decoder of its draft."""
+    if cell.num_draft_tokens == BASELINE:
+        return Decoder(
+            decoder.scorer,
+            None,
+            decoder.tokenizer,
+            rule=decoder.rule,
+            lenience=decoder.lenience,
+            engine=decoder.uses_graphs,
+            kv_cache_bytes=decoder.scorer.cache.max_bytes,
+        )
     policy: DraftLengthPolicy = copy.deepcopy(decoder.policy)
     if cell.g is not None:
         policy = Fixed(cell.g)
     elif cell.num_draft_tokens == HEURISTIC:
         policy = Heuristic()
-    drafter = None if cell.num_draft_tokens == BASELINE else decoder.drafter
-    cell_decoder = Decoder(
-        decoder.scorer,
-        drafter,
-        decoder.tokenizer,
-        rule=decoder.rule,
-        lenience=decoder.lenience,
-        num_draft_tokens=policy,
-        engine=False,
-    )
-    cell_decoder.engines = decoder.engines  # too large for several; it serves all draft lengths
-    return cell_decoder
+    return decoder.with_policy(policy)
 
 
 def check_draft_lengths(draft_lengths: Sequence[str], max_new_tokens: int) -> None:

@@ -150,7 +150,6 @@ def alpha(
     from outpace.bench.results import Results
     from outpace.cli.bench import bare, command
     from outpace.cli.drafts import load_decoders, select_fitting
-    from outpace.decoder import WithModel
     from outpace.models.hub import DEFAULT
     from outpace.sampling import from_generation_config
 
@@ -169,7 +168,7 @@ def alpha(
     )  # fmt: skip
     cost.check_context(baseline.scorer, context, max(pass_sizes))
     for decoder in decoders.values():
-        if isinstance(decoder.drafter, WithModel):
+        if decoder.drafter is not None and decoder.drafter.scorer is not None:
             cost.check_context(decoder.drafter.scorer, context, cost.DRAFTING_TOKENS, "the draft's ")
     about = {
         "command": command(),

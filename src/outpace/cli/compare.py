@@ -98,7 +98,6 @@ def _runners(
     import torch
 
     from outpace.decoder import Decoder as DecoderClass
-    from outpace.decoder import WithModel
     from outpace.draft.lookup import LookupDrafter
     from outpace.draft.model import ModelDrafter
     from outpace.draft.text import TextDrafter
@@ -111,7 +110,7 @@ def _runners(
     def outpace_runner(chosen: Decoder) -> Callable[[int], list[int]]:
         def run(tokens: int) -> list[int]:
             chosen.scorer.forget()
-            if isinstance(chosen.drafter, WithModel):
+            if chosen.drafter is not None and chosen.drafter.scorer is not None:
                 chosen.drafter.scorer.forget()
             out = chosen.generate(ids, sampling, **options | {"max_new_tokens": tokens})
             return list(out.token_ids)

@@ -103,8 +103,8 @@ def examine() -> dict[str, Any]:
 
     from outpace import __version__
     from outpace.models import gguf
-    from outpace.models.causal import memory_free
     from outpace.models.hub import DEFAULT, place_of, precision_of
+    from outpace.models.kv_cache import memory_free
     from outpace.models.store import bytes_in, cache_folder, is_complete
 
     device = place_of(None)

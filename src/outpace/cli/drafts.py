@@ -10,12 +10,13 @@ from outpace.bench.prompts import Prompt
 from outpace.cli.bench import bare
 from outpace.cli.models import check_models, refuse_speech
 from outpace.cli.show import note
-from outpace.decoder import Decoder, WithModel
+from outpace.decoder import Decoder
 from outpace.draft.base import Drafter
 from outpace.draft.random import RandomDrafter
 from outpace.loading import bridge_tokenizers, check_draft_name, load_drafter, worth_packing
+from outpace.models.fused_scorer import scorer_of
 from outpace.models.hub import check_model, load_model
-from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
+from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.policy import Fixed
 from outpace.verification import check
 from outpace.verification.rules import parse
@@ -69,7 +70,7 @@ def load_decoders(
             drafter = RandomDrafter(scorer.vocab_size)
         else:
             drafter = bridge_tokenizers(loaded[name], tokenizer, name, note)
-        if pack and isinstance(drafter, WithModel):
+        if pack and drafter is not None and drafter.scorer is not None:
             drafter.scorer.pack()
         key = name if bare(name) in decoders else bare(name)
         policy = None if num_draft_tokens is None else Fixed(num_draft_tokens)

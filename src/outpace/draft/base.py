@@ -8,16 +8,18 @@ i. Dropping a token because it was unlikely biases the output.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outpace.checks.arguments import kind, on_device
+from outpace.models.scorer import Scorer
 from outpace.models.source import Source
 from outpace.sampling import Prefix, SamplingParams, adjust, process, random
 from outpace.sampling.random import Stream
@@ -127,19 +129,84 @@ class State:
     after: list[list[SamplingParams]] = field(default_factory=list)
 
 
-class Drafter(Protocol):
+@dataclass(frozen=True)
+class DraftTensors:
+    """Draft tokens of a step of the graph executor, and their distributions."""
+
+    tokens: Tensor  # [B, g]
+    logits: Tensor | None = None  # [B, g, V]; None where tokens were not sampled
+    drawn: Sequence[SampledTokens] = ()  # one per position, where `sample` sampled the tokens
+    lengths: Tensor | None = None  # [B], number of draft tokens; None: g each
+    sampling: SamplingParams | None = None  # still to be applied to the logits
+
+    def first(self, rows: int) -> DraftTensors:
+        """Return the draft tokens of the first rows."""
+        logits = None if self.logits is None else self.logits[:rows]
+        lengths = None if self.lengths is None else self.lengths[:rows]
+        return replace(self, tokens=self.tokens[:rows], logits=logits, lengths=lengths)
+
+
+@dataclass(frozen=True)
+class GraphState:
+    """Input of ``GraphDraft.propose``: tensors of the first B slots.
+
+    Attributes:
+        lengths: Number of tokens of each sequence ``[B]``.
+        seeds: Seeds ``[B]``.
+        token_ids: Prompt and output ``[B, T]``.
+        positions: Positions ``[B, g + 2]`` of the last two tokens and of the draft tokens; -1 for idle slots.
+        sampling: Sampling parameters of all sequences.
+        own_noise: Whether to sample with the target's own noise, as in ``State``.
+        vocab_size: Vocabulary size V of the target.
+    """
+
+    lengths: Tensor
+    seeds: Tensor
+    token_ids: Tensor
+    positions: Tensor
+    sampling: SamplingParams
+    own_noise: bool
+    vocab_size: int
+
+    @property
+    def last(self) -> Tensor:
+        """The last two tokens of each sequence ``[B, 2]``; a single token counts twice."""
+        return self.token_ids.gather(1, self.positions[:, :2].clamp(min=0))
+
+
+class GraphDraft(ABC):
+    """Drafting as a function of tensors, which a CUDA graph can capture.
+
+    Attributes:
+        scorer: The draft model, or None. Its KV cache has the target's slots.
+    """
+
+    scorer: Scorer | None = None
+
+    @abstractmethod
+    def propose(self, state: GraphState, g: int) -> DraftTensors:
+        """Propose g draft tokens after each sequence."""
+
+
+class Drafter(ABC):
     """Interface of a drafter.
 
     A drafter without memory derives from this class and implements ``propose`` alone.
 
-    A drafter that chooses its tokens and costs next to nothing can set an attribute ``free = True``. It then
-    proposes before the policy chooses how many of its tokens are scored. The policy may pause such a drafter
-    if its proposals take too long.
-
     ``commit`` is called only after a step with a proposal. Tokens of other steps are in ``State.tokens`` of
     the next call.
+
+    Attributes:
+        free: True for a drafter that chooses its tokens and costs next to nothing. It proposes before the
+            policy chooses how many of its tokens are scored. The policy may pause such a drafter if its
+            proposals take too long.
+        scorer: The draft model, or None.
     """
 
+    free: bool = False
+    scorer: Scorer | None = None
+
+    @abstractmethod
     def propose(self, state: State, g: int) -> Draft:
         """Propose up to g draft tokens after each sequence.
 
@@ -164,6 +231,18 @@ class Drafter(Protocol):
             slots: Slots whose sequences have ended. Another sequence may take each of them.
         """
         return
+
+    def check(self, target: Scorer, tokenizer: Any) -> None:
+        """Raise ``ValueError`` if the drafter cannot draft for a target with this tokenizer."""
+        return
+
+    def in_graph(self) -> GraphDraft | None:
+        """Return the drafter as a function of tensors, or None if it must run on the host."""
+        return None
+
+    def describe(self) -> str:
+        """Return a description of the drafter for a user."""
+        return type(self).__name__
 
 
 class DraftSampler:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from outpace.checks.arguments import integer
-from outpace.draft.base import Draft, State
+from outpace.draft.base import Draft, Drafter, DraftTensors, GraphDraft, GraphState, State
 
 
-class LookupDrafter:
+class LookupDrafter(Drafter):
     """Drafter that copies the tokens after the latest earlier occurrence of the last tokens.
 
     The longest match decides, from ``max_ngram`` tokens down to ``min_ngram``. A match of a single token is
@@ -51,13 +51,26 @@ class LookupDrafter:
             confidence.append(size / self.max_ngram)
         return Draft.chosen(proposals, state.device, confidence)
 
-    def commit(self, accepted: Tensor, next_token: Tensor) -> None:
-        """Do nothing: the next state holds the accepted tokens."""
-
     def reset(self, slots: Sequence[int]) -> None:
         """See ``Drafter.reset``."""
         for slot in slots:
             self._indices.pop(slot, None)
+
+    def in_graph(self) -> GraphDraft | None:
+        """See ``Drafter.in_graph``; a derived class may draft otherwise, so it runs on the host."""
+        return LookupGraphDraft(self.min_ngram, self.max_ngram) if type(self) is LookupDrafter else None
+
+
+class LookupGraphDraft(GraphDraft):
+    """Prompt lookup inside a graph."""
+
+    def __init__(self, min_ngram: int, max_ngram: int) -> None:
+        self.min_ngram, self.max_ngram = min_ngram, max_ngram
+
+    def propose(self, state: GraphState, g: int) -> DraftTensors:
+        """See ``GraphDraft.propose``."""
+        tokens, lengths = lookup_draft(state.token_ids, state.lengths, g, self.min_ngram, self.max_ngram)
+        return DraftTensors(tokens, lengths=lengths)
 
 
 class NGramIndex:

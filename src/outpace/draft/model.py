@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outpace.draft.base import Draft, DraftSampler, State
-from outpace.models.causal import CausalScorer
-from outpace.models.seq2seq import scorer_of
+from outpace.draft.base import Draft, Drafter, DraftSampler, DraftTensors, GraphDraft, GraphState, State, fit
+from outpace.models.fused_scorer import scorer_of
+from outpace.models.scorer import Scorer
 from outpace.models.source import Source
+from outpace.verification import SampledTokens, sample, verify
+from outpace.verification.rules import parse
 
+MATCH = parse("match")
 PADDING = 1024  # largest difference by padding between two models' vocabularies of one tokenizer
 INSTEAD = "outpace.TextDrafter(model, tokenizer, target_tokenizer) drafts through text"
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafter with any supported model, on the model's own device.
 
     Args:
@@ -28,7 +31,7 @@ class ModelDrafter:
     """
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
-        self.scorer = scorer_of(model)
+        self.scorer: Scorer = scorer_of(model)
         self.tokenizer = tokenizer
         self.vocab_size = self.scorer.vocab_size
         self._texts: dict[int, Sequence[int]] = {}  # by slot
@@ -54,7 +57,7 @@ class ModelDrafter:
             if i < g - 1:
                 fed = tokens.to(self.scorer.device)
                 if self.vocab_size < state.vocab_size:
-                    fed = fed.clamp(max=self.vocab_size - 1)
+                    fed = fed.masked_fill(fed >= self.vocab_size, 0)
                 logits = self.scorer.score(state.slots, fed[:, None])[:, 0]
                 self.scorer.commit(state.slots, [1] * len(state.slots))
         draft = sampler.draft(lengths)
@@ -64,21 +67,22 @@ class ModelDrafter:
         ]
         return draft
 
-    def reserve(self, rows: int, tokens: int) -> None:
-        """Allocate the KV cache at once rather than in steps."""
-        self.scorer.reserve(rows, tokens)
-
     def _catch_up(self, state: State) -> Tensor:
         """Return the logits after each sequence, and add the tokens that the KV cache lacks."""
         self._proposed = [(row, len(text)) for row, text in zip(state.slots, state.tokens, strict=True)]
-        prefilled = set(self._texts)
         new = []
         for row, text in zip(state.slots, state.tokens, strict=True):
             self._texts[row] = text
-            # A token that this model has no embedding for becomes 0: a worse draft, not an error.
-            rest = text[self.scorer.length(row) :] if row in prefilled else text
-            new.append([t if t < self.vocab_size else 0 for t in rest])
-        return feed(self.scorer, state.slots, new, prefilled, state.sources)
+            rest = text[self.scorer.length(row) :] if self.scorer.cache.is_open(row) else text
+            new.append(self.known(rest))
+        return feed(self.scorer, state.slots, new, state.sources)
+
+    def known(self, tokens: Sequence[int]) -> list[int]:
+        """Return tokens with 0 for those that the draft model has no embedding for.
+
+        This gives a worse draft, not an error.
+        """
+        return [token if token < self.vocab_size else 0 for token in tokens]
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
         """Remove rejected draft tokens from the KV cache.
@@ -93,15 +97,18 @@ class ModelDrafter:
             self.scorer.truncate([row], [length + num_accepted])
             if has_nan:  # a mask does not hide NaN left in the KV cache
                 self.scorer.reset([row])
-                del self._texts[row]
 
     def reset(self, slots: Sequence[int]) -> None:
         """See ``Drafter.reset``."""
         for slot in slots:
-            if slot in self._texts:
-                self.scorer.reset([slot], [self._texts.pop(slot)])
+            if self.scorer.cache.is_open(slot):
+                self.scorer.reset([slot], [self.known(self._texts.pop(slot, ()))])
 
-    def check(self, vocab_size: int, tokenizer: Any) -> None:
+    def in_graph(self) -> GraphDraft | None:
+        """See ``Drafter.in_graph``."""
+        return ModelGraphDraft(self.scorer)
+
+    def check(self, target: Scorer, tokenizer: Any) -> None:
         """Check that the target has the same tokenizer.
 
         Raises:
@@ -114,50 +121,85 @@ class ModelDrafter:
                     f"draft: got a model whose tokenizer shares {num_shared} of the target's {size} token "
                     f"ids; it must have the target's tokenizer; {INSTEAD}"
                 )
-        elif abs(self.vocab_size - vocab_size) > PADDING:
+        elif abs(self.vocab_size - target.vocab_size) > PADDING:
             raise ValueError(
-                f"draft: got a model of {self.vocab_size} tokens for a target of {vocab_size}; it must have "
-                f"the target's tokenizer; {INSTEAD}"
+                f"draft: got a model of {self.vocab_size} tokens for a target of {target.vocab_size}; it "
+                f"must have the target's tokenizer; {INSTEAD}"
             )
-
-    def forget(self) -> None:
-        """Discard the cached tokens of earlier sequences, and pack the weights again if they were packed."""
-        self.scorer.forget()
-        self.scorer.repack()
 
     def describe(self) -> str:
         """Return a description of the drafter and its model."""
         return f"{type(self).__name__}: {self.scorer.describe()}"
 
 
+class ModelGraphDraft(GraphDraft):
+    """Drafting with a model inside a graph."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.scorer: Scorer = scorer
+
+    def propose(self, state: GraphState, g: int) -> DraftTensors:
+        """See ``GraphDraft.propose``.
+
+        The first forward pass is over the last two tokens, since the KV cache may lack both.
+        """
+        positions = state.positions.clamp(max=self.scorer.context)
+        ids = self._known(state.last, state.vocab_size)
+        tokens, logits, drawn = list[Tensor](), list[Tensor](), list[SampledTokens]()
+        for i in range(g):
+            at = positions[:, :2] if i == 0 else positions[:, i + 1 : i + 2]
+            q = fit(self.scorer.forward(ids, at)[:, -1], state.vocab_size)
+            if state.own_noise:
+                # With the target's own noise the draft model is likelier to sample the target's token.
+                verdict = verify(
+                    state.last[:, :0], None, q[:, None], rule=MATCH, seed=state.seeds,
+                    position=state.lengths + i, sampling=state.sampling,
+                )  # fmt: skip
+                tokens.append(verdict.next_token)
+            else:
+                drawn.append(
+                    sample(q, seed=state.seeds, position=state.lengths, step=i, sampling=state.sampling)
+                )
+                tokens.append(drawn[-1].tokens)
+                logits.append(q)
+            ids = self._known(tokens[-1][:, None], state.vocab_size)
+        all_q = torch.stack(logits, dim=1) if logits else None
+        return DraftTensors(torch.stack(tokens, dim=1), all_q, drawn, sampling=state.sampling)
+
+    def _known(self, ids: Tensor, vocab_size: int) -> Tensor:
+        """Return tokens with 0 for those that the draft model has no embedding for."""
+        known = self.scorer.vocab_size
+        return ids if known >= vocab_size else ids.masked_fill(ids >= known, 0)
+
+
 def feed(
-    scorer: CausalScorer,
-    rows: Sequence[int],
+    scorer: Scorer,
+    slots: Sequence[int],
     tokens: Sequence[Sequence[int]],
-    prefilled: Container[int],
     sources: Sequence[Source | None] = (),
 ) -> Tensor:
     """Return the logits after each sequence's new tokens, ``[R, V]``.
 
+    Slots without a sequence are prefilled.
+
     Args:
         scorer: The model.
-        rows: Slot of each sequence.
+        slots: Slot of each sequence.
         tokens: New tokens of each sequence.
-        prefilled: Slots that are already prefilled. The others are prefilled now.
         sources: Encoder input of each sequence.
     """
-    continued = [i for i, row in enumerate(rows) if row in prefilled]
-    new = [i for i, row in enumerate(rows) if row not in prefilled]
+    continued = [i for i, slot in enumerate(slots) if scorer.cache.is_open(slot)]
+    new = [i for i, slot in enumerate(slots) if not scorer.cache.is_open(slot)]
     logits = []
     if continued:
-        logits.append(scorer.append([rows[i] for i in continued], [tokens[i] for i in continued]))
+        logits.append(scorer.append([slots[i] for i in continued], [tokens[i] for i in continued]))
     if new:
         new_sources = [sources[i] if sources else None for i in new]
-        logits.append(scorer.prefill([rows[i] for i in new], [tokens[i] for i in new], new_sources))
+        logits.append(scorer.prefill([slots[i] for i in new], [tokens[i] for i in new], new_sources))
     if len(logits) == 1:
         return logits[0]
     order = [*continued, *new]
-    return torch.cat(logits)[[order.index(i) for i in range(len(rows))]]
+    return torch.cat(logits)[[order.index(i) for i in range(len(slots))]]
 
 
 def num_shared_tokens(tokenizer: Any, other: Any) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outpace.checks.arguments import integer, kind
-from outpace.draft.base import Draft, DraftSampler, State
+from outpace.draft.base import Draft, Drafter, DraftSampler, State
 
 Ints = npt.NDArray[np.int64]
 Order = tuple[Ints, Ints]
@@ -28,7 +28,7 @@ sorted (k-1)-grams. So all k-grams with the same context are adjacent.
 """
 
 
-class NGramDrafter:
+class NGramDrafter(Drafter):
     """Drafter that samples from the counts after the longest context seen in the fitted text.
 
     A context has up to n - 1 tokens. If it was never seen, one token fewer is used. The last resort is the
@@ -146,12 +146,6 @@ class NGramDrafter:
                 del context[: len(context) - (self.n - 1)]
         return sampler.draft()
 
-    def commit(self, accepted: Tensor, next_token: Tensor) -> None:
-        """See ``Drafter.commit``."""
-
-    def reset(self, slots: Sequence[int]) -> None:
-        """See ``Drafter.reset``."""
-
     def save(self, path: str | Path) -> None:
         """Write the counts to a safetensors file."""
         from safetensors.numpy import save_file
@@ -183,7 +177,7 @@ class NGramDrafter:
         return cls(orders, vocab_size)
 
     @staticmethod
-    def check(path: str | Path) -> None:
+    def check_file(path: str | Path) -> None:
         """Raise ValueError for a damaged, truncated or foreign file, as ``load`` does.
 
         The counts are not read.

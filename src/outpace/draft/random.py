@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 from outpace.checks.arguments import integer
-from outpace.draft.base import Draft, DraftSampler, State
+from outpace.draft.base import Draft, Drafter, DraftSampler, State
 
 
-class RandomDrafter:
+class RandomDrafter(Drafter):
     """Drafter that samples all tokens with equal probability.
 
     The draft's sampling parameters are applied afterwards.
@@ -31,9 +28,3 @@ class RandomDrafter:
         for _ in range(g):
             sampler.sample_next(uniform)
         return sampler.draft()
-
-    def commit(self, accepted: Tensor, next_token: Tensor) -> None:
-        """See ``Drafter.commit``."""
-
-    def reset(self, slots: Sequence[int]) -> None:
-        """See ``Drafter.reset``."""

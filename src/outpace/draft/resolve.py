@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outpace.checks.arguments import kind
 from outpace.checks.errors import suggestion
-from outpace.draft.base import Drafter
+from outpace.draft.base import Draft, Drafter, State
 
 METHODS = ("propose", "commit", "reset")  # that every drafter has
 FITS = 'it must be a Drafter, a model, "lookup" or None'
@@ -31,11 +33,13 @@ def resolve_drafter(drafter: Any) -> Drafter | None:
         return LookupDrafter()
     if isinstance(drafter, type):
         raise TypeError(f"draft: got the class {drafter.__name__}; {FITS}")
-    missing = [name for name in METHODS if not callable(getattr(drafter, name, None))]
-    if isinstance(drafter, torch.nn.Module) and "propose" in missing:
+    if isinstance(drafter, torch.nn.Module) and not isinstance(drafter, Drafter):
         from outpace.draft.model import ModelDrafter
 
         return ModelDrafter(drafter)
+    if isinstance(drafter, Drafter):
+        return drafter
+    missing = [name for name in METHODS if not callable(getattr(drafter, name, None))]
     if "propose" in missing:
         raise TypeError(f"draft: got {kind(drafter)[:80]}; {FITS}")
     if missing:
@@ -43,4 +47,27 @@ def resolve_drafter(drafter: Any) -> Drafter | None:
             f"draft: {type(drafter).__name__} has no method {missing[0]}; derive it from outpace.Drafter, "
             "whose commit and reset do nothing (docs/guides/add-a-drafter.md)"
         )
-    return drafter  # type: ignore[no-any-return]
+    adapter = type(type(drafter).__name__, (AdaptedDrafter,), {})  # errors name the user's class
+    adapted: Drafter = adapter(drafter)
+    return adapted
+
+
+class AdaptedDrafter(Drafter):
+    """A user's object with the methods of a drafter, whose class does not derive from ``Drafter``."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.drafter = drafter
+        self.free = bool(getattr(drafter, "free", False))
+
+    def propose(self, state: State, g: int) -> Draft:
+        """See ``Drafter.propose``."""
+        draft: Draft = self.drafter.propose(state, g)
+        return draft
+
+    def commit(self, accepted: Tensor, next_token: Tensor) -> None:
+        """See ``Drafter.commit``."""
+        self.drafter.commit(accepted, next_token)
+
+    def reset(self, slots: Sequence[int]) -> None:
+        """See ``Drafter.reset``."""
+        self.drafter.reset(slots)

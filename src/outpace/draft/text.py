@@ -16,16 +16,18 @@ import torch
 from torch import Tensor
 
 from outpace.checks.text import REPLACEMENT_CHARACTER
-from outpace.draft.base import Draft, State
+from outpace.draft.base import Draft, Drafter, State
 from outpace.draft.model import feed, same_tokenizer
 from outpace.draft.retokenizer import Retokenizer, TokenizerAdapter
-from outpace.models.causal import CausalScorer, common_prefix_length
-from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
+from outpace.models.fused_scorer import scorer_of
+from outpace.models.kv_cache import common_prefix_length
+from outpace.models.scorer import Scorer
+from outpace.models.seq2seq import Seq2SeqScorer
 
 WINDOW = 16  # last tokens of a text that are decoded or encoded together with new ones
 
 
-class TextDrafter:
+class TextDrafter(Drafter):
     """Drafter with a causal model whose tokenizer is not the target's.
 
     The draft model always proposes its likeliest tokens, because the target's sampling parameters mean
@@ -41,7 +43,7 @@ class TextDrafter:
     def __init__(self, model: Any, tokenizer: Any, target_tokenizer: Any) -> None:
         self.draft = TokenizerAdapter("tokenizer", tokenizer)
         self.target = TokenizerAdapter("target_tokenizer", target_tokenizer)
-        self.scorer = scorer_of(model)
+        self.scorer: Scorer = scorer_of(model)
         if isinstance(self.scorer, Seq2SeqScorer):
             raise ValueError(
                 "model: got an encoder-decoder model; it must be a causal model, because a TextDrafter has "
@@ -128,7 +130,7 @@ class TextDrafter:
                 self.scorer.truncate([row], [num_cached])
             # A token that the model has no embedding for becomes 0: a worse draft, not an error.
             new.append([t if t < self.scorer.vocab_size else 0 for t in ids[num_cached:]])
-        logits = feed(self.scorer, rows, new, prefilled=set(self._cached))
+        logits = feed(self.scorer, rows, new)
         self._cached |= {row: list(self._retokenizers[row].ids) for row in rows}
         return logits
 
@@ -153,9 +155,6 @@ class TextDrafter:
             return []
         return list(takewhile(lambda token: token < vocab_size, tokens[len(waiting) :]))
 
-    def commit(self, accepted: Tensor, next_token: Tensor) -> None:
-        """Do nothing: the next state holds the accepted tokens."""
-
     def reset(self, slots: Sequence[int]) -> None:
         """See ``Drafter.reset``."""
         for slot in slots:
@@ -163,11 +162,7 @@ class TextDrafter:
             if slot in self._cached:
                 self.scorer.reset([slot], [self._cached.pop(slot)])
 
-    def reserve(self, rows: int, tokens: int) -> None:
-        """Allocate the KV cache at once rather than in steps."""
-        self.scorer.reserve(rows, tokens)
-
-    def check(self, target: CausalScorer, tokenizer: Any) -> None:
+    def check(self, target: Scorer, tokenizer: Any) -> None:
         """Check that the drafter can read the target's text.
 
         Raises:
@@ -183,11 +178,6 @@ class TextDrafter:
                 "draft: got a TextDrafter whose target_tokenizer is not the Decoder's tokenizer; it must be "
                 "the third argument of TextDrafter(model, tokenizer, target_tokenizer)"
             )
-
-    def forget(self) -> None:
-        """Discard the cached tokens of earlier sequences, and pack the weights again if they were packed."""
-        self.scorer.forget()
-        self.scorer.repack()
 
     def describe(self) -> str:
         """Return a description of the drafter and its model."""

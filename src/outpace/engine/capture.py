@@ -61,6 +61,12 @@ class Graphs:
         graph.replay()
         return result, capture_seconds
 
+    def clear(self) -> None:
+        """Discard all graphs."""
+        self._captured.clear()
+        self._pool = None
+        self.version += 1
+
     def __iter__(self) -> Iterator[Hashable]:
         """Iterate over the keys of all work that needs no further capture."""
         return iter(self._captured)

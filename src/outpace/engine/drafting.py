@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from outpace.checks.arguments import on_device
 from outpace.draft.base import Draft, Drafter, State, check_draft
-from outpace.engine.sequence import SequenceState
-from outpace.models.causal import CausalScorer
-from outpace.policy import DraftLengthPolicy, Hint, Load, StepOutcome
+from outpace.engine.sequence import SequenceState, seeds
+from outpace.models.scorer import Scorer
+from outpace.policy import DraftLengthPolicy, Hint, Load
 from outpace.verification import Rule
 
 
@@ -38,27 +36,6 @@ class Proposal:
     draft_steps: int = 0
     unscored: Sequence[int | None] = ()
 
-    def outcome(
-        self,
-        rows: Sequence[SequenceState],
-        accepted: Sequence[int],
-        next_token: Sequence[int],
-        phases: dict[str, float],
-    ) -> StepOutcome:
-        """Return the outcome of the step, as the draft-length policy observes it."""
-        return StepOutcome(
-            [row.slot for row in rows],
-            list(self.draft.lengths or [0] * len(rows)),
-            accepted,
-            self.draft.tokens.shape[1],
-            self.load,
-            sum(phases.values()),
-            phases["draft"] if self.state is not None else 0.0,
-            self.draft_steps,
-            requested=self.requested,
-            unscored_correct=matches(self.unscored, next_token) if self.unscored else (),
-        )
-
 
 def matches(proposals: Sequence[int | None], tokens: Sequence[int]) -> list[bool | None]:
     """Return whether each proposed token equals the generated token; None where nothing was proposed."""
@@ -76,10 +53,10 @@ class Proposer:
     """
 
     def __init__(
-        self, scorer: CausalScorer, drafter: Drafter | None, policy: DraftLengthPolicy, rule: Rule
+        self, scorer: Scorer, drafter: Drafter | None, policy: DraftLengthPolicy, rule: Rule
     ) -> None:
         self.scorer, self.drafter, self.policy, self.rule = scorer, drafter, policy, rule
-        self.free = bool(getattr(drafter, "free", False))
+        self.free = drafter is not None and drafter.free
         # Sequences of the last draft, each with its number of tokens at that time
         self._last_drafted: Sequence[tuple[SequenceState, int]] = ()
         # By slot: a sequence, and the number of its tokens that the drafter has processed
@@ -249,8 +226,3 @@ class Proposer:
             [row.source for row in rows],
             self.policy.enough if self.policy.asks else None,
         )
-
-
-def seeds(rows: Sequence[SequenceState], device: torch.device) -> Tensor:
-    """Return the seeds of the sequences, ``[R]``."""
-    return on_device([row.seed for row in rows], torch.int64, device)

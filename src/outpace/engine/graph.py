@@ -2,70 +2,36 @@
 
 Drafting, the target's forward pass, verification and commit run without the host. The host only starts steps,
 and reads the small result of one step while the next one runs. All sequences of a step have the same number
-of draft tokens, g. A slot becomes idle once the host has seen the end of its sequence.
+of draft tokens, g. A graph serves the first slots, up to a bucket size. Idle slots among them take part, and
+change nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from outpace.draft.base import fit
-from outpace.draft.lookup import lookup_draft
+from outpace.checks.arguments import on_device, to_device
+from outpace.draft.base import Draft, Drafter, DraftTensors, GraphState, fit
 from outpace.engine.capture import Graphs
-from outpace.engine.inputs import DraftInputs, HostDraft
-from outpace.engine.pending import DeviceEvent, Pending
-from outpace.models.causal import MIN_COPIED_PREFIX, common_prefix_length, longest_shared_prefix
+from outpace.engine.executor import Executor, Outcome, Pending, Prefilling
+from outpace.engine.sequence import SequenceState
+from outpace.engine.stats import Clock
+from outpace.models.scorer import CHUNK, Prefill, Scorer
 from outpace.sampling import SamplingParams
-from outpace.verification import Rule, SampledTokens, Verdict, sample, verify
-from outpace.verification.rules import parse
+from outpace.verification import Rule, Verdict, sample, verify
 
-CHUNK = 512  # tokens of a prompt per forward pass
-MAX_PREFILL_TOKENS = 4096  # tokens of several prompts per forward pass
-MIN_CHUNK = 32  # tokens of the smallest chunk that has a graph
-MAX_PADDING = 2  # padded tokens per prompt token, up to which prompts are prefilled together
-
-
-class Model(Protocol):
-    """A model of the graph executor: ``fused.FusedModel``, or ``generic.GenericModel`` for any other."""
-
-    vocab_size: int
-    device: torch.device
-
-    def allocate_cache(self, rows: int, tokens: int) -> Any:
-        """Return a KV cache for ``rows`` sequences of at most ``tokens`` tokens.
-
-        It has ``part(i, n, T)``, a view of n rows from row i on with at most T tokens. ``copy(i, j, n)``
-        copies the first n tokens of row i to row j. ``wipe()`` fills it with zeros.
-        """
-
-    def fill_cache(self, ids: Tensor, positions: Tensor, cache: Any) -> None:
-        """Write tokens ``[B, n]`` at positions ``[B, n]`` to the first B rows of the KV cache."""
-
-    def logits(self, ids: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """Write tokens to the KV cache as ``fill_cache`` does, and return their logits ``[B, n, V]``."""
-
-
-@dataclass(frozen=True)
-class State:
-    """State of the sequences that take part in a step: views of the engine's tensors."""
-
-    lengths: Tensor
-    seeds: Tensor
-    active: Tensor
-    last: Tensor  # [rows, 2], the last two tokens
-    token_ids: Tensor  # [rows, max_tokens], prompt and output; [rows, 0] without prompt lookup
-
-    @classmethod
-    def of(cls, engine: Engine, rows: int) -> State:
-        """Return views of an engine's first rows."""
-        all_rows = engine.lengths, engine.seeds, engine.active, engine.last, engine.token_ids
-        return cls(*(tensor[:rows] for tensor in all_rows))
+SLOTS = 64  # slots of a new executor; more slots need new captures
+BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # slots that graphs serve
+PATIENCE = 64  # steps that a smaller bucket must suffice for, before a graph of it is captured
+COMPILED_G = 5  # draft tokens of steps that are compiled ahead; most others have the same kernels
+CATCH_UP_CHUNK = 32  # tokens per sequence and forward pass of a catch-up
+BLOCK_TOKENS = 128  # tokens of KV cache that are reserved ahead at a time
 
 
 class StepKey(NamedTuple):
@@ -75,7 +41,7 @@ class StepKey(NamedTuple):
         g: Number of draft tokens per sequence.
         slots: Number of slots that take part.
         sampling: Sampling parameters of all sequences.
-        host_buffers: The id of the buffers for draft tokens from the host. None if the engine drafts.
+        host_buffers: The id of the buffers for draft tokens from the host. None if the executor drafts.
     """
 
     g: int
@@ -84,434 +50,553 @@ class StepKey(NamedTuple):
     host_buffers: int | None
 
 
-class Engine:
-    """The graph executor: a fixed number of slots, whose sequences are decoded as one batch.
+class Slots:
+    """State of the sequences on the device, which the steps read and change.
 
-    A step without draft tokens does not run the draft model. After such steps, ``catch_up`` must run before
-    the draft model drafts again.
-
-    Args:
-        target: The target model.
-        draft: The draft model, or None.
-        slots: The number of slots.
-        max_tokens: Largest number of tokens of a sequence, prompt included.
-        rule: As in ``Decoder``.
-        lenience: As in ``Decoder``.
-        lookup_ngrams: ``min_ngram`` and ``max_ngram`` of prompt lookup, which then replaces the draft model.
-            With neither ``lookup_ngrams`` nor ``draft``, draft tokens can only come from the host.
+    Attributes:
+        lengths: Number of tokens of each sequence ``[slots]``. Idle slots have 1.
+        seeds: Seeds ``[slots]``.
+        active: 1 for slots with a sequence, 0 for idle ones ``[slots]``.
+        token_ids: Prompt and output ``[slots, tokens]``.
     """
 
-    def __init__(
-        self,
-        target: Model,
-        draft: Model | None,
-        slots: int,
-        max_tokens: int,
-        *,
-        rule: Rule | str = "token",
-        lenience: float = 1.0,
-        lookup_ngrams: tuple[int, int] | None = None,
-    ) -> None:
-        self.target, self.draft, self.lookup_ngrams = target, draft, lookup_ngrams
-        self.slots, self.max_tokens = slots, max_tokens
-        self.rule, self.lenience = parse(rule), lenience
-        self.target_cache = target.allocate_cache(slots, max_tokens)
-        self.draft_cache: Any = None if draft is None else draft.allocate_cache(slots, max_tokens)
-        integers = torch.zeros(3, slots, dtype=torch.int64, device=target.device)
-        self.lengths, self.seeds, self.active = integers[0], integers[1], integers[2]
-        self.last = torch.zeros_like(integers[:2]).T.contiguous()  # [slots, 2], the last two tokens
-        # [slots, max_tokens], prompt and output; [slots, 0] without prompt lookup
-        self.token_ids = torch.zeros(
-            slots, max_tokens if lookup_ngrams else 0, dtype=torch.int64, device=target.device
-        )
-        self.graphs = Graphs(target.device)
-        # Values of g whose graphs are captured, valid while `graphs.version` is `_captured_version`
-        self._captured_lengths: dict[tuple[int, SamplingParams, bool], frozenset[int]] = {}
-        self._captured_version = 0
-        # By chunk size: buffers of tokens and positions, which are the inputs of graphs
-        self._chunk_buffers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._cached: dict[int, Sequence[int]] = {}  # by slot: the prefix that is valid in its KV caches
+    @torch.inference_mode(False)
+    def __init__(self, slots: int, tokens: int, device: torch.device) -> None:
+        self.lengths = torch.ones(slots, dtype=torch.int64, device=device)
+        self.seeds, self.active = torch.zeros_like(self.lengths), torch.zeros_like(self.lengths)
+        self.token_ids = torch.zeros(slots, tokens, dtype=torch.int64, device=device)
+
+    def __len__(self) -> int:
+        """Return the number of slots."""
+        return len(self.lengths)
+
+    def start(self, rows: Sequence[SequenceState]) -> None:
+        """Write new sequences to their slots."""
+        longest = max(len(row.tokens) for row in rows)
+        values = [
+            [row.slot, len(row.tokens), row.seed, *row.tokens, *[0] * (longest - len(row.tokens))]
+            for row in rows
+        ]
+        columns = to_device(torch.tensor(values), self.lengths.device)
+        slots = columns[:, 0]
+        self.token_ids[slots, :longest] = columns[:, 3:]
+        self.lengths[slots], self.seeds[slots], self.active[slots] = columns[:, 1], columns[:, 2], 1
+
+    def end(self, slot: int) -> None:
+        """Make a slot idle."""
+        self.active[slot], self.lengths[slot] = 0, 1
+
+
+class GraphExecutor(Executor):
+    """Runs a step as one graph, for any number of sequences with equal sampling parameters.
+
+    A step without draft tokens does not run the draft model. A later step with draft tokens first lets the
+    draft model catch up.
+
+    Args:
+        scorer: The target.
+        drafter: The drafter, or None.
+        rule: The verification rule.
+        lenience: For rule "token".
+    """
+
+    name = "graph"
+
+    def __init__(self, scorer: Scorer, drafter: Drafter | None, rule: Rule, lenience: float) -> None:
+        self.target, self.rule, self.lenience = scorer, rule, lenience
+        self.draft = None if drafter is None else drafter.in_graph()
+        self.drafts = drafter is None or self.draft is not None
+        self.draft_scorer = None if self.draft is None else self.draft.scorer
+        self._drafter_name = type(drafter).__name__
+        self.graphs = Graphs(scorer.device)
+        self.reset()
+
+    @torch.inference_mode(False)
+    def reset(self) -> None:
+        """See ``Executor.reset``."""
+        self.graphs.clear()
+        self.slots = Slots(0, 0, self.target.device)
+        self._versions: tuple[int, ...] = ()
+        self._owners: dict[int, SequenceState] = {}  # by slot, the sequences whose state is on the device
+        self._longest: dict[int, int] = {}  # by slot: most tokens after the steps in flight
+        self._reserved: dict[int, int] = {}  # by slot: tokens that the KV caches have memory for
+        self._behind: dict[int, int] = {}  # by slot: tokens that the draft model has not processed
+        # Number of chunks that a catch-up still has to process
+        self._chunks_left = torch.zeros((), dtype=torch.int64, device=self.target.device)
+        self._bucket, self._smaller_for = 0, 0  # slots of the last step, and steps that fewer sufficed for
+        # Numbers of draft tokens that are captured, valid while `graphs.version` is `_captured_version`
+        self._captured_lengths: dict[tuple[int, SamplingParams], frozenset[int]] = {}
+        self._captured_version = -1
         # Buffers of draft tokens from the host, which are the inputs of graphs
-        self._host_buffers: dict[tuple[int, SamplingParams | None, torch.dtype | None], DraftInputs] = {}
+        self._host_buffers: dict[tuple[int, SamplingParams | None, torch.dtype | None], DraftTensors] = {}
+        self._compiled_for: set[SamplingParams] = set()
 
-    def prefill(self, slot: int, tokens: Sequence[int], seed: int) -> None:
-        """Prefill a sequence in a slot, without its last token, which the first step feeds."""
-        self.prefill_all(slot, [tokens], [seed])
-
-    @torch.inference_mode()
-    def prefill_all(self, slot: int, texts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
-        """Prefill sequences in consecutive slots, from ``slot`` on."""
-        for text in texts:
-            if not 1 <= len(text) < self.max_tokens:
-                raise ValueError(
-                    f"texts: got {len(text)} tokens in a sequence; it must be 1 to {self.max_tokens - 1}"
-                )
-        with self._on_device():
-            longest = max(map(len, texts))
-            repeated = longest > MIN_COPIED_PREFIX and len(set(map(tuple, texts))) < len(texts)
-            if (
-                len(texts) > 1
-                and not repeated
-                and all(longest_shared_prefix(self._cached, text)[0] is None for text in texts)
-                and len(texts) * longest <= MAX_PADDING * sum(map(len, texts))
-            ):
-                self._prefill_caches(slot, texts, 0)
-            else:
-                for i, text in enumerate(texts, slot):
-                    self._prefill_caches(i, [text], self._reuse_prefix(i, text))
-        for i, (text, seed) in enumerate(zip(texts, seeds, strict=True), slot):
-            ids = torch.tensor(text, device=self.target.device)
-            if self.lookup_ngrams is not None:
-                self.token_ids[i, : len(text)] = ids
-            self.lengths[i] = len(text)
-            self.last[i] = ids[[-2, -1]] if len(text) > 1 else ids[[-1, -1]]
-            self.seeds[i] = seed
-            self.active[i] = 1
-
-    def _prefill_caches(self, slot: int, texts: Sequence[Sequence[int]], num_cached: int) -> None:
-        """Run sequences without their last tokens through the models, from token ``num_cached`` on.
-
-        Shorter sequences are padded. Their KV caches get garbage past their lengths, which later tokens
-        overwrite.
-        """
-        for i in range(slot, slot + len(texts)):
-            self._cached.pop(i, None)  # in case this is interrupted
-        longest = max(map(len, texts)) - 1
-        ids = torch.tensor([[*text, *[text[-1]] * (longest + 1 - len(text))] for text in texts])
-        ids = ids.to(self.target.device)
-        chunk = max(1, min(CHUNK, MAX_PREFILL_TOKENS // len(texts)))
-        for first in range(num_cached, longest, chunk):
-            self._prefill_chunk(slot, ids[:, first : min(first + chunk, longest)], first, chunk)
-        self._cached |= {i: text[:-1] for i, text in enumerate(texts, slot)}
-
-    def _prefill_chunk(self, slot: int, ids: Tensor, first: int, chunk: int) -> None:
-        """Run tokens ``[B, n]`` at positions from ``first`` on through the models.
-
-        Graphs are used only if all slots take part, and only for a few chunk sizes. This limits their number.
-        """
-        B, n = ids.shape
-        as_graph = self.graphs.enabled and self.slots == B
-        size = min(chunk, max(MIN_CHUNK, _next_power_of_two(n))) if as_graph else n
-        # Positions that these tokens attend to
-        attended = min(_next_power_of_two(max(first + size, CHUNK)), self.max_tokens)
-        positions = torch.arange(first, first + size, device=ids.device).clamp(max=attended - 1).expand(B, -1)
-        if as_graph:
-            if size not in self._chunk_buffers:
-                self._chunk_buffers[size] = ids.new_zeros(B, size), ids.new_zeros(B, size)
-            buffers = self._chunk_buffers[size]
-            buffers[0][:, :n], buffers[0][:, n:] = ids, ids[:, -1:]  # the second is padding past the ends
-            buffers[1].copy_(positions)
-            ids, positions = buffers
-
-        def read() -> Tensor:
-            for model, cache in self._models():
-                model.fill_cache(self._known_ids(ids, model), positions, cache.part(slot, B, attended))
-            return ids
-
-        if as_graph:
-            self.graphs.run((size, attended), read, f"prefill of {size} tokens")
-        else:
-            read()
-
-    def _models(self) -> list[tuple[Model, Any]]:
-        """Return the models, each with its KV cache."""
-        draft = [] if self.draft is None else [(self.draft, self.draft_cache)]
-        return [(self.target, self.target_cache), *draft]
-
-    def _reuse_prefix(self, slot: int, text: Sequence[int]) -> int:
-        """Return how many first tokens of a sequence need no prefill in a slot.
-
-        The slot's KV caches hold them already, or they are copied from another slot.
-        """
-        own = common_prefix_length(self._cached.get(slot, ()), text, len(text) - 1)
-        best, shared = longest_shared_prefix(self._cached, text)
-        if best is None or shared < own + MIN_COPIED_PREFIX:
-            return own
-        self._cached.pop(slot, None)  # in case this is interrupted
-        for _, cache in self._models():
-            cache.copy(best, slot, shared)
-        return shared
-
-    @torch.inference_mode()
-    def end(self, slot: int, tokens: Sequence[int] = (), wipe: bool = False) -> None:
-        """End the sequence of a slot, which is then idle.
-
-        A later sequence that starts with the same tokens reuses the KV caches.
-
-        Args:
-            slot: The slot.
-            tokens: The tokens that the KV caches hold, for reuse.
-            wipe: True fills the slot's KV caches with zeros, because they may contain NaN.
-        """
-        self.active[slot] = 0
-        if tokens:  # the KV caches lack the last token, and the draft model's may lack the one before it
-            self._cached[slot] = tokens[:-2]
-        if wipe:
-            self._cached.pop(slot, None)
-            for _, cache in self._models():
-                cache.part(slot, 1, self.max_tokens).wipe()
-
-    def forget(self) -> None:
-        """Discard the cached prefixes of all slots."""
-        self._cached.clear()
+    # Capabilities
 
     @property
-    def catch_up_chunk(self) -> int:
-        """Tokens per sequence and forward pass of ``catch_up``; one graph serves all chunks."""
-        return min(MIN_CHUNK, self.max_tokens)
+    def is_async(self) -> bool:  # type: ignore[override]
+        """See ``Executor.is_async``."""
+        return self.graphs.enabled
 
-    def num_catch_up_chunks(self, missing: int) -> int:
-        """Return the number of forward passes of ``catch_up`` for ``missing`` tokens."""
-        return -(-missing // self.catch_up_chunk)
+    def unsupported(self, rows: Sequence[SequenceState]) -> str | None:
+        """See ``Executor.unsupported``."""
+        first = rows[0].sampling
+        for row in rows:
+            if row.sampling != first or (row.draft_sampling or first) != first:
+                return "sequences have different sampling parameters"
+            if row.sampling.logit_bias or row.sampling.reads_prefix:
+                return "sampling has penalties, a logit bias or processors"
+            if row.top is not None or row.scores is not None or row.logits is not None:
+                return "logprobs, scores or logits were requested"
+        return None
+
+    def describe(self) -> str:
+        """See ``Executor.describe``."""
+        kind = "one CUDA graph per step" if self.graphs.enabled else "without graphs"
+        host = "" if self.drafts else f"; {self._drafter_name} drafts on the host"
+        steps = sorted({(key.slots, key.g) for key in self._step_keys()})
+        captured = ", ".join(f"g={g} for {slots}" for slots, g in steps)
+        return f"{kind}{host}" + (f"; captured: {captured} slots" if captured else "")
+
+    def _step_keys(self) -> Iterable[StepKey]:
+        return (key for key in self.graphs if isinstance(key, StepKey))
+
+    def batch(self, rows: Mapping[int, SequenceState]) -> int:
+        """See ``Executor.batch``; a batch that shrinks keeps its graphs for a while."""
+        needed = max(rows) + 1
+        if not self.graphs.enabled:
+            return needed
+        bucket = bucket_of(needed)
+        if bucket < self._bucket and self._smaller_for < PATIENCE:
+            sampling = next(iter(rows.values())).sampling
+            captured = {size for size in BUCKETS if size >= bucket and self._captured(size, sampling)}
+            return min(captured, default=bucket)
+        return bucket
+
+    def captured(self, rows: Mapping[int, SequenceState]) -> frozenset[int] | None:
+        """See ``Executor.captured``."""
+        if not self.graphs.enabled:
+            return None
+        return self._captured(self.batch(rows), next(iter(rows.values())).sampling)
+
+    def _captured(self, slots: int, sampling: SamplingParams) -> frozenset[int]:
+        """Return the numbers of draft tokens that are captured for these slots and parameters."""
+        if self._captured_version != self.graphs.version:
+            self._captured_lengths, self._captured_version = {}, self.graphs.version
+        if (slots, sampling) not in self._captured_lengths:
+            self._captured_lengths[slots, sampling] = frozenset(
+                key.g for key in self._step_keys() if (key.slots, key.sampling) == (slots, sampling)
+            )
+        return self._captured_lengths[slots, sampling]
+
+    # Sequences
+
+    def prepare(self, slots: int, tokens: int) -> None:
+        """See ``Executor.prepare``."""
+        for scorer in self._scorers():
+            scorer.reserve(slots, min(tokens, scorer.context) + 1)
+        if slots > len(self.slots):
+            slots = max(slots, SLOTS if self.graphs.enabled else 0)
+            old, self.slots = self.slots, Slots(slots, self.target.context + 1, self.target.device)
+            for name in ("lengths", "seeds", "active", "token_ids"):
+                if len(old):
+                    getattr(self.slots, name)[: len(old)] = getattr(old, name)
+            self._host_buffers.clear()
+            self.graphs.clear()
+
+    def _scorers(self) -> list[Scorer]:
+        return [self.target, *([] if self.draft_scorer is None else [self.draft_scorer])]
+
+    def prefill(self, rows: Sequence[SequenceState], clock: Clock) -> Prefilling:
+        """See ``Executor.prefill``; the last token of each prompt is left to the first step."""
+        slots, prefills = [row.slot for row in rows], []
+        longest, sampling = max(len(row.tokens) for row in rows), rows[0].sampling
+        self.prepare(max(slots) + 1, longest)
+        if self.target.has_kernels and sampling not in self._compiled_for:
+            self._compiled_for.add(sampling)
+            self._compile_ahead(max(slots) + 1, longest, sampling)
+        for scorer in self._scorers():
+            prompts = [self._known(scorer, row.tokens) for row in rows]
+            prefills.append(Prefill(scorer, slots, prompts, leave_last=True))
+        return Prefilling(rows, prefills)
+
+    @staticmethod
+    def _known(scorer: Scorer, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens that a draft model has a context and an embedding for, with 0 for others."""
+        return [token if token < scorer.vocab_size else 0 for token in tokens[: scorer.context]]
+
+    def _attach(self, rows: Iterable[SequenceState]) -> None:
+        """Write the state of sequences to the device, unless it is there."""
+        new = [row for row in rows if self._owners.get(row.slot) is not row]
+        if not new:
+            return
+        self.prepare(max(row.slot for row in new) + 1, max(len(row.tokens) for row in new))
+        for row in new:
+            self._owners[row.slot], self._longest[row.slot] = row, len(row.tokens)
+            self._reserved[row.slot] = 0
+            self._behind[row.slot] = 0
+            if self.draft_scorer is not None:
+                cache = self.draft_scorer.cache
+                if not cache.is_open(row.slot):
+                    cache.open(row.slot, self._known(self.draft_scorer, row.tokens))
+                self._behind[row.slot] = max(0, len(row.tokens) - 2 - cache.length(row.slot))
+        self.slots.start(new)
+
+    def commit(self, row: SequenceState, g: int, accepted: int) -> None:
+        """See ``Executor.commit``."""
+        self.target.cache.commit(row.slot, 1 + accepted)
+        self._longest[row.slot] -= g - accepted
+
+    def release(self, row: SequenceState, keep: bool) -> None:
+        """See ``Executor.release``."""
+        if self._owners.get(row.slot) is row:
+            self._sync_draft(row)
+            self._forget_slot(row.slot)
+        self.target.reset([row.slot], [row.tokens] if keep else None)
+        if self.draft_scorer is not None:
+            tokens = self._known(self.draft_scorer, row.tokens)
+            self.draft_scorer.reset([row.slot], [tokens] if keep else None)
+
+    def _sync_draft(self, row: SequenceState) -> None:
+        """Commit the tokens that the draft model has processed to its KV cache."""
+        if self.draft_scorer is not None:
+            cache = self.draft_scorer.cache
+            processed = min(len(row.tokens) - 2 - self._behind[row.slot], self.draft_scorer.context)
+            cache.commit(row.slot, max(0, processed - cache.length(row.slot)))
+
+    def _forget_slot(self, slot: int) -> None:
+        self.slots.end(slot)
+        for by_slot in (self._owners, self._longest, self._reserved, self._behind):
+            by_slot.pop(slot)
+        if not self._owners:
+            self._bucket = 0
+
+    def detach(self) -> None:
+        """See ``Executor.detach``."""
+        for slot, row in list(self._owners.items()):
+            self._sync_draft(row)
+            self._forget_slot(slot)
+
+    # Steps
 
     @torch.inference_mode()
-    def catch_up(self, texts: Mapping[int, Sequence[int]], missing: int, slots: int | None = None) -> float:
-        """Run the draft model over tokens that were generated without it.
+    def start(self, rows: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock) -> Pending:
+        """See ``Executor.start``; it returns at once."""
+        self._attach(rows.values())
+        slots = self.batch(rows)
+        self._smaller_for = self._smaller_for + 1 if slots > bucket_of(max(rows) + 1) else 0
+        self._bucket = slots
+        self._reserve(rows, g)
+        sampling = next(iter(rows.values())).sampling
+        with self._on_device():
+            begun = started = DeviceEvent(self.target.device)
+            catch_up_capture = 0.0
+            if g and draft is None and max(self._behind[slot] for slot in rows):
+                catch_up_capture = self._catch_up(rows, slots)
+                started = DeviceEvent(self.target.device)
+            pending = self.launch(g, sampling, slots, draft, list(rows))
+        for slot in rows:
+            self._longest[slot] += g + 1
+            if self.draft_scorer is not None:
+                self._behind[slot] += g == 0
+        return GraphPending(*pending, begun, started, catch_up_capture)
 
-        The very last two tokens are left out, since every step feeds them. No step may be in flight.
-
-        Args:
-            texts: The tokens of sequences, by slot.
-            missing: Largest number of tokens of a sequence that the draft model has not processed.
-            slots: The number of first slots that take part. By default all.
-
-        Returns:
-            The seconds that captures took.
-        """
-        if self.draft is None:
-            return 0.0
-        draft, cache = self.draft, self.draft_cache
-        attended = min(_next_power_of_two(max(*map(len, texts.values()), CHUNK)), self.max_tokens)
-        size = self.catch_up_chunk
-        slots = self.slots if slots is None else slots
-        for slot in range(slots):
-            if slot not in texts:
-                self._cached.pop(slot, None)  # its KV cache is overwritten
-        if size not in self._chunk_buffers:
-            shape = self.slots, size
-            self._chunk_buffers[size] = self.last.new_zeros(shape), self.last.new_zeros(shape)
-        tokens, positions = (buffer[:slots] for buffer in self._chunk_buffers[size])
-
-        def read() -> Tensor:
-            draft.fill_cache(self._known_ids(tokens, draft), positions, cache.part(0, slots, attended))
-            return tokens
-
-        capture_seconds = 0.0
-        for chunks_left in range(self.num_catch_up_chunks(missing), 0, -1):
-            # Sequences with fewer missing tokens process some tokens again, with the same result. Short ones
-            # also get garbage past their ends, which later tokens overwrite.
-            firsts = [len(texts.get(slot, ())) - 2 - chunks_left * size for slot in range(slots)]
-            at = [[max(0, first) + i for i in range(size)] for first in firsts]
-            ids = [
-                [texts[slot][i] if slot in texts and i < len(texts[slot]) else 0 for i in indices]
-                for slot, indices in enumerate(at)
-            ]
-            tokens.copy_(torch.tensor(ids))
-            positions.copy_(torch.tensor(at))
-            with self._on_device():
-                key = "catch up", slots, attended
-                capture_seconds += self.graphs.run(key, read, f"catch-up of {size} tokens")[1]
-        return capture_seconds
-
-    @torch.inference_mode()
-    def start(
+    def launch(
         self,
         g: int,
         sampling: SamplingParams,
-        slots: int | None = None,
-        host_draft: HostDraft | None = None,
-    ) -> Pending:
-        """Start a step and return at once.
+        slots: int,
+        draft: Draft | None = None,
+        drafted: Sequence[int] = (),
+    ) -> tuple[Tensor, float]:
+        """Run a step of the first slots as a graph.
 
         Args:
-            g: Number of draft tokens per sequence. 0 decodes without speculation. It is taken as 0 if there
-                are no draft tokens from the host and the engine cannot draft.
-            sampling: Sampling parameters of all sequences.
-            slots: The number of first slots that take part. By default all.
-            host_draft: Draft tokens from the host, up to g per sequence, instead of the engine's own.
-
-        Returns:
-            The step, whose outcome can be read later.
-
-        Raises:
-            ValueError: ``sampling`` has penalties, a logit bias or processors, or ``slots`` is out of range.
-        """
-        if sampling.logit_bias or sampling.reads_prefix:
-            raise ValueError(
-                "sampling: got penalties, a logit bias or processors; it must have none of them, because the "
-                "graph executor samples without the host"
-            )
-        slots = self.slots if slots is None else slots
-        if not 1 <= slots <= self.slots:
-            raise ValueError(f"slots: got {slots}; it must be 1 to {self.slots}")
-        if self.draft is None and self.lookup_ngrams is None and host_draft is None:
-            g = 0
-        with self._on_device():
-            proposals = None if host_draft is None else self._copy_host_draft(g, host_draft)
-            key = StepKey(g, slots, sampling, None if proposals is None else id(proposals))
-            started = DeviceEvent(self.target.device)
-            result, capture_seconds = self.graphs.run(
-                key,
-                lambda: self.step(g, sampling, slots, proposals),
-                f"a step with {g} draft tokens and {slots} slots",
-                (self.lengths, self.last),
-            )
-            return Pending(result, started, capture_seconds)
-
-    @property
-    def is_async(self) -> bool:
-        """True if a started step runs while the host does something else."""
-        return self.graphs.enabled
-
-    def captured_lengths(
-        self, sampling: SamplingParams, slots: int, from_host: bool
-    ) -> frozenset[int] | None:
-        """Return the numbers of draft tokens whose steps need no capture; None if no step ever does.
-
-        Args:
+            g: Number of draft tokens per sequence.
             sampling: Sampling parameters of all sequences.
             slots: Number of slots that take part.
-            from_host: Whether the draft tokens come from the host.
-        """
-        if not self.graphs.enabled:
-            return None
-        if self._captured_version != self.graphs.version:
-            self._captured_lengths, self._captured_version = {}, self.graphs.version
-        key = slots, sampling, from_host
-        if key not in self._captured_lengths:
-            steps = (graph for graph in self.graphs if isinstance(graph, StepKey))
-            self._captured_lengths[key] = frozenset(
-                step.g for step in steps if (step.slots, step.sampling, step.host_buffers is not None) == key
-            )
-        return self._captured_lengths[key]
+            draft: Draft tokens from the host, for the slots ``drafted``.
+            drafted: Slots that the draft tokens belong to.
 
-    def _copy_host_draft(self, g: int, host_draft: HostDraft) -> DraftInputs:
+        Returns:
+            The result, in the format that ``GraphPending`` reads, and the seconds of a capture.
+        """
+        self._drop_stale_graphs(slots)
+        buffers = None if draft is None or not g else self._copy_host_draft(g, draft, drafted)
+        key = StepKey(g, slots, sampling, None if buffers is None else id(buffers))
+        return self.graphs.run(
+            key,
+            lambda: self.step(g, sampling, slots, buffers),
+            f"a step with {g} draft tokens and {slots} slots",
+            (self.slots.lengths,),
+        )
+
+    @torch.inference_mode()
+    def _compile_ahead(self, slots: int, prompt_tokens: int, sampling: SamplingParams) -> None:
+        """Compile the kernels of a prefill and of steps, all at the same time.
+
+        One after another, compilation would take several times as long. Kernels that are compiled already
+        take next to no time.
+        """
+        from outpace.verification.kernels.ahead import compiling_ahead
+
+        g = 0 if self.draft is None else COMPILED_G
+        state = self.state(g, sampling, slots)
+        with self._on_device(), compiling_ahead():
+            p = self.target.launch_once(slots, g + 1)
+            for scorer in self._scorers():
+                scorer.launch_once(1, min(prompt_tokens, CHUNK))
+            draft = DraftTensors(state.token_ids[:, :g])
+            if self.draft_scorer is not None:
+                self.draft_scorer.launch_once(slots, 1)
+                q = self.draft_scorer.launch_once(slots, 2)
+                if q is not None and not state.own_noise:
+                    q = fit(q[:, -1], self.target.vocab_size)
+                    drawn = [sample(q, seed=state.seeds, position=state.lengths, sampling=sampling)] * g
+                    draft = DraftTensors(draft.tokens, torch.stack([q] * g, 1), drawn, sampling=sampling)
+            if p is not None:
+                self.verify(draft, p, state)
+
+    @torch.inference_mode()
+    def warm_up(self, g: int, slots: int, sampling: SamplingParams) -> None:
+        """See ``Executor.warm_up``."""
+        self.prepare(bucket_of(slots), 1)
+        with self._on_device():
+            self.launch(g if self.draft is not None else 0, sampling, bucket_of(slots))
+            if g and self.draft_scorer is not None:
+                self._run_catch_up(self.draft_scorer, bucket_of(slots))
+
+    def _drop_stale_graphs(self, slots: int) -> None:
+        """Discard the graphs if memory that they read has moved."""
+        self.prepare(slots, 1)
+        for scorer in self._scorers():
+            scorer.arrange(slots)
+        versions = tuple(scorer.cache.version for scorer in self._scorers())
+        if versions != self._versions:
+            self.graphs.clear()
+            self._versions = versions
+
+    def _reserve(self, rows: Mapping[int, SequenceState], g: int) -> None:
+        """Reserve KV cache for the tokens that a step may write."""
+        short = [slot for slot in rows if self._longest[slot] + g + 1 > self._reserved[slot]]
+        if short:
+            for slot in short:
+                row, ahead = rows[slot], self._longest[slot] + g + 1 + BLOCK_TOKENS
+                # A step in flight may pass the end of its sequence. Such tokens are dropped.
+                last = min(row.prompt_length + row.max_new_tokens, self.target.context)
+                self._reserved[slot] = min(ahead, last + g + 1)
+            for scorer in self._scorers():
+                most = scorer.context + 1
+                scorer.cache.reserve(short, [min(self._reserved[slot], most) for slot in short])
+
+    def catch_up_tokens(self, rows: Mapping[int, SequenceState]) -> int | None:
+        """See ``Executor.catch_up_tokens``."""
+        behind = max((self._behind.get(slot, 0) for slot in rows), default=0)
+        return -(-behind // CATCH_UP_CHUNK) * CATCH_UP_CHUNK * self.batch(rows)
+
+    def _catch_up(self, rows: Mapping[int, SequenceState], slots: int) -> float:
+        """Run the draft model over tokens that were generated without it; return the seconds of a capture."""
+        scorer, seconds = self.draft_scorer, 0.0
+        assert scorer is not None
+        behind = max(self._behind[slot] for slot in rows)
+        self._drop_stale_graphs(slots)
+        for chunk in range(-(-behind // CATCH_UP_CHUNK), 0, -1):
+            self._chunks_left.fill_(chunk)
+            seconds += self._run_catch_up(scorer, slots)
+        self._behind |= dict.fromkeys(rows, 0)
+        return seconds
+
+    def _run_catch_up(self, scorer: Scorer, slots: int) -> float:
+        """Run a chunk of a catch-up; return the seconds of a capture."""
+        name = f"a catch-up of {CATCH_UP_CHUNK} tokens and {slots} slots"
+        return self.graphs.run(("catch up", slots), lambda: self.catch_up(scorer, slots), name)[1]
+
+    def catch_up(self, scorer: Scorer, slots: int) -> Tensor:
+        """Run the draft model over a chunk of each sequence's tokens, up to its last two.
+
+        Sequences that lack fewer tokens process some of them again, with the same result.
+        """
+        lengths, active = self.slots.lengths[:slots, None], self.slots.active[:slots, None].bool()
+        offsets = torch.arange(CATCH_UP_CHUNK, device=lengths.device)
+        at = (lengths - 2 - self._chunks_left * CATCH_UP_CHUNK).clamp(min=0) + offsets
+        known = active & (at < lengths - 2) & (at < scorer.context)
+        ids = self.slots.token_ids[:slots].gather(1, at.clamp(max=self.target.context))
+        ids = ids.masked_fill(ids >= scorer.vocab_size, 0)
+        scorer.fill(ids, at.where(known, -1))
+        return ids
+
+    def _copy_host_draft(self, g: int, draft: Draft, slots: Sequence[int]) -> DraftTensors:
         """Copy draft tokens from the host to the buffers that are inputs of graphs.
 
         Slots without draft tokens get length 0.
         """
-        draft, slots = host_draft.draft, list(host_draft.slots)
-        key = g, host_draft.sampling, None if draft.logits is None else draft.logits.dtype
+        precomputed = draft.precomputed
+        sampling = None if precomputed is None or not precomputed.sampling else precomputed.sampling[0]
+        key = g, sampling, None if draft.logits is None else draft.logits.dtype
         if key not in self._host_buffers:
             logits = None
             if draft.logits is not None:
-                logits = draft.logits.new_zeros(self.slots, g, self.target.vocab_size)
-            tokens = self.last.new_zeros(self.slots, g)
-            no_lengths = tokens.new_zeros(self.slots)
-            self._host_buffers[key] = DraftInputs(tokens, logits, (), no_lengths, host_draft.sampling)
+                logits = draft.logits.new_zeros(len(self.slots), g, self.target.vocab_size)
+            tokens = self.slots.lengths.new_zeros(len(self.slots), g)
+            no_lengths = tokens.new_zeros(len(self.slots))
+            self._host_buffers[key] = DraftTensors(tokens, logits, (), no_lengths, sampling)
         buffers = self._host_buffers[key]
         assert buffers.lengths is not None
-        lengths = torch.zeros(self.slots, dtype=torch.int64)
-        lengths[slots] = torch.tensor(draft.lengths or [g] * len(slots))
-        buffers.lengths.copy_(lengths)
-        buffers.tokens[slots] = draft.tokens.to(buffers.tokens.device)
+        lengths = torch.zeros(len(self.slots), dtype=torch.int64)
+        lengths[list(slots)] = torch.tensor(draft.lengths or [g] * len(slots))
+        buffers.lengths.copy_(to_device(lengths, buffers.lengths.device))
+        rows = on_device(slots, torch.int64, buffers.tokens.device)
+        buffers.tokens[rows] = to_device(draft.tokens, buffers.tokens.device)
         if buffers.logits is not None and draft.logits is not None:
-            buffers.logits[slots] = draft.logits
+            buffers.logits[rows] = draft.logits
         return buffers
 
     @torch.inference_mode()
     def step(
-        self, g: int, sampling: SamplingParams, slots: int, host_draft: DraftInputs | None = None
+        self, g: int, sampling: SamplingParams, slots: int, host_draft: DraftTensors | None = None
     ) -> Tensor:
-        """Run one step: draft g tokens, target forward pass, verification, commit.
+        """Run one step of the first slots: draft g tokens, target forward pass, verification, commit.
 
         Returns:
-            The outcome, in the format that ``Pending`` reads.
+            The outcome, in the format that ``GraphPending`` reads.
         """
-        state = State.of(self, slots)
-        # Positions of the last two tokens and of the draft tokens. Idle slots may be clamped to the last one.
-        positions = (state.lengths[:, None] + torch.arange(-2, g, device=state.last.device)).clamp(
-            0, self.max_tokens - 1
-        )
-        if host_draft is None:
-            proposals = self.propose(g, sampling, state, positions)
-        else:
-            proposals = host_draft.first(slots)
-        scored = torch.cat((state.last[:, 1:], proposals.tokens), dim=1)  # [slots, g+1]
-        p = self.target.logits(scored, positions[:, 1:], self.target_cache)  # [slots, g+1, V]
-        verdict = self._verify(proposals, p, sampling, state)
-        if self.lookup_ngrams is not None:
-            at = state.lengths[:, None] + torch.arange(g + 1, device=p.device)
-            new = torch.cat((proposals.tokens, verdict.next_token[:, None]), dim=1)
-            new = new.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])
-            state.token_ids.scatter_(1, at.clamp(max=self.max_tokens - 1), new)
-        previous = scored.gather(1, verdict.accepted[:, None])  # the token before the next one
-        active = state.active[:, None].bool()
-        state.last.copy_(
-            torch.where(active, torch.cat((previous, verdict.next_token[:, None]), dim=1), state.last)
-        )
-        state.lengths.add_((verdict.accepted + 1) * state.active)
-        drafted = torch.full_like(verdict.accepted, g) if proposals.lengths is None else proposals.lengths
+        state = self.state(g, sampling, slots)
+        draft = self.propose(state, g) if host_draft is None else host_draft.first(slots)
+        scored = torch.cat((state.last[:, 1:], draft.tokens), dim=1)  # [B, g+1]
+        p = self.target.forward(scored, state.positions[:, 1:])  # [B, g+1, V]
+        verdict = self.verify(draft, p, state)
+        # Commit. Tokens past a sequence's end are overwritten later, or belong to an idle slot.
+        new = torch.cat((draft.tokens, verdict.next_token[:, None]), dim=1)
+        new = new.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])
+        at = state.lengths[:, None] + torch.arange(g + 1, device=p.device)
+        state.token_ids.scatter_(1, at.clamp(max=state.token_ids.shape[1] - 1), new)
+        state.lengths.add_((verdict.accepted + 1) * self.slots.active[:slots])
+        drafted = torch.full_like(verdict.accepted, g) if draft.lengths is None else draft.lengths
         counts = torch.stack((verdict.accepted, verdict.next_token, verdict.bad.long(), drafted), dim=1)
-        return torch.cat((counts, proposals.tokens), dim=1)
+        return torch.cat((counts, draft.tokens), dim=1)
 
-    def propose(self, g: int, sampling: SamplingParams, state: State, positions: Tensor) -> DraftInputs:
-        """Propose g draft tokens for each sequence.
+    def state(self, g: int, sampling: SamplingParams, slots: int) -> GraphState:
+        """Return the state of the first slots, as a step with g draft tokens reads it."""
+        lengths = self.slots.lengths[:slots]
+        positions = lengths[:, None] + torch.arange(-2, g, device=lengths.device)
+        # Positions past the context belong to draft tokens that no token remains for.
+        positions = positions.clamp(0, self.target.context)
+        positions = positions.where(self.slots.active[:slots, None].bool(), -1)
+        return GraphState(
+            lengths,
+            self.slots.seeds[:slots],
+            self.slots.token_ids[:slots],
+            positions,
+            sampling,
+            self.rule.name == "match",
+            self.target.vocab_size,
+        )
 
-        The draft model's first forward pass is over the last two tokens, since its KV cache may lack both.
-        """
-        if self.lookup_ngrams is not None and g:
-            tokens, lengths = lookup_draft(state.token_ids, state.lengths, g, *self.lookup_ngrams)
-            return DraftInputs(tokens, lengths=lengths)
+    def propose(self, state: GraphState, g: int) -> DraftTensors:
+        """Propose g draft tokens for each sequence; none without a drafter that runs inside the graph."""
         if self.draft is None or g == 0:
-            return DraftInputs(state.last[:, :0])
-        ids = self._known_ids(state.last, self.draft)
-        tokens_by_step, logits, drawn = [], [], list[SampledTokens]()
-        for i in range(g):
-            at = positions[:, :2] if i == 0 else positions[:, i + 1 : i + 2]
-            q = fit(self.draft.logits(ids, at, self.draft_cache)[:, -1], self.target.vocab_size)
-            if self.rule.name == "match":
-                # With the target's own noise the draft model is likelier to sample the target's token.
-                verdict = self._sample_as_target(q, state.lengths + i, sampling, state)
-                tokens_by_step.append(verdict.next_token)
-            else:
-                drawn.append(sample(q, seed=state.seeds, position=state.lengths, step=i, sampling=sampling))
-                tokens_by_step.append(drawn[-1].tokens)
-                logits.append(q)
-            ids = self._known_ids(tokens_by_step[-1][:, None], self.draft)
-        all_q = torch.stack(logits, dim=1) if logits else None
-        return DraftInputs(torch.stack(tokens_by_step, dim=1), all_q, drawn, sampling=sampling)
+            return DraftTensors(state.token_ids[:, :0])
+        return self.draft.propose(state, g)
 
-    def _verify(self, proposals: DraftInputs, p: Tensor, sampling: SamplingParams, state: State) -> Verdict:
-        q, drawn = proposals.logits, proposals.drawn
+    def verify(self, draft: DraftTensors, p: Tensor, state: GraphState) -> Verdict:
+        """Verify draft tokens."""
+        q, drawn = draft.logits, draft.drawn
         if q is not None and q.dtype != p.dtype:  # both get the same dtype, at least as precise as p's
             wide = torch.promote_types(p.dtype, q.dtype)
             p, q = p.to(wide), q.to(wide)
         cuts = [one.cut for one in drawn if one.cut is not None]
         ties = [one.tie for one in drawn if one.tie is not None]
         return verify(
-            proposals.tokens,
+            draft.tokens,
             q,
             p,
             rule=self.rule,
             lenience=self.lenience,
             seed=state.seeds,
             position=state.lengths,
-            sampling=sampling,
-            lengths=proposals.lengths,
-            draft_sampling=None if q is None else proposals.sampling,
+            sampling=state.sampling,
+            lengths=draft.lengths,
+            draft_sampling=None if q is None else draft.sampling,
             draft_lse=torch.stack([one.lse for one in drawn], dim=1) if drawn else None,
             draft_cut=(torch.stack(cuts, dim=1), torch.stack(ties, dim=1)) if cuts else None,
         )
-
-    def _sample_as_target(
-        self, logits: Tensor, position: Tensor, sampling: SamplingParams, state: State
-    ) -> Verdict:
-        """Sample from logits with the noise that the target uses at a position."""
-        return verify(
-            state.last[:, :0], None, logits[:, None], rule=self.rule, seed=state.seeds, position=position,
-            sampling=sampling,
-        )  # fmt: skip
-
-    def _known_ids(self, ids: Tensor, model: Model) -> Tensor:
-        """Replace tokens that a model with a smaller vocabulary does not know by its last token."""
-        return ids if model.vocab_size >= self.target.vocab_size else ids.clamp(max=model.vocab_size - 1)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Return a context in which kernels are launched on the target's device."""
         return torch.cuda.device(self.target.device) if self.target.device.type == "cuda" else nullcontext()
 
 
-def _next_power_of_two(n: int) -> int:
-    """Return the least power of two that is not below n."""
-    return 1 << (n - 1).bit_length()
+def bucket_of(slots: int) -> int:
+    """Return the number of slots of the smallest graph that serves these slots."""
+    largest = BUCKETS[-1]
+    return next((size for size in BUCKETS if size >= slots), -(-slots // largest) * largest)
+
+
+class DeviceEvent:
+    """A point in the device's queue of work, and the time when the device reaches it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.Event("cuda", enable_timing=True) if device.type == "cuda" else None
+        self._time = time.perf_counter()
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Wait until the device reaches this point."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: DeviceEvent) -> float:
+        """Return the seconds since an earlier event, once the device has reached both."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+class GraphPending(Pending):
+    """A step that the device runs.
+
+    Args:
+        result: ``[slots, 4 + g]``: accepted, next token, bad, number of draft tokens, and the draft tokens.
+        capture_seconds: Seconds of a capture before the step; 0 without one.
+        begun: The event before the catch-up.
+        started: The event after the catch-up, at the start of the step.
+        catch_up_capture_seconds: Seconds of a capture before the catch-up.
+    """
+
+    def __init__(
+        self,
+        result: Tensor,
+        capture_seconds: float,
+        begun: DeviceEvent,
+        started: DeviceEvent,
+        catch_up_capture_seconds: float = 0.0,
+    ) -> None:
+        self._result, self._begun, self._started = result, begun, started
+        self.capture_seconds, self.catch_up_capture_seconds = capture_seconds, catch_up_capture_seconds
+        if result.is_cuda:
+            # Copy the result, because the next step overwrites it.
+            self._result = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+            self._result.copy_(result, non_blocking=True)
+        self._ended = DeviceEvent(result.device)
+
+    @property
+    def seconds(self) -> float | None:
+        """See ``Pending.seconds``; None if there was a capture."""
+        return None if self.capture_seconds else self._ended.since(self._started)
+
+    @property
+    def catch_up_seconds(self) -> float:
+        """See ``Pending.catch_up_seconds``; 0 if there was a capture."""
+        return 0.0 if self.catch_up_capture_seconds else self._started.since(self._begun)
+
+    def read(self) -> Outcome:
+        """See ``Pending.read``."""
+        self._ended.wait()
+        rows = dict(enumerate(self._result.tolist()))
+        return Outcome(
+            {slot: row[4 : 4 + row[3]] for slot, row in rows.items()},
+            {slot: row[0] for slot, row in rows.items()},
+            {slot: row[1] for slot, row in rows.items()},
+            {slot: bool(row[2]) for slot, row in rows.items()},
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,7 +33,9 @@ def adjusted_logits(
     return warp(scores, before_argmax)
 
 
-def store_scores(rows: list[SequenceState], verdict: Verdict, logits: Tensor, scores: Tensor | None) -> None:
+def store_scores(
+    rows: Sequence[SequenceState], verdict: Verdict, logits: Tensor, scores: Tensor | None
+) -> None:
     """Store scores and logits of the new tokens in the sequences that requested them."""
     for i, (row, accepted) in enumerate(zip(rows, verdict.accepted.tolist(), strict=True)):
         for stored, values in ((row.scores, scores), (row.logits, logits)):
@@ -40,7 +43,7 @@ def store_scores(rows: list[SequenceState], verdict: Verdict, logits: Tensor, sc
                 stored.extend(values[i, : accepted + 1].to(torch.float32, copy=True))
 
 
-def store_logprobs(rows: list[SequenceState], draft: Draft, verdict: Verdict, scores: Tensor) -> None:
+def store_logprobs(rows: Sequence[SequenceState], draft: Draft, verdict: Verdict, scores: Tensor) -> None:
     """Store the log-probabilities of the new tokens in the sequences that requested them."""
     scores = scores.log_softmax(-1)
     tokens = torch.cat((draft.tokens, draft.tokens.new_zeros(len(rows), 1)), dim=1)

@@ -15,7 +15,7 @@ from outpace.checks.arguments import boolean, integer, kind, signed, unknown
 from outpace.engine import prompts
 from outpace.engine.sequence import SequenceState
 from outpace.engine.text import Detokenizer
-from outpace.models.causal import CausalScorer
+from outpace.models.scorer import Scorer
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.models.source import Source
 from outpace.sampling import Processor, SamplingParams, from_generation_config, per_row
@@ -60,7 +60,7 @@ class Options(TypedDict, total=False):
 class Reader:
     """Reader of requests: it checks the arguments of a call and returns its sequences."""
 
-    scorer: CausalScorer
+    scorer: Scorer
     tokenizer: Any
     draft_sampling: SamplingParams | None
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from outpace.checks.arguments import on_device
 from outpace.engine.stats import Stats
 from outpace.engine.text import Detokenizer
 from outpace.models.source import Source
@@ -175,3 +176,8 @@ class SequenceState:
 
     def _stacked(self, rows: list[Tensor] | None) -> Tensor | None:
         return torch.stack(rows[: self.stats.new_tokens]) if rows else None
+
+
+def seeds(rows: Sequence[SequenceState], device: torch.device) -> Tensor:
+    """Return the seeds of the sequences, ``[R]``."""
+    return on_device([row.seed for row in rows], torch.int64, device)

@@ -96,15 +96,10 @@ class Clock:
         self._seconds: dict[str, float] = {}
 
     def lap(self, phase: str) -> None:
-        """Record the seconds since the last lap for a phase."""
+        """Add the seconds since the last lap to a phase."""
         now = time.perf_counter()
-        self._seconds[phase] = now - self._last
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
         self._last = now
-
-    def record(self, phase: str, seconds: float) -> None:
-        """Record seconds of a phase that were measured elsewhere; the current lap no longer counts them."""
-        self._seconds[phase] = seconds
-        self._last += seconds
 
     def share(self, sequences: Sequence[Stats]) -> dict[str, float]:
         """Record the remaining seconds as "other", and add an equal share of all phases to each sequence.

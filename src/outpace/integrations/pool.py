@@ -12,9 +12,9 @@ import torch
 
 from outpace.draft.model import ModelDrafter
 from outpace.models.causal import CausalScorer, has_adapters
-from outpace.models.seq2seq import Seq2SeqScorer
+from outpace.models.scorer import Scorer
 
-Pooled = TypeVar("Pooled", CausalScorer, ModelDrafter)
+Pooled = TypeVar("Pooled", Scorer, ModelDrafter)
 
 
 class ModelPool(Generic[Pooled]):
@@ -37,11 +37,12 @@ class ModelPool(Generic[Pooled]):
         """Lend the object of a model for a ``with`` block; it returns to the pool unless the block fails."""
         with self._lock:
             pooled = self._idle.pop(model, None)
-        if pooled is None or not _reattach(_scorer(pooled), model):
+        scorer = None if pooled is None else _detachable(pooled)
+        if pooled is None or scorer is None or not _reattach(scorer, model):
             pooled = self._create(model)
         yield pooled  # after an error it does not return to the pool
-        scorer = _scorer(pooled)
-        if isinstance(scorer, Seq2SeqScorer):  # `detach` does not remove all of its references to the model
+        scorer = _detachable(pooled)
+        if scorer is None:
             return
         scorer.detach()
         with self._lock:
@@ -53,8 +54,10 @@ class ModelPool(Generic[Pooled]):
             self._idle.clear()
 
 
-def _scorer(pooled: CausalScorer | ModelDrafter) -> CausalScorer:
-    return pooled.scorer if isinstance(pooled, ModelDrafter) else pooled
+def _detachable(pooled: Scorer | ModelDrafter) -> CausalScorer | None:
+    """Return the scorer, or None if ``detach`` does not remove all of its references to the model."""
+    scorer = pooled.scorer if isinstance(pooled, ModelDrafter) else pooled
+    return scorer if type(scorer) is CausalScorer else None
 
 
 def _reattach(scorer: CausalScorer, model: Any) -> bool:

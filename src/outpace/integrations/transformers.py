@@ -35,8 +35,9 @@ from outpace.integrations.assisted import patch, patched, unpatch
 from outpace.integrations.pool import ModelPool
 from outpace.integrations.processors import samplings
 from outpace.integrations.sources import detect_silence, encoded
-from outpace.models.causal import CausalScorer
-from outpace.models.seq2seq import Seq2SeqScorer, scorer_of
+from outpace.models.fused_scorer import scorer_of
+from outpace.models.scorer import Scorer
+from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.policy import DraftLengthPolicy, Heuristic
 from outpace.verification import Rule
 
@@ -235,7 +236,9 @@ def _check_draft(draft: Any, assistant_model: Any) -> None:
     if isinstance(draft, str):
         if draft != "lookup":
             raise ValueError(f"draft: got {draft!r}; it must be {valid}{suggestion(draft, ['lookup'])}")
-    elif isinstance(draft, type) or not (isinstance(draft, torch.nn.Module) or hasattr(draft, "propose")):
+    elif isinstance(draft, type):
+        raise TypeError(f"draft: got the class {draft.__name__}; it must be {valid}")
+    elif not (isinstance(draft, torch.nn.Module) or hasattr(draft, "propose")):
         raise TypeError(f"draft: got {kind(draft)[:80]}; it must be {valid}")
 
 
@@ -340,7 +343,7 @@ class _Stops:
     token of each sequence. So a criterion that is true among accepted draft tokens ends the sequence there.
     """
 
-    def __init__(self, criteria: Sequence[Any], input_ids: Tensor, config: Any, scorer: CausalScorer) -> None:
+    def __init__(self, criteria: Sequence[Any], input_ids: Tensor, config: Any, scorer: Scorer) -> None:
         rows, self._width = input_ids.shape
         handled = (MaxLengthCriteria, EosTokenCriteria)
         self.others = StoppingCriteriaList([one for one in criteria if type(one) not in handled])

@@ -1,4 +1,4 @@
-"""Llama-like models with their weights rearranged once, over a ragged static KV cache.
+"""Llama-like models with their weights rearranged once, over a paged KV cache.
 
 A forward pass reads tokens and positions from tensors. It depends on nothing else that could change, so a
 CUDA graph can capture it. Linear layers with the same input become one: queries, keys and values, and the two
@@ -6,16 +6,17 @@ halves of the gated layer. The model's own parameters become views of the combin
 stored twice, and the model can still be used.
 
 There are three implementations of a forward pass. Over few tokens on a GPU it is five kernels per layer
-(``kernels``). Over more tokens it is PyTorch's matrix products with kernels between them. On other devices it
-is PyTorch's operations.
+(``kernels``). Over more tokens it is PyTorch's matrix products with kernels between them. On a CPU it is
+PyTorch's operations.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,13 +26,16 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers.activations import ACT2FN
 
-from outpace.models.causal import windows
+from outpace.models.causal import mask_of, windows
+from outpace.models.causal import positions as positions_of
+from outpace.models.kv_cache import Pages, Shape
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # rope types whose angles are fixed
 GATES = {1: "silu", 2: "gelu_pytorch_tanh"}  # activations by their number in the kernels
 MIN_CAPABILITY = 8, 0  # least compute capability for the kernels
 MAX_HEAD_BYTES, MAX_QUERY_BYTES = 512, 16384  # most bytes of a head, and of a block's queries
+COUNTERS = 1 << 16  # most rows times key heads of the attention kernel for few queries
 
 
 @dataclass(frozen=True)
@@ -125,46 +129,6 @@ class Layer:
     window: int | None  # attention window in tokens; None: no window
 
 
-@dataclass(frozen=True)
-class Cache:
-    """KV cache with keys and values ``[layers, rows, heads, T, d]`` each.
-
-    Entries past a row's length are undefined.
-
-    Attributes:
-        keys: Keys of all layers.
-        values: Values of all layers.
-        angles: Cosines and sines of every position, ``[T, d]`` each.
-        counters: Counters of the attention kernel, int32 ``[rows, heads]``. They are 0 between launches.
-    """
-
-    keys: Tensor
-    values: Tensor
-    angles: tuple[Tensor, Tensor]
-    counters: Tensor
-
-    def part(self, row: int, rows: int, tokens: int) -> Cache:
-        """Return some of the rows and their first tokens, in the same memory."""
-        some = slice(row, row + rows)
-        keys, values = (table[:, some, :, :tokens] for table in (self.keys, self.values))
-        return Cache(keys, values, self.angles, self.counters[some])
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` tokens of one row to another."""
-        for table in (self.keys, self.values):
-            table[:, target, :, :length] = table[:, source, :, :length]
-
-    def wipe(self) -> None:
-        """Zero all rows."""
-        self.keys.zero_()
-        self.values.zero_()
-
-    @property
-    def tokens(self) -> int:
-        """Capacity of a row in tokens."""
-        return self.keys.shape[3]
-
-
 class FusedModel:
     """A Transformers model of one of ``FAMILIES``, with combined weights.
 
@@ -200,6 +164,9 @@ class FusedModel:
         ]
         self.norm = Norm.of(model.model.norm, family)
         self.head = Product.of(model.get_output_embeddings())
+        self.tokens = positions_of(config) + 1  # a sequence's positions, and one for what lies beyond
+        # Counters of the attention kernel, 0 between launches
+        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
 
     @property
     def nbytes(self) -> int:
@@ -209,51 +176,70 @@ class FusedModel:
         ]
         return sum(product.weight.nbytes for product in [*products, self.head])
 
-    def allocate_cache(self, rows: int, tokens: int) -> Cache:
-        """Return a zeroed KV cache for ``rows`` sequences of ``tokens`` tokens.
+    @property
+    def shape(self) -> Shape:
+        """Shape of the keys and values."""
+        return Shape(len(self.layers), self.kv_heads, self.head_dim, self.dtype)
 
-        It holds zeros because a masked NaN is still NaN after the softmax.
-        """
-        shape = len(self.layers), rows, self.kv_heads, tokens, self.head_dim
-        keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        # The angles are the model's own.
-        positions = torch.arange(tokens, device=self.device)[None]
-        cos, sin = self.base.model.rotary_emb(self.embedding[:1, None], positions)
-        counters = torch.zeros(rows, self.kv_heads, dtype=torch.int32, device=self.device)
-        return Cache(keys, torch.zeros_like(keys), (cos[0].contiguous(), sin[0].contiguous()), counters)
+    @cached_property
+    @torch.inference_mode(False)
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every position, ``[T, d]`` each, as the model itself computes them."""
+        positions = torch.arange(self.tokens, device=self.device)[None]
+        with torch.no_grad():
+            cos, sin = self.base.model.rotary_emb(self.embedding[:1, None], positions)
+        return cos[0].contiguous(), sin[0].contiguous()
 
     @torch.inference_mode()
-    def fill_cache(self, ids: Tensor, positions: Tensor, cache: Cache) -> None:
+    def fill(self, ids: Tensor, positions: Tensor, pages: Pages) -> None:
         """Write keys and values of tokens ``[B, n]`` at positions ``[B, n]`` into the KV cache.
 
-        The positions of each row are consecutive.
+        The positions of each row are consecutive. A position of -1 is padding, at the end of a row.
         """
         if self._uses_few_rows_kernels(ids):
-            self._stream(ids, positions, cache)
+            self._stream(ids, positions, pages)
         else:
-            self.hidden(ids, positions, cache)
+            self._hidden(ids, positions, pages)
 
     @torch.inference_mode()
-    def logits(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+    def logits(self, ids: Tensor, positions: Tensor, pages: Pages) -> Tensor:
         """Return logits ``[B, n, V]`` after each of the tokens, and fill the KV cache."""
         if self._uses_few_rows_kernels(ids):
-            stream = self._stream(ids, positions, cache)
+            stream = self._stream(ids, positions, pages)
             out: Tensor = self._product.few_rows(stream, self.head.weight, self.head.bias)
             return out.view(*ids.shape, -1)
-        return self.head(self.hidden(ids, positions, cache))
+        return self.head(self._hidden(ids, positions, pages))
 
     @torch.inference_mode()
-    def hidden(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Return the last norm's output ``[B, n, D]`` for tokens ``[B, n]`` at positions ``[B, n]``.
+    def last_logits(self, ids: Tensor, positions: Tensor, pages: Pages, counts: Tensor) -> Tensor:
+        """Return logits ``[B, V]`` after token ``counts[b] - 1`` of each row, and fill the KV cache."""
+        rows = torch.arange(len(ids), device=ids.device)
+        if self._uses_few_rows_kernels(ids):
+            return self.logits(ids, positions, pages)[rows, counts - 1]
+        return self.head(self._hidden(ids, positions, pages)[rows, counts - 1])
 
-        Keys and values of the tokens are written into the first B rows of the KV cache.
+    @torch.inference_mode()
+    def launch_once(self, B: int, n: int, pages: Pages) -> Tensor:
+        """Launch each kernel of a forward pass over tokens ``[B, n]`` once, so that it is compiled.
+
+        All layers have the same kernels, so the first one suffices. Nothing is written to the KV cache.
+
+        Returns:
+            Undefined logits ``[B, n, V]``.
         """
+        first = copy.copy(self)
+        first.layers = self.layers[:1]
+        ids = torch.zeros(B, n, dtype=torch.int64, device=self.device)
+        return first.logits(ids, torch.full_like(ids, -1), pages)
+
+    def _hidden(self, ids: Tensor, positions: Tensor, pages: Pages) -> Tensor:
+        """Return the last norm's output ``[B, n, D]``, and fill the KV cache."""
         if self.has_kernels:
-            return self._hidden_with_kernels(ids, positions, cache)
+            return self._hidden_with_kernels(ids, positions, pages)
         x = self.embedding[ids] * self.embedding_scale
-        attend = self._generic_attention(positions, cache)
-        for layer, keys, values in self._layers(cache, len(ids)):
-            x = x + layer.out(attend(layer, layer.qkv(layer.norm(x)), keys, values))
+        attend = self._attention_without_kernels(positions, pages)
+        for i, layer in enumerate(self.layers):
+            x = x + layer.out(attend(i, layer.qkv(layer.norm(x))))
             gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
             x = x + layer.down(self.activation(gate) * up)
         return self.norm(x)
@@ -264,18 +250,19 @@ class FusedModel:
         return few
 
     def _uses_attention_kernel(self, ids: Tensor) -> bool:
-        """Return whether the attention kernel supports this many queries per row."""
+        """Return whether the attention kernel for few queries supports this many rows and tokens."""
         head = self.head_dim * self.dtype.itemsize
         tile = max(16, self.heads // self.kv_heads * ids.shape[1]) * head
-        return self.has_kernels and head <= MAX_HEAD_BYTES and tile <= MAX_QUERY_BYTES
+        counted = ids.shape[0] * self.kv_heads <= COUNTERS
+        return self.has_kernels and counted and head <= MAX_HEAD_BYTES and tile <= MAX_QUERY_BYTES
 
-    def _stream(self, ids: Tensor, positions: Tensor, cache: Cache) -> Any:
+    def _stream(self, ids: Tensor, positions: Tensor, pages: Pages) -> Any:
         """Return the input of the last product, for few tokens, through five kernels per layer."""
         matmul, norms = self._product.few_rows, [layer.norm for layer in self.layers[1:]] + [self.norm]
         stream = self._product.embed(ids, self.embedding, self.embedding_scale, self.layers[0].norm.scale)
-        for (layer, keys, values), after in zip(self._layers(cache, len(ids)), norms, strict=True):
+        for i, (layer, after) in enumerate(zip(self.layers, norms, strict=True)):
             qkv = matmul(stream, layer.qkv.weight, layer.qkv.bias)
-            out = self._attend_with_kernel(layer, qkv, positions, cache, keys, values)
+            out = self._attend(i, qkv.view(*ids.shape, -1), positions, pages)
             stream = matmul(
                 out, layer.out.weight, layer.out.bias, residual=stream.x, norm=layer.mlp_norm.scale
             )
@@ -283,61 +270,56 @@ class FusedModel:
             stream = matmul(inner, layer.down.weight, layer.down.bias, residual=stream.x, norm=after.scale)
         return stream
 
-    def _hidden_with_kernels(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Compute ``hidden`` with kernels between the products."""
+    def _hidden_with_kernels(self, ids: Tensor, positions: Tensor, pages: Pages) -> Tensor:
+        """Compute ``_hidden`` with kernels between the products."""
         add_norm, gate = self._rows.add_norm, self._rows.gate
-        attend = None if self._uses_attention_kernel(ids) else self._generic_attention(positions, cache)
         x = (self.embedding[ids] * self.embedding_scale).flatten(0, 1)
-        residual = None
-        for layer, keys, values in self._layers(cache, len(ids)):
+        residual = torch.zeros_like(x)  # so that all layers have the same kernels
+        for i, layer in enumerate(self.layers):
             x, y = add_norm(x, residual, layer.norm.scale)
-            if attend is None:
-                out = self._attend_with_kernel(layer, layer.qkv(y), positions, cache, keys, values)
-            else:
-                out = attend(layer, layer.qkv(y).view(*ids.shape, -1), keys, values).flatten(0, 1)
+            out = self._attend(i, layer.qkv(y).view(*ids.shape, -1), positions, pages)
             x, y = add_norm(x, layer.out(out), layer.mlp_norm.scale)
             residual = layer.down(gate(layer.gate_up(y), self._gate))
         last: Tensor = add_norm(x, residual, self.norm.scale)[1]
         return last.view(*ids.shape, -1)
 
-    def _attend_with_kernel(
-        self, layer: Layer, qkv: Tensor, positions: Tensor, cache: Cache, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """Attend with the kernel; return ``[B·n, heads·d]``."""
-        norms = None
+    def _attend(self, i: int, qkv: Tensor, positions: Tensor, pages: Pages) -> Tensor:
+        """Attend in layer i with a kernel, for queries, keys and values ``[B, n, ...]``.
+
+        Returns:
+            The output ``[B·n, heads·d]``.
+        """
+        layer, norms = self.layers[i], None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps, layer.q_norm.shifted
-        B, n = positions.shape
-        out: Tensor = self._attention.few_queries(
-            qkv.view(B, n, -1), positions, cache.angles, keys, values, cache.counters,
-            heads=self.heads, scale=self.scale, window=layer.window, norms=norms,
-        )  # fmt: skip
-        return out.view(B * n, -1)
+        common: dict[str, Any] = {
+            "layer": i, "page": pages.page, "heads": self.heads, "kv_heads": self.kv_heads,
+            "scale": self.scale, "window": layer.window, "norms": norms,
+        }  # fmt: skip
+        if self._uses_attention_kernel(qkv):
+            out: Tensor = self._attention.few_queries(
+                qkv, positions, self.angles, pages.table, self.counters, tokens=pages.tokens, **common
+            )
+        else:
+            out = self._prefill.many_queries(qkv, positions, self.angles, pages.table, **common)
+        return out.view(qkv.shape[0] * qkv.shape[1], -1)
 
-    def _generic_attention(
-        self, positions: Tensor, cache: Cache
-    ) -> Callable[[Layer, Tensor, Tensor, Tensor], Tensor]:
+    def _attention_without_kernels(self, positions: Tensor, pages: Pages) -> Callable[[int, Tensor], Tensor]:
         """Return an attention function for tokens at positions ``[B, n]``, in PyTorch's operations.
 
-        The function takes a layer, the tokens' queries, keys and values ``[B, n, ...]``, and the cached keys
-        and values.
+        The function takes the number of a layer, and the tokens' queries, keys and values ``[B, n, ...]``.
         """
-        B, n = positions.shape
-        cos, sin = (table[positions][:, None] for table in cache.angles)  # [B, 1, n, d]
-        masks = {window: mask_of(positions, cache.tokens, window, self.dtype) for window in self._windows}
-        at = positions[:, None, :, None].expand(B, self.kv_heads, n, self.head_dim)
+        reach = int(positions.max()) + 1
+        cos, sin = (table[positions.clamp(min=0)][:, None] for table in self.angles)  # [B, 1, n, d]
+        masks = {window: mask_of(positions, reach, window, self.dtype) for window in self._windows}
 
-        def attend(layer: Layer, qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            layer = self.layers[i]
             q, k, v = self._split(layer, qkv)
-            keys.scatter_(2, at, _rotated(k, cos, sin))
-            values.scatter_(2, at, v)
+            keys, values = pages.update(i, _rotated(k, cos, sin), v, positions, reach)
             return self._grouped_attention(_rotated(q, cos, sin), keys, values, masks[layer.window])
 
         return attend
-
-    def _layers(self, cache: Cache, B: int) -> Iterator[tuple[Layer, Tensor, Tensor]]:
-        """Return the layers, each with the cached keys and values of the first B rows."""
-        return zip(self.layers, cache.keys[:, :B], cache.values[:, :B], strict=True)
 
     @cached_property
     def _product(self) -> Any:
@@ -346,6 +328,10 @@ class FusedModel:
     @cached_property
     def _attention(self) -> Any:
         return importlib.import_module("outpace.models.kernels.attention")
+
+    @cached_property
+    def _prefill(self) -> Any:
+        return importlib.import_module("outpace.models.kernels.prefill")
 
     @cached_property
     def _rows(self) -> Any:
@@ -441,14 +427,3 @@ def _detached(bias: Tensor | None) -> Tensor | None:
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def mask_of(positions: Tensor, tokens: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the additive attention mask ``[B, 1, n, tokens]`` of queries at positions ``[B, n]``."""
-    keys = torch.arange(tokens, device=positions.device)
-    at = positions[:, None, :, None]
-    hidden = keys > at
-    if window is not None:
-        hidden |= keys <= at - window
-    zeros = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
-    return zeros.masked_fill_(hidden, torch.finfo(dtype).min)

@@ -1,99 +1,274 @@
-"""Interface of a scorer: a model with a KV cache, which computes the logits of a decode step."""
+"""A scorer: a model with a KV cache, which computes the logits of a decode step."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from outpace.models.kv_cache import KVCache
 from outpace.models.source import Source
 
+CHUNK = 512  # tokens of a prompt per forward pass
+MIN_CHUNK = 32  # tokens of a prompt per forward pass of many prompts
+MAX_PREFILL_TOKENS = 4096  # tokens of all prompts per forward pass, if MIN_CHUNK permits
+MAX_PADDING = 2  # a prompt joins a forward pass if padding at most doubles its tokens
 
-class Scorer(Protocol):
-    """Interface that scores tokens after the committed tokens of each sequence.
 
-    Each sequence has a slot, a small int that the caller picks. A slot may be used again after ``reset``.
-    ``score`` computes logits of further tokens, and ``commit`` then commits some of them. Tokens that are
-    not committed, such as rejected draft tokens, are overwritten by the next call.
+class WeightsMovedError(RuntimeError):
+    """Error for a model whose weights moved while sequences were generated."""
+
+
+class Scorer(ABC):
+    """A model with a KV cache, which scores tokens after the committed tokens of each sequence.
+
+    Each sequence has a slot, a small int that the caller picks. ``score`` computes logits of further tokens,
+    and ``commit`` then commits some of them. Tokens that are not committed, such as rejected draft tokens,
+    are overwritten by the next call.
 
     Attributes:
+        model: The Transformers model, as the caller passed it.
+        base: The model without wrappers.
+        config: Configuration of the model.
         vocab_size: Size of the vocabulary.
         context: Maximum number of tokens of a sequence.
         device: Device of the logits.
+        dtype: Dtype of the weights.
+        cache: The KV cache.
+        has_kernels: Whether Triton kernels run the forward passes.
     """
 
+    model: Any
+    base: Any
+    config: Any
     vocab_size: int
     context: int
     device: torch.device
+    dtype: torch.dtype
+    cache: KVCache
+    has_kernels: bool = False
 
-    def reserve(self, rows: int, tokens: int) -> None:
-        """Reserve the KV cache once, so that it does not grow in steps.
+    @property
+    def generation_config(self) -> Any:
+        """The model's generation config, or None."""
+        return getattr(self.base, "generation_config", None)
 
-        Args:
-            rows: Number of slots, from 0 to ``rows - 1``.
-            tokens: Tokens per slot.
-        """
+    @property
+    def end_of_text(self) -> frozenset[int]:
+        """Token ids with which the model ends a text."""
+        ends = getattr(self.generation_config, "eos_token_id", None)
+        if ends is None:
+            ends = getattr(self.config, "eos_token_id", None)
+        return frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
 
-    def prefill(
-        self,
-        rows: Sequence[int],
-        prompts: Sequence[Sequence[int]],
-        sources: Sequence[Source | None] = (),
-    ) -> Tensor:
-        """Prefill slots with prompts, and commit the prompts.
+    # Forward passes
 
-        If the KV cache of this or another slot holds a prefix of a prompt, the prefix is reused.
+    @abstractmethod
+    def check_weights(self) -> None:
+        """Notice changed weights, before cached prefixes are reused."""
 
-        Args:
-            rows: Slots of the sequences.
-            prompts: Token ids of each sequence.
-            sources: Encoder inputs, for encoder-decoder models.
-
-        Returns:
-            Logits ``[R, V]`` after the last token of each prompt.
-        """
-
-    def append(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+    @abstractmethod
+    def append(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Append at least one token to each sequence, and commit it. Sequences may get different numbers.
 
         Args:
-            rows: Slots of the sequences.
+            slots: Slots of the sequences.
             tokens: New token ids of each sequence.
 
         Returns:
             Logits ``[R, V]`` after the last token of each sequence.
         """
 
-    def score(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
+    @abstractmethod
+    def score(self, slots: Sequence[int], tokens: Tensor) -> Tensor:
         """Score tokens that follow the committed ones, without committing them.
 
         Args:
-            rows: Slots of the sequences.
+            slots: Slots of the sequences.
             tokens: Token ids ``[R, n]``.
 
         Returns:
             Logits ``[R, n, V]`` after each token.
         """
 
-    def commit(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Commit the first ``counts[r]`` of the tokens just scored."""
+    @abstractmethod
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Run a forward pass that depends on tensors alone, so that a CUDA graph can capture it.
 
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Shorten each sequence to at most ``lengths[r]`` committed tokens."""
+        Args:
+            ids: Token ids ``[B, n]`` of the first B slots.
+            positions: Their positions ``[B, n]``, consecutive in each row.
 
-    def length(self, row: int) -> int:
+        Returns:
+            Logits ``[B, n, V]`` after each token.
+        """
+
+    def arrange(self, slots: int) -> None:
+        """Arrange the KV cache of the first slots for ``forward``, before it is called or replayed."""
+        return
+
+    def launch_once(self, B: int, n: int) -> Tensor | None:
+        """Launch each kernel of a forward pass over tokens ``[B, n]`` once; return undefined logits.
+
+        None: there are no kernels to compile.
+        """
+        return None
+
+    def fill(self, ids: Tensor, positions: Tensor) -> None:
+        """Run a forward pass as ``forward`` does, for the KV cache alone."""
+        self.forward(ids, positions)
+
+    def prefill(
+        self,
+        slots: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        sources: Sequence[Source | None] = (),
+    ) -> Tensor:
+        """Prefill free slots with prompts, and commit the prompts.
+
+        Cached prefixes of the prompts are reused.
+
+        Args:
+            slots: Slots of the sequences.
+            prompts: Token ids of each sequence.
+            sources: Encoder inputs, for encoder-decoder models.
+
+        Returns:
+            Logits ``[R, V]`` after the last token of each prompt.
+        """
+        prefill = Prefill(self, slots, prompts, sources)
+        while not prefill.advance():
+            pass
+        return prefill.logits()
+
+    def encode_sources(self, slots: Sequence[int], sources: Sequence[Source | None], tokens: int) -> None:
+        """Run the encoder, where the model has one, before slots are prefilled with ``tokens`` tokens."""
+        return
+
+    def open(self, slot: int, prompt: Sequence[int], source: Source | None) -> int:
+        """Start a sequence in a free slot; return how many first tokens need no forward pass."""
+        return self.cache.open(slot, prompt)
+
+    # Sequences
+
+    def length(self, slot: int) -> int:
         """Return the number of committed tokens."""
+        return self.cache.length(slot)
 
-    def reset(self, rows: Sequence[int], texts: Sequence[Sequence[int]] | None = None) -> None:
+    def commit(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        """Commit the first ``counts[r]`` of the tokens just scored."""
+        for slot, count in zip(slots, counts, strict=True):
+            self.cache.commit(slot, count)
+
+    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Shorten each sequence to at most ``lengths[r]`` committed tokens."""
+        for slot, length in zip(slots, lengths, strict=True):
+            self.cache.truncate(slot, length)
+
+    def reset(self, slots: Sequence[int], texts: Sequence[Sequence[int]] | None = None) -> None:
         """Free slots.
 
         Args:
-            rows: Slots to free.
+            slots: Slots to free.
             texts: Token ids of the sequences. With them, a later prompt may reuse the KV cache. Without them,
                 the KV cache of the slots is zeroed.
         """
+        for i, slot in enumerate(slots):
+            self.cache.close(slot, None if texts is None else texts[i])
 
+    def reserve(self, slots: int, tokens: int) -> None:
+        """Prepare the KV cache for ``tokens`` tokens in each of the first slots."""
+        self.cache.prepare(slots, tokens)
+
+    # Memory
+
+    def forget(self) -> None:
+        """Discard cached prefixes, so that no later prompt reuses them."""
+        self.cache.forget()
+
+    def pack(self) -> None:
+        """Pack the weights for forward passes over few tokens, where this kind of scorer can."""
+        return
+
+    def repack(self) -> None:
+        """Pack the weights again if they were packed, since they may have changed."""
+        return
+
+    def release(self) -> None:
+        """Free the KV cache. No sequence may be active."""
+        self.cache.release()
+
+    @abstractmethod
     def describe(self) -> str:
         """Return one line for a user: the model, its device, and the cost of its KV cache."""
+
+
+class Prefill:
+    """Prompts that are prefilled together, one forward pass at a time.
+
+    Equal prompts are computed once.
+
+    Args:
+        scorer: The model.
+        slots: Free slots, one per prompt.
+        prompts: Token ids of each prompt.
+        sources: Encoder inputs, for encoder-decoder models.
+        leave_last: Leave out the last token of each prompt, which the first decode step then feeds.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        slots: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        sources: Sequence[Source | None] = (),
+        leave_last: bool = False,
+    ) -> None:
+        self.scorer, self.slots, self.prompts = scorer, list(slots), prompts
+        scorer.check_weights()
+        scorer.reserve(max(slots) + 1, max(map(len, prompts)))
+        sources = sources or [None] * len(prompts)
+        first: dict[tuple[int, ...], int] = {}  # by prompt, the index of the one that is computed
+        self._owners = [
+            i if source is not None else first.setdefault(tuple(prompt), i)
+            for i, (prompt, source) in enumerate(zip(prompts, sources, strict=True))
+        ]
+        self._rest: dict[int, Sequence[int]] = {}  # by index: tokens that still need a forward pass
+        self._logits: dict[int, Tensor] = {}  # by index
+        self._complete = False
+        for i in sorted(set(self._owners)):
+            cached = scorer.open(slots[i], prompts[i], sources[i])
+            self._rest[i] = prompts[i][cached : len(prompts[i]) - leave_last]
+
+    def advance(self) -> bool:
+        """Run a forward pass over the next tokens; return whether the prompts are complete."""
+        if self._complete:
+            return True
+        left = {i: rest for i, rest in self._rest.items() if rest}
+        if left:
+            chunk = min(CHUNK, max(MIN_CHUNK, MAX_PREFILL_TOKENS // len(left)))
+            counts = {i: min(chunk, len(rest)) for i, rest in left.items()}
+            longest = max(counts.values())
+            joint = [i for i, count in counts.items() if count * MAX_PADDING >= longest]
+            logits = self.scorer.append([self.slots[i] for i in joint], [left[i][: counts[i]] for i in joint])
+            for i, row in zip(joint, logits, strict=True):
+                self._rest[i] = left[i][counts[i] :]
+                self._logits[i] = row
+        if any(self._rest.values()):
+            return False
+        for i, owner in enumerate(self._owners):
+            if i != owner:
+                self.scorer.cache.fork(self.slots[owner], self.slots[i])
+        self._complete = True
+        return True
+
+    def logits(self) -> Tensor:
+        """Return the logits ``[R, V]`` after the last token of each prompt."""
+        unique = sorted(self._logits)
+        logits = torch.stack([self._logits[i] for i in unique])
+        if len(unique) == len(self.slots):
+            return logits
+        return logits[[unique.index(owner) for owner in self._owners]]

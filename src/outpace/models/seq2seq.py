@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from outpace.checks.arguments import kind
-from outpace.models.cache import RaggedCache
 from outpace.models.causal import CausalScorer, fingerprint, refusal
 from outpace.models.source import Source
 from outpace.models.stack import FAMILIES, Stack
@@ -26,7 +25,7 @@ ENCODER_BATCH_TOKENS = 8192  # tokens or frames that go through an encoder at a 
 class Seq2SeqScorer(CausalScorer):
     """T5, mT5, BART, Marian or Whisper, with ragged KV caches for self-attention and cross-attention."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, kv_cache_bytes: int | None = None) -> None:
         base = supported_model(model)
         self.model = self.base = base
         self.config = base.config
@@ -42,7 +41,10 @@ class Seq2SeqScorer(CausalScorer):
         self._last_only = {"last_only": True}
         self._sources: dict[int, int] = {}  # length of each slot's source
         self._cross_cache: list[tuple[Tensor, Tensor]] = []  # sources' keys and values, `[rows, heads, S, d]`
-        self._prepare(len(self.stack.layers))
+        attention = self.stack.layers[0].self_attention
+        token_bytes = 2 * len(self.stack.layers) * attention.heads * attention.d * self.dtype.itemsize
+        self._prepare(len(self.stack.layers), token_bytes, kv_cache_bytes)
+        self.cache.on_swap = self._swap_sources
 
     # Sources
 
@@ -176,6 +178,10 @@ class Seq2SeqScorer(CausalScorer):
         )
         return [states[: len(text)] for states, text in zip(out.last_hidden_state, texts, strict=True)]
 
+    def encode_sources(self, slots: Sequence[int], sources: Sequence[Source | None], tokens: int) -> None:
+        """See ``Scorer.encode_sources``."""
+        self.cache_sources(slots, [one for one in sources if one is not None], tokens)
+
     @torch.inference_mode()
     def cache_sources(self, rows: Sequence[int], sources: Sequence[Source], tokens: int = 1) -> None:
         """Encode sources and cache their keys and values for cross-attention, before a prefill.
@@ -185,17 +191,17 @@ class Seq2SeqScorer(CausalScorer):
             sources: Source of each slot.
             tokens: Tokens per slot that are about to be prefilled.
         """
-        self._check_weights()
+        self.check_weights()
         self.encode(sources)
         unique = list(dict.fromkeys(sources))  # several rows may have the same source
         states = [source.states[self.encoder][1] for source in unique]
         longest = max(one.shape[0] for one in states)
-        self._ensure_capacity(rows, tokens)
+        self.cache.prepare(max(rows) + 1, tokens)
         self._ensure_cross_capacity(longest)
         for row in rows:
-            self._lengths[row], self._cached_tokens[row] = 0, []
-        self._arrange(rows)
-        places = [self._order.index(row) for row in rows]
+            self.cache.open(row, ())
+        self.cache.arrange(rows)
+        places = [self.cache.row(row) for row in rows]
         source_index = [unique.index(source) for source in sources]
         padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True).to(self.device)
         for layer, tables in zip(self.stack.layers, self._cross_cache, strict=True):
@@ -205,7 +211,7 @@ class Seq2SeqScorer(CausalScorer):
         self._sources |= {row: states[i].shape[0] for row, i in zip(rows, source_index, strict=True)}
 
     def _ensure_cross_capacity(self, tokens: int) -> None:
-        rows, before = self.cache.rows, self._cross_cache
+        rows, before = self.cache.rows.rows, self._cross_cache
         if before and rows <= before[0][0].shape[0] and tokens <= before[0][0].shape[2]:
             return
         if before:
@@ -221,27 +227,13 @@ class Seq2SeqScorer(CausalScorer):
 
     # Forward passes
 
-    @torch.inference_mode()
-    def prefill(
-        self,
-        rows: Sequence[int],
-        prompts: Sequence[Sequence[int]],
-        sources: Sequence[Source | None] = (),
-    ) -> Tensor:
-        """See ``Scorer.prefill``; every slot needs a source."""
-        row_sources = {row: one for row, one in zip(rows, sources, strict=False) if one is not None}
-        if len(row_sources) != len(rows):
-            raise ValueError(
-                f"sources: got {len(row_sources)} for {len(rows)} slots; "
-                f"{type(self.base).__name__} needs one for each"
-            )
-        longest = max(map(len, prompts))
-        if longest > self.cache.capacity:  # growing may discard the cached sources
-            self._ensure_capacity(rows, longest)
-        new = [row for row in rows if row not in self._sources]
-        if new:
-            self.cache_sources(new, [row_sources[row] for row in new], longest)
-        return self.append(rows, prompts)
+    def open(self, slot: int, prompt: Sequence[int], source: Source | None) -> int:
+        """See ``Scorer.open``; every sequence needs a source."""
+        if source is None:
+            raise ValueError(f"sources: got None; {type(self.base).__name__} needs one for each sequence")
+        if slot not in self._sources:
+            self.cache_sources([slot], [source], len(prompt))
+        return 0
 
     def forget(self) -> None:
         """See ``CausalScorer.forget``."""
@@ -253,20 +245,19 @@ class Seq2SeqScorer(CausalScorer):
         super().pack()
         self.stack = Stack(self._runner)
 
-    def reset(self, rows: Sequence[int], texts: Sequence[Sequence[int]] | None = None) -> None:
+    def reset(self, slots: Sequence[int], texts: Sequence[Sequence[int]] | None = None) -> None:
         """Free slots. No later prompt reuses their cached tokens, which depend on the source."""
-        super().reset(rows, texts)
-        for row in rows:
-            if row in self._cached_tokens:
-                self._cached_tokens[row] = []
-            self._sources.pop(row, None)
+        super().reset(slots, None if texts is None else [()] * len(slots))
+        for slot in slots:
+            self._sources.pop(slot, None)
 
-    def _new_cache(self) -> RaggedCache:
+    def release(self) -> None:
+        """See ``Scorer.release``."""
+        super().release()
         self._cross_cache, self._sources = [], {}
-        return RaggedCache(len(self.stack.layers))
 
-    def _swap(self, one: int, other: int, length: int) -> None:
-        super()._swap(one, other, length)
+    def _swap_sources(self, one: int, other: int) -> None:
+        """Swap the rows of two sources."""
         for tables in self._cross_cache:
             for table in tables:
                 table[[one, other]] = table[[other, one]]
@@ -284,7 +275,7 @@ class Seq2SeqScorer(CausalScorer):
                 self._cross_cache[i][0][rows, :, :source_tokens],
                 self._cross_cache[i][1][rows, :, :source_tokens],
             )
-            x = layer(x, self.cache.layers[i].update, mask, source, source_mask)
+            x = layer(x, self.cache.rows.layers[i].update, mask, source, source_mask)
         return self.stack.logits(x[:, -1:] if last_only else x)
 
     def _mask(self, ids: Tensor, positions: Tensor, start: int | None, reach: int) -> Tensor | None:
@@ -299,19 +290,13 @@ class Seq2SeqScorer(CausalScorer):
 
     def _source_mask(self, rows: slice) -> tuple[Tensor | None, int]:
         """Return the additive cross-attention mask of these rows, and the length of their longest source."""
-        lengths = [self._sources[slot] for slot in self._order[rows]]
+        lengths = [self._sources[slot] for slot in self.cache.slots_of(rows)]
         longest = max(lengths)
         if min(lengths) == longest:
             return None, longest
         padding = torch.arange(longest) >= torch.tensor(lengths)[:, None]
         mask = torch.zeros(padding.shape, dtype=self.dtype).masked_fill_(padding, torch.finfo(self.dtype).min)
         return mask.to(self.device)[:, None, None], longest
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one decoder token in all layers."""
-        attention = self.stack.layers[0].self_attention
-        return int(2 * len(self.stack.layers) * attention.heads * attention.d * self.dtype.itemsize)
 
 
 def supported_model(model: Any) -> Any:
@@ -353,12 +338,3 @@ def same_encoder(one: Any, other: Any) -> bool:
 def has(config: Any, name: str) -> bool:
     """Return whether a configuration sets a field."""
     return getattr(config, name, None) is not None
-
-
-def scorer_of(model: Any) -> CausalScorer:
-    """Return a scorer of a model; a scorer is returned as it is."""
-    if isinstance(model, CausalScorer):
-        return model
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return Seq2SeqScorer(model)
-    return CausalScorer(model)

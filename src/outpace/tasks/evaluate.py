@@ -71,7 +71,7 @@ class Evaluation:
                 profiler = self._with_rule(ProfilingDecoder, rule)
                 self.profilers[name] = profiler, self._outpace_runner(profiler)
         if "baseline" in self.runners and self.profile:
-            profiler = ProfilingDecoder(self.decoder.scorer, None, self.decoder.tokenizer, engine=False)
+            profiler = ProfilingDecoder(self.decoder.scorer, None, self.decoder.tokenizer)
             self.profilers["baseline"] = profiler, self._outpace_runner(profiler)
 
     @property
@@ -99,17 +99,13 @@ class Evaluation:
         return OutpaceSpeechRunner(decoder, self.processor, self.settings)
 
     def _with_rule(self, kind: type[Decoder], rule: Rule) -> Any:
-        """Return a decoder with the same models and another rule.
-
-        A profiling decoder has no engine, as the parts of a captured graph cannot be timed.
-        """
+        """Return a decoder with the same models and another rule."""
         return kind(
             self.decoder.scorer,
             self.decoder.drafter,
             self.decoder.tokenizer,
             rule=rule,
             num_draft_tokens=copy.deepcopy(self.decoder.policy),
-            engine=False if kind is ProfilingDecoder else None,
         )
 
     def run(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outpace.bench.distance import effects
 from outpace.decoder import Decoder
-from outpace.draft.base import Draft
+from outpace.draft.base import Draft, Drafter
+from outpace.engine.eager import EagerExecutor
 from outpace.engine.logprobs import adjusted_logits
 from outpace.engine.sequence import SequenceState
 from outpace.sampling import Prefix, warp
@@ -18,6 +21,9 @@ from outpace.verification import Verdict
 
 class ProfilingDecoder(Decoder):
     """A decoder that measures every sampling step; all values are sums since ``reset``.
+
+    It has no graph executor, since the parts of a captured graph cannot be timed. The arguments are those of
+    ``Decoder``, without ``engine``.
 
     Attributes:
         positions: Number of token positions.
@@ -28,35 +34,50 @@ class ProfilingDecoder(Decoder):
         passes: Number of sampling steps.
     """
 
-    positions: int
-    distance: float
-    known: bool
-    seconds: float
-    passes: int
+    def __init__(
+        self, target: Any, draft: Drafter | None = None, tokenizer: Any = None, **options: Any
+    ) -> None:
+        super().__init__(target, draft, tokenizer, engine=False, **options)
+        self.executors = [ProfilingExecutor(self)]
+        self.reset()
 
     def reset(self) -> None:
         """Reset all sums."""
         self.positions, self.distance, self.known = 0, 0.0, True
         self.seconds, self.passes = 0.0, 0
 
-    def _verify(self, rows: list[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
+
+class ProfilingExecutor(EagerExecutor):
+    """An eager executor that adds its measurements to a decoder's sums."""
+
+    def __init__(self, sums: ProfilingDecoder) -> None:
+        super().__init__(sums.scorer, sums.drafter, sums.rule, sums.lenience)
+        self.sums = sums
+
+    def verify(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
+        """See ``EagerExecutor.verify``."""
         synchronize(logits.device)
         started_at = time.perf_counter()
-        verdict = super()._verify(rows, draft, logits)
+        verdict = super().verify(rows, draft, logits)
         synchronize(logits.device)
-        self.seconds += time.perf_counter() - started_at
-        self.passes += 1
+        self.sums.seconds += time.perf_counter() - started_at
+        self.sums.passes += 1
         g = draft.tokens.shape[1]
         if not g:
-            self.positions += len(rows)  # without a draft, tokens are the target's own
+            self.sums.positions += len(rows)  # without a draft, tokens are the target's own
         elif draft.logits is None:
-            self.known = False
+            self.sums.known = False
         elif not all(row.sampling.greedy for row in rows):
             self._measure_distance(rows, draft, draft.logits, logits, verdict)
         return verdict
 
     def _measure_distance(
-        self, rows: list[SequenceState], draft: Draft, draft_logits: Tensor, logits: Tensor, verdict: Verdict
+        self,
+        rows: Sequence[SequenceState],
+        draft: Draft,
+        draft_logits: Tensor,
+        logits: Tensor,
+        verdict: Verdict,
     ) -> None:
         samplings = [row.sampling for row in rows]
         prefix = None
@@ -69,12 +90,12 @@ class ProfilingDecoder(Decoder):
         for row, length in enumerate(draft.lengths or [draft_logits.shape[1]] * len(rows)):
             verified = min(int(verdict.accepted[row]) + 1, length)
             _, distances, _ = effects(target[row, :verified], draft_logits[row, :verified], self.rule)
-            self.positions += verified
-            self.distance += float(distances.sum())
+            self.sums.positions += verified
+            self.sums.distance += float(distances.sum())
             if int(verdict.accepted[row]) == length:  # the bonus token counts as well
                 last = target[row, length : length + 1]
-                self.positions += 1
-                self.distance += float(effects(last, last, self.rule)[2])
+                self.sums.positions += 1
+                self.sums.distance += float(effects(last, last, self.rule)[2])
 
 
 def synchronize(device: torch.device) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from outpace.bench.data import Item
-from outpace.decoder import Decoder, WithModel
+from outpace.decoder import Decoder
 from outpace.engine.stats import Stats
 from outpace.engine.text import chat_ids
 from outpace.models.seq2seq import Seq2SeqScorer
@@ -106,7 +106,7 @@ def clear_caches(decoder: Decoder) -> None:
     Otherwise an earlier row, or another runner, could have left a prompt in them.
     """
     decoder.scorer.forget()
-    if isinstance(decoder.drafter, WithModel):
+    if decoder.drafter is not None and decoder.drafter.scorer is not None:
         decoder.drafter.scorer.forget()
 
 

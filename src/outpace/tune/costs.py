@@ -11,7 +11,7 @@ import numpy as np
 
 from outpace.bench import cost
 from outpace.bench.prediction import any_sequence, target_ms
-from outpace.decoder import Decoder, WithModel
+from outpace.decoder import Decoder
 from outpace.sampling import SamplingParams
 
 PASS_SIZES = (
@@ -41,24 +41,24 @@ class DecoderSet:
     def context(self) -> int:
         """Tokens of context before a forward pass that is timed."""
         drafters = [decoder.drafter for decoder in self.by_draft.values()]
-        scorers = [self.baseline.scorer, *(one.scorer for one in drafters if isinstance(one, WithModel))]
-        return min(cost.CONTEXT, min(one.context for one in scorers) - HEADROOM)
+        scorers = [self.baseline.scorer, *(one.scorer for one in drafters if one is not None)]
+        return min(cost.CONTEXT, min(one.context for one in scorers if one is not None) - HEADROOM)
 
     def reserve(self, tokens: int) -> None:
-        """Reserve the KV cache of a whole sequence at once, unless engines do so by themselves.
+        """Reserve the KV cache of a whole sequence at once, unless it grows without moving.
 
         A cache that grows drops the prompt. The next decoder would have to prefill it again.
 
         Args:
             tokens: Tokens of the sequence, the prompt included.
         """
-        if self.baseline.engines is None:
+        if not self.baseline.uses_graphs:
             for decoder in self.by_draft.values():
                 max_tokens = min(tokens, self.baseline.scorer.context)
                 capacity = max_tokens + decoder.policy.max_draft_tokens + 1
                 self.baseline.scorer.reserve(1, capacity)
-                if isinstance(decoder.drafter, WithModel):
-                    decoder.drafter.reserve(1, capacity)
+                if decoder.drafter is not None and decoder.drafter.scorer is not None:
+                    decoder.drafter.scorer.reserve(1, capacity)
 
 
 class StepCosts:
@@ -95,7 +95,7 @@ class StepCosts:
             fit = (some for some, seconds in zip(PASS_SIZES, bounds, strict=True) if seconds < seconds_left)
             sizes = next(fit, PASS_SIZES[-1])
         self.passes[decoders.dtype, B] = cost.curve(decoders.baseline, sizes, (B,), decoders.context)
-        cost.free_engine(decoders.baseline)
+        decoders.baseline.release()
         self.time_verification(decoders, B)
 
     def time_verification(self, decoders: DecoderSet, B: int) -> None:
@@ -115,7 +115,7 @@ class StepCosts:
         """Time the draft steps of one draft."""
         decoder = decoders.by_draft[name]
         self._drafting[decoders.dtype, name, B] = cost.drafting(decoder, B, decoders.context)
-        cost.free_engine(decoder)
+        decoder.release()
 
     def relative_draft_time(self, dtype: str) -> float:
         """Return the total time of one draft step of every draft, relative to a target pass over a token."""

@@ -11,12 +11,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from outpace.bench.cost import free_engine
 from outpace.bench.runs import BASELINE, Cell, Run
 from outpace.bench.spread import Rate
 from outpace.bench.sweep import Sweep, rotated
 from outpace.checks.errors import counted
-from outpace.decoder import Decoder, WithModel
+from outpace.decoder import Decoder
 from outpace.sampling import SamplingParams
 from outpace.tune.candidate import Candidate
 from outpace.tune.decision import MeasuredSpeedup, better_half, compare
@@ -84,8 +83,8 @@ class Race:
         by_name = {names[candidate]: decoder for candidate, decoder in (*decoders.items(), baseline)}
         self._decoders = by_name
         self.cells = {one: Cell(names[one], sampling, one.num_draft_tokens) for one in names}
-        # An engine's KV caches are large, so drafts are measured one after the other.
-        self.one_draft_at_a_time = any(decoder.engines is not None for decoder in by_name.values())
+        # With graphs, each draft has its own KV cache of the target, so drafts are measured one by one.
+        self.one_draft_at_a_time = any(decoder.uses_graphs for decoder in by_name.values())
         self.baseline_cells = {
             one: Cell(names[one] if self.one_draft_at_a_time else names[baseline[0]], sampling, BASELINE)
             for one in self.candidates
@@ -123,7 +122,7 @@ class Race:
 
             yield from self._group_rounds(baseline, candidates, group_seconds_left, tell, first)
             if self.one_draft_at_a_time:
-                free_engine(self.sweep.decoders[baseline.draft])
+                self.sweep.decoders[baseline.draft].release()
 
     def _group_rounds(
         self, baseline: Cell, candidates: list[Candidate], seconds_left: SecondsLeft, tell: Tell, first: int
@@ -162,7 +161,7 @@ class Race:
         warm = list[Candidate]()
         cells: dict[Cell, Candidate | None] = {baseline: None}
         cells |= {self.cells[candidate]: candidate for candidate in candidates[:max_candidates]}
-        # The largest workspace first, or the engine would be rebuilt several times.
+        # The longest drafts first, or the KV cache would grow several times.
         order = (
             sorted(cells, key=lambda cell: -self.sweep.cell_decoders[cell].policy.max_draft_tokens)
             if self.one_draft_at_a_time
@@ -197,7 +196,7 @@ class Race:
                 return None
             tell(f"round {number + 1}: {cell.draft.rsplit(' ', 2)[0]}, g = {cell.num_draft_tokens}")
             drafter = self._decoders[cell.draft].drafter
-            if isinstance(drafter, WithModel):
+            if drafter is not None and drafter.scorer is not None:
                 drafter.scorer.forget()
             runs[cell] = self.sweep.run(cell, group, repeat)
             self.text_seconds = max(self.text_seconds, before - seconds_left())

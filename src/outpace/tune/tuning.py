@@ -254,7 +254,7 @@ class Tuning:
         if not candidates:
             return
         for decoders in self.decoder_sets:
-            cost.free_engine(decoders.baseline)
+            decoders.baseline.release()
             decoders.reserve(self.max_new_tokens + max(len(one.ids) for one in self.prompts))
         race = Race(
             {candidate: self._decoder(candidate) for candidate in candidates},

@@ -12,6 +12,7 @@ from torch import Tensor
 from outpace.checks.arguments import on_device
 from outpace.sampling import SamplingParams
 from outpace.verification.block import Block, SampledTokens, Verdict
+from outpace.verification.kernels import ahead
 from outpace.verification.kernels.decide import finish, narrow, scan, widen
 from outpace.verification.kernels.match import compare, race
 from outpace.verification.kernels.pieces import RULES
@@ -266,7 +267,7 @@ def launch(
     if runner is not None:
         runner(*args, *constants)
         return
-    compiled = kernel[programs,](*args, *constants, num_warps=warps)
+    compiled = ahead.launch(kernel, (programs,), *args, *constants, num_warps=warps)
     if compiled is not None:  # the interpreter compiles nothing
         _runners[name] = compiled[programs, 1, 1]
 

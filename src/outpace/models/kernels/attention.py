@@ -1,4 +1,8 @@
-"""Attention of a few new tokens over a ragged static KV cache, as one kernel.
+"""Attention of a few new tokens over a paged KV cache, as one kernel.
+
+The cache consists of pages, each of ``page`` tokens. The memory of a page is a contiguous tensor
+``[layers, 2, kv_heads, page, d]``: keys, then values. A table, int64 ``[rows, pages]``, holds the address of
+each page of each row. So pages can be added to a row, and rows can share pages, without a new CUDA graph.
 
 The kernel takes the output of the query, key and value product. It normalizes and rotates queries and keys,
 writes keys and values into the cache, and computes the softmax.
@@ -11,8 +15,6 @@ length, as many as keep the GPU busy. The last block to finish combines their ou
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -20,16 +22,19 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outpace.models.kernels.launch import ALIGNED, Device, device
+from outpace.verification.kernels.ahead import launch
 
 MIN_RANGE = 256  # least earlier tokens of a block; twice as many from FEW_HEADS key heads on
 FEW_HEADS = 16
 MAX_RANGE = 2048  # most earlier tokens of a block, even if the GPU is busy with fewer blocks
+LONG = 8192  # most tokens of a row to which that applies; longer rows have longer ranges
 BLOCKS = 1  # blocks per processor that the number of ranges aims at
-BLOCK = 64  # earlier tokens loaded at once; with more queries, twice as many, or half as many with fewer
-# warps if there are many blocks
-FEW_BLOCKS = 160  # with fewer blocks, each of several ranges has twice the warps, and tokens are prefetched
+BLOCK = 64  # earlier tokens loaded at once; for more queries twice as many, or half if there are many blocks
+FEW_BLOCKS = 160  # with fewer blocks, each has more warps, and tokens are prefetched
 FEW_QUERIES = 2
+SHORT_LINE = 128  # bytes of a token up to which a block needs no more warps
 STAGES = 3
+PAGES = 8  # pages whose addresses are loaded at once
 COMBINE_UNROLL = 4  # ranges loaded at once when their outputs are combined
 PREFETCH = 64  # earlier tokens that each of few blocks prefetches before the previous kernel has ended
 
@@ -77,15 +82,49 @@ def vectors(
 
 
 @triton.jit
-def prefetch(table, first, stop, D: tl.constexpr, TOKENS: tl.constexpr):
-    """Prefetch up to TOKENS tokens of a table ``[T, D]`` into L2, from ``first`` on and before ``stop``."""
-    t = first + tl.arange(0, TOKENS)
-    size = tl.where(t < stop, D * (table.dtype.element_ty.primitive_bitwidth // 8), 0)
+def address_of(pages, t, valid, PAGE: tl.constexpr):
+    """Return the address of the page that holds token t of a row of the table, or 0 if t is not valid."""
+    return tl.load(pages + t // PAGE, mask=valid, other=0)
+
+
+@triton.jit
+def pointer_to(address, dtype: tl.constexpr):
+    """Return the pointer to elements of a page at an address."""
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def write_new(
+    source, address, position, valid, weight, cosine, sine, eps, kv_heads, head_start,
+    D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, SHIFTED: tl.constexpr,
+):  # fmt: skip
+    """Write keys and values of new tokens ``[n]`` into pages; return keys as two halves, and values.
+
+    ``source`` points to each token's key in the product, and ``address`` holds the address of its page. The
+    keys of the layer and head begin at element head_start of a page. Tokens that are not valid are not
+    written.
+    """
+    h, d = tl.arange(0, HALF)[None, :], tl.arange(0, WIDTH)[None, :]
+    half_mask, mask = valid[:, None] & (h < D // 2), valid[:, None] & (d < D)
+    v = tl.load(source[:, None] + kv_heads * D + d, mask=mask, other=0.0)
+    ka, kb = vectors(source, valid, weight, cosine, sine, eps, D, HALF, SHIFTED)
+    line = (pointer_to(address, v.dtype) + (head_start + position % PAGE * D))[:, None]
+    tl.store(line + h, ka, mask=half_mask)
+    tl.store(line + D // 2 + h, kb, mask=half_mask)
+    tl.store(line + kv_heads * PAGE * D + d, v, mask=mask)
+    return ka, kb, v
+
+
+@triton.jit
+def prefetch(lines, tokens, D: tl.constexpr, TOKENS: tl.constexpr):
+    """Prefetch lines ``[tokens, D]`` into L2, at most TOKENS of them."""
+    t = tl.arange(0, TOKENS)
+    size = tl.where(t < tokens, D * (lines.dtype.element_ty.primitive_bitwidth // 8), 0)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.s32 p, $2, 0; mov.u32 $0, 0;"
         " @p cp.async.bulk.prefetch.L2.global [$1], $2; }",
         "=r,l,r",
-        [(table + t * D).to(tl.int64), size],
+        [(lines + t * D).to(tl.int64), size],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -96,10 +135,14 @@ def prefetch(table, first, stop, D: tl.constexpr, TOKENS: tl.constexpr):
 def update_softmax(
     qa, qb, ka, kb, v, visible, scale, running_max, running_total, running_sum, PRECISION: tl.constexpr
 ):
-    """Update the running maximum, total and weighted sum of a softmax with more keys and values."""
+    """Update the running maximum, total and weighted sum of a softmax with more keys and values.
+
+    If ``visible`` is None, every query sees all keys.
+    """
     score = tl.dot(qa, tl.trans(ka), input_precision=PRECISION)
     score = tl.dot(qb, tl.trans(kb), score, input_precision=PRECISION) * scale
-    score = tl.where(visible, score, -float("inf"))
+    if visible is not None:
+        score = tl.where(visible, score, -float("inf"))
     new_max = tl.maximum(running_max, tl.max(score, axis=1))
     safe = tl.where(new_max == -float("inf"), 0.0, new_max)
     weight = tl.exp(score - safe[:, None])
@@ -109,54 +152,128 @@ def update_softmax(
     return new_max, running_total, running_sum
 
 
-@triton.jit(do_not_specialize=["ranges", "min_range", "positions_stride"])
+@triton.jit
+def addresses_of(pages, page, columns, PAGES: tl.constexpr):
+    """Return PAGES addresses of a row of the table with so many columns, from a page on."""
+    page += tl.arange(0, PAGES)
+    return tl.load(pages + page, mask=page < columns, other=0)
+
+
+@triton.jit
+def pick(addresses, i, PAGES: tl.constexpr):
+    """Return address i of ``[PAGES]``."""
+    return tl.sum(tl.where(tl.arange(0, PAGES) == i, addresses, 0), axis=0)
+
+
+@triton.jit
+def over_cache(
+    qa, qb, pages, addresses, columns, first, stop, position, last, window, scale, kv_heads, head_start,
+    running_max, running_total, running_sum,
+    D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Update a softmax with the row's tokens from ``first`` on and before ``stop``.
+
+    ``first`` is a multiple of BLOCK, so that the tokens loaded at once are in one page. ``addresses`` are
+    those of the first PAGES pages. The keys of the layer and head begin at element head_start of a page.
+
+    Each query sees no token after its ``last`` one, and none farther back than the window (0: no limit). If
+    not MASKED, every query sees all of the tokens, and their number is a multiple of BLOCK.
+    """
+    h, d = tl.arange(0, qa.shape[1])[None, :], tl.arange(0, running_sum.shape[1])[None, :]
+    # Addresses are loaded many at a time. Otherwise the loads of each page would wait for its address.
+    for left_page in range(first // PAGE, tl.cdiv(stop, PAGE), PAGES):
+        if left_page > first // PAGE:
+            addresses = addresses_of(pages, left_page, columns, PAGES)
+        end = tl.minimum(stop, (left_page + PAGES) * PAGE)
+        for left in range(tl.maximum(first, left_page * PAGE), end, BLOCK):
+            t = left + tl.arange(0, BLOCK)
+            address = pick(addresses, left // PAGE - left_page, PAGES)
+            keys = pointer_to(address, qa.dtype) + head_start
+            line = keys + (left % PAGE + tl.arange(0, BLOCK))[:, None] * D
+            half_mask, mask = h < D // 2, d < D
+            visible = None
+            if MASKED:
+                half_mask &= (t < stop)[:, None]
+                mask &= (t < stop)[:, None]
+                visible = t[None, :] <= last[:, None]
+                if window > 0:
+                    visible &= t[None, :] > position[:, None] - window
+            ka = tl.load(line + h, mask=half_mask, other=0.0)
+            kb = tl.load(line + D // 2 + h, mask=half_mask, other=0.0)
+            v = tl.load(line + kv_heads * PAGE * D + d, mask=mask, other=0.0)
+            running_max, running_total, running_sum = update_softmax(
+                qa, qb, ka, kb, v, visible, scale, running_max, running_total, running_sum, PRECISION
+            )
+    return running_max, running_total, running_sum
+
+
+@triton.jit
+def quotient(running_total, running_sum):
+    """Return the output of a softmax, which is 0 for a query that sees nothing."""
+    return running_sum / tl.where(running_total == 0.0, 1.0, running_total)[:, None]
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n", "positions", "table", "ranges", "min_range", "positions_stride", "table_stride", "columns",
+    ]
+)  # fmt: skip
 def attend(
-    qkv, positions, cos, sin, q_norm, k_norm, keys, values, out, parts, counters, eps, scale, window,
-    n, heads, kv_heads, ranges, min_range, positions_stride, qkv_stride, cache_row, cache_head, out_stride,
-    cos_stride,
+    qkv, positions, cos, sin, q_norm, k_norm, table, out, parts, counters, eps, scale, window,
+    n, heads, kv_heads, ranges, min_range, layer_start, positions_stride, qkv_stride, table_stride, columns,
+    out_stride, cos_stride,
     D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr,
-    BLOCK: tl.constexpr, COMBINE_UNROLL: tl.constexpr, SHIFTED: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, COMBINE_UNROLL: tl.constexpr,
+    SHIFTED: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of (row, key head, range).
 
-    HALF and WIDTH are powers of two that hold D / 2 and D.
+    HALF and WIDTH are powers of two that hold D / 2 and D. The layer's keys begin at element layer_start of
+    a page.
 
-    Positions, angles and earlier tokens are older than the previous kernel. So a block loads them, or
-    prefetches PREFETCH of them, before that kernel ends.
+    Positions, angles, the table and earlier tokens are older than the previous kernel. So a block loads
+    them, or prefetches PREFETCH of them, before that kernel ends.
     """
-    pid = tl.program_id(0)
-    r = pid % ranges
-    head = pid // ranges % kv_heads
-    b = (pid // ranges // kv_heads).to(tl.int64)
+    # First come the blocks of all first ranges. In short rows the others have nothing to do.
+    groups_of_rows = tl.num_programs(0) // ranges  # pairs of a row and a key head
+    group, r = tl.program_id(0) % groups_of_rows, tl.program_id(0) // groups_of_rows
+    head = group % kv_heads
+    b = (group // kv_heads).to(tl.int64)
     groups = heads // kv_heads
+    pages = table + b * table_stride
+    # Most ranges begin at the first page. Its address is loaded without waiting for the row's length.
+    addresses = addresses_of(pages, 0, columns, PAGES)
     start = tl.load(positions + b * positions_stride).to(tl.int32)  # earlier tokens of the row
     begin = tl.where(window > 0, tl.maximum(0, (start + 1 - window) // BLOCK * BLOCK), 0)
     span = tl.maximum(min_range, tl.cdiv(tl.cdiv(start - begin, ranges), BLOCK) * BLOCK)
     num_ranges = tl.maximum(1, tl.cdiv(start - begin, span))  # ranges that hold any of them
     if r >= num_ranges:
         return
-    half = D // 2
-    h, d = tl.arange(0, HALF), tl.arange(0, WIDTH)
-    in_half, in_d = (h < half)[None, :], (d < D)[None, :]
+    d = tl.arange(0, WIDTH)
     dtype = out.dtype.element_ty
-    key_table = keys + b * cache_row + head * cache_head
-    value_table = values + b * cache_row + head * cache_head
+    head_start = layer_start + head * PAGE * D
 
     # Earlier tokens of this range
     first = begin + r * span
     stop = tl.minimum(start, first + span)
+    if first >= PAGE:
+        addresses = addresses_of(pages, first // PAGE, columns, PAGES)
     row, j = tl.arange(0, ROWS), tl.arange(0, NEW)
     i = row % n
-    valid, new = row < groups * n, j < n
-    position = tl.load(positions + b * positions_stride + i, mask=valid, other=0).to(tl.int32)
-    new_position = tl.load(positions + b * positions_stride + j, mask=new, other=0).to(tl.int32)
-    cosine, sine = angles_of(position, valid, cos, sin, cos_stride, D, HALF)
+    valid = row < groups * n
+    position = tl.load(positions + b * positions_stride + i, mask=valid, other=-1).to(tl.int32)
+    new_position = tl.load(positions + b * positions_stride + j, mask=j < n, other=-1).to(tl.int32)
+    new = new_position >= 0
+    new_address = address_of(pages, new_position, new, PAGE)
+    cosine, sine = angles_of(position, position >= 0, cos, sin, cos_stride, D, HALF)
     new_cosine, new_sine = angles_of(new_position, new, cos, sin, cos_stride, D, HALF)
     if OVERLAPS:
         if PREFETCH > 0:
-            prefetch(key_table, first, stop, D, PREFETCH)
-            prefetch(value_table, first, stop, D, PREFETCH)
+            keys = pointer_to(pick(addresses, 0, PAGES), dtype) + (head_start + first % PAGE * D)
+            tokens = tl.minimum(stop - first, PAGE - first % PAGE)
+            prefetch(keys, tokens, D, PREFETCH)
+            prefetch(keys + kv_heads * PAGE * D, tokens, D, PREFETCH)
         gdc_wait()
         gdc_launch_dependents()
 
@@ -170,12 +287,10 @@ def attend(
     # New tokens
     if r == 0:
         source = qkv + (b * n + j) * qkv_stride + (heads + head) * D
-        new_v = tl.load(source[:, None] + kv_heads * D + d[None, :], mask=new[:, None] & in_d, other=0.0)
-        new_ka, new_kb = vectors(source, new, k_norm, new_cosine, new_sine, eps, D, HALF, SHIFTED)
-        in_table = key_table + new_position[:, None] * D + h[None, :]
-        tl.store(in_table, new_ka, mask=new[:, None] & in_half)
-        tl.store(in_table + half, new_kb, mask=new[:, None] & in_half)
-        tl.store(value_table + new_position[:, None] * D + d[None, :], new_v, mask=new[:, None] & in_d)
+        new_ka, new_kb, new_v = write_new(
+            source, new_address, new_position, new, k_norm, new_cosine, new_sine, eps, kv_heads, head_start,
+            D, HALF, WIDTH, PAGE, SHIFTED,
+        )  # fmt: skip
         visible = new[None, :] & valid[:, None] & (j[None, :] <= i[:, None])
         if window > 0:
             visible &= new_position[None, :] > position[:, None] - window
@@ -183,31 +298,23 @@ def attend(
             qa, qb, new_ka, new_kb, new_v, visible, scale, running_max, running_total, running_sum, PRECISION
         )
 
-    for left in range(first, stop, BLOCK):
-        t = left + tl.arange(0, BLOCK)
-        old = (t < stop)[:, None]
-        line = key_table + t[:, None] * D + h[None, :]
-        ka = tl.load(line, mask=old & in_half, other=0.0)
-        kb = tl.load(line + half, mask=old & in_half, other=0.0)
-        v = tl.load(value_table + t[:, None] * D + d[None, :], mask=old & in_d, other=0.0)
-        seen = (t < stop)[None, :] & valid[:, None]
-        if window > 0:
-            seen &= t[None, :] > position[:, None] - window
-        running_max, running_total, running_sum = update_softmax(
-            qa, qb, ka, kb, v, seen, scale, running_max, running_total, running_sum, PRECISION
-        )
+    running_max, running_total, running_sum = over_cache(
+        qa, qb, pages, addresses, columns, first, stop, position, tl.where(valid, stop - 1, -1), window,
+        scale, kv_heads, head_start, running_max, running_total, running_sum,
+        D, BLOCK, PAGE, PAGES, True, PRECISION,
+    )  # fmt: skip
 
     destination = (
         out + (b * n + i)[:, None] * out_stride + ((head * groups + row // n) * D)[:, None] + d[None, :]
     )
-    out_mask = valid[:, None] & in_d
+    out_mask = valid[:, None] & (d < D)[None, :]
     if num_ranges == 1:
-        tl.store(destination, (running_sum / running_total[:, None]).to(dtype), mask=out_mask)
+        tl.store(destination, quotient(running_total, running_sum).to(dtype), mask=out_mask)
     else:
         # Each range stores maximum, total and weighted sum; the last one to finish combines them.
-        group = (pid // ranges).to(tl.int64)
+        cell_group = group.to(tl.int64)
         cell = ROWS * (WIDTH + 2)
-        this_part = parts + (group * ranges + r) * cell
+        this_part = parts + (cell_group * ranges + r) * cell
         tl.store(this_part + row, running_max)
         tl.store(this_part + ROWS + row, running_total)
         tl.store(this_part + 2 * ROWS + row[:, None] * WIDTH + d[None, :], running_sum, mask=out_mask)
@@ -219,7 +326,7 @@ def attend(
             running_total = tl.zeros([ROWS], tl.float32)
             running_sum = tl.zeros([ROWS, WIDTH], tl.float32)
             for other in tl.range(0, num_ranges, loop_unroll_factor=COMBINE_UNROLL):
-                part = parts + (group * ranges + other) * cell
+                part = parts + (cell_group * ranges + other) * cell
                 part_max = tl.load(part + row, cache_modifier=".cg")
                 part_total = tl.load(part + ROWS + row, cache_modifier=".cg")
                 part_sum = tl.load(
@@ -234,18 +341,21 @@ def attend(
                 running_max = new_max
                 running_total = running_total * decay + part_total * factor
                 running_sum = running_sum * decay[:, None] + part_sum * factor[:, None]
-            tl.store(destination, (running_sum / running_total[:, None]).to(dtype), mask=out_mask)
+            tl.store(destination, quotient(running_total, running_sum).to(dtype), mask=out_mask)
 
 
 def few_queries(
     qkv: Tensor,
     positions: Tensor,
     angles: tuple[Tensor, Tensor],
-    keys: Tensor,
-    values: Tensor,
+    table: Tensor,
     counters: Tensor,
     *,
+    layer: int,
+    page: int,
+    tokens: int,
     heads: int,
+    kv_heads: int,
     scale: float,
     window: int | None = None,
     norms: tuple[Tensor, Tensor, float, bool] | None = None,
@@ -254,12 +364,17 @@ def few_queries(
 
     Args:
         qkv: Queries, keys and values of the new tokens, ``[B, n, (heads + 2·kv_heads)·d]``.
-        positions: Positions ``[B, n]``, consecutive in each row.
-        angles: Cosines and sines of every position, ``[T, d]`` each.
-        keys: Cached keys ``[B, kv_heads, T, d]``.
-        values: Cached values ``[B, kv_heads, T, d]``.
+        positions: Positions ``[B, n]``, consecutive in each row. A row of padding has positions -1: nothing
+            of it is written, and its output is zeros.
+        angles: Cosines and sines of every position, ``[tokens, d]`` each.
+        table: Address of each page of each row, int64, at least B rows. Pages are aligned to 16 bytes.
+            Entries of pages that a row has no tokens in are not used.
         counters: int32, at least B·kv_heads zeros. They are zeros again when all is done.
+        layer: Index of the layer in each page.
+        page: Tokens of a page, a power of two from 16 on.
+        tokens: Most tokens of a row.
         heads: Number of query heads.
+        kv_heads: Number of key heads.
         scale: Factor of the attention scores.
         window: How far back the layer looks; None for no limit.
         norms: Norms of queries and keys: weights of each, eps, and whether weights are relative to 1.
@@ -268,12 +383,13 @@ def few_queries(
         The attention output ``[B, n, heads·d]``.
     """
     B, n, _ = qkv.shape
-    kv_heads, T, D = keys.shape[1:]
+    D = qkv.shape[-1] // (heads + 2 * kv_heads)
     groups = heads // kv_heads
     here = device(qkv.device)
     min_range = MIN_RANGE if kv_heads < FEW_HEADS else 2 * MIN_RANGE
-    busy = max(BLOCKS * here.processors // (B * kv_heads), triton.cdiv(T, MAX_RANGE))
-    ranges = min(triton.cdiv(T if window is None else min(T, window + BLOCK), min_range), busy)
+    busy = max(1, BLOCKS * here.processors // (B * kv_heads), min(tokens, LONG) // MAX_RANGE)
+    seen = tokens if window is None else min(tokens, window + BLOCK)
+    ranges = min(triton.cdiv(seen, min_range), busy)
     ROWS = max(16, triton.next_power_of_2(groups * n))
     WIDTH = max(16, triton.next_power_of_2(D))
     HALF = max(16, triton.next_power_of_2(D // 2))
@@ -282,16 +398,19 @@ def few_queries(
     parts = torch.empty(size, dtype=torch.float32, device=qkv.device)
     q_norm, k_norm, eps, shifted = norms or (None, None, 0.0, False)
     blocks = B * kv_heads * ranges
-    grid: Any = (blocks,)
     few_blocks = blocks < FEW_BLOCKS
-    block, warps = shape_of(n, few_blocks, ranges)
-    block, stages = fitting(block, ROWS, WIDTH * qkv.element_size(), here)
-    aligned = D * keys.element_size() % ALIGNED == 0 and keys.data_ptr() % ALIGNED == 0
-    attend[grid](
-        qkv, positions, *angles, q_norm, k_norm, keys, values, out, parts, counters,
-        eps, scale, window or 0, n, heads, kv_heads, ranges, min_range, positions.stride(0), qkv.stride(1),
-        keys.stride(0), keys.stride(1), out.stride(1), angles[0].stride(0),
-        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), block, COMBINE_UNROLL, shifted,
+    line = WIDTH * qkv.element_size()
+    block, warps = shape_of(n, few_blocks, line)
+    block, stages = fitting(min(block, page), ROWS, line, here)
+    assert page % block == 0, f"page: got {page}; it must be a multiple of {block}"
+    aligned = D * qkv.element_size() % ALIGNED == 0
+    launch(
+        attend, (blocks,),
+        qkv, positions, *angles, q_norm, k_norm, table, out, parts, counters,
+        eps, scale, window or 0, n, heads, kv_heads, ranges, min_range, layer * 2 * kv_heads * page * D,
+        positions.stride(0), qkv.stride(1), table.stride(0), table.shape[1], out.stride(1),
+        angles[0].stride(0),
+        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), block, page, PAGES, COMBINE_UNROLL, shifted,
         "ieee" if qkv.dtype == torch.float32 else "tf32", here.overlaps,
         PREFETCH if few_blocks and aligned else 0,
         num_warps=warps, num_stages=stages, **here.options,
@@ -299,11 +418,17 @@ def few_queries(
     return out
 
 
-def shape_of(n: int, few_blocks: bool, ranges: int) -> tuple[int, int]:
-    """Return the number of tokens loaded at once, and of warps, that were fastest on an H200."""
+def shape_of(n: int, few_blocks: bool, line: int) -> tuple[int, int]:
+    """Return the number of tokens loaded at once, and of warps, that were fastest on an H200.
+
+    Args:
+        n: Number of new tokens of a row.
+        few_blocks: Whether there are few blocks.
+        line: Bytes of a token.
+    """
     if n > FEW_QUERIES and not few_blocks:
         return max(16, BLOCK // 2), 2
-    return 2 * BLOCK if n > FEW_QUERIES else BLOCK, 8 if few_blocks and ranges > 1 else 4
+    return 2 * BLOCK if n > FEW_QUERIES else BLOCK, 8 if few_blocks and line > SHORT_LINE else 4
 
 
 def fitting(block: int, rows: int, line: int, here: Device) -> tuple[int, int]:

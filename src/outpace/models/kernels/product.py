@@ -11,7 +11,7 @@ stores their sum of squares. The product after it divides by the root of all suc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outpace.models.kernels.launch import ALIGNED, Device, device
+from outpace.verification.kernels.ahead import launch
 
 MIN_ROWS, MAX_ROWS = 8, 32  # rows of a block; more are better left to the library
 RESIDENT = 2  # blocks per processor that are there before a kernel can begin
@@ -160,7 +161,7 @@ def product(
     store_with_norm(total, scale, next_headroom, out, scaled, sums, at, n, column_mask, row_mask, SHIFTED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ids", "ids_stride", "tokens_per_row"])
 def embed_kernel(
     ids, table, scale, out, scaled, sums, factor, headroom, K, ids_stride, tokens_per_row,
     BK: tl.constexpr, SHIFTED: tl.constexpr,
@@ -182,7 +183,8 @@ def embed(ids: Tensor, table: Tensor, factor: float, norm: Scale) -> Stream:
     B, n = ids.shape
     K = table.shape[1]
     stream = _stream(B * n, K, 1, table, norm)
-    embed_kernel[(B * n,)](
+    launch(
+        embed_kernel, (B * n,),
         ids, table, norm.weight, stream.x, stream.scaled, stream.squares, factor, norm.headroom, K,
         ids.stride(0), n, triton.next_power_of_2(K), norm.shifted, num_warps=8,
     )  # fmt: skip
@@ -236,8 +238,8 @@ def few_rows(
         prefetch_bytes = 0
     stream_out = None if norm is None else _stream(M, N, blocks, rows, norm)
     out = torch.empty(M, N, dtype=rows.dtype, device=rows.device) if stream_out is None else stream_out.x
-    grid: Any = (blocks,)
-    product[grid](
+    launch(
+        product, (blocks,),
         rows, weight, bias, stream_in and stream_in.squares, residual, norm and norm.weight, out,
         stream_out and stream_out.scaled, out if stream_out is None else stream_out.squares, M, N, K,
         stream_in.squares.shape[1] if stream_in else 1, RESIDENT * here.processors,

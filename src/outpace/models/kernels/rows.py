@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outpace.models.kernels.product import Scale, gated
+from outpace.verification.kernels.ahead import launch
 
 BLOCK = 1024
 
@@ -22,10 +23,9 @@ def add_norm_kernel(
     inside = k < K
     value = tl.load(x + row * x_stride + k, mask=inside, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
-    if addend is not None:
-        value += tl.load(addend + row * addend_stride + k, mask=inside, other=0.0).to(tl.float32)
-        value = value.to(dtype).to(tl.float32)
-        tl.store(total + row * K + k, value.to(dtype), mask=inside)
+    value += tl.load(addend + row * addend_stride + k, mask=inside, other=0.0).to(tl.float32)
+    value = value.to(dtype).to(tl.float32)
+    tl.store(total + row * K + k, value.to(dtype), mask=inside)
     normal = value * tl.rsqrt(tl.sum(value * value, axis=0) / K + eps)
     scale = tl.load(weight + k, mask=inside, other=0.0).to(tl.float32)
     if SHIFTED:
@@ -47,14 +47,14 @@ def gate_kernel(x, out, N, KIND: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * N + n, (gated(half, KIND).to(dtype).to(tl.float32) * up).to(dtype), mask=inside)
 
 
-def add_norm(x: Tensor, addend: Tensor | None, norm: Scale) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, addend: Tensor, norm: Scale) -> tuple[Tensor, Tensor]:
     """Return x ``[M, K]`` plus ``addend``, and the same normalized."""
     M, K = x.shape
     out = torch.empty(M, K, dtype=x.dtype, device=x.device)
-    total = x if addend is None else torch.empty_like(out)
-    add_norm_kernel[(M,)](
-        x, addend, norm.weight, total, out, K, norm.eps, x.stride(0),
-        0 if addend is None else addend.stride(0),
+    total = torch.empty_like(out)
+    launch(
+        add_norm_kernel, (M,),
+        x, addend, norm.weight, total, out, K, norm.eps, x.stride(0), addend.stride(0),
         triton.next_power_of_2(K), norm.shifted, num_warps=8,
     )  # fmt: skip
     return total, out
@@ -64,5 +64,5 @@ def gate(x: Tensor, activation: int) -> Tensor:
     """Return the second half of x ``[M, 2N]``, gated by the first."""
     M, N = x.shape[0], x.shape[1] // 2
     out = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    gate_kernel[(M, triton.cdiv(N, BLOCK))](x, out, N, activation, BLOCK)
+    launch(gate_kernel, (M, triton.cdiv(N, BLOCK)), x, out, N, activation, BLOCK)
     return out

@@ -1,0 +1,323 @@
+"""The scheduler on a GPU: throughput against an earlier checkout, first requests, real prompts, load.
+
+    python benchmarks/scheduler_gpu.py compare --before OTHER/src --out engine.json
+    python benchmarks/scheduler_gpu.py first --out first.json
+    python benchmarks/scheduler_gpu.py prompts --model FOLDER --data spec_bench.jsonl --out prompts.json
+    python benchmarks/scheduler_gpu.py requests --model FOLDER --data spec_bench.jsonl --out requests.json
+
+Every measurement runs in a process of its own. ``compare`` alternates between two checkouts. FOLDER is
+SmolLM2-135M-Instruct, as ``outpace.load()`` leaves it in the user's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+ALPHA, G, NEW_TOKENS = 0.83, 5, 256
+PAIR = "llama2-7b/1.3b"
+CASES = [(G, 1, 128), (2, 32, 128), (G, 1, 4096)]  # draft tokens, sequences, context
+PREDICTED = (0, 2, 4, 8)  # draft tokens of prompt lookup
+
+
+def child(source: str, name: str, environment: dict[str, str] | None = None, **options: Any) -> Any:
+    """Run a measurement in a new process, with the package of a checkout; return its result."""
+    command = [sys.executable, __file__, "child", name, json.dumps(options)]
+    paths = {**os.environ, "PYTHONPATH": source, **(environment or {})}
+    done = subprocess.run(command, env=paths, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# Measurements
+
+
+def measure_engine() -> Any:
+    import torch
+
+    from outpace.bench import engine
+
+    methods = [engine.BASELINE, "outpace"]
+    engine.METHODS = {name: engine.METHODS[name] for name in methods}
+    cases = [engine.Case(PAIR, ALPHA, g, B, context) for g, B, context in CASES]
+    found = engine.measure(torch.device("cuda"), torch.bfloat16, cases)
+    return [vars(one) for one in found]
+
+
+def measure_generate() -> Any:
+    """Seconds of requests through the public interface, the first one included."""
+    import torch
+
+    from outpace import Decoder, Fixed
+    from outpace.bench.synthetic import PAIRS, pair
+
+    models = pair(*PAIRS[PAIR], ALPHA, device=torch.device("cuda"), dtype=torch.bfloat16)
+    prompt = list(range(1, 101))
+
+    def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+        torch.cuda.synchronize()
+        started_at = time.perf_counter()
+        out = run()
+        torch.cuda.synchronize()
+        return time.perf_counter() - started_at, out
+
+    found: dict[str, Any] = {}
+    for name, draft, g in (("speculative", models.draft, G), ("baseline", None, 0)):
+        decoder = Decoder(models.target, draft, num_draft_tokens=Fixed(g))
+        seconds, tokens = [], []
+        for seed in range(8):
+            options: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_new_tokens": NEW_TOKENS}
+            took, out = timed(lambda: decoder.generate(prompt, ignore_eos=True, **options))  # noqa: B023
+            seconds.append(took)
+            tokens.append(len(out.token_ids))
+        later = statistics.median(n / s for n, s in zip(tokens[2:], seconds[2:], strict=True))
+        found[name] = {"seconds": seconds, "tokens": tokens, "later_tokens_per_second": later}
+        found[name]["first_extra_seconds"] = seconds[0] - statistics.median(seconds[2:])
+    return found
+
+
+def real_prompts(folder: str, data: str, count: int, order: int) -> tuple[Any, Any, list[list[int]]]:
+    """Return a model on the GPU, its tokenizer, and token ids of prompts of every category."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda").eval()
+    with open(data) as file:
+        rows = [json.loads(line) for line in file]
+    chosen = random.Random(order).sample(rows, count)
+    prompts = []
+    for row in chosen:
+        chat = [{"role": "user", "content": row["prompt"]}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        prompts.append(list(ids[-1500:]))
+    return model, tokenizer, prompts
+
+
+def measure_prompts(model: str, data: str, count: int, order: int) -> Any:
+    """Throughput of single requests in random order, without speculation and with fixed draft lengths."""
+    import torch
+
+    from outpace import Decoder, Fixed
+
+    weights, tokenizer, prompts = real_prompts(model, data, count, order)
+    found: dict[str, Any] = {"prompt_tokens": [len(one) for one in prompts], "order": order}
+    for g in PREDICTED:
+        decoder = Decoder(weights, "lookup" if g else None, tokenizer, num_draft_tokens=Fixed(g))
+        executor: Any = decoder.executors[0]
+        runs, versions = [], []
+        for prompt in prompts:
+            torch.cuda.synchronize()
+            started_at, firsts = time.perf_counter(), list[float]()
+            steps = []
+            for step in decoder.stream(prompt, temperature=0.0, max_new_tokens=128, ignore_eos=True):
+                firsts.append(time.perf_counter() - started_at)
+                steps.append(len(step.token_ids))
+            runs.append(
+                {"seconds": firsts[-1], "first": firsts[0], "steps": len(steps), "tokens": sum(steps)}
+            )
+            versions.append(executor.graphs.version)
+        later = runs[2:]
+        step_seconds = step_time(decoder, prompts[0], g)
+        predicted = sum(one["first"] + (one["steps"] - 1) * step_seconds for one in later)
+        found[f"g={g}"] = {
+            "tokens_per_second_all": sum(one["tokens"] for one in runs) / sum(one["seconds"] for one in runs),
+            "tokens_per_second_later": sum(r["tokens"] for r in later) / sum(r["seconds"] for r in later),
+            "step_milliseconds": 1e3 * step_seconds,
+            "measured_over_predicted_seconds": sum(one["seconds"] for one in later) / predicted,
+            "captures_after_first_prompt": versions[-1] - versions[0],
+            "runs": runs,
+        }
+    return found
+
+
+def step_time(decoder: Any, prompt: list[int], g: int) -> float:
+    """Return the median seconds of a step with g draft tokens, timed by the device."""
+    from outpace import SamplingParams
+    from outpace.engine.stats import Clock
+
+    executor = decoder.executors[0]
+    row = decoder.requests(prompt, SamplingParams(temperature=0.0), max_new_tokens=512, seed=1)[0]
+    row.slot = 0
+    prefilling = executor.prefill([row], Clock())
+    while not prefilling.advance():
+        pass
+    seconds = []
+    for _ in range(40):
+        pending = executor.start({0: row}, g, None, Clock())
+        outcome = pending.read()
+        executor.commit(row, g, outcome.accepted[0])
+        seconds.append(pending.seconds or 0.0)
+    executor.release(row, keep=False)
+    return statistics.median(seconds[5:])
+
+
+def measure_requests(model: str, data: str, count: int, requests: int, order: int) -> Any:
+    """Many requests of random length and arrival through one scheduler; memory, and texts as one by one."""
+    import torch
+
+    from outpace import Decoder, SamplingParams
+
+    weights, tokenizer, prompts = real_prompts(model, data, count, order)
+    weights = weights.float()
+    draw, sampling = random.Random(order), SamplingParams(temperature=0.8)
+    decoder = Decoder(weights, "lookup", tokenizer, rule="match", num_draft_tokens=3)
+    wanted = []
+    for number in range(requests):
+        prompt = draw.choice(prompts)
+        start = draw.randrange(len(prompt) // 2)
+        part = prompt[start : start + draw.randrange(4, 400)]
+        wanted.append((part, draw.randrange(1, 65), number, draw.randrange(3 * requests)))
+    wanted.sort(key=lambda one: one[3])  # by arrival, in scheduler steps
+    texts: dict[int, list[int]] = {}
+    memory, started_at, step, added, ids = [], time.perf_counter(), 0, 0, {}
+    with decoder.scheduler(batch_size=16) as scheduler:
+        while added < len(wanted) or scheduler.unfinished:
+            while added < len(wanted) and (wanted[added][3] <= step or not scheduler.unfinished):
+                part, new, seed, _ = wanted[added]
+                request = decoder.requests(part, sampling, max_new_tokens=new, seed=seed, ignore_eos=True)
+                ids[scheduler.add(request[0])] = added
+                added += 1
+            for done in scheduler.step():
+                if done.output is not None:
+                    texts[ids[done.index]] = done.output.token_ids
+            step += 1
+            if step % 100 == 0:
+                memory.append([torch.cuda.memory_allocated(), torch.cuda.memory_reserved()])
+    seconds = time.perf_counter() - started_at
+    alone = Decoder(weights, None, tokenizer, rule="match")
+    different = []
+    for index in draw.sample(range(len(wanted)), min(200, len(wanted))):
+        part, new, seed, _ = wanted[index]
+        out = alone.generate(part, sampling, max_new_tokens=new, seed=seed, ignore_eos=True)
+        if out.token_ids != texts[index]:
+            at = next(i for i, (a, b) in enumerate(zip(out.token_ids, texts[index], strict=True)) if a != b)
+            different.append(
+                {"request": index, "position": at, "gap": gap(alone, part, out, texts[index], at)}
+            )
+    return {
+        "requests": len(texts), "seconds": seconds, "steps": step, "memory": memory,
+        "compared": min(200, len(wanted)), "different": different,
+    }  # fmt: skip
+
+
+def gap(decoder: Any, prompt: list[int], out: Any, other: list[int], at: int) -> float:
+    """Return how much two tokens differ in log-probability where two texts differ first."""
+    ids = [*prompt, *out.token_ids[:at]]
+    again = decoder.generate(ids, temperature=1.0, max_new_tokens=1, logits=True, seed=0)
+    scores = again.logits[0].log_softmax(-1)
+    return float((scores[out.token_ids[at]] - scores[other[at]]).abs())
+
+
+MEASUREMENTS = {
+    "engine": measure_engine,
+    "generate": measure_generate,
+    "prompts": measure_prompts,
+    "requests": measure_requests,
+}
+
+
+# Commands
+
+
+def compare(args: argparse.Namespace) -> Any:
+    found: dict[str, list[Any]] = {"before": [], "after": []}
+    for _ in range(args.rounds):
+        for name, source in (("before", args.before), ("after", args.source)):
+            found[name].append(child(source, "engine"))
+    print(f"{'case':<40}{'before':>12}{'after':>12}{'ratio':>8}")
+    for i, one in enumerate(found["before"][0]):
+        rates = {
+            name: statistics.median(runs[i]["tokens_per_second"] for runs in found[name]) for name in found
+        }
+        label = f"{one['method']}, g={one['g']}, B={one['B']}, context {one['context']}"
+        ratio = rates["after"] / rates["before"]
+        print(f"{label:<40}{rates['before']:>12.1f}{rates['after']:>12.1f}{ratio:>8.3f}")
+    return found
+
+
+def first(args: argparse.Namespace) -> Any:
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("cold", "warm"):
+            found[name] = child(args.source, "generate", {"TRITON_CACHE_DIR": folder})
+            for mode, one in found[name].items():
+                print(
+                    f"{name} {mode}: first request {one['first_extra_seconds']:+.2f} s, then "
+                    f"{one['later_tokens_per_second']:.1f} tokens/s"
+                )
+    return found
+
+
+def prompts(args: argparse.Namespace) -> Any:
+    found = child(
+        args.source, "prompts", model=args.model, data=args.data, count=args.count, order=args.order
+    )
+    for name, one in found.items():
+        if name.startswith("g="):
+            print(f"{name}: { ({key: value for key, value in one.items() if key != 'runs'}) }")
+    return found
+
+
+def requests(args: argparse.Namespace) -> Any:
+    found = child(
+        args.source, "requests", model=args.model, data=args.data, count=args.count,
+        requests=args.requests, order=args.order,
+    )  # fmt: skip
+    print(
+        {key: value for key, value in found.items() if key != "memory"},
+        found["memory"][:2],
+        found["memory"][-2:],
+    )
+    return found
+
+
+def main() -> None:
+    if sys.argv[1] == "child":
+        print(json.dumps(MEASUREMENTS[sys.argv[2]](**json.loads(sys.argv[3]))))  # type: ignore[operator]
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = {"compare": compare, "first": first, "prompts": prompts, "requests": requests}
+    parser.add_argument("command", choices=commands)
+    parser.add_argument("--source", default="src", help="package of this checkout")
+    parser.add_argument("--before", help="package of the earlier checkout")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--model", help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--data", help="spec_bench.jsonl")
+    parser.add_argument("--count", type=int, default=40, help="prompts")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--order", type=int, default=1, help="seed of the random order")
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    result = commands[args.command](args)
+    with open(args.out, "w") as file:
+        json.dump({"command": sys.argv[1:], "machine": machine(), "result": result}, file, indent=1)
+
+
+def machine() -> dict[str, str]:
+    import torch
+    import transformers
+    import triton
+
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "triton": triton.__version__,
+    }
+
+
+if __name__ == "__main__":
+    main()

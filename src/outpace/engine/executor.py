@@ -1,0 +1,159 @@
+"""Interface of an executor: what runs the steps that the scheduler decides."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from outpace.draft.base import Draft
+from outpace.engine.sequence import SequenceState
+from outpace.engine.stats import Clock
+from outpace.models.scorer import Prefill
+from outpace.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a step, by slot.
+
+    Attributes:
+        drafts: The draft tokens.
+        accepted: How many of them were accepted.
+        next_token: The token that follows the accepted ones.
+        bad: Whether logits were unusable.
+    """
+
+    drafts: Mapping[int, list[int]]
+    accepted: Mapping[int, int]
+    next_token: Mapping[int, int]
+    bad: Mapping[int, bool]
+
+
+class Pending(ABC):
+    """A started step, whose outcome the host has not read yet.
+
+    Attributes:
+        capture_seconds: Seconds before the step in which its graph was captured.
+        catch_up_capture_seconds: Seconds before the step in which a graph of the catch-up was captured.
+    """
+
+    capture_seconds: float = 0.0
+    catch_up_capture_seconds: float = 0.0
+
+    @abstractmethod
+    def read(self) -> Outcome:
+        """Wait for the step and return its outcome."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of the step on its device, once it was read. None if the device does not tell."""
+        return None
+
+    @property
+    def catch_up_seconds(self) -> float:
+        """Seconds before the step in which the draft model processed tokens generated without it."""
+        return 0.0
+
+
+class Executor(ABC):
+    """What runs steps for the sequences in the slots.
+
+    Attributes:
+        name: Name for users and policies: "eager" or "graph".
+        drafts: Whether drafting is part of a step. Otherwise draft tokens come from the host.
+        is_async: Whether a started step runs while the host does something else.
+    """
+
+    name: str
+    drafts: bool
+    is_async: bool
+
+    @abstractmethod
+    def unsupported(self, rows: Sequence[SequenceState]) -> str | None:
+        """Return the reason why this executor cannot run these sequences together, or None if it can."""
+
+    @abstractmethod
+    def prepare(self, slots: int, tokens: int) -> None:
+        """Prepare for sequences of up to ``tokens`` tokens in the first slots, so that no memory moves."""
+
+    @abstractmethod
+    def prefill(self, rows: Sequence[SequenceState], clock: Clock) -> Prefilling:
+        """Begin to prefill new sequences, which have slots."""
+
+    @abstractmethod
+    def start(self, rows: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock) -> Pending:
+        """Start a step.
+
+        Args:
+            rows: The sequences that take part, by slot.
+            g: Number of draft tokens per sequence. 0 decodes without speculation.
+            draft: Draft tokens from the host, for the sequences in the order of ``rows``. None: the executor
+                drafts, or g is 0.
+            clock: Attributes the seconds of an executor that is not asynchronous.
+        """
+
+    @abstractmethod
+    def commit(self, row: SequenceState, g: int, accepted: int) -> None:
+        """Commit the outcome of a sequence's step, with g draft tokens, to the KV caches."""
+
+    @abstractmethod
+    def release(self, row: SequenceState, keep: bool) -> None:
+        """Free the slot of a sequence.
+
+        Args:
+            row: The sequence.
+            keep: Whether later prompts may reuse its KV cache.
+        """
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Give up the active sequences, which another executor then runs."""
+
+    def warm_up(self, g: int, slots: int, sampling: SamplingParams) -> None:
+        """Capture a step ahead of its first use, where steps are captured."""
+        return
+
+    def reset(self) -> None:
+        """Free everything that is kept between calls, apart from KV caches. No sequence may be active."""
+        return
+
+    def captured(self, rows: Mapping[int, SequenceState]) -> frozenset[int] | None:
+        """Return the numbers of draft tokens whose steps need no capture; None if no step ever does."""
+        return None
+
+    def batch(self, rows: Mapping[int, SequenceState]) -> int:
+        """Return the number of slots in a forward pass of these sequences, idle ones included."""
+        return len(rows)
+
+    def catch_up_tokens(self, rows: Mapping[int, SequenceState]) -> int | None:
+        """Return the number of tokens, padding included, that the draft model must process before it drafts.
+
+        None if the executor does not know.
+        """
+        return None
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return one line for users."""
+
+
+class Prefilling:
+    """New sequences that an executor prefills, one forward pass at a time.
+
+    Args:
+        rows: The sequences.
+        prefills: The prefills of the target and of the draft model.
+    """
+
+    def __init__(self, rows: Sequence[SequenceState], prefills: Sequence[Prefill]) -> None:
+        self.rows, self.prefills = list(rows), list(prefills)
+
+    def advance(self) -> bool:
+        """Run a forward pass of each model; return whether all prompts are complete."""
+        complete = [prefill.advance() for prefill in self.prefills]
+        return all(complete)
+
+    def finish(self, clock: Clock) -> Outcome | None:
+        """Return the first token of each sequence; None if the first step samples it."""
+        return None

@@ -1,0 +1,169 @@
+"""A fused model as a ``Scorer``, over a paged KV cache; and the choice of a model's scorer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from outpace.checks.arguments import to_device
+from outpace.models.causal import CausalScorer, has_adapters, positions, supported_model, version
+from outpace.models.fused import FusedModel, has_kernels, why_not
+from outpace.models.kv_cache import PagedCache
+from outpace.models.scorer import Scorer, WeightsMovedError
+from outpace.models.seq2seq import Seq2SeqScorer
+
+PAGE = 128  # tokens of a block that kernels read
+SMALL_PAGE = 16  # tokens of a block that PyTorch's operations read
+PADDING = -1  # position of padding
+
+
+class FusedScorer(Scorer):
+    """A fused model and its paged KV cache.
+
+    Args:
+        model: The model. Its weights are rearranged, and it can still be used.
+        kv_cache_bytes: Most bytes of the KV cache. None: a share of the free memory.
+    """
+
+    cache: PagedCache
+
+    def __init__(self, model: Any, kv_cache_bytes: int | None = None) -> None:
+        self.model = model
+        self.base = supported_model(model)
+        self.config = self.base.config
+        self.fused = fused_model(self.base)
+        self.vocab_size, self.context = self.fused.vocab_size, positions(self.config)
+        self.device, self.dtype = self.fused.device, self.fused.dtype
+        self.has_kernels = self.fused.has_kernels
+        page = PAGE if self.has_kernels else SMALL_PAGE
+        self.cache = PagedCache(
+            self.fused.shape, self.device, self.fused.tokens, page, self.has_kernels, kv_cache_bytes
+        )
+        self._versions = self._weight_versions()
+
+    @property
+    def is_current(self) -> bool:
+        """True if the model still has the weights that were fused, and can still be fused."""
+        return _fused.get(_fingerprint(self.base)) is self.fused
+
+    def check_weights(self) -> None:
+        """See ``Scorer.check_weights``."""
+        if not self.is_current:
+            raise WeightsMovedError(
+                f"{type(self.base).__name__}: its weights moved, or its layers changed, while sequences were "
+                "generated; wait for them to end, then call again"
+            )
+        versions = self._weight_versions()
+        if versions != self._versions:
+            self.forget()
+            self._versions = versions
+
+    def _weight_versions(self) -> tuple[int, ...]:
+        """Return values that change when weights change in place, which makes the KV cache stale."""
+        return tuple(version(weight) for weight in self.base.parameters())
+
+    @torch.inference_mode()
+    def append(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """See ``Scorer.append``."""
+        counts, longest = [len(new) for new in tokens], max(map(len, tokens))
+        lengths = [self.cache.length(slot) for slot in slots]
+        self.cache.reserve(slots, [length + count for length, count in zip(lengths, counts, strict=True)])
+        ids = torch.tensor([[*new, *[0] * (longest - len(new))] for new in tokens])
+        at = torch.tensor(lengths)[:, None] + torch.arange(longest)
+        at = at.where(torch.arange(longest) < torch.tensor(counts)[:, None], PADDING)
+        logits = self.fused.last_logits(
+            to_device(ids, self.device),
+            to_device(at, self.device),
+            self.cache.pages(slots),
+            to_device(torch.tensor(counts), self.device),
+        )
+        for slot, new in zip(slots, tokens, strict=True):
+            self.cache.commit(slot, len(new), new)
+        return logits
+
+    @torch.inference_mode()
+    def score(self, slots: Sequence[int], tokens: Tensor) -> Tensor:
+        """See ``Scorer.score``."""
+        n = tokens.shape[1]
+        lengths = [self.cache.length(slot) for slot in slots]
+        self.cache.reserve(slots, [length + n for length in lengths])
+        at = (torch.tensor(lengths)[:, None] + torch.arange(n)).clamp(max=self.fused.tokens - 1)
+        return self.fused.logits(tokens.to(self.device), to_device(at, self.device), self.cache.pages(slots))
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """See ``Scorer.forward``."""
+        return self.fused.logits(ids, positions, self.cache.pages(len(ids)))
+
+    def fill(self, ids: Tensor, positions: Tensor) -> None:
+        """See ``Scorer.fill``."""
+        self.fused.fill(ids, positions, self.cache.pages(len(ids)))
+
+    def launch_once(self, B: int, n: int) -> Tensor:
+        """See ``Scorer.launch_once``."""
+        return self.fused.launch_once(B, n, self.cache.pages(B))
+
+    def describe(self) -> str:
+        """See ``Scorer.describe``."""
+        return (
+            f"{type(self.base).__name__} fused, {self.dtype}, {self.device}, vocabulary {self.vocab_size}, "
+            f"context {self.context}, KV cache {self.cache.describe()}"
+        )
+
+
+def scorer_of(model: Any, fused: bool = False, kv_cache_bytes: int | None = None) -> Scorer:
+    """Return a scorer of a model.
+
+    Args:
+        model: A model, or a scorer. A scorer of the right kind is returned as it is.
+        fused: Whether to fuse the model, if it can be.
+        kv_cache_bytes: Most bytes of the KV cache of a new scorer.
+    """
+    scorer = model if isinstance(model, Scorer) else None
+    model = model if scorer is None else scorer.model
+    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    wanted: type[Scorer] = Seq2SeqScorer if encodes else CausalScorer
+    if fused and not encodes and why_not_fused(model) is None:
+        wanted = FusedScorer
+    if isinstance(scorer, wanted) and (not isinstance(scorer, FusedScorer) or scorer.is_current):
+        return scorer
+    if scorer is not None and not fused:
+        return scorer
+    kept = None if scorer is None else scorer.cache.max_bytes
+    return wanted(model, kv_cache_bytes if kv_cache_bytes is not None else kept)  # type: ignore[call-arg]
+
+
+def why_not_fused(model: Any) -> str | None:
+    """Return the reason why forward passes of a model are not fused on its device, or None if they are."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base is not model or has_adapters(base):
+        return "has adapters"
+    reason = why_not(base)
+    if reason is None:
+        embedding = base.get_input_embeddings().weight
+        if embedding.device.type != "cpu" and not has_kernels(embedding.device, embedding.dtype):
+            return f"has no kernels for {embedding.dtype} on this device"
+    return reason
+
+
+def fused_model(model: Any) -> FusedModel:
+    """Return a fused model, which all scorers share.
+
+    Fusing moves the model's weights, so a second time would invalidate the first.
+    """
+    fused = _fused.get(_fingerprint(model))
+    if fused is None:
+        fused = FusedModel(model)
+        _fused[_fingerprint(model)] = fused
+    return fused
+
+
+def _fingerprint(model: Any) -> tuple[object, ...]:
+    """Return values that change if weights move, or if a model can no longer be fused."""
+    return why_not_fused(model), *(parameter.data_ptr() for parameter in model.parameters())
+
+
+_fused: WeakValueDictionary[tuple[object, ...], FusedModel] = WeakValueDictionary()

@@ -1,0 +1,752 @@
+"""The KV cache: keys and values of the sequences in the slots, and of prefixes that prompts may reuse.
+
+Both kinds have one interface. ``PagedCache`` holds fixed-size blocks, which a table assigns to slots, and
+which sequences share by reference. Fused models read it. ``ContiguousCache`` holds one run of memory per
+slot, which Transformers' own forward passes read. It copies shared prefixes.
+
+The length of a slot counts only the tokens that a forward pass wrote and that were then committed. So a
+rollback moves the length, and rejected draft tokens are overwritten.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outpace.checks.arguments import to_device
+from outpace.models.cache import RaggedCache, Span
+
+log = logging.getLogger("outpace")
+
+MIN_REUSED_PREFIX = 16  # tokens; computing a shorter prefix is as fast as copying it
+BUDGET_SHARE = 0.9  # of the free memory, which the KV cache may take by default
+KEPT_SHARE = 0.25  # of the budget, which unused prefixes may keep after the last sequence has ended
+MAX_PREFIXES = 256  # unused prefixes that are kept; the oldest are evicted first
+SLOTS = 64  # table rows at first; more rows need new captures
+SCRATCH = 0  # the block that idle slots and padding write to
+
+
+class KVCache(ABC):
+    """KV cache of sequences, each in a slot.
+
+    Args:
+        device: Device of the keys and values.
+        budget: Most bytes of the KV cache. None: ``BUDGET_SHARE`` of the memory that is free.
+
+    Attributes:
+        max_bytes: The ``budget`` argument.
+        share: Fraction of the budget or of the free memory that is for this KV cache. Others have the rest.
+        version: Number that changes when memory moves, so that captured graphs are no longer valid.
+    """
+
+    def __init__(self, device: torch.device, budget: int | None = None) -> None:
+        self.device, self.max_bytes, self.share = device, budget, 1.0
+        self._default_budget: int | None = None  # measured when the first sequence opens
+        self.version = 0
+        self._lengths: dict[int, int] = {}  # by slot: committed tokens
+        self._tokens: dict[int, list[int]] = {}  # by slot: those of them whose ids are known
+
+    # Sequences
+
+    def is_open(self, slot: int) -> bool:
+        """Return whether a slot has a sequence."""
+        return slot in self._lengths
+
+    def length(self, slot: int) -> int:
+        """Return the number of committed tokens of a slot."""
+        return self._lengths[slot]
+
+    def common_length(self, slots: Sequence[int]) -> int | None:
+        """Return the length of all slots if they have the same, else None."""
+        lengths = {self._lengths[slot] for slot in slots}
+        return lengths.pop() if len(lengths) == 1 else None
+
+    def commit(self, slot: int, count: int, tokens: Sequence[int] = ()) -> None:
+        """Commit ``count`` tokens that a forward pass wrote; ``tokens`` are their ids, where known."""
+        if tokens and len(self._tokens[slot]) == self._lengths[slot]:
+            self._tokens[slot] += tokens
+        self._lengths[slot] += count
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Shorten a sequence to at most ``length`` committed tokens."""
+        self._lengths[slot] = min(length, self._lengths[slot])
+        del self._tokens[slot][length:]
+
+    @abstractmethod
+    def prepare(self, slots: int, tokens: int) -> None:
+        """Prepare for sequences of up to ``tokens`` tokens in the first slots, so that nothing moves later.
+
+        Raises:
+            MemoryError: The budget does not suffice, or memory is short.
+        """
+
+    @abstractmethod
+    def open(self, slot: int, tokens: Sequence[int]) -> int:
+        """Start a sequence in a free slot, with the longest cached prefix of its tokens.
+
+        The last token never comes from the cache, since its logits are needed.
+
+        Returns:
+            The number of tokens that need no forward pass.
+        """
+
+    @abstractmethod
+    def fork(self, source: int, slot: int) -> None:
+        """Start a sequence in a free slot, with all tokens of another slot."""
+
+    @abstractmethod
+    def reserve(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Allocate memory, so that each slot can hold ``lengths`` tokens.
+
+        Raises:
+            MemoryError: The budget does not suffice, or memory is short.
+        """
+
+    @abstractmethod
+    def close(self, slot: int, tokens: Sequence[int] | None = None) -> None:
+        """End the sequence of a slot.
+
+        Args:
+            slot: The slot.
+            tokens: Token ids of the sequence. Later prompts may reuse what is committed of them. None: they
+                may not, for instance because keys or values are NaN.
+        """
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Discard all prefixes, also those of active sequences, for later prompts."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free all memory. No sequence may be active."""
+
+    # Memory
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that are allocated."""
+
+    @property
+    @abstractmethod
+    def bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token in all layers."""
+
+    @abstractmethod
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        """Return the bytes that sequences of these lengths take at most."""
+
+    @property
+    def budget(self) -> int:
+        """Most bytes of the KV cache."""
+        if self.max_bytes is not None:
+            return int(self.share * self.max_bytes)
+        if self._default_budget is None or not self._lengths:
+            free = BUDGET_SHARE * self.share * memory_free(self.device)
+            self._default_budget = self.nbytes + int(free)
+        return self._default_budget
+
+    @abstractmethod
+    def trim(self) -> None:
+        """Free memory of unused prefixes beyond ``KEPT_SHARE`` of the budget."""
+
+    def describe(self) -> str:
+        """Return a few words for a user: the cost of a token, and the budget."""
+        limit = f"{BUDGET_SHARE * self.share:.0%} of the free memory"
+        if self.max_bytes is not None:
+            limit = f"{self.budget / 2**20:.1f} MiB"
+        return f"{self.bytes_per_token / 1024:.1f} KiB a token, at most {limit}"
+
+    def _too_large(self, nbytes: int) -> MemoryError:
+        return MemoryError(
+            f"the KV cache needs {nbytes / 2**20:.0f} MiB on {self.device}; at most "
+            f"{self.budget / 2**20:.0f} MiB are allowed: pass a smaller batch_size or max_new_tokens, or a "
+            "larger kv_cache_bytes"
+        )
+
+
+# Contiguous memory
+
+
+class ContiguousCache(KVCache):
+    """KV cache with one run of memory per slot, as a ``Cache`` of the Transformers library.
+
+    Args:
+        layers: Number of layers.
+        device: Device of the keys and values.
+        bytes_per_token: Bytes of a token, as far as the configuration tells. They are measured later.
+        budget: Most bytes. None: a share of the free memory.
+
+    Attributes:
+        rows: The keys and values. Rows change places, so a slot need not have the row of its number.
+    """
+
+    def __init__(
+        self, layers: int, device: torch.device, bytes_per_token: int, budget: int | None = None
+    ) -> None:
+        super().__init__(device, budget)
+        self.layers, self._computed_bytes = layers, bytes_per_token
+        self.on_swap: Callable[[int, int], None] | None = None  # cross-attention moves with its row
+        self.release()
+
+    def release(self) -> None:
+        """See ``KVCache.release``."""
+        self.rows = RaggedCache(self.layers)
+        self._order: list[int] = []  # the slot that each row belongs to
+        self._cached: dict[int, list[int]] = {}  # by slot without sequence: tokens that its row still holds
+        self._reserved: dict[int, int] = {}  # by slot: tokens that forward passes may have written
+        self._lengths, self._tokens = {}, {}
+        self.version += 1
+
+    @property
+    def nbytes(self) -> int:
+        """See ``KVCache.nbytes``."""
+        return self.rows.nbytes()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """See ``KVCache.bytes_per_token``; measured once there are keys, and computed before."""
+        if self.nbytes:
+            return self.nbytes // (self.rows.rows * self.rows.capacity)
+        return self._computed_bytes
+
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        """See ``KVCache.bytes_for``; rows are equally long, and do not shrink while one is in use."""
+        grown = self.rows if self._lengths else RaggedCache(0)
+        rows, tokens = grown.size(len(lengths), max(lengths, default=0))
+        return rows * tokens * self.bytes_per_token
+
+    def open(self, slot: int, tokens: Sequence[int]) -> int:
+        """See ``KVCache.open``."""
+        self.prepare(slot + 1, len(tokens))
+        cached = common_prefix_length(self._cached.pop(slot, ()), tokens, len(tokens) - 1)
+        others = itertools.chain(self._tokens.items(), self._cached.items())
+        shared, source = longest_prefix(((held, (one,)) for one, held in others), tokens)
+        if shared >= cached + MIN_REUSED_PREFIX:
+            self._copy(source[0], slot, shared)
+            cached = shared
+        self._lengths[slot], self._tokens[slot] = cached, list(tokens[:cached])
+        self._reserved[slot] = cached
+        return cached
+
+    def fork(self, source: int, slot: int) -> None:
+        """See ``KVCache.fork``."""
+        self.prepare(slot + 1, self._lengths[source])
+        self._cached.pop(slot, None)
+        self._copy(source, slot, self._lengths[source])
+        self._lengths[slot], self._tokens[slot] = self._lengths[source], list(self._tokens[source])
+        self._reserved[slot] = self._lengths[source]
+
+    def _copy(self, source: int, slot: int, length: int) -> None:
+        self.rows.copy(self._order.index(source), self._order.index(slot), length)
+
+    def reserve(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """See ``KVCache.reserve``."""
+        self.prepare(max(slots) + 1, max(lengths))
+        self._reserved |= zip(slots, lengths, strict=True)
+
+    def prepare(self, slots: int, tokens: int) -> None:
+        """See ``KVCache.prepare``."""
+        size = self.rows.size(slots, tokens)
+        if size == (self.rows.rows, self.rows.capacity):
+            return
+        if not self._lengths:  # no slot is in use: start again with the needed size
+            self.release()
+            size = self.rows.size(slots, tokens)
+        nbytes = size[0] * size[1] * self.bytes_per_token
+        if nbytes > self.budget:
+            raise self._too_large(nbytes)
+        log.info("KV cache of %d rows of %d tokens in %.0f MiB", *size, nbytes / 2**20)
+        self.rows.reserve(*size)
+        self._order += range(len(self._order), size[0])
+        self.version += 1
+
+    def close(self, slot: int, tokens: Sequence[int] | None = None) -> None:
+        """See ``KVCache.close``."""
+        length = self._lengths.pop(slot, None)
+        if length is None:
+            return
+        del self._tokens[slot], self._reserved[slot]
+        if tokens is None:
+            self.rows.clear(self._order.index(slot))  # a mask does not hide NaN
+        else:
+            # Forward passes of other rows may overwrite the last entry of an idle row.
+            self._cached[slot] = list(tokens[: min(length, self.rows.capacity - 1)])
+
+    def forget(self) -> None:
+        """See ``KVCache.forget``."""
+        self._cached.clear()
+        self._tokens = {slot: [] for slot in self._tokens}
+
+    def trim(self) -> None:
+        """See ``KVCache.trim``."""
+        if not self._lengths and self.nbytes > KEPT_SHARE * self.budget:
+            self.release()
+
+    def arrange(self, slots: Sequence[int]) -> int:
+        """Move the rows of these slots side by side, behind the others in use; return the first.
+
+        No row moves if the last call had the same slots.
+        """
+        first = sum(length > 0 for length in self._lengths.values()) - sum(
+            self._lengths.get(slot, 0) > 0 for slot in slots
+        )
+        for i, slot in enumerate(slots, first):
+            self._place(slot, i)
+        return first
+
+    def arrange_all(self, slots: int) -> None:
+        """Give each of the first slots the row of its number."""
+        for slot in range(slots):
+            self._place(slot, slot)
+
+    def _place(self, slot: int, row: int) -> None:
+        """Move a slot to a row, by swapping it with the slot that has the row."""
+        other = self._order[row]
+        if other == slot:
+            return
+        old = self._order.index(slot)
+        # A step in flight may have written tokens that are not committed yet.
+        held = (max(self._reserved.get(one, 0), len(self._cached.get(one, ()))) for one in (slot, other))
+        self.rows.swap(row, old, min(max(held), self.rows.capacity))
+        if self.on_swap is not None:
+            self.on_swap(row, old)
+        self._order[row], self._order[old] = slot, other
+
+    def row(self, slot: int) -> int:
+        """Return the row of a slot."""
+        return self._order.index(slot)
+
+    def slots_of(self, rows: slice) -> list[int]:
+        """Return the slots of some rows."""
+        return self._order[rows]
+
+    def place(self, first: int, positions: Tensor, start: int | None, reach: int) -> None:
+        """Set the rows and positions that the next forward pass writes, and how far it reads."""
+        self.rows.span = Span(first, positions, start, reach)
+
+
+# Blocks
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Shape of the keys and values of a model."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def block(self, page: int) -> tuple[int, ...]:
+        """Return the shape of a block of ``page`` tokens: layers, keys and values, heads, tokens, d."""
+        return self.layers, 2, self.kv_heads, page, self.head_dim
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class Blocks(ABC):
+    """Memory of blocks, numbered from 0, whose table entries a forward pass reads."""
+
+    @abstractmethod
+    def add(self) -> int:
+        """Allocate a block and return its number."""
+
+    @abstractmethod
+    def remove(self, block: int) -> None:
+        """Free the memory of a block, whose number may be used again."""
+
+    def trim(self) -> None:
+        """Return memory that no block has, where it is not returned at once."""
+        return
+
+    @abstractmethod
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block."""
+
+    @abstractmethod
+    def clear(self, block: int) -> None:
+        """Zero a block."""
+
+    @abstractmethod
+    def entry(self, block: int) -> int:
+        """Return the table entry of a block."""
+
+
+class Addresses(Blocks):
+    """Blocks that are each a tensor of their own; the table holds their addresses.
+
+    So blocks come and go without a copy, and captured graphs stay valid.
+    """
+
+    def __init__(self, shape: Shape, page: int, device: torch.device) -> None:
+        self._shape, self._dtype, self._device = shape.block(page), shape.dtype, device
+        self._memory: dict[int, Tensor] = {}
+
+    @torch.inference_mode(False)
+    def add(self) -> int:
+        """See ``Blocks.add``; nothing is zeroed, since kernels read only what was written."""
+        block = next(number for number in itertools.count(len(self._memory)) if number not in self._memory)
+        self._memory[block] = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        return block
+
+    def remove(self, block: int) -> None:
+        """See ``Blocks.remove``."""
+        del self._memory[block]
+
+    def copy(self, source: int, target: int) -> None:
+        """See ``Blocks.copy``."""
+        self._memory[target].copy_(self._memory[source])
+
+    def clear(self, block: int) -> None:
+        """See ``Blocks.clear``."""
+        self._memory[block].zero_()
+
+    def entry(self, block: int) -> int:
+        """See ``Blocks.entry``."""
+        return self._memory[block].data_ptr()
+
+
+class Pool(Blocks):
+    """Blocks in one tensor, for PyTorch's operations; the table holds their numbers.
+
+    Attributes:
+        memory: Keys and values ``[blocks, layers, 2, heads, page, d]``.
+    """
+
+    def __init__(self, shape: Shape, page: int, device: torch.device) -> None:
+        self.memory = torch.zeros(1, *shape.block(page), dtype=shape.dtype, device=device)
+        self._free = [0]
+
+    @torch.inference_mode(False)
+    def add(self) -> int:
+        """See ``Blocks.add``."""
+        if not self._free:
+            size = self.memory.shape[0]
+            self.memory = torch.cat((self.memory, torch.zeros_like(self.memory)))
+            self._free = list(range(2 * size - 1, size - 1, -1))
+        return self._free.pop()
+
+    def remove(self, block: int) -> None:
+        """See ``Blocks.remove``."""
+        self._free.append(block)
+
+    @torch.inference_mode(False)
+    def trim(self) -> None:
+        """See ``Blocks.trim``; blocks do not move, so memory up to the last one stays."""
+        free = set(self._free)
+        size = next(n for n in range(len(self.memory), 0, -1) if n - 1 not in free)
+        if size < len(self.memory):
+            self.memory = self.memory[:size].clone()
+            self._free = [block for block in self._free if block < size]
+
+    def copy(self, source: int, target: int) -> None:
+        """See ``Blocks.copy``."""
+        self.memory[target] = self.memory[source]
+
+    def clear(self, block: int) -> None:
+        """See ``Blocks.clear``."""
+        self.memory[block] = 0
+
+    def entry(self, block: int) -> int:
+        """See ``Blocks.entry``."""
+        return block
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Rows of the block table that a forward pass reads and writes through.
+
+    Attributes:
+        table: Entries of the rows' blocks, int64 ``[B, blocks]``.
+        page: Tokens of a block.
+        pool: The blocks, if PyTorch's operations read them. None: kernels do.
+    """
+
+    table: Tensor
+    page: int
+    pool: Pool | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens of a row."""
+        return self.table.shape[1] * self.page
+
+    def update(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor, reach: int) -> list[Tensor]:
+        """Write keys and values ``[B, heads, n, d]`` at positions ``[B, n]``, with PyTorch's operations.
+
+        Returns:
+            All keys and values up to ``reach``, ``[B, heads, reach, d]`` each.
+        """
+        assert self.pool is not None
+        memory = self.pool.memory
+        block = self.table.gather(1, (positions // self.page).clamp(min=0))
+        block = block.masked_fill(positions < 0, SCRATCH)
+        used = self.table[:, : -(-reach // self.page)]
+        for kind, new in enumerate((keys, values)):
+            memory[block, layer, kind, :, positions % self.page] = new.transpose(1, 2)
+        # [B, blocks, heads, page, d]
+        return [memory[used, layer, kind].transpose(1, 2).flatten(2, 3)[:, :, :reach] for kind in (0, 1)]
+
+
+class PagedCache(KVCache):
+    """KV cache of blocks, which a table assigns to slots, and which sequences share by reference.
+
+    Args:
+        shape: Shape of the keys and values.
+        device: Device of the keys and values.
+        tokens: Most tokens of a sequence.
+        page: Tokens of a block.
+        kernels: Whether kernels read the blocks. Otherwise PyTorch's operations do.
+        budget: Most bytes. None: a share of the free memory.
+
+    Attributes:
+        table: Table entries of each slot's blocks, int64 ``[slots, blocks]``. Entries past a sequence's
+            blocks, and those of idle slots, are the scratch block's.
+    """
+
+    table: Tensor
+
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device,
+        tokens: int,
+        page: int,
+        kernels: bool,
+        budget: int | None = None,
+    ) -> None:
+        super().__init__(device, budget)
+        self.shape, self.page, self._kernels = shape, page, kernels
+        self._max_blocks = -(-tokens // page)
+        self.release()
+
+    @torch.inference_mode(False)
+    def release(self) -> None:
+        """See ``KVCache.release``."""
+        self._lengths, self._tokens = {}, {}
+        self._blocks: dict[int, list[int]] = {}  # by slot
+        self._references: dict[int, int] = {}  # by block: how many slots and prefixes hold it
+        self._free: list[int] = []  # allocated blocks that nothing holds
+        self._prefixes: dict[int, Prefix] = {}  # of ended sequences, the oldest first
+        self._numbers = itertools.count()
+        self.memory: Blocks = (Addresses if self._kernels else Pool)(self.shape, self.page, self.device)
+        self.memory.clear(self.memory.add())  # SCRATCH
+        self.table = torch.zeros(0, self._max_blocks, dtype=torch.int64, device=self.device)
+        self.version += 1
+
+    @property
+    def nbytes(self) -> int:
+        """See ``KVCache.nbytes``."""
+        return (len(self._references) + len(self._free) + 1) * self._block_bytes
+
+    @property
+    def _block_bytes(self) -> int:
+        return self.page * self.bytes_per_token
+
+    @property
+    def bytes_per_token(self) -> int:
+        """See ``KVCache.bytes_per_token``."""
+        return self.shape.bytes_per_token
+
+    def bytes_for(self, lengths: Sequence[int]) -> int:
+        """See ``KVCache.bytes_for``."""
+        return (sum(-(-length // self.page) for length in lengths) + 1) * self._block_bytes
+
+    def pages(self, slots: Sequence[int] | int) -> Pages:
+        """Return the table rows of these slots; of the first slots, for a number of slots, as views."""
+        pool = self.memory if isinstance(self.memory, Pool) else None
+        if isinstance(slots, int):
+            return Pages(self.table[:slots], self.page, pool)
+        index = to_device(torch.tensor(slots), self.device)
+        return Pages(self.table[index], self.page, pool)
+
+    @torch.inference_mode(False)
+    def prepare(self, slots: int, tokens: int) -> None:
+        """See ``KVCache.prepare``; blocks are allocated later, when they are needed."""
+        old = self.table
+        if slots > len(old):
+            slots = max(slots, SLOTS)
+            self.table = old.new_full((slots, self._max_blocks), self.memory.entry(SCRATCH))
+            self.table[: len(old)] = old
+            self.version += 1
+
+    def open(self, slot: int, tokens: Sequence[int]) -> int:
+        """See ``KVCache.open``."""
+        self.prepare(slot + 1, len(tokens))
+        active = ((list_, self._blocks[one]) for one, list_ in self._tokens.items())
+        kept = ((prefix.tokens, prefix.blocks) for prefix in self._prefixes.values())
+        length, blocks = longest_prefix(itertools.chain(active, kept), tokens)
+        self._start(slot, tokens[:length], blocks)
+        return length
+
+    def fork(self, source: int, slot: int) -> None:
+        """See ``KVCache.fork``."""
+        self.prepare(slot + 1, self._lengths[source])
+        length = self._lengths[source]
+        self._start(slot, self._tokens[source][:length], self._blocks[source], length)
+
+    def _start(
+        self, slot: int, tokens: Sequence[int], blocks: Sequence[int], length: int | None = None
+    ) -> None:
+        """Let a slot share the blocks of some tokens. The last one is copied before it is written to."""
+        length = len(tokens) if length is None else length
+        shared = list(blocks[: -(-length // self.page)])
+        for block in shared:
+            self._references[block] += 1
+        self._blocks[slot], self._lengths[slot], self._tokens[slot] = shared, length, list(tokens)
+        self._write([(slot, i) for i in range(len(shared))])
+
+    def reserve(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """See ``KVCache.reserve``; blocks that a slot may write to are its own afterwards."""
+        changed = list[tuple[int, int]]()  # slots, and numbers of their blocks
+        try:
+            for slot, length in zip(slots, lengths, strict=True):
+                self._reserve(slot, length, changed)
+        finally:
+            self._write(changed)
+
+    def _reserve(self, slot: int, length: int, changed: list[tuple[int, int]]) -> None:
+        """Reserve memory of one slot, and add the blocks that it got to ``changed``."""
+        blocks = self._blocks[slot]
+        for i in range(self._lengths[slot] // self.page, min(-(-length // self.page), self._max_blocks)):
+            if i == len(blocks):
+                blocks.append(self._allocate())
+            elif self._references[blocks[i]] > 1:
+                own = self._allocate()
+                self.memory.copy(blocks[i], own)
+                self._drop([blocks[i]])
+                blocks[i] = own
+            else:
+                continue
+            changed.append((slot, i))
+
+    def _write(self, changed: Sequence[tuple[int, int]]) -> None:
+        """Write the entries of some slots' blocks to the table, without waiting for the device."""
+        if changed:
+            entries = [(slot, i, self.memory.entry(self._blocks[slot][i])) for slot, i in changed]
+            slots, numbers, values = to_device(torch.tensor(entries), self.device).unbind(1)
+            self.table[slots, numbers] = values
+
+    def _allocate(self) -> int:
+        """Return a block that one sequence holds, and evict the oldest prefixes if memory is short."""
+        if not self._free and self.nbytes + self._block_bytes > self.budget:
+            self._evict(lambda: not self._free)
+            if not self._free:
+                raise self._too_large(self.nbytes + self._block_bytes)
+        try:
+            block = self._free.pop() if self._free else self.memory.add()
+        except torch.OutOfMemoryError:
+            self._evict(lambda: True)
+            self._free_memory()
+            block = self.memory.add()
+        self._references[block] = 1
+        return block
+
+    def _evict(self, more: Callable[[], bool]) -> None:
+        """Evict unused prefixes, the oldest first, while ``more`` returns True."""
+        while self._prefixes and more():
+            self._drop(self._prefixes.pop(next(iter(self._prefixes))).blocks)
+
+    def _drop(self, blocks: Iterable[int]) -> None:
+        """Let go of blocks; those that nothing else holds are free."""
+        for block in blocks:
+            self._references[block] -= 1
+            if not self._references[block]:
+                del self._references[block]
+                self._free.append(block)
+
+    def _free_memory(self) -> None:
+        """Return the memory of free blocks to the device."""
+        while self._free:
+            self.memory.remove(self._free.pop())
+
+    def close(self, slot: int, tokens: Sequence[int] | None = None) -> None:
+        """See ``KVCache.close``."""
+        if slot not in self._blocks:
+            return
+        blocks, length = self._blocks.pop(slot), self._lengths.pop(slot)
+        del self._tokens[slot]
+        self.table[slot] = self.memory.entry(SCRATCH)
+        if tokens is None:
+            for block in blocks:
+                if self._references[block] == 1:
+                    self.memory.clear(block)  # a mask does not hide NaN
+            self._drop(blocks)
+            return
+        kept = list(tokens[:length])
+        used = -(-len(kept) // self.page)
+        self._drop(blocks[used:])
+        for number, prefix in list(self._prefixes.items()):
+            if prefix.tokens == kept[: len(prefix.tokens)]:  # the new prefix contains it
+                self._drop(self._prefixes.pop(number).blocks)
+        self._prefixes[next(self._numbers)] = Prefix(kept, blocks[:used])
+        self._evict(lambda: len(self._prefixes) > MAX_PREFIXES)
+
+    def forget(self) -> None:
+        """See ``KVCache.forget``."""
+        self._evict(lambda: True)
+        self._tokens = {slot: [] for slot in self._tokens}
+
+    def trim(self) -> None:
+        """See ``KVCache.trim``."""
+        kept = KEPT_SHARE * self.budget
+        self._evict(lambda: len(self._references) * self._block_bytes > kept)
+        if self.nbytes > kept:
+            self._free_memory()
+        self.memory.trim()
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Tokens of an ended sequence, and the blocks that hold them."""
+
+    tokens: list[int]
+    blocks: list[int]
+
+
+def longest_prefix(
+    candidates: Iterable[tuple[Sequence[int], Sequence[int]]], tokens: Sequence[int]
+) -> tuple[int, Sequence[int]]:
+    """Return the length of the longest cached prefix of some tokens, and its blocks.
+
+    The last token does not count. A prefix of fewer than ``MIN_REUSED_PREFIX`` tokens is not worth a copy.
+    """
+    best: tuple[int, Sequence[int]] = (0, ())
+    if len(tokens) > MIN_REUSED_PREFIX:
+        head = list(tokens[:MIN_REUSED_PREFIX])
+        for cached, blocks in candidates:
+            if cached[:MIN_REUSED_PREFIX] == head:
+                length = common_prefix_length(cached, tokens, len(tokens) - 1)
+                best = max(best, (length, blocks), key=lambda found: found[0])
+    return best
+
+
+def common_prefix_length(one: Sequence[int], other: Sequence[int], limit: int) -> int:
+    """Return the length of the common prefix of two token sequences, at most ``limit``."""
+    limit = max(0, min(len(one), len(other), limit))
+    if list(one[:limit]) == list(other[:limit]):
+        return limit
+    return next(i for i in range(limit) if one[i] != other[i])
+
+
+def memory_free(device: torch.device) -> int:
+    """Return the bytes of free memory on a device; unknown memory counts as unlimited."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    meminfo = Path("/proc/meminfo")
+    if device.type == "cpu" and meminfo.exists():
+        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    return 1 << 62
