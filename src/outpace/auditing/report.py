@@ -191,7 +191,9 @@ class Report:
             f"(policy {self.draft_length_policy}{replaced})."
         )
         if self.engine:
-            lines.append("Samples ran without the engine: they need a logit bias, which it does not support.")
+            lines.append(
+                "Samples ran on the eager executor: they need a logit bias, which graphs do not support."
+            )
         if self.draft_tokens and not self.accepted_tokens:
             lines.append("None was accepted, so acceptance was not tested: give prompts that repeat.")
         elif self.draft_tokens and self.accepted_tokens == self.draft_tokens:

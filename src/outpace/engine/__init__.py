@@ -1,1 +1,1 @@
-"""Sequences from request to output: prompts, drafting, steps, and the graph executor."""
+"""Sequences from request to output: prompts, drafting, the scheduler, and the two executors."""

@@ -22,7 +22,7 @@ from outpace.engine.capture import Graphs
 from outpace.engine.executor import Executor, Outcome, Pending, Prefilling
 from outpace.engine.sequence import SequenceState
 from outpace.engine.stats import Clock
-from outpace.models.scorer import CHUNK, Prefill, Scorer
+from outpace.models.scorer import Prefill, Scorer
 from outpace.sampling import SamplingParams
 from outpace.verification import Rule, Verdict, sample, verify
 
@@ -214,7 +214,7 @@ class GraphExecutor(Executor):
         self.prepare(max(slots) + 1, longest)
         if self.target.has_kernels and sampling not in self._compiled_for:
             self._compiled_for.add(sampling)
-            self._compile_ahead(max(slots) + 1, longest, sampling)
+            self._compile_ahead(max(slots) + 1, sampling)
         for scorer in self._scorers():
             prompts = [self._known(scorer, row.tokens) for row in rows]
             prefills.append(Prefill(scorer, slots, prompts, leave_last=True))
@@ -332,7 +332,7 @@ class GraphExecutor(Executor):
         )
 
     @torch.inference_mode()
-    def _compile_ahead(self, slots: int, prompt_tokens: int, sampling: SamplingParams) -> None:
+    def _compile_ahead(self, slots: int, sampling: SamplingParams) -> None:
         """Compile the kernels of a prefill and of steps, all at the same time.
 
         One after another, compilation would take several times as long. Kernels that are compiled already
@@ -344,8 +344,6 @@ class GraphExecutor(Executor):
         state = self.state(g, sampling, slots)
         with self._on_device(), compiling_ahead():
             p = self.target.launch_once(slots, g + 1)
-            for scorer in self._scorers():
-                scorer.launch_once(1, min(prompt_tokens, CHUNK))
             draft = DraftTensors(state.token_ids[:, :g])
             if self.draft_scorer is not None:
                 self.draft_scorer.launch_once(slots, 1)

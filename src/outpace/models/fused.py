@@ -35,6 +35,7 @@ STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # rope types whose angl
 GATES = {1: "silu", 2: "gelu_pytorch_tanh"}  # activations by their number in the kernels
 MIN_CAPABILITY = 8, 0  # least compute capability for the kernels
 MAX_HEAD_BYTES, MAX_QUERY_BYTES = 512, 16384  # most bytes of a head, and of a block's queries
+FEW_TOKENS = 16  # tokens of a prompt that are processed as a decode step is
 COUNTERS = 1 << 16  # most rows times key heads of the attention kernel for few queries
 
 
@@ -212,15 +213,18 @@ class FusedModel:
 
     @torch.inference_mode()
     def last_logits(self, ids: Tensor, positions: Tensor, pages: Pages, counts: Tensor) -> Tensor:
-        """Return logits ``[B, V]`` after token ``counts[b] - 1`` of each row, and fill the KV cache."""
+        """Return logits ``[B, V]`` after token ``counts[b] - 1`` of each row, and fill the KV cache.
+
+        Prompts of any length have the same kernels, so that a new length compiles nothing.
+        """
+        if len(ids) == 1 and ids.numel() <= FEW_TOKENS:  # kernels that decode steps have as well
+            return self.logits(ids, positions, pages)[:, -1]
         rows = torch.arange(len(ids), device=ids.device)
-        if self._uses_few_rows_kernels(ids):
-            return self.logits(ids, positions, pages)[rows, counts - 1]
-        return self.head(self._hidden(ids, positions, pages)[rows, counts - 1])
+        return self.head(self._hidden(ids, positions, pages, prefill=True)[rows, counts - 1])
 
     @torch.inference_mode()
     def launch_once(self, B: int, n: int, pages: Pages) -> Tensor:
-        """Launch each kernel of a forward pass over tokens ``[B, n]`` once, so that it is compiled.
+        """Launch each kernel of a prefill, and of a forward pass over tokens ``[B, n]``, once.
 
         All layers have the same kernels, so the first one suffices. Nothing is written to the KV cache.
 
@@ -230,12 +234,14 @@ class FusedModel:
         first = copy.copy(self)
         first.layers = self.layers[:1]
         ids = torch.zeros(B, n, dtype=torch.int64, device=self.device)
+        prompt = torch.zeros(1, FEW_TOKENS + 1, dtype=torch.int64, device=self.device)
+        first.last_logits(prompt, torch.full_like(prompt, -1), pages, prompt[:, 0])
         return first.logits(ids, torch.full_like(ids, -1), pages)
 
-    def _hidden(self, ids: Tensor, positions: Tensor, pages: Pages) -> Tensor:
+    def _hidden(self, ids: Tensor, positions: Tensor, pages: Pages, prefill: bool = False) -> Tensor:
         """Return the last norm's output ``[B, n, D]``, and fill the KV cache."""
         if self.has_kernels:
-            return self._hidden_with_kernels(ids, positions, pages)
+            return self._hidden_with_kernels(ids, positions, pages, prefill)
         x = self.embedding[ids] * self.embedding_scale
         attend = self._attention_without_kernels(positions, pages)
         for i, layer in enumerate(self.layers):
@@ -270,20 +276,20 @@ class FusedModel:
             stream = matmul(inner, layer.down.weight, layer.down.bias, residual=stream.x, norm=after.scale)
         return stream
 
-    def _hidden_with_kernels(self, ids: Tensor, positions: Tensor, pages: Pages) -> Tensor:
+    def _hidden_with_kernels(self, ids: Tensor, positions: Tensor, pages: Pages, prefill: bool) -> Tensor:
         """Compute ``_hidden`` with kernels between the products."""
         add_norm, gate = self._rows.add_norm, self._rows.gate
         x = (self.embedding[ids] * self.embedding_scale).flatten(0, 1)
         residual = torch.zeros_like(x)  # so that all layers have the same kernels
         for i, layer in enumerate(self.layers):
             x, y = add_norm(x, residual, layer.norm.scale)
-            out = self._attend(i, layer.qkv(y).view(*ids.shape, -1), positions, pages)
+            out = self._attend(i, layer.qkv(y).view(*ids.shape, -1), positions, pages, prefill)
             x, y = add_norm(x, layer.out(out), layer.mlp_norm.scale)
             residual = layer.down(gate(layer.gate_up(y), self._gate))
         last: Tensor = add_norm(x, residual, self.norm.scale)[1]
         return last.view(*ids.shape, -1)
 
-    def _attend(self, i: int, qkv: Tensor, positions: Tensor, pages: Pages) -> Tensor:
+    def _attend(self, i: int, qkv: Tensor, positions: Tensor, pages: Pages, prefill: bool = False) -> Tensor:
         """Attend in layer i with a kernel, for queries, keys and values ``[B, n, ...]``.
 
         Returns:
@@ -296,7 +302,7 @@ class FusedModel:
             "layer": i, "page": pages.page, "heads": self.heads, "kv_heads": self.kv_heads,
             "scale": self.scale, "window": layer.window, "norms": norms,
         }  # fmt: skip
-        if self._uses_attention_kernel(qkv):
+        if not prefill and self._uses_attention_kernel(qkv):
             out: Tensor = self._attention.few_queries(
                 qkv, positions, self.angles, pages.table, self.counters, tokens=pages.tokens, **common
             )

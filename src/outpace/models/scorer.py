@@ -111,9 +111,10 @@ class Scorer(ABC):
         return
 
     def launch_once(self, B: int, n: int) -> Tensor | None:
-        """Launch each kernel of a forward pass over tokens ``[B, n]`` once; return undefined logits.
+        """Launch each kernel of a prefill, and of a forward pass over tokens ``[B, n]``, once.
 
-        None: there are no kernels to compile.
+        Returns:
+            Undefined logits ``[B, n, V]``. None: there are no kernels to compile.
         """
         return None
 

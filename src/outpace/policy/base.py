@@ -63,8 +63,8 @@ class StepOutcome:
             drafting is part of the graph.
         catch_up_seconds: Seconds before the step in which the draft model processed tokens that were
             generated without it. 0 if this was not timed by itself.
-        idle_seconds: Seconds before the step in which the device waited for the host. The host must read the
-            last outcome before a catch-up, and before a drafter on the host can draft.
+        idle_seconds: Seconds before the step in which the device waited for the host. A drafter on the host
+            must see the last outcome before it can draft.
         requested: Number of draft tokens per sequence that took time, whether they were proposed or not.
             Empty: the same as ``drafted``.
         unscored_correct: Per sequence, whether the first proposed token that the target did not score was

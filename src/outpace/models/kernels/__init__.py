@@ -1,1 +1,1 @@
-"""Triton kernels for a model's forward pass over few tokens."""
+"""Triton kernels for a model's forward passes, over few tokens and over prompts."""

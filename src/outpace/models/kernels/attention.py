@@ -216,7 +216,7 @@ def quotient(running_total, running_sum):
 
 @triton.jit(
     do_not_specialize=[
-        "n", "positions", "table", "ranges", "min_range", "positions_stride", "table_stride", "columns",
+        "positions", "table", "ranges", "min_range", "positions_stride", "table_stride", "columns",
     ]
 )  # fmt: skip
 def attend(
@@ -235,9 +235,7 @@ def attend(
     Positions, angles, the table and earlier tokens are older than the previous kernel. So a block loads
     them, or prefetches PREFETCH of them, before that kernel ends.
     """
-    # First come the blocks of all first ranges. In short rows the others have nothing to do.
-    groups_of_rows = tl.num_programs(0) // ranges  # pairs of a row and a key head
-    group, r = tl.program_id(0) % groups_of_rows, tl.program_id(0) // groups_of_rows
+    group, r = tl.program_id(0) // ranges, tl.program_id(0) % ranges
     head = group % kv_heads
     b = (group // kv_heads).to(tl.int64)
     groups = heads // kv_heads

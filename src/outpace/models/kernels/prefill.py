@@ -151,7 +151,7 @@ def many_queries(
     line = WIDTH * qkv.element_size()
     exact = qkv.dtype == torch.float32  # such products take more registers, so tiles are smaller
     queries, block = (QUERIES // 2, max(16, BLOCK // 2)) if exact else (QUERIES, BLOCK)
-    ROWS = max(16, min(queries, QUERY_BYTES // line, triton.next_power_of_2(n)))
+    ROWS = max(16, min(queries, QUERY_BYTES // line))
     block, stages = fitting(min(block, page), ROWS, line, here)
     assert page % block == 0, f"page: got {page}; it must be a multiple of {block}"
     out = torch.empty(B, n, heads * D, dtype=qkv.dtype, device=qkv.device)
