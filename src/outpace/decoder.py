@@ -337,8 +337,13 @@ class Decoder:
             batch_sizes: Numbers of sequences.
             sampling: Sampling parameters. By default those of a call without any.
         """
+        most = self.policy.max_draft_tokens
         if num_draft_tokens is None:
-            num_draft_tokens = sorted({0, self.policy.max_draft_tokens})
+            num_draft_tokens = sorted({0, most})
+        for g in num_draft_tokens:
+            integer("num_draft_tokens", g, f"ints in 0..{most}", lambda g: 0 <= g <= most)
+        for batch in batch_sizes:
+            integer("batch_sizes", batch, "ints >= 1", lambda b: b >= 1)
         if sampling is None:
             sampling = from_generation_config(self.scorer.generation_config)
         owner = object()

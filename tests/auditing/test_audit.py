@@ -125,7 +125,7 @@ def test_the_report_names_checks_that_could_not_run() -> None:
     assert "tokens that the logit bias ruled out" in str(
         replace(REPORT, joint=[replace(joint, impossible=3)])
     )
-    assert "without the engine" in str(replace(REPORT, engine=True))
+    assert "on the eager executor" in str(replace(REPORT, engine=True))
     few = replace(REPORT, detectable=1.0)
     assert few.verdict == "could not tell"
     assert "too few samples" in str(few)

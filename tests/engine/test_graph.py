@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from outpace import Decoder, Fixed, SamplingParams
-from outpace.engine.capture import Graphs
+from outpace.engine.capture import Graphs, announced
 from outpace.engine.executor import Outcome, Pending
 from outpace.engine.graph import BUCKETS, GraphExecutor, bucket_of
 from outpace.engine.sequence import SequenceState
@@ -500,3 +501,16 @@ def test_steps_start_without_waiting_for_the_host() -> None:
     assert not [name for name in between if "Synchronize" in name or name in ("cudaMemcpy", "aten::item")]
     for pending in started:
         batch.read(pending, 3)
+
+
+@pytest.mark.parametrize(("terminal", "seconds"), [(True, 0.3), (True, 0.0), (False, 0.3)])
+def test_a_slow_capture_says_so_on_a_terminal(
+    terminal: bool, seconds: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("outpace.engine.capture.QUIET_SECONDS", 0.1)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    with announced("capturing a step"):
+        time.sleep(seconds)
+    assert ("capturing a step; later calls do not wait" in capsys.readouterr().err) == (
+        terminal and seconds > 0
+    )

@@ -20,7 +20,7 @@ from outpace.engine.stats import Stats
 from outpace.models import scorer as scorers
 from outpace.models.kv_cache import KVCache
 from outpace.policy import DraftLengthPolicy
-from tests.tiny import V, tiny
+from tests.tiny import V, greedy, tiny
 
 GAP = 1e-4  # between the two largest scores: rounding may exchange nearer ones
 
@@ -505,3 +505,180 @@ def test_a_step_reports_the_seconds_of_each_phase() -> None:
     steps = list(decoder.stream([1, 2, 3], max_new_tokens=8, temperature=1.0, seed=1))
     assert {"draft", "target", "verify", "other"} <= set(steps[1].phases)
     assert all(seconds >= 0 for step in steps for seconds in step.phases.values())
+
+
+def finished(scheduler: Scheduler) -> dict[int, Output]:
+    """Run all sequences to their ends; return the outputs by id."""
+    outputs: dict[int, Output] = {}
+    while scheduler.unfinished:
+        outputs |= {step.index: step.output for step in scheduler.step() if step.output is not None}
+    return outputs
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(V), k=length)
+
+
+@EXECUTORS
+def test_weights_that_change_while_a_sequence_runs_leave_no_prefix_behind(engine: bool) -> None:
+    target, prompt = tiny(), random_prompt(30, 1)
+    decoder = Decoder(target, engine=engine)
+    with decoder.scheduler() as scheduler:
+        scheduler.add(decoder.requests(prompt, temperature=0, max_new_tokens=12)[0])
+        scheduler.step()
+        with torch.no_grad():
+            target.model.layers[0].self_attn.k_proj.weight.mul_(1.7)
+            target.model.layers[1].mlp.up_proj.weight.mul_(-2)
+        scheduler.add(decoder.requests([1, 2, 3], temperature=0, max_new_tokens=3)[0])
+        finished(scheduler)
+    out = decoder.generate(prompt, temperature=0, max_new_tokens=12)
+    assert out.token_ids == greedy(target, prompt, 12)
+
+
+@EXECUTORS
+def test_an_error_in_a_users_function_ends_its_request_alone(engine: bool) -> None:
+    target, prompts = tiny(), [random_prompt(20, 1), random_prompt(22, 2)]
+    calls = iter(range(100))
+
+    def fails(state: SequenceState) -> bool:
+        if next(calls) == 2:
+            raise KeyError("of the user")
+        return False
+
+    decoder = Decoder(target, engine=engine)
+    with decoder.scheduler() as scheduler:
+        scheduler.add(decoder.requests(prompts[0], temperature=0, max_new_tokens=12, stop_when=fails)[0])
+        scheduler.add(decoder.requests(prompts[1], temperature=0, max_new_tokens=12)[0])
+        outputs = finished(scheduler)
+    assert isinstance(outputs[0].error, KeyError)
+    assert outputs[1].token_ids == greedy(target, prompts[1], 12)
+
+
+@EXECUTORS
+def test_a_step_that_fails_ends_the_scheduler(engine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(tiny(), engine=engine)
+
+    def fails(*arguments: Any) -> None:
+        raise ZeroDivisionError
+
+    with decoder.scheduler() as scheduler:
+        scheduler.add(decoder.requests([1, 2, 3], max_new_tokens=5)[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder.executors[0], "start", fails)
+            with pytest.raises(ZeroDivisionError):
+                finished(scheduler)
+        with pytest.raises(RuntimeError, match="an earlier step of the scheduler failed"):
+            scheduler.step()
+    with pytest.raises(RuntimeError, match="is closed"):
+        scheduler.step()
+    assert len(decoder.generate([1, 2, 3], max_new_tokens=5, ignore_eos=True).token_ids) == 5
+
+
+@EXECUTORS
+def test_unusable_logits_of_one_request_reach_no_later_one(engine: bool) -> None:
+    target = tiny(num_hidden_layers=3)
+    with torch.no_grad():
+        target.get_input_embeddings().weight[7] = float("nan")
+    prompts = [[8 if token == 7 else token for token in random_prompt(n, n)] for n in (40, 22, 21)]
+    decoder = Decoder(target, engine=engine)
+    with pytest.warns(UserWarning, match="unusable"):
+        decoder.generate([*prompts[:2], [3, 7, *prompts[2]]], temperature=0, max_new_tokens=6)
+    outs = decoder.generate([prompts[0][::-1], prompts[1][:8]], temperature=0, max_new_tokens=1)
+    assert [out.error for out in outs] == [None, None]
+
+
+def test_a_request_repeats_at_a_budget_that_just_suffices() -> None:
+    block = Decoder(tiny(), engine=True).scorer.cache.bytes_for([])
+    decoder = Decoder(tiny(), engine=True, kv_cache_bytes=3 * block)
+    with decoder.scheduler(1) as scheduler:
+        for _ in range(3):
+            scheduler.add(decoder.requests(random_prompt(20, 1), temperature=0, max_new_tokens=5)[0])
+        outputs = finished(scheduler)
+    assert {tuple(out.token_ids) for out in outputs.values()} == {
+        tuple(greedy(tiny(), random_prompt(20, 1), 5))
+    }
+
+
+def test_memory_that_runs_out_in_a_step_ends_the_newest_sequence_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outpace.engine.graph.BLOCK_TOKENS", 1)
+    decoder, prompts = Decoder(tiny(), engine=True), [random_prompt(14, seed) for seed in range(2)]
+    cache: Any = decoder.scorer.cache
+    with decoder.scheduler() as scheduler:
+        for prompt in prompts:
+            scheduler.add(decoder.requests(prompt, temperature=0, max_new_tokens=100)[0])
+        scheduler.step()
+        budget, cache.max_bytes = cache.max_bytes, cache.bytes_for([140])  # enough for one of them
+        outputs = finished(scheduler)
+        cache.max_bytes = budget
+    assert isinstance(outputs[1].error, MemoryError)
+    assert outputs[0].token_ids == greedy(tiny(), prompts[0], 100)
+
+
+def test_a_draft_model_with_a_short_context_drafts_no_further() -> None:
+    draft = tiny(seed=1, max_position_embeddings=48, num_hidden_layers=1)
+    prompts = [random_prompt(10, 1), random_prompt(60, 2)]
+    decoder = Decoder(tiny(), draft, engine=True, num_draft_tokens=3)
+    requested: list[dict[str, Any]] = [{"logprobs": True}, {}]
+    for options in requested:
+        outs = decoder.generate(prompts, temperature=0, max_new_tokens=20, **options)
+        assert [out.token_ids for out in outs] == [greedy(tiny(), prompt, 20) for prompt in prompts]
+
+
+def test_a_draft_model_that_moved_stops_drafting_and_the_target_goes_on() -> None:
+    draft = tiny(seed=1)
+    decoder = Decoder(tiny(), draft, engine=True, num_draft_tokens=3)
+    prompts = [random_prompt(10, 1), random_prompt(12, 2)]
+    with decoder.scheduler() as scheduler:
+        scheduler.add(decoder.requests(prompts[0], temperature=0, max_new_tokens=30, logprobs=True)[0])
+        scheduler.step()
+        scheduler.step()
+        draft.double()
+        scheduler.add(decoder.requests(prompts[1], temperature=0, max_new_tokens=8, logprobs=True)[0])
+        outputs = finished(scheduler)
+    assert [outputs[0].token_ids, outputs[1].token_ids] == [
+        greedy(tiny(), prompts[0], 30),
+        greedy(tiny(), prompts[1], 8),
+    ]
+
+
+@EXECUTORS
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_target_that_moved_works_in_the_next_call(family: str, engine: bool) -> None:
+    target, prompt = tiny(family), random_prompt(20, 1)
+    decoder = Decoder(target, engine=engine)
+    with decoder.scheduler() as scheduler:
+        scheduler.add(decoder.requests(prompt, temperature=0, max_new_tokens=10)[0])
+        scheduler.step()
+        target.double()
+        scheduler.add(decoder.requests([1, 2, 3], temperature=0, max_new_tokens=3)[0])
+        outputs = finished(scheduler)
+    assert "its weights moved" in str(outputs[1].error)
+    out = decoder.generate(prompt, temperature=0, max_new_tokens=10)
+    assert out.token_ids == greedy(target, prompt, 10)
+
+
+def test_an_interrupted_prefill_frees_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(tiny(), engine=True)
+
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder.scorer.cache, "open", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            decoder.generate([1, 2, 3], max_new_tokens=3)
+    assert not decoder.scorer.cache.is_open(0)
+    assert decoder.generate([1, 2, 3], temperature=0, max_new_tokens=3).token_ids == (
+        greedy(tiny(), [1, 2, 3], 3)
+    )
+
+
+def test_a_request_is_added_once() -> None:
+    decoder = Decoder(tiny())
+    with decoder.scheduler() as scheduler:
+        (request,) = decoder.requests([1, 2, 3])
+        scheduler.add(request)
+        with pytest.raises(ValueError, match="added before"):
+            scheduler.add(request)

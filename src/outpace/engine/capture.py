@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from outpace.models.store import say
+
+QUIET_SECONDS = 1.0  # after which a slow first call says what it does
 MAX_GRAPHS = 64  # then the least recently used graph is dropped
 
 log = logging.getLogger("outpace")
@@ -21,6 +27,19 @@ Captured = tuple[torch.cuda.CUDAGraph, Tensor]
 
 class CaptureError(Exception):
     """An error for work that could not be captured."""
+
+
+@contextmanager
+def announced(what: str) -> Iterator[None]:
+    """Say on the terminal what a call waits for, if it takes longer than ``QUIET_SECONDS``."""
+    timer = threading.Timer(QUIET_SECONDS, lambda: say(f"outpace: {what}; later calls do not wait for this"))
+    timer.daemon = True
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Graphs:
@@ -83,7 +102,8 @@ class Graphs:
         started_at = time.perf_counter()
         saved = [tensor.clone() for tensor in mutated]
         try:
-            self._captured[key] = self.capture(work)
+            with announced(f"capturing {name}"):
+                self._captured[key] = self.capture(work)
         except CaptureError as error:
             self._captured[key] = None
             warnings.warn(

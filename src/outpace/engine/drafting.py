@@ -117,14 +117,14 @@ class Proposer:
         """
         remaining = self.remaining_draft_tokens(rows)
         if self.drafter is None or (self.free and self.policy.idle):
-            return self._no_draft(rows, load)
+            return self.without_draft(rows, load)
         if self.free:
             limits = [min(self.policy.max_draft_tokens, most) for most in remaining]
             return self._propose_free(rows, load, limits)
         chosen = self.choose(rows, load) if chosen is None else chosen
         limits = [min(chosen.get(row.slot, 0), most) for row, most in zip(rows, remaining, strict=True)]
         if max(limits) < 1:
-            return self._no_draft(rows, load)
+            return self.without_draft(rows, load)
         state = self.state(rows, limits)
         draft = self._call_drafter(state, limits)
         self._last_drafted = [(row, len(row.tokens)) for row in rows]
@@ -140,7 +140,7 @@ class Proposer:
     def _propose_free(self, rows: Sequence[SequenceState], load: Load, limits: list[int]) -> Proposal:
         """Call a free drafter, and keep as many of its draft tokens as the policy chooses."""
         if max(limits) < 1:
-            return self._no_draft(rows, load)
+            return self.without_draft(rows, load)
         state = self.state(rows, limits)
         draft = self._call_drafter(state, limits)
         if draft.logits is not None:
@@ -203,7 +203,8 @@ class Proposer:
         precomputed = None if draft.precomputed is None else draft.precomputed.first(g)
         return Draft(draft.tokens[:, :g], logits, lengths, precomputed)
 
-    def _no_draft(self, rows: Sequence[SequenceState], load: Load) -> Proposal:
+    def without_draft(self, rows: Sequence[SequenceState], load: Load) -> Proposal:
+        """Return a proposal without draft tokens."""
         return Proposal(Draft.chosen([[] for _ in rows], self.scorer.device), load)
 
     def state(

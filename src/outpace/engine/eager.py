@@ -74,6 +74,7 @@ class EagerExecutor(Executor):
     @torch.inference_mode()
     def start(self, rows: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock) -> Pending:
         """See ``Executor.start``; the step has ended when this returns."""
+        self.scorer.check_placed()
         sequences = list(rows.values())
         draft = Draft.chosen([[] for _ in rows], self.scorer.device) if draft is None else draft
         last = on_device([row.tokens[-1] for row in sequences], torch.int64, self.scorer.device)

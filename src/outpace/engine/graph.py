@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outpace.checks.arguments import on_device, to_device
 from outpace.draft.base import Draft, Drafter, DraftTensors, GraphState, fit
-from outpace.engine.capture import Graphs
+from outpace.engine.capture import Graphs, announced
 from outpace.engine.executor import Executor, Outcome, Pending, Prefilling
 from outpace.engine.sequence import SequenceState
 from outpace.engine.stats import Clock
@@ -239,7 +239,8 @@ class GraphExecutor(Executor):
                 cache = self.draft_scorer.cache
                 if not cache.is_open(row.slot):
                     cache.open(row.slot, self._known(self.draft_scorer, row.tokens))
-                self._behind[row.slot] = max(0, len(row.tokens) - 2 - cache.length(row.slot))
+                behind = min(len(row.tokens), self.draft_scorer.context) - 2 - cache.length(row.slot)
+                self._behind[row.slot] = max(0, behind)
         self.slots.start(new)
 
     def commit(self, row: SequenceState, g: int, accepted: int) -> None:
@@ -282,6 +283,8 @@ class GraphExecutor(Executor):
     @torch.inference_mode()
     def start(self, rows: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock) -> Pending:
         """See ``Executor.start``; it returns at once."""
+        for scorer in self._scorers():
+            scorer.check_placed()
         self._attach(rows.values())
         slots = self.batch(rows)
         self._smaller_for = self._smaller_for + 1 if slots > bucket_of(max(rows) + 1) else 0
@@ -342,7 +345,7 @@ class GraphExecutor(Executor):
 
         g = 0 if self.draft is None else COMPILED_G
         state = self.state(g, sampling, slots)
-        with self._on_device(), compiling_ahead():
+        with self._on_device(), announced("compiling kernels"), compiling_ahead():
             p = self.target.launch_once(slots, g + 1)
             draft = DraftTensors(state.token_ids[:, :g])
             if self.draft_scorer is not None:
@@ -376,16 +379,17 @@ class GraphExecutor(Executor):
 
     def _reserve(self, rows: Mapping[int, SequenceState], g: int) -> None:
         """Reserve KV cache for the tokens that a step may write."""
-        short = [slot for slot in rows if self._longest[slot] + g + 1 > self._reserved[slot]]
-        if short:
-            for slot in short:
-                row, ahead = rows[slot], self._longest[slot] + g + 1 + BLOCK_TOKENS
+        needed: dict[int, int] = {}
+        for slot, row in rows.items():
+            if self._longest[slot] + g + 1 > self._reserved[slot]:
                 # A step in flight may pass the end of its sequence. Such tokens are dropped.
                 last = min(row.prompt_length + row.max_new_tokens, self.target.context)
-                self._reserved[slot] = min(ahead, last + g + 1)
+                needed[slot] = min(self._longest[slot] + g + 1 + BLOCK_TOKENS, last + g + 1)
+        if needed:
             for scorer in self._scorers():
                 most = scorer.context + 1
-                scorer.cache.reserve(short, [min(self._reserved[slot], most) for slot in short])
+                scorer.cache.reserve(list(needed), [min(length, most) for length in needed.values()])
+            self._reserved |= needed
 
     def catch_up_tokens(self, rows: Mapping[int, SequenceState]) -> int | None:
         """See ``Executor.catch_up_tokens``."""

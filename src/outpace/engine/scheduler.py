@@ -7,7 +7,10 @@ where decoding without speculation would have ended them, and returns one ``Step
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import dataclasses
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +26,12 @@ from outpace.engine.drafting import Proposal, Proposer, matches
 from outpace.engine.executor import Executor, Outcome, Pending, Prefilling
 from outpace.engine.sequence import SequenceState, Step
 from outpace.engine.stats import Clock
+from outpace.models.kv_cache import size
 from outpace.models.scorer import Scorer, WeightsMovedError
 from outpace.policy import DraftLengthPolicy, Load, StepOutcome
 from outpace.verification import Rule
 
+FAILURES = MemoryError, torch.OutOfMemoryError, WeightsMovedError  # that end one request, and no other
 MAX_IN_FLIGHT = 2  # steps: the host reads one outcome while the next step runs
 
 
@@ -71,6 +76,8 @@ class Scheduler:
         self.executor = executors[0]
         self.proposer = Proposer(scorer, drafter, policy, rule)
         self._num_added = 0
+        self._closed = False
+        self._admitted: list[SequenceState] = []  # sequences that have slots, and no prefill yet
         self._waiting: deque[SequenceState] = deque()
         self._prefilling: Prefilling | None = None
         self._active: dict[int, SequenceState] = {}  # by slot
@@ -88,29 +95,47 @@ class Scheduler:
 
         Returns:
             Its id, which is the ``index`` of its steps, and which ``cancel`` takes.
+
+        Raises:
+            ValueError: The request was added before.
+            RuntimeError: The scheduler is closed, or a step has failed.
         """
+        self._check_usable()
+        if request.added:
+            raise ValueError("request: got one that was added before; call Decoder.requests again")
+        request.added = True
         request.index = self._num_added
         self._num_added += 1
         self._waiting.append(request)
         return request.index
 
-    def cancel(self, id: int) -> None:
+    def cancel(self, request_id: int) -> None:
         """End a sequence at once. No step follows.
 
         Raises:
             ValueError: No unfinished sequence has this id.
         """
         for waiting in self._waiting:
-            if waiting.index == id:
+            if waiting.index == request_id:
                 self._waiting.remove(waiting)
                 return
         for row in self._rows():
-            if row.index == id and row.finish_reason is None:
+            if row.index == request_id and row.finish_reason is None:
                 row.finish_reason = "cancelled"
                 if row.slot in self._active:
                     self._end([row])
+                elif all(other.finish_reason is not None for other in self._rows_in_prefill()):
+                    for other in self._rows_in_prefill():
+                        self._free(other, keep=False)
+                    self._prefilling = None
                 return
-        raise ValueError(f"id: got {id}; it must be the id of an unfinished sequence")
+        raise ValueError(f"request_id: got {request_id}; it must be the id of an unfinished sequence")
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise RuntimeError("the scheduler is closed; create another one")
+        if not self._caches_valid:
+            raise RuntimeError("an earlier step of the scheduler failed; close it, and create another one")
 
     @property
     def unfinished(self) -> int:
@@ -119,7 +144,10 @@ class Scheduler:
 
     def _rows(self) -> list[SequenceState]:
         """Return the sequences that have slots."""
-        return [*self._active.values(), *(self._prefilling.rows if self._prefilling is not None else ())]
+        return [*self._active.values(), *self._rows_in_prefill(), *self._admitted]
+
+    def _rows_in_prefill(self) -> list[SequenceState]:
+        return [] if self._prefilling is None else self._prefilling.rows
 
     def __enter__(self) -> Self:
         return self
@@ -131,17 +159,17 @@ class Scheduler:
 
     def close(self) -> None:
         """End all sequences and free their slots."""
+        if self._closed:
+            return
+        self._closed = True
         try:
-            for started in self._in_flight:
-                started.pending.read()
-            self._in_flight.clear()
-            for row in self._rows():
-                self._free(row, keep=self._caches_valid and row.slot in self._active)
-            self._waiting.clear()
-            self._active.clear()
-            self._prefilling = None
-            for scorer in self._scorers():
-                scorer.cache.trim()
+            with contextlib.ExitStack() as stack:  # one failure does not keep the rest from being freed
+                for scorer in self._scorers():
+                    stack.callback(scorer.cache.trim)
+                for row in self._rows():
+                    stack.callback(self._free, row, self._caches_valid and row.slot in self._active)
+                for started in self._in_flight:
+                    stack.callback(started.pending.read)
         finally:
             if self._on_close is not None:
                 self._on_close()
@@ -149,7 +177,12 @@ class Scheduler:
     # The loop
 
     def step(self) -> list[Step]:
-        """Run the next decode step, after a chunk of prefill; return what each sequence gained."""
+        """Run the next decode step, after a chunk of prefill; return what each sequence gained.
+
+        Raises:
+            RuntimeError: The scheduler is closed, or an earlier step has failed.
+        """
+        self._check_usable()
         self._caches_valid = False
         steps = self._prefill()
         if self._rows_changed and self._active and self._prefilling is None:
@@ -157,7 +190,11 @@ class Scheduler:
         if self._active or self._in_flight:
             clock = Clock()
             while len(self._in_flight) < (MAX_IN_FLIGHT if self.executor.is_async else 1):
-                started = self._start(clock)
+                try:
+                    started = self._start(clock)
+                except FAILURES as error:
+                    steps += self._fail_newest(error)
+                    break
                 if started is None:
                     break
                 self._in_flight.append(started)
@@ -196,15 +233,18 @@ class Scheduler:
         self._undisturbed = False
         try:
             if new:
+                self._admitted = new
                 self._prefilling = self.executor.prefill(new, clock)
+                self._admitted = []
             assert self._prefilling is not None
             while not self._prefilling.advance():
                 if self._active:
                     clock.lap("target")
                     clock.share([row.stats for row in self._prefilling.rows])
                     return steps
-        except (MemoryError, torch.OutOfMemoryError, WeightsMovedError) as error:
-            rows, self._prefilling = new if self._prefilling is None else self._prefilling.rows, None
+        except FAILURES as error:
+            rows, self._admitted = self._admitted or self._rows_in_prefill(), []
+            self._prefilling = None
             return steps + [step for row in rows if (step := self._fail(row, error)) is not None]
         outcome = self._prefilling.finish(clock)
         clock.lap("target")
@@ -224,9 +264,11 @@ class Scheduler:
         """Return waiting requests that have got a slot; those that failed before get a step each."""
         free = [slot for slot in range(self.slots) if slot not in self._active]
         new: list[SequenceState] = []
+        candidates = [row for row in itertools.islice(self._waiting, len(free)) if row.error is None]
+        all_fit = bool(candidates) and self._fits([*self._active.values(), *candidates])
         while self._waiting and (free[len(new) :] or self._waiting[0].error is not None):
             row = self._waiting[0]
-            if row.error is None and not self._fits([*self._active.values(), *new, row]):
+            if row.error is None and not all_fit and not self._fits([*self._active.values(), *new, row]):
                 if self._active or new:
                     break  # it waits for memory
                 row.error = self._too_long(row)
@@ -245,12 +287,12 @@ class Scheduler:
         return all(scorer.cache.bytes_for(lengths) <= scorer.cache.budget for scorer in self._scorers())
 
     def _too_long(self, row: SequenceState) -> Exception:
-        worst = max(self._scorers(), key=lambda scorer: scorer.cache.bytes_per_token)
-        tokens, needed = self.max_tokens(row), worst.cache.bytes_for([self.max_tokens(row)])
+        tokens = self.max_tokens(row)
+        scorer = next(one for one in self._scorers() if one.cache.bytes_for([tokens]) > one.cache.budget)
         return MemoryError(
-            f"the KV cache of {tokens} tokens needs {needed / 2**20:.1f} MiB; its budget is "
-            f"{worst.cache.budget / 2**20:.1f} MiB: pass a shorter prompt, a smaller max_new_tokens, or a "
-            "larger kv_cache_bytes"
+            f"the KV cache of {tokens} tokens of {type(scorer.base).__name__} needs "
+            f"{size(scorer.cache.bytes_for([tokens]))}; its budget is {size(scorer.cache.budget)}: pass a "
+            "shorter prompt, a smaller max_new_tokens, or a larger kv_cache_bytes"
         )
 
     def _scorers(self) -> list[Scorer]:
@@ -266,10 +308,11 @@ class Scheduler:
         """Prepare for sequences that are about to be added, so that no memory moves later."""
         self._choose_executor(rows)
         longest_first = sorted(rows, key=self.max_tokens, reverse=True)[: self.slots]
-        while longest_first and not self._fits(longest_first):
-            longest_first.pop()
-        if longest_first:
-            self.executor.prepare(len(longest_first), self.max_tokens(longest_first[0]))
+        fitting = bisect.bisect_left(
+            range(1, len(longest_first) + 1), True, key=lambda n: not self._fits(longest_first[:n])
+        )
+        if fitting:
+            self.executor.prepare(fitting, self.max_tokens(longest_first[0]))
 
     def _choose_executor(self, rows: Sequence[SequenceState]) -> list[Step]:
         """Choose the first executor that can run these sequences together.
@@ -310,7 +353,11 @@ class Scheduler:
                     return None
             return self._launch(0, rows, load, clock)
         started_at = time.perf_counter()
-        proposal = proposer.propose(active, load, self._chosen)
+        try:
+            proposal = proposer.propose(active, load, self._chosen)
+        except WeightsMovedError:  # of the draft model; the target goes on
+            self._reset_drafter()
+            proposal = proposer.without_draft(active, load)
         self._chosen, seconds = None, time.perf_counter() - started_at
         clock.lap("draft")
         return self._launch(proposal.draft.tokens.shape[1], rows, load, clock, proposal, seconds)
@@ -382,17 +429,16 @@ class Scheduler:
 
     def _append(self, rows: Sequence[SequenceState], outcome: Outcome) -> list[Step]:
         """Append new tokens to the sequences; return a step for each."""
-        return [
-            advance(
-                row,
-                outcome.drafts[row.slot],
-                outcome.accepted[row.slot],
-                outcome.next_token[row.slot],
-                outcome.bad[row.slot],
-                self.scorer.context,
-            )
-            for row in rows
-        ]
+        return [self._advance(row, outcome) for row in rows]
+
+    def _advance(self, row: SequenceState, outcome: Outcome) -> Step:
+        slot = row.slot
+        verdict = outcome.accepted[slot], outcome.next_token[slot], outcome.bad[slot]
+        try:
+            return advance(row, outcome.drafts[slot], *verdict, self.scorer.context)
+        except Exception as error:  # of a user's function, or of a tokenizer
+            row.error, row.finish_reason = error, "error"
+            return row.failed_step()
 
     def _observe(
         self,
@@ -455,8 +501,10 @@ class Scheduler:
             self._chosen = None
             self.policy.withdraw()
         for row in rows:
-            del self._active[row.slot]
-            self._free(row, keep=row.error is None)
+            try:
+                self._free(row, keep=row.error is None)
+            finally:
+                del self._active[row.slot]
             self._rows_changed = True
 
     def _free(self, row: SequenceState, keep: bool) -> None:
@@ -468,7 +516,22 @@ class Scheduler:
     def _fail(self, row: SequenceState, error: Exception) -> Step | None:
         """End a sequence that could not be prefilled; return its step, unless it was cancelled."""
         self._free(row, keep=False)
+        self._rows_changed = True
         if row.finish_reason is not None:
             return None
         row.error, row.finish_reason = error, "error"
         return row.failed_step()
+
+    def _fail_newest(self, error: Exception) -> list[Step]:
+        """End the newest sequence, because a step could not start; return its step."""
+        self._reset_drafter()
+        newest = max(self._active.values(), key=lambda row: row.index)
+        del self._active[newest.slot]
+        step = self._fail(newest, error)
+        return [] if step is None else [step]
+
+    def _reset_drafter(self) -> None:
+        """Let the drafter start again, because its last proposal was not verified."""
+        self._chosen = None
+        if self.drafter is not None:
+            self.drafter.reset(list(self._active))

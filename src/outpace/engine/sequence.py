@@ -120,6 +120,7 @@ class SequenceState:
     logits: list[Tensor] | None = None
     source: Source | None = None  # the encoder's input, where there is an encoder
     slot: int = -1
+    added: bool = False  # to a scheduler
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)

@@ -72,6 +72,8 @@ class CausalScorer(Scorer):
         self._position_ids = torch.arange(0)[None]  # 0, 1, 2, ... to the cache's end
         self._prebuilt_masks: Masks | None = None  # of PREBUILT_TOKENS tokens at the cache's end
         self._prebuilt_version = 0  # the cache's version that both belong to
+        embedding = self.base.get_input_embeddings()
+        self._placed = execution_device(embedding), embedding.weight.dtype
         self._packed: Packed | None = None
         self._view: Any = None
         self._weights = self._fingerprint()
@@ -127,8 +129,20 @@ class CausalScorer(Scorer):
 
     # Forward passes
 
+    @property
+    def is_current(self) -> bool:
+        """See ``Scorer.is_current``."""
+        embedding = self.base.get_input_embeddings()
+        return (execution_device(embedding), embedding.weight.dtype) == self._placed
+
+    def check_placed(self) -> None:
+        """See ``Scorer.check_placed``; the model's own forward uses its weights where they are now."""
+        if not self.is_current:
+            raise self._moved()
+
     def check_weights(self) -> None:
         """See ``Scorer.check_weights``."""
+        self.check_placed()
         weights = self._fingerprint()
         if weights != self._weights or has_adapters(self.base):  # switching adapters changes no weight
             self.forget()

@@ -13,7 +13,7 @@ from outpace.checks.arguments import to_device
 from outpace.models.causal import CausalScorer, has_adapters, positions, supported_model, version
 from outpace.models.fused import FusedModel, has_kernels, why_not
 from outpace.models.kv_cache import PagedCache
-from outpace.models.scorer import Scorer, WeightsMovedError
+from outpace.models.scorer import Scorer
 from outpace.models.seq2seq import Seq2SeqScorer
 
 PAGE = 128  # tokens of a block that kernels read
@@ -53,10 +53,7 @@ class FusedScorer(Scorer):
     def check_weights(self) -> None:
         """See ``Scorer.check_weights``."""
         if not self.is_current:
-            raise WeightsMovedError(
-                f"{type(self.base).__name__}: its weights moved, or its layers changed, while sequences were "
-                "generated; wait for them to end, then call again"
-            )
+            raise self._moved()
         versions = self._weight_versions()
         if versions != self._versions:
             self.forget()
@@ -73,7 +70,8 @@ class FusedScorer(Scorer):
         lengths = [self.cache.length(slot) for slot in slots]
         self.cache.reserve(slots, [length + count for length, count in zip(lengths, counts, strict=True)])
         ids = torch.tensor([[*new, *[0] * (longest - len(new))] for new in tokens])
-        at = torch.tensor(lengths)[:, None] + torch.arange(longest)
+        # A draft model may be fed more tokens than its context. What it then drafts is not used.
+        at = (torch.tensor(lengths)[:, None] + torch.arange(longest)).clamp(max=self.fused.tokens - 1)
         at = at.where(torch.arange(longest) < torch.tensor(counts)[:, None], PADDING)
         logits = self.fused.last_logits(
             to_device(ids, self.device),
@@ -128,9 +126,7 @@ def scorer_of(model: Any, fused: bool = False, kv_cache_bytes: int | None = None
     wanted: type[Scorer] = Seq2SeqScorer if encodes else CausalScorer
     if fused and not encodes and why_not_fused(model) is None:
         wanted = FusedScorer
-    if isinstance(scorer, wanted) and (not isinstance(scorer, FusedScorer) or scorer.is_current):
-        return scorer
-    if scorer is not None and not fused:
+    if scorer is not None and scorer.is_current and (isinstance(scorer, wanted) or not fused):
         return scorer
     kept = None if scorer is None else scorer.cache.max_bytes
     return wanted(model, kv_cache_bytes if kv_cache_bytes is not None else kept)  # type: ignore[call-arg]

@@ -52,6 +52,7 @@ class KVCache(ABC):
         self.version = 0
         self._lengths: dict[int, int] = {}  # by slot: committed tokens
         self._tokens: dict[int, list[int]] = {}  # by slot: those of them whose ids are known
+        self._stale: set[int] = set()  # slots whose tokens no later prompt may reuse
 
     # Sequences
 
@@ -119,9 +120,16 @@ class KVCache(ABC):
                 may not, for instance because keys or values are NaN.
         """
 
-    @abstractmethod
     def forget(self) -> None:
         """Discard all prefixes, also those of active sequences, for later prompts."""
+        self._tokens = {slot: [] for slot in self._tokens}
+        self._stale = set(self._lengths)
+
+    def _reusable(self, slot: int, tokens: Sequence[int], length: int) -> list[int]:
+        """Return the tokens of an ended sequence that later prompts may reuse."""
+        stale = slot in self._stale
+        self._stale.discard(slot)
+        return [] if stale else list(tokens[:length])
 
     @abstractmethod
     def release(self) -> None:
@@ -161,14 +169,13 @@ class KVCache(ABC):
         """Return a few words for a user: the cost of a token, and the budget."""
         limit = f"{BUDGET_SHARE * self.share:.0%} of the free memory"
         if self.max_bytes is not None:
-            limit = f"{self.budget / 2**20:.1f} MiB"
+            limit = size(self.budget)
         return f"{self.bytes_per_token / 1024:.1f} KiB a token, at most {limit}"
 
     def _too_large(self, nbytes: int) -> MemoryError:
         return MemoryError(
-            f"the KV cache needs {nbytes / 2**20:.0f} MiB on {self.device}; at most "
-            f"{self.budget / 2**20:.0f} MiB are allowed: pass a smaller batch_size or max_new_tokens, or a "
-            "larger kv_cache_bytes"
+            f"the KV cache needs {size(nbytes)} on {self.device}; at most {size(self.budget)} are allowed: "
+            "pass a smaller batch_size or max_new_tokens, or a larger kv_cache_bytes"
         )
 
 
@@ -278,12 +285,12 @@ class ContiguousCache(KVCache):
             self.rows.clear(self._order.index(slot))  # a mask does not hide NaN
         else:
             # Forward passes of other rows may overwrite the last entry of an idle row.
-            self._cached[slot] = list(tokens[: min(length, self.rows.capacity - 1)])
+            self._cached[slot] = self._reusable(slot, tokens, min(length, self.rows.capacity - 1))
 
     def forget(self) -> None:
         """See ``KVCache.forget``."""
+        super().forget()
         self._cached.clear()
-        self._tokens = {slot: [] for slot in self._tokens}
 
     def trim(self) -> None:
         """See ``KVCache.trim``."""
@@ -493,8 +500,10 @@ class Pages:
         block = self.table.gather(1, (positions // self.page).clamp(min=0))
         block = block.masked_fill(positions < 0, SCRATCH)
         used = self.table[:, : -(-reach // self.page)]
+        padding = (positions < 0)[:, :, None, None]
         for kind, new in enumerate((keys, values)):
-            memory[block, layer, kind, :, positions % self.page] = new.transpose(1, 2)
+            new = new.transpose(1, 2).masked_fill(padding, 0)  # a mask does not hide NaN
+            memory[block, layer, kind, :, positions % self.page] = new
         # [B, blocks, heads, page, d]
         return [memory[used, layer, kind].transpose(1, 2).flatten(2, 3)[:, :, :reach] for kind in (0, 1)]
 
@@ -583,6 +592,7 @@ class PagedCache(KVCache):
 
     def open(self, slot: int, tokens: Sequence[int]) -> int:
         """See ``KVCache.open``."""
+        self.close(slot, ())
         self.prepare(slot + 1, len(tokens))
         active = ((list_, self._blocks[one]) for one, list_ in self._tokens.items())
         kept = ((prefix.tokens, prefix.blocks) for prefix in self._prefixes.values())
@@ -622,7 +632,7 @@ class PagedCache(KVCache):
         for i in range(self._lengths[slot] // self.page, min(-(-length // self.page), self._max_blocks)):
             if i == len(blocks):
                 blocks.append(self._allocate())
-            elif self._references[blocks[i]] > 1:
+            elif self._is_shared(blocks[i]):
                 own = self._allocate()
                 self.memory.copy(blocks[i], own)
                 self._drop([blocks[i]])
@@ -638,9 +648,19 @@ class PagedCache(KVCache):
             slots, numbers, values = to_device(torch.tensor(entries), self.device).unbind(1)
             self.table[slots, numbers] = values
 
+    def _is_shared(self, block: int) -> bool:
+        """Return whether others hold a block, after the oldest prefixes were evicted if memory is short."""
+        if self._references[block] > 1 and self._is_full:
+            self._evict(lambda: self._is_full and self._references[block] > 1)
+        return self._references[block] > 1
+
+    @property
+    def _is_full(self) -> bool:
+        return not self._free and self.nbytes + self._block_bytes > self.budget
+
     def _allocate(self) -> int:
         """Return a block that one sequence holds, and evict the oldest prefixes if memory is short."""
-        if not self._free and self.nbytes + self._block_bytes > self.budget:
+        if self._is_full:
             self._evict(lambda: not self._free)
             if not self._free:
                 raise self._too_large(self.nbytes + self._block_bytes)
@@ -684,7 +704,7 @@ class PagedCache(KVCache):
                     self.memory.clear(block)  # a mask does not hide NaN
             self._drop(blocks)
             return
-        kept = list(tokens[:length])
+        kept = self._reusable(slot, tokens, length)
         used = -(-len(kept) // self.page)
         self._drop(blocks[used:])
         for number, prefix in list(self._prefixes.items()):
@@ -695,8 +715,8 @@ class PagedCache(KVCache):
 
     def forget(self) -> None:
         """See ``KVCache.forget``."""
+        super().forget()
         self._evict(lambda: True)
-        self._tokens = {slot: [] for slot in self._tokens}
 
     def trim(self) -> None:
         """See ``KVCache.trim``."""
@@ -738,6 +758,11 @@ def common_prefix_length(one: Sequence[int], other: Sequence[int], limit: int) -
     if list(one[:limit]) == list(other[:limit]):
         return limit
     return next(i for i in range(limit) if one[i] != other[i])
+
+
+def size(nbytes: int) -> str:
+    """Return a number of bytes for a user."""
+    return f"{nbytes / 1024:.1f} KiB" if nbytes < 2**20 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def memory_free(device: torch.device) -> int:

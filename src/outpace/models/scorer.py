@@ -66,9 +66,28 @@ class Scorer(ABC):
 
     # Forward passes
 
+    @property
+    @abstractmethod
+    def is_current(self) -> bool:
+        """True if the scorer still fits its model: device, dtype, and how its forward passes run."""
+
     @abstractmethod
     def check_weights(self) -> None:
-        """Notice changed weights, before cached prefixes are reused."""
+        """Notice changed weights, before cached prefixes are reused.
+
+        Raises:
+            WeightsMovedError: The scorer no longer fits its model.
+        """
+
+    def check_placed(self) -> None:
+        """Raise ``WeightsMovedError`` if a forward pass would fail because weights moved."""
+        return
+
+    def _moved(self) -> WeightsMovedError:
+        return WeightsMovedError(
+            f"{type(self.base).__name__}: its weights moved, or its layers changed, while sequences were "
+            "generated; wait for them to end, then call again"
+        )
 
     @abstractmethod
     def append(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:

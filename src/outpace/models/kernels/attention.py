@@ -235,9 +235,7 @@ def attend(
     Positions, angles, the table and earlier tokens are older than the previous kernel. So a block loads
     them, or prefetches PREFETCH of them, before that kernel ends.
     """
-    group, r = tl.program_id(0) // ranges, tl.program_id(0) % ranges
-    head = group % kv_heads
-    b = (group // kv_heads).to(tl.int64)
+    b = (tl.program_id(0) // (kv_heads * ranges)).to(tl.int64)
     groups = heads // kv_heads
     pages = table + b * table_stride
     # Most ranges begin at the first page. Its address is loaded without waiting for the row's length.
@@ -246,8 +244,11 @@ def attend(
     begin = tl.where(window > 0, tl.maximum(0, (start + 1 - window) // BLOCK * BLOCK), 0)
     span = tl.maximum(min_range, tl.cdiv(tl.cdiv(start - begin, ranges), BLOCK) * BLOCK)
     num_ranges = tl.maximum(1, tl.cdiv(start - begin, span))  # ranges that hold any of them
-    if r >= num_ranges:
+    # The blocks without a range are the last ones of the row, so that they delay no other block.
+    in_row = tl.program_id(0) % (kv_heads * ranges)
+    if in_row >= kv_heads * num_ranges:
         return
+    head, r = in_row // num_ranges, in_row % num_ranges
     d = tl.arange(0, WIDTH)
     dtype = out.dtype.element_ty
     head_start = layer_start + head * PAGE * D
@@ -310,9 +311,9 @@ def attend(
         tl.store(destination, quotient(running_total, running_sum).to(dtype), mask=out_mask)
     else:
         # Each range stores maximum, total and weighted sum; the last one to finish combines them.
-        cell_group = group.to(tl.int64)
+        group = b * kv_heads + head
         cell = ROWS * (WIDTH + 2)
-        this_part = parts + (cell_group * ranges + r) * cell
+        this_part = parts + (group * ranges + r) * cell
         tl.store(this_part + row, running_max)
         tl.store(this_part + ROWS + row, running_total)
         tl.store(this_part + 2 * ROWS + row[:, None] * WIDTH + d[None, :], running_sum, mask=out_mask)
@@ -324,7 +325,7 @@ def attend(
             running_total = tl.zeros([ROWS], tl.float32)
             running_sum = tl.zeros([ROWS, WIDTH], tl.float32)
             for other in tl.range(0, num_ranges, loop_unroll_factor=COMBINE_UNROLL):
-                part = parts + (cell_group * ranges + other) * cell
+                part = parts + (group * ranges + other) * cell
                 part_max = tl.load(part + row, cache_modifier=".cg")
                 part_total = tl.load(part + ROWS + row, cache_modifier=".cg")
                 part_sum = tl.load(

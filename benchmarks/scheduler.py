@@ -1,12 +1,12 @@
-"""The scheduler on a GPU: throughput against an earlier checkout, first requests, real prompts, load.
+"""The scheduler: throughput against an earlier checkout, first requests, real prompts, many requests.
 
-    python benchmarks/scheduler_gpu.py compare --before OTHER/src --out engine.json
-    python benchmarks/scheduler_gpu.py first --out first.json
-    python benchmarks/scheduler_gpu.py prompts --model FOLDER --data spec_bench.jsonl --out prompts.json
-    python benchmarks/scheduler_gpu.py requests --model FOLDER --data spec_bench.jsonl --out requests.json
+    python benchmarks/scheduler.py compare --before OTHER/src --out engine.json
+    python benchmarks/scheduler.py first --out first.json
+    python benchmarks/scheduler.py prompts --model FOLDER --data spec_bench.jsonl --out prompts.json
+    python benchmarks/scheduler.py requests --model FOLDER --data spec_bench.jsonl --out requests.json
 
 Every measurement runs in a process of its own. ``compare`` alternates between two checkouts. FOLDER is
-SmolLM2-135M-Instruct, as ``outpace.load()`` leaves it in the user's cache.
+SmolLM2-135M-Instruct, as ``outpace.load()`` leaves it in the user's cache. All but ``requests`` need a GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import random
 import statistics
 import subprocess
@@ -92,7 +93,8 @@ def real_prompts(folder: str, data: str, count: int, order: int) -> tuple[Any, A
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda").eval()
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     with open(data) as file:
         rows = [json.loads(line) for line in file]
     chosen = random.Random(order).sample(rows, count)
@@ -162,22 +164,31 @@ def step_time(decoder: Any, prompt: list[int], g: int) -> float:
     return statistics.median(seconds[5:])
 
 
-def measure_requests(model: str, data: str, count: int, requests: int, order: int) -> Any:
-    """Many requests of random length and arrival through one scheduler; memory, and texts as one by one."""
+def memory_in_use(decoder: Any) -> list[int]:
+    """Return the bytes of the KV cache, and those of the process or of the GPU's allocator."""
     import torch
 
+    if torch.cuda.is_available():
+        return [decoder.scorer.cache.nbytes, torch.cuda.memory_reserved()]
+    with open("/proc/self/status") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return [decoder.scorer.cache.nbytes, int(fields["VmRSS"].split()[0]) * 1024]
+
+
+def measure_requests(model: str, data: str, count: int, requests: int, order: int, longest: int) -> Any:
+    """Many requests of random length and arrival through one scheduler; memory, and texts as one by one."""
     from outpace import Decoder, SamplingParams
 
     weights, tokenizer, prompts = real_prompts(model, data, count, order)
-    weights = weights.float()
+    weights.float()
     draw, sampling = random.Random(order), SamplingParams(temperature=0.8)
     decoder = Decoder(weights, "lookup", tokenizer, rule="match", num_draft_tokens=3)
     wanted = []
     for number in range(requests):
         prompt = draw.choice(prompts)
         start = draw.randrange(len(prompt) // 2)
-        part = prompt[start : start + draw.randrange(4, 400)]
-        wanted.append((part, draw.randrange(1, 65), number, draw.randrange(3 * requests)))
+        part = prompt[start : start + draw.randrange(4, longest)]
+        wanted.append((part, draw.randrange(1, longest // 6), number, draw.randrange(3 * requests)))
     wanted.sort(key=lambda one: one[3])  # by arrival, in scheduler steps
     texts: dict[int, list[int]] = {}
     memory, started_at, step, added, ids = [], time.perf_counter(), 0, 0, {}
@@ -193,7 +204,7 @@ def measure_requests(model: str, data: str, count: int, requests: int, order: in
                     texts[ids[done.index]] = done.output.token_ids
             step += 1
             if step % 100 == 0:
-                memory.append([torch.cuda.memory_allocated(), torch.cuda.memory_reserved()])
+                memory.append(memory_in_use(decoder))
     seconds = time.perf_counter() - started_at
     alone = Decoder(weights, None, tokenizer, rule="match")
     different = []
@@ -272,7 +283,7 @@ def prompts(args: argparse.Namespace) -> Any:
 def requests(args: argparse.Namespace) -> Any:
     found = child(
         args.source, "requests", model=args.model, data=args.data, count=args.count,
-        requests=args.requests, order=args.order,
+        requests=args.requests, order=args.order, longest=args.longest,
     )  # fmt: skip
     print(
         {key: value for key, value in found.items() if key != "memory"},
@@ -298,6 +309,7 @@ def main() -> None:
     parser.add_argument("--data", help="spec_bench.jsonl")
     parser.add_argument("--count", type=int, default=40, help="prompts")
     parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--longest", type=int, default=400, help="tokens of the longest prompt, about")
     parser.add_argument("--order", type=int, default=1, help="seed of the random order")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
@@ -309,14 +321,9 @@ def main() -> None:
 def machine() -> dict[str, str]:
     import torch
     import transformers
-    import triton
 
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "triton": triton.__version__,
-    }
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return {"device": name, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 if __name__ == "__main__":
