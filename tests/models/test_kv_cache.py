@@ -390,8 +390,7 @@ def test_trimmed_memory_goes_back_to_the_device() -> None:
     cache.reserve([0], [TOKENS])
     cache.close(0)
     cache.trim()
-    assert isinstance(cache.memory, kv_cache.Pool)
-    assert cache.memory.memory.nbytes <= max(BLOCK_BYTES, KEPT_SHARE * cache.budget)
+    assert cache.memory.tensor.nbytes <= max(BLOCK_BYTES, KEPT_SHARE * cache.budget)
 
 
 @pytest.mark.parametrize("kind", [FusedScorer, CausalScorer])

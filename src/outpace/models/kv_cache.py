@@ -389,6 +389,11 @@ class Blocks(ABC):
     def entry(self, block: int) -> int:
         """Return the table entry of a block."""
 
+    @property
+    def tensor(self) -> Tensor:
+        """Keys and values ``[blocks, layers, 2, heads, page, d]``, if PyTorch's operations read them."""
+        raise TypeError(f"{type(self).__name__} has blocks that only kernels read")
+
 
 class Addresses(Blocks):
     """Blocks that are each a tensor of their own; the table holds their addresses.
@@ -425,22 +430,18 @@ class Addresses(Blocks):
 
 
 class Pool(Blocks):
-    """Blocks in one tensor, for PyTorch's operations; the table holds their numbers.
-
-    Attributes:
-        memory: Keys and values ``[blocks, layers, 2, heads, page, d]``.
-    """
+    """Blocks in one tensor, for PyTorch's operations; the table holds their numbers."""
 
     def __init__(self, shape: Shape, page: int, device: torch.device) -> None:
-        self.memory = torch.zeros(1, *shape.block(page), dtype=shape.dtype, device=device)
+        self._tensor = torch.zeros(1, *shape.block(page), dtype=shape.dtype, device=device)
         self._free = [0]
 
     @torch.inference_mode(False)
     def add(self) -> int:
         """See ``Blocks.add``."""
         if not self._free:
-            size = self.memory.shape[0]
-            self.memory = torch.cat((self.memory, torch.zeros_like(self.memory)))
+            size = self._tensor.shape[0]
+            self._tensor = torch.cat((self._tensor, torch.zeros_like(self._tensor)))
             self._free = list(range(2 * size - 1, size - 1, -1))
         return self._free.pop()
 
@@ -452,22 +453,27 @@ class Pool(Blocks):
     def trim(self) -> None:
         """See ``Blocks.trim``; blocks do not move, so memory up to the last one stays."""
         free = set(self._free)
-        size = next(n for n in range(len(self.memory), 0, -1) if n - 1 not in free)
-        if size < len(self.memory):
-            self.memory = self.memory[:size].clone()
+        size = next(n for n in range(len(self._tensor), 0, -1) if n - 1 not in free)
+        if size < len(self._tensor):
+            self._tensor = self._tensor[:size].clone()
             self._free = [block for block in self._free if block < size]
 
     def copy(self, source: int, target: int) -> None:
         """See ``Blocks.copy``."""
-        self.memory[target] = self.memory[source]
+        self._tensor[target] = self._tensor[source]
 
     def clear(self, block: int) -> None:
         """See ``Blocks.clear``."""
-        self.memory[block] = 0
+        self._tensor[block] = 0
 
     def entry(self, block: int) -> int:
         """See ``Blocks.entry``."""
         return block
+
+    @property
+    def tensor(self) -> Tensor:
+        """See ``Blocks.tensor``."""
+        return self._tensor
 
 
 @dataclass(frozen=True)
@@ -477,12 +483,12 @@ class Pages:
     Attributes:
         table: Entries of the rows' blocks, int64 ``[B, blocks]``.
         page: Tokens of a block.
-        pool: The blocks, if PyTorch's operations read them. None: kernels do.
+        memory: The blocks, which stay allocated as long as this object exists.
     """
 
     table: Tensor
     page: int
-    pool: Pool | None = None
+    memory: Blocks
 
     @property
     def tokens(self) -> int:
@@ -495,8 +501,7 @@ class Pages:
         Returns:
             All keys and values up to ``reach``, ``[B, heads, reach, d]`` each.
         """
-        assert self.pool is not None
-        memory = self.pool.memory
+        memory = self.memory.tensor
         block = self.table.gather(1, (positions // self.page).clamp(min=0))
         block = block.masked_fill(positions < 0, SCRATCH)
         used = self.table[:, : -(-reach // self.page)]
@@ -574,11 +579,10 @@ class PagedCache(KVCache):
 
     def pages(self, slots: Sequence[int] | int) -> Pages:
         """Return the table rows of these slots; of the first slots, for a number of slots, as views."""
-        pool = self.memory if isinstance(self.memory, Pool) else None
         if isinstance(slots, int):
-            return Pages(self.table[:slots], self.page, pool)
+            return Pages(self.table[:slots], self.page, self.memory)
         index = to_device(torch.tensor(slots), self.device)
-        return Pages(self.table[index], self.page, pool)
+        return Pages(self.table[index], self.page, self.memory)
 
     @torch.inference_mode(False)
     def prepare(self, slots: int, tokens: int) -> None:
