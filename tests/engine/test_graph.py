@@ -19,7 +19,7 @@ from outpace.engine.sequence import SequenceState
 from outpace.engine.stats import Clock
 from outpace.models.fused import FAMILIES, FusedModel
 from outpace.models.fused_scorer import FusedScorer
-from outpace.models.kv_cache import Pages
+from outpace.models.paged import Pages
 from tests import tiers
 from tests.tiny import V, greedy, tiny
 

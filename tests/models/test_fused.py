@@ -12,7 +12,7 @@ import torch
 
 from outpace.models.fused import FAMILIES, FusedModel, why_not
 from outpace.models.fused_scorer import FusedScorer
-from outpace.models.kv_cache import PagedCache, Pages
+from outpace.models.paged import PagedCache, Pages
 from tests import tiers
 from tests.tiny import GROUPED, V, greedy, tiny
 

@@ -14,10 +14,14 @@ pytest.importorskip("hypothesis", reason="hypothesis is not installed: pip insta
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outpace.models import contiguous as runs
 from outpace.models import kv_cache
+from outpace.models import paged as paging
 from outpace.models.causal import CausalScorer
+from outpace.models.contiguous import ContiguousCache
 from outpace.models.fused_scorer import FusedScorer
-from outpace.models.kv_cache import KEPT_SHARE, ContiguousCache, KVCache, PagedCache, Shape
+from outpace.models.kv_cache import KEPT_SHARE, KVCache
+from outpace.models.paged import PagedCache, Shape
 from outpace.models.scorer import Scorer
 from tests.tiny import tiny
 
@@ -116,7 +120,7 @@ class PagedSequences(Sequences):
         self.cache: PagedCache = paged(blocks)
 
     def blocks(self, slot: int) -> set[int]:
-        return {int(block) for block in self.cache.table[slot]} - {kv_cache.SCRATCH}
+        return {int(block) for block in self.cache.table[slot]} - {paging.SCRATCH}
 
     @torch.inference_mode()
     def write(self, slots: list[int], new: list[list[int]]) -> None:
@@ -126,7 +130,7 @@ class PagedSequences(Sequences):
             at = torch.arange(len(self.texts[slot]), len(self.texts[slot]) + len(tokens))
             positions[row, : len(tokens)] = at
             written = {int(block) for block in self.cache.table[slot][at // PAGE]}
-            assert kv_cache.SCRATCH not in written, "a token was written to the scratch block"
+            assert paging.SCRATCH not in written, "a token was written to the scratch block"
             others = set[int]().union(*(self.blocks(other) for other in self.texts if other != slot))
             assert not written & others, "a block that two slots hold was written"
         every = len(slots) % 2 == 0  # as the graph executor: all first slots take part, idle ones with -1
@@ -237,6 +241,7 @@ def test_blocks_hold_each_sequences_own_tokens_after_any_operations(data: st.Dat
     sequences = PagedSequences(blocks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_cache, "MIN_REUSED_PREFIX", 2)
+        patch.setattr(runs, "MIN_REUSED_PREFIX", 2)
         run_program(sequences, data.draw, 25)
     cache = sequences.cache
     for slot in list(sequences.texts):
@@ -259,6 +264,7 @@ def test_contiguous_rows_hold_each_sequences_own_tokens_after_any_operations(dat
     sequences = ContiguousSequences()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_cache, "MIN_REUSED_PREFIX", 2)
+        patch.setattr(runs, "MIN_REUSED_PREFIX", 2)
         run_program(sequences, data.draw, 25)
     allocated = sequences.cache.nbytes
     for slot in list(sequences.texts):

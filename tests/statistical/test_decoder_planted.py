@@ -25,7 +25,8 @@ from outpace.models import causal, fused
 from outpace.models import scorer as scorers
 from outpace.models.cache import RaggedCache
 from outpace.models.causal import CausalScorer
-from outpace.models.kv_cache import ContiguousCache, PagedCache
+from outpace.models.contiguous import ContiguousCache
+from outpace.models.paged import PagedCache
 from outpace.sampling import Prefix, random
 from outpace.verification import eager
 from outpace.verification.block import Block

@@ -57,7 +57,7 @@ class Pending(ABC):
 
 
 class Executor(ABC):
-    """What runs steps for the sequences in the slots.
+    """Interface of an executor, which runs steps for the sequences in the slots.
 
     Attributes:
         name: Name for users and policies: "eager" or "graph".

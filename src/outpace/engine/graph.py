@@ -8,7 +8,6 @@ change nothing.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -19,8 +18,10 @@ from torch import Tensor
 from outpace.checks.arguments import on_device, to_device
 from outpace.draft.base import Draft, Drafter, DraftTensors, GraphState, fit
 from outpace.engine.capture import Graphs, announced
-from outpace.engine.executor import Executor, Outcome, Pending, Prefilling
+from outpace.engine.executor import Executor, Pending, Prefilling
+from outpace.engine.pending import DeviceEvent, GraphPending
 from outpace.engine.sequence import SequenceState
+from outpace.engine.slots import Slots
 from outpace.engine.stats import Clock
 from outpace.models.scorer import Prefill, Scorer
 from outpace.sampling import SamplingParams
@@ -48,43 +49,6 @@ class StepKey(NamedTuple):
     slots: int
     sampling: SamplingParams
     host_buffers: int | None
-
-
-class Slots:
-    """State of the sequences on the device, which the steps read and change.
-
-    Attributes:
-        lengths: Number of tokens of each sequence ``[slots]``. Idle slots have 1.
-        seeds: Seeds ``[slots]``.
-        active: 1 for slots with a sequence, 0 for idle ones ``[slots]``.
-        token_ids: Prompt and output ``[slots, tokens]``.
-    """
-
-    @torch.inference_mode(False)
-    def __init__(self, slots: int, tokens: int, device: torch.device) -> None:
-        self.lengths = torch.ones(slots, dtype=torch.int64, device=device)
-        self.seeds, self.active = torch.zeros_like(self.lengths), torch.zeros_like(self.lengths)
-        self.token_ids = torch.zeros(slots, tokens, dtype=torch.int64, device=device)
-
-    def __len__(self) -> int:
-        """Return the number of slots."""
-        return len(self.lengths)
-
-    def start(self, rows: Sequence[SequenceState]) -> None:
-        """Write new sequences to their slots."""
-        longest = max(len(row.tokens) for row in rows)
-        values = [
-            [row.slot, len(row.tokens), row.seed, *row.tokens, *[0] * (longest - len(row.tokens))]
-            for row in rows
-        ]
-        columns = to_device(torch.tensor(values), self.lengths.device)
-        slots = columns[:, 0]
-        self.token_ids[slots, :longest] = columns[:, 3:]
-        self.lengths[slots], self.seeds[slots], self.active[slots] = columns[:, 1], columns[:, 2], 1
-
-    def end(self, slot: int) -> None:
-        """Make a slot idle."""
-        self.active[slot], self.lengths[slot] = 0, 1
 
 
 class GraphExecutor(Executor):
@@ -532,73 +496,3 @@ def bucket_of(slots: int) -> int:
     """Return the number of slots of the smallest graph that serves these slots."""
     largest = BUCKETS[-1]
     return next((size for size in BUCKETS if size >= slots), -(-slots // largest) * largest)
-
-
-class DeviceEvent:
-    """A point in the device's queue of work, and the time when the device reaches it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.Event("cuda", enable_timing=True) if device.type == "cuda" else None
-        self._time = time.perf_counter()
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> None:
-        """Wait until the device reaches this point."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def since(self, earlier: DeviceEvent) -> float:
-        """Return the seconds since an earlier event, once the device has reached both."""
-        if self._event is None or earlier._event is None:
-            return self._time - earlier._time
-        return float(earlier._event.elapsed_time(self._event)) / 1e3
-
-
-class GraphPending(Pending):
-    """A step that the device runs.
-
-    Args:
-        result: ``[slots, 4 + g]``: accepted, next token, bad, number of draft tokens, and the draft tokens.
-        capture_seconds: Seconds of a capture before the step; 0 without one.
-        begun: The event before the catch-up.
-        started: The event after the catch-up, at the start of the step.
-        catch_up_capture_seconds: Seconds of a capture before the catch-up.
-    """
-
-    def __init__(
-        self,
-        result: Tensor,
-        capture_seconds: float,
-        begun: DeviceEvent,
-        started: DeviceEvent,
-        catch_up_capture_seconds: float = 0.0,
-    ) -> None:
-        self._result, self._begun, self._started = result, begun, started
-        self.capture_seconds, self.catch_up_capture_seconds = capture_seconds, catch_up_capture_seconds
-        if result.is_cuda:
-            # Copy the result, because the next step overwrites it.
-            self._result = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-            self._result.copy_(result, non_blocking=True)
-        self._ended = DeviceEvent(result.device)
-
-    @property
-    def seconds(self) -> float | None:
-        """See ``Pending.seconds``; None if there was a capture."""
-        return None if self.capture_seconds else self._ended.since(self._started)
-
-    @property
-    def catch_up_seconds(self) -> float:
-        """See ``Pending.catch_up_seconds``; 0 if there was a capture."""
-        return 0.0 if self.catch_up_capture_seconds else self._started.since(self._begun)
-
-    def read(self) -> Outcome:
-        """See ``Pending.read``."""
-        self._ended.wait()
-        rows = dict(enumerate(self._result.tolist()))
-        return Outcome(
-            {slot: row[4 : 4 + row[3]] for slot, row in rows.items()},
-            {slot: row[0] for slot, row in rows.items()},
-            {slot: row[1] for slot, row in rows.items()},
-            {slot: bool(row[2]) for slot, row in rows.items()},
-        )

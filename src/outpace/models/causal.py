@@ -20,7 +20,8 @@ from torch import Tensor
 
 from outpace.checks.arguments import kind
 from outpace.models.attention import view_config
-from outpace.models.kv_cache import ContiguousCache, memory_free
+from outpace.models.contiguous import ContiguousCache
+from outpace.models.kv_cache import memory_free
 from outpace.models.packed import Packed, packed_bytes
 from outpace.models.scorer import Scorer
 from outpace.models.view import view_of

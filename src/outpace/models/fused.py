@@ -28,7 +28,7 @@ from transformers.activations import ACT2FN
 
 from outpace.models.causal import mask_of, windows
 from outpace.models.causal import positions as positions_of
-from outpace.models.kv_cache import Pages, Shape
+from outpace.models.paged import Pages, Shape
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # rope types whose angles are fixed

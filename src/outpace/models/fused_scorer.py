@@ -12,7 +12,7 @@ from torch import Tensor
 from outpace.checks.arguments import to_device
 from outpace.models.causal import CausalScorer, has_adapters, positions, supported_model, version
 from outpace.models.fused import FusedModel, has_kernels, why_not
-from outpace.models.kv_cache import PagedCache
+from outpace.models.paged import PagedCache
 from outpace.models.scorer import Scorer
 from outpace.models.seq2seq import Seq2SeqScorer
 

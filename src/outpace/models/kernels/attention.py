@@ -154,7 +154,7 @@ def update_softmax(
 
 @triton.jit
 def addresses_of(pages, page, columns, PAGES: tl.constexpr):
-    """Return PAGES addresses of a row of the table with so many columns, from a page on."""
+    """Return the addresses of PAGES pages of a row of the table, from ``page`` on; 0 past the last column."""
     page += tl.arange(0, PAGES)
     return tl.load(pages + page, mask=page < columns, other=0)
 
