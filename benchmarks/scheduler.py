@@ -117,8 +117,9 @@ def measure_prompts(model: str, data: str, count: int, order: int) -> Any:
     for g in PREDICTED:
         decoder = Decoder(weights, "lookup" if g else None, tokenizer, num_draft_tokens=Fixed(g))
         executor: Any = decoder.executors[0]
-        runs, versions = [], []
+        runs, changes = [], 0
         for prompt in prompts:
+            keys, version = set(executor.graphs), executor.graphs.version
             torch.cuda.synchronize()
             started_at, firsts = time.perf_counter(), list[float]()
             steps = []
@@ -128,7 +129,8 @@ def measure_prompts(model: str, data: str, count: int, order: int) -> Any:
             runs.append(
                 {"seconds": firsts[-1], "first": firsts[0], "steps": len(steps), "tokens": sum(steps)}
             )
-            versions.append(executor.graphs.version)
+            # Captures, and discarded graphs, beyond the first capture of each size
+            changes += executor.graphs.version - version - len(set(executor.graphs) - keys)
         later = runs[2:]
         step_seconds = step_time(decoder, prompts[0], g)
         predicted = sum(one["first"] + (one["steps"] - 1) * step_seconds for one in later)
@@ -137,7 +139,7 @@ def measure_prompts(model: str, data: str, count: int, order: int) -> Any:
             "tokens_per_second_later": sum(r["tokens"] for r in later) / sum(r["seconds"] for r in later),
             "step_milliseconds": 1e3 * step_seconds,
             "measured_over_predicted_seconds": sum(one["seconds"] for one in later) / predicted,
-            "captures_after_first_prompt": versions[-1] - versions[0],
+            "recaptures": changes,
             "runs": runs,
         }
     return found

@@ -76,6 +76,17 @@ def test_greedy_texts_with_kernels_are_those_of_transformers(family: str) -> Non
             assert [out.token_ids for out in outs] == expected
 
 
+def test_a_captured_prefill_changes_no_token() -> None:
+    model = tiny(max_position_embeddings=1200).cuda()
+    decoder = Decoder(model, tiny(seed=1, max_position_embeddings=1200).cuda(), num_draft_tokens=Fixed(2))
+    for i, length in enumerate((20, 30, 100, 101, 700, 699, 20)):
+        prompt = [(7 * i + 3 * j) % (V - 2) + 1 for j in range(length)]
+        out = decoder.generate(prompt, temperature=0, max_new_tokens=30)
+        assert out.token_ids == greedy(model, prompt, 30)
+    captured = {key[2] for key in decoder.executors[0].graphs if key[0] == "prefill"}  # type: ignore[attr-defined]
+    assert captured == {32, 128, 256, 512}
+
+
 @pytest.mark.parametrize("engine", [False, True])
 def test_match_generates_the_tokens_of_decoding_without_speculation(engine: bool) -> None:
     model = tiny().cuda()

@@ -376,7 +376,7 @@ def test_draft_model_does_not_run_in_steps_without_draft_tokens(monkeypatch: pyt
         ran.append(self)
         return forward(self, ids, positions)
 
-    def recording_fill(self: FusedScorer, ids: Tensor, positions: Tensor) -> None:
+    def recording_fill(self: FusedScorer, ids: Tensor, positions: Tensor, slots: None = None) -> None:
         ran.append(self)
         fill(self, ids, positions)
 
@@ -398,7 +398,7 @@ def test_draft_model_drafts_exactly_after_catching_up(
     """One step in ``interval`` has draft tokens. The draft model is the target, so all are accepted."""
     original = FusedModel.fill
 
-    def fill(self: FusedModel, ids: Tensor, positions: Tensor, pages: Pages) -> None:
+    def fill(self: FusedModel, ids: Tensor, positions: Tensor, pages: Pages, prefill: bool = False) -> None:
         for row in positions.tolist():
             known = [position for position in row if position >= 0]
             expected = list(range(known[0], known[0] + len(known))) if known else []

@@ -59,7 +59,7 @@ def test_ragged_rows_score_as_the_transformers_model(family: str, dtype: torch.d
     cache = cache_of(fused, 3, 40)
     starts = torch.tensor([len(text) - 5 for text in texts])
     for slot, (text, start) in enumerate(zip(texts, starts.tolist(), strict=True)):
-        fused.fill(text[None, :start], torch.arange(start)[None], cache.pages([slot]))
+        fused.fill(text[None, :start], torch.arange(start)[None], cache.pages(torch.tensor([slot])))
     last = torch.stack([text[-5:] for text in texts])
     found = fused.logits(last, starts[:, None] + torch.arange(5), cache.pages(3))
     for row in range(3):
@@ -304,7 +304,7 @@ for gate, N, missing, overlaps in kinds:
             products.shared(BM, BN, BK, stages, torch.bfloat16, gate > 0) + 4096,
             BM=BM, BN=BN, BK=BK, PARTS=64, GATE=gate, SHIFTED=False, PRECISION="tf32",
             PREFETCH=prefetch if overlaps else -1)
-others = {"positions": "*i64", "table": "*i64", "parts": "*fp32", "counters": "*i32"}
+others = {"positions": "*i64", "table": "*i64", "ranges": "*i64", "parts": "*fp32", "counters": "*i32"}
 for D, ROWS, BLOCK, missing in ((128, 16, 64, ()), (128, 16, 128, ("q_norm", "k_norm")), (256, 32, 64, ())):
     sizes = {"D": D, "HALF": D // 2, "WIDTH": D, "PAGE": 128, "SHIFTED": False, "OVERLAPS": not missing}
     build(attend, wide | others, missing, 4, 3, attention.shared(BLOCK, ROWS, 2 * D, 3), ROWS=ROWS, NEW=16,

@@ -7,7 +7,7 @@ the same tests compiled on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -161,10 +161,10 @@ class Heads:
     def few(self, qkv: Tensor, positions: Tensor, pages: list[list[Tensor]]) -> Tensor:
         counters = torch.zeros(len(qkv), self.kv_heads, dtype=torch.int32, device=DEVICE)
         table = table_of(pages)
+        sizes = {"page": self.page, "kv_heads": self.kv_heads, "window": self.window}
+        ranges = attention.ranges_of(positions, table, **sizes)
         found: list[Tensor] = [  # the first call leaves no state behind
-            attention.few_queries(
-                qkv, positions, self.angles, table, counters, tokens=self.tokens, **self.options
-            )
+            attention.few_queries(qkv, positions, self.angles, table, ranges, counters, **self.options)
             for _ in range(2)
         ]
         assert torch.equal(*found)
@@ -269,10 +269,9 @@ def test_few_queries_equal_pytorch(
 ) -> None:
     monkeypatch.setattr(attention, "BLOCK", 16)
     monkeypatch.setattr(attention, "MIN_RANGE", 256 if ranges == "one range" else 16)
-    if ranges == "stretched ranges":
-        monkeypatch.setattr(attention, "BLOCKS", 0)
-        monkeypatch.setattr(attention, "MAX_RANGE", 40)
     here = layer()
+    if ranges == "stretched ranges":
+        set_processors(monkeypatch, 2 * here.kv_heads)
     # A row without earlier tokens, a row of padding, and new tokens on both sides of a page's end
     positions = positions_of((0, n), (5, 0), (128 - n // 2, n), n=n)
     here.check(here.qkv(3, n), positions, [here.pages(-(-T // here.page)) for _ in range(3)], few=True)
@@ -378,29 +377,26 @@ def test_pages_that_a_row_does_not_need_are_never_read(
     assert torch.allclose(found.double(), expected, atol=1e-5)
 
 
-def test_a_long_context_has_as_many_ranges_as_a_context_of_8192_tokens(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("per_head", [1, 3, 40])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("B", [6, 33])
+def test_rows_of_any_lengths_share_the_processors(
+    monkeypatch: pytest.MonkeyPatch, B: int, window: int | None, per_head: int
 ) -> None:
-    sizes = []
+    """A row may have a range that is not full: there must be blocks for all of them."""
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    monkeypatch.setattr(attention, "MIN_RANGE", 16)
+    here = Heads(2, 1, 16, window=window)
+    set_processors(monkeypatch, per_head * here.kv_heads)
+    starts = [1, 17, 0, 158, 33, 65] if B == 6 else [1, *[0] * 31, 158]
+    positions = positions_of(*((start, start != 33) for start in starts), n=1)
+    here.check(here.qkv(B, 1), positions, [here.pages(-(-T // here.page)) for _ in range(B)], few=True)
 
-    class Kernel:
-        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-            return lambda *args, **options: sizes.append(grid)
 
-    monkeypatch.setattr(attention, "attend", Kernel())
-    for tokens in (8192, 131072):
-        here = Heads(2, 2, 16, tokens=tokens)
-        B = 200
-        attention.few_queries(
-            here.qkv(B, 1),
-            positions_of(*[(0, 1)] * B, n=1),
-            here.angles,
-            torch.zeros(B, 1, dtype=torch.int64, device=DEVICE),
-            torch.zeros(B, 2, dtype=torch.int32, device=DEVICE),
-            tokens=tokens,
-            **here.options,
-        )
-    assert sizes[0] == sizes[1]
+def set_processors(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
+    """Let the kernel cut rows as on a GPU with this many processors."""
+    here = replace(attention.device(torch.device(DEVICE)), processors=processors)
+    monkeypatch.setattr(attention, "device", lambda _: here)
 
 
 KIBIBYTE = 1024

@@ -134,7 +134,7 @@ class PagedSequences(Sequences):
             others = set[int]().union(*(self.blocks(other) for other in self.texts if other != slot))
             assert not written & others, "a block that two slots hold was written"
         every = len(slots) % 2 == 0  # as the graph executor: all first slots take part, idle ones with -1
-        pages = self.cache.pages(max(slots) + 1 if every else slots)
+        pages = self.cache.pages(max(slots) + 1 if every else torch.tensor(slots))
         for layer in range(LAYERS):
             keys, values = (self.padded(slots, new, layer, kind, left=False) for kind in (0, 1))
             if every:
@@ -147,7 +147,10 @@ class PagedSequences(Sequences):
         nothing = torch.zeros(1, HEADS, 0, D, dtype=torch.float64)
         at = torch.zeros(1, 0, dtype=torch.int64)
         reach = len(self.texts[slot])
-        return [found[0] for found in self.cache.pages([slot]).update(layer, nothing, nothing, at, reach)]
+        return [
+            found[0]
+            for found in self.cache.pages(torch.tensor([slot])).update(layer, nothing, nothing, at, reach)
+        ]
 
 
 def _all_slots(slots: list[int], positions: Tensor, *news: Tensor) -> tuple[Tensor, list[Tensor]]:

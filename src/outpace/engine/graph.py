@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from outpace.draft.base import Draft, Drafter, DraftTensors, GraphState, fit
 from outpace.engine.capture import Graphs, announced
 from outpace.engine.executor import Executor, Pending, Prefilling
 from outpace.engine.pending import DeviceEvent, GraphPending
+from outpace.engine.prefill import PrefillGraphs
 from outpace.engine.sequence import SequenceState
 from outpace.engine.slots import Slots
 from outpace.engine.stats import Clock
@@ -79,6 +81,7 @@ class GraphExecutor(Executor):
     def reset(self) -> None:
         """See ``Executor.reset``."""
         self.graphs.clear()
+        self._prefills = PrefillGraphs(self.graphs)
         self.slots = Slots(0, 0, self.target.device)
         self._versions: tuple[int, ...] = ()
         self._owners: dict[int, SequenceState] = {}  # by slot, the sequences whose state is on the device
@@ -181,8 +184,16 @@ class GraphExecutor(Executor):
             self._compile_ahead(max(slots) + 1, sampling)
         for scorer in self._scorers():
             prompts = [self._known(scorer, row.tokens) for row in rows]
-            prefills.append(Prefill(scorer, slots, prompts, leave_last=True))
+            append = partial(self._prefill_chunk, scorer)
+            prefills.append(Prefill(scorer, slots, prompts, leave_last=True, append=append))
         return Prefilling(rows, prefills)
+
+    def _prefill_chunk(
+        self, scorer: Scorer, slots: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> Tensor | None:
+        self._drop_stale_graphs(max(slots) + 1)
+        with self._on_device():
+            return self._prefills.append(scorer, slots, tokens)
 
     @staticmethod
     def _known(scorer: Scorer, tokens: Sequence[int]) -> list[int]:

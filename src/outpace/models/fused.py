@@ -192,15 +192,16 @@ class FusedModel:
         return cos[0].contiguous(), sin[0].contiguous()
 
     @torch.inference_mode()
-    def fill(self, ids: Tensor, positions: Tensor, pages: Pages) -> None:
+    def fill(self, ids: Tensor, positions: Tensor, pages: Pages, prefill: bool = False) -> None:
         """Write keys and values of tokens ``[B, n]`` at positions ``[B, n]`` into the KV cache.
 
-        The positions of each row are consecutive. A position of -1 is padding, at the end of a row.
+        The positions of each row are consecutive. A position of -1 is padding, at the end of a row. With
+        ``prefill``, any number of tokens has the same kernels.
         """
-        if self._uses_few_rows_kernels(ids):
+        if not prefill and self._uses_few_rows_kernels(ids):
             self._stream(ids, positions, pages)
         else:
-            self._hidden(ids, positions, pages)
+            self._hidden(ids, positions, pages, prefill)
 
     @torch.inference_mode()
     def logits(self, ids: Tensor, positions: Tensor, pages: Pages) -> Tensor:
@@ -265,10 +266,11 @@ class FusedModel:
     def _stream(self, ids: Tensor, positions: Tensor, pages: Pages) -> Any:
         """Return the input of the last product, for few tokens, through five kernels per layer."""
         matmul, norms = self._product.few_rows, [layer.norm for layer in self.layers[1:]] + [self.norm]
+        ranges = self._ranges(positions, pages)
         stream = self._product.embed(ids, self.embedding, self.embedding_scale, self.layers[0].norm.scale)
         for i, (layer, after) in enumerate(zip(self.layers, norms, strict=True)):
             qkv = matmul(stream, layer.qkv.weight, layer.qkv.bias)
-            out = self._attend(i, qkv.view(*ids.shape, -1), positions, pages)
+            out = self._attend(i, qkv.view(*ids.shape, -1), positions, pages, ranges)
             stream = matmul(
                 out, layer.out.weight, layer.out.bias, residual=stream.x, norm=layer.mlp_norm.scale
             )
@@ -279,18 +281,42 @@ class FusedModel:
     def _hidden_with_kernels(self, ids: Tensor, positions: Tensor, pages: Pages, prefill: bool) -> Tensor:
         """Compute ``_hidden`` with kernels between the products."""
         add_norm, gate = self._rows.add_norm, self._rows.gate
+        few = not prefill and self._uses_attention_kernel(ids)
+        ranges = self._ranges(positions, pages) if few else None
         x = (self.embedding[ids] * self.embedding_scale).flatten(0, 1)
         residual = torch.zeros_like(x)  # so that all layers have the same kernels
         for i, layer in enumerate(self.layers):
             x, y = add_norm(x, residual, layer.norm.scale)
-            out = self._attend(i, layer.qkv(y).view(*ids.shape, -1), positions, pages, prefill)
+            out = self._attend(i, layer.qkv(y).view(*ids.shape, -1), positions, pages, ranges)
             x, y = add_norm(x, layer.out(out), layer.mlp_norm.scale)
             residual = layer.down(gate(layer.gate_up(y), self._gate))
         last: Tensor = add_norm(x, residual, self.norm.scale)[1]
         return last.view(*ids.shape, -1)
 
-    def _attend(self, i: int, qkv: Tensor, positions: Tensor, pages: Pages, prefill: bool = False) -> Tensor:
+    def _ranges(self, positions: Tensor, pages: Pages) -> dict[int | None, Tensor]:
+        """Return the ranges that blocks of the attention kernel for few queries handle, by window."""
+        sizes = {"page": pages.page, "kv_heads": self.kv_heads}
+        return {
+            window: self._attention.ranges_of(positions, pages.table, window=window, **sizes)
+            for window in self._windows
+        }
+
+    def _attend(
+        self,
+        i: int,
+        qkv: Tensor,
+        positions: Tensor,
+        pages: Pages,
+        ranges: dict[int | None, Tensor] | None,
+    ) -> Tensor:
         """Attend in layer i with a kernel, for queries, keys and values ``[B, n, ...]``.
+
+        Args:
+            i: Number of the layer.
+            qkv: Queries, keys and values.
+            positions: Positions ``[B, n]``.
+            pages: The KV cache.
+            ranges: Ranges by window, for the kernel for few queries. None: the one for many queries.
 
         Returns:
             The output ``[B·n, heads·d]``.
@@ -302,9 +328,10 @@ class FusedModel:
             "layer": i, "page": pages.page, "heads": self.heads, "kv_heads": self.kv_heads,
             "scale": self.scale, "window": layer.window, "norms": norms,
         }  # fmt: skip
-        if not prefill and self._uses_attention_kernel(qkv):
+        if ranges is not None:
+            own = ranges[layer.window]
             out: Tensor = self._attention.few_queries(
-                qkv, positions, self.angles, pages.table, self.counters, tokens=pages.tokens, **common
+                qkv, positions, self.angles, pages.table, own, self.counters, **common
             )
         else:
             out = self._prefill.many_queries(qkv, positions, self.angles, pages.table, **common)
@@ -343,7 +370,7 @@ class FusedModel:
     def _rows(self) -> Any:
         return importlib.import_module("outpace.models.kernels.rows")
 
-    @property
+    @cached_property
     def _windows(self) -> set[int | None]:
         return {layer.window for layer in self.layers}
 

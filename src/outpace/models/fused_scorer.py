@@ -76,7 +76,7 @@ class FusedScorer(Scorer):
         logits = self.fused.last_logits(
             to_device(ids, self.device),
             to_device(at, self.device),
-            self.cache.pages(slots),
+            self.cache.pages(to_device(torch.tensor(slots), self.device)),
             to_device(torch.tensor(counts), self.device),
         )
         for slot, new in zip(slots, tokens, strict=True):
@@ -90,15 +90,17 @@ class FusedScorer(Scorer):
         lengths = [self.cache.length(slot) for slot in slots]
         self.cache.reserve(slots, [length + n for length in lengths])
         at = (torch.tensor(lengths)[:, None] + torch.arange(n)).clamp(max=self.fused.tokens - 1)
-        return self.fused.logits(tokens.to(self.device), to_device(at, self.device), self.cache.pages(slots))
+        pages = self.cache.pages(to_device(torch.tensor(slots), self.device))
+        return self.fused.logits(tokens.to(self.device), to_device(at, self.device), pages)
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """See ``Scorer.forward``."""
         return self.fused.logits(ids, positions, self.cache.pages(len(ids)))
 
-    def fill(self, ids: Tensor, positions: Tensor) -> None:
+    def fill(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> None:
         """See ``Scorer.fill``."""
-        self.fused.fill(ids, positions, self.cache.pages(len(ids)))
+        pages = self.cache.pages(len(ids) if slots is None else slots)
+        self.fused.fill(ids, positions, pages, prefill=slots is not None)
 
     def launch_once(self, B: int, n: int) -> Tensor:
         """See ``Scorer.launch_once``."""

@@ -165,11 +165,6 @@ class Pages:
     page: int
     memory: Blocks
 
-    @property
-    def tokens(self) -> int:
-        """Most tokens of a row."""
-        return self.table.shape[1] * self.page
-
     def update(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor, reach: int) -> list[Tensor]:
         """Write keys and values ``[B, heads, n, d]`` at positions ``[B, n]``, with PyTorch's operations.
 
@@ -252,12 +247,10 @@ class PagedCache(KVCache):
         """See ``KVCache.bytes_for``."""
         return (sum(-(-length // self.page) for length in lengths) + 1) * self._block_bytes
 
-    def pages(self, slots: Sequence[int] | int) -> Pages:
+    def pages(self, slots: Tensor | int) -> Pages:
         """Return the table rows of these slots; of the first slots, for a number of slots, as views."""
-        if isinstance(slots, int):
-            return Pages(self.table[:slots], self.page, self.memory)
-        index = to_device(torch.tensor(slots), self.device)
-        return Pages(self.table[index], self.page, self.memory)
+        rows = self.table[:slots] if isinstance(slots, int) else self.table.index_select(0, slots)
+        return Pages(rows, self.page, self.memory)
 
     @torch.inference_mode(False)
     def prepare(self, slots: int, tokens: int) -> None:

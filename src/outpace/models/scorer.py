@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -137,8 +137,14 @@ class Scorer(ABC):
         """
         return None
 
-    def fill(self, ids: Tensor, positions: Tensor) -> None:
-        """Run a forward pass as ``forward`` does, for the KV cache alone."""
+    def fill(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> None:
+        """Run a forward pass as ``forward`` does, for the KV cache alone.
+
+        Args:
+            ids: Token ids ``[B, n]``.
+            positions: Their positions ``[B, n]``. Padding at the end of a row has -1.
+            slots: The rows' slots ``[B]``, if there are Triton kernels. By default the first B slots.
+        """
         self.forward(ids, positions)
 
     def prefill(
@@ -237,6 +243,8 @@ class Prefill:
         prompts: Token ids of each prompt.
         sources: Encoder inputs, for encoder-decoder models.
         leave_last: Leave out the last token of each prompt, which the first decode step then feeds.
+        append: Runs a forward pass as ``Scorer.append`` does. It may return None instead of logits, if they
+            are not needed.
     """
 
     def __init__(
@@ -246,8 +254,10 @@ class Prefill:
         prompts: Sequence[Sequence[int]],
         sources: Sequence[Source | None] = (),
         leave_last: bool = False,
+        append: Callable[[Sequence[int], Sequence[Sequence[int]]], Tensor | None] | None = None,
     ) -> None:
         self.scorer, self.slots, self.prompts = scorer, list(slots), prompts
+        self._append = scorer.append if append is None else append
         scorer.check_weights()
         scorer.reserve(max(slots) + 1, max(map(len, prompts)))
         sources = sources or [None] * len(prompts)
@@ -273,10 +283,10 @@ class Prefill:
             counts = {i: min(chunk, len(rest)) for i, rest in left.items()}
             longest = max(counts.values())
             joint = [i for i, count in counts.items() if count * MAX_PADDING >= longest]
-            logits = self.scorer.append([self.slots[i] for i in joint], [left[i][: counts[i]] for i in joint])
-            for i, row in zip(joint, logits, strict=True):
-                self._rest[i] = left[i][counts[i] :]
-                self._logits[i] = row
+            logits = self._append([self.slots[i] for i in joint], [left[i][: counts[i]] for i in joint])
+            self._rest |= {i: left[i][counts[i] :] for i in joint}
+            if logits is not None:
+                self._logits |= dict(zip(joint, logits, strict=True))
         if any(self._rest.values()):
             return False
         for i, owner in enumerate(self._owners):

@@ -9,8 +9,8 @@ writes keys and values into the cache, and computes the softmax.
 
 A block handles the queries of all heads that share a key head in a row, and a range of the row's earlier
 tokens. The block of the first range also handles the new tokens. It takes them from the product and writes
-them into the cache, so that no block waits for another. A row that is long enough is cut into ranges of equal
-length, as many as keep the GPU busy. The last block to finish combines their outputs.
+them into the cache, so that no block waits for another. Long rows are cut into ranges, as many in all as keep
+the GPU busy. The last block of a row to finish combines their outputs.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from outpace.verification.kernels.ahead import launch
 
 MIN_RANGE = 256  # least earlier tokens of a block; twice as many from FEW_HEADS key heads on
 FEW_HEADS = 16
-MAX_RANGE = 2048  # most earlier tokens of a block, even if the GPU is busy with fewer blocks
-LONG = 8192  # most tokens of a row to which that applies; longer rows have longer ranges
-BLOCKS = 1  # blocks per processor that the number of ranges aims at
+BLOCKS = (
+    1,
+    16,
+)  # blocks per processor that rows are cut into, if one block per key head and row are few or many
+FIELDS = 8  # numbers per range
+ROWS_AT_ONCE = 256  # rows that the list of ranges is compiled for; for more, the next power of two
 BLOCK = 64  # earlier tokens loaded at once; for more queries twice as many, or half if there are many blocks
 FEW_BLOCKS = 160  # with fewer blocks, each has more warps, and tokens are prefetched
 FEW_QUERIES = 2
 SHORT_LINE = 128  # bytes of a token up to which a block needs no more warps
 STAGES = 3
-PAGES = 8  # pages whose addresses are loaded at once
 COMBINE_UNROLL = 4  # ranges loaded at once when their outputs are combined
 PREFETCH = 64  # earlier tokens that each of few blocks prefetches before the previous kernel has ended
 
@@ -153,58 +155,40 @@ def update_softmax(
 
 
 @triton.jit
-def addresses_of(pages, page, columns, PAGES: tl.constexpr):
-    """Return the addresses of PAGES pages of a row of the table, from ``page`` on; 0 past the last column."""
-    page += tl.arange(0, PAGES)
-    return tl.load(pages + page, mask=page < columns, other=0)
-
-
-@triton.jit
-def pick(addresses, i, PAGES: tl.constexpr):
-    """Return address i of ``[PAGES]``."""
-    return tl.sum(tl.where(tl.arange(0, PAGES) == i, addresses, 0), axis=0)
-
-
-@triton.jit
 def over_cache(
-    qa, qb, pages, addresses, columns, first, stop, position, last, window, scale, kv_heads, head_start,
+    qa, qb, pages, address, first, stop, position, last, window, scale, kv_heads, head_start,
     running_max, running_total, running_sum,
-    D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Update a softmax with the row's tokens from ``first`` on and before ``stop``.
 
-    ``first`` is a multiple of BLOCK, so that the tokens loaded at once are in one page. ``addresses`` are
-    those of the first PAGES pages. The keys of the layer and head begin at element head_start of a page.
+    ``first`` is a multiple of BLOCK, so that the tokens loaded at once are in one page. ``address`` is that
+    of the first page. The keys of the layer and head begin at element head_start of a page.
 
     Each query sees no token after its ``last`` one, and none farther back than the window (0: no limit). If
     not MASKED, every query sees all of the tokens, and their number is a multiple of BLOCK.
     """
     h, d = tl.arange(0, qa.shape[1])[None, :], tl.arange(0, running_sum.shape[1])[None, :]
-    # Addresses are loaded many at a time. Otherwise the loads of each page would wait for its address.
-    for left_page in range(first // PAGE, tl.cdiv(stop, PAGE), PAGES):
-        if left_page > first // PAGE:
-            addresses = addresses_of(pages, left_page, columns, PAGES)
-        end = tl.minimum(stop, (left_page + PAGES) * PAGE)
-        for left in range(tl.maximum(first, left_page * PAGE), end, BLOCK):
-            t = left + tl.arange(0, BLOCK)
-            address = pick(addresses, left // PAGE - left_page, PAGES)
-            keys = pointer_to(address, qa.dtype) + head_start
-            line = keys + (left % PAGE + tl.arange(0, BLOCK))[:, None] * D
-            half_mask, mask = h < D // 2, d < D
-            visible = None
-            if MASKED:
-                half_mask &= (t < stop)[:, None]
-                mask &= (t < stop)[:, None]
-                visible = t[None, :] <= last[:, None]
-                if window > 0:
-                    visible &= t[None, :] > position[:, None] - window
-            ka = tl.load(line + h, mask=half_mask, other=0.0)
-            kb = tl.load(line + D // 2 + h, mask=half_mask, other=0.0)
-            v = tl.load(line + kv_heads * PAGE * D + d, mask=mask, other=0.0)
-            running_max, running_total, running_sum = update_softmax(
-                qa, qb, ka, kb, v, visible, scale, running_max, running_total, running_sum, PRECISION
-            )
+    for left in range(first, stop, BLOCK):
+        t = left + tl.arange(0, BLOCK)
+        keys = pointer_to(address, qa.dtype) + head_start
+        # Loaded one iteration ahead, so that the loads of keys and values do not wait for it
+        address = tl.load(pages + tl.minimum(left + BLOCK, stop - 1) // PAGE)
+        line = keys + (left % PAGE + tl.arange(0, BLOCK))[:, None] * D
+        half_mask, mask = h < D // 2, d < D
+        visible = None
+        if MASKED:
+            half_mask &= (t < stop)[:, None]
+            mask &= (t < stop)[:, None]
+            visible = t[None, :] <= last[:, None]
+            if window > 0:
+                visible &= t[None, :] > position[:, None] - window
+        ka = tl.load(line + h, mask=half_mask, other=0.0)
+        kb = tl.load(line + D // 2 + h, mask=half_mask, other=0.0)
+        v = tl.load(line + kv_heads * PAGE * D + d, mask=mask, other=0.0)
+        running_max, running_total, running_sum = update_softmax(
+            qa, qb, ka, kb, v, visible, scale, running_max, running_total, running_sum, PRECISION
+        )
     return running_max, running_total, running_sum
 
 
@@ -214,50 +198,100 @@ def quotient(running_total, running_sum):
     return running_sum / tl.where(running_total == 0.0, 1.0, running_total)[:, None]
 
 
-@triton.jit(
-    do_not_specialize=[
-        "positions", "table", "ranges", "min_range", "positions_stride", "table_stride", "columns",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["positions", "table", "B", "max_ranges", "positions_stride", "table_stride"])
+def cut_rows(
+    positions, table, ranges, B, max_ranges, min_range, window, positions_stride, table_stride,
+    PAGE: tl.constexpr, FIELDS: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
+    """Write one item of the list of ranges."""
+    item = tl.program_id(0)
+    rows = tl.arange(0, MANY)
+    starts = tl.load(positions + rows * positions_stride, mask=rows < B, other=0).to(tl.int32)
+    starts = tl.maximum(starts, 0)
+    begins = tl.where(window > 0, tl.maximum(0, (starts + 1 - window) // PAGE * PAGE), 0)
+    span = tl.cdiv(tl.cdiv(tl.sum(starts - begins, axis=0), max_ranges), PAGE) * PAGE
+    span = tl.maximum(min_range, span)
+    counts = tl.where(rows < B, tl.maximum(1, tl.cdiv(starts - begins, span)), 0)
+    ends = tl.cumsum(counts, axis=0)
+    here = (rows < B) & (ends > item) & (ends - counts <= item)
+    num_ranges = tl.sum(tl.where(here, counts, 0), axis=0)
+    r = item - tl.sum(tl.where(here, ends - counts, 0), axis=0)
+    b = tl.sum(tl.where(here, rows, 0), axis=0)
+    first = tl.sum(tl.where(here, begins, 0), axis=0) + r * span
+    stop = tl.minimum(tl.sum(tl.where(here, starts, 0), axis=0), first + span)
+    if num_ranges > 0:
+        tl.store(ranges + item * FIELDS + 1, b)
+        tl.store(ranges + item * FIELDS + 2, r)
+        tl.store(ranges + item * FIELDS + 3, first)
+        tl.store(ranges + item * FIELDS + 4, stop)
+        tl.store(ranges + item * FIELDS + 5, tl.load(table + b * table_stride + first // PAGE))
+    tl.store(ranges + item * FIELDS, num_ranges)
+
+
+def ranges_of(
+    positions: Tensor, table: Tensor, *, page: int, kv_heads: int, window: int | None = None
+) -> Tensor:
+    """Cut the earlier tokens of rows into ranges, which the blocks of ``few_queries`` handle.
+
+    Each row has ranges in proportion to its earlier tokens, and at least one. All layers of a forward pass
+    with the same window have the same ranges.
+
+    Args:
+        positions: Positions ``[B, n]``; see ``few_queries``.
+        table: Address of each page of each row; see ``few_queries``.
+        page: Tokens of a page.
+        kv_heads: Number of key heads.
+        window: How far back the layers look; None for no limit.
+
+    Returns:
+        A list of ranges, int64 ``[items, FIELDS]``: number of ranges of the row, row, number in the row,
+        first token, end, and the address of the first token's page. Items without a range begin with 0, and
+        come last.
+    """
+    B, processors = len(positions), device(positions.device).processors
+    min_range = MIN_RANGE if kv_heads < FEW_HEADS else 2 * MIN_RANGE
+    max_ranges = max(1, BLOCKS[B * kv_heads > processors] * processors // kv_heads)
+    # Each row may have a range that is not full.
+    out = torch.empty(B + max_ranges - 1, FIELDS, dtype=torch.int64, device=positions.device)
+    launch(
+        cut_rows, (len(out),),
+        positions, table, out, B, max_ranges, min_range, window or 0, positions.stride(0), table.stride(0),
+        page, FIELDS, max(ROWS_AT_ONCE, triton.next_power_of_2(B)),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["positions", "table", "positions_stride", "table_stride"])
 def attend(
-    qkv, positions, cos, sin, q_norm, k_norm, table, out, parts, counters, eps, scale, window,
-    n, heads, kv_heads, ranges, min_range, layer_start, positions_stride, qkv_stride, table_stride, columns,
-    out_stride, cos_stride,
+    qkv, positions, cos, sin, q_norm, k_norm, table, ranges, out, parts, counters, eps, scale, window,
+    n, heads, kv_heads, layer_start, positions_stride, qkv_stride, table_stride, out_stride, cos_stride,
     D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr,
-    BLOCK: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, COMBINE_UNROLL: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr, COMBINE_UNROLL: tl.constexpr,
     SHIFTED: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """Compute one block of (row, key head, range).
+    """Compute one block of (range, key head).
 
     HALF and WIDTH are powers of two that hold D / 2 and D. The layer's keys begin at element layer_start of
     a page.
 
-    Positions, angles, the table and earlier tokens are older than the previous kernel. So a block loads
-    them, or prefetches PREFETCH of them, before that kernel ends.
+    Positions, angles, the table, the ranges and earlier tokens are older than the previous kernel. So a block
+    loads them, or prefetches PREFETCH of them, before that kernel ends.
     """
-    b = (tl.program_id(0) // (kv_heads * ranges)).to(tl.int64)
-    groups = heads // kv_heads
-    pages = table + b * table_stride
-    # Most ranges begin at the first page. Its address is loaded without waiting for the row's length.
-    addresses = addresses_of(pages, 0, columns, PAGES)
-    start = tl.load(positions + b * positions_stride).to(tl.int32)  # earlier tokens of the row
-    begin = tl.where(window > 0, tl.maximum(0, (start + 1 - window) // BLOCK * BLOCK), 0)
-    span = tl.maximum(min_range, tl.cdiv(tl.cdiv(start - begin, ranges), BLOCK) * BLOCK)
-    num_ranges = tl.maximum(1, tl.cdiv(start - begin, span))  # ranges that hold any of them
-    # The blocks without a range are the last ones of the row, so that they delay no other block.
-    in_row = tl.program_id(0) % (kv_heads * ranges)
-    if in_row >= kv_heads * num_ranges:
+    head, item = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
+    num_ranges = tl.load(ranges + item * FIELDS).to(tl.int32)
+    if num_ranges == 0:
         return
-    head, r = in_row // num_ranges, in_row % num_ranges
+    b = tl.load(ranges + item * FIELDS + 1)
+    r = tl.load(ranges + item * FIELDS + 2).to(tl.int32)
+    # Earlier tokens of this range, and the address of their first page
+    first = tl.load(ranges + item * FIELDS + 3).to(tl.int32)
+    stop = tl.load(ranges + item * FIELDS + 4).to(tl.int32)
+    address = tl.load(ranges + item * FIELDS + 5)
+    groups = heads // kv_heads
     d = tl.arange(0, WIDTH)
     dtype = out.dtype.element_ty
+    pages = table + b * table_stride
     head_start = layer_start + head * PAGE * D
-
-    # Earlier tokens of this range
-    first = begin + r * span
-    stop = tl.minimum(start, first + span)
-    if first >= PAGE:
-        addresses = addresses_of(pages, first // PAGE, columns, PAGES)
     row, j = tl.arange(0, ROWS), tl.arange(0, NEW)
     i = row % n
     valid = row < groups * n
@@ -269,8 +303,7 @@ def attend(
     new_cosine, new_sine = angles_of(new_position, new, cos, sin, cos_stride, D, HALF)
     if OVERLAPS:
         if PREFETCH > 0:
-            keys = pointer_to(pick(addresses, 0, PAGES), dtype) + (head_start + first % PAGE * D)
-            tokens = tl.minimum(stop - first, PAGE - first % PAGE)
+            keys, tokens = pointer_to(address, dtype) + head_start, tl.minimum(stop - first, PAGE)
             prefetch(keys, tokens, D, PREFETCH)
             prefetch(keys + kv_heads * PAGE * D, tokens, D, PREFETCH)
         gdc_wait()
@@ -298,9 +331,8 @@ def attend(
         )
 
     running_max, running_total, running_sum = over_cache(
-        qa, qb, pages, addresses, columns, first, stop, position, tl.where(valid, stop - 1, -1), window,
-        scale, kv_heads, head_start, running_max, running_total, running_sum,
-        D, BLOCK, PAGE, PAGES, True, PRECISION,
+        qa, qb, pages, address, first, stop, position, tl.where(valid, stop - 1, -1), window, scale, kv_heads,
+        head_start, running_max, running_total, running_sum, D, BLOCK, PAGE, True, PRECISION,
     )  # fmt: skip
 
     destination = (
@@ -313,7 +345,7 @@ def attend(
         # Each range stores maximum, total and weighted sum; the last one to finish combines them.
         group = b * kv_heads + head
         cell = ROWS * (WIDTH + 2)
-        this_part = parts + (group * ranges + r) * cell
+        this_part = parts + (item * kv_heads + head) * cell
         tl.store(this_part + row, running_max)
         tl.store(this_part + ROWS + row, running_total)
         tl.store(this_part + 2 * ROWS + row[:, None] * WIDTH + d[None, :], running_sum, mask=out_mask)
@@ -325,7 +357,7 @@ def attend(
             running_total = tl.zeros([ROWS], tl.float32)
             running_sum = tl.zeros([ROWS, WIDTH], tl.float32)
             for other in tl.range(0, num_ranges, loop_unroll_factor=COMBINE_UNROLL):
-                part = parts + (group * ranges + other) * cell
+                part = parts + ((item - r + other) * kv_heads + head) * cell
                 part_max = tl.load(part + row, cache_modifier=".cg")
                 part_total = tl.load(part + ROWS + row, cache_modifier=".cg")
                 part_sum = tl.load(
@@ -348,11 +380,11 @@ def few_queries(
     positions: Tensor,
     angles: tuple[Tensor, Tensor],
     table: Tensor,
+    ranges: Tensor,
     counters: Tensor,
     *,
     layer: int,
     page: int,
-    tokens: int,
     heads: int,
     kv_heads: int,
     scale: float,
@@ -368,10 +400,10 @@ def few_queries(
         angles: Cosines and sines of every position, ``[tokens, d]`` each.
         table: Address of each page of each row, int64, at least B rows. Pages are aligned to 16 bytes.
             Entries of pages that a row has no tokens in are not used.
+        ranges: The ranges of all rows, from ``ranges_of``.
         counters: int32, at least B·kv_heads zeros. They are zeros again when all is done.
         layer: Index of the layer in each page.
         page: Tokens of a page, a power of two from 16 on.
-        tokens: Most tokens of a row.
         heads: Number of query heads.
         kv_heads: Number of key heads.
         scale: Factor of the attention scores.
@@ -385,18 +417,13 @@ def few_queries(
     D = qkv.shape[-1] // (heads + 2 * kv_heads)
     groups = heads // kv_heads
     here = device(qkv.device)
-    min_range = MIN_RANGE if kv_heads < FEW_HEADS else 2 * MIN_RANGE
-    busy = max(1, BLOCKS * here.processors // (B * kv_heads), min(tokens, LONG) // MAX_RANGE)
-    seen = tokens if window is None else min(tokens, window + BLOCK)
-    ranges = min(triton.cdiv(seen, min_range), busy)
     ROWS = max(16, triton.next_power_of_2(groups * n))
     WIDTH = max(16, triton.next_power_of_2(D))
     HALF = max(16, triton.next_power_of_2(D // 2))
     out = torch.empty(B, n, heads * D, dtype=qkv.dtype, device=qkv.device)
-    size = B * kv_heads * ranges * ROWS * (WIDTH + 2) if ranges > 1 else 0
-    parts = torch.empty(size, dtype=torch.float32, device=qkv.device)
+    parts = torch.empty(len(ranges) * kv_heads * ROWS * (WIDTH + 2), dtype=torch.float32, device=qkv.device)
     q_norm, k_norm, eps, shifted = norms or (None, None, 0.0, False)
-    blocks = B * kv_heads * ranges
+    blocks = len(ranges) * kv_heads
     few_blocks = blocks < FEW_BLOCKS
     line = WIDTH * qkv.element_size()
     block, warps = shape_of(n, few_blocks, line)
@@ -405,12 +432,11 @@ def few_queries(
     aligned = D * qkv.element_size() % ALIGNED == 0
     launch(
         attend, (blocks,),
-        qkv, positions, *angles, q_norm, k_norm, table, out, parts, counters,
-        eps, scale, window or 0, n, heads, kv_heads, ranges, min_range, layer * 2 * kv_heads * page * D,
-        positions.stride(0), qkv.stride(1), table.stride(0), table.shape[1], out.stride(1),
-        angles[0].stride(0),
-        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), block, page, PAGES, COMBINE_UNROLL, shifted,
-        "ieee" if qkv.dtype == torch.float32 else "tf32", here.overlaps,
+        qkv, positions, *angles, q_norm, k_norm, table, ranges, out, parts, counters,
+        eps, scale, window or 0, n, heads, kv_heads, layer * 2 * kv_heads * page * D, positions.stride(0),
+        qkv.stride(1), table.stride(0), out.stride(1), angles[0].stride(0),
+        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), block, page, FIELDS, COMBINE_UNROLL,
+        shifted, "ieee" if qkv.dtype == torch.float32 else "tf32", here.overlaps,
         PREFETCH if few_blocks and aligned else 0,
         num_warps=warps, num_stages=stages, **here.options,
     )  # fmt: skip

@@ -13,9 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outpace.models.kernels.attention import (
-    PAGES,
     address_of,
-    addresses_of,
     angles_of,
     fitting,
     over_cache,
@@ -57,13 +55,12 @@ def store(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["positions", "table", "n", "positions_stride", "table_stride", "columns"])
+@triton.jit(do_not_specialize=["positions", "table", "n", "positions_stride", "table_stride"])
 def attend_many(
     qkv, positions, cos, sin, q_norm, table, out, eps, scale, window, n, heads, kv_heads, layer_start,
-    positions_stride, qkv_stride, table_stride, columns, out_stride, cos_stride,
+    positions_stride, qkv_stride, table_stride, out_stride, cos_stride,
     D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, PAGES: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    PAGE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of (row, head, tile of ROWS queries).
 
@@ -91,18 +88,18 @@ def attend_many(
     stop = tl.max(position, axis=0) + 1
     pages = table + b * table_stride
     head_start = layer_start + kv_head * PAGE * D
-    addresses = addresses_of(pages, begin // PAGE, columns, PAGES)
-    middle_addresses = addresses_of(pages, middle // PAGE, columns, PAGES)
+    begin_page = tl.load(pages + begin // PAGE)
+    middle_page = tl.load(pages + tl.minimum(middle, tl.maximum(stop - 1, 0)) // PAGE)
     if OVERLAPS:
         gdc_wait()
         gdc_launch_dependents()
     running_max, running_total, running_sum = over_cache(
-        qa, qb, pages, addresses, columns, begin, middle, position, position, window, scale, kv_heads,
-        head_start, running_max, running_total, running_sum, D, BLOCK, PAGE, PAGES, False, PRECISION,
+        qa, qb, pages, begin_page, begin, middle, position, position, window, scale, kv_heads, head_start,
+        running_max, running_total, running_sum, D, BLOCK, PAGE, False, PRECISION,
     )  # fmt: skip
     running_max, running_total, running_sum = over_cache(
-        qa, qb, pages, middle_addresses, columns, middle, stop, position, position, window, scale, kv_heads,
-        head_start, running_max, running_total, running_sum, D, BLOCK, PAGE, PAGES, True, PRECISION,
+        qa, qb, pages, middle_page, middle, stop, position, position, window, scale, kv_heads, head_start,
+        running_max, running_total, running_sum, D, BLOCK, PAGE, True, PRECISION,
     )  # fmt: skip
     result = tl.where(valid[:, None], quotient(running_total, running_sum), 0.0)
     destination = out + (b * n + i)[:, None] * out_stride + head * D + d[None, :]
@@ -166,9 +163,8 @@ def many_queries(
     launch(
         attend_many, (B * heads, triton.cdiv(n, ROWS)),
         qkv, positions, *angles, q_norm, table, out, eps, scale, window or 0, n, heads, kv_heads, layer_start,
-        positions.stride(0), qkv.stride(1), table.stride(0), table.shape[1], out.stride(1),
-        angles[0].stride(0),
-        D, HALF, WIDTH, ROWS, block, page, PAGES, shifted, "ieee" if exact else "tf32", here.overlaps,
+        positions.stride(0), qkv.stride(1), table.stride(0), out.stride(1), angles[0].stride(0),
+        D, HALF, WIDTH, ROWS, block, page, shifted, "ieee" if exact else "tf32", here.overlaps,
         num_warps=8 if exact or WIDTH > WIDE else 4, num_stages=stages, **here.options,
     )  # fmt: skip
     return out
