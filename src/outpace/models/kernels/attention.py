@@ -32,12 +32,12 @@ BLOCKS = (
 )  # blocks per processor that rows are cut into, if one block per key head and row are few or many
 FIELDS = 8  # numbers per range
 ROWS_AT_ONCE = 256  # rows that the list of ranges is compiled for; for more, the next power of two
-BLOCK = 64  # earlier tokens loaded at once; for more queries twice as many, or half if there are many blocks
-FEW_BLOCKS = 160  # with fewer blocks, each has more warps, and tokens are prefetched
+BLOCK = 64  # earlier tokens loaded at once; see `shape_of`
+FEW_BLOCKS = 160  # with fewer blocks, each may take a whole processor, and tokens are prefetched
 FEW_QUERIES = 2
-SHORT_LINE = 128  # bytes of a token up to which a block needs no more warps
+SHORT_LINE = 128  # bytes of a key up to which a block needs no more warps
 STAGES = 3
-COMBINE_UNROLL = 4  # ranges loaded at once when their outputs are combined
+COMBINED = 8  # most ranges loaded at once when their outputs are combined
 PREFETCH = 64  # earlier tokens that each of few blocks prefetches before the previous kernel has ended
 
 
@@ -266,13 +266,15 @@ def attend(
     qkv, positions, cos, sin, q_norm, k_norm, table, ranges, out, parts, counters, eps, scale, window,
     n, heads, kv_heads, layer_start, positions_stride, qkv_stride, table_stride, out_stride, cos_stride,
     D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr,
-    BLOCK: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr, COMBINE_UNROLL: tl.constexpr,
-    SHIFTED: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr, QUERIES: tl.constexpr,
+    COMBINED: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of (range, key head).
 
-    HALF and WIDTH are powers of two that hold D / 2 and D. The layer's keys begin at element layer_start of
-    a page.
+    HALF and WIDTH are powers of two that hold D / 2 and D. QUERIES is one that holds the queries of a key
+    head, and ROWS is at least 16. The outputs of COMBINED ranges are loaded at once. The layer's keys begin
+    at element layer_start of a page.
 
     Positions, angles, the table, the ranges and earlier tokens are older than the previous kernel. So a block
     loads them, or prefetches PREFETCH of them, before that kernel ends.
@@ -310,8 +312,8 @@ def attend(
         gdc_launch_dependents()
 
     # Queries of all heads of the group, `[groups·n, d]`
-    at = qkv + (b * n + i) * qkv_stride + (head * groups + row // n) * D
-    qa, qb = vectors(at, valid, q_norm, cosine, sine, eps, D, HALF, SHIFTED)
+    query = qkv + (b * n + i) * qkv_stride + (head * groups + row // n) * D
+    qa, qb = vectors(query, valid, q_norm, cosine, sine, eps, D, HALF, SHIFTED)
     running_max = tl.full([ROWS], -float("inf"), tl.float32)
     running_total = tl.zeros([ROWS], tl.float32)
     running_sum = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -335,12 +337,10 @@ def attend(
         head_start, running_max, running_total, running_sum, D, BLOCK, PAGE, True, PRECISION,
     )  # fmt: skip
 
-    destination = (
-        out + (b * n + i)[:, None] * out_stride + ((head * groups + row // n) * D)[:, None] + d[None, :]
-    )
     out_mask = valid[:, None] & (d < D)[None, :]
     if num_ranges == 1:
-        tl.store(destination, quotient(running_total, running_sum).to(dtype), mask=out_mask)
+        line = out + (b * n + i) * out_stride + (head * groups + row // n) * D
+        tl.store(line[:, None] + d[None, :], quotient(running_total, running_sum).to(dtype), mask=out_mask)
     else:
         # Each range stores maximum, total and weighted sum; the last one to finish combines them.
         group = b * kv_heads + head
@@ -353,26 +353,33 @@ def attend(
         finished = tl.atomic_add(counters + group, 1, sem="acq_rel")
         if finished == num_ranges - 1:
             tl.store(counters + group, 0)  # for the next launch
-            running_max = tl.full([ROWS], -float("inf"), tl.float32)
-            running_total = tl.zeros([ROWS], tl.float32)
-            running_sum = tl.zeros([ROWS, WIDTH], tl.float32)
-            for other in tl.range(0, num_ranges, loop_unroll_factor=COMBINE_UNROLL):
-                part = parts + ((item - r + other) * kv_heads + head) * cell
-                part_max = tl.load(part + row, cache_modifier=".cg")
-                part_total = tl.load(part + ROWS + row, cache_modifier=".cg")
-                part_sum = tl.load(
-                    part + 2 * ROWS + row[:, None] * WIDTH + d[None, :],
-                    mask=out_mask,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                new_max = tl.maximum(running_max, part_max)
-                safe = tl.where(new_max == -float("inf"), 0.0, new_max)
-                decay, factor = tl.exp(running_max - safe), tl.exp(part_max - safe)
-                running_max = new_max
-                running_total = running_total * decay + part_total * factor
-                running_sum = running_sum * decay[:, None] + part_sum * factor[:, None]
-            tl.store(destination, quotient(running_total, running_sum).to(dtype), mask=out_mask)
+            few = tl.arange(0, QUERIES)  # fewer than ROWS, so that more ranges are loaded at once
+            in_out = (few < groups * n)[:, None] & (d < D)[None, :]
+            all_max = tl.full([QUERIES], -float("inf"), tl.float32)
+            all_total = tl.zeros([QUERIES], tl.float32)
+            all_sum = tl.zeros([QUERIES, WIDTH], tl.float32)
+            for other in range(0, num_ranges, COMBINED):
+                for k in tl.static_range(COMBINED):
+                    # Past the last range, it is loaded again, with weight 0.
+                    number = tl.minimum(other + k, num_ranges - 1)
+                    part = parts + ((item - r + number) * kv_heads + head) * cell
+                    part_max = tl.load(part + few, cache_modifier=".cg")
+                    part_max = tl.where(num_ranges > other + k, part_max, -float("inf"))
+                    part_total = tl.load(part + ROWS + few, cache_modifier=".cg")
+                    part_sum = tl.load(
+                        part + 2 * ROWS + few[:, None] * WIDTH + d[None, :],
+                        mask=in_out,
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    new_max = tl.maximum(all_max, part_max)
+                    safe = tl.where(new_max == -float("inf"), 0.0, new_max)
+                    decay, factor = tl.exp(all_max - safe), tl.exp(part_max - safe)
+                    all_max = new_max
+                    all_total = all_total * decay + part_total * factor
+                    all_sum = all_sum * decay[:, None] + part_sum * factor[:, None]
+            line = out + (b * n + few % n) * out_stride + (head * groups + few // n) * D
+            tl.store(line[:, None] + d[None, :], quotient(all_total, all_sum).to(dtype), mask=in_out)
 
 
 def few_queries(
@@ -417,7 +424,8 @@ def few_queries(
     D = qkv.shape[-1] // (heads + 2 * kv_heads)
     groups = heads // kv_heads
     here = device(qkv.device)
-    ROWS = max(16, triton.next_power_of_2(groups * n))
+    queries = triton.next_power_of_2(groups * n)
+    ROWS = max(16, queries)
     WIDTH = max(16, triton.next_power_of_2(D))
     HALF = max(16, triton.next_power_of_2(D // 2))
     out = torch.empty(B, n, heads * D, dtype=qkv.dtype, device=qkv.device)
@@ -426,7 +434,7 @@ def few_queries(
     blocks = len(ranges) * kv_heads
     few_blocks = blocks < FEW_BLOCKS
     line = WIDTH * qkv.element_size()
-    block, warps = shape_of(n, few_blocks, line)
+    block, warps = shape_of(n, few_blocks, B * kv_heads > FEW_HEADS and line > SHORT_LINE)
     block, stages = fitting(min(block, page), ROWS, line, here)
     assert page % block == 0, f"page: got {page}; it must be a multiple of {block}"
     aligned = D * qkv.element_size() % ALIGNED == 0
@@ -435,25 +443,27 @@ def few_queries(
         qkv, positions, *angles, q_norm, k_norm, table, ranges, out, parts, counters,
         eps, scale, window or 0, n, heads, kv_heads, layer * 2 * kv_heads * page * D, positions.stride(0),
         qkv.stride(1), table.stride(0), out.stride(1), angles[0].stride(0),
-        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), block, page, FIELDS, COMBINE_UNROLL,
-        shifted, "ieee" if qkv.dtype == torch.float32 else "tf32", here.overlaps,
+        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), block, page, FIELDS, queries,
+        min(COMBINED, triton.next_power_of_2(len(ranges))), shifted,
+        "ieee" if qkv.dtype == torch.float32 else "tf32", here.overlaps,
         PREFETCH if few_blocks and aligned else 0,
         num_warps=warps, num_stages=stages, **here.options,
     )  # fmt: skip
     return out
 
 
-def shape_of(n: int, few_blocks: bool, line: int) -> tuple[int, int]:
+def shape_of(n: int, few_blocks: bool, wide: bool) -> tuple[int, int]:
     """Return the number of tokens loaded at once, and of warps, that were fastest on an H200.
 
     Args:
         n: Number of new tokens of a row.
-        few_blocks: Whether there are few blocks.
-        line: Bytes of a token.
+        few_blocks: Whether there are few blocks, each of which may take a whole processor.
+        wide: Whether there are many heads and long vectors.
     """
     if n > FEW_QUERIES and not few_blocks:
         return max(16, BLOCK // 2), 2
-    return 2 * BLOCK if n > FEW_QUERIES else BLOCK, 8 if few_blocks and line > SHORT_LINE else 4
+    wide &= few_blocks
+    return 2 * BLOCK if n > FEW_QUERIES or wide else BLOCK, 8 if wide else 4
 
 
 def fitting(block: int, rows: int, line: int, here: Device) -> tuple[int, int]:
