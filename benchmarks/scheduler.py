@@ -210,26 +210,34 @@ def measure_requests(model: str, data: str, count: int, requests: int, order: in
     seconds = time.perf_counter() - started_at
     alone = Decoder(weights, None, tokenizer, rule="match")
     different = []
-    for index in draw.sample(range(len(wanted)), min(200, len(wanted))):
-        part, new, seed, _ = wanted[index]
+    for index, (part, new, seed, _) in enumerate(wanted):
         out = alone.generate(part, sampling, max_new_tokens=new, seed=seed, ignore_eos=True)
         if out.token_ids != texts[index]:
             at = next(i for i, (a, b) in enumerate(zip(out.token_ids, texts[index], strict=True)) if a != b)
-            different.append(
-                {"request": index, "position": at, "gap": gap(alone, part, out, texts[index], at)}
-            )
+            single = alone.requests(part, sampling, max_new_tokens=new, seed=seed)[0]
+            tokens = out.token_ids[at], texts[index][at]
+            prefix = [*part, *out.token_ids[:at]]
+            different.append({"request": index, "position": at, "gap": gap(alone, single, tokens, prefix)})
     return {
         "requests": len(texts), "seconds": seconds, "steps": step, "memory": memory,
-        "compared": min(200, len(wanted)), "different": different,
+        "different": different,
     }  # fmt: skip
 
 
-def gap(decoder: Any, prompt: list[int], out: Any, other: list[int], at: int) -> float:
-    """Return how much two tokens differ in log-probability where two texts differ first."""
-    ids = [*prompt, *out.token_ids[:at]]
-    again = decoder.generate(ids, temperature=1.0, max_new_tokens=1, logits=True, seed=0)
-    scores = again.logits[0].log_softmax(-1)
-    return float((scores[out.token_ids[at]] - scores[other[at]]).abs())
+def gap(decoder: Any, request: Any, tokens: tuple[int, int], prefix: list[int]) -> float:
+    """Return by how much the scores of two tokens differ, of which the larger one decides the next token.
+
+    Under rule ``match``, a token's score is its logit over the temperature, plus noise.
+    """
+    import torch
+
+    from outpace.sampling import random as noise
+
+    out = decoder.generate(prefix, temperature=1.0, max_new_tokens=1, logits=True, seed=0)
+    seed, position = torch.tensor([request.seed]), torch.tensor([len(prefix)])
+    logits = out.logits[0].cpu().double()
+    scores = logits / request.sampling.temperature + noise.gumbel(seed, position, len(logits))[0]
+    return float((scores[tokens[0]] - scores[tokens[1]]).abs())
 
 
 MEASUREMENTS = {

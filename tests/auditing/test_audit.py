@@ -164,6 +164,20 @@ def test_rounding_tolerance_is_twice_the_distance_between_two_computations_in_16
     assert exact.rounding()[0] == 0
 
 
+def test_rounding_tolerance_knows_forward_passes_that_round_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny().to(torch.bfloat16)
+    decoder = Decoder(model, "lookup", num_draft_tokens=Fixed(3))
+    sampler = Sampler(decoder, [REPEATING], 3, 3, 1.0, 64, 0)
+    prefill = decoder.scorer.prefill
+    noise = 0.05 * torch.randn(decoder.scorer.vocab_size, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(decoder.scorer, "prefill", lambda *args: prefill(*args) + noise)
+    before = sampler.rounding()[0]
+    monkeypatch.undo()
+    assert before > 4 * sampler.rounding()[0]
+
+
 def test_greedy_check_finds_a_decoder_with_wrong_logits() -> None:
     class Negated(CausalScorer):
         def append(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:

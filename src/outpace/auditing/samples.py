@@ -16,6 +16,7 @@ from outpace.auditing.pearson import Floats, Ints
 from outpace.decoder import Decoder
 from outpace.engine.request import seed_of
 from outpace.engine.stats import Stats
+from outpace.models.scorer import Scorer
 from outpace.sampling import SamplingParams
 
 # Batches of samples take turns with these additions to `max_new_tokens`. A step never drafts the last token,
@@ -55,16 +56,25 @@ class Sampler:
             bias = dict.fromkeys(allowed, ALLOWED_BIAS * max(1.0, temperature))
             self._samplings.append(SamplingParams(temperature=temperature, logit_bias=bias))
 
+    @torch.inference_mode()
     def rounding(self) -> Floats:
-        """Return Σ(q − p)²/p per prompt that rounding may cause; 0 in 32 bits."""
-        if self._decoder.scorer.dtype.itemsize > 2:
+        """Return Σ(q − p)²/p per prompt that rounding may cause; 0 in 32 bits.
+
+        It is measured with the model's own forward passes over a KV cache, and with the decoder's forward
+        passes without speculation, whose kernels may round otherwise.
+        """
+        scorer = self._decoder.scorer
+        if scorer.dtype.itemsize > 2:
             return np.zeros(len(self._prompts))
         divergences = []
         for prompt, allowed, exact in zip(self._prompts, self._allowed, self.exact, strict=True):
-            other = distribution(
-                self._decoder.scorer.model, prompt, self._tokens, allowed, self._temperature, cached=True
+            others = [
+                probabilities(next_logits, self._tokens, allowed, self._temperature)
+                for next_logits in (_cached(scorer.model, prompt), _scored(scorer, prompt))
+            ]
+            divergence = max(
+                sum((other[outcome] - p) ** 2 / p for outcome, p in exact.items() if p) for other in others
             )
-            divergence = sum((other[outcome] - p) ** 2 / p for outcome, p in exact.items() if p)
             divergences.append(ROUNDING_FACTOR**2 * divergence)
         return np.array(divergences)
 
@@ -122,36 +132,38 @@ def balanced(model: Any, prompt: Sequence[int], top: int, temperature: float = 1
     return candidates[list(best)].tolist()
 
 
+NextLogits = Callable[[Sequence[tuple[int, ...]]], Tensor]
+"""Function that returns the logits ``[n, V]`` after the prompt and each of n equally long continuations."""
+
+
 @torch.inference_mode()
 def distribution(
-    model: Any,
-    prompt: Sequence[int],
-    tokens: int,
-    allowed: Sequence[int],
-    temperature: float = 1.0,
+    model: Any, prompt: Sequence[int], tokens: int, allowed: Sequence[int], temperature: float = 1.0,
     cached: bool = False,
-) -> dict[tuple[int, ...], float]:
+) -> dict[tuple[int, ...], float]:  # fmt: skip
     """Return the exact probability of every sequence of ``tokens`` allowed tokens.
 
     Each forward pass processes whole sequences. With ``cached`` it processes the tokens after the prompt, one
     sequence at a time.
     """
     next_logits = _cached(model, prompt) if cached else _uncached(model, prompt)
-    probabilities: dict[tuple[int, ...], float] = {(): 1.0}
+    return probabilities(next_logits, tokens, allowed, temperature)
+
+
+@torch.inference_mode()
+def probabilities(
+    next_logits: NextLogits, tokens: int, allowed: Sequence[int], temperature: float
+) -> dict[tuple[int, ...], float]:
+    """Return the probability of every sequence of ``tokens`` allowed tokens, from their logits."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(tokens):
-        logits = next_logits([*probabilities])[:, list(allowed)].double() / temperature
-        probabilities = {
+        logits = next_logits([*found])[:, list(allowed)].double() / temperature
+        found = {
             (*prefix, token): p_prefix * p_token
-            for (prefix, p_prefix), row in zip(
-                probabilities.items(), logits.softmax(-1).tolist(), strict=True
-            )
+            for (prefix, p_prefix), row in zip(found.items(), logits.softmax(-1).tolist(), strict=True)
             for token, p_token in zip(allowed, row, strict=True)
         }
-    return probabilities
-
-
-NextLogits = Callable[[Sequence[tuple[int, ...]]], Tensor]
-"""Function that returns the logits ``[n, V]`` after the prompt and each of n equally long continuations."""
+    return found
 
 
 def _uncached(model: Any, prompt: Sequence[int]) -> NextLogits:
@@ -176,5 +188,16 @@ def _cached(model: Any, prompt: Sequence[int]) -> NextLogits:
             ids, cache = torch.tensor([tokens], device=device), copy.deepcopy(prefilled.past_key_values)
             logits.append(model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, -1])
         return torch.stack(logits)
+
+    return next_logits
+
+
+def _scored(scorer: Scorer, prompt: Sequence[int]) -> NextLogits:
+    def next_logits(continuations: Sequence[tuple[int, ...]]) -> Tensor:
+        rows = []
+        for tokens in continuations:
+            rows.append(scorer.prefill([0], [[*prompt, *tokens]])[0])
+            scorer.reset([0])
+        return torch.stack(rows)
 
     return next_logits

@@ -82,9 +82,9 @@ class Graphs:
 
     def clear(self) -> None:
         """Discard all graphs."""
+        self.version += len(self._captured) > 0
         self._captured.clear()
         self._pool = None
-        self.version += 1
 
     def __iter__(self) -> Iterator[Hashable]:
         """Iterate over the keys of all work that needs no further capture."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers.activations import ACT2FN
 
-from outpace.models.causal import mask_of, windows
+from outpace.models.causal import mask_of, version, windows
 from outpace.models.causal import positions as positions_of
 from outpace.models.paged import Pages, Shape
 
@@ -166,8 +166,34 @@ class FusedModel:
         self.norm = Norm.of(model.model.norm, family)
         self.head = Product.of(model.get_output_embeddings())
         self.tokens = positions_of(config) + 1  # a sequence's positions, and one for what lies beyond
+        self._submodules = list(model.modules())
+        self._fused_state = self._state()
         # Counters of the attention kernel, 0 between launches
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
+
+    @property
+    def is_current(self) -> bool:
+        """True if the model still has the weights that were combined, and no other layers or hooks."""
+        return self._state() == self._fused_state
+
+    def _state(self) -> list[int]:
+        """Return numbers that change if weights move, or if layers are replaced or get hooks.
+
+        This is checked for every request, so it reads PyTorch's dictionaries instead of walking the model.
+        """
+        state = []
+        for module in self._submodules:
+            own = module.__dict__
+            hooks = len(own["_forward_hooks"]) + len(own["_forward_pre_hooks"])
+            state += [hooks, "forward" in own, *map(id, own["_modules"].values())]
+            state += [one.data_ptr() for one in own["_parameters"].values() if one is not None]
+        return state
+
+    @property
+    def versions(self) -> list[int]:
+        """Numbers that change when weights change in place."""
+        own = (module.__dict__["_parameters"].values() for module in self._submodules)
+        return [version(one) for parameters in own for one in parameters if one is not None]
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outpace.checks.arguments import to_device
-from outpace.models.causal import CausalScorer, has_adapters, positions, supported_model, version
+from outpace.models.causal import CausalScorer, has_adapters, positions, supported_model
 from outpace.models.fused import FusedModel, has_kernels, why_not
 from outpace.models.paged import PagedCache
 from outpace.models.scorer import Scorer
@@ -43,25 +43,21 @@ class FusedScorer(Scorer):
         self.cache = PagedCache(
             self.fused.shape, self.device, self.fused.tokens, page, self.has_kernels, kv_cache_bytes
         )
-        self._versions = self._weight_versions()
+        self._versions = self.fused.versions
 
     @property
     def is_current(self) -> bool:
-        """True if the model still has the weights that were fused, and can still be fused."""
-        return _fused.get(_fingerprint(self.base)) is self.fused
+        """See ``Scorer.is_current``."""
+        return self.fused.is_current
 
     def check_weights(self) -> None:
         """See ``Scorer.check_weights``."""
         if not self.is_current:
             raise self._moved()
-        versions = self._weight_versions()
+        versions = self.fused.versions
         if versions != self._versions:
             self.forget()
             self._versions = versions
-
-    def _weight_versions(self) -> tuple[int, ...]:
-        """Return values that change when weights change in place, which makes the KV cache stale."""
-        return tuple(version(weight) for weight in self.base.parameters())
 
     @torch.inference_mode()
     def append(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -123,6 +119,8 @@ def scorer_of(model: Any, fused: bool = False, kv_cache_bytes: int | None = None
         kv_cache_bytes: Most bytes of the KV cache of a new scorer.
     """
     scorer = model if isinstance(model, Scorer) else None
+    if isinstance(scorer, FusedScorer) and scorer.is_current:
+        return scorer
     model = model if scorer is None else scorer.model
     encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     wanted: type[Scorer] = Seq2SeqScorer if encodes else CausalScorer
@@ -152,16 +150,11 @@ def fused_model(model: Any) -> FusedModel:
 
     Fusing moves the model's weights, so a second time would invalidate the first.
     """
-    fused = _fused.get(_fingerprint(model))
-    if fused is None:
-        fused = FusedModel(model)
-        _fused[_fingerprint(model)] = fused
+    fused = _fused.get(id(model))
+    if fused is None or not fused.is_current:
+        fused = _fused[id(model)] = FusedModel(model)
     return fused
 
 
-def _fingerprint(model: Any) -> tuple[object, ...]:
-    """Return values that change if weights move, or if a model can no longer be fused."""
-    return why_not_fused(model), *(parameter.data_ptr() for parameter in model.parameters())
-
-
-_fused: WeakValueDictionary[tuple[object, ...], FusedModel] = WeakValueDictionary()
+# By the id of the model, which a fused model keeps alive
+_fused: WeakValueDictionary[int, FusedModel] = WeakValueDictionary()
