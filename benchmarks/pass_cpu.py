@@ -44,7 +44,7 @@ def scorer_pass(model: Any, text: torch.Tensor, packed: bool) -> Pass:
     scorer = CausalScorer(model)
     if packed:
         scorer.pack()
-    scorer.reserve(1, 2 * CONTEXT)
+    scorer.cache.prepare(1, 2 * CONTEXT)
     scorer.prefill([0], [text[0, :CONTEXT].tolist()])
     return lambda n: scorer.score([0], text[:, CONTEXT : CONTEXT + n])
 

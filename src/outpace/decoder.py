@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import numbers
 import os
 import warnings
 from collections.abc import Generator, Sequence
@@ -14,7 +13,6 @@ from typing import Any, Unpack, overload
 import torch
 
 from outpace.checks.arguments import boolean, integer, kind, suggests
-from outpace.checks.errors import suggestion
 from outpace.draft.base import Drafter
 from outpace.draft.resolve import resolve_drafter
 from outpace.engine.claims import claim, release
@@ -29,6 +27,7 @@ from outpace.models.fused_scorer import scorer_of, why_not_fused
 from outpace.models.scorer import Scorer
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.policy import DraftLengthPolicy, Fixed, Goodput
+from outpace.policy.resolve import resolve_policy
 from outpace.sampling import SamplingParams, from_generation_config
 from outpace.verification import Rule, check
 from outpace.verification.rules import parse
@@ -111,7 +110,7 @@ class Decoder:
             num_draft_tokens = (
                 Fixed(0) if draft is None else Goodput(min(MAX_DRAFT_TOKENS, self.scorer.context - 1))
             )
-        self.policy = self._checked_policy(num_draft_tokens)
+        self.policy = resolve_policy(num_draft_tokens, self.scorer.context)
         if not isinstance(draft_sampling, SamplingParams | None):
             raise TypeError(f"draft_sampling: got {kind(draft_sampling)}; it must be a SamplingParams")
         if self.drafter is not None:
@@ -121,7 +120,6 @@ class Decoder:
                 scorer.pack()
         self.uses_graphs = self.scorer.device.type == "cuda" if engine is None else engine
         self.reader = Reader(self.scorer, tokenizer, draft_sampling)
-        self._share_budget()
         self.executors: list[Executor] = []
         self._built_for: tuple[list[Scorer], list[type[GraphExecutor | EagerExecutor]]] | None = None
         self._refresh()
@@ -129,17 +127,8 @@ class Decoder:
     def with_policy(self, num_draft_tokens: DraftLengthPolicy | int) -> Decoder:
         """Return a decoder with another draft-length policy, which shares all else, captured graphs too."""
         other = copy.copy(self)
-        other.policy = self._checked_policy(num_draft_tokens)
+        other.policy = resolve_policy(num_draft_tokens, self.scorer.context)
         return other
-
-    def _checked_policy(self, num_draft_tokens: DraftLengthPolicy | int | str) -> DraftLengthPolicy:
-        policy = policy_of(num_draft_tokens)
-        if policy.max_draft_tokens >= self.scorer.context:
-            raise ValueError(
-                f"num_draft_tokens: got {policy!r}, up to {policy.max_draft_tokens} draft tokens; it must be "
-                f"less than the target's context of {self.scorer.context} tokens"
-            )
-        return policy
 
     @property
     def target(self) -> Any:
@@ -303,7 +292,7 @@ class Decoder:
         self._claim(owner)
         self._refresh()
         return Scheduler(
-            self.scorer, self.drafter, self.policy, self.rule, self.executors, batch_size,
+            self._scorers(), self.drafter, self.policy, self.rule, self.executors, batch_size,
             on_close=lambda: release(owner),
         )  # fmt: skip
 
@@ -423,21 +412,19 @@ class Decoder:
 
     def _refresh(self) -> None:
         """Create scorers and executors again if models have changed: moved, hooked, or with adapters."""
-        scorers = self._scorers()
-        current = [scorer_of(scorer, self.uses_graphs, scorer.cache.max_bytes) for scorer in scorers]
-        reason = self._no_graphs() if self.uses_graphs else ""
-        kind: list[type[GraphExecutor | EagerExecutor]] = [EagerExecutor]
-        if self.uses_graphs and reason is None:
-            kind = [GraphExecutor, EagerExecutor]
-        if self._built_for == (current, kind):
+        current = [scorer_of(one, self.uses_graphs, one.cache.max_bytes) for one in self._scorers()]
+        kinds: list[type[GraphExecutor | EagerExecutor]] = [EagerExecutor]
+        if self.uses_graphs and self._no_graphs() is None:
+            kinds = [GraphExecutor, EagerExecutor]
+        if self._built_for == (current, kinds):
             return
-        self._built_for = current, kind
+        self._built_for = current, kinds
         self.scorer = current[0]
         if self.drafter is not None and len(current) > 1:
             self.drafter.scorer = current[1]
         self._share_budget()
         self.reader = dataclasses.replace(self.reader, scorer=self.scorer)
-        self.executors = [one(self.scorer, self.drafter, self.rule, self.lenience) for one in kind]
+        self.executors = [one(self.scorer, self.drafter, self.rule, self.lenience) for one in kinds]
 
     def _no_graphs(self) -> str | None:
         """Return the reason why the models or the rule cannot run in graphs, or None if they can."""
@@ -502,18 +489,3 @@ class Decoder:
                     f"this {type(part).__name__} is in use by another Decoder: wait for that call, close "
                     f"that stream, or give each Decoder a {type(part).__name__} of its own"
                 )
-
-
-def policy_of(num_draft_tokens: Any) -> DraftLengthPolicy:
-    """Return the draft-length policy that a user passed; an int becomes ``Fixed``."""
-    if isinstance(num_draft_tokens, numbers.Integral):
-        integer(
-            "num_draft_tokens", num_draft_tokens, "an int >= 0, or a draft-length policy", lambda g: g >= 0
-        )
-        return Fixed(int(num_draft_tokens))
-    if isinstance(num_draft_tokens, DraftLengthPolicy):
-        return num_draft_tokens
-    known = ("Fixed", "Heuristic", "Goodput")
-    hint = suggestion(num_draft_tokens, known) if isinstance(num_draft_tokens, str) else ""
-    expected = 'an int, "auto", Fixed(5), Heuristic(), Goodput() or another DraftLengthPolicy'
-    raise TypeError(f"num_draft_tokens: got {kind(num_draft_tokens)[:80]}; it must be {expected}{hint}")

@@ -58,7 +58,7 @@ def test_timed_passes_have_the_requested_tokens_and_context(
     original, seen = decoder.scorer.score, set()
 
     def score(rows: Any, tokens: torch.Tensor) -> torch.Tensor:
-        seen.add((decoder.scorer.length(0), *tokens.shape))
+        seen.add((decoder.scorer.cache.length(0), *tokens.shape))
         clock.ms += 3 * tokens.numel()
         return original(rows, tokens)
 

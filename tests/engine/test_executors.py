@@ -12,8 +12,8 @@ import torch
 from outpace import Decoder, Fixed, Goodput, Heuristic, RandomDrafter, SamplingParams
 from outpace.auditing.audit import audit
 from outpace.engine.capture import CaptureError, Graphs
-from outpace.engine.commit import advance
 from outpace.engine.graph import GraphExecutor
+from outpace.engine.sequence import advance
 from outpace.policy import DraftLengthPolicy, Hint, Load, StepOutcome
 from tests import tiers
 from tests.tiny import FAMILIES, V, greedy, tiny

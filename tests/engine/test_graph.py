@@ -12,14 +12,16 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from outpace import Decoder, Fixed, SamplingParams
+from outpace.engine.buckets import BUCKETS, bucket_of
 from outpace.engine.capture import Graphs, announced
 from outpace.engine.executor import Outcome, Pending
-from outpace.engine.graph import BUCKETS, GraphExecutor, bucket_of
+from outpace.engine.graph import GraphExecutor
 from outpace.engine.sequence import SequenceState
 from outpace.engine.stats import Clock
 from outpace.models.fused import FAMILIES, FusedModel
 from outpace.models.fused_scorer import FusedScorer
 from outpace.models.paged import Pages
+from outpace.policy import Load
 from tests import tiers
 from tests.tiny import V, greedy, tiny
 
@@ -192,24 +194,24 @@ def test_executor_reports_captured_draft_lengths(
 ) -> None:
     monkeypatch.setattr("outpace.engine.capture.MAX_GRAPHS", 4)
     without = Batch(decoder_of(tiny(), tiny(seed=1), graphs=False))
-    assert without.executor.captured(without.rows) is None  # without graphs no step needs a capture
+    assert without.executor.load(without.rows, Load(1)).captured is None  # no step needs one
     batch = Batch(decoder_of(tiny(), tiny(seed=1), graphs=True), prompts=PROMPTS[:2])
     executor = batch.executor
-    assert executor.captured(batch.rows) == frozenset()
+    assert executor.load(batch.rows, Load(1)).captured == frozenset()
     for g, captures in ((3, True), (3, False), (0, True)):
         pending = batch.start(g)
         batch.read(pending, g)
         assert (pending.capture_seconds > 0) == (pending.seconds is None) == captures
     assert len(captured_work) == 2
-    assert executor.captured(batch.rows) == frozenset({0, 3})
+    assert executor.load(batch.rows, Load(1)).captured == frozenset({0, 3})
     hotter = batch.requests(PROMPTS[:2], SamplingParams(temperature=0.5))
-    assert executor.captured(dict(enumerate(hotter))) == frozenset()
+    assert executor.load(dict(enumerate(hotter)), Load(1)).captured == frozenset()
     more = batch.requests(PROMPTS, SamplingParams())
-    assert executor.captured(dict(enumerate(more))) == frozenset()
+    assert executor.load(dict(enumerate(more)), Load(1)).captured == frozenset()
     for g in (1, 2, 4):  # only four graphs are held: the least recently used one is dropped
         batch.step(g)
         batch.step(3)
-    assert executor.captured(batch.rows) == frozenset({1, 2, 3, 4})
+    assert executor.load(batch.rows, Load(1)).captured == frozenset({1, 2, 3, 4})
 
 
 def test_a_bucket_is_the_smallest_size_that_holds_all_slots() -> None:
@@ -226,7 +228,7 @@ def test_one_graph_serves_all_batches_of_a_bucket() -> None:
     for size, captures in ((5, True), (6, False)):
         prompts = [[slot + 1, 7] for slot in range(size)]
         batch = Batch(decoder, GREEDY, prompts)
-        assert batch.executor.batch(batch.rows) == 6
+        assert batch.executor.load(batch.rows, Load(1)).batch == 6
         pendings = []
         for _ in range(5):
             pendings.append(batch.start(0))
@@ -241,13 +243,13 @@ def test_one_graph_serves_all_batches_of_a_bucket() -> None:
 def test_a_batch_that_shrinks_keeps_its_graph_until_a_smaller_one_has_sufficed_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("outpace.engine.graph.PATIENCE", 5)
+    monkeypatch.setattr("outpace.engine.buckets.PATIENCE", 5)
     batch, sizes = Batch(decoder_of(tiny(), None, graphs=True), GREEDY), []
     for step in range(12):
         if step == 2:
             batch.end(2)
             batch.end(1)
-        sizes.append(batch.executor.batch(batch.active))
+        sizes.append(batch.executor.load(batch.active, Load(1)).batch)
         batch.step(0)
     assert sizes == [*[3] * 7, *[1] * 5]
     assert batch.new_tokens()[0] == greedy(tiny(), PROMPTS[0], 12)
@@ -260,9 +262,9 @@ def test_a_batch_that_shrinks_moves_at_once_to_a_smaller_graph_that_is_captured(
     batch, executor = Batch(decoder, GREEDY), executor_of(decoder)
     batch.step(0)
     batch.end(2)
-    assert executor.batch(batch.active) == 2
+    assert executor.load(batch.active, Load(1)).batch == 2
     batch.end(1)
-    assert executor.batch(batch.active) == 2  # a graph of one slot is not captured yet
+    assert executor.load(batch.active, Load(1)).batch == 2  # a graph of one slot is not captured yet
 
 
 def test_one_graph_serves_every_catch_up(captured_work: list[Any]) -> None:

@@ -57,7 +57,7 @@ def test_a_graph_fills_the_kv_cache_as_single_kernels_do(scorers: list[FusedScor
         reference.append([slot], [new])
     assert [key[2] for key in graphs.keys] == [4, 8, 4, 16, 8]  # type: ignore[index]
     last = torch.tensor([[5], [6], [7]])
-    assert [scorer.length(slot) for slot in range(3)] == [13, 25, 19]
+    assert [scorer.cache.length(slot) for slot in range(3)] == [13, 25, 19]
     found, expected = (one.score([0, 1, 2], last) for one in scorers)
     assert torch.allclose(found, expected, atol=1e-5)
 

@@ -55,7 +55,8 @@ def test_logits_of_ragged_rows_equal_those_of_a_single_forward_pass(family: str)
     scored = scorer.score([0, 1, 2], drafts)
     for row, start in enumerate(starts):
         same(scored[row], reference[row, start : start + 6])
-    scorer.commit([0, 1, 2], [2, 0, 5])
+    for slot, count in enumerate([2, 0, 5]):
+        scorer.cache.commit(slot, count)
     some = scorer.score([2, 0], torch.stack((texts[2, 6:8], texts[0, 11:13])))  # reordered, one left out
     same(some[0], reference[2, 6:8])
     same(some[1], reference[0, 11:13])
@@ -129,12 +130,12 @@ def test_a_row_copies_a_shared_prefix_from_another_row() -> None:
 def test_the_kv_cache_logs_its_size_and_refuses_too_much_memory(caplog: pytest.LogCaptureFixture) -> None:
     scorer = CausalScorer(tiny())
     with caplog.at_level("INFO", "outpace"):
-        scorer.reserve(300, 100)
+        scorer.cache.prepare(300, 100)
     scorer.prefill([0], [[1, 2]])
     assert scorer.cache.nbytes == 300 * 128 * scorer.cache.bytes_per_token
     assert f"300 rows of 128 tokens in {scorer.cache.nbytes / 2**20:.0f} MiB" in caplog.text
     with pytest.raises(MemoryError, match="MiB are allowed: pass a smaller batch_size"):
-        scorer.reserve(10**9, 10**6)
+        scorer.cache.prepare(10**9, 10**6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -189,7 +190,7 @@ def test_prebuilt_masks_equal_computed_masks() -> None:
     for family in ("llama", "mistral", "gemma3_text"):
         scorer = CausalScorer(tiny(family))
         for tokens in (40, 200):  # the cache grows
-            scorer.reserve(3, tokens)
+            scorer.cache.prepare(3, tokens)
             for start, n in ((0, 1), (3, 5), (tokens - 32, 32), (tokens - 7, 7)):
                 positions = torch.arange(start, start + n)[None].expand(2, n)
                 prebuilt = scorer._masks(positions, start, start + n)
@@ -297,11 +298,11 @@ def test_the_kv_cache_shrinks_when_no_slot_is_in_use() -> None:
 
 def test_padding_does_not_grow_the_kv_cache() -> None:
     scorer, long = CausalScorer(tiny()), torch.randint(V, (100,)).tolist()
-    scorer.reserve(2, 127)
+    scorer.cache.prepare(2, 127)
     scorer.prefill([0], [long])
     scorer.reset([0], [long])
     logits = scorer.prefill([0, 1], [[*long, 3], long[::-1]])
-    assert scorer.cache.rows.capacity == 128
+    assert scorer.cache.capacity == 128
     with torch.inference_mode():
         reference = tiny()(input_ids=torch.tensor([[*long, 3]])).logits[:, -1]
     torch.testing.assert_close(logits[:1], reference, atol=1e-4, rtol=1e-4)

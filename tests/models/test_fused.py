@@ -215,7 +215,8 @@ def test_a_batch_that_shares_a_prefix_is_decoded_as_without_a_batch() -> None:
         for text, token in zip(texts, tokens.tolist(), strict=True):
             text.append(token)
         logits = scorer.score(range(4), tokens[:, None])[:, 0]
-        scorer.commit(range(4), [1] * 4)
+        for slot in range(4):
+            scorer.cache.commit(slot, 1)
     assert texts == expected
     assert len(set(scorer.cache.table[:4, 1].tolist())) == 4
 

@@ -18,7 +18,7 @@ from outpace.models import contiguous as runs
 from outpace.models import kv_cache
 from outpace.models import paged as paging
 from outpace.models.causal import CausalScorer
-from outpace.models.contiguous import ContiguousCache
+from outpace.models.contiguous import ContiguousCache, Span
 from outpace.models.fused_scorer import FusedScorer
 from outpace.models.kv_cache import KEPT_SHARE, KVCache
 from outpace.models.paged import PagedCache, Shape
@@ -180,14 +180,15 @@ class ContiguousSequences(Sequences):
             length = len(self.texts[slot])
             end = length + len(tokens)
             positions.append([*range(end, length + longest), *range(length, end)])  # padding comes first
-        at = torch.tensor(positions).clamp(max=self.cache.rows.capacity - 1)
-        self.cache.place(first, at, None, int(at.max()) + 1)
+        at = torch.tensor(positions).clamp(max=self.cache.capacity - 1)
+        self.cache.span = Span(first, at, None, int(at.max()) + 1)
         for layer in range(LAYERS):
             keys, values = (self.padded(slots, new, layer, kind, left=True) for kind in (0, 1))
-            self.cache.rows.layers[layer].update(keys, values)
+            self.cache.past_key_values.update(keys, values, layer)
 
     def read(self, slot: int, layer: int) -> list[Tensor]:
-        one, row, length = self.cache.rows.layers[layer], self.cache.row(slot), len(self.texts[slot])
+        one = self.cache.past_key_values.layers[layer]
+        row, length = self.cache.row(slot), len(self.texts[slot])
         if not length:
             return [torch.zeros(HEADS, 0, D, dtype=torch.float64)] * 2
         return [table[row, :, :length] for table in (one.keys, one.values)]
@@ -408,9 +409,9 @@ def test_only_committed_tokens_are_reused(kind: type[FusedScorer] | type[CausalS
     text = torch.randint(61, (30,)).tolist()
     scorer.prefill([0], [text[:20]])
     scorer.score([0], torch.tensor([text[20:26]]))
-    assert scorer.length(0) == 20, "scored tokens count"
-    scorer.commit([0], [3])
-    assert scorer.length(0) == 23
+    assert scorer.cache.length(0) == 20, "scored tokens count"
+    scorer.cache.commit(0, 3)
+    assert scorer.cache.length(0) == 23
     scorer.score([0], torch.tensor([[text[23], 1, 1, 1]]))
     scorer.reset([0], [text])
     assert scorer.open(0, text, None) == 23

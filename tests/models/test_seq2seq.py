@@ -40,7 +40,7 @@ def test_ragged_rows_score_as_the_transformers_model(family: str) -> None:
     inputs = [one.double() if isinstance(one, torch.Tensor) else one for one in sources(family, *LENGTHS)]
     encoder_inputs = [scorer.source(one) for one in inputs]
     texts = [[1, *range(10, 10 + n)] for n in (0, 4, 9)]
-    scorer.reserve(3, 40)
+    scorer.cache.prepare(3, 40)
     first = scorer.prefill([0, 1, 2], texts, encoder_inputs)
     new = torch.randint(V, (3, 5), generator=torch.Generator().manual_seed(1))
     scorer.score([0, 1, 2], new.flip(0))  # is rejected
@@ -50,7 +50,8 @@ def test_ragged_rows_score_as_the_transformers_model(family: str) -> None:
         assert torch.allclose(first[row], expected[len(texts[row]) - 1], atol=1e-10)
         assert torch.allclose(found[row], expected[len(texts[row]) :], atol=1e-10)
     # One sequence leaves, another one takes its slot, and the slots are scored in another order.
-    scorer.commit([0, 1, 2], [2, 0, 5])
+    for slot, count in enumerate([2, 0, 5]):
+        scorer.cache.commit(slot, count)
     scorer.reset([1])
     other = sources(family, 20)[0]
     other = other.double() if isinstance(other, torch.Tensor) else other
@@ -61,6 +62,19 @@ def test_ragged_rows_score_as_the_transformers_model(family: str) -> None:
         source = other if row == 1 else inputs[row]
         expected = transformers_logits(model, source, [*texts_by_row[row], *new[i].tolist()])
         assert torch.allclose(found[i], expected[len(texts_by_row[row]) :], atol=1e-10)
+
+
+def test_a_longer_source_in_fewer_slots_is_scored_after_the_kv_cache_was_trimmed() -> None:
+    model = tiny_seq2seq("t5")
+    scorer = Seq2SeqScorer(model)
+    short, long = sources("t5", 3, 12)
+    scorer.prefill([0, 1, 2], [[1]] * 3, [scorer.source(short)] * 3)
+    scorer.reset([0, 1, 2], [()] * 3)
+    scorer.cache.max_bytes = scorer.cache.nbytes
+    scorer.cache.trim()
+    assert scorer.cache.nbytes == 0
+    logits = scorer.prefill([0], [[1, 2]], [scorer.source(long)])
+    torch.testing.assert_close(logits[0], transformers_logits(model, long, [1, 2])[-1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

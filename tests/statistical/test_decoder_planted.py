@@ -17,13 +17,13 @@ from outpace.engine import drafting, sequence
 from outpace.engine import eager as eager_executor
 from outpace.engine.eager import EagerExecutor
 from outpace.engine.graph import GraphExecutor
-from outpace.engine.scheduler import InFlightStep, Scheduler
+from outpace.engine.in_flight import InFlightStep
+from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import SequenceState
 from outpace.engine.stats import Clock
 from outpace.engine.text import Detokenizer
 from outpace.models import causal, fused
 from outpace.models import scorer as scorers
-from outpace.models.cache import RaggedCache
 from outpace.models.causal import CausalScorer
 from outpace.models.contiguous import ContiguousCache
 from outpace.models.paged import PagedCache
@@ -283,7 +283,7 @@ def test_rows_that_read_their_neighbours_are_caught_by_their_texts(monkeypatch: 
         return [out.token_ids for out in outs] == expected
 
     assert as_alone()
-    monkeypatch.setattr(RaggedCache, "swap", lambda self, one, other, length: None)
+    monkeypatch.setattr(ContiguousCache, "_swap", lambda self, one, other, length: None)
     assert not as_alone()
 
 
@@ -361,9 +361,9 @@ def test_a_draft_cache_that_is_not_caught_up_is_caught_by_its_acceptance(
 
     def catch_up(self: ModelDrafter, state: Any) -> torch.Tensor:
         for row, text in zip(state.slots, state.tokens, strict=True):
-            if row in self._texts and len(text) - self.scorer.length(row) > 1:
+            if row in self._texts and len(text) - self.scorer.cache.length(row) > 1:
                 # the last draft token, accepted and never fed, is skipped
-                self.scorer.cache.commit(row, len(text) - 1 - self.scorer.length(row))
+                self.scorer.cache.commit(row, len(text) - 1 - self.scorer.cache.length(row))
         return honest(self, state)
 
     def acceptance() -> float:

@@ -165,7 +165,7 @@ def acceptance_along(
     for scorer in decoder.encoders():
         if scorer is not decoder.scorer:
             sources = [text.source for text in texts if text.source is not None]
-            scorer.cache_sources(slots, sources, max(len(text.start) for text in texts))
+            scorer.encode_sources(slots, sources, max(len(text.start) for text in texts))
     try:
         for i in range(max((len(text.token_ids) for text in texts), default=0)):
             rows = [row for row in slots if i < len(texts[row].token_ids)]

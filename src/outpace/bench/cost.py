@@ -274,7 +274,7 @@ def _prefilled(scorer: Scorer, B: int, context: int, most: int) -> Iterator[list
     """Yield slots of a scorer that are prefilled with random texts."""
     texts, sources = _random_texts(scorer, B, context, most)
     rows = list(range(B))
-    scorer.reserve(B, len(texts[0]) + most + 1)
+    scorer.cache.prepare(B, len(texts[0]) + most + 1)
     scorer.encode_sources(rows, sources, len(texts[0]))
     scorer.prefill(rows, texts, sources)
     try:

@@ -59,7 +59,8 @@ class ModelDrafter(Drafter):
                 if self.vocab_size < state.vocab_size:
                     fed = fed.masked_fill(fed >= self.vocab_size, 0)
                 logits = self.scorer.score(state.slots, fed[:, None])[:, 0]
-                self.scorer.commit(state.slots, [1] * len(state.slots))
+                for slot in state.slots:
+                    self.scorer.cache.commit(slot, 1)
         draft = sampler.draft(lengths)
         num_sampled = len(sampler.tokens)
         self._unusable = [
@@ -70,10 +71,10 @@ class ModelDrafter(Drafter):
     def _catch_up(self, state: State) -> Tensor:
         """Return the logits after each sequence, and add the tokens that the KV cache lacks."""
         self._proposed = [(row, len(text)) for row, text in zip(state.slots, state.tokens, strict=True)]
-        new = []
+        new, cache = [], self.scorer.cache
         for row, text in zip(state.slots, state.tokens, strict=True):
             self._texts[row] = text
-            rest = text[self.scorer.length(row) :] if self.scorer.cache.is_open(row) else text
+            rest = text[cache.length(row) :] if cache.is_open(row) else text
             new.append(self.known(rest))
         return feed(self.scorer, state.slots, new, state.sources)
 
@@ -94,7 +95,7 @@ class ModelDrafter(Drafter):
         for (row, length), num_accepted, has_nan in zip(
             self._proposed, accepted.tolist(), self._unusable, strict=True
         ):
-            self.scorer.truncate([row], [length + num_accepted])
+            self.scorer.cache.truncate(row, length + num_accepted)
             if has_nan:  # a mask does not hide NaN left in the KV cache
                 self.scorer.reset([row])
 

@@ -106,7 +106,8 @@ class TextDrafter(Drafter):
             is_finite.append(logits.amax(-1).isfinite())
             if i < steps - 1:
                 logits = self.scorer.score(rows, tokens[-1][:, None])[:, 0]
-                self.scorer.commit(rows, [1] * len(rows))
+                for row in rows:
+                    self.scorer.cache.commit(row, 1)
         proposals: list[list[int]] = torch.stack(tokens, dim=1).tolist()
         counts = torch.stack(is_finite, dim=1).cumprod(dim=1).sum(dim=1).tolist()
         for row, proposal, count in zip(rows, proposals, counts, strict=True):
@@ -127,7 +128,7 @@ class TextDrafter(Drafter):
             num_cached = 0
             if row in self._cached:
                 num_cached = common_prefix_length(self._cached[row], ids, len(ids) - 1)
-                self.scorer.truncate([row], [num_cached])
+                self.scorer.cache.truncate(row, num_cached)
             # A token that the model has no embedding for becomes 0: a worse draft, not an error.
             new.append([t if t < self.scorer.vocab_size else 0 for t in ids[num_cached:]])
         logits = feed(self.scorer, rows, new)

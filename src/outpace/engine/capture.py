@@ -71,9 +71,12 @@ class Graphs:
         """
         if not self.enabled:
             return work(), 0.0
-        started_at, new = time.perf_counter(), key not in self._captured
-        captured = self._get(key, work, name, mutated)
-        capture_seconds = time.perf_counter() - started_at if new else 0.0
+        capture_seconds = 0.0
+        if key in self._captured:
+            self._captured[key] = self._captured.pop(key)  # now the most recently used
+        else:
+            capture_seconds = self._add(key, work, name, mutated)
+        captured = self._captured[key]
         if captured is None:
             return work(), capture_seconds
         graph, result = captured
@@ -90,12 +93,8 @@ class Graphs:
         """Iterate over the keys of all work that needs no further capture."""
         return iter(self._captured)
 
-    def _get(
-        self, key: Hashable, work: Callable[[], Tensor], name: str, mutated: Sequence[Tensor]
-    ) -> Captured | None:
-        if key in self._captured:
-            self._captured[key] = self._captured.pop(key)  # now the most recently used
-            return self._captured[key]
+    def _add(self, key: Hashable, work: Callable[[], Tensor], name: str, mutated: Sequence[Tensor]) -> float:
+        """Capture new work; return the seconds that it took."""
         self.version += 1
         if len(self._captured) >= MAX_GRAPHS:
             del self._captured[next(iter(self._captured))]
@@ -116,7 +115,7 @@ class Graphs:
         finally:
             for tensor, old in zip(mutated, saved, strict=True):
                 tensor.copy_(old)
-        return self._captured[key]
+        return time.perf_counter() - started_at
 
     def capture(self, work: Callable[[], Tensor]) -> Captured:
         """Warm up, capture ``work`` and return the graph with its result.

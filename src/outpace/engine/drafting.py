@@ -20,7 +20,6 @@ class Proposal:
 
     Attributes:
         draft: The draft tokens.
-        load: The size and limits of the target's forward pass.
         state: The drafter's input. None if the drafter was not called.
         requested: Number of draft tokens that the drafter was asked for, per sequence. If the policy stopped
             the drafter: the number that it proposed. Empty for a free drafter.
@@ -30,7 +29,6 @@ class Proposal:
     """
 
     draft: Draft
-    load: Load
     state: State | None = None
     requested: Sequence[int] = ()
     draft_steps: int = 0
@@ -62,38 +60,16 @@ class Proposer:
         # By slot: a sequence, and the number of its tokens that the drafter has processed
         self._num_read: dict[int, tuple[SequenceState, int]] = {}
 
-    def load(
-        self,
-        rows: Sequence[SequenceState],
-        batch: int | None = None,
-        captured: frozenset[int] | None = None,
-        in_flight: int = 0,
-        executor: str = "",
-    ) -> Load:
-        """Return the size and limits of the target's next forward pass.
-
-        Args:
-            rows: The active sequences.
-            batch: Number of slots in the forward pass, idle ones included. By default the active sequences.
-            captured: Numbers of draft tokens whose steps need no capture. None: no step needs one.
-            in_flight: Number of steps that have started and not ended.
-            executor: Name of the executor. Times measured in one executor do not hold for another.
-        """
+    def load(self, rows: Sequence[SequenceState], in_flight: int) -> Load:
+        """Return the size and limits of the target's next forward pass, after the steps in flight."""
         longest = max(len(row.tokens) for row in rows)
-        remaining = tuple(self.remaining_draft_tokens(rows, in_flight))
-        return Load(batch or len(rows), longest, self._num_unread(rows), captured, remaining, executor)
-
-    def remaining_draft_tokens(self, rows: Sequence[SequenceState], in_flight: int = 0) -> list[int]:
-        """Return the largest useful number of draft tokens of each sequence, after the steps in flight.
-
-        It may be negative. Each step in flight adds at least one token, and the target adds one itself.
-        """
-        return [
-            min(row.max_new_tokens - row.stats.new_tokens, self.scorer.context - len(row.tokens))
-            - 1
-            - in_flight
+        # Each step in flight adds at least one token, and the target adds one itself.
+        certain, context = in_flight + 1, self.scorer.context
+        remaining = tuple(
+            min(row.max_new_tokens - row.stats.new_tokens, context - len(row.tokens)) - certain
             for row in rows
-        ]
+        )
+        return Load(len(rows), longest, self._num_unread(rows), remaining_draft_tokens=remaining)
 
     def choose(self, rows: Sequence[SequenceState], load: Load) -> dict[int, int]:
         """Return the number of draft tokens that the policy chooses for each slot.
@@ -112,52 +88,45 @@ class Proposer:
 
         Args:
             rows: The active sequences.
-            load: The size and limits of the target's forward pass.
+            load: The size and limits of the target's forward pass, with no step in flight.
             chosen: The number of draft tokens by slot. By default the policy chooses it.
         """
-        remaining = self.remaining_draft_tokens(rows)
         if self.drafter is None or (self.free and self.policy.idle):
-            return self.without_draft(rows, load)
+            return self.without_draft(rows)
         if self.free:
-            limits = [min(self.policy.max_draft_tokens, most) for most in remaining]
-            return self._propose_free(rows, load, limits)
-        chosen = self.choose(rows, load) if chosen is None else chosen
-        limits = [min(chosen.get(row.slot, 0), most) for row, most in zip(rows, remaining, strict=True)]
+            chosen = dict.fromkeys((row.slot for row in rows), self.policy.max_draft_tokens)
+        elif chosen is None:
+            chosen = self.choose(rows, load)
+        remaining = zip(rows, load.remaining_draft_tokens or (), strict=True)
+        limits = [min(chosen.get(row.slot, 0), most) for row, most in remaining]
         if max(limits) < 1:
-            return self.without_draft(rows, load)
+            return self.without_draft(rows)
         state = self.state(rows, limits)
         draft = self._call_drafter(state, limits)
+        if self.free:
+            return self._choose_from(draft, state, load)
         self._last_drafted = [(row, len(row.tokens)) for row in rows]
-        uninterrupted = draft.steps is None  # the policy did not stop the drafter
-        return Proposal(
-            self._truncated(draft, limits),
-            load,
-            state,
-            limits if uninterrupted else list(draft.lengths or limits),
-            max(limits) if draft.steps is None else draft.steps,
-        )
+        requested, draft_steps = limits, max(limits)
+        if draft.steps is not None:  # the policy stopped the drafter
+            requested, draft_steps = list(draft.lengths or limits), draft.steps
+        return Proposal(self._truncated(draft, limits), state, requested, draft_steps)
 
-    def _propose_free(self, rows: Sequence[SequenceState], load: Load, limits: list[int]) -> Proposal:
-        """Call a free drafter, and keep as many of its draft tokens as the policy chooses."""
-        if max(limits) < 1:
-            return self.without_draft(rows, load)
-        state = self.state(rows, limits)
-        draft = self._call_drafter(state, limits)
+    def _choose_from(self, draft: Draft, state: State, load: Load) -> Proposal:
+        """Return as many draft tokens of a free drafter as the policy chooses."""
         if draft.logits is not None:
             raise ValueError(
                 f"draft: got {type(self.drafter).__name__}, which has free = True and returns logits; a free "
                 "drafter must return logits=None. The policy sees its tokens before it decides how many to "
                 "score, and for sampled tokens this would bias the output"
             )
-        available = list(draft.lengths or [draft.tokens.shape[1]] * len(rows))
-        confidence = draft.confidence or [1.0] * len(rows)
-        slots = [row.slot for row in rows]
-        chosen = self.policy.choose(slots, load=load, hint=Hint(available, confidence))
+        available = list(draft.lengths or [draft.tokens.shape[1]] * len(state.slots))
+        hint = Hint(available, draft.confidence or [1.0] * len(state.slots))
+        chosen = self.policy.choose(state.slots, load=load, hint=hint)
         unscored: list[int | None] = [
             proposal[g] if g < most else None
             for proposal, g, most in zip(draft.tokens.tolist(), chosen, available, strict=True)
         ]
-        return Proposal(self._truncated(draft, chosen), load, state, unscored=unscored)
+        return Proposal(self._truncated(draft, chosen), state, unscored=unscored)
 
     def _num_unread(self, rows: Sequence[SequenceState]) -> int:
         """Return the number of tokens, over all sequences, that the drafter has not processed yet.
@@ -203,9 +172,9 @@ class Proposer:
         precomputed = None if draft.precomputed is None else draft.precomputed.first(g)
         return Draft(draft.tokens[:, :g], logits, lengths, precomputed)
 
-    def without_draft(self, rows: Sequence[SequenceState], load: Load) -> Proposal:
+    def without_draft(self, rows: Sequence[SequenceState]) -> Proposal:
         """Return a proposal without draft tokens."""
-        return Proposal(Draft.chosen([[] for _ in rows], self.scorer.device), load)
+        return Proposal(Draft.chosen([[] for _ in rows], self.scorer.device))
 
     def state(
         self, rows: Sequence[SequenceState], limits: list[int], device: torch.device | None = None

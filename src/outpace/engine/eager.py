@@ -44,7 +44,9 @@ class EagerExecutor(Executor):
     name, drafts, is_async = "eager", False, False
 
     def __init__(self, scorer: Scorer, drafter: Drafter | None, rule: Rule, lenience: float) -> None:
-        self.scorer, self.drafter, self.rule, self.lenience = scorer, drafter, rule, lenience
+        self.scorer, self.rule, self.lenience = scorer, rule, lenience
+        draft_scorer = None if drafter is None else drafter.scorer
+        self.scorers = [scorer] if draft_scorer is None else [scorer, draft_scorer]
 
     def unsupported(self, rows: Sequence[SequenceState]) -> str | None:
         """See ``Executor.unsupported``; nothing is."""
@@ -56,18 +58,15 @@ class EagerExecutor(Executor):
 
     def prepare(self, slots: int, tokens: int) -> None:
         """See ``Executor.prepare``."""
-        self.scorer.reserve(slots, tokens)
-        if self.drafter is not None and self.drafter.scorer is not None:
-            self.drafter.scorer.reserve(slots, tokens)
+        for scorer in self.scorers:
+            scorer.cache.prepare(slots, tokens)
 
     @torch.inference_mode()
     def prefill(self, rows: Sequence[SequenceState], clock: Clock) -> Prefilling:
         """See ``Executor.prefill``."""
         slots, sources = [row.slot for row in rows], [row.source for row in rows]
-        draft_scorer = None if self.drafter is None else self.drafter.scorer
-        for scorer in (self.scorer, draft_scorer):
-            if scorer is not None:
-                scorer.encode_sources(slots, sources, max(len(row.tokens) for row in rows))
+        for scorer in self.scorers:
+            scorer.encode_sources(slots, sources, max(len(row.tokens) for row in rows))
         clock.lap("encode")
         return EagerPrefilling(rows, Prefill(self.scorer, slots, [row.tokens for row in rows], sources), self)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outpace.draft.base import Draft
 from outpace.engine.sequence import SequenceState
 from outpace.engine.stats import Clock
 from outpace.models.scorer import Prefill
+from outpace.policy import Load
 from outpace.sampling import SamplingParams
 
 
@@ -118,20 +119,9 @@ class Executor(ABC):
         """Free everything that is kept between calls, apart from KV caches. No sequence may be active."""
         return
 
-    def captured(self, rows: Mapping[int, SequenceState]) -> frozenset[int] | None:
-        """Return the numbers of draft tokens whose steps need no capture; None if no step ever does."""
-        return None
-
-    def batch(self, rows: Mapping[int, SequenceState]) -> int:
-        """Return the number of slots in a forward pass of these sequences, idle ones included."""
-        return len(rows)
-
-    def catch_up_tokens(self, rows: Mapping[int, SequenceState]) -> int | None:
-        """Return the number of tokens, padding included, that the draft model must process before it drafts.
-
-        None if the executor does not know.
-        """
-        return None
+    def load(self, rows: Mapping[int, SequenceState], load: Load) -> Load:
+        """Return the load of a step of these sequences, as this executor runs it."""
+        return replace(load, executor=self.name)
 
     @abstractmethod
     def describe(self) -> str:

@@ -10,47 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outpace.checks.arguments import on_device, to_device
 from outpace.draft.base import Draft, Drafter, DraftTensors, GraphState, fit
+from outpace.engine.buckets import Buckets, StepKey, bucket_of
 from outpace.engine.capture import Graphs, announced
+from outpace.engine.catch_up import CHUNK, CatchUp, known_tokens
 from outpace.engine.executor import Executor, Pending, Prefilling
 from outpace.engine.pending import DeviceEvent, GraphPending
 from outpace.engine.prefill import PrefillGraphs
 from outpace.engine.sequence import SequenceState
 from outpace.engine.slots import Slots
 from outpace.engine.stats import Clock
+from outpace.models.paged import SLOTS
 from outpace.models.scorer import Prefill, Scorer
+from outpace.policy import Load
 from outpace.sampling import SamplingParams
 from outpace.verification import Rule, Verdict, sample, verify
 
-SLOTS = 64  # slots of a new executor; more slots need new captures
-BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # slots that graphs serve
-PATIENCE = 64  # steps that a smaller bucket must suffice for, before a graph of it is captured
 COMPILED_G = 5  # draft tokens of steps that are compiled ahead; most others have the same kernels
-CATCH_UP_CHUNK = 32  # tokens per sequence and forward pass of a catch-up
 BLOCK_TOKENS = 128  # tokens of KV cache that are reserved ahead at a time
-
-
-class StepKey(NamedTuple):
-    """The key of a step's graph.
-
-    Attributes:
-        g: Number of draft tokens per sequence.
-        slots: Number of slots that take part.
-        sampling: Sampling parameters of all sequences.
-        host_buffers: The id of the buffers for draft tokens from the host. None if the executor drafts.
-    """
-
-    g: int
-    slots: int
-    sampling: SamplingParams
-    host_buffers: int | None
 
 
 class GraphExecutor(Executor):
@@ -73,6 +57,7 @@ class GraphExecutor(Executor):
         self.draft = None if drafter is None else drafter.in_graph()
         self.drafts = drafter is None or self.draft is not None
         self.draft_scorer = None if self.draft is None else self.draft.scorer
+        self.scorers = [scorer] if self.draft_scorer is None else [scorer, self.draft_scorer]
         self._drafter_name = type(drafter).__name__
         self.graphs = Graphs(scorer.device)
         self.reset()
@@ -81,21 +66,13 @@ class GraphExecutor(Executor):
     def reset(self) -> None:
         """See ``Executor.reset``."""
         self.graphs.clear()
-        self._prefills = PrefillGraphs(self.graphs)
+        self._prefills, self._buckets = PrefillGraphs(self.graphs), Buckets(self.graphs)
+        self._catch_up = None if self.draft_scorer is None else CatchUp(self.draft_scorer, self.graphs)
         self.slots = Slots(0, 0, self.target.device)
         self._versions: tuple[int, ...] = ()
         self._owners: dict[int, SequenceState] = {}  # by slot, the sequences whose state is on the device
         self._longest: dict[int, int] = {}  # by slot: most tokens after the steps in flight
         self._reserved: dict[int, int] = {}  # by slot: tokens that the KV caches have memory for
-        self._behind: dict[int, int] = {}  # by slot: tokens that the draft model has not processed
-        # Number of chunks that a catch-up still has to process
-        self._chunks_left = torch.zeros((), dtype=torch.int64, device=self.target.device)
-        self._bucket, self._smaller_for = 0, 0  # slots of the last step, and steps that fewer sufficed for
-        # Numbers of draft tokens that are captured, valid while `graphs.version` is `_captured_version`
-        self._captured_lengths: dict[tuple[int, SamplingParams], frozenset[int]] = {}
-        self._captured_version = -1
-        # Buffers of draft tokens from the host, which are the inputs of graphs
-        self._host_buffers: dict[tuple[int, SamplingParams | None, torch.dtype | None], DraftTensors] = {}
         self._compiled_for: set[SamplingParams] = set()
 
     # Capabilities
@@ -121,58 +98,38 @@ class GraphExecutor(Executor):
         """See ``Executor.describe``."""
         kind = "one CUDA graph per step" if self.graphs.enabled else "without graphs"
         host = "" if self.drafts else f"; {self._drafter_name} drafts on the host"
-        steps = sorted({(key.slots, key.g) for key in self._step_keys()})
+        steps = sorted({(key.slots, key.g) for key in self._buckets.steps()})
         captured = ", ".join(f"g={g} for {slots}" for slots, g in steps)
         return f"{kind}{host}" + (f"; captured: {captured} slots" if captured else "")
 
-    def _step_keys(self) -> Iterable[StepKey]:
-        return (key for key in self.graphs if isinstance(key, StepKey))
-
-    def batch(self, rows: Mapping[int, SequenceState]) -> int:
-        """See ``Executor.batch``; a batch that shrinks keeps its graphs for a while."""
-        needed = max(rows) + 1
-        if not self.graphs.enabled:
-            return needed
-        bucket = bucket_of(needed)
-        if bucket < self._bucket and self._smaller_for < PATIENCE:
-            sampling = next(iter(rows.values())).sampling
-            captured = {size for size in BUCKETS if size >= bucket and self._captured(size, sampling)}
-            return min(captured, default=bucket)
-        return bucket
-
-    def captured(self, rows: Mapping[int, SequenceState]) -> frozenset[int] | None:
-        """See ``Executor.captured``."""
-        if not self.graphs.enabled:
-            return None
-        return self._captured(self.batch(rows), next(iter(rows.values())).sampling)
-
-    def _captured(self, slots: int, sampling: SamplingParams) -> frozenset[int]:
-        """Return the numbers of draft tokens that are captured for these slots and parameters."""
-        if self._captured_version != self.graphs.version:
-            self._captured_lengths, self._captured_version = {}, self.graphs.version
-        if (slots, sampling) not in self._captured_lengths:
-            self._captured_lengths[slots, sampling] = frozenset(
-                key.g for key in self._step_keys() if (key.slots, key.sampling) == (slots, sampling)
-            )
-        return self._captured_lengths[slots, sampling]
+    def load(self, rows: Mapping[int, SequenceState], load: Load) -> Load:
+        """See ``Executor.load``; all sequences are padded to the same number of tokens."""
+        slots, sampling = self._buckets.slots(rows), next(iter(rows.values())).sampling
+        catch_up_tokens = load.catch_up_tokens
+        if self.drafts:
+            catch_up_tokens = 0 if self._catch_up is None else self._catch_up.chunks(rows) * CHUNK * slots
+        return replace(
+            load,
+            batch=slots,
+            catch_up_tokens=catch_up_tokens,
+            captured=self._buckets.captured(slots, sampling),
+            executor=self.name,
+            padded_drafts=self.drafts,
+        )
 
     # Sequences
 
     def prepare(self, slots: int, tokens: int) -> None:
         """See ``Executor.prepare``."""
-        for scorer in self._scorers():
-            scorer.reserve(slots, min(tokens, scorer.context) + 1)
+        for scorer in self.scorers:
+            scorer.cache.prepare(slots, min(tokens, scorer.context) + 1)
         if slots > len(self.slots):
             slots = max(slots, SLOTS if self.graphs.enabled else 0)
             old, self.slots = self.slots, Slots(slots, self.target.context + 1, self.target.device)
             for name in ("lengths", "seeds", "active", "token_ids"):
                 if len(old):
                     getattr(self.slots, name)[: len(old)] = getattr(old, name)
-            self._host_buffers.clear()
             self.graphs.clear()
-
-    def _scorers(self) -> list[Scorer]:
-        return [self.target, *([] if self.draft_scorer is None else [self.draft_scorer])]
 
     def prefill(self, rows: Sequence[SequenceState], clock: Clock) -> Prefilling:
         """See ``Executor.prefill``; the last token of each prompt is left to the first step."""
@@ -182,8 +139,8 @@ class GraphExecutor(Executor):
         if self.target.has_kernels and sampling not in self._compiled_for:
             self._compiled_for.add(sampling)
             self._compile_ahead(max(slots) + 1, sampling)
-        for scorer in self._scorers():
-            prompts = [self._known(scorer, row.tokens) for row in rows]
+        for scorer in self.scorers:
+            prompts = [known_tokens(scorer, row.tokens) for row in rows]
             append = partial(self._prefill_chunk, scorer)
             prefills.append(Prefill(scorer, slots, prompts, leave_last=True, append=append))
         return Prefilling(rows, prefills)
@@ -195,11 +152,6 @@ class GraphExecutor(Executor):
         with self._on_device():
             return self._prefills.append(scorer, slots, tokens)
 
-    @staticmethod
-    def _known(scorer: Scorer, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens that a draft model has a context and an embedding for, with 0 for others."""
-        return [token if token < scorer.vocab_size else 0 for token in tokens[: scorer.context]]
-
     def _attach(self, rows: Iterable[SequenceState]) -> None:
         """Write the state of sequences to the device, unless it is there."""
         new = [row for row in rows if self._owners.get(row.slot) is not row]
@@ -209,13 +161,8 @@ class GraphExecutor(Executor):
         for row in new:
             self._owners[row.slot], self._longest[row.slot] = row, len(row.tokens)
             self._reserved[row.slot] = 0
-            self._behind[row.slot] = 0
-            if self.draft_scorer is not None:
-                cache = self.draft_scorer.cache
-                if not cache.is_open(row.slot):
-                    cache.open(row.slot, self._known(self.draft_scorer, row.tokens))
-                behind = min(len(row.tokens), self.draft_scorer.context) - 2 - cache.length(row.slot)
-                self._behind[row.slot] = max(0, behind)
+            if self._catch_up is not None:
+                self._catch_up.open(row)
         self.slots.start(new)
 
     def commit(self, row: SequenceState, g: int, accepted: int) -> None:
@@ -226,60 +173,51 @@ class GraphExecutor(Executor):
     def release(self, row: SequenceState, keep: bool) -> None:
         """See ``Executor.release``."""
         if self._owners.get(row.slot) is row:
-            self._sync_draft(row)
-            self._forget_slot(row.slot)
-        self.target.reset([row.slot], [row.tokens] if keep else None)
-        if self.draft_scorer is not None:
-            tokens = self._known(self.draft_scorer, row.tokens)
-            self.draft_scorer.reset([row.slot], [tokens] if keep else None)
+            self._forget(row)
+        for scorer in self.scorers:
+            scorer.reset([row.slot], [known_tokens(scorer, row.tokens)] if keep else None)
 
-    def _sync_draft(self, row: SequenceState) -> None:
-        """Commit the tokens that the draft model has processed to its KV cache."""
-        if self.draft_scorer is not None:
-            cache = self.draft_scorer.cache
-            processed = min(len(row.tokens) - 2 - self._behind[row.slot], self.draft_scorer.context)
-            cache.commit(row.slot, max(0, processed - cache.length(row.slot)))
-
-    def _forget_slot(self, slot: int) -> None:
-        self.slots.end(slot)
-        for by_slot in (self._owners, self._longest, self._reserved, self._behind):
-            by_slot.pop(slot)
+    def _forget(self, row: SequenceState) -> None:
+        """Give up a sequence, whose state is then only in the KV caches."""
+        if self._catch_up is not None:
+            self._catch_up.close(row)
+        self.slots.end(row.slot)
+        for by_slot in (self._owners, self._longest, self._reserved):
+            by_slot.pop(row.slot)
         if not self._owners:
-            self._bucket = 0
+            self._buckets = Buckets(self.graphs)
 
     def detach(self) -> None:
         """See ``Executor.detach``."""
-        for slot, row in list(self._owners.items()):
-            self._sync_draft(row)
-            self._forget_slot(slot)
+        for row in list(self._owners.values()):
+            self._forget(row)
 
     # Steps
 
     @torch.inference_mode()
     def start(self, rows: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock) -> Pending:
         """See ``Executor.start``; it returns at once."""
-        for scorer in self._scorers():
+        for scorer in self.scorers:
             scorer.check_placed()
         self._attach(rows.values())
-        slots = self.batch(rows)
-        self._smaller_for = self._smaller_for + 1 if slots > bucket_of(max(rows) + 1) else 0
-        self._bucket = slots
+        slots = self._buckets.use(rows)
         self._reserve(rows, g)
         sampling = next(iter(rows.values())).sampling
         with self._on_device():
             begun = started = DeviceEvent(self.target.device)
             catch_up_capture = 0.0
-            if g and draft is None and max(self._behind[slot] for slot in rows):
-                catch_up_capture = self._catch_up(rows, slots)
+            if g and self._catch_up is not None and self._catch_up.chunks(rows):
+                self._drop_stale_graphs(slots)
+                catch_up_capture = self._catch_up.run(rows, self.slots, slots)
                 started = DeviceEvent(self.target.device)
-            pending = self.launch(g, sampling, slots, draft, list(rows))
+            pending = self._launch(g, sampling, slots, draft, list(rows))
         for slot in rows:
             self._longest[slot] += g + 1
-            if self.draft_scorer is not None:
-                self._behind[slot] += g == 0
+        if self._catch_up is not None and not g:
+            self._catch_up.skip(rows)
         return GraphPending(*pending, begun, started, catch_up_capture)
 
-    def launch(
+    def _launch(
         self,
         g: int,
         sampling: SamplingParams,
@@ -287,20 +225,13 @@ class GraphExecutor(Executor):
         draft: Draft | None = None,
         drafted: Sequence[int] = (),
     ) -> tuple[Tensor, float]:
-        """Run a step of the first slots as a graph.
-
-        Args:
-            g: Number of draft tokens per sequence.
-            sampling: Sampling parameters of all sequences.
-            slots: Number of slots that take part.
-            draft: Draft tokens from the host, for the slots ``drafted``.
-            drafted: Slots that the draft tokens belong to.
+        """Run a step of the first slots as a graph; draft tokens of the host are for the slots ``drafted``.
 
         Returns:
             The result, in the format that ``GraphPending`` reads, and the seconds of a capture.
         """
         self._drop_stale_graphs(slots)
-        buffers = None if draft is None or not g else self._copy_host_draft(g, draft, drafted)
+        buffers = None if draft is None or not g else self.slots.copy_draft(g, draft, drafted)
         key = StepKey(g, slots, sampling, None if buffers is None else id(buffers))
         return self.graphs.run(
             key,
@@ -338,16 +269,16 @@ class GraphExecutor(Executor):
         """See ``Executor.warm_up``."""
         self.prepare(bucket_of(slots), 1)
         with self._on_device():
-            self.launch(g if self.draft is not None else 0, sampling, bucket_of(slots))
-            if g and self.draft_scorer is not None:
-                self._run_catch_up(self.draft_scorer, bucket_of(slots))
+            self._launch(g if self.draft is not None else 0, sampling, bucket_of(slots))
+            if g and self._catch_up is not None:
+                self._catch_up.run_chunk(self.slots, bucket_of(slots))
 
     def _drop_stale_graphs(self, slots: int) -> None:
         """Discard the graphs if memory that they read has moved."""
         self.prepare(slots, 1)
-        for scorer in self._scorers():
+        for scorer in self.scorers:
             scorer.arrange(slots)
-        versions = tuple(scorer.cache.version for scorer in self._scorers())
+        versions = tuple(scorer.cache.version for scorer in self.scorers)
         if versions != self._versions:
             self.graphs.clear()
             self._versions = versions
@@ -361,72 +292,10 @@ class GraphExecutor(Executor):
                 last = min(row.prompt_length + row.max_new_tokens, self.target.context)
                 needed[slot] = min(self._longest[slot] + g + 1 + BLOCK_TOKENS, last + g + 1)
         if needed:
-            for scorer in self._scorers():
+            for scorer in self.scorers:
                 most = scorer.context + 1
                 scorer.cache.reserve(list(needed), [min(length, most) for length in needed.values()])
             self._reserved |= needed
-
-    def catch_up_tokens(self, rows: Mapping[int, SequenceState]) -> int | None:
-        """See ``Executor.catch_up_tokens``."""
-        behind = max((self._behind.get(slot, 0) for slot in rows), default=0)
-        return -(-behind // CATCH_UP_CHUNK) * CATCH_UP_CHUNK * self.batch(rows)
-
-    def _catch_up(self, rows: Mapping[int, SequenceState], slots: int) -> float:
-        """Run the draft model over tokens that were generated without it; return the seconds of a capture."""
-        scorer, seconds = self.draft_scorer, 0.0
-        assert scorer is not None
-        behind = max(self._behind[slot] for slot in rows)
-        self._drop_stale_graphs(slots)
-        for chunk in range(-(-behind // CATCH_UP_CHUNK), 0, -1):
-            self._chunks_left.fill_(chunk)
-            seconds += self._run_catch_up(scorer, slots)
-        self._behind |= dict.fromkeys(rows, 0)
-        return seconds
-
-    def _run_catch_up(self, scorer: Scorer, slots: int) -> float:
-        """Run a chunk of a catch-up; return the seconds of a capture."""
-        name = f"a catch-up of {CATCH_UP_CHUNK} tokens and {slots} slots"
-        return self.graphs.run(("catch up", slots), lambda: self.catch_up(scorer, slots), name)[1]
-
-    def catch_up(self, scorer: Scorer, slots: int) -> Tensor:
-        """Run the draft model over a chunk of each sequence's tokens, up to its last two.
-
-        Sequences that lack fewer tokens process some of them again, with the same result.
-        """
-        lengths, active = self.slots.lengths[:slots, None], self.slots.active[:slots, None].bool()
-        offsets = torch.arange(CATCH_UP_CHUNK, device=lengths.device)
-        at = (lengths - 2 - self._chunks_left * CATCH_UP_CHUNK).clamp(min=0) + offsets
-        known = active & (at < lengths - 2) & (at < scorer.context)
-        ids = self.slots.token_ids[:slots].gather(1, at.clamp(max=self.target.context))
-        ids = ids.masked_fill(ids >= scorer.vocab_size, 0)
-        scorer.fill(ids, at.where(known, -1))
-        return ids
-
-    def _copy_host_draft(self, g: int, draft: Draft, slots: Sequence[int]) -> DraftTensors:
-        """Copy draft tokens from the host to the buffers that are inputs of graphs.
-
-        Slots without draft tokens get length 0.
-        """
-        precomputed = draft.precomputed
-        sampling = None if precomputed is None or not precomputed.sampling else precomputed.sampling[0]
-        key = g, sampling, None if draft.logits is None else draft.logits.dtype
-        if key not in self._host_buffers:
-            logits = None
-            if draft.logits is not None:
-                logits = draft.logits.new_zeros(len(self.slots), g, self.target.vocab_size)
-            tokens = self.slots.lengths.new_zeros(len(self.slots), g)
-            no_lengths = tokens.new_zeros(len(self.slots))
-            self._host_buffers[key] = DraftTensors(tokens, logits, (), no_lengths, sampling)
-        buffers = self._host_buffers[key]
-        assert buffers.lengths is not None
-        lengths = torch.zeros(len(self.slots), dtype=torch.int64)
-        lengths[list(slots)] = torch.tensor(draft.lengths or [g] * len(slots))
-        buffers.lengths.copy_(to_device(lengths, buffers.lengths.device))
-        rows = on_device(slots, torch.int64, buffers.tokens.device)
-        buffers.tokens[rows] = to_device(draft.tokens, buffers.tokens.device)
-        if buffers.logits is not None and draft.logits is not None:
-            buffers.logits[rows] = draft.logits
-        return buffers
 
     @torch.inference_mode()
     def step(
@@ -501,9 +370,3 @@ class GraphExecutor(Executor):
     def _on_device(self) -> AbstractContextManager[Any]:
         """Return a context in which kernels are launched on the target's device."""
         return torch.cuda.device(self.target.device) if self.target.device.type == "cuda" else nullcontext()
-
-
-def bucket_of(slots: int) -> int:
-    """Return the number of slots of the smallest graph that serves these slots."""
-    largest = BUCKETS[-1]
-    return next((size for size in BUCKETS if size >= slots), -(-slots // largest) * largest)

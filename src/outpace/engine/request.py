@@ -154,10 +154,7 @@ class Reader:
 
     def _stops(self, stop: Any) -> list[str]:
         """Return the stop strings."""
-        if stop is None:
-            return []
-        several = isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping)
-        stops = list(stop) if several else [stop]
+        stops = one_or_several(stop)
         if not all(isinstance(text, str) and text for text in stops):
             raise ValueError(f"stop: got {stop!r}; it must be a non-empty string, or a list of them")
         if stops and self.tokenizer is None:
@@ -169,11 +166,7 @@ class Reader:
 
     def _stop_tokens(self, tokens: Any) -> list[int]:
         """Return the token ids that end a sequence, in addition to the model's own."""
-        if tokens is None:
-            return []
-        tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens
-        several = isinstance(tokens, Iterable) and not isinstance(tokens, str | bytes | Mapping)
-        ids = list(tokens) if several else [tokens]
+        ids = one_or_several(tokens.tolist() if hasattr(tokens, "tolist") else tokens)
         V = self.scorer.vocab_size
         for token in ids:
             integer("stop_tokens", token, f"token ids in 0..{V - 1}", lambda t: 0 <= t < V)
@@ -205,10 +198,9 @@ class Reader:
         return ids[0] if single else ids
 
     def _encode_one(self, prompt: Any) -> list[int]:
-        prompt = prompts.single_prompt(prompt)
-        if not isinstance(self.scorer, Seq2SeqScorer):
-            return self._checked(prompts.token_ids(prompt, self.tokenizer))
-        source = self._source(self.scorer, prompt)
+        tokens, source = self._read(prompt)
+        if source is None:
+            return tokens
         if source.ids is None:
             raise TypeError("prompt: got features of speech; it must be text or token ids")
         return source.ids
@@ -225,6 +217,14 @@ class Reader:
         if min(tokens) < 0 or max(tokens) >= V:
             raise ValueError(f"prompt: got ids {min(tokens)}..{max(tokens)}; they must be in 0..{V - 1}")
         return tokens
+
+
+def one_or_several(values: Any) -> list[Any]:
+    """Return the values of an argument that is None, a value, or several values."""
+    if values is None:
+        return []
+    several = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping)
+    return list(values) if several else [values]
 
 
 def seed_of(seed: int | Sequence[int] | None, prompt: int, sample: int, prompts: int) -> int:

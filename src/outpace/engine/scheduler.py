@@ -7,52 +7,35 @@ where decoding without speculation would have ended them, and returns one ``Step
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import torch
 
 from outpace.draft.base import Drafter
-from outpace.engine.commit import advance
+from outpace.engine.admission import Admission
 from outpace.engine.drafting import Proposal, Proposer, matches
-from outpace.engine.executor import Executor, Outcome, Pending, Prefilling
-from outpace.engine.sequence import SequenceState, Step
+from outpace.engine.executor import Executor, Outcome, Prefilling
+from outpace.engine.in_flight import InFlightStep
+from outpace.engine.sequence import SequenceState, Step, advance
 from outpace.engine.stats import Clock
-from outpace.models.kv_cache import size
 from outpace.models.scorer import Scorer, WeightsMovedError
-from outpace.policy import DraftLengthPolicy, Load, StepOutcome
+from outpace.policy import DraftLengthPolicy, Load
 from outpace.verification import Rule
 
 FAILURES = MemoryError, torch.OutOfMemoryError, WeightsMovedError  # that end one request, and no other
 MAX_IN_FLIGHT = 2  # steps: the host reads one outcome while the next step runs
 
 
-@dataclass(frozen=True)
-class InFlightStep:
-    """A step that has started, and whose outcome is not committed yet."""
-
-    pending: Pending
-    g: int
-    rows: Mapping[int, SequenceState]  # sequences that take part, by slot
-    load: Load
-    proposal: Proposal | None = None  # draft tokens of a drafter on the host
-    draft_seconds: float = 0.0  # of that drafter
-    idle_seconds: float = 0.0  # before the step, while the device waited for the host
-
-
 class Scheduler:
     """All sequences of a decoder, which join and leave at any step.
 
     Args:
-        scorer: The target.
+        scorers: The target, and the draft model if there is one.
         drafter: The drafter, or None.
         policy: The draft-length policy.
         rule: The verification rule.
@@ -63,7 +46,7 @@ class Scheduler:
 
     def __init__(
         self,
-        scorer: Scorer,
+        scorers: Sequence[Scorer],
         drafter: Drafter | None,
         policy: DraftLengthPolicy,
         rule: Rule,
@@ -71,14 +54,14 @@ class Scheduler:
         slots: int,
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        self.scorer, self.drafter, self.policy = scorer, drafter, policy
-        self.executors, self.slots, self._on_close = executors, slots, on_close
+        self.scorers, self.drafter, self.policy = scorers, drafter, policy
+        self.executors, self._on_close = executors, on_close
         self.executor = executors[0]
-        self.proposer = Proposer(scorer, drafter, policy, rule)
+        self.proposer = Proposer(scorers[0], drafter, policy, rule)
+        self._admission = Admission(scorers, policy.max_draft_tokens, slots)
         self._num_added = 0
         self._closed = False
         self._admitted: list[SequenceState] = []  # sequences that have slots, and no prefill yet
-        self._waiting: deque[SequenceState] = deque()
         self._prefilling: Prefilling | None = None
         self._active: dict[int, SequenceState] = {}  # by slot
         self._in_flight: deque[InFlightStep] = deque()
@@ -106,7 +89,7 @@ class Scheduler:
         request.added = True
         request.index = self._num_added
         self._num_added += 1
-        self._waiting.append(request)
+        self._admission.waiting.append(request)
         return request.index
 
     def cancel(self, request_id: int) -> None:
@@ -115,9 +98,9 @@ class Scheduler:
         Raises:
             ValueError: No unfinished sequence has this id.
         """
-        for waiting in self._waiting:
+        for waiting in self._admission.waiting:
             if waiting.index == request_id:
-                self._waiting.remove(waiting)
+                self._admission.waiting.remove(waiting)
                 return
         for row in self._rows():
             if row.index == request_id and row.finish_reason is None:
@@ -140,7 +123,7 @@ class Scheduler:
     @property
     def unfinished(self) -> int:
         """Number of sequences that wait or are being generated."""
-        return len(self._waiting) + sum(row.finish_reason is None for row in self._rows())
+        return len(self._admission.waiting) + sum(row.finish_reason is None for row in self._rows())
 
     def _rows(self) -> list[SequenceState]:
         """Return the sequences that have slots."""
@@ -152,9 +135,7 @@ class Scheduler:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -164,7 +145,7 @@ class Scheduler:
         self._closed = True
         try:
             with contextlib.ExitStack() as stack:  # one failure does not keep the rest from being freed
-                for scorer in self._scorers():
+                for scorer in self.scorers:
                     stack.callback(scorer.cache.trim)
                 for row in self._rows():
                     stack.callback(self._free, row, self._caches_valid and row.slot in self._active)
@@ -214,18 +195,27 @@ class Scheduler:
         steps = self._commit(rows, outcome, started)
         phases = clock.share([row.stats for row in rows])
         if rows:
-            self._observe(rows, outcome, started, unscored, phases)
+            self.policy.observe(started.report(rows, outcome, unscored, phases, self._undisturbed))
         self._end([row for row in rows if row.finish_reason is not None])
         self._commit_seconds = time.perf_counter() - read_at
         return [dataclasses.replace(step, phases=phases) for step in steps]
 
     # Prefill
 
+    def prepare(self, rows: Sequence[SequenceState]) -> None:
+        """Prepare for sequences that are about to be added, so that no memory moves later."""
+        self._choose_executor(rows)
+        slots, tokens = self._admission.reservation(rows)
+        if slots:
+            self.executor.prepare(slots, tokens)
+
     def _prefill(self) -> list[Step]:
         """Admit waiting requests, and run a chunk of prefill, or all of it if no sequence is active."""
-        clock, steps = Clock(), list[Step]()
+        clock, steps, new = Clock(), list[Step](), list[SequenceState]()
         self._undisturbed = True
-        new = self._admit(steps) if self._prefilling is None and self._waiting else []
+        if self._prefilling is None and self._admission.waiting:
+            new, failed = self._admission.admit(self._active)
+            steps += [row.failed_step() for row in failed]
         if new:
             steps += self._choose_executor([*self._active.values(), *new])
         elif self._prefilling is None:
@@ -252,67 +242,10 @@ class Scheduler:
         self._active |= {row.slot: row for row in rows}
         self._end([row for row in rows if row.finish_reason is not None])  # those were cancelled
         rows = [row for row in rows if row.finish_reason is None]
-        if outcome is None:
-            clock.share([row.stats for row in rows])
-            return steps
-        new_steps = self._append(rows, outcome)
+        first = [] if outcome is None else self._append(rows, outcome)
         phases = clock.share([row.stats for row in rows])
         self._end([row for row in rows if row.finish_reason is not None])
-        return steps + [dataclasses.replace(step, phases=phases) for step in new_steps]
-
-    def _admit(self, steps: list[Step]) -> list[SequenceState]:
-        """Return waiting requests that have got a slot; those that failed before get a step each."""
-        free = [slot for slot in range(self.slots) if slot not in self._active]
-        new: list[SequenceState] = []
-        candidates = [row for row in itertools.islice(self._waiting, len(free)) if row.error is None]
-        all_fit = bool(candidates) and self._fits([*self._active.values(), *candidates])
-        while self._waiting and (free[len(new) :] or self._waiting[0].error is not None):
-            row = self._waiting[0]
-            if row.error is None and not all_fit and not self._fits([*self._active.values(), *new, row]):
-                if self._active or new:
-                    break  # it waits for memory
-                row.error = self._too_long(row)
-                row.finish_reason = "error"
-            self._waiting.popleft()
-            if row.error is not None:
-                steps.append(row.failed_step())
-            else:
-                row.slot = free[len(new)]
-                new.append(row)
-        return new
-
-    def _fits(self, rows: Sequence[SequenceState]) -> bool:
-        """Return whether the KV caches have memory for these sequences, however long they become."""
-        lengths = [self.max_tokens(row) for row in rows]
-        return all(scorer.cache.bytes_for(lengths) <= scorer.cache.budget for scorer in self._scorers())
-
-    def _too_long(self, row: SequenceState) -> Exception:
-        tokens = self.max_tokens(row)
-        scorer = next(one for one in self._scorers() if one.cache.bytes_for([tokens]) > one.cache.budget)
-        return MemoryError(
-            f"the KV cache of {tokens} tokens of {type(scorer.base).__name__} needs "
-            f"{size(scorer.cache.bytes_for([tokens]))}; its budget is {size(scorer.cache.budget)}: pass a "
-            "shorter prompt, a smaller max_new_tokens, or a larger kv_cache_bytes"
-        )
-
-    def _scorers(self) -> list[Scorer]:
-        draft = None if self.drafter is None else self.drafter.scorer
-        return [self.scorer, *([] if draft is None else [draft])]
-
-    def max_tokens(self, row: SequenceState) -> int:
-        """Return the most tokens of a sequence in the KV cache, draft tokens included."""
-        longest = min(row.prompt_length + row.max_new_tokens, self.scorer.context)
-        return longest + self.policy.max_draft_tokens + 1
-
-    def prepare(self, rows: Sequence[SequenceState]) -> None:
-        """Prepare for sequences that are about to be added, so that no memory moves later."""
-        self._choose_executor(rows)
-        longest_first = sorted(rows, key=self.max_tokens, reverse=True)[: self.slots]
-        fitting = bisect.bisect_left(
-            range(1, len(longest_first) + 1), True, key=lambda n: not self._fits(longest_first[:n])
-        )
-        if fitting:
-            self.executor.prepare(fitting, self.max_tokens(longest_first[0]))
+        return steps + [dataclasses.replace(step, phases=phases) for step in first]
 
     def _choose_executor(self, rows: Sequence[SequenceState]) -> list[Step]:
         """Choose the first executor that can run these sequences together.
@@ -337,12 +270,12 @@ class Scheduler:
         rows, proposer = dict(self._active), self.proposer
         if not rows:
             return None
-        step_in_flight = len(self._in_flight) > 0
-        active, load = list(rows.values()), self._load(rows)
+        active = list(rows.values())
+        load = self.executor.load(rows, proposer.load(active, len(self._in_flight)))
         if self.executor.drafts:
             chosen = proposer.choose(active, load)
             return self._launch(max(chosen.values(), default=0), rows, load, clock)
-        if step_in_flight:
+        if self._in_flight:
             needs_draft = self._chosen or (proposer.free and not self.policy.idle)
             if self._in_flight[-1].g or needs_draft:
                 return None  # the drafter must see the outcome of the step in flight first
@@ -357,7 +290,7 @@ class Scheduler:
             proposal = proposer.propose(active, load, self._chosen)
         except WeightsMovedError:  # of the draft model; the target goes on
             self._reset_drafter()
-            proposal = proposer.without_draft(active, load)
+            proposal = proposer.without_draft(active)
         self._chosen, seconds = None, time.perf_counter() - started_at
         clock.lap("draft")
         return self._launch(proposal.draft.tokens.shape[1], rows, load, clock, proposal, seconds)
@@ -371,32 +304,12 @@ class Scheduler:
         proposal: Proposal | None = None,
         draft_seconds: float = 0.0,
     ) -> InFlightStep:
-        draft = None if proposal is None else proposal.draft
-        pending = self.executor.start(rows, g, draft, clock)
+        executor, draft = self.executor, None if proposal is None else proposal.draft
+        pending = executor.start(rows, g, draft, clock)
         captured = pending.capture_seconds or pending.catch_up_capture_seconds
         self._undisturbed = self._undisturbed and not captured
-        waited = proposal is not None and self.executor.is_async
-        return InFlightStep(
-            pending, g, rows, load, proposal, draft_seconds, self._commit_seconds if waited else 0.0
-        )
-
-    def _load(self, rows: Mapping[int, SequenceState]) -> Load:
-        executor = self.executor
-        load = self.proposer.load(
-            list(rows.values()),
-            executor.batch(rows),
-            executor.captured(rows),
-            len(self._in_flight),
-            executor.name,
-        )
-        catch_up_tokens = executor.catch_up_tokens(rows)
-        if catch_up_tokens is None:
-            return load
-        return dataclasses.replace(
-            load,
-            catch_up_tokens=catch_up_tokens if executor.drafts else load.catch_up_tokens,
-            padded_drafts=executor.drafts,
-        )
+        waited = self._commit_seconds if proposal is not None and executor.is_async else 0.0
+        return InFlightStep(pending, g, rows, load, executor.is_async, proposal, draft_seconds, waited)
 
     def _unscored_matches(self, rows: list[SequenceState], outcome: Outcome, g: int) -> list[bool]:
         """Return whether a free drafter would have proposed the right tokens in a step without draft tokens.
@@ -413,85 +326,30 @@ class Scheduler:
         """Commit the outcome of a step to the KV caches, the drafter and the sequences."""
         for row in rows:
             self.executor.commit(row, started.g, outcome.accepted[row.slot])
-        proposal = started.proposal
-        if proposal is not None and proposal.state is not None and self.drafter is not None:
+        state = None if started.proposal is None else started.proposal.state
+        if state is not None and self.drafter is not None:
             accepted, next_token = (
                 torch.tensor([values[slot] for slot in started.rows])
                 for values in (outcome.accepted, outcome.next_token)
             )
             self.drafter.commit(accepted, next_token)
-        if proposal is not None and proposal.state is not None and proposal.state.after:
+        if state is not None and state.after:
             for i, (slot, row) in enumerate(started.rows.items()):
                 if row.draft_sampling is not None and not outcome.bad[slot]:
-                    after = proposal.state.after
-                    row.draft_sampling = after[min(outcome.accepted[slot], len(after) - 1)][i]
+                    row.draft_sampling = state.after[min(outcome.accepted[slot], len(state.after) - 1)][i]
         return self._append(rows, outcome)
 
     def _append(self, rows: Sequence[SequenceState], outcome: Outcome) -> list[Step]:
         """Append new tokens to the sequences; return a step for each."""
-        return [self._advance(row, outcome) for row in rows]
-
-    def _advance(self, row: SequenceState, outcome: Outcome) -> Step:
-        slot = row.slot
-        verdict = outcome.accepted[slot], outcome.next_token[slot], outcome.bad[slot]
-        try:
-            return advance(row, outcome.drafts[slot], *verdict, self.scorer.context)
-        except Exception as error:  # of a user's function, or of a tokenizer
-            row.error, row.finish_reason = error, "error"
-            return row.failed_step()
-
-    def _observe(
-        self,
-        rows: Sequence[SequenceState],
-        outcome: Outcome,
-        started: InFlightStep,
-        unscored: list[bool],
-        phases: Mapping[str, float],
-    ) -> None:
-        """Report a step to the policy, with the seconds of the device, or of the host if it took longer."""
-        slots, pending, proposal = [row.slot for row in rows], started.pending, started.proposal
-        remaining = dict(zip(started.rows, started.load.remaining_draft_tokens or (), strict=True))
-        lengths = [len(outcome.drafts[slot]) for slot in slots]
-        requested: Sequence[int] = [started.g] * len(slots)  # the target scores g positions, padding too
-        draft_steps, draft_seconds, unscored_correct = 0, 0.0, list[bool | None](unscored)
-        if proposal is not None:
-            indices = [list(started.rows).index(slot) for slot in slots]
-            requested = [proposal.requested[i] for i in indices] if proposal.requested else lengths
-            if proposal.state is not None:
-                draft_steps, draft_seconds = proposal.draft_steps, started.draft_seconds
-            if proposal.unscored:
-                next_tokens = [outcome.next_token[slot] for slot in slots]
-                unscored_correct = matches([proposal.unscored[i] for i in indices], next_tokens)
-        seconds: float | None = sum(phases.values())
-        if pending.capture_seconds:
-            seconds = None
-        elif self.executor.is_async and pending.seconds is not None:
-            # Host and device work at the same time, and the slower one sets the pace. Wall time counts only
-            # if nothing else happened in it: no prefill, capture or catch-up. With a drafter on the host, the
-            # time after the outcome counts as the next step's idle time.
-            wall = sum(phases.values()) - (phases["other"] if proposal is not None else 0.0)
-            undisturbed = self._undisturbed and not pending.catch_up_seconds
-            seconds = max(pending.seconds + draft_seconds, wall if undisturbed else 0.0)
-        self.policy.observe(
-            StepOutcome(
-                slots,
-                lengths,
-                [outcome.accepted[slot] for slot in slots],
-                started.g,
-                dataclasses.replace(
-                    started.load, remaining_draft_tokens=tuple(remaining[slot] for slot in slots)
-                ),
-                seconds,
-                draft_seconds=draft_seconds,
-                draft_steps=draft_steps,
-                catch_up_seconds=pending.catch_up_seconds,
-                idle_seconds=started.idle_seconds,
-                requested=requested,
-                unscored_correct=unscored_correct,
-                capture_seconds=pending.capture_seconds,
-                catch_up_capture_seconds=pending.catch_up_capture_seconds,
-            )
-        )
+        steps = list[Step]()
+        for slot, row in ((row.slot, row) for row in rows):
+            verdict = outcome.accepted[slot], outcome.next_token[slot], outcome.bad[slot]
+            try:
+                steps.append(advance(row, outcome.drafts[slot], *verdict, self.scorers[0].context))
+            except Exception as error:  # of a user's function, or of a tokenizer
+                row.error, row.finish_reason = error, "error"
+                steps.append(row.failed_step())
+        return steps
 
     # Ends
 

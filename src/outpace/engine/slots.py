@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from outpace.checks.arguments import to_device
+from outpace.checks.arguments import on_device, to_device
+from outpace.draft.base import Draft, DraftTensors
 from outpace.engine.sequence import SequenceState
 
 
@@ -25,6 +26,7 @@ class Slots:
         self.lengths = torch.ones(slots, dtype=torch.int64, device=device)
         self.seeds, self.active = torch.zeros_like(self.lengths), torch.zeros_like(self.lengths)
         self.token_ids = torch.zeros(slots, tokens, dtype=torch.int64, device=device)
+        self._drafts: dict[object, DraftTensors] = {}  # see `copy_draft`
 
     def __len__(self) -> int:
         """Return the number of slots."""
@@ -41,6 +43,32 @@ class Slots:
         slots = columns[:, 0]
         self.token_ids[slots, :longest] = columns[:, 3:]
         self.lengths[slots], self.seeds[slots], self.active[slots] = columns[:, 1], columns[:, 2], 1
+
+    def copy_draft(self, g: int, draft: Draft, slots: Sequence[int]) -> DraftTensors:
+        """Copy g draft tokens of the host for each of these slots to buffers, which are inputs of graphs.
+
+        Other slots get length 0.
+        """
+        precomputed, logits = draft.precomputed, draft.logits
+        sampling = None if precomputed is None or not precomputed.sampling else precomputed.sampling[0]
+        key = g, sampling, None if logits is None else logits.dtype
+        if key not in self._drafts:
+            self._drafts[key] = DraftTensors(
+                self.lengths.new_zeros(len(self), g),
+                None if logits is None else logits.new_zeros(len(self), g, logits.shape[-1]),
+                lengths=torch.zeros_like(self.lengths),
+                sampling=sampling,
+            )
+        buffers, device = self._drafts[key], self.lengths.device
+        assert buffers.lengths is not None
+        lengths = torch.zeros(len(self), dtype=torch.int64)
+        lengths[list(slots)] = torch.tensor(draft.lengths or [g] * len(slots))
+        buffers.lengths.copy_(to_device(lengths, device))
+        rows = on_device(slots, torch.int64, device)
+        buffers.tokens[rows] = to_device(draft.tokens, device)
+        if buffers.logits is not None and logits is not None:
+            buffers.logits[rows] = logits
+        return buffers
 
     def end(self, slot: int) -> None:
         """Make a slot idle."""

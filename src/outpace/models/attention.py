@@ -45,17 +45,22 @@ def grouped(
     Returns:
         The output ``[R, n, heads, d]``, and None in place of the attention weights.
     """
-    R, heads, n, d = query.shape
-    groups = heads // key.shape[1]
-    if attention_mask is None or groups == 1:
+    if attention_mask is None or query.shape[1] == key.shape[1]:
         out: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
         )
         return out
+    return grouped_attention(query, key, value, attention_mask, scaling).contiguous(), None
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Return the output ``[R, n, heads, d]`` of ``grouped``, for tensors of the same shapes."""
+    R, heads, n, d = query.shape
+    groups = heads // key.shape[1]
     query = query.reshape(R, key.shape[1], groups * n, d)
-    mask = attention_mask.expand(R, groups, n, -1).reshape(R, 1, groups * n, -1)
-    attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
-    return attended.reshape(R, heads, n, -1).transpose(1, 2).contiguous(), None
+    mask = mask.expand(R, groups, n, -1).reshape(R, 1, groups * n, -1)
+    attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+    return attended.reshape(R, heads, n, -1).transpose(1, 2)
 
 
 AttentionInterface.register(NAME, grouped)

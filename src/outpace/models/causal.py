@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outpace.checks.arguments import kind
 from outpace.models.attention import view_config
-from outpace.models.contiguous import ContiguousCache
+from outpace.models.contiguous import ContiguousCache, Span
 from outpace.models.kv_cache import memory_free
 from outpace.models.packed import Packed, packed_bytes
 from outpace.models.scorer import Scorer
@@ -56,7 +56,7 @@ class CausalScorer(Scorer):
         self.config = config
         self.vocab_size = self.base.get_output_embeddings().weight.shape[0]
         self.context = positions(config)
-        self.device = execution_device(self.base.get_input_embeddings())
+        self.device, _ = placement(self.base)
         self.dtype = self.base.dtype
         self._windows = windows(config)
         arguments = inspect.signature(self.base.forward).parameters
@@ -73,8 +73,7 @@ class CausalScorer(Scorer):
         self._position_ids = torch.arange(0)[None]  # 0, 1, 2, ... to the cache's end
         self._prebuilt_masks: Masks | None = None  # of PREBUILT_TOKENS tokens at the cache's end
         self._prebuilt_version = 0  # the cache's version that both belong to
-        embedding = self.base.get_input_embeddings()
-        self._placed = execution_device(embedding), embedding.weight.dtype
+        self._placed = placement(self.base)
         self._packed: Packed | None = None
         self._view: Any = None
         self._weights = self._fingerprint()
@@ -133,8 +132,7 @@ class CausalScorer(Scorer):
     @property
     def is_current(self) -> bool:
         """See ``Scorer.is_current``."""
-        embedding = self.base.get_input_embeddings()
-        return (execution_device(embedding), embedding.weight.dtype) == self._placed
+        return placement(self.base) == self._placed
 
     def check_placed(self) -> None:
         """See ``Scorer.check_placed``; the model's own forward uses its weights where they are now."""
@@ -167,7 +165,7 @@ class CausalScorer(Scorer):
         for length, end, new in zip(lengths, ends, tokens, strict=True):
             padded.append([0] * (longest - len(new)) + list(new))
             columns.append([*range(end, length + longest), *range(length, end)])
-        at = torch.tensor(columns).clamp_(max=self.cache.rows.capacity - 1)  # padding may overlap
+        at = torch.tensor(columns).clamp_(max=self.cache.capacity - 1)  # padding may overlap
         start = self.cache.common_length(slots) if min(counts) == longest else None
         logits = self._forward(first, torch.tensor(padded), at, start, **self._last_only)
         for slot, new in zip(slots, tokens, strict=True):
@@ -197,10 +195,10 @@ class CausalScorer(Scorer):
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """See ``Scorer.forward``; every slot has the row of its number."""
-        capacity = self.cache.rows.capacity
+        capacity = self.cache.capacity
         last = capacity - 1  # no sequence has a token there
         positions = positions.where(positions >= 0, last).clamp(max=last)
-        self.cache.place(0, positions, None, capacity)
+        self.cache.span = Span(0, positions, None, capacity)
         masks = self._by_kind(self._new_masks(positions, capacity))
         return self._run(ids, positions.clamp(max=self.context - 1), masks)
 
@@ -224,7 +222,7 @@ class CausalScorer(Scorer):
             input_ids=ids,
             position_ids=position_ids,
             attention_mask=masks,
-            past_key_values=self.cache.rows,
+            past_key_values=self.cache.past_key_values,
             use_cache=True,
             **last_only,
         )
@@ -239,7 +237,7 @@ class CausalScorer(Scorer):
         """
         reach = int(positions.max()) + 1 if start is None else start + positions.shape[1]
         positions = positions.to(self.device, non_blocking=True)
-        self.cache.place(first, positions, start, reach)
+        self.cache.span = Span(first, positions, start, reach)
         return positions, reach
 
     # Masks
@@ -247,12 +245,12 @@ class CausalScorer(Scorer):
     def _rebuild(self) -> None:
         """Build position ids for the KV cache, and discard masks, if it has grown."""
         if self._prebuilt_version != self.cache.version:
-            self._position_ids = torch.arange(self.cache.rows.capacity, device=self.device)[None]
+            self._position_ids = torch.arange(self.cache.capacity, device=self.device)[None]
             self._prebuilt_masks, self._prebuilt_version = None, self.cache.version
 
     def _masks(self, positions: Tensor, start: int | None, reach: int) -> Tensor | dict[str, Tensor]:
         """Return additive attention masks ``[R, 1, n, reach]`` of the new tokens, per kind of layer."""
-        (R, n), T = positions.shape, self.cache.rows.capacity
+        (R, n), T = positions.shape, self.cache.capacity
         if start is None or n > PREBUILT_TOKENS:
             return self._by_kind(self._new_masks(positions, reach))
         self._rebuild()
@@ -392,17 +390,28 @@ def has_adapters(base: Any) -> bool:
 
 def fingerprint(module: torch.nn.Module) -> int:
     """Return a number that changes when weights, modules or the forward of a module change."""
-    weights = tuple((p.data_ptr(), version(p)) for p in module.parameters())
-    modules = tuple((id(one), id(one.__dict__.get("forward"))) for one in module.modules())
-    return hash((weights, modules))
+    return hash(state_of(module.modules())[1:])
 
 
-def version(parameter: Tensor) -> int:
-    """Return a number that grows when a parameter is changed in place.
+def state_of(modules: Iterable[torch.nn.Module]) -> tuple[tuple[int, ...], ...]:
+    """Return numbers by which changes of all modules of a model are noticed.
 
-    It is always 0 for a parameter made in inference mode, because PyTorch does not count its changes.
+    This is checked for every request, so it reads PyTorch's dictionaries.
+
+    Returns:
+        Numbers that change if modules get hooks; if weights move, or modules or their forwards are replaced;
+        and if weights change in place. PyTorch does not count changes of weights made in inference mode.
     """
-    return 0 if parameter.is_inference() else parameter._version
+    hooks, places, versions = list[int](), list[int](), list[int]()
+    for module in modules:
+        own = module.__dict__
+        hooks.append(len(own["_forward_hooks"]) + len(own["_forward_pre_hooks"]))
+        places += (id(own.get("forward")), *map(id, own["_modules"].values()))
+        for one in own["_parameters"].values():
+            if one is not None:
+                places.append(one.data_ptr())
+                versions.append(0 if one.is_inference() else one._version)
+    return tuple(hooks), tuple(places), tuple(versions)
 
 
 def windows(config: Any) -> dict[str, int | None]:
@@ -438,15 +447,14 @@ def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     return int(2 * config.num_hidden_layers * heads * d * dtype.itemsize)
 
 
-def execution_device(embedding: Any) -> torch.device:
-    """Return the device where an embedding computes.
+def placement(base: Any) -> tuple[torch.device, torch.dtype]:
+    """Return the device where a model's embedding computes, and its dtype.
 
     Accelerate keeps offloaded weights elsewhere between forward passes.
     """
-    weight_device: torch.device = embedding.weight.device
+    embedding = base.get_input_embeddings()
+    device, dtype = embedding.weight.device, embedding.weight.dtype
     hook_device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
-    return (
-        torch.device(hook_device)
-        if weight_device.type == "meta" and hook_device is not None
-        else weight_device
-    )
+    if device.type == "meta" and hook_device is not None:
+        device = torch.device(hook_device)
+    return device, dtype

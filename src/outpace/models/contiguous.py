@@ -1,15 +1,21 @@
-"""KV cache with one run of memory per slot, for Transformers' own forward passes."""
+"""KV cache with one run of memory per slot, for Transformers' own forward passes.
+
+A layer holds ``[rows, heads, T, d]``, in tensors that are never cropped or concatenated. A forward pass
+writes its n new tokens at each row's own positions. Entries at or past a row's length are undefined. The
+attention mask hides them until they are overwritten. So a rollback changes a length and no tensor.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-from outpace.models.cache import RaggedCache, Span
 from outpace.models.kv_cache import (
     KEPT_SHARE,
     MIN_REUSED_PREFIX,
@@ -18,11 +24,14 @@ from outpace.models.kv_cache import (
     longest_prefix,
 )
 
+STEP = 64  # tokens; T grows in multiples of it
 log = logging.getLogger("outpace")
 
 
 class ContiguousCache(KVCache):
-    """KV cache with one run of memory per slot, as a ``Cache`` of the Transformers library.
+    """KV cache with one run of memory per slot.
+
+    Rows change places, so a slot need not have the row of its number.
 
     Args:
         layers: Number of layers.
@@ -31,20 +40,26 @@ class ContiguousCache(KVCache):
         budget: Most bytes. None: a share of the free memory.
 
     Attributes:
-        rows: The keys and values. Rows change places, so a slot need not have the row of its number.
+        past_key_values: The keys and values, as a ``Cache`` of the Transformers library.
+        rows: Number of rows.
+        capacity: Most tokens of a row.
+        span: Positions that the next forward pass writes. They are set before it.
     """
+
+    span: Span
 
     def __init__(
         self, layers: int, device: torch.device, bytes_per_token: int, budget: int | None = None
     ) -> None:
         super().__init__(device, budget)
-        self.layers, self._computed_bytes = layers, bytes_per_token
+        self._layers, self._computed_bytes = layers, bytes_per_token
         self.on_swap: Callable[[int, int], None] | None = None  # cross-attention moves with its row
         self.release()
 
     def release(self) -> None:
         """See ``KVCache.release``."""
-        self.rows = RaggedCache(self.layers)
+        self.past_key_values = Cache(layers=[Layer(self) for _ in range(self._layers)])
+        self.rows = self.capacity = 0
         self._order: list[int] = []  # the slot that each row belongs to
         self._cached: dict[int, list[int]] = {}  # by slot without sequence: tokens that its row still holds
         self._reserved: dict[int, int] = {}  # by slot: tokens that forward passes may have written
@@ -54,20 +69,26 @@ class ContiguousCache(KVCache):
     @property
     def nbytes(self) -> int:
         """See ``KVCache.nbytes``."""
-        return self.rows.nbytes()
+        return sum(table.nbytes for table in self._tables())
+
+    def _tables(self) -> list[Tensor]:
+        layers = (layer for layer in self.past_key_values.layers if layer.is_initialized)
+        return [table for layer in layers for table in (layer.keys, layer.values)]
 
     @property
     def bytes_per_token(self) -> int:
         """See ``KVCache.bytes_per_token``; measured once there are keys, and computed before."""
-        if self.nbytes:
-            return self.nbytes // (self.rows.rows * self.rows.capacity)
-        return self._computed_bytes
+        return self.nbytes // (self.rows * self.capacity) if self.nbytes else self._computed_bytes
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
         """See ``KVCache.bytes_for``; rows are equally long, and do not shrink while one is in use."""
-        grown = self.rows if self._lengths else RaggedCache(0)
-        rows, tokens = grown.size(len(lengths), max(lengths, default=0))
-        return rows * tokens * self.bytes_per_token
+        rows, capacity = self._size(len(lengths), max(lengths, default=0))
+        return rows * capacity * self.bytes_per_token
+
+    def _size(self, slots: int, tokens: int) -> tuple[int, int]:
+        """Return the rows and tokens per row that ``prepare`` would allocate."""
+        capacity = -(-tokens // STEP) * STEP
+        return (max(slots, self.rows), max(capacity, self.capacity)) if self._lengths else (slots, capacity)
 
     def open(self, slot: int, tokens: Sequence[int]) -> int:
         """See ``KVCache.open``."""
@@ -90,8 +111,12 @@ class ContiguousCache(KVCache):
         self._lengths[slot], self._tokens[slot] = self._lengths[source], list(self._tokens[source])
         self._reserved[slot] = self._lengths[source]
 
+    @torch.inference_mode()
     def _copy(self, source: int, slot: int, length: int) -> None:
-        self.rows.copy(self._order.index(source), self._order.index(slot), length)
+        """Copy the first ``length`` tokens of one slot to another."""
+        old, new = self.row(source), self.row(slot)
+        for table in self._tables():
+            table[new, :, :length] = table[old, :, :length]
 
     def reserve(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """See ``KVCache.reserve``."""
@@ -100,20 +125,23 @@ class ContiguousCache(KVCache):
 
     def prepare(self, slots: int, tokens: int) -> None:
         """See ``KVCache.prepare``."""
-        size = self.rows.size(slots, tokens)
-        if size == (self.rows.rows, self.rows.capacity):
+        if slots <= self.rows and tokens <= self.capacity:
             return
         if not self._lengths:  # no slot is in use: start again with the needed size
             self.release()
-            size = self.rows.size(slots, tokens)
-        nbytes = size[0] * size[1] * self.bytes_per_token
+        rows, capacity = self._size(slots, tokens)
+        nbytes = rows * capacity * self.bytes_per_token
         if nbytes > self.budget:
             raise self._too_large(nbytes)
-        log.info("KV cache of %d rows of %d tokens in %.0f MiB", *size, nbytes / 2**20)
-        self.rows.reserve(*size)
-        self._order += range(len(self._order), size[0])
+        log.info("KV cache of %d rows of %d tokens in %.0f MiB", rows, capacity, nbytes / 2**20)
+        for layer in self.past_key_values.layers:
+            if layer.is_initialized:
+                layer.keys, layer.values = (grown(one, rows, capacity) for one in (layer.keys, layer.values))
+        self.rows, self.capacity = rows, capacity
+        self._order += range(len(self._order), rows)
         self.version += 1
 
+    @torch.inference_mode()
     def close(self, slot: int, tokens: Sequence[int] | None = None) -> None:
         """See ``KVCache.close``."""
         length = self._lengths.pop(slot, None)
@@ -121,10 +149,11 @@ class ContiguousCache(KVCache):
             return
         del self._tokens[slot], self._reserved[slot]
         if tokens is None:
-            self.rows.clear(self._order.index(slot))  # a mask does not hide NaN
+            for table in self._tables():
+                table[self.row(slot)] = 0  # a mask does not hide NaN
         else:
             # Forward passes of other rows may overwrite the last entry of an idle row.
-            self._cached[slot] = self._reusable(slot, tokens, min(length, self.rows.capacity - 1))
+            self._cached[slot] = self._reusable(slot, tokens, min(length, self.capacity - 1))
 
     def forget(self) -> None:
         """See ``KVCache.forget``."""
@@ -158,13 +187,22 @@ class ContiguousCache(KVCache):
         other = self._order[row]
         if other == slot:
             return
-        old = self._order.index(slot)
+        old = self.row(slot)
         # A step in flight may have written tokens that are not committed yet.
         held = (max(self._reserved.get(one, 0), len(self._cached.get(one, ()))) for one in (slot, other))
-        self.rows.swap(row, old, min(max(held), self.rows.capacity))
-        if self.on_swap is not None:
-            self.on_swap(row, old)
+        self._swap(row, old, min(max(held), self.capacity))
         self._order[row], self._order[old] = slot, other
+
+    @torch.inference_mode()
+    def _swap(self, one: int, other: int, length: int) -> None:
+        """Swap the first ``length`` tokens of two rows."""
+        for table in self._tables():
+            first, second = table[one, :, :length], table[other, :, :length]
+            saved = first.clone()
+            first.copy_(second)
+            second.copy_(saved)
+        if self.on_swap is not None:
+            self.on_swap(one, other)
 
     def row(self, slot: int) -> int:
         """Return the row of a slot."""
@@ -174,6 +212,97 @@ class ContiguousCache(KVCache):
         """Return the slots of some rows."""
         return self._order[rows]
 
-    def place(self, first: int, positions: Tensor, start: int | None, reach: int) -> None:
-        """Set the rows and positions that the next forward pass writes, and how far it reads."""
-        self.rows.span = Span(first, positions, start, reach)
+
+class Layer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer.
+
+    The first keys that arrive determine shape and device.
+    """
+
+    is_sliding = False  # masks implement sliding windows
+
+    def __init__(self, cache: ContiguousCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate zeros with the shape, dtype and device of the first keys and values."""
+        rows, T = self.cache.rows, self.cache.capacity
+        # Zeros, not garbage: a masked NaN is still NaN after the softmax.
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], T, key_states.shape[3])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], T, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values ``[R, heads, n, d]`` at the positions of ``span``.
+
+        Returns:
+            All keys and values that the forward pass may attend to.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        self.cache.span.write(self.keys, key_states)
+        self.cache.span.write(self.values, value_states)
+        return self.cache.span.read(self.keys), self.cache.span.read(self.values)
+
+    def get_seq_length(self) -> int:
+        """Return the first position of ``span`` if all rows share it, else 0."""
+        return self.cache.span.start or 0
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Return the number of keys that the forward pass attends to, and their offset, 0."""
+        return self.cache.span.reach, 0
+
+    def get_max_length(self) -> int:
+        """Return the capacity in tokens."""
+        return self.cache.capacity
+
+    get_max_cache_shape = get_max_length  # its name in older versions of Transformers
+
+
+class Span:
+    """Positions ``[R, n]`` of R adjacent rows that one forward pass writes."""
+
+    def __init__(self, first: int, positions: Tensor, start: int | None, reach: int) -> None:
+        self.rows = slice(first, first + positions.shape[0])
+        self.positions = positions
+        self.start = start  # the first position if all rows write the same n consecutive ones; else None
+        self.reach = reach  # one past the last position of any row
+        self._indices: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def write(self, table: Tensor, new: Tensor) -> None:
+        """Assign ``table[r, :, positions[r, i]] = new[r, :, i]``."""
+        n, d = new.shape[2:]
+        if self.start is not None:
+            table[self.rows, :, self.start : self.start + n] = new
+        else:
+            table.view(-1, d).index_copy_(0, self._index(table), new.reshape(-1, d))
+
+    def read(self, table: Tensor) -> Tensor:
+        """Return all entries that the rows may attend to, ``[R, heads, reach, d]``."""
+        return table[self.rows, :, : self.reach]
+
+    def _index(self, table: Tensor) -> Tensor:
+        """Return the index of each new vector in the table viewed as ``[rows·heads·T, d]``.
+
+        It is computed once for all layers.
+        """
+        heads, T = table.shape[1:3]
+        key = (heads, T, table.device)
+        if key not in self._indices:
+            positions = self.positions.to(table.device)
+            lines = torch.arange(self.rows.start * heads, self.rows.stop * heads, device=table.device)
+            self._indices[key] = (lines.view(-1, heads, 1) * T + positions[:, None]).flatten()
+        return self._indices[key]
+
+
+@torch.inference_mode()
+def grown(table: Tensor, rows: int, tokens: int) -> Tensor:
+    """Return a table ``[rows, heads, tokens, d]`` that begins with the entries of a smaller one."""
+    new = table.new_zeros(rows, table.shape[1], tokens, table.shape[3])
+    new[: table.shape[0], :, : table.shape[2]] = table
+    return new

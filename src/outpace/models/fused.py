@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 from transformers.activations import ACT2FN
 
-from outpace.models.causal import mask_of, version, windows
+from outpace.models.attention import grouped_attention
+from outpace.models.causal import mask_of, state_of, windows
 from outpace.models.causal import positions as positions_of
 from outpace.models.paged import Pages, Shape
 
@@ -157,6 +158,10 @@ class FusedModel:
         self.activation: Callable[[Tensor], Tensor] = model.model.layers[0].mlp.act_fn
         self._gate = next((i for i, one in GATES.items() if type(self.activation) is type(ACT2FN[one])), 0)
         self.has_kernels = has_kernels(self.device, self.dtype) and self._gate > 0
+        if self.has_kernels:
+            names = ("product", "attention", "prefill", "rows")
+            modules = [importlib.import_module(f"outpace.models.kernels.{name}") for name in names]
+            self._product, self._attention, self._prefill, self._rows = modules
         windows_by_kind = windows(config)
         kinds = getattr(config, "layer_types", None)
         self.layers = [
@@ -167,33 +172,19 @@ class FusedModel:
         self.head = Product.of(model.get_output_embeddings())
         self.tokens = positions_of(config) + 1  # a sequence's positions, and one for what lies beyond
         self._submodules = list(model.modules())
-        self._fused_state = self._state()
+        self._fused_state = self.state
         # Counters of the attention kernel, 0 between launches
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
 
     @property
     def is_current(self) -> bool:
         """True if the model still has the weights that were combined, and no other layers or hooks."""
-        return self._state() == self._fused_state
-
-    def _state(self) -> list[int]:
-        """Return numbers that change if weights move, or if layers are replaced or get hooks.
-
-        This is checked for every request, so it reads PyTorch's dictionaries instead of walking the model.
-        """
-        state = []
-        for module in self._submodules:
-            own = module.__dict__
-            hooks = len(own["_forward_hooks"]) + len(own["_forward_pre_hooks"])
-            state += [hooks, "forward" in own, *map(id, own["_modules"].values())]
-            state += [one.data_ptr() for one in own["_parameters"].values() if one is not None]
-        return state
+        return self.state[:2] == self._fused_state[:2]
 
     @property
-    def versions(self) -> list[int]:
-        """Numbers that change when weights change in place."""
-        own = (module.__dict__["_parameters"].values() for module in self._submodules)
-        return [version(one) for parameters in own for one in parameters if one is not None]
+    def state(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers by which changes of the model are noticed, as ``state_of`` returns them."""
+        return state_of(self._submodules)
 
     @property
     def nbytes(self) -> int:
@@ -376,25 +367,10 @@ class FusedModel:
             layer = self.layers[i]
             q, k, v = self._split(layer, qkv)
             keys, values = pages.update(i, _rotated(k, cos, sin), v, positions, reach)
-            return self._grouped_attention(_rotated(q, cos, sin), keys, values, masks[layer.window])
+            out = grouped_attention(_rotated(q, cos, sin), keys, values, masks[layer.window], self.scale)
+            return out.flatten(2)
 
         return attend
-
-    @cached_property
-    def _product(self) -> Any:
-        return importlib.import_module("outpace.models.kernels.product")
-
-    @cached_property
-    def _attention(self) -> Any:
-        return importlib.import_module("outpace.models.kernels.attention")
-
-    @cached_property
-    def _prefill(self) -> Any:
-        return importlib.import_module("outpace.models.kernels.prefill")
-
-    @cached_property
-    def _rows(self) -> Any:
-        return importlib.import_module("outpace.models.kernels.rows")
 
     @cached_property
     def _windows(self) -> set[int | None]:
@@ -408,18 +384,6 @@ class FusedModel:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = layer.q_norm(q), layer.k_norm(k)
         return [one.transpose(1, 2) for one in (q, k, v)]
-
-    def _grouped_attention(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """Return the attention output ``[B, n, heads·d]``.
-
-        Heads that share keys are queries of one head.
-        """
-        B, heads, n, d = q.shape
-        groups = heads // self.kv_heads
-        q = q.reshape(B, self.kv_heads, groups * n, d)
-        each = mask.expand(B, groups, n, -1).reshape(B, 1, groups * n, -1)
-        out = scaled_dot_product_attention(q, keys, values, each, scale=self.scale)
-        return out.reshape(B, heads, n, d).transpose(1, 2).reshape(B, n, heads * d)
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:

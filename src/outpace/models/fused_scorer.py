@@ -43,7 +43,7 @@ class FusedScorer(Scorer):
         self.cache = PagedCache(
             self.fused.shape, self.device, self.fused.tokens, page, self.has_kernels, kv_cache_bytes
         )
-        self._versions = self.fused.versions
+        self._state = self.fused.state
 
     @property
     def is_current(self) -> bool:
@@ -52,12 +52,12 @@ class FusedScorer(Scorer):
 
     def check_weights(self) -> None:
         """See ``Scorer.check_weights``."""
-        if not self.is_current:
+        state = self.fused.state
+        if state[:2] != self._state[:2]:
             raise self._moved()
-        versions = self.fused.versions
-        if versions != self._versions:
+        if state != self._state:  # weights changed in place
             self.forget()
-            self._versions = versions
+            self._state = state
 
     @torch.inference_mode()
     def append(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:

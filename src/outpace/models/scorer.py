@@ -26,8 +26,8 @@ class Scorer(ABC):
     """A model with a KV cache, which scores tokens after the committed tokens of each sequence.
 
     Each sequence has a slot, a small int that the caller picks. ``score`` computes logits of further tokens,
-    and ``commit`` then commits some of them. Tokens that are not committed, such as rejected draft tokens,
-    are overwritten by the next call.
+    and ``cache.commit`` then commits some of them. Tokens that are not committed, such as rejected draft
+    tokens, are overwritten by the next call.
 
     Attributes:
         model: The Transformers model, as the caller passed it.
@@ -178,22 +178,6 @@ class Scorer(ABC):
         """Start a sequence in a free slot; return how many first tokens need no forward pass."""
         return self.cache.open(slot, prompt)
 
-    # Sequences
-
-    def length(self, slot: int) -> int:
-        """Return the number of committed tokens."""
-        return self.cache.length(slot)
-
-    def commit(self, slots: Sequence[int], counts: Sequence[int]) -> None:
-        """Commit the first ``counts[r]`` of the tokens just scored."""
-        for slot, count in zip(slots, counts, strict=True):
-            self.cache.commit(slot, count)
-
-    def truncate(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Shorten each sequence to at most ``lengths[r]`` committed tokens."""
-        for slot, length in zip(slots, lengths, strict=True):
-            self.cache.truncate(slot, length)
-
     def reset(self, slots: Sequence[int], texts: Sequence[Sequence[int]] | None = None) -> None:
         """Free slots.
 
@@ -204,10 +188,6 @@ class Scorer(ABC):
         """
         for i, slot in enumerate(slots):
             self.cache.close(slot, None if texts is None else texts[i])
-
-    def reserve(self, slots: int, tokens: int) -> None:
-        """Prepare the KV cache for ``tokens`` tokens in each of the first slots."""
-        self.cache.prepare(slots, tokens)
 
     # Memory
 
@@ -259,7 +239,7 @@ class Prefill:
         self.scorer, self.slots, self.prompts = scorer, list(slots), prompts
         self._append = scorer.append if append is None else append
         scorer.check_weights()
-        scorer.reserve(max(slots) + 1, max(map(len, prompts)))
+        scorer.cache.prepare(max(slots) + 1, max(map(len, prompts)))
         sources = sources or [None] * len(prompts)
         first: dict[tuple[int, ...], int] = {}  # by prompt, the index of the one that is computed
         self._owners = [

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from outpace.checks.arguments import kind
-from outpace.models.causal import CausalScorer, fingerprint, refusal
+from outpace.models.causal import CausalScorer, fingerprint, mask_of, placement, refusal
+from outpace.models.contiguous import grown
 from outpace.models.source import Source
 from outpace.models.stack import FAMILIES, Stack
 
@@ -24,6 +25,9 @@ ENCODER_BATCH_TOKENS = 8192  # tokens or frames that go through an encoder at a 
 
 class Seq2SeqScorer(CausalScorer):
     """T5, mT5, BART, Marian or Whisper, with ragged KV caches for self-attention and cross-attention."""
+
+    _sources: dict[int, int]  # length of each slot's source
+    _cross_cache: list[tuple[Tensor, Tensor]]  # sources' keys and values per layer, `[rows, heads, S, d]`
 
     def __init__(self, model: Any, kv_cache_bytes: int | None = None) -> None:
         base = supported_model(model)
@@ -35,16 +39,14 @@ class Seq2SeqScorer(CausalScorer):
         self.stack = Stack(base)
         self.vocab_size = base.get_output_embeddings().weight.shape[0]
         self.context = self.stack.context
-        self.device = base.get_input_embeddings().weight.device
-        self.dtype = base.get_input_embeddings().weight.dtype
+        self.device, self.dtype = placement(base)
         self._windows: dict[str, int | None] = {"": None}
         self._last_only = {"last_only": True}
-        self._sources: dict[int, int] = {}  # length of each slot's source
-        self._cross_cache: list[tuple[Tensor, Tensor]] = []  # sources' keys and values, `[rows, heads, S, d]`
         attention = self.stack.layers[0].self_attention
         token_bytes = 2 * len(self.stack.layers) * attention.heads * attention.d * self.dtype.itemsize
         self._prepare(len(self.stack.layers), token_bytes, kv_cache_bytes)
         self.cache.on_swap = self._swap_sources
+        self.release()
 
     # Sources
 
@@ -106,15 +108,13 @@ class Seq2SeqScorer(CausalScorer):
     @property
     def start(self) -> list[int]:
         """First tokens of the decoder, from the model's configuration."""
-        both = [
-            next(
-                (getattr(one, name) for one in (self.generation_config, self.config) if has(one, name)), None
-            )
-            for name in ("decoder_start_token_id", "forced_bos_token_id")
-        ]
-        if both[0] is None:
+        tokens = []
+        for name in ("decoder_start_token_id", "forced_bos_token_id"):
+            values = (getattr(one, name, None) for one in (self.generation_config, self.config))
+            tokens.append(next((value for value in values if value is not None), None))
+        if tokens[0] is None:
             raise ValueError("start: missing; the model has no decoder_start_token_id; pass Source(start=)")
-        return [token for token in both if token is not None]
+        return [token for token in tokens if token is not None]
 
     def share_encoder(self, other: Seq2SeqScorer) -> bool:
         """Use another model's encoder, and its cached states, if both encoders are equal.
@@ -178,52 +178,33 @@ class Seq2SeqScorer(CausalScorer):
         )
         return [states[: len(text)] for states, text in zip(out.last_hidden_state, texts, strict=True)]
 
-    def encode_sources(self, slots: Sequence[int], sources: Sequence[Source | None], tokens: int) -> None:
-        """See ``Scorer.encode_sources``."""
-        self.cache_sources(slots, [one for one in sources if one is not None], tokens)
-
     @torch.inference_mode()
-    def cache_sources(self, rows: Sequence[int], sources: Sequence[Source], tokens: int = 1) -> None:
-        """Encode sources and cache their keys and values for cross-attention, before a prefill.
-
-        Args:
-            rows: Slots that are about to be prefilled.
-            sources: Source of each slot.
-            tokens: Tokens per slot that are about to be prefilled.
-        """
+    def encode_sources(self, slots: Sequence[int], sources: Sequence[Source | None], tokens: int) -> None:
+        """See ``Scorer.encode_sources``; keys and values for cross-attention are cached as well."""
         self.check_weights()
-        self.encode(sources)
-        unique = list(dict.fromkeys(sources))  # several rows may have the same source
+        unique = [one for one in dict.fromkeys(sources) if one is not None]  # slots may share a source
+        self.encode(unique)
         states = [source.states[self.encoder][1] for source in unique]
         longest = max(one.shape[0] for one in states)
-        self.cache.prepare(max(rows) + 1, tokens)
+        self.cache.prepare(max(slots) + 1, tokens)
         self._ensure_cross_capacity(longest)
-        for row in rows:
-            self.cache.open(row, ())
-        self.cache.arrange(rows)
-        places = [self.cache.row(row) for row in rows]
-        source_index = [unique.index(source) for source in sources]
+        for slot in slots:
+            self.cache.open(slot, ())
+        self.cache.arrange(slots)
+        rows = [self.cache.row(slot) for slot in slots]
+        source_index = [unique.index(source) for source in sources if source is not None]
         padded = torch.nn.utils.rnn.pad_sequence(states, batch_first=True).to(self.device)
         for layer, tables in zip(self.stack.layers, self._cross_cache, strict=True):
             for table, new in zip(tables, layer.cross.keys_values(padded), strict=True):
-                table[places, :, :longest] = new if len(unique) == len(rows) else new[source_index]
-                table[places, :, longest:] = 0  # a masked NaN is still NaN after the softmax
-        self._sources |= {row: states[i].shape[0] for row, i in zip(rows, source_index, strict=True)}
+                table[rows, :, :longest] = new if len(unique) == len(rows) else new[source_index]
+                table[rows, :, longest:] = 0  # a masked NaN is still NaN after the softmax
+        self._sources |= {slot: states[i].shape[0] for slot, i in zip(slots, source_index, strict=True)}
 
     def _ensure_cross_capacity(self, tokens: int) -> None:
-        rows, before = self.cache.rows.rows, self._cross_cache
-        if before and rows <= before[0][0].shape[0] and tokens <= before[0][0].shape[2]:
-            return
-        if before:
-            tokens = max(tokens, before[0][0].shape[2])
-        self._cross_cache = []
-        for i, layer in enumerate(self.stack.layers):
-            shape = 2, rows, layer.cross.heads, tokens, layer.cross.d
-            tables = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            if before:
-                for new, old in zip(tables, before[i], strict=True):
-                    new[: old.shape[0], :, : old.shape[2]] = old
-            self._cross_cache.append((tables[0], tables[1]))
+        rows, _, length, _ = self._cross_cache[0][0].shape
+        if self.cache.rows > rows or tokens > length:
+            size = max(self.cache.rows, rows), max(tokens, length)
+            self._cross_cache = [(grown(k, *size), grown(v, *size)) for k, v in self._cross_cache]
 
     # Forward passes
 
@@ -232,7 +213,7 @@ class Seq2SeqScorer(CausalScorer):
         if source is None:
             raise ValueError(f"sources: got None; {type(self.base).__name__} needs one for each sequence")
         if slot not in self._sources:
-            self.cache_sources([slot], [source], len(prompt))
+            self.encode_sources([slot], [source], len(prompt))
         return 0
 
     def forget(self) -> None:
@@ -254,7 +235,10 @@ class Seq2SeqScorer(CausalScorer):
     def release(self) -> None:
         """See ``Scorer.release``."""
         super().release()
-        self._cross_cache, self._sources = [], {}
+        self._sources, self._cross_cache = {}, []
+        for layer in self.stack.layers:
+            empty = torch.zeros(0, layer.cross.heads, 0, layer.cross.d, dtype=self.dtype, device=self.device)
+            self._cross_cache.append((empty, empty))
 
     def _swap_sources(self, one: int, other: int) -> None:
         """Swap the rows of two sources."""
@@ -270,12 +254,10 @@ class Seq2SeqScorer(CausalScorer):
         x = self.stack.embedded(ids.to(self.device), positions.clamp(max=self.context - 1))
         mask = self._mask(ids, positions, start, reach)
         source_mask, source_tokens = self._source_mask(rows)
-        for i, layer in enumerate(self.stack.layers):
-            source = (
-                self._cross_cache[i][0][rows, :, :source_tokens],
-                self._cross_cache[i][1][rows, :, :source_tokens],
-            )
-            x = layer(x, self.cache.rows.layers[i].update, mask, source, source_mask)
+        caches = zip(self.cache.past_key_values.layers, self._cross_cache, strict=True)
+        for layer, (cache, tables) in zip(self.stack.layers, caches, strict=True):
+            keys, values = (table[rows, :, :source_tokens] for table in tables)
+            x = layer(x, cache.update, mask, (keys, values), source_mask)
         return self.stack.logits(x[:, -1:] if last_only else x)
 
     def _mask(self, ids: Tensor, positions: Tensor, start: int | None, reach: int) -> Tensor | None:
@@ -294,9 +276,8 @@ class Seq2SeqScorer(CausalScorer):
         longest = max(lengths)
         if min(lengths) == longest:
             return None, longest
-        padding = torch.arange(longest) >= torch.tensor(lengths)[:, None]
-        mask = torch.zeros(padding.shape, dtype=self.dtype).masked_fill_(padding, torch.finfo(self.dtype).min)
-        return mask.to(self.device)[:, None, None], longest
+        last = torch.tensor(lengths, device=self.device)[:, None] - 1
+        return mask_of(last, longest, None, self.dtype), longest
 
 
 def supported_model(model: Any) -> Any:
@@ -333,8 +314,3 @@ def same_encoder(one: Any, other: Any) -> bool:
         a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and bool((a == b).all())
         for a, b in zip(first.values(), second.values(), strict=True)
     )
-
-
-def has(config: Any, name: str) -> bool:
-    """Return whether a configuration sets a field."""
-    return getattr(config, name, None) is not None

@@ -56,9 +56,9 @@ class DecoderSet:
             for decoder in self.by_draft.values():
                 max_tokens = min(tokens, self.baseline.scorer.context)
                 capacity = max_tokens + decoder.policy.max_draft_tokens + 1
-                self.baseline.scorer.reserve(1, capacity)
+                self.baseline.scorer.cache.prepare(1, capacity)
                 if decoder.drafter is not None and decoder.drafter.scorer is not None:
-                    decoder.drafter.scorer.reserve(1, capacity)
+                    decoder.drafter.scorer.cache.prepare(1, capacity)
 
 
 class StepCosts:

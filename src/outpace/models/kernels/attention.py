@@ -26,10 +26,7 @@ from outpace.verification.kernels.ahead import launch
 
 MIN_RANGE = 256  # least earlier tokens of a block; twice as many from FEW_HEADS key heads on
 FEW_HEADS = 16
-BLOCKS = (
-    1,
-    16,
-)  # blocks per processor that rows are cut into, if one block per key head and row are few or many
+BLOCKS = 1, 16  # blocks per processor that long rows are cut into: if key heads of all rows are few, or many
 FIELDS = 8  # numbers per range
 ROWS_AT_ONCE = 256  # rows that the list of ranges is compiled for; for more, the next power of two
 BLOCK = 64  # earlier tokens loaded at once; see `shape_of`

@@ -1,0 +1,76 @@
+"""Admission: requests wait until a slot is free and the KV caches have memory for them."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from outpace.engine.sequence import SequenceState
+from outpace.models.kv_cache import size
+from outpace.models.scorer import Scorer
+
+
+class Admission:
+    """Requests that wait for a slot and for memory of the KV caches, the oldest one first.
+
+    Args:
+        scorers: The target, and the draft model if there is one.
+        max_draft_tokens: Most draft tokens of a step.
+        slots: Most sequences at a time.
+    """
+
+    def __init__(self, scorers: Sequence[Scorer], max_draft_tokens: int, slots: int) -> None:
+        self.scorers, self.max_draft_tokens, self.slots = scorers, max_draft_tokens, slots
+        self.waiting: deque[SequenceState] = deque()
+
+    def admit(self, active: Mapping[int, SequenceState]) -> tuple[list[SequenceState], list[SequenceState]]:
+        """Give slots to waiting requests, beside the active sequences.
+
+        Returns:
+            Requests that now have a slot, and requests that failed.
+        """
+        free = [slot for slot in range(self.slots) if slot not in active]
+        new, failed = list[SequenceState](), list[SequenceState]()
+        candidates = [row for row in itertools.islice(self.waiting, len(free)) if row.error is None]
+        all_fit = bool(candidates) and self._fits([*active.values(), *candidates])
+        while self.waiting and (len(new) < len(free) or self.waiting[0].error is not None):
+            row = self.waiting[0]
+            if row.error is None and not all_fit and not self._fits([*active.values(), *new, row]):
+                if active or new:
+                    break  # it waits for memory
+                row.error, row.finish_reason = self._too_long(row), "error"
+            self.waiting.popleft()
+            if row.error is not None:
+                failed.append(row)
+            else:
+                row.slot = free[len(new)]
+                new.append(row)
+        return new, failed
+
+    def reservation(self, rows: Sequence[SequenceState]) -> tuple[int, int]:
+        """Return how many of the longest sequences fit together, and the most tokens of one of them."""
+        longest_first = sorted(rows, key=self._max_tokens, reverse=True)[: self.slots]
+        counts = range(1, len(longest_first) + 1)
+        fitting = bisect.bisect_left(counts, True, key=lambda n: not self._fits(longest_first[:n]))
+        return fitting, self._max_tokens(longest_first[0])
+
+    def _max_tokens(self, row: SequenceState) -> int:
+        """Return the most tokens of a sequence in the KV cache, draft tokens included."""
+        longest = min(row.prompt_length + row.max_new_tokens, self.scorers[0].context)
+        return longest + self.max_draft_tokens + 1
+
+    def _fits(self, rows: Sequence[SequenceState]) -> bool:
+        """Return whether the KV caches have memory for these sequences, however long they become."""
+        lengths = [self._max_tokens(row) for row in rows]
+        return all(scorer.cache.bytes_for(lengths) <= scorer.cache.budget for scorer in self.scorers)
+
+    def _too_long(self, row: SequenceState) -> Exception:
+        tokens = self._max_tokens(row)
+        scorer = next(one for one in self.scorers if one.cache.bytes_for([tokens]) > one.cache.budget)
+        return MemoryError(
+            f"the KV cache of {tokens} tokens of {type(scorer.base).__name__} needs "
+            f"{size(scorer.cache.bytes_for([tokens]))}; its budget is {size(scorer.cache.budget)}: pass a "
+            "shorter prompt, a smaller max_new_tokens, or a larger kv_cache_bytes"
+        )

@@ -1,0 +1,75 @@
+"""Buckets: the numbers of slots that graphs of a step are captured for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from outpace.engine.capture import Graphs
+from outpace.engine.sequence import SequenceState
+from outpace.sampling import SamplingParams
+
+BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # slots that graphs serve
+PATIENCE = 64  # steps that a smaller bucket must suffice for, before a graph of it is captured
+
+
+def bucket_of(slots: int) -> int:
+    """Return the number of slots of the smallest graph that serves these slots."""
+    largest = BUCKETS[-1]
+    return next((size for size in BUCKETS if size >= slots), -(-slots // largest) * largest)
+
+
+class StepKey(NamedTuple):
+    """The key of a step's graph."""
+
+    g: int  # draft tokens per sequence
+    slots: int  # that take part
+    sampling: SamplingParams  # of all sequences
+    host_buffers: int | None  # id of the buffers for draft tokens from the host; None: the executor drafts
+
+
+class Buckets:
+    """The bucket of each step. A batch that shrinks keeps its graphs for a while.
+
+    Args:
+        graphs: The graphs of the executor.
+    """
+
+    def __init__(self, graphs: Graphs) -> None:
+        self._graphs = graphs
+        self._last, self._smaller_for = 0, 0  # slots of the last step, and steps that fewer sufficed for
+        self._lengths: dict[tuple[int, SamplingParams], set[int]] = {}  # see `captured`
+        self._version = -1  # of the graphs, when `_lengths` was computed
+
+    def slots(self, rows: Mapping[int, SequenceState]) -> int:
+        """Return the number of slots in the next step of these sequences, idle ones included."""
+        needed = max(rows) + 1
+        if not self._graphs.enabled:
+            return needed
+        bucket = bucket_of(needed)
+        if bucket < self._last and self._smaller_for < PATIENCE:
+            sampling = next(iter(rows.values())).sampling
+            captured = [size for size in BUCKETS if size >= bucket and self.captured(size, sampling)]
+            return min(captured, default=bucket)
+        return bucket
+
+    def use(self, rows: Mapping[int, SequenceState]) -> int:
+        """Return the number of slots of a step that starts now."""
+        self._last = self.slots(rows)
+        self._smaller_for = self._smaller_for + 1 if self._last > bucket_of(max(rows) + 1) else 0
+        return self._last
+
+    def steps(self) -> Iterator[StepKey]:
+        """Iterate over the keys of the steps that are captured."""
+        return (key for key in self._graphs if isinstance(key, StepKey))
+
+    def captured(self, slots: int, sampling: SamplingParams) -> frozenset[int] | None:
+        """Return the numbers of draft tokens whose steps need no capture; None if no step ever does."""
+        if not self._graphs.enabled:
+            return None
+        if self._version != self._graphs.version:
+            self._lengths, self._version = defaultdict(set), self._graphs.version
+            for key in self.steps():
+                self._lengths[key.slots, key.sampling].add(key.g)
+        return frozenset(self._lengths.get((slots, sampling), ()))
