@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outpace import Decoder, loading
-from outpace.models import hub
+from outpace.models import default, hub
 from tests.tiny import byte_tokenizer, tiny
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -59,7 +59,7 @@ def test_the_tuning_example_calls_existing_commands(monkeypatch: pytest.MonkeyPa
 def test_the_tuning_example_runs_with_the_default_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if not hub.is_complete(hub.cache_folder() / hub.DEFAULT):
+    if not hub.is_complete(hub.cache_folder() / default.DEFAULT):
         pytest.skip("the default model is not in the cache: outpace generate downloads it")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["tune_and_use.py", "60"])

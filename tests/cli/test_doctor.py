@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outpace.models import gguf, hub
+from outpace.models import default, gguf_cache, hub
 from tests.cli.conftest import Run
 from tests.gguf_file import write_gguf
 
@@ -19,7 +19,7 @@ doctor = importlib.import_module("outpace.cli.doctor")  # the package has a func
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv(gguf.LIMIT_VARIABLE, raising=False)
+    monkeypatch.delenv(gguf_cache.LIMIT_VARIABLE, raising=False)
     monkeypatch.setattr(doctor, "bandwidth", lambda device: 1.0)
     return tmp_path / "cache"
 
@@ -30,8 +30,8 @@ def files(tmp_path: Path) -> list[Path]:
     written = [write_gguf(tmp_path / f"{name}.gguf", seed) for seed, name in enumerate("ab")]
     for file in written:
         hub.load_model(file, device="cpu", dtype="float32", tell=lambda line: None)
-    (older,) = (one for one in gguf.converted() if one.name == "b.gguf")
-    os.utime(older.folder / gguf.USED, (0, 0))
+    (older,) = (one for one in gguf_cache.converted() if one.name == "b.gguf")
+    os.utime(older.folder / gguf_cache.USED, (0, 0))
     return written
 
 
@@ -61,22 +61,22 @@ def test_an_empty_cache_is_reported_as_none(run: Run) -> None:
 def test_clear_cache_removes_only_converted_files_and_reports_freed_bytes(
     run: Run, files: list[Path], cache: Path
 ) -> None:
-    (cache / hub.DEFAULT).mkdir()
-    size = sum(one.bytes for one in gguf.converted())
+    (cache / default.DEFAULT).mkdir()
+    size = sum(one.bytes for one in gguf_cache.converted())
     code, out, _ = run("doctor", "--clear-cache", "--json")
     found = json.loads(out)
     assert code == 0
     assert [one["name"] for one in found["removed"]] == ["a.gguf", "b.gguf"]
     assert found["freed_bytes"] == size
-    assert gguf.converted() == []
-    assert (cache / hub.DEFAULT).is_dir()
+    assert gguf_cache.converted() == []
+    assert (cache / default.DEFAULT).is_dir()
     assert all(file.exists() for file in files)
 
 
 def test_clear_cache_with_names_removes_only_these_files(run: Run, files: list[Path]) -> None:
     _, out, _ = run("doctor", "--clear-cache", "b.gguf")
     assert "removed b.gguf in float32" in " ".join(out.split())
-    assert [one.name for one in gguf.converted()] == ["a.gguf"]
+    assert [one.name for one in gguf_cache.converted()] == ["a.gguf"]
     code, _, errors = run("doctor", "--clear-cache", "b.gguf")
     assert (code, errors.splitlines()[-1]) == (
         2,
@@ -98,7 +98,7 @@ def test_names_without_clear_cache_are_refused(run: Run, files: list[Path]) -> N
         2,
         "outpace: a.gguf: doctor takes names with --clear-cache only",
     )
-    assert len(gguf.converted()) == 2
+    assert len(gguf_cache.converted()) == 2
 
 
 def test_sizes_are_shown_in_mib_or_gib() -> None:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from outpace.bench import results
 from outpace.cli.tuned import ModelNames
 from outpace.draft.ngram import NGramDrafter
-from outpace.models.hub import DEFAULT
+from outpace.models.default import DEFAULT
 from outpace.tune import config
 from tests.cli.conftest import Run, full_disk, interrupted
 from tests.tiny import byte_tokenizer, trained

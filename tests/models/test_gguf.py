@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import outpace
-from outpace.models import gguf, hub
+from outpace.models import gguf, gguf_cache, hub
 from tests.gguf_file import write_gguf
 from tests.tiny import greedy
 
@@ -30,8 +30,8 @@ PROMPT = [1, 70, 70, 71, 256]
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv(gguf.LIMIT_VARIABLE, raising=False)
-    monkeypatch.setattr(gguf, "OVERHEAD", 0)
+    monkeypatch.delenv(gguf_cache.LIMIT_VARIABLE, raising=False)
+    monkeypatch.setattr(gguf_cache, "OVERHEAD", 0)
     return tmp_path / "cache"
 
 
@@ -61,7 +61,7 @@ def load(file: Path, dtype: str = "float32", **options: Any) -> tuple[Any, Any, 
 
 
 def names() -> list[str]:
-    return [one.name for one in gguf.converted()]
+    return [one.name for one in gguf_cache.converted()]
 
 
 def aged_file(file: Path, seconds: float = 10) -> Path:
@@ -121,7 +121,7 @@ def test_copies_of_one_file_share_a_conversion_and_dtypes_do_not(file: Path, rea
     assert len(reads) == 1
     load(file, "bfloat16")
     assert len(reads) == 2
-    assert sorted(one.dtype for one in gguf.converted()) == ["bfloat16", "float32"]
+    assert sorted(one.dtype for one in gguf_cache.converted()) == ["bfloat16", "float32"]
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -134,12 +134,12 @@ def test_a_changed_file_of_the_same_name_and_size_is_converted_again(file: Path,
     assert file.stat().st_size == size
     second, _, _ = load(file)
     assert greedy(second, PROMPT, 24) != greedy(first, PROMPT, 24)
-    assert len(gguf.converted()) == 2
+    assert len(gguf_cache.converted()) == 2
 
 
 def test_an_unchanged_file_is_hashed_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     aged_file(file)
-    monkeypatch.setattr(gguf, "SETTLED", -60.0)  # its inode changed a moment ago
+    monkeypatch.setattr(gguf_cache, "SETTLED", -60.0)  # its inode changed a moment ago
     load(file)
     monkeypatch.setattr(hashlib, "file_digest", lambda *_: pytest.fail("the file was hashed again"))
     load(file)
@@ -147,19 +147,19 @@ def test_an_unchanged_file_is_hashed_once(file: Path, monkeypatch: pytest.Monkey
 
 def test_the_digest_of_a_recently_changed_file_is_not_cached(file: Path, cache: Path) -> None:
     load(file)
-    assert not (cache / "gguf" / gguf.DIGESTS).exists()
+    assert not (cache / "gguf" / gguf_cache.DIGESTS).exists()
 
 
 def test_a_damaged_index_of_digests_costs_only_time(file: Path, cache: Path, reads: list[Path]) -> None:
     load(file)
-    (cache / "gguf" / gguf.DIGESTS).write_text("[1]")
+    (cache / "gguf" / gguf_cache.DIGESTS).write_text("[1]")
     load(file)
     assert reads == [file]
 
 
 def test_a_truncated_copy_is_converted_again(file: Path, reads: list[Path]) -> None:
     load(file)
-    (one,) = gguf.converted()
+    (one,) = gguf_cache.converted()
     weights = one.folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     load(file)
@@ -168,7 +168,7 @@ def test_a_truncated_copy_is_converted_again(file: Path, reads: list[Path]) -> N
 
 def test_a_copy_with_damaged_weights_is_removed_and_the_next_load_works(file: Path) -> None:
     load(file)
-    (weights,) = (one.folder / "model.safetensors" for one in gguf.converted())
+    (weights,) = (one.folder / "model.safetensors" for one in gguf_cache.converted())
     weights.write_bytes(bytes(weights.stat().st_size))
     with pytest.raises(OSError, match="its converted copy was removed: try again"):
         load(file)
@@ -179,7 +179,7 @@ def test_a_copy_with_damaged_weights_is_removed_and_the_next_load_works(file: Pa
 
 def test_other_files_in_the_folder_of_a_gguf_file_are_ignored(file: Path) -> None:
     clean = load(file)[1]
-    gguf.clear()
+    gguf_cache.clear()
     marker = file.with_name("marker")
     file.with_name("tokenizer_config.json").write_text(
         json.dumps({"chat_template": "other", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}})
@@ -204,17 +204,17 @@ def test_weights_that_overflow_float16_raise_an_error(tmp_path: Path) -> None:
 
 def converted_size(file: Path) -> int:
     load(file)
-    (one,) = gguf.converted()
+    (one,) = gguf_cache.converted()
     return one.bytes
 
 
 def set_limit(patch: pytest.MonkeyPatch, size: float) -> None:
-    patch.setenv(gguf.LIMIT_VARIABLE, repr(size / 2**30))
+    patch.setenv(gguf_cache.LIMIT_VARIABLE, repr(size / 2**30))
 
 
 def set_last_use(name: str, seconds: float) -> None:
-    (one,) = (one for one in gguf.converted() if one.name == name)
-    os.utime(one.folder / gguf.USED, (one.used - seconds, one.used - seconds))
+    (one,) = (one for one in gguf_cache.converted() if one.name == name)
+    os.utime(one.folder / gguf_cache.USED, (one.used - seconds, one.used - seconds))
 
 
 def test_the_least_recently_used_model_is_removed_first(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,17 +241,17 @@ def test_a_model_in_use_is_not_removed(file: Path, monkeypatch: pytest.MonkeyPat
     set_last_use(file.name, 300)
     load(third)
     assert names() == [third.name, file.name]
-    assert [one.in_use for one in gguf.converted()] == [False, True]
-    assert gguf.clear([file.name])[0] == []
+    assert [one.in_use for one in gguf_cache.converted()] == [False, True]
+    assert gguf_cache.clear([file.name])[0] == []
     del model
-    assert [one.name for one in gguf.clear()[0]] == [third.name, file.name]
+    assert [one.name for one in gguf_cache.clear()[0]] == [third.name, file.name]
 
 
 def test_a_model_in_use_by_another_process_is_not_removed(file: Path) -> None:
     load(file)
-    (one,) = gguf.converted()
-    code = "import sys; from outpace.models import gguf; from pathlib import Path; "
-    code += "held = gguf.hold(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    (one,) = gguf_cache.converted()
+    code = "import sys; from outpace.models import gguf_cache; from pathlib import Path; "
+    code += "held = gguf_cache.hold(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code, str(one.folder)],
         stdin=subprocess.PIPE,
@@ -260,10 +260,10 @@ def test_a_model_in_use_by_another_process_is_not_removed(file: Path) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        removed, in_use = gguf.clear()
+        removed, in_use = gguf_cache.clear()
         assert (removed, [held.name for held in in_use]) == ([], [file.name])
         process.communicate("")
-    assert [gone.name for gone in gguf.clear()[0]] == [file.name]
+    assert [gone.name for gone in gguf_cache.clear()[0]] == [file.name]
 
 
 def test_a_file_too_large_for_the_limit_is_loaded_directly_and_removes_nothing(
@@ -275,7 +275,7 @@ def test_a_file_too_large_for_the_limit_is_loaded_directly_and_removes_nothing(
     model, _, lines = load(file)
     assert len(lines) == 2
     assert lines[0].startswith(f"{file}: converted at every start, as it cannot be kept in ")
-    assert f"({gguf.LIMIT_VARIABLE} allows" in lines[0]
+    assert f"({gguf_cache.LIMIT_VARIABLE} allows" in lines[0]
     assert greedy(model, PROMPT, 4)
     load(file)
     assert reads == [other, file, file]
@@ -323,9 +323,11 @@ def test_a_cache_that_cannot_be_written_gives_one_message(
 
 @pytest.mark.parametrize("wrong", ["many", "-1", "nan", "inf"])
 def test_a_limit_that_is_not_a_number_raises_an_error(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    monkeypatch.setenv(gguf.LIMIT_VARIABLE, wrong)
-    with pytest.raises(ValueError, match=f"{gguf.LIMIT_VARIABLE}: got '{wrong}'; it must be a number of GiB"):
-        gguf.limit()
+    monkeypatch.setenv(gguf_cache.LIMIT_VARIABLE, wrong)
+    with pytest.raises(
+        ValueError, match=f"{gguf_cache.LIMIT_VARIABLE}: got '{wrong}'; it must be a number of GiB"
+    ):
+        gguf_cache.limit()
 
 
 def test_files_of_a_killed_process_are_removed_by_the_next_conversion(file: Path, cache: Path) -> None:
@@ -354,8 +356,8 @@ def test_a_load_waits_for_the_conversion_of_another_process(file: Path, reads: l
     from outpace.models.store import locked
 
     lines: list[str] = []
-    folder = gguf._folder_of(file, "float32")
-    with locked(gguf._lock(folder), "", lines.append):
+    folder = gguf_cache._folder_of(file, "float32")
+    with locked(gguf_cache._lock(folder), "", lines.append):
         thread = threading.Thread(target=lambda: lines.extend(load(file)[2]))
         thread.start()
         thread.join(1)

@@ -607,7 +607,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from outpace.verification.kernels import decide, match
+from outpace.verification.kernels import cut, decide, match
 
 POINTERS = dict(target="*bf16", draft="*bf16", tokens="*i64", lengths="*i64", draft_lse="*fp64", seeds="*i64",
     starts="*i64", invalid="*i1", p_params="*fp32", q_params="*fp32", workspace="*fp32", accepted="*i64",
@@ -640,9 +640,9 @@ for on in map(int, sys.argv[1:]):
         build(decide.finish, SPLIT=2048, CHUNKS=64, MAX_LISTED=256, G=8, S=32, RULE=rule, HAS_Q=True,
             HAS_LSE=on > 0, HAS_CUT=on == 2, LENGTHS=on > 0, HAS_INVALID=on > 0, ADJUST=on, ADJUST_Q=on,
             GREEDY=on > 0, GREEDY_Q=on > 0, LENIENT=on > 0)
-build(decide.narrow, SPLIT=2048, CHUNK=32, SCAN_TILE=2048, MAX_LISTED=256, S=32, LENGTHS=True, ADJUST=2,
+build(cut.narrow, SPLIT=2048, CHUNK=32, SCAN_TILE=2048, MAX_LISTED=256, S=32, LENGTHS=True, ADJUST=2,
     ADJUST_Q=2, SHIFT=16, SHIFT_Q=0)
-build(decide.widen, ROW_TILE=8192, LENGTHS=True, ADJUST=2, ADJUST_Q=2, SHIFT=16, SHIFT_Q=0)
+build(cut.widen, ROW_TILE=8192, LENGTHS=True, ADJUST=2, ADJUST_Q=2, SHIFT=16, SHIFT_Q=0)
 build(match.compare, G=8, S=32, LENGTHS=True, HAS_INVALID=True)
 """
 

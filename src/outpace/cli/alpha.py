@@ -150,7 +150,7 @@ def alpha(
     from outpace.bench.results import Results
     from outpace.cli.bench import bare, command
     from outpace.cli.drafts import load_decoders, select_fitting
-    from outpace.models.hub import DEFAULT
+    from outpace.models.default import DEFAULT
     from outpace.sampling import from_generation_config
 
     baseline, decoders = load_decoders(

@@ -14,7 +14,7 @@ import typer
 from outpace.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from outpace.models.gguf import Converted
+    from outpace.models.gguf_cache import Converted
 
 CORE = ("outpace", "torch", "transformers", "numpy", "safetensors", "gguf", "accelerate", "typer", "rich")
 
@@ -66,9 +66,9 @@ def doctor(
 
 def clear(names: Sequence[str]) -> dict[str, Any]:
     """Remove converted GGUF files. Return their names and the bytes that were freed."""
-    from outpace.models import gguf
+    from outpace.models import gguf_cache
 
-    removed, in_use = gguf.clear(names)
+    removed, in_use = gguf_cache.clear(names)
     return {
         "removed": [_entry(one) for one in removed],
         "in_use": [_entry(one) for one in in_use],
@@ -102,8 +102,9 @@ def examine() -> dict[str, Any]:
     import torch
 
     from outpace import __version__
-    from outpace.models import gguf
-    from outpace.models.hub import DEFAULT, place_of, precision_of
+    from outpace.models import gguf_cache
+    from outpace.models.default import DEFAULT
+    from outpace.models.hub import place_of, precision_of
     from outpace.models.kv_cache import memory_free
     from outpace.models.store import bytes_in, cache_folder, is_complete
 
@@ -125,9 +126,10 @@ def examine() -> dict[str, Any]:
         "free memory": f"{free / 2**30:.1f} GiB",
         "read bandwidth": f"about {rate:.0f} GB/s: without speculation, a model of 1 GB decodes at no more "
         f"than {rate:.0f} tokens/s",
-        "model cache": f"{folder} ({_size(size)}; converted GGUF files up to {gguf.limit() / 2**30:g} GiB)",
+        "model cache": f"{folder} ({_size(size)}; converted GGUF files up to "
+        f"{gguf_cache.limit() / 2**30:g} GiB)",
         "default model": "there" if fetched else "not fetched yet",
-        "converted GGUF": [_entry(one) for one in gguf.converted()],
+        "converted GGUF": [_entry(one) for one in gguf_cache.converted()],
         "extras": {name: _missing(needs) for name, needs in _extras().items()},
     }
 

@@ -162,7 +162,7 @@ def sweep(
     from outpace.bench.sweep import Sweep
     from outpace.cli import synthetic_pair
     from outpace.cli.drafts import load_decoders, select_fitting
-    from outpace.models.hub import DEFAULT
+    from outpace.models.default import DEFAULT
     from outpace.sampling import SamplingParams
 
     with_defaults = num_draft_tokens is None or set_by_config(command_line, "num_draft_tokens")

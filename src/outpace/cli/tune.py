@@ -156,7 +156,7 @@ def tune(
     from outpace.bench.results import Results
     from outpace.cli.drafts import load_decoders, select_fitting
     from outpace.cli.tuned import ModelNames
-    from outpace.models.hub import DEFAULT
+    from outpace.models.default import DEFAULT
     from outpace.sampling import from_generation_config
     from outpace.tune.costs import DecoderSet
     from outpace.tune.tuning import TunePlan, Tuning

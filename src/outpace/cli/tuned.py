@@ -13,7 +13,7 @@ from outpace.checks.files import write_atomic
 from outpace.cli import tables
 from outpace.cli.show import screen
 from outpace.draft.text import TextDrafter
-from outpace.models.hub import DEFAULT
+from outpace.models.default import DEFAULT
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.report.columns import tune_columns
 from outpace.tune import config, export

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from outpace.models.hub import DEFAULT
+from outpace.models.default import DEFAULT
 from outpace.report.section import Content
 
 KINDS = ("alpha", "sweep", "tune")  # files that are one JSON object

@@ -13,7 +13,8 @@ from outpace.checks.arguments import on_device
 from outpace.sampling import SamplingParams
 from outpace.verification.block import Block, SampledTokens, Verdict
 from outpace.verification.kernels import ahead
-from outpace.verification.kernels.decide import finish, narrow, scan, widen
+from outpace.verification.kernels.cut import narrow, widen
+from outpace.verification.kernels.decide import finish, scan
 from outpace.verification.kernels.match import compare, race
 from outpace.verification.kernels.pieces import RULES
 from outpace.verification.kernels.sample import sample_draft

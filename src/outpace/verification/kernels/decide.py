@@ -8,7 +8,7 @@ exponentials of each split. In the last kernel, ``finish``, every block combines
 in a fixed order. So it knows how many draft tokens are accepted. It then sums the weights of its split of the
 one row that the next token comes from. The last block to finish samples the token.
 
-With top-k, top-p or min-p, ``narrow`` and ``widen`` find each row's cut between the two. ``scan`` also sets
+With top-k, top-p or min-p, the kernels of ``cut`` find each row's cut between the two. ``scan`` also sets
 the counters of ``finish`` to 0. So there is no state between calls, and a CUDA graph can capture all
 launches.
 """
@@ -42,14 +42,12 @@ from outpace.verification.kernels.pieces import (
     scaled_sigmoid,
     uniforms,
 )
-from outpace.verification.kernels.threshold import NUM_ROW_STATS, compute_row_stats, cut_from_row, load_params
 from outpace.verification.kernels.workspace import (
     ANY_ALIGNMENT,
     NOT_SPECIALIZED,
     load_num_listed,
     load_row_stats,
     locate_row,
-    store_row_stats,
     token_list_at,
     workspace_parts,
 )
@@ -102,123 +100,6 @@ def scan(
             each = SPLIT // CHUNK
             heights = tl.max(tl.reshape(z, [SPLIT // CHUNK, CHUNK]), axis=1)
             tl.store(chunks + at * each + tl.arange(0, SPLIT // CHUNK), heights)
-
-
-@triton.jit
-def cut_row(lengths, B, g, P, skipped, LENGTHS: tl.constexpr):
-    """Return the row whose cut this block finds.
-
-    The results are the row's index, sequence and position, whether it is the draft's, and whether the
-    sequence has that position.
-    """
-    row = tl.program_id(0) + skipped
-    b, i, is_draft = locate_row(row, B, g, P)
-    length = g
-    if LENGTHS:
-        length = tl.load(lengths + b).to(tl.int32)
-    return row.to(tl.int64), b, i, is_draft, i < length + (P - g) * (1 - is_draft)
-
-
-@triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=ANY_ALIGNMENT)
-def narrow(
-    target, draft, lengths, p_params, q_params, workspace, B, g, V, splits,
-    p_row, p_position, q_row, q_position, temperature, top_k, drop_limit, min_p, q_temperature, q_top_k,
-    q_drop_limit, q_min_p,
-    skipped,
-    SPLIT: tl.constexpr, CHUNK: tl.constexpr, SCAN_TILE: tl.constexpr, MAX_LISTED: tl.constexpr,
-    S: tl.constexpr,
-    LENGTHS: tl.constexpr,
-    ADJUST: tl.constexpr, ADJUST_Q: tl.constexpr, SHIFT: tl.constexpr, SHIFT_Q: tl.constexpr,
-):  # fmt: skip
-    """Store the statistics of every row that has filters, with one block per row, the target's rows first.
-
-    The first ``skipped`` rows have no filters.
-    """
-    P = g
-    if ADJUST == CUT:
-        P = g + 1
-    maxima, sums, split_argmax, parts, part_argmax, counter, row_stats, chunks = workspace_parts(
-        workspace, B, g, P, splits
-    )
-    at, b, i, is_draft, in_use = cut_row(lengths, B, g, P, skipped, LENGTHS)
-    m, w, c = maxima + at * splits, sums + at * splits, chunks + at * splits * (SPLIT // CHUNK)
-    token_list = token_list_at(chunks, at, B, g, P, splits, SPLIT // CHUNK, MAX_LISTED)
-    if in_use:
-        if is_draft == 0:
-            if ADJUST == CUT:
-                max_logit, mass, cut, tie, num_listed = compute_row_stats(
-                    target + b * p_row + i.to(tl.int64) * p_position, c, token_list, m, w, p_params,
-                    temperature, top_k, drop_limit, min_p, b, V, splits,
-                    S, S * (SPLIT // CHUNK), CHUNK, SCAN_TILE, MAX_LISTED, SHIFT,
-                )  # fmt: skip
-                store_row_stats(row_stats + NUM_ROW_STATS * at, max_logit, mass, cut, tie, num_listed)
-        else:
-            if ADJUST_Q == CUT:
-                max_logit, mass, cut, tie, num_listed = compute_row_stats(
-                    draft + b * q_row + i.to(tl.int64) * q_position, c, token_list, m, w, q_params,
-                    q_temperature, q_top_k, q_drop_limit, q_min_p, b, V, splits,
-                    S, S * (SPLIT // CHUNK), CHUNK, SCAN_TILE, MAX_LISTED, SHIFT_Q,
-                )  # fmt: skip
-                store_row_stats(row_stats + NUM_ROW_STATS * at, max_logit, mass, cut, tie, num_listed)
-
-
-@triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=ANY_ALIGNMENT)
-def widen(
-    target, draft, lengths, p_params, q_params, workspace, B, g, V, splits,
-    p_row, p_position, q_row, q_position, temperature, top_k, drop_limit, min_p, q_temperature, q_top_k,
-    q_drop_limit, q_min_p,
-    skipped,
-    ROW_TILE: tl.constexpr, LENGTHS: tl.constexpr, ADJUST: tl.constexpr, ADJUST_Q: tl.constexpr,
-    SHIFT: tl.constexpr, SHIFT_Q: tl.constexpr,
-):  # fmt: skip
-    """Store the statistics of rows in which too many tokens may survive for ``narrow`` to list.
-
-    Most launches find no such row.
-    """
-    P = g
-    if ADJUST == CUT:
-        P = g + 1
-    maxima, sums, split_argmax, parts, part_argmax, counter, row_stats, chunks = workspace_parts(
-        workspace, B, g, P, splits
-    )
-    at, b, i, is_draft, in_use = cut_row(lengths, B, g, P, skipped, LENGTHS)
-    if in_use:
-        if load_num_listed(row_stats, at) < 0:
-            max_logit, mass, bound, highest = load_row_stats(row_stats, at, at >= 0)
-            if is_draft == 0:
-                if ADJUST == CUT:
-                    inv_temperature, greedy, k, row_drop_limit, row_min_p = load_params(
-                        p_params, temperature, top_k, drop_limit, min_p, b
-                    )
-                    cut, tie, survivor_mass = cut_from_row(
-                        target + b * p_row + i.to(tl.int64) * p_position, V, max_logit, mass, inv_temperature,
-                        k, row_drop_limit, row_min_p, bound, highest, ROW_TILE, SHIFT,
-                    )  # fmt: skip
-                    store_row_stats(
-                        row_stats + NUM_ROW_STATS * at,
-                        max_logit,
-                        survivor_mass,
-                        cut,
-                        tie,
-                        tl.full([], 0, tl.int32),
-                    )
-            else:
-                if ADJUST_Q == CUT:
-                    inv_temperature, greedy, k, row_drop_limit, row_min_p = load_params(
-                        q_params, q_temperature, q_top_k, q_drop_limit, q_min_p, b
-                    )
-                    cut, tie, survivor_mass = cut_from_row(
-                        draft + b * q_row + i.to(tl.int64) * q_position, V, max_logit, mass, inv_temperature,
-                        k, row_drop_limit, row_min_p, bound, highest, ROW_TILE, SHIFT_Q,
-                    )  # fmt: skip
-                    store_row_stats(
-                        row_stats + NUM_ROW_STATS * at,
-                        max_logit,
-                        survivor_mass,
-                        cut,
-                        tie,
-                        tl.full([], 0, tl.int32),
-                    )
 
 
 @triton.jit
