@@ -161,10 +161,13 @@ class Heads:
     def few(self, qkv: Tensor, positions: Tensor, pages: list[list[Tensor]]) -> Tensor:
         counters = torch.zeros(len(qkv), self.kv_heads, dtype=torch.int32, device=DEVICE)
         table = table_of(pages)
-        sizes = {"page": self.page, "kv_heads": self.kv_heads, "window": self.window}
-        ranges = attention.ranges_of(positions, table, **sizes)
+        sizes = *positions.shape, self.heads, self.kv_heads, self.d
+        blocks = attention.blocks_of(*sizes, page=self.page, dtype=self.dtype, at=positions.device)
+        ranges = attention.ranges_of(positions, table, blocks, self.window)
         found: list[Tensor] = [  # the first call leaves no state behind
-            attention.few_queries(qkv, positions, self.angles, table, ranges, counters, **self.options)
+            attention.few_queries(
+                qkv, positions, self.angles, table, ranges, blocks, counters, **self.options
+            )
             for _ in range(2)
         ]
         assert torch.equal(*found)
@@ -172,14 +175,15 @@ class Heads:
         return found[0]
 
     def many(self, qkv: Tensor, positions: Tensor, pages: list[list[Tensor]]) -> Tensor:
-        out: Tensor = prefill.many_queries(qkv, positions, self.angles, table_of(pages), **self.options)
+        out: Tensor = prefill.many_queries(
+            qkv, positions, self.angles, table_of(pages), page=self.page, **self.options
+        )
         return out
 
     @property
     def options(self) -> dict[str, Any]:
         return {
             "layer": LAYER,
-            "page": self.page,
             "heads": self.heads,
             "kv_heads": self.kv_heads,
             "scale": self.d**-0.5,

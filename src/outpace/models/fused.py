@@ -39,6 +39,9 @@ MAX_HEAD_BYTES, MAX_QUERY_BYTES = 512, 16384  # most bytes of a head, and of a b
 FEW_TOKENS = 16  # tokens of a prompt that are processed as a decode step is
 COUNTERS = 1 << 16  # most rows times key heads of the attention kernel for few queries
 
+Ranges = tuple[Any, dict[int | None, Tensor]]
+"""Shape of the blocks of the attention kernel for few queries, and their ranges by window."""
+
 
 @dataclass(frozen=True)
 class Product:
@@ -310,13 +313,15 @@ class FusedModel:
         last: Tensor = add_norm(x, residual, self.norm.scale)[1]
         return last.view(*ids.shape, -1)
 
-    def _ranges(self, positions: Tensor, pages: Pages) -> dict[int | None, Tensor]:
-        """Return the ranges that blocks of the attention kernel for few queries handle, by window."""
-        sizes = {"page": pages.page, "kv_heads": self.kv_heads}
-        return {
-            window: self._attention.ranges_of(positions, pages.table, window=window, **sizes)
+    def _ranges(self, positions: Tensor, pages: Pages) -> Ranges:
+        """Return what the attention kernel for few queries is to handle."""
+        sizes = *positions.shape, self.heads, self.kv_heads, self.head_dim
+        blocks = self._attention.blocks_of(*sizes, page=pages.page, dtype=self.dtype, at=positions.device)
+        by_window = {
+            window: self._attention.ranges_of(positions, pages.table, blocks, window)
             for window in self._windows
         }
+        return blocks, by_window
 
     def _attend(
         self,
@@ -324,7 +329,7 @@ class FusedModel:
         qkv: Tensor,
         positions: Tensor,
         pages: Pages,
-        ranges: dict[int | None, Tensor] | None,
+        ranges: Ranges | None,
     ) -> Tensor:
         """Attend in layer i with a kernel, for queries, keys and values ``[B, n, ...]``.
 
@@ -333,7 +338,7 @@ class FusedModel:
             qkv: Queries, keys and values.
             positions: Positions ``[B, n]``.
             pages: The KV cache.
-            ranges: Ranges by window, for the kernel for few queries. None: the one for many queries.
+            ranges: Blocks and ranges of the kernel for few queries. None: the one for many queries.
 
         Returns:
             The output ``[B·n, heads·d]``.
@@ -342,16 +347,19 @@ class FusedModel:
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps, layer.q_norm.shifted
         common: dict[str, Any] = {
-            "layer": i, "page": pages.page, "heads": self.heads, "kv_heads": self.kv_heads,
-            "scale": self.scale, "window": layer.window, "norms": norms,
+            "layer": i, "heads": self.heads, "kv_heads": self.kv_heads, "scale": self.scale,
+            "window": layer.window, "norms": norms,
         }  # fmt: skip
         if ranges is not None:
-            own = ranges[layer.window]
+            blocks, by_window = ranges
             out: Tensor = self._attention.few_queries(
-                qkv, positions, self.angles, pages.table, own, self.counters, **common
-            )
+                qkv, positions, self.angles, pages.table, by_window[layer.window], blocks, self.counters,
+                **common,
+            )  # fmt: skip
         else:
-            out = self._prefill.many_queries(qkv, positions, self.angles, pages.table, **common)
+            out = self._prefill.many_queries(
+                qkv, positions, self.angles, pages.table, page=pages.page, **common
+            )
         return out.view(qkv.shape[0] * qkv.shape[1], -1)
 
     def _attention_without_kernels(self, positions: Tensor, pages: Pages) -> Callable[[int, Tensor], Tensor]:

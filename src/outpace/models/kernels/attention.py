@@ -15,6 +15,8 @@ the GPU busy. The last block of a row to finish combines their outputs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -29,7 +31,7 @@ FEW_HEADS = 16
 BLOCKS = 1, 16  # blocks per processor that long rows are cut into: if key heads of all rows are few, or many
 FIELDS = 8  # numbers per range
 ROWS_AT_ONCE = 256  # rows that the list of ranges is compiled for; for more, the next power of two
-BLOCK = 64  # earlier tokens loaded at once; see `shape_of`
+BLOCK = 64  # earlier tokens loaded at once; see `blocks_of`
 FEW_BLOCKS = 160  # with fewer blocks, each may take a whole processor, and tokens are prefetched
 FEW_QUERIES = 2
 SHORT_LINE = 128  # bytes of a key up to which a block needs no more warps
@@ -198,15 +200,15 @@ def quotient(running_total, running_sum):
 @triton.jit(do_not_specialize=["positions", "table", "B", "max_ranges", "positions_stride", "table_stride"])
 def cut_rows(
     positions, table, ranges, B, max_ranges, min_range, window, positions_stride, table_stride,
-    PAGE: tl.constexpr, FIELDS: tl.constexpr, MANY: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
-    """Write one item of the list of ranges."""
+    """Write one item of the list of ranges, whose lengths are multiples of BLOCK."""
     item = tl.program_id(0)
     rows = tl.arange(0, MANY)
     starts = tl.load(positions + rows * positions_stride, mask=rows < B, other=0).to(tl.int32)
     starts = tl.maximum(starts, 0)
     begins = tl.where(window > 0, tl.maximum(0, (starts + 1 - window) // PAGE * PAGE), 0)
-    span = tl.cdiv(tl.cdiv(tl.sum(starts - begins, axis=0), max_ranges), PAGE) * PAGE
+    span = tl.cdiv(tl.cdiv(tl.sum(starts - begins, axis=0), max_ranges), BLOCK) * BLOCK
     span = tl.maximum(min_range, span)
     counts = tl.where(rows < B, tl.maximum(1, tl.cdiv(starts - begins, span)), 0)
     ends = tl.cumsum(counts, axis=0)
@@ -225,9 +227,7 @@ def cut_rows(
     tl.store(ranges + item * FIELDS, num_ranges)
 
 
-def ranges_of(
-    positions: Tensor, table: Tensor, *, page: int, kv_heads: int, window: int | None = None
-) -> Tensor:
+def ranges_of(positions: Tensor, table: Tensor, blocks: Blocks, window: int | None = None) -> Tensor:
     """Cut the earlier tokens of rows into ranges, which the blocks of ``few_queries`` handle.
 
     Each row has ranges in proportion to its earlier tokens, and at least one. All layers of a forward pass
@@ -236,8 +236,7 @@ def ranges_of(
     Args:
         positions: Positions ``[B, n]``; see ``few_queries``.
         table: Address of each page of each row; see ``few_queries``.
-        page: Tokens of a page.
-        kv_heads: Number of key heads.
+        blocks: Shape of the blocks.
         window: How far back the layers look; None for no limit.
 
     Returns:
@@ -245,15 +244,13 @@ def ranges_of(
         first token, end, and the address of the first token's page. Items without a range begin with 0, and
         come last.
     """
-    B, processors = len(positions), device(positions.device).processors
-    min_range = MIN_RANGE if kv_heads < FEW_HEADS else 2 * MIN_RANGE
-    max_ranges = max(1, BLOCKS[B * kv_heads > processors] * processors // kv_heads)
+    B = len(positions)
     # Each row may have a range that is not full.
-    out = torch.empty(B + max_ranges - 1, FIELDS, dtype=torch.int64, device=positions.device)
+    out = torch.empty(B + blocks.max_ranges - 1, FIELDS, dtype=torch.int64, device=positions.device)
     launch(
         cut_rows, (len(out),),
-        positions, table, out, B, max_ranges, min_range, window or 0, positions.stride(0), table.stride(0),
-        page, FIELDS, max(ROWS_AT_ONCE, triton.next_power_of_2(B)),
+        positions, table, out, B, blocks.max_ranges, blocks.min_range, window or 0, positions.stride(0),
+        table.stride(0), blocks.tokens, blocks.page, FIELDS, max(ROWS_AT_ONCE, triton.next_power_of_2(B)),
     )  # fmt: skip
     return out
 
@@ -385,10 +382,10 @@ def few_queries(
     angles: tuple[Tensor, Tensor],
     table: Tensor,
     ranges: Tensor,
+    blocks: Blocks,
     counters: Tensor,
     *,
     layer: int,
-    page: int,
     heads: int,
     kv_heads: int,
     scale: float,
@@ -405,9 +402,9 @@ def few_queries(
         table: Address of each page of each row, int64, at least B rows. Pages are aligned to 16 bytes.
             Entries of pages that a row has no tokens in are not used.
         ranges: The ranges of all rows, from ``ranges_of``.
+        blocks: Shape of the blocks, from ``blocks_of``.
         counters: int32, at least B·kv_heads zeros. They are zeros again when all is done.
         layer: Index of the layer in each page.
-        page: Tokens of a page, a power of two from 16 on.
         heads: Number of query heads.
         kv_heads: Number of key heads.
         scale: Factor of the attention scores.
@@ -419,48 +416,80 @@ def few_queries(
     """
     B, n, _ = qkv.shape
     D = qkv.shape[-1] // (heads + 2 * kv_heads)
-    groups = heads // kv_heads
-    here = device(qkv.device)
-    queries = triton.next_power_of_2(groups * n)
+    page, here = blocks.page, device(qkv.device)
+    queries = triton.next_power_of_2(heads // kv_heads * n)
     ROWS = max(16, queries)
     WIDTH = max(16, triton.next_power_of_2(D))
     HALF = max(16, triton.next_power_of_2(D // 2))
     out = torch.empty(B, n, heads * D, dtype=qkv.dtype, device=qkv.device)
     parts = torch.empty(len(ranges) * kv_heads * ROWS * (WIDTH + 2), dtype=torch.float32, device=qkv.device)
     q_norm, k_norm, eps, shifted = norms or (None, None, 0.0, False)
-    blocks = len(ranges) * kv_heads
-    few_blocks = blocks < FEW_BLOCKS
-    line = WIDTH * qkv.element_size()
-    block, warps = shape_of(n, few_blocks, B * kv_heads > FEW_HEADS and line > SHORT_LINE)
-    block, stages = fitting(min(block, page), ROWS, line, here)
-    assert page % block == 0, f"page: got {page}; it must be a multiple of {block}"
     aligned = D * qkv.element_size() % ALIGNED == 0
     launch(
-        attend, (blocks,),
+        attend, (len(ranges) * kv_heads,),
         qkv, positions, *angles, q_norm, k_norm, table, ranges, out, parts, counters,
         eps, scale, window or 0, n, heads, kv_heads, layer * 2 * kv_heads * page * D, positions.stride(0),
         qkv.stride(1), table.stride(0), out.stride(1), angles[0].stride(0),
-        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), block, page, FIELDS, queries,
+        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), blocks.tokens, page, FIELDS, queries,
         min(COMBINED, triton.next_power_of_2(len(ranges))), shifted,
         "ieee" if qkv.dtype == torch.float32 else "tf32", here.overlaps,
-        PREFETCH if few_blocks and aligned else 0,
-        num_warps=warps, num_stages=stages, **here.options,
+        PREFETCH if blocks.few and aligned else 0,
+        num_warps=blocks.warps, num_stages=blocks.stages, **here.options,
     )  # fmt: skip
     return out
 
 
-def shape_of(n: int, few_blocks: bool, wide: bool) -> tuple[int, int]:
-    """Return the number of tokens loaded at once, and of warps, that were fastest on an H200.
+@dataclass(frozen=True)
+class Blocks:
+    """Shape of the blocks of ``few_queries``.
+
+    Attributes:
+        page: Tokens of a page, a power of two from 16 on.
+        max_ranges: Most ranges of all rows, besides one range of each row that is not full.
+        min_range: Least earlier tokens of a range, unless the row has fewer.
+        few: Whether there are few blocks, each of which may take a whole processor.
+        tokens: Earlier tokens loaded at once, a divisor of ``page``.
+        warps: Number of warps.
+        stages: Number of loads in flight.
+    """
+
+    page: int
+    max_ranges: int
+    min_range: int
+    few: bool
+    tokens: int
+    warps: int
+    stages: int
+
+
+def blocks_of(
+    B: int, n: int, heads: int, kv_heads: int, d: int, *, page: int, dtype: torch.dtype, at: torch.device
+) -> Blocks:
+    """Return the shape of blocks that was fastest on an H200.
 
     Args:
+        B: Number of rows.
         n: Number of new tokens of a row.
-        few_blocks: Whether there are few blocks, each of which may take a whole processor.
-        wide: Whether there are many heads and long vectors.
+        heads: Number of query heads.
+        kv_heads: Number of key heads.
+        d: Size of a head.
+        page: Tokens of a page.
+        dtype: Dtype of keys and values.
+        at: The device.
     """
-    if n > FEW_QUERIES and not few_blocks:
-        return max(16, BLOCK // 2), 2
-    wide &= few_blocks
-    return 2 * BLOCK if n > FEW_QUERIES or wide else BLOCK, 8 if wide else 4
+    here = device(at)
+    max_ranges = max(1, BLOCKS[B * kv_heads > here.processors] * here.processors // kv_heads)
+    few = (B + max_ranges - 1) * kv_heads < FEW_BLOCKS
+    line = max(16, triton.next_power_of_2(d)) * dtype.itemsize
+    if n > FEW_QUERIES and not few:
+        tokens, warps = max(16, BLOCK // 2), 2
+    else:
+        wide = few and B * kv_heads > FEW_HEADS and line > SHORT_LINE
+        tokens, warps = 2 * BLOCK if n > FEW_QUERIES or wide else BLOCK, 8 if wide else 4
+    rows = max(16, triton.next_power_of_2(heads // kv_heads * n))
+    tokens, stages = fitting(min(tokens, page), rows, line, here)
+    min_range = MIN_RANGE if kv_heads < FEW_HEADS else 2 * MIN_RANGE
+    return Blocks(page, max_ranges, min_range, few, tokens, warps, stages)
 
 
 def fitting(block: int, rows: int, line: int, here: Device) -> tuple[int, int]:
