@@ -357,7 +357,7 @@ def test_kernels_decode_sequences_of_a_batch(monkeypatch: pytest.MonkeyPatch) ->
     attention = pytest.importorskip(
         "outpace.models.kernels.attention", reason="needs triton", exc_type=ImportError
     )
-    monkeypatch.setattr(attention, "MIN_RANGE", 16)
+    monkeypatch.setattr(attention, "MIN_RANGE", (16, 16))
     monkeypatch.setattr(attention, "BLOCK", 16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target, draft = tiny(num_hidden_layers=2), tiny(seed=1, num_hidden_layers=1)

@@ -143,7 +143,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = pytest.importorskip(
         "outpace.models.kernels.attention", reason="needs triton", exc_type=ImportError
     )
-    monkeypatch.setattr(attention, "MIN_RANGE", 16)
+    monkeypatch.setattr(attention, "MIN_RANGE", (16, 16))
     monkeypatch.setattr(attention, "BLOCK", 16)
     monkeypatch.setattr("outpace.models.fused_scorer.PAGE", 16)
     for module in ("fused", "fused_scorer"):

@@ -272,7 +272,7 @@ def test_few_queries_equal_pytorch(
     monkeypatch: pytest.MonkeyPatch, ranges: str, n: int, layer: Callable[[], Heads]
 ) -> None:
     monkeypatch.setattr(attention, "BLOCK", 16)
-    monkeypatch.setattr(attention, "MIN_RANGE", 256 if ranges == "one range" else 16)
+    monkeypatch.setattr(attention, "MIN_RANGE", (256, 256) if ranges == "one range" else (16, 16))
     here = layer()
     if ranges == "stretched ranges":
         set_processors(monkeypatch, 2 * here.kv_heads)
@@ -358,7 +358,7 @@ def test_pages_that_a_row_does_not_need_are_never_read(
 ) -> None:
     """Neither those after its tokens, nor those before its window, nor what is after the last token."""
     monkeypatch.setattr(attention, "BLOCK", 16)
-    monkeypatch.setattr(attention, "MIN_RANGE", 16)
+    monkeypatch.setattr(attention, "MIN_RANGE", (16, 16))
     here = Heads(4, 2, 32, window=window)
     qkv, n = here.qkv(3, 6), 6
     starts = [70, 0, 26]
@@ -389,7 +389,7 @@ def test_rows_of_any_lengths_share_the_processors(
 ) -> None:
     """A row may have a range that is not full: there must be blocks for all of them."""
     monkeypatch.setattr(attention, "BLOCK", 16)
-    monkeypatch.setattr(attention, "MIN_RANGE", 16)
+    monkeypatch.setattr(attention, "MIN_RANGE", (16, 16))
     here = Heads(2, 1, 16, window=window)
     set_processors(monkeypatch, per_head * here.kv_heads)
     starts = [1, 17, 0, 158, 33, 65] if B == 6 else [1, *[0] * 31, 158]

@@ -28,6 +28,9 @@ class Admission:
     def admit(self, active: Mapping[int, SequenceState]) -> tuple[list[SequenceState], list[SequenceState]]:
         """Give slots to waiting requests, beside the active sequences.
 
+        Args:
+            active: The active sequences, by slot.
+
         Returns:
             Requests that now have a slot, and requests that failed.
         """
@@ -50,7 +53,14 @@ class Admission:
         return new, failed
 
     def reservation(self, rows: Sequence[SequenceState]) -> tuple[int, int]:
-        """Return how many of the longest sequences fit together, and the most tokens of one of them."""
+        """Return the slots and the tokens per slot to reserve before sequences are added.
+
+        Args:
+            rows: The sequences.
+
+        Returns:
+            How many of the longest sequences fit together, and the most tokens of the longest one.
+        """
         longest_first = sorted(rows, key=self._max_tokens, reverse=True)[: self.slots]
         counts = range(1, len(longest_first) + 1)
         fitting = bisect.bisect_left(counts, True, key=lambda n: not self._fits(longest_first[:n]))

@@ -15,7 +15,7 @@ PATIENCE = 64  # steps that a smaller bucket must suffice for, before a graph of
 
 
 def bucket_of(slots: int) -> int:
-    """Return the number of slots of the smallest graph that serves these slots."""
+    """Return the smallest bucket of at least this many slots."""
     largest = BUCKETS[-1]
     return next((size for size in BUCKETS if size >= slots), -(-slots // largest) * largest)
 
@@ -55,7 +55,7 @@ class Buckets:
         return bucket
 
     def use(self, rows: Mapping[int, SequenceState]) -> int:
-        """Return the number of slots of a step that starts now."""
+        """Return ``slots(rows)`` for a step that starts now, and count steps with fewer sequences."""
         self._last = self.slots(rows)
         self._smaller_for = self._smaller_for + 1 if self._last > bucket_of(max(rows) + 1) else 0
         return self._last
@@ -65,7 +65,12 @@ class Buckets:
         return (key for key in self._graphs if isinstance(key, StepKey))
 
     def captured(self, slots: int, sampling: SamplingParams) -> frozenset[int] | None:
-        """Return the numbers of draft tokens whose steps need no capture; None if no step ever does."""
+        """Return each g whose step is already captured for a bucket; None if there are no CUDA graphs.
+
+        Args:
+            slots: The bucket.
+            sampling: Sampling parameters of the step.
+        """
         if not self._graphs.enabled:
             return None
         if self._version != self._graphs.version:

@@ -46,6 +46,9 @@ class Graphs:
     """Graphs of work that is repeated with the same tensors, captured when first needed.
 
     The graphs share memory: the result of one is valid until the next one runs.
+
+    Args:
+        device: Device of the work. There are graphs on CUDA only.
     """
 
     def __init__(self, device: torch.device) -> None:

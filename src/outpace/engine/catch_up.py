@@ -16,7 +16,7 @@ CHUNK = 32  # tokens per sequence and forward pass
 
 
 def known_tokens(scorer: Scorer, tokens: Sequence[int]) -> list[int]:
-    """Return the tokens that a draft model has a context and an embedding for, with 0 for others."""
+    """Return the tokens that fit into a model's context, with 0 for ids outside its vocabulary."""
     return [token if token < scorer.vocab_size else 0 for token in tokens[: scorer.context]]
 
 
@@ -35,7 +35,7 @@ class CatchUp:
         self._chunks_left = torch.zeros((), dtype=torch.int64, device=scorer.device)
 
     def open(self, row: SequenceState) -> None:
-        """Start with a sequence, of which the KV cache may already have tokens."""
+        """Count the tokens of a new sequence that the draft model's KV cache lacks."""
         cache = self.scorer.cache
         if not cache.is_open(row.slot):
             cache.open(row.slot, known_tokens(self.scorer, row.tokens))
@@ -43,7 +43,7 @@ class CatchUp:
         self._behind[row.slot] = max(0, behind)
 
     def close(self, row: SequenceState) -> None:
-        """End with a sequence; commit the tokens that the draft model has processed to its KV cache."""
+        """Stop counting for a sequence; commit the tokens that the draft model has processed."""
         processed = min(len(row.tokens) - 2 - self._behind.pop(row.slot), self.scorer.context)
         cache = self.scorer.cache
         cache.commit(row.slot, max(0, processed - cache.length(row.slot)))
@@ -58,7 +58,7 @@ class CatchUp:
         return -(-max((self._behind.get(slot, 0) for slot in slots), default=0) // CHUNK)
 
     def run(self, sequences: Iterable[int], state: Slots, slots: int) -> float:
-        """Process what is missing; return the seconds of a capture.
+        """Run the draft model over the tokens that it lacks; return the seconds of captures.
 
         Args:
             sequences: Slots of the sequences.

@@ -46,8 +46,14 @@ def matches(proposals: Sequence[int | None], tokens: Sequence[int]) -> list[bool
 class Proposer:
     """A drafter and a draft-length policy, which together propose draft tokens.
 
-    The policy chooses how many tokens the drafter proposes. A free drafter proposes first, and the policy
-    then chooses how many of its tokens the target scores.
+    The policy chooses how many tokens the drafter proposes. On the host, a free drafter (``Drafter.free``)
+    proposes first, and the policy then chooses how many of its tokens the target scores.
+
+    Args:
+        scorer: The target.
+        drafter: The drafter, or None.
+        policy: The draft-length policy.
+        rule: The verification rule.
     """
 
     def __init__(
@@ -61,7 +67,12 @@ class Proposer:
         self._num_read: dict[int, tuple[SequenceState, int]] = {}
 
     def load(self, rows: Sequence[SequenceState], in_flight: int) -> Load:
-        """Return the size and limits of the target's next forward pass, after the steps in flight."""
+        """Return the size and limits of the target's next forward pass.
+
+        Args:
+            rows: The active sequences.
+            in_flight: Number of steps in flight, each of which adds at least one token.
+        """
         longest = max(len(row.tokens) for row in rows)
         # Each step in flight adds at least one token, and the target adds one itself.
         certain, context = in_flight + 1, self.scorer.context
@@ -74,7 +85,11 @@ class Proposer:
     def choose(self, rows: Sequence[SequenceState], load: Load) -> dict[int, int]:
         """Return the number of draft tokens that the policy chooses for each slot.
 
-        For a free drafter, the policy chooses after the proposal instead.
+        Without a drafter, the result is empty. A free drafter on the host proposes first, in ``propose``.
+
+        Args:
+            rows: The active sequences.
+            load: The size and limits of the target's next forward pass.
         """
         if self.drafter is None:
             return {}
@@ -179,7 +194,13 @@ class Proposer:
     def state(
         self, rows: Sequence[SequenceState], limits: list[int], device: torch.device | None = None
     ) -> State:
-        """Return the drafter's input for these sequences."""
+        """Return the drafter's input.
+
+        Args:
+            rows: The sequences.
+            limits: Most draft tokens of each sequence.
+            device: Device of the draft tokens. By default the target's.
+        """
         device = device or self.scorer.device
         own = [row.sampling if row.draft_sampling is None else row.draft_sampling for row in rows]
         return State(

@@ -32,13 +32,13 @@ class Done(Pending):
 
 
 class EagerExecutor(Executor):
-    """Runs steps one operation after another. The drafter runs on the host, before the step.
+    """Executor that runs one operation after another. The drafter runs on the host, before the step.
 
     Args:
         scorer: The target.
         drafter: The drafter, or None.
         rule: The verification rule.
-        lenience: For rule "token".
+        lenience: Lenience of rule "token". Below 1, more draft tokens are accepted.
     """
 
     name, drafts, is_async = "eager", False, False
@@ -49,7 +49,7 @@ class EagerExecutor(Executor):
         self.scorers = [scorer] if draft_scorer is None else [scorer, draft_scorer]
 
     def unsupported(self, rows: Sequence[SequenceState]) -> str | None:
-        """See ``Executor.unsupported``; nothing is."""
+        """See ``Executor.unsupported``; this executor supports all sequences."""
         return None
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""Interface of an executor: what runs the steps that the scheduler decides."""
+"""Interface of an executor, which runs the steps that the scheduler decides."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Pending(ABC):
     """A started step, whose outcome the host has not read yet.
 
     Attributes:
-        capture_seconds: Seconds before the step in which its graph was captured.
-        catch_up_capture_seconds: Seconds before the step in which a graph of the catch-up was captured.
+        capture_seconds: Seconds that the capture of the step's graph took; 0 without a capture.
+        catch_up_capture_seconds: The same for graphs of the catch-up.
     """
 
     capture_seconds: float = 0.0
@@ -48,12 +48,12 @@ class Pending(ABC):
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of the step on its device, once it was read. None if the device does not tell."""
+        """Seconds of the step on its device, after ``read``. None if they were not measured."""
         return None
 
     @property
     def catch_up_seconds(self) -> float:
-        """Seconds before the step in which the draft model processed tokens generated without it."""
+        """Seconds of the catch-up: the draft model processed tokens that were generated without it."""
         return 0.0
 
 
@@ -80,7 +80,12 @@ class Executor(ABC):
 
     @abstractmethod
     def prefill(self, rows: Sequence[SequenceState], clock: Clock) -> Prefilling:
-        """Begin to prefill new sequences, which have slots."""
+        """Begin to prefill new sequences.
+
+        Args:
+            rows: The sequences. They have slots.
+            clock: Clock of the prefill.
+        """
 
     @abstractmethod
     def start(self, rows: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock) -> Pending:
@@ -96,7 +101,13 @@ class Executor(ABC):
 
     @abstractmethod
     def commit(self, row: SequenceState, g: int, accepted: int) -> None:
-        """Commit the outcome of a sequence's step, with g draft tokens, to the KV caches."""
+        """Commit the outcome of a step to the target's KV cache.
+
+        Args:
+            row: The sequence.
+            g: Number of draft tokens that the step scored, padding included.
+            accepted: Number of accepted draft tokens.
+        """
 
     @abstractmethod
     def release(self, row: SequenceState, keep: bool) -> None:
@@ -112,7 +123,13 @@ class Executor(ABC):
         """Give up the active sequences, which another executor then runs."""
 
     def warm_up(self, g: int, slots: int, sampling: SamplingParams) -> None:
-        """Capture a step ahead of its first use, where steps are captured."""
+        """Capture a step ahead of its first use, where steps are captured.
+
+        Args:
+            g: Number of draft tokens per sequence.
+            slots: Number of sequences.
+            sampling: Sampling parameters of all sequences.
+        """
         return
 
     def reset(self) -> None:
@@ -120,7 +137,12 @@ class Executor(ABC):
         return
 
     def load(self, rows: Mapping[int, SequenceState], load: Load) -> Load:
-        """Return the load of a step of these sequences, as this executor runs it."""
+        """Return a load that includes what only this executor knows, such as padding and captures.
+
+        Args:
+            rows: The sequences of the next step, by slot.
+            load: The load as the sequences alone determine it.
+        """
         return replace(load, executor=self.name)
 
     @abstractmethod

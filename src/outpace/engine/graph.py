@@ -38,7 +38,7 @@ BLOCK_TOKENS = 128  # tokens of KV cache that are reserved ahead at a time
 
 
 class GraphExecutor(Executor):
-    """Runs a step as one graph, for any number of sequences with equal sampling parameters.
+    """Executor that runs a step as one graph, for any number of sequences with equal sampling parameters.
 
     A step without draft tokens does not run the draft model. A later step with draft tokens first lets the
     draft model catch up.
@@ -47,7 +47,7 @@ class GraphExecutor(Executor):
         scorer: The target.
         drafter: The drafter, or None.
         rule: The verification rule.
-        lenience: For rule "token".
+        lenience: Lenience of rule "token". Below 1, more draft tokens are accepted.
     """
 
     name = "graph"
@@ -196,7 +196,7 @@ class GraphExecutor(Executor):
 
     @torch.inference_mode()
     def start(self, rows: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock) -> Pending:
-        """See ``Executor.start``; it returns at once."""
+        """See ``Executor.start``; on CUDA it does not wait for the step."""
         for scorer in self.scorers:
             scorer.check_placed()
         self._attach(rows.values())
@@ -247,11 +247,12 @@ class GraphExecutor(Executor):
         One after another, compilation would take several times as long. Kernels that are compiled already
         take next to no time.
         """
-        from outpace.verification.kernels.ahead import compiling_ahead
+        from outpace.verification.kernels.ahead import compiling_ahead, start_triton
 
+        start_triton().join()
         g = 0 if self.draft is None else COMPILED_G
         state = self.state(g, sampling, slots)
-        with self._on_device(), announced("compiling kernels"), compiling_ahead():
+        with self._on_device(), announced("compiling kernels"), compiling_ahead(state.lengths.device):
             p = self.target.launch_once(slots, g + 1)
             draft = DraftTensors(state.token_ids[:, :g])
             if self.draft_scorer is not None:
@@ -302,6 +303,12 @@ class GraphExecutor(Executor):
         self, g: int, sampling: SamplingParams, slots: int, host_draft: DraftTensors | None = None
     ) -> Tensor:
         """Run one step of the first slots: draft g tokens, target forward pass, verification, commit.
+
+        Args:
+            g: Number of draft tokens per sequence.
+            sampling: Sampling parameters of all sequences.
+            slots: Number of slots that take part, idle ones included.
+            host_draft: Draft tokens from the host. None: drafting is part of the step.
 
         Returns:
             The outcome, in the format that ``GraphPending`` reads.

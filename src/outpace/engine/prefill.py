@@ -18,8 +18,8 @@ PADDING = -1  # position of padding
 class PrefillGraphs:
     """Forward passes over tokens of prompts. Those over one sequence are graphs.
 
-    A graph is captured when its size is used the second time, since a capture takes longer than a forward
-    pass whose kernels are launched one by one.
+    A graph is captured when its size is used the second time. A capture takes longer than a forward pass
+    whose kernels are launched one by one.
 
     Args:
         graphs: The graphs of the executor.

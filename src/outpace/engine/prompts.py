@@ -68,7 +68,11 @@ def is_features(prompt: Any) -> TypeGuard[Tensor]:
 
 
 def single_prompt(prompt: Any) -> Any:
-    """Return one prompt of a batch in the form in which ``split`` returns a single prompt."""
+    """Return one item of a list of prompts, in the form that ``split`` gives a single prompt.
+
+    Raises:
+        ValueError: The item is itself a batch.
+    """
     prompts, single = split(prompt)
     if not single:
         raise ValueError(

@@ -84,8 +84,8 @@ class Reader:
     ) -> tuple[list[SequenceState], bool]:
         """Return the sequences of a call, and whether the call passed a single prompt.
 
-        A single prompt that cannot be read raises its error. In a list, its sequences have
-        ``finish_reason`` "error" instead.
+        The arguments are those of ``Decoder.generate``. A single prompt that cannot be read raises its error.
+        In a list, its sequences have ``finish_reason`` "error" instead.
         """
         names = [field.name for field in dataclasses.fields(SamplingParams)]
         for name in fields:
@@ -228,7 +228,14 @@ def one_or_several(values: Any) -> list[Any]:
 
 
 def seed_of(seed: int | Sequence[int] | None, prompt: int, sample: int, prompts: int) -> int:
-    """Return the seed of one sample of a prompt; the first sample uses the given seed unchanged."""
+    """Return the seed of one sample of a prompt; the first sample uses the given seed unchanged.
+
+    Args:
+        seed: One seed, or one per prompt. None: a random seed.
+        prompt: Index of the prompt.
+        sample: Index of the sample.
+        prompts: Number of prompts.
+    """
     if seed is None:
         return int(torch.randint(-(2**63), 2**63 - 1, ()))
     seed = seed.tolist() if hasattr(seed, "tolist") else seed  # arrays of NumPy and PyTorch

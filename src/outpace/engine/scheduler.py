@@ -1,8 +1,8 @@
-"""The scheduler: the one loop that all sequences are decoded by.
+"""The scheduler: the one loop that decodes all sequences.
 
-It admits requests to slots, prefills them in chunks between decode steps, asks the draft-length policy how
-many tokens to draft, and lets an executor run a step. It appends the accepted tokens, ends sequences exactly
-where decoding without speculation would have ended them, and returns one ``Step`` per sequence and step.
+It admits requests to slots, and prefills them in chunks between decode steps. For each step, the draft-length
+policy chooses how many tokens to draft, and an executor runs the step. The scheduler then appends the
+accepted tokens. It ends sequences exactly where decoding without speculation would end them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from outpace.models.scorer import Scorer, WeightsMovedError
 from outpace.policy import DraftLengthPolicy, Load
 from outpace.verification import Rule
 
-FAILURES = MemoryError, torch.OutOfMemoryError, WeightsMovedError  # that end one request, and no other
+# Errors that end all requests of a prefill, or the newest sequence of a decode step, and no others
+FAILURES = MemoryError, torch.OutOfMemoryError, WeightsMovedError
 MAX_IN_FLIGHT = 2  # steps: the host reads one outcome while the next step runs
 
 
@@ -74,7 +75,10 @@ class Scheduler:
     # Requests
 
     def add(self, request: SequenceState) -> int:
-        """Add a request, which takes a slot as soon as one is free.
+        """Add a request, which waits for a free slot and for memory of the KV caches.
+
+        Args:
+            request: A request of ``Decoder.requests``.
 
         Returns:
             Its id, which is the ``index`` of its steps, and which ``cancel`` takes.
@@ -93,7 +97,10 @@ class Scheduler:
         return request.index
 
     def cancel(self, request_id: int) -> None:
-        """End a sequence at once. No step follows.
+        """End a sequence at once. No further ``Step`` is returned for it.
+
+        Args:
+            request_id: The id that ``add`` returned.
 
         Raises:
             ValueError: No unfinished sequence has this id.
@@ -158,7 +165,10 @@ class Scheduler:
     # The loop
 
     def step(self) -> list[Step]:
-        """Run the next decode step, after a chunk of prefill; return what each sequence gained.
+        """Run a chunk of prefill if prompts wait, then a decode step.
+
+        Returns:
+            New steps. A sequence may have none, or two: its first token, and a decode step.
 
         Raises:
             RuntimeError: The scheduler is closed, or an earlier step has failed.

@@ -53,19 +53,19 @@ class Step:
     """The result of one decode step for one sequence.
 
     Attributes:
-        index: Index of the output that the step belongs to.
+        index: Index of the output that the step belongs to. With a scheduler: the id of the request.
         pieces: New text that no later token can change. Each piece comes with the index of its token, counted
             from the first new one.
         token_ids: New token ids: accepted draft tokens, then the target's own, cut where the sequence ends.
         num_draft_tokens: Draft tokens that the target scored.
         num_accepted: Draft tokens that were accepted.
-        token: The target's own token after the accepted ones. -1 if the prompt could not be read.
+        token: The target's own token after the accepted ones. -1 if the request failed without one.
         draft_token_ids: The draft tokens.
         finish_reason: The sequence's ``finish_reason``, if this is its last step.
         output: The sequence's ``Output``, if this is its last step.
         phases: Seconds of the step for all sequences together, by phase: "encode" (prefill with an encoder),
-            "draft", "target", "verify" and "other". The graph executor has no "verify", and has "draft" only
-            if drafting is not part of the graph. There, "target" includes them.
+            "draft", "target", "verify" and "other". In the graph executor, "target" includes verification,
+            and also drafting if it is part of the graph.
     """
 
     index: int
@@ -131,6 +131,10 @@ class SequenceState:
     def extend(self, tokens: Sequence[int], context: int) -> int:
         """Append tokens up to the first one that ends the sequence, as without speculation.
 
+        Args:
+            tokens: New token ids.
+            context: Maximum number of tokens of a sequence.
+
         Returns:
             The number of tokens appended.
         """
@@ -165,7 +169,7 @@ class SequenceState:
         )
 
     def failed_step(self) -> Step:
-        """Return the only step of a prompt that could not be read."""
+        """Return the last step of a sequence that failed, without new tokens."""
         assert self.error is not None
         pieces: list[tuple[int, str]] | None = None if self.text is None else []
         return Step(self.index, pieces, [], 0, 0, -1, [], self.finish_reason, self.output())

@@ -1,4 +1,4 @@
-"""State of the sequences on the device, with one owner."""
+"""State of the sequences on the device, for the graph executor."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from outpace.engine.sequence import SequenceState
 
 class Slots:
     """State of the sequences on the device, which the steps read and change.
+
+    Args:
+        slots: Number of slots.
+        tokens: Most tokens of a sequence.
+        device: Device of the tensors.
 
     Attributes:
         lengths: Number of tokens of each sequence ``[slots]``. Idle slots have 1.
@@ -45,9 +50,12 @@ class Slots:
         self.lengths[slots], self.seeds[slots], self.active[slots] = columns[:, 1], columns[:, 2], 1
 
     def copy_draft(self, g: int, draft: Draft, slots: Sequence[int]) -> DraftTensors:
-        """Copy g draft tokens of the host for each of these slots to buffers, which are inputs of graphs.
+        """Copy draft tokens from the host to buffers that graphs read; return the buffers of all slots.
 
-        Other slots get length 0.
+        Args:
+            g: Most draft tokens of a sequence.
+            draft: Draft tokens from the host.
+            slots: Slots of the sequences, in the order of ``draft``. Other slots get no draft tokens.
         """
         precomputed, logits = draft.precomputed, draft.logits
         sampling = None if precomputed is None or not precomputed.sampling else precomputed.sampling[0]

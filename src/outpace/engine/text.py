@@ -45,6 +45,10 @@ class Detokenizer:
 
     Only text that no later token can change is returned. An incomplete character is held back, and so is an
     ending that may become a stop string.
+
+    Args:
+        tokenizer: The target's tokenizer.
+        stops: Stop strings.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
@@ -77,6 +81,9 @@ class Detokenizer:
         """Return the text that no later token can change and that was not returned yet, in pieces.
 
         Each piece comes with the index of the token that completed it, counted from the first new token.
+
+        Args:
+            final: Whether no token follows, so that nothing is held back.
         """
         held_back = 0 if final else max((_partial_stop(self.text, stop) for stop in self._stops), default=0)
         end = max(self._returned, len(self.text) - held_back)

@@ -1,4 +1,4 @@
-"""KV cache with one run of memory per slot, for Transformers' own forward passes.
+"""KV cache with one tensor row per slot and layer, for Transformers' own forward passes.
 
 A layer holds ``[rows, heads, T, d]``, in tensors that are never cropped or concatenated. A forward pass
 writes its n new tokens at each row's own positions. Entries at or past a row's length are undefined. The
@@ -29,9 +29,9 @@ log = logging.getLogger("outpace")
 
 
 class ContiguousCache(KVCache):
-    """KV cache with one run of memory per slot.
+    """KV cache with one tensor row per slot and layer.
 
-    Rows change places, so a slot need not have the row of its number.
+    Rows are swapped, so slot i need not have row i.
 
     Args:
         layers: Number of layers.
@@ -265,13 +265,18 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class Span:
-    """Positions ``[R, n]`` of R adjacent rows that one forward pass writes."""
+    """Positions of adjacent rows that one forward pass writes.
+
+    Args:
+        first: Number of the first row.
+        positions: Positions ``[R, n]``.
+        start: The first position if all rows write the same n consecutive ones; else None.
+        reach: One past the last position of any row.
+    """
 
     def __init__(self, first: int, positions: Tensor, start: int | None, reach: int) -> None:
         self.rows = slice(first, first + positions.shape[0])
-        self.positions = positions
-        self.start = start  # the first position if all rows write the same n consecutive ones; else None
-        self.reach = reach  # one past the last position of any row
+        self.positions, self.start, self.reach = positions, start, reach
         self._indices: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def write(self, table: Tensor, new: Tensor) -> None:

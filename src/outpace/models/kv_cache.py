@@ -1,11 +1,11 @@
 """The KV cache: keys and values of the sequences in the slots, and of prefixes that prompts may reuse.
 
-Both kinds have one interface. ``PagedCache`` holds fixed-size blocks, which a table assigns to slots, and
-which sequences share by reference. Fused models read it. ``ContiguousCache`` holds one run of memory per
-slot, which Transformers' own forward passes read. It copies shared prefixes.
+There are two kinds of KV cache with one interface. ``PagedCache`` is for fused models. It holds fixed-size
+blocks, which a table assigns to slots. Sequences share blocks by reference. ``ContiguousCache`` is for
+Transformers' own forward passes. It holds one tensor row per slot and layer, and copies shared prefixes.
 
-A forward pass writes tokens, and ``commit`` then counts them. So a rollback moves the length of a slot, and
-rejected draft tokens are overwritten.
+A forward pass writes keys and values, and ``commit`` then counts the accepted tokens. Rejected draft tokens
+are not counted, and the next forward pass overwrites them.
 """
 
 from __future__ import annotations
@@ -78,9 +78,13 @@ class KVCache(ABC):
 
     @abstractmethod
     def open(self, slot: int, tokens: Sequence[int]) -> int:
-        """Start a sequence in a free slot, with the longest cached prefix of its tokens.
+        """Start a sequence in a free slot, and reuse the longest cached prefix of its tokens.
 
-        The last token never comes from the cache, since its logits are needed.
+        The last token is never reused, since its logits are needed.
+
+        Args:
+            slot: The slot.
+            tokens: Token ids of the sequence.
 
         Returns:
             The number of tokens that need no forward pass.
@@ -109,7 +113,7 @@ class KVCache(ABC):
         """
 
     def forget(self) -> None:
-        """Discard all prefixes, also those of active sequences, for later prompts."""
+        """Let no later prompt reuse what is cached now. Active sequences go on."""
         self._tokens = {slot: [] for slot in self._tokens}
         self._stale = set(self._lengths)
 
@@ -170,9 +174,13 @@ class KVCache(ABC):
 def longest_prefix(
     candidates: Iterable[tuple[Sequence[int], Sequence[int]]], tokens: Sequence[int]
 ) -> tuple[int, Sequence[int]]:
-    """Return the length of the longest cached prefix of some tokens, and its blocks.
+    """Return the length of the longest cached prefix of a prompt, and where it is.
 
-    The last token does not count. A prefix of fewer than ``MIN_REUSED_PREFIX`` tokens is not worth a copy.
+    The last token does not count. A prefix of fewer than ``MIN_REUSED_PREFIX`` tokens does not count either.
+
+    Args:
+        candidates: Cached token ids, each with the blocks or the slot that hold them.
+        tokens: Token ids of the prompt.
     """
     best: tuple[int, Sequence[int]] = (0, ())
     if len(tokens) > MIN_REUSED_PREFIX:
@@ -193,7 +201,7 @@ def common_prefix_length(one: Sequence[int], other: Sequence[int], limit: int) -
 
 
 def size(nbytes: int) -> str:
-    """Return a number of bytes for a user."""
+    """Return a number of bytes as text, in KiB or MiB."""
     return f"{nbytes / 1024:.1f} KiB" if nbytes < 2**20 else f"{nbytes / 2**20:.1f} MiB"
 
 

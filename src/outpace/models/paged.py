@@ -38,7 +38,7 @@ class Shape:
 
 
 class Blocks(ABC):
-    """Memory of blocks, numbered from 0, whose table entries a forward pass reads."""
+    """Memory of the blocks of a ``PagedCache``. Blocks are numbered from 0."""
 
     @abstractmethod
     def add(self) -> int:
@@ -49,7 +49,7 @@ class Blocks(ABC):
         """Free the memory of a block, whose number may be used again."""
 
     def trim(self) -> None:
-        """Return memory that no block has, where it is not returned at once."""
+        """Return the memory of removed blocks to the device, if ``remove`` has not done so."""
         return
 
     @abstractmethod
@@ -62,7 +62,7 @@ class Blocks(ABC):
 
     @abstractmethod
     def entry(self, block: int) -> int:
-        """Return the table entry of a block."""
+        """Return the table entry of a block: its address, or its number."""
 
     @property
     def tensor(self) -> Tensor:
@@ -166,10 +166,17 @@ class Pages:
     memory: Blocks
 
     def update(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor, reach: int) -> list[Tensor]:
-        """Write keys and values ``[B, heads, n, d]`` at positions ``[B, n]``, with PyTorch's operations.
+        """Write keys and values with PyTorch's operations.
+
+        Args:
+            layer: Index of the layer.
+            keys: Keys ``[B, heads, n, d]``.
+            values: Values ``[B, heads, n, d]``.
+            positions: Positions ``[B, n]``. Padding has -1.
+            reach: Number of tokens to return.
 
         Returns:
-            All keys and values up to ``reach``, ``[B, heads, reach, d]`` each.
+            The first ``reach`` keys and values, ``[B, heads, reach, d]`` each.
         """
         memory = self.memory.tensor
         block = self.table.gather(1, (positions // self.page).clamp(min=0))
@@ -196,7 +203,7 @@ class PagedCache(KVCache):
 
     Attributes:
         table: Table entries of each slot's blocks, int64 ``[slots, blocks]``. Entries past a sequence's
-            blocks, and those of idle slots, are the scratch block's.
+            blocks, and those of idle slots, are that of block ``SCRATCH``, which no sequence uses.
     """
 
     table: Tensor
@@ -248,7 +255,11 @@ class PagedCache(KVCache):
         return (sum(-(-length // self.page) for length in lengths) + 1) * self._block_bytes
 
     def pages(self, slots: Tensor | int) -> Pages:
-        """Return the table rows of these slots; of the first slots, for a number of slots, as views."""
+        """Return table rows for a forward pass.
+
+        Args:
+            slots: Slots ``[B]``, whose rows are copied. An int B: the first B slots, whose rows are views.
+        """
         rows = self.table[:slots] if isinstance(slots, int) else self.table.index_select(0, slots)
         return Pages(rows, self.page, self.memory)
 

@@ -73,7 +73,7 @@ class Scorer(ABC):
 
     @abstractmethod
     def check_weights(self) -> None:
-        """Notice changed weights, before cached prefixes are reused.
+        """Discard cached prefixes if weights have changed.
 
         Raises:
             WeightsMovedError: The scorer no longer fits its model.
@@ -119,7 +119,7 @@ class Scorer(ABC):
 
         Args:
             ids: Token ids ``[B, n]`` of the first B slots.
-            positions: Their positions ``[B, n]``, consecutive in each row.
+            positions: Their positions ``[B, n]``, consecutive in each row. Idle slots have -1.
 
         Returns:
             Logits ``[B, n, V]`` after each token.
@@ -130,15 +130,19 @@ class Scorer(ABC):
         return
 
     def launch_once(self, B: int, n: int) -> Tensor | None:
-        """Launch each kernel of a prefill, and of a forward pass over tokens ``[B, n]``, once.
+        """Launch each kernel of a prefill and of a forward pass once, so that it is compiled.
+
+        Args:
+            B: Number of rows of the forward pass.
+            n: Number of tokens of a row.
 
         Returns:
-            Undefined logits ``[B, n, V]``. None: there are no kernels to compile.
+            Logits ``[B, n, V]`` with undefined values. None: there are no kernels to compile.
         """
         return None
 
     def fill(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> None:
-        """Run a forward pass as ``forward`` does, for the KV cache alone.
+        """Run a forward pass as ``forward`` does, which fills the KV cache and returns no logits.
 
         Args:
             ids: Token ids ``[B, n]``.
@@ -184,7 +188,7 @@ class Scorer(ABC):
         Args:
             slots: Slots to free.
             texts: Token ids of the sequences. With them, a later prompt may reuse the KV cache. Without them,
-                the KV cache of the slots is zeroed.
+                the KV cache of the slots is zeroed, apart from shared blocks.
         """
         for i, slot in enumerate(slots):
             self.cache.close(slot, None if texts is None else texts[i])

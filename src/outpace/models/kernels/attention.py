@@ -1,16 +1,18 @@
 """Attention of a few new tokens over a paged KV cache, as one kernel.
 
-The cache consists of pages, each of ``page`` tokens. The memory of a page is a contiguous tensor
-``[layers, 2, kv_heads, page, d]``: keys, then values. A table, int64 ``[rows, pages]``, holds the address of
-each page of each row. So pages can be added to a row, and rows can share pages, without a new CUDA graph.
+In this file, a *block* is a thread block of the kernel, and a *page* is a block of ``PagedCache``. A page has
+``page`` tokens. Its memory is a contiguous tensor ``[layers, 2, kv_heads, page, d]``: keys, then values. A
+table, int64 ``[rows, pages]``, holds the address of each page of each row. So pages can be added to a row,
+and rows can share pages, without a new CUDA graph.
 
 The kernel takes the output of the query, key and value product. It normalizes and rotates queries and keys,
 writes keys and values into the cache, and computes the softmax.
 
 A block handles the queries of all heads that share a key head in a row, and a range of the row's earlier
 tokens. The block of the first range also handles the new tokens. It takes them from the product and writes
-them into the cache, so that no block waits for another. Long rows are cut into ranges, as many in all as keep
-the GPU busy. The last block of a row to finish combines their outputs.
+them into the cache, so that no block waits for another. Long rows are cut into ranges, so that there are
+enough blocks for all processors. If a row has several ranges, the last block of each key head to finish
+combines their outputs.
 """
 
 from __future__ import annotations
@@ -26,16 +28,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from outpace.models.kernels.launch import ALIGNED, Device, device
 from outpace.verification.kernels.ahead import launch
 
-MIN_RANGE = 256  # least earlier tokens of a block; twice as many from FEW_HEADS key heads on
-FEW_HEADS = 16
-BLOCKS = 1, 16  # blocks per processor that long rows are cut into: if key heads of all rows are few, or many
+# If B·kv_heads is at most the number of processors, and if it is more:
+BLOCKS = 1, 16  # blocks per processor
+MIN_RANGE = 128, 512  # least earlier tokens of a full range
 FIELDS = 8  # numbers per range
 ROWS_AT_ONCE = 256  # rows that the list of ranges is compiled for; for more, the next power of two
 BLOCK = 64  # earlier tokens loaded at once; see `blocks_of`
 FEW_BLOCKS = 160  # with fewer blocks, each may take a whole processor, and tokens are prefetched
-FEW_QUERIES = 2
+FEW_QUERIES = 2  # new tokens of a row
+FEW_HEADS = 16  # key heads of all rows
 SHORT_LINE = 128  # bytes of a key up to which a block needs no more warps
-STAGES = 3
+STAGES = 3  # most pipeline stages, Triton's `num_stages`
 COMBINED = 8  # most ranges loaded at once when their outputs are combined
 PREFETCH = 64  # earlier tokens that each of few blocks prefetches before the previous kernel has ended
 
@@ -202,7 +205,10 @@ def cut_rows(
     positions, table, ranges, B, max_ranges, min_range, window, positions_stride, table_stride,
     BLOCK: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
-    """Write one item of the list of ranges, whose lengths are multiples of BLOCK."""
+    """Write one item of the list of ranges.
+
+    All ranges have the same length, a multiple of BLOCK. Only the last range of a row may be shorter.
+    """
     item = tl.program_id(0)
     rows = tl.arange(0, MANY)
     starts = tl.load(positions + rows * positions_stride, mask=rows < B, other=0).to(tl.int32)
@@ -227,7 +233,7 @@ def cut_rows(
     tl.store(ranges + item * FIELDS, num_ranges)
 
 
-def ranges_of(positions: Tensor, table: Tensor, blocks: Blocks, window: int | None = None) -> Tensor:
+def ranges_of(positions: Tensor, table: Tensor, blocks: BlockShape, window: int | None = None) -> Tensor:
     """Cut the earlier tokens of rows into ranges, which the blocks of ``few_queries`` handle.
 
     Each row has ranges in proportion to its earlier tokens, and at least one. All layers of a forward pass
@@ -240,9 +246,9 @@ def ranges_of(positions: Tensor, table: Tensor, blocks: Blocks, window: int | No
         window: How far back the layers look; None for no limit.
 
     Returns:
-        A list of ranges, int64 ``[items, FIELDS]``: number of ranges of the row, row, number in the row,
-        first token, end, and the address of the first token's page. Items without a range begin with 0, and
-        come last.
+        A list of ranges, int64 ``[items, FIELDS]``. An item holds the number of ranges of the row, the row,
+        and the number of this range in the row. Then follow the first token, the end, and the address of the
+        first token's page. Items without a range begin with 0, and come last.
     """
     B = len(positions)
     # Each row may have a range that is not full.
@@ -266,12 +272,12 @@ def attend(
 ):  # fmt: skip
     """Compute one block of (range, key head).
 
-    HALF and WIDTH are powers of two that hold D / 2 and D. QUERIES is one that holds the queries of a key
-    head, and ROWS is at least 16. The outputs of COMBINED ranges are loaded at once. The layer's keys begin
-    at element layer_start of a page.
+    HALF, WIDTH and QUERIES are powers of two, not less than D / 2, D and the number of queries of a key head.
+    ROWS is QUERIES, but at least 16. The outputs of COMBINED ranges are loaded at once. The layer's keys
+    begin at element layer_start of a page.
 
-    Positions, angles, the table, the ranges and earlier tokens are older than the previous kernel. So a block
-    loads them, or prefetches PREFETCH of them, before that kernel ends.
+    The previous kernel does not write positions, angles, the table, the ranges or earlier tokens. So, before
+    that kernel ends, a block loads the first four and prefetches PREFETCH earlier tokens.
     """
     head, item = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
     num_ranges = tl.load(ranges + item * FIELDS).to(tl.int32)
@@ -382,7 +388,7 @@ def few_queries(
     angles: tuple[Tensor, Tensor],
     table: Tensor,
     ranges: Tensor,
-    blocks: Blocks,
+    blocks: BlockShape,
     counters: Tensor,
     *,
     layer: int,
@@ -403,7 +409,7 @@ def few_queries(
             Entries of pages that a row has no tokens in are not used.
         ranges: The ranges of all rows, from ``ranges_of``.
         blocks: Shape of the blocks, from ``blocks_of``.
-        counters: int32, at least B·kv_heads zeros. They are zeros again when all is done.
+        counters: int32, at least B·kv_heads zeros. They are zeros again after the kernel.
         layer: Index of the layer in each page.
         heads: Number of query heads.
         kv_heads: Number of key heads.
@@ -440,17 +446,17 @@ def few_queries(
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockShape:
     """Shape of the blocks of ``few_queries``.
 
     Attributes:
         page: Tokens of a page, a power of two from 16 on.
-        max_ranges: Most ranges of all rows, besides one range of each row that is not full.
-        min_range: Least earlier tokens of a range, unless the row has fewer.
+        max_ranges: Most full ranges of all rows together. The last range of each row need not be full.
+        min_range: Least earlier tokens of a full range.
         few: Whether there are few blocks, each of which may take a whole processor.
         tokens: Earlier tokens loaded at once, a divisor of ``page``.
         warps: Number of warps.
-        stages: Number of loads in flight.
+        stages: Number of pipeline stages, Triton's ``num_stages``.
     """
 
     page: int
@@ -464,7 +470,7 @@ class Blocks:
 
 def blocks_of(
     B: int, n: int, heads: int, kv_heads: int, d: int, *, page: int, dtype: torch.dtype, at: torch.device
-) -> Blocks:
+) -> BlockShape:
     """Return the shape of blocks that was fastest on an H200.
 
     Args:
@@ -478,18 +484,18 @@ def blocks_of(
         at: The device.
     """
     here = device(at)
-    max_ranges = max(1, BLOCKS[B * kv_heads > here.processors] * here.processors // kv_heads)
+    many = B * kv_heads > here.processors
+    max_ranges = max(1, BLOCKS[many] * here.processors // kv_heads)
     few = (B + max_ranges - 1) * kv_heads < FEW_BLOCKS
     line = max(16, triton.next_power_of_2(d)) * dtype.itemsize
-    if n > FEW_QUERIES and not few:
+    tokens, warps = BLOCK, 4
+    if not few and n > FEW_QUERIES:
         tokens, warps = max(16, BLOCK // 2), 2
-    else:
-        wide = few and B * kv_heads > FEW_HEADS and line > SHORT_LINE
-        tokens, warps = 2 * BLOCK if n > FEW_QUERIES or wide else BLOCK, 8 if wide else 4
+    elif few and line > SHORT_LINE:
+        tokens, warps = 2 * BLOCK if B * kv_heads > FEW_HEADS else BLOCK, 8
     rows = max(16, triton.next_power_of_2(heads // kv_heads * n))
     tokens, stages = fitting(min(tokens, page), rows, line, here)
-    min_range = MIN_RANGE if kv_heads < FEW_HEADS else 2 * MIN_RANGE
-    return Blocks(page, max_ranges, min_range, few, tokens, warps, stages)
+    return BlockShape(page, max_ranges, MIN_RANGE[many], few, tokens, warps, stages)
 
 
 def fitting(block: int, rows: int, line: int, here: Device) -> tuple[int, int]:

@@ -217,7 +217,7 @@ def few_rows(
     """Return x ``[M, K]``, normalized if it is a stream, times weight ``[N, K]`` transposed.
 
     Args:
-        x: At most ``MOST_ROWS`` rows.
+        x: At most ``MAX_ROWS`` rows.
         weight: ``[N, K]``; with a gate ``[2N, K]``.
         bias: Added to the product.
         gate: ``NO_GATE``, ``SILU`` or ``GELU``. The first half of the weight gates the second.

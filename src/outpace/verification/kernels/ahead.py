@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Thread
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
+from triton.runtime.cache import triton_key
 
-_ahead: ContextVar[bool] = ContextVar("kernels are compiled and not launched", default=False)
+Compile = Callable[[], Any]
+
+_ahead: ContextVar[list[Compile] | None] = ContextVar("kernels compiled and not launched", default=None)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> Any:
@@ -20,22 +26,51 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> A
     Returns:
         The compiled kernel, or None if there is none to launch again.
     """
-    if not _ahead.get():
+    kernels = _ahead.get()
+    if kernels is None:
         return kernel[grid](*args, **settings)
     # Triton compiles for dtypes as for tensors whose addresses are multiples of 16.
-    kernel.warmup(*(arg.dtype if isinstance(arg, Tensor) else arg for arg in args), grid=grid, **settings)
+    types = [arg.dtype if isinstance(arg, Tensor) else arg for arg in args]
+    compile_once = functools.partial(kernel.warmup, *types, grid=grid, **settings)
+    compile_once()
+    kernels.append(compile_once)
     return None
 
 
 @contextmanager
-def compiling_ahead() -> Iterator[None]:
-    """Compile the kernels that are launched in a ``with`` block, all at the same time, without running them.
+def compiling_ahead(device: torch.device) -> Iterator[None]:
+    """Compile and load the kernels that are launched in a ``with`` block, without running them.
 
-    The results of launchers are then undefined, and so must not be used as indices.
+    All of them are compiled at the same time, then all are loaded. The results of launchers are undefined,
+    and so must not be used as indices.
+
+    Args:
+        device: The device that the kernels are loaded for.
     """
-    token = _ahead.set(True)
+    kernels = list[Compile]()
+    token = _ahead.set(kernels)
+    choose = functools.partial(torch.cuda.set_device, device) if device.type == "cuda" else None
     try:
-        with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
-            yield
+        with ThreadPoolExecutor(initializer=choose) as threads:
+            with triton.AsyncCompileMode(threads):
+                yield
+            # Loading is worth threads: some versions of Triton then compile a C function for each kernel.
+            compiled = {id(kernel): kernel for kernel in (compile_once() for compile_once in kernels)}
+            # Triton's interpreter compiles nothing, and returns None.
+            list(threads.map(lambda kernel: kernel.run, filter(None, compiled.values())))
     finally:
         _ahead.reset(token)
+
+
+@functools.cache
+def start_triton() -> Thread:
+    """Let Triton start in a thread, once per process, while this one loads weights or converts a model.
+
+    On its first use, Triton hashes its own files, to find out whether compiled kernels are current.
+
+    Returns:
+        The thread.
+    """
+    thread = Thread(target=triton_key, name="outpace starts Triton", daemon=True)
+    thread.start()
+    return thread
