@@ -214,18 +214,18 @@ class Decoder:
             An ``Output`` for a single prompt, or a list of n with ``n=``. A list of ``Output`` for a list of
             prompts.
         """
-        rows, single = self.reader.rows(prompt, sampling, n, **options)
+        sequences, single = self.reader.sequences(prompt, sampling, n, **options)
         outputs: dict[int, Output] = {}
-        for step in self._steps(rows, options.get("batch_size")):
+        for step in self._steps(sequences, options.get("batch_size")):
             if step.output is not None:
                 outputs[step.index] = step.output
-        for row, output in outputs.items():
+        for index, output in outputs.items():
             if output.error is not None:
                 if single:
                     raise output.error
                 reason = str(output.error).removeprefix("prompt: ")
-                warnings.warn(f"prompt {row // (n or 1)}: {reason}", stacklevel=2)
-        return outputs[0] if single and n is None else [outputs[i] for i in range(len(rows))]
+                warnings.warn(f"prompt {index // (n or 1)}: {reason}", stacklevel=2)
+        return outputs[0] if single and n is None else [outputs[i] for i in range(len(sequences))]
 
     def stream(
         self,
@@ -239,10 +239,10 @@ class Decoder:
 
         The arguments are those of ``generate``. The last step of a sequence carries its ``Output``.
         """
-        rows, single = self.reader.rows(prompt, sampling, n, **options)
+        sequences, single = self.reader.sequences(prompt, sampling, n, **options)
 
         def steps() -> Generator[Step]:
-            with contextlib.closing(self._steps(rows, options.get("batch_size"))) as run:
+            with contextlib.closing(self._steps(sequences, options.get("batch_size"))) as run:
                 for step in run:
                     if single and step.output is not None and step.output.error is not None:
                         raise step.output.error
@@ -262,7 +262,7 @@ class Decoder:
 
         ``batch_size`` has no effect. A prompt of a list that cannot be read becomes a request that fails.
         """
-        return self.reader.rows(prompt, sampling, n, **options)[0]
+        return self.reader.sequences(prompt, sampling, n, **options)[0]
 
     def scheduler(self, batch_size: int = MAX_BATCH) -> Scheduler:
         """Return a scheduler, to which requests can be added while others are generated.
@@ -296,16 +296,16 @@ class Decoder:
             on_close=lambda: release(owner),
         )  # fmt: skip
 
-    def _steps(self, rows: list[SequenceState], batch_size: int | None) -> Generator[Step]:
+    def _steps(self, sequences: list[SequenceState], batch_size: int | None) -> Generator[Step]:
         """Yield the steps of all sequences, at most ``batch_size`` at a time."""
         owner = object()
         try:
-            with self._scheduler(owner, batch_size or len(rows)) as scheduler:
-                readable = [row for row in rows if row.error is None]
+            with self._scheduler(owner, batch_size or len(sequences)) as scheduler:
+                readable = [one for one in sequences if one.error is None]
                 if readable:
                     scheduler.prepare(readable)
-                for row in rows:
-                    scheduler.add(row)
+                for sequence in sequences:
+                    scheduler.add(sequence)
                 while scheduler.unfinished:
                     yield from scheduler.step()
         finally:

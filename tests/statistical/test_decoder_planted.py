@@ -220,8 +220,8 @@ def steps_in_flight_reach_the_next_owner(patch: pytest.MonkeyPatch) -> None:
     honest = Scheduler._finish
 
     def finish(self: Scheduler, started: InFlightStep, clock: Clock) -> list[Step]:
-        rows = {slot: self._active.get(slot, row) for slot, row in started.rows.items()}
-        return honest(self, replace(started, rows=rows), clock)
+        rows = {slot: self._active.get(slot, row) for slot, row in started.sequences.items()}
+        return honest(self, replace(started, sequences=rows), clock)
 
     patch.setattr(Scheduler, "_finish", finish)
 

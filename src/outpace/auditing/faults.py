@@ -31,10 +31,10 @@ STALE_POSITIONS = 2  # positions ahead that tokens see
 class AcceptAll(EagerExecutor):
     """Every draft token is accepted."""
 
-    def verify(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
+    def verify(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
         """See ``EagerExecutor.verify``."""
-        verdict = super().verify(rows, draft, logits)
-        return replace(verdict, accepted=_lengths(rows, draft, logits))
+        verdict = super().verify(sequences, draft, logits)
+        return replace(verdict, accepted=_lengths(sequences, draft, logits))
 
 
 class Resample(EagerExecutor):
@@ -44,15 +44,15 @@ class Resample(EagerExecutor):
         super().__init__(scorer, drafter, rule, lenience)
         self.generator = torch.Generator(scorer.device).manual_seed(0)
 
-    def verify(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
+    def verify(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
         """See ``EagerExecutor.verify``."""
-        verdict = super().verify(rows, draft, logits)
+        verdict = super().verify(sequences, draft, logits)
         prefix = Prefix.padded(
-            [row.tokens for row in rows], [row.prompt_length for row in rows], logits.device
+            [one.tokens for one in sequences], [one.prompt_length for one in sequences], logits.device
         )
-        scores = adjusted_logits(logits, [row.sampling for row in rows], prefix, draft)
-        at = scores[torch.arange(len(rows), device=logits.device), verdict.accepted]
-        rejected = verdict.accepted < _lengths(rows, draft, logits)
+        scores = adjusted_logits(logits, [one.sampling for one in sequences], prefix, draft)
+        at = scores[torch.arange(len(sequences), device=logits.device), verdict.accepted]
+        rejected = verdict.accepted < _lengths(sequences, draft, logits)
         sampled = torch.multinomial(at.softmax(-1), 1, generator=self.generator)[:, 0]
         return replace(verdict, next_token=torch.where(rejected, sampled, verdict.next_token))
 
@@ -64,15 +64,15 @@ class Rollback(EagerExecutor):
         super().__init__(scorer, drafter, rule, lenience)
         self.num_drafted: dict[int, int] = {}  # by slot: draft tokens of the last step
 
-    def verdicts(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Outcome:
+    def verdicts(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Outcome:
         """See ``EagerExecutor.verdicts``."""
-        outcome = super().verdicts(rows, draft, logits)
+        outcome = super().verdicts(sequences, draft, logits)
         self.num_drafted |= {slot: len(tokens) for slot, tokens in outcome.drafts.items()}
         return outcome
 
-    def commit(self, row: SequenceState, g: int, accepted: int) -> None:
+    def commit(self, sequence: SequenceState, g: int, accepted: int) -> None:
         """See ``Executor.commit``."""
-        super().commit(row, g, accepted + (accepted < self.num_drafted[row.slot]))
+        super().commit(sequence, g, accepted + (accepted < self.num_drafted[sequence.slot]))
 
 
 class Stale(EagerExecutor):
@@ -102,23 +102,23 @@ class StaleScorer(CausalScorer):
 class Noise(EagerExecutor):
     """All sequences of a batch are sampled with the noise of its first."""
 
-    def block(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Block:
+    def block(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Block:
         """See ``EagerExecutor.block``."""
-        return replace(super().block(rows, draft, logits), seeds=rows[0].seed)
+        return replace(super().block(sequences, draft, logits), seeds=sequences[0].seed)
 
 
 class Reuse(EagerExecutor):
     """Every step is sampled with the noise of the first."""
 
-    def block(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Block:
+    def block(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Block:
         """See ``EagerExecutor.block``."""
-        return replace(super().block(rows, draft, logits), starts=0)
+        return replace(super().block(sequences, draft, logits), starts=0)
 
 
 class Mislabel(EagerExecutor):
     """The drafter states a distribution that its tokens are not sampled from."""
 
-    def verify(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
+    def verify(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
         """See ``EagerExecutor.verify``."""
         if draft.logits is not None:
             stated_logits = 2 * draft.logits  # a lower temperature
@@ -126,7 +126,7 @@ class Mislabel(EagerExecutor):
             V = logits.shape[-1]
             stated_logits = torch.full((*draft.tokens.shape, V), -math.log(V), device=logits.device)
             stated_logits.scatter_(2, draft.tokens[..., None], 0.0)
-        return super().verify(rows, replace(draft, logits=stated_logits, precomputed=None), logits)
+        return super().verify(sequences, replace(draft, logits=stated_logits, precomputed=None), logits)
 
 
 FAULTS: dict[str, type[EagerExecutor]] = {
@@ -157,6 +157,6 @@ def planted(decoder: Decoder, fault: str) -> Iterator[None]:
         decoder.forget()
 
 
-def _lengths(rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Tensor:
+def _lengths(sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Tensor:
     """Return the number of draft tokens of each sequence ``[R]``."""
-    return torch.tensor(draft.lengths or [draft.tokens.shape[1]] * len(rows), device=logits.device)
+    return torch.tensor(draft.lengths or [draft.tokens.shape[1]] * len(sequences), device=logits.device)

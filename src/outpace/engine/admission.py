@@ -36,48 +36,48 @@ class Admission:
         """
         free = [slot for slot in range(self.slots) if slot not in active]
         new, failed = list[SequenceState](), list[SequenceState]()
-        candidates = [row for row in itertools.islice(self.waiting, len(free)) if row.error is None]
+        candidates = [one for one in itertools.islice(self.waiting, len(free)) if one.error is None]
         all_fit = bool(candidates) and self._fits([*active.values(), *candidates])
         while self.waiting and (len(new) < len(free) or self.waiting[0].error is not None):
-            row = self.waiting[0]
-            if row.error is None and not all_fit and not self._fits([*active.values(), *new, row]):
+            sequence = self.waiting[0]
+            if sequence.error is None and not all_fit and not self._fits([*active.values(), *new, sequence]):
                 if active or new:
                     break  # it waits for memory
-                row.error, row.finish_reason = self._too_long(row), "error"
+                sequence.error, sequence.finish_reason = self._too_long(sequence), "error"
             self.waiting.popleft()
-            if row.error is not None:
-                failed.append(row)
+            if sequence.error is not None:
+                failed.append(sequence)
             else:
-                row.slot = free[len(new)]
-                new.append(row)
+                sequence.slot = free[len(new)]
+                new.append(sequence)
         return new, failed
 
-    def reservation(self, rows: Sequence[SequenceState]) -> tuple[int, int]:
+    def reservation(self, sequences: Sequence[SequenceState]) -> tuple[int, int]:
         """Return the slots and the tokens per slot to reserve before sequences are added.
 
         Args:
-            rows: The sequences.
+            sequences: The sequences.
 
         Returns:
             How many of the longest sequences fit together, and the most tokens of the longest one.
         """
-        longest_first = sorted(rows, key=self._max_tokens, reverse=True)[: self.slots]
+        longest_first = sorted(sequences, key=self._max_tokens, reverse=True)[: self.slots]
         counts = range(1, len(longest_first) + 1)
         fitting = bisect.bisect_left(counts, True, key=lambda n: not self._fits(longest_first[:n]))
         return fitting, self._max_tokens(longest_first[0])
 
-    def _max_tokens(self, row: SequenceState) -> int:
+    def _max_tokens(self, sequence: SequenceState) -> int:
         """Return the most tokens of a sequence in the KV cache, draft tokens included."""
-        longest = min(row.prompt_length + row.max_new_tokens, self.scorers[0].context)
+        longest = min(sequence.prompt_length + sequence.max_new_tokens, self.scorers[0].context)
         return longest + self.max_draft_tokens + 1
 
-    def _fits(self, rows: Sequence[SequenceState]) -> bool:
+    def _fits(self, sequences: Sequence[SequenceState]) -> bool:
         """Return whether the KV caches have memory for these sequences, however long they become."""
-        lengths = [self._max_tokens(row) for row in rows]
+        lengths = [self._max_tokens(one) for one in sequences]
         return all(scorer.cache.bytes_for(lengths) <= scorer.cache.budget for scorer in self.scorers)
 
-    def _too_long(self, row: SequenceState) -> Exception:
-        tokens = self._max_tokens(row)
+    def _too_long(self, sequence: SequenceState) -> Exception:
+        tokens = self._max_tokens(sequence)
         scorer = next(one for one in self.scorers if one.cache.bytes_for([tokens]) > one.cache.budget)
         return MemoryError(
             f"the KV cache of {tokens} tokens of {type(scorer.base).__name__} needs "

@@ -42,22 +42,22 @@ class Buckets:
         self._lengths: dict[tuple[int, SamplingParams], set[int]] = {}  # see `captured`
         self._version = -1  # of the graphs, when `_lengths` was computed
 
-    def slots(self, rows: Mapping[int, SequenceState]) -> int:
+    def slots(self, sequences: Mapping[int, SequenceState]) -> int:
         """Return the number of slots in the next step of these sequences, idle ones included."""
-        needed = max(rows) + 1
+        needed = max(sequences) + 1
         if not self._graphs.enabled:
             return needed
         bucket = bucket_of(needed)
         if bucket < self._last and self._smaller_for < PATIENCE:
-            sampling = next(iter(rows.values())).sampling
+            sampling = next(iter(sequences.values())).sampling
             captured = [size for size in BUCKETS if size >= bucket and self.captured(size, sampling)]
             return min(captured, default=bucket)
         return bucket
 
-    def use(self, rows: Mapping[int, SequenceState]) -> int:
-        """Return ``slots(rows)`` for a step that starts now, and count steps with fewer sequences."""
-        self._last = self.slots(rows)
-        self._smaller_for = self._smaller_for + 1 if self._last > bucket_of(max(rows) + 1) else 0
+    def use(self, sequences: Mapping[int, SequenceState]) -> int:
+        """Return ``slots(sequences)`` for a step that starts now, and count steps with fewer sequences."""
+        self._last = self.slots(sequences)
+        self._smaller_for = self._smaller_for + 1 if self._last > bucket_of(max(sequences) + 1) else 0
         return self._last
 
     def steps(self) -> Iterator[StepKey]:

@@ -34,19 +34,19 @@ class CatchUp:
         # Number of chunks that are still to be processed
         self._chunks_left = torch.zeros((), dtype=torch.int64, device=scorer.device)
 
-    def open(self, row: SequenceState) -> None:
+    def open(self, sequence: SequenceState) -> None:
         """Count the tokens of a new sequence that the draft model's KV cache lacks."""
         cache = self.scorer.cache
-        if not cache.is_open(row.slot):
-            cache.open(row.slot, known_tokens(self.scorer, row.tokens))
-        behind = min(len(row.tokens), self.scorer.context) - 2 - cache.length(row.slot)
-        self._behind[row.slot] = max(0, behind)
+        if not cache.is_open(sequence.slot):
+            cache.open(sequence.slot, known_tokens(self.scorer, sequence.tokens))
+        behind = min(len(sequence.tokens), self.scorer.context) - 2 - cache.length(sequence.slot)
+        self._behind[sequence.slot] = max(0, behind)
 
-    def close(self, row: SequenceState) -> None:
+    def close(self, sequence: SequenceState) -> None:
         """Stop counting for a sequence; commit the tokens that the draft model has processed."""
-        processed = min(len(row.tokens) - 2 - self._behind.pop(row.slot), self.scorer.context)
+        processed = min(len(sequence.tokens) - 2 - self._behind.pop(sequence.slot), self.scorer.context)
         cache = self.scorer.cache
-        cache.commit(row.slot, max(0, processed - cache.length(row.slot)))
+        cache.commit(sequence.slot, max(0, processed - cache.length(sequence.slot)))
 
     def skip(self, slots: Iterable[int]) -> None:
         """Count the token of a step without draft tokens, which the draft model does not process."""

@@ -66,61 +66,61 @@ class Proposer:
         # By slot: a sequence, and the number of its tokens that the drafter has processed
         self._num_read: dict[int, tuple[SequenceState, int]] = {}
 
-    def load(self, rows: Sequence[SequenceState], in_flight: int) -> Load:
+    def load(self, sequences: Sequence[SequenceState], in_flight: int) -> Load:
         """Return the size and limits of the target's next forward pass.
 
         Args:
-            rows: The active sequences.
+            sequences: The active sequences.
             in_flight: Number of steps in flight, each of which adds at least one token.
         """
-        longest = max(len(row.tokens) for row in rows)
+        longest = max(len(one.tokens) for one in sequences)
         # Each step in flight adds at least one token, and the target adds one itself.
         certain, context = in_flight + 1, self.scorer.context
         remaining = tuple(
-            min(row.max_new_tokens - row.stats.new_tokens, context - len(row.tokens)) - certain
-            for row in rows
+            min(one.max_new_tokens - one.stats.new_tokens, context - len(one.tokens)) - certain
+            for one in sequences
         )
-        return Load(len(rows), longest, self._num_unread(rows), remaining_draft_tokens=remaining)
+        return Load(len(sequences), longest, self._num_unread(sequences), remaining_draft_tokens=remaining)
 
-    def choose(self, rows: Sequence[SequenceState], load: Load) -> dict[int, int]:
+    def choose(self, sequences: Sequence[SequenceState], load: Load) -> dict[int, int]:
         """Return the number of draft tokens that the policy chooses for each slot.
 
         Without a drafter, the result is empty. A free drafter on the host proposes first, in ``propose``.
 
         Args:
-            rows: The active sequences.
+            sequences: The active sequences.
             load: The size and limits of the target's next forward pass.
         """
         if self.drafter is None:
             return {}
-        slots = [row.slot for row in rows]
+        slots = [one.slot for one in sequences]
         return dict(zip(slots, self.policy.choose(slots, load=load), strict=True))
 
     def propose(
-        self, rows: Sequence[SequenceState], load: Load, chosen: Mapping[int, int] | None = None
+        self, sequences: Sequence[SequenceState], load: Load, chosen: Mapping[int, int] | None = None
     ) -> Proposal:
         """Propose draft tokens for each sequence, within the limits of policy, context and remaining tokens.
 
         Args:
-            rows: The active sequences.
+            sequences: The active sequences.
             load: The size and limits of the target's forward pass, with no step in flight.
             chosen: The number of draft tokens by slot. By default the policy chooses it.
         """
         if self.drafter is None or (self.free and self.policy.idle):
-            return self.without_draft(rows)
+            return self.without_draft(sequences)
         if self.free:
-            chosen = dict.fromkeys((row.slot for row in rows), self.policy.max_draft_tokens)
+            chosen = dict.fromkeys((one.slot for one in sequences), self.policy.max_draft_tokens)
         elif chosen is None:
-            chosen = self.choose(rows, load)
-        remaining = zip(rows, load.remaining_draft_tokens or (), strict=True)
-        limits = [min(chosen.get(row.slot, 0), most) for row, most in remaining]
+            chosen = self.choose(sequences, load)
+        remaining = zip(sequences, load.remaining_draft_tokens or (), strict=True)
+        limits = [min(chosen.get(one.slot, 0), most) for one, most in remaining]
         if max(limits) < 1:
-            return self.without_draft(rows)
-        state = self.state(rows, limits)
+            return self.without_draft(sequences)
+        state = self.state(sequences, limits)
         draft = self._call_drafter(state, limits)
         if self.free:
             return self._choose_from(draft, state, load)
-        self._last_drafted = [(row, len(row.tokens)) for row in rows]
+        self._last_drafted = [(one, len(one.tokens)) for one in sequences]
         requested, draft_steps = limits, max(limits)
         if draft.steps is not None:  # the policy stopped the drafter
             requested, draft_steps = list(draft.lengths or limits), draft.steps
@@ -143,7 +143,7 @@ class Proposer:
         ]
         return Proposal(self._truncated(draft, chosen), state, unscored=unscored)
 
-    def _num_unread(self, rows: Sequence[SequenceState]) -> int:
+    def _num_unread(self, sequences: Sequence[SequenceState]) -> int:
         """Return the number of tokens, over all sequences, that the drafter has not processed yet.
 
         A free drafter needs no catch-up, so the number is 0.
@@ -151,21 +151,21 @@ class Proposer:
         if self.drafter is None or self.free:
             return 0
         # The outcome of the last draft counts as processed, also if it is not committed yet.
-        self._num_read |= {row.slot: (row, len(row.tokens)) for row, _ in self._last_drafted}
+        self._num_read |= {one.slot: (one, len(one.tokens)) for one, _ in self._last_drafted}
         self._last_drafted = [
-            (row, length) for row, length in self._last_drafted if len(row.tokens) == length
+            (one, length) for one, length in self._last_drafted if len(one.tokens) == length
         ]
-        num_read = (self._num_read.get(row.slot, (None, 0)) for row in rows)
+        num_read = (self._num_read.get(one.slot, (None, 0)) for one in sequences)
         return sum(
-            len(row.tokens) - (read if owner is row else 0)
-            for row, (owner, read) in zip(rows, num_read, strict=True)
+            len(one.tokens) - (read if owner is one else 0)
+            for one, (owner, read) in zip(sequences, num_read, strict=True)
         )
 
-    def propose_unscored(self, rows: Sequence[SequenceState]) -> list[int | None]:
+    def propose_unscored(self, sequences: Sequence[SequenceState]) -> list[int | None]:
         """Return the next token that a free drafter proposes for each sequence; the target scores none."""
         assert self.drafter is not None
-        proposals = self.drafter.propose(self.state(rows, [1] * len(rows), torch.device("cpu")), 1)
-        lengths = proposals.lengths or [1] * len(rows)
+        proposals = self.drafter.propose(self.state(sequences, [1] * len(sequences), torch.device("cpu")), 1)
+        lengths = proposals.lengths or [1] * len(sequences)
         return [
             tokens[0] if length else None
             for tokens, length in zip(proposals.tokens.tolist(), lengths, strict=True)
@@ -187,33 +187,33 @@ class Proposer:
         precomputed = None if draft.precomputed is None else draft.precomputed.first(g)
         return Draft(draft.tokens[:, :g], logits, lengths, precomputed)
 
-    def without_draft(self, rows: Sequence[SequenceState]) -> Proposal:
+    def without_draft(self, sequences: Sequence[SequenceState]) -> Proposal:
         """Return a proposal without draft tokens."""
-        return Proposal(Draft.chosen([[] for _ in rows], self.scorer.device))
+        return Proposal(Draft.chosen([[] for _ in sequences], self.scorer.device))
 
     def state(
-        self, rows: Sequence[SequenceState], limits: list[int], device: torch.device | None = None
+        self, sequences: Sequence[SequenceState], limits: list[int], device: torch.device | None = None
     ) -> State:
         """Return the drafter's input.
 
         Args:
-            rows: The sequences.
+            sequences: The sequences.
             limits: Most draft tokens of each sequence.
             device: Device of the draft tokens. By default the target's.
         """
         device = device or self.scorer.device
-        own = [row.sampling if row.draft_sampling is None else row.draft_sampling for row in rows]
+        own = [one.sampling if one.draft_sampling is None else one.draft_sampling for one in sequences]
         return State(
-            [row.slot for row in rows],
-            [row.tokens for row in rows],
-            [row.prompt_length for row in rows],
+            [one.slot for one in sequences],
+            [one.tokens for one in sequences],
+            [one.prompt_length for one in sequences],
             # Processors may keep state, which must not depend on rejected draft tokens: drafting uses copies.
             [one.fork() if one.processors else one for one in own],
-            seeds(rows, device),
+            seeds(sequences, device),
             limits,
             self.scorer.vocab_size,
             device,
             self.rule.name == "match",
-            [row.source for row in rows],
+            [one.source for one in sequences],
             self.policy.enough if self.policy.asks else None,
         )

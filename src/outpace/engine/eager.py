@@ -48,7 +48,7 @@ class EagerExecutor(Executor):
         draft_scorer = None if drafter is None else drafter.scorer
         self.scorers = [scorer] if draft_scorer is None else [scorer, draft_scorer]
 
-    def unsupported(self, rows: Sequence[SequenceState]) -> str | None:
+    def unsupported(self, sequences: Sequence[SequenceState]) -> str | None:
         """See ``Executor.unsupported``; this executor supports all sequences."""
         return None
 
@@ -62,35 +62,39 @@ class EagerExecutor(Executor):
             scorer.cache.prepare(slots, tokens)
 
     @torch.inference_mode()
-    def prefill(self, rows: Sequence[SequenceState], clock: Clock) -> Prefilling:
+    def prefill(self, sequences: Sequence[SequenceState], clock: Clock) -> Prefilling:
         """See ``Executor.prefill``."""
-        slots, sources = [row.slot for row in rows], [row.source for row in rows]
+        slots, sources = [one.slot for one in sequences], [one.source for one in sequences]
         for scorer in self.scorers:
-            scorer.encode_sources(slots, sources, max(len(row.tokens) for row in rows))
+            scorer.encode_sources(slots, sources, max(len(one.tokens) for one in sequences))
         clock.lap("encode")
-        return EagerPrefilling(rows, Prefill(self.scorer, slots, [row.tokens for row in rows], sources), self)
+        return EagerPrefilling(
+            sequences, Prefill(self.scorer, slots, [one.tokens for one in sequences], sources), self
+        )
 
     @torch.inference_mode()
-    def start(self, rows: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock) -> Pending:
+    def start(
+        self, sequences: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock
+    ) -> Pending:
         """See ``Executor.start``; the step has ended when this returns."""
         self.scorer.check_placed()
-        sequences = list(rows.values())
-        draft = Draft.chosen([[] for _ in rows], self.scorer.device) if draft is None else draft
-        last = on_device([row.tokens[-1] for row in sequences], torch.int64, self.scorer.device)
+        ordered = list(sequences.values())
+        draft = Draft.chosen([[] for _ in sequences], self.scorer.device) if draft is None else draft
+        last = on_device([one.tokens[-1] for one in ordered], torch.int64, self.scorer.device)
         scored = torch.cat((last[:, None], draft.tokens), dim=1)
-        logits = self.scorer.score(list(rows), scored)  # [R, g+1, V] of p
+        logits = self.scorer.score(list(sequences), scored)  # [R, g+1, V] of p
         clock.lap("target")
-        outcome = self.verdicts(sequences, draft, logits)
+        outcome = self.verdicts(ordered, draft, logits)
         clock.lap("verify")
         return Done(outcome)
 
-    def verdicts(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Outcome:
+    def verdicts(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Outcome:
         """Return the outcome of verification, on the host."""
-        verdict = self.verify(rows, draft, logits)
+        verdict = self.verify(sequences, draft, logits)
         both = torch.stack((verdict.accepted, verdict.next_token, verdict.bad.long()))
         accepted, next_token, bad = both.tolist()
-        slots = [row.slot for row in rows]
-        lengths = draft.lengths or [draft.tokens.shape[1]] * len(rows)
+        slots = [one.slot for one in sequences]
+        lengths = draft.lengths or [draft.tokens.shape[1]] * len(sequences)
         drafts = [tokens[:length] for tokens, length in zip(draft.tokens.tolist(), lengths, strict=True)]
         return Outcome(
             dict(zip(slots, drafts, strict=True)),
@@ -99,37 +103,37 @@ class EagerExecutor(Executor):
             dict(zip(slots, map(bool, bad), strict=True)),
         )
 
-    def verify(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
+    def verify(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
         """Verify draft tokens, and store log-probabilities and scores where they were requested."""
-        samplings = [row.sampling for row in rows]
+        samplings = [one.sampling for one in sequences]
         prefix = None
         if any(sampling.reads_prefix for sampling in samplings):
-            prompts = [row.prompt_length for row in rows]
-            prefix = Prefix.padded([row.tokens for row in rows], prompts, logits.device)
+            prompts = [one.prompt_length for one in sequences]
+            prefix = Prefix.padded([one.tokens for one in sequences], prompts, logits.device)
         if draft.logits is not None:
             # Both logits get the same dtype, at least as precise as the target's.
             dtype = torch.promote_types(logits.dtype, draft.logits.dtype)
             logits, draft = logits.to(dtype), replace(draft, logits=draft.logits.to(dtype))
         scores = None
-        if any(row.top is not None or row.scores is not None for row in rows):
+        if any(one.top is not None or one.scores is not None for one in sequences):
             scores = adjusted_logits(logits, samplings, prefix, draft)
         verdict = verify_block(
-            self.block(rows, draft, logits),
+            self.block(sequences, draft, logits),
             self.rule,
             self.lenience,
             one_for_all(samplings),
             None if draft.precomputed is None else draft.precomputed.sampling,
             prefix,
         )
-        if any(row.scores is not None or row.logits is not None for row in rows):
-            store_scores(rows, verdict, logits, scores)
-        if scores is not None and any(row.top is not None for row in rows):
-            store_logprobs(rows, draft, verdict, scores)
+        if any(one.scores is not None or one.logits is not None for one in sequences):
+            store_scores(sequences, verdict, logits, scores)
+        if scores is not None and any(one.top is not None for one in sequences):
+            store_logprobs(sequences, draft, verdict, scores)
         return verdict
 
-    def block(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Block:
+    def block(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Block:
         """Return the input of verification."""
-        R, g, device = len(rows), draft.tokens.shape[1], logits.device
+        R, g, device = len(sequences), draft.tokens.shape[1], logits.device
         ragged = any(length < g for length in draft.lengths or ())
         lengths = on_device(list(draft.lengths or [0] * R), torch.int64, device) if ragged else None
         tokens, invalid = draft.tokens, None
@@ -139,13 +143,13 @@ class EagerExecutor(Executor):
             tokens, invalid = check.tokens(tokens, None, logits.shape[-1])
         single = R == 1  # then seed and position are ints instead of tensors
         precomputed = draft.precomputed
-        starts = [len(row.tokens) for row in rows]
+        starts = [len(one.tokens) for one in sequences]
         return Block(
             tokens,
             draft.logits,
             logits,
             None if precomputed is None else precomputed.lse,
-            rows[0].seed if single else seeds(rows, device),
+            sequences[0].seed if single else seeds(sequences, device),
             starts[0] if single else on_device(starts, torch.int64, device),
             lengths,
             invalid,
@@ -154,13 +158,13 @@ class EagerExecutor(Executor):
             stop_at_rejection=True,
         )
 
-    def commit(self, row: SequenceState, g: int, accepted: int) -> None:
+    def commit(self, sequence: SequenceState, g: int, accepted: int) -> None:
         """See ``Executor.commit``."""
-        self.scorer.cache.commit(row.slot, 1 + accepted)
+        self.scorer.cache.commit(sequence.slot, 1 + accepted)
 
-    def release(self, row: SequenceState, keep: bool) -> None:
+    def release(self, sequence: SequenceState, keep: bool) -> None:
         """See ``Executor.release``."""
-        self.scorer.reset([row.slot], [row.tokens] if keep else None)
+        self.scorer.reset([sequence.slot], [sequence.tokens] if keep else None)
 
     def detach(self) -> None:
         """See ``Executor.detach``; nothing is held beside the KV caches."""
@@ -169,8 +173,8 @@ class EagerExecutor(Executor):
 class EagerPrefilling(Prefilling):
     """Prefill that ends with the first token of each sequence."""
 
-    def __init__(self, rows: Sequence[SequenceState], prefill: Prefill, executor: EagerExecutor) -> None:
-        super().__init__(rows, [prefill])
+    def __init__(self, sequences: Sequence[SequenceState], prefill: Prefill, executor: EagerExecutor) -> None:
+        super().__init__(sequences, [prefill])
         self.executor = executor
 
     @torch.inference_mode()
@@ -183,7 +187,7 @@ class EagerPrefilling(Prefilling):
         """See ``Prefilling.finish``."""
         logits = self.prefills[0].logits()
         clock.lap("target")
-        draft = Draft.chosen([[] for _ in self.rows], logits.device)
-        outcome = self.executor.verdicts(self.rows, draft, logits[:, None])
+        draft = Draft.chosen([[] for _ in self.sequences], logits.device)
+        outcome = self.executor.verdicts(self.sequences, draft, logits[:, None])
         clock.lap("verify")
         return outcome

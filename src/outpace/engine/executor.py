@@ -71,7 +71,7 @@ class Executor(ABC):
     is_async: bool
 
     @abstractmethod
-    def unsupported(self, rows: Sequence[SequenceState]) -> str | None:
+    def unsupported(self, sequences: Sequence[SequenceState]) -> str | None:
         """Return the reason why this executor cannot run these sequences together, or None if it can."""
 
     @abstractmethod
@@ -79,42 +79,44 @@ class Executor(ABC):
         """Prepare for sequences of up to ``tokens`` tokens in the first slots, so that no memory moves."""
 
     @abstractmethod
-    def prefill(self, rows: Sequence[SequenceState], clock: Clock) -> Prefilling:
+    def prefill(self, sequences: Sequence[SequenceState], clock: Clock) -> Prefilling:
         """Begin to prefill new sequences.
 
         Args:
-            rows: The sequences. They have slots.
+            sequences: The sequences. They have slots.
             clock: Clock of the prefill.
         """
 
     @abstractmethod
-    def start(self, rows: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock) -> Pending:
+    def start(
+        self, sequences: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock
+    ) -> Pending:
         """Start a step.
 
         Args:
-            rows: The sequences that take part, by slot.
+            sequences: The sequences that take part, by slot.
             g: Number of draft tokens per sequence. 0 decodes without speculation.
-            draft: Draft tokens from the host, for the sequences in the order of ``rows``. None: the executor
-                drafts, or g is 0.
+            draft: Draft tokens from the host, in the order of ``sequences``. None: the executor drafts, or g
+                is 0.
             clock: Attributes the seconds of an executor that is not asynchronous.
         """
 
     @abstractmethod
-    def commit(self, row: SequenceState, g: int, accepted: int) -> None:
+    def commit(self, sequence: SequenceState, g: int, accepted: int) -> None:
         """Commit the outcome of a step to the target's KV cache.
 
         Args:
-            row: The sequence.
+            sequence: The sequence.
             g: Number of draft tokens that the step scored, padding included.
             accepted: Number of accepted draft tokens.
         """
 
     @abstractmethod
-    def release(self, row: SequenceState, keep: bool) -> None:
+    def release(self, sequence: SequenceState, keep: bool) -> None:
         """Free the slot of a sequence.
 
         Args:
-            row: The sequence.
+            sequence: The sequence.
             keep: Whether later prompts may reuse its KV cache.
         """
 
@@ -136,11 +138,11 @@ class Executor(ABC):
         """Free everything that is kept between calls, apart from KV caches. No sequence may be active."""
         return
 
-    def load(self, rows: Mapping[int, SequenceState], load: Load) -> Load:
+    def load(self, sequences: Mapping[int, SequenceState], load: Load) -> Load:
         """Return a load that includes what only this executor knows, such as padding and captures.
 
         Args:
-            rows: The sequences of the next step, by slot.
+            sequences: The sequences of the next step, by slot.
             load: The load as the sequences alone determine it.
         """
         return replace(load, executor=self.name)
@@ -154,12 +156,12 @@ class Prefilling:
     """New sequences that an executor prefills, one forward pass at a time.
 
     Args:
-        rows: The sequences.
+        sequences: The sequences.
         prefills: The prefills of the target and of the draft model.
     """
 
-    def __init__(self, rows: Sequence[SequenceState], prefills: Sequence[Prefill]) -> None:
-        self.rows, self.prefills = list(rows), list(prefills)
+    def __init__(self, sequences: Sequence[SequenceState], prefills: Sequence[Prefill]) -> None:
+        self.sequences, self.prefills = list(sequences), list(prefills)
 
     def advance(self) -> bool:
         """Run a forward pass of each model; return whether all prompts are complete."""

@@ -82,15 +82,15 @@ class GraphExecutor(Executor):
         """See ``Executor.is_async``."""
         return self.graphs.enabled
 
-    def unsupported(self, rows: Sequence[SequenceState]) -> str | None:
+    def unsupported(self, sequences: Sequence[SequenceState]) -> str | None:
         """See ``Executor.unsupported``."""
-        first = rows[0].sampling
-        for row in rows:
-            if row.sampling != first or (row.draft_sampling or first) != first:
+        first = sequences[0].sampling
+        for sequence in sequences:
+            if sequence.sampling != first or (sequence.draft_sampling or first) != first:
                 return "sequences have different sampling parameters"
-            if row.sampling.logit_bias or row.sampling.reads_prefix:
+            if sequence.sampling.logit_bias or sequence.sampling.reads_prefix:
                 return "sampling has penalties, a logit bias or processors"
-            if row.top is not None or row.scores is not None or row.logits is not None:
+            if sequence.top is not None or sequence.scores is not None or sequence.logits is not None:
                 return "logprobs, scores or logits were requested"
         return None
 
@@ -102,12 +102,14 @@ class GraphExecutor(Executor):
         captured = ", ".join(f"g={g} for {slots}" for slots, g in steps)
         return f"{kind}{host}" + (f"; captured: {captured} slots" if captured else "")
 
-    def load(self, rows: Mapping[int, SequenceState], load: Load) -> Load:
+    def load(self, sequences: Mapping[int, SequenceState], load: Load) -> Load:
         """See ``Executor.load``; all sequences are padded to the same number of tokens."""
-        slots, sampling = self._buckets.slots(rows), next(iter(rows.values())).sampling
+        slots, sampling = self._buckets.slots(sequences), next(iter(sequences.values())).sampling
         catch_up_tokens = load.catch_up_tokens
         if self.drafts:
-            catch_up_tokens = 0 if self._catch_up is None else self._catch_up.chunks(rows) * CHUNK * slots
+            catch_up_tokens = (
+                0 if self._catch_up is None else self._catch_up.chunks(sequences) * CHUNK * slots
+            )
         return replace(
             load,
             batch=slots,
@@ -131,19 +133,19 @@ class GraphExecutor(Executor):
                     getattr(self.slots, name)[: len(old)] = getattr(old, name)
             self.graphs.clear()
 
-    def prefill(self, rows: Sequence[SequenceState], clock: Clock) -> Prefilling:
+    def prefill(self, sequences: Sequence[SequenceState], clock: Clock) -> Prefilling:
         """See ``Executor.prefill``; the last token of each prompt is left to the first step."""
-        slots, prefills = [row.slot for row in rows], []
-        longest, sampling = max(len(row.tokens) for row in rows), rows[0].sampling
+        slots, prefills = [one.slot for one in sequences], []
+        longest, sampling = max(len(one.tokens) for one in sequences), sequences[0].sampling
         self.prepare(max(slots) + 1, longest)
         if self.target.has_kernels and sampling not in self._compiled_for:
             self._compiled_for.add(sampling)
             self._compile_ahead(max(slots) + 1, sampling)
         for scorer in self.scorers:
-            prompts = [known_tokens(scorer, row.tokens) for row in rows]
+            prompts = [known_tokens(scorer, one.tokens) for one in sequences]
             append = partial(self._prefill_chunk, scorer)
             prefills.append(Prefill(scorer, slots, prompts, leave_last=True, append=append))
-        return Prefilling(rows, prefills)
+        return Prefilling(sequences, prefills)
 
     def _prefill_chunk(
         self, scorer: Scorer, slots: Sequence[int], tokens: Sequence[Sequence[int]]
@@ -152,69 +154,71 @@ class GraphExecutor(Executor):
         with self._on_device():
             return self._prefills.append(scorer, slots, tokens)
 
-    def _attach(self, rows: Iterable[SequenceState]) -> None:
+    def _attach(self, sequences: Iterable[SequenceState]) -> None:
         """Write the state of sequences to the device, unless it is there."""
-        new = [row for row in rows if self._owners.get(row.slot) is not row]
+        new = [one for one in sequences if self._owners.get(one.slot) is not one]
         if not new:
             return
-        self.prepare(max(row.slot for row in new) + 1, max(len(row.tokens) for row in new))
-        for row in new:
-            self._owners[row.slot], self._longest[row.slot] = row, len(row.tokens)
-            self._reserved[row.slot] = 0
+        self.prepare(max(one.slot for one in new) + 1, max(len(one.tokens) for one in new))
+        for sequence in new:
+            self._owners[sequence.slot], self._longest[sequence.slot] = sequence, len(sequence.tokens)
+            self._reserved[sequence.slot] = 0
             if self._catch_up is not None:
-                self._catch_up.open(row)
+                self._catch_up.open(sequence)
         self.slots.start(new)
 
-    def commit(self, row: SequenceState, g: int, accepted: int) -> None:
+    def commit(self, sequence: SequenceState, g: int, accepted: int) -> None:
         """See ``Executor.commit``."""
-        self.target.cache.commit(row.slot, 1 + accepted)
-        self._longest[row.slot] -= g - accepted
+        self.target.cache.commit(sequence.slot, 1 + accepted)
+        self._longest[sequence.slot] -= g - accepted
 
-    def release(self, row: SequenceState, keep: bool) -> None:
+    def release(self, sequence: SequenceState, keep: bool) -> None:
         """See ``Executor.release``."""
-        if self._owners.get(row.slot) is row:
-            self._forget(row)
+        if self._owners.get(sequence.slot) is sequence:
+            self._forget(sequence)
         for scorer in self.scorers:
-            scorer.reset([row.slot], [known_tokens(scorer, row.tokens)] if keep else None)
+            scorer.reset([sequence.slot], [known_tokens(scorer, sequence.tokens)] if keep else None)
 
-    def _forget(self, row: SequenceState) -> None:
+    def _forget(self, sequence: SequenceState) -> None:
         """Give up a sequence, whose state is then only in the KV caches."""
         if self._catch_up is not None:
-            self._catch_up.close(row)
-        self.slots.end(row.slot)
+            self._catch_up.close(sequence)
+        self.slots.end(sequence.slot)
         for by_slot in (self._owners, self._longest, self._reserved):
-            by_slot.pop(row.slot)
+            by_slot.pop(sequence.slot)
         if not self._owners:
             self._buckets = Buckets(self.graphs)
 
     def detach(self) -> None:
         """See ``Executor.detach``."""
-        for row in list(self._owners.values()):
-            self._forget(row)
+        for sequence in list(self._owners.values()):
+            self._forget(sequence)
 
     # Steps
 
     @torch.inference_mode()
-    def start(self, rows: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock) -> Pending:
+    def start(
+        self, sequences: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock
+    ) -> Pending:
         """See ``Executor.start``; on CUDA it does not wait for the step."""
         for scorer in self.scorers:
             scorer.check_placed()
-        self._attach(rows.values())
-        slots = self._buckets.use(rows)
-        self._reserve(rows, g)
-        sampling = next(iter(rows.values())).sampling
+        self._attach(sequences.values())
+        slots = self._buckets.use(sequences)
+        self._reserve(sequences, g)
+        sampling = next(iter(sequences.values())).sampling
         with self._on_device():
             begun = started = DeviceEvent(self.target.device)
             catch_up_capture = 0.0
-            if g and self._catch_up is not None and self._catch_up.chunks(rows):
+            if g and self._catch_up is not None and self._catch_up.chunks(sequences):
                 self._drop_stale_graphs(slots)
-                catch_up_capture = self._catch_up.run(rows, self.slots, slots)
+                catch_up_capture = self._catch_up.run(sequences, self.slots, slots)
                 started = DeviceEvent(self.target.device)
-            pending = self._launch(g, sampling, slots, draft, list(rows))
-        for slot in rows:
+            pending = self._launch(g, sampling, slots, draft, list(sequences))
+        for slot in sequences:
             self._longest[slot] += g + 1
         if self._catch_up is not None and not g:
-            self._catch_up.skip(rows)
+            self._catch_up.skip(sequences)
         return GraphPending(*pending, begun, started, catch_up_capture)
 
     def _launch(
@@ -284,13 +288,13 @@ class GraphExecutor(Executor):
             self.graphs.clear()
             self._versions = versions
 
-    def _reserve(self, rows: Mapping[int, SequenceState], g: int) -> None:
+    def _reserve(self, sequences: Mapping[int, SequenceState], g: int) -> None:
         """Reserve KV cache for the tokens that a step may write."""
         needed: dict[int, int] = {}
-        for slot, row in rows.items():
+        for slot, sequence in sequences.items():
             if self._longest[slot] + g + 1 > self._reserved[slot]:
                 # A step in flight may pass the end of its sequence. Such tokens are dropped.
-                last = min(row.prompt_length + row.max_new_tokens, self.target.context)
+                last = min(sequence.prompt_length + sequence.max_new_tokens, self.target.context)
                 needed[slot] = min(self._longest[slot] + g + 1 + BLOCK_TOKENS, last + g + 1)
         if needed:
             for scorer in self.scorers:

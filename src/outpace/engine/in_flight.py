@@ -17,7 +17,7 @@ class InFlightStep:
 
     pending: Pending
     g: int
-    rows: Mapping[int, SequenceState]  # sequences that take part, by slot
+    sequences: Mapping[int, SequenceState]  # sequences that take part, by slot
     load: Load
     is_async: bool  # whether the step runs while the host does something else
     proposal: Proposal | None = None  # draft tokens of a drafter on the host
@@ -26,7 +26,7 @@ class InFlightStep:
 
     def report(
         self,
-        rows: Sequence[SequenceState],
+        sequences: Sequence[SequenceState],
         outcome: Outcome,
         unscored: Sequence[bool],
         phases: Mapping[str, float],
@@ -35,14 +35,14 @@ class InFlightStep:
         """Return what the policy learns from this step.
 
         Args:
-            rows: The sequences that had not ended before the step.
+            sequences: The sequences that had not ended before the step.
             outcome: Outcome of the step.
             unscored: Whether a free drafter would have been right in a step without draft tokens.
             phases: Seconds of the host by phase.
             undisturbed: Whether those seconds are free of prefills and captures.
         """
-        slots, pending, proposal = [row.slot for row in rows], self.pending, self.proposal
-        order = {slot: i for i, slot in enumerate(self.rows)}
+        slots, pending, proposal = [one.slot for one in sequences], self.pending, self.proposal
+        order = {slot: i for i, slot in enumerate(self.sequences)}
         indices = [order[slot] for slot in slots]
         remaining = self.load.remaining_draft_tokens or ()
         lengths = [len(outcome.drafts[slot]) for slot in slots]

@@ -34,26 +34,28 @@ def adjusted_logits(
 
 
 def store_scores(
-    rows: Sequence[SequenceState], verdict: Verdict, logits: Tensor, scores: Tensor | None
+    sequences: Sequence[SequenceState], verdict: Verdict, logits: Tensor, scores: Tensor | None
 ) -> None:
     """Store scores and logits of the new tokens in the sequences that requested them."""
-    for i, (row, accepted) in enumerate(zip(rows, verdict.accepted.tolist(), strict=True)):
-        for stored, values in ((row.scores, scores), (row.logits, logits)):
+    for i, (sequence, accepted) in enumerate(zip(sequences, verdict.accepted.tolist(), strict=True)):
+        for stored, values in ((sequence.scores, scores), (sequence.logits, logits)):
             if stored is not None and values is not None:
                 stored.extend(values[i, : accepted + 1].to(torch.float32, copy=True))
 
 
-def store_logprobs(rows: Sequence[SequenceState], draft: Draft, verdict: Verdict, scores: Tensor) -> None:
+def store_logprobs(
+    sequences: Sequence[SequenceState], draft: Draft, verdict: Verdict, scores: Tensor
+) -> None:
     """Store the log-probabilities of the new tokens in the sequences that requested them."""
     scores = scores.log_softmax(-1)
-    tokens = torch.cat((draft.tokens, draft.tokens.new_zeros(len(rows), 1)), dim=1)
+    tokens = torch.cat((draft.tokens, draft.tokens.new_zeros(len(sequences), 1)), dim=1)
     tokens = tokens.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])
     own = scores.gather(-1, tokens[..., None]).squeeze(-1).tolist()
-    most = max(row.top or 0 for row in rows)
+    most = max(one.top or 0 for one in sequences)
     values, ids = (top.tolist() for top in scores.topk(most)) if most else ([], [])
-    for i, (row, accepted) in enumerate(zip(rows, verdict.accepted.tolist(), strict=True)):
-        if row.top is None:
+    for i, (sequence, accepted) in enumerate(zip(sequences, verdict.accepted.tolist(), strict=True)):
+        if sequence.top is None:
             continue
-        row.logprobs.extend(own[i][: accepted + 1])
-        for j in range(accepted + 1 if row.top else 0):
-            row.top_logprobs.append(dict(zip(ids[i][j][: row.top], values[i][j], strict=False)))
+        sequence.logprobs.extend(own[i][: accepted + 1])
+        for j in range(accepted + 1 if sequence.top else 0):
+            sequence.top_logprobs.append(dict(zip(ids[i][j][: sequence.top], values[i][j], strict=False)))

@@ -64,7 +64,7 @@ class Reader:
     tokenizer: Any
     draft_sampling: SamplingParams | None
 
-    def rows(
+    def sequences(
         self,
         prompt: Prompt | Arrays | Prompts,
         sampling: SamplingParams | Sequence[SamplingParams] | None,
@@ -119,7 +119,7 @@ class Reader:
         end_ids = set(self._stop_tokens(stop_tokens)) | (set() if ignore_eos else self.scorer.end_of_text)
         special = set(getattr(self.tokenizer, "all_special_tokens", ())) & set(stops)
         end_ids |= {self.tokenizer.convert_tokens_to_ids(token) for token in special}  # not part of the text
-        rows: list[SequenceState] = []
+        sequences: list[SequenceState] = []
         for i, item in enumerate(items):
             tokens, source, error = list[int](), None, None
             try:
@@ -130,9 +130,9 @@ class Reader:
                 error = raised
             own = samplings[i if len(samplings) > 1 else 0]
             for sample in range(n or 1):
-                rows.append(
+                sequences.append(
                     SequenceState(
-                        len(rows),
+                        len(sequences),
                         list(tokens),
                         len(tokens),
                         own.fork() if own.processors else own,
@@ -150,7 +150,7 @@ class Reader:
                         error=error,
                     )
                 )
-        return rows, single
+        return sequences, single
 
     def _stops(self, stop: Any) -> list[str]:
         """Return the stop strings."""

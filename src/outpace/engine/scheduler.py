@@ -69,7 +69,7 @@ class Scheduler:
         self._undisturbed = True  # whether the last step had no prefill, capture or catch-up before it
         self._chosen: dict[int, int] | None = None  # number of draft tokens by slot, for a step that waits
         self._commit_seconds = 0.0  # of the host, after it read the last outcome
-        self._rows_changed = False  # whether sequences have ended since the executor was chosen
+        self._some_ended = False  # whether sequences have ended since the executor was chosen
         self._caches_valid = True  # whether the KV caches agree with the sequences' tokens
 
     # Requests
@@ -109,13 +109,13 @@ class Scheduler:
             if waiting.index == request_id:
                 self._admission.waiting.remove(waiting)
                 return
-        for row in self._rows():
-            if row.index == request_id and row.finish_reason is None:
-                row.finish_reason = "cancelled"
-                if row.slot in self._active:
-                    self._end([row])
-                elif all(other.finish_reason is not None for other in self._rows_in_prefill()):
-                    for other in self._rows_in_prefill():
+        for sequence in self._with_slots():
+            if sequence.index == request_id and sequence.finish_reason is None:
+                sequence.finish_reason = "cancelled"
+                if sequence.slot in self._active:
+                    self._end([sequence])
+                elif all(other.finish_reason is not None for other in self._in_prefill()):
+                    for other in self._in_prefill():
                         self._free(other, keep=False)
                     self._prefilling = None
                 return
@@ -130,14 +130,14 @@ class Scheduler:
     @property
     def unfinished(self) -> int:
         """Number of sequences that wait or are being generated."""
-        return len(self._admission.waiting) + sum(row.finish_reason is None for row in self._rows())
+        return len(self._admission.waiting) + sum(one.finish_reason is None for one in self._with_slots())
 
-    def _rows(self) -> list[SequenceState]:
+    def _with_slots(self) -> list[SequenceState]:
         """Return the sequences that have slots."""
-        return [*self._active.values(), *self._rows_in_prefill(), *self._admitted]
+        return [*self._active.values(), *self._in_prefill(), *self._admitted]
 
-    def _rows_in_prefill(self) -> list[SequenceState]:
-        return [] if self._prefilling is None else self._prefilling.rows
+    def _in_prefill(self) -> list[SequenceState]:
+        return [] if self._prefilling is None else self._prefilling.sequences
 
     def __enter__(self) -> Self:
         return self
@@ -154,8 +154,8 @@ class Scheduler:
             with contextlib.ExitStack() as stack:  # one failure does not keep the rest from being freed
                 for scorer in self.scorers:
                     stack.callback(scorer.cache.trim)
-                for row in self._rows():
-                    stack.callback(self._free, row, self._caches_valid and row.slot in self._active)
+                for sequence in self._with_slots():
+                    stack.callback(self._free, sequence, self._caches_valid and sequence.slot in self._active)
                 for started in self._in_flight:
                     stack.callback(started.pending.read)
         finally:
@@ -176,7 +176,7 @@ class Scheduler:
         self._check_usable()
         self._caches_valid = False
         steps = self._prefill()
-        if self._rows_changed and self._active and self._prefilling is None:
+        if self._some_ended and self._active and self._prefilling is None:
             steps += self._choose_executor(list(self._active.values()))
         if self._active or self._in_flight:
             clock = Clock()
@@ -200,22 +200,22 @@ class Scheduler:
         read_at = time.perf_counter()
         clock.lap("target")
         # A sequence may have ended after this step started: the outcome of its slot is dropped.
-        rows = [row for slot, row in started.rows.items() if self._active.get(slot) is row]
-        unscored = self._unscored_matches(rows, outcome, started.g)
-        steps = self._commit(rows, outcome, started)
-        phases = clock.share([row.stats for row in rows])
-        if rows:
-            self.policy.observe(started.report(rows, outcome, unscored, phases, self._undisturbed))
-        self._end([row for row in rows if row.finish_reason is not None])
+        sequences = [one for slot, one in started.sequences.items() if self._active.get(slot) is one]
+        unscored = self._unscored_matches(sequences, outcome, started.g)
+        steps = self._commit(sequences, outcome, started)
+        phases = clock.share([one.stats for one in sequences])
+        if sequences:
+            self.policy.observe(started.report(sequences, outcome, unscored, phases, self._undisturbed))
+        self._end([one for one in sequences if one.finish_reason is not None])
         self._commit_seconds = time.perf_counter() - read_at
         return [dataclasses.replace(step, phases=phases) for step in steps]
 
     # Prefill
 
-    def prepare(self, rows: Sequence[SequenceState]) -> None:
+    def prepare(self, sequences: Sequence[SequenceState]) -> None:
         """Prepare for sequences that are about to be added, so that no memory moves later."""
-        self._choose_executor(rows)
-        slots, tokens = self._admission.reservation(rows)
+        self._choose_executor(sequences)
+        slots, tokens = self._admission.reservation(sequences)
         if slots:
             self.executor.prepare(slots, tokens)
 
@@ -225,7 +225,7 @@ class Scheduler:
         self._undisturbed = True
         if self._prefilling is None and self._admission.waiting:
             new, failed = self._admission.admit(self._active)
-            steps += [row.failed_step() for row in failed]
+            steps += [one.failed_step() for one in failed]
         if new:
             steps += self._choose_executor([*self._active.values(), *new])
         elif self._prefilling is None:
@@ -240,31 +240,31 @@ class Scheduler:
             while not self._prefilling.advance():
                 if self._active:
                     clock.lap("target")
-                    clock.share([row.stats for row in self._prefilling.rows])
+                    clock.share([one.stats for one in self._prefilling.sequences])
                     return steps
         except FAILURES as error:
-            rows, self._admitted = self._admitted or self._rows_in_prefill(), []
+            sequences, self._admitted = self._admitted or self._in_prefill(), []
             self._prefilling = None
-            return steps + [step for row in rows if (step := self._fail(row, error)) is not None]
+            return steps + [step for one in sequences if (step := self._fail(one, error)) is not None]
         outcome = self._prefilling.finish(clock)
         clock.lap("target")
-        rows, self._prefilling = self._prefilling.rows, None
-        self._active |= {row.slot: row for row in rows}
-        self._end([row for row in rows if row.finish_reason is not None])  # those were cancelled
-        rows = [row for row in rows if row.finish_reason is None]
-        first = [] if outcome is None else self._append(rows, outcome)
-        phases = clock.share([row.stats for row in rows])
-        self._end([row for row in rows if row.finish_reason is not None])
+        sequences, self._prefilling = self._prefilling.sequences, None
+        self._active |= {one.slot: one for one in sequences}
+        self._end([one for one in sequences if one.finish_reason is not None])  # those were cancelled
+        sequences = [one for one in sequences if one.finish_reason is None]
+        first = [] if outcome is None else self._append(sequences, outcome)
+        phases = clock.share([one.stats for one in sequences])
+        self._end([one for one in sequences if one.finish_reason is not None])
         return steps + [dataclasses.replace(step, phases=phases) for step in first]
 
-    def _choose_executor(self, rows: Sequence[SequenceState]) -> list[Step]:
+    def _choose_executor(self, sequences: Sequence[SequenceState]) -> list[Step]:
         """Choose the first executor that can run these sequences together.
 
         Returns:
             Steps that were in flight, if the executor changes.
         """
-        self._rows_changed = False
-        chosen = next(one for one in self.executors if one.unsupported(rows) is None)
+        self._some_ended = False
+        chosen = next(one for one in self.executors if one.unsupported(sequences) is None)
         steps = list[Step]()
         if chosen is not self.executor:
             while self._in_flight:
@@ -277,14 +277,14 @@ class Scheduler:
 
     def _start(self, clock: Clock) -> InFlightStep | None:
         """Start the next step; return None if it must wait for the last outcome."""
-        rows, proposer = dict(self._active), self.proposer
-        if not rows:
+        sequences, proposer = dict(self._active), self.proposer
+        if not sequences:
             return None
-        active = list(rows.values())
-        load = self.executor.load(rows, proposer.load(active, len(self._in_flight)))
+        active = list(sequences.values())
+        load = self.executor.load(sequences, proposer.load(active, len(self._in_flight)))
         if self.executor.drafts:
             chosen = proposer.choose(active, load)
-            return self._launch(max(chosen.values(), default=0), rows, load, clock)
+            return self._launch(max(chosen.values(), default=0), sequences, load, clock)
         if self._in_flight:
             needs_draft = self._chosen or (proposer.free and not self.policy.idle)
             if self._in_flight[-1].g or needs_draft:
@@ -294,7 +294,7 @@ class Scheduler:
                 if any(chosen.values()):
                     self._chosen = chosen
                     return None
-            return self._launch(0, rows, load, clock)
+            return self._launch(0, sequences, load, clock)
         started_at = time.perf_counter()
         try:
             proposal = proposer.propose(active, load, self._chosen)
@@ -303,97 +303,101 @@ class Scheduler:
             proposal = proposer.without_draft(active)
         self._chosen, seconds = None, time.perf_counter() - started_at
         clock.lap("draft")
-        return self._launch(proposal.draft.tokens.shape[1], rows, load, clock, proposal, seconds)
+        return self._launch(proposal.draft.tokens.shape[1], sequences, load, clock, proposal, seconds)
 
     def _launch(
         self,
         g: int,
-        rows: Mapping[int, SequenceState],
+        sequences: Mapping[int, SequenceState],
         load: Load,
         clock: Clock,
         proposal: Proposal | None = None,
         draft_seconds: float = 0.0,
     ) -> InFlightStep:
         executor, draft = self.executor, None if proposal is None else proposal.draft
-        pending = executor.start(rows, g, draft, clock)
+        pending = executor.start(sequences, g, draft, clock)
         captured = pending.capture_seconds or pending.catch_up_capture_seconds
         self._undisturbed = self._undisturbed and not captured
         waited = self._commit_seconds if proposal is not None and executor.is_async else 0.0
-        return InFlightStep(pending, g, rows, load, executor.is_async, proposal, draft_seconds, waited)
+        return InFlightStep(pending, g, sequences, load, executor.is_async, proposal, draft_seconds, waited)
 
-    def _unscored_matches(self, rows: list[SequenceState], outcome: Outcome, g: int) -> list[bool]:
+    def _unscored_matches(self, sequences: list[SequenceState], outcome: Outcome, g: int) -> list[bool]:
         """Return whether a free drafter would have proposed the right tokens in a step without draft tokens.
 
         No proposal counts as wrong, because the forward pass would have been just as long.
         """
         may_draft = self.executor.drafts and self.proposer.free and self.policy.max_draft_tokens
-        if not (may_draft and g == 0 and rows):
+        if not (may_draft and g == 0 and sequences):
             return []
-        next_tokens = [outcome.next_token[row.slot] for row in rows]
-        return [match is True for match in matches(self.proposer.propose_unscored(rows), next_tokens)]
+        next_tokens = [outcome.next_token[one.slot] for one in sequences]
+        return [match is True for match in matches(self.proposer.propose_unscored(sequences), next_tokens)]
 
-    def _commit(self, rows: Sequence[SequenceState], outcome: Outcome, started: InFlightStep) -> list[Step]:
+    def _commit(
+        self, sequences: Sequence[SequenceState], outcome: Outcome, started: InFlightStep
+    ) -> list[Step]:
         """Commit the outcome of a step to the KV caches, the drafter and the sequences."""
-        for row in rows:
-            self.executor.commit(row, started.g, outcome.accepted[row.slot])
+        for sequence in sequences:
+            self.executor.commit(sequence, started.g, outcome.accepted[sequence.slot])
         state = None if started.proposal is None else started.proposal.state
         if state is not None and self.drafter is not None:
             accepted, next_token = (
-                torch.tensor([values[slot] for slot in started.rows])
+                torch.tensor([values[slot] for slot in started.sequences])
                 for values in (outcome.accepted, outcome.next_token)
             )
             self.drafter.commit(accepted, next_token)
         if state is not None and state.after:
-            for i, (slot, row) in enumerate(started.rows.items()):
-                if row.draft_sampling is not None and not outcome.bad[slot]:
-                    row.draft_sampling = state.after[min(outcome.accepted[slot], len(state.after) - 1)][i]
-        return self._append(rows, outcome)
+            for i, (slot, sequence) in enumerate(started.sequences.items()):
+                if sequence.draft_sampling is not None and not outcome.bad[slot]:
+                    sequence.draft_sampling = state.after[min(outcome.accepted[slot], len(state.after) - 1)][
+                        i
+                    ]
+        return self._append(sequences, outcome)
 
-    def _append(self, rows: Sequence[SequenceState], outcome: Outcome) -> list[Step]:
+    def _append(self, sequences: Sequence[SequenceState], outcome: Outcome) -> list[Step]:
         """Append new tokens to the sequences; return a step for each."""
         steps = list[Step]()
-        for slot, row in ((row.slot, row) for row in rows):
+        for slot, sequence in ((one.slot, one) for one in sequences):
             verdict = outcome.accepted[slot], outcome.next_token[slot], outcome.bad[slot]
             try:
-                steps.append(advance(row, outcome.drafts[slot], *verdict, self.scorers[0].context))
+                steps.append(advance(sequence, outcome.drafts[slot], *verdict, self.scorers[0].context))
             except Exception as error:  # of a user's function, or of a tokenizer
-                row.error, row.finish_reason = error, "error"
-                steps.append(row.failed_step())
+                sequence.error, sequence.finish_reason = error, "error"
+                steps.append(sequence.failed_step())
         return steps
 
     # Ends
 
-    def _end(self, rows: Sequence[SequenceState]) -> None:
+    def _end(self, sequences: Sequence[SequenceState]) -> None:
         """Free the slots of sequences that have ended."""
-        if rows and self._chosen is not None:  # the choice of a step that has not started is withdrawn
+        if sequences and self._chosen is not None:  # the choice of a step that has not started is withdrawn
             self._chosen = None
             self.policy.withdraw()
-        for row in rows:
+        for sequence in sequences:
             try:
-                self._free(row, keep=row.error is None)
+                self._free(sequence, keep=sequence.error is None)
             finally:
-                del self._active[row.slot]
-            self._rows_changed = True
+                del self._active[sequence.slot]
+            self._some_ended = True
 
-    def _free(self, row: SequenceState, keep: bool) -> None:
-        self.executor.release(row, keep)
+    def _free(self, sequence: SequenceState, keep: bool) -> None:
+        self.executor.release(sequence, keep)
         if self.drafter is not None:
-            self.drafter.reset([row.slot])
-        self.policy.reset([row.slot])
+            self.drafter.reset([sequence.slot])
+        self.policy.reset([sequence.slot])
 
-    def _fail(self, row: SequenceState, error: Exception) -> Step | None:
+    def _fail(self, sequence: SequenceState, error: Exception) -> Step | None:
         """End a sequence that could not be prefilled; return its step, unless it was cancelled."""
-        self._free(row, keep=False)
-        self._rows_changed = True
-        if row.finish_reason is not None:
+        self._free(sequence, keep=False)
+        self._some_ended = True
+        if sequence.finish_reason is not None:
             return None
-        row.error, row.finish_reason = error, "error"
-        return row.failed_step()
+        sequence.error, sequence.finish_reason = error, "error"
+        return sequence.failed_step()
 
     def _fail_newest(self, error: Exception) -> list[Step]:
         """End the newest sequence, because a step could not start; return its step."""
         self._reset_drafter()
-        newest = max(self._active.values(), key=lambda row: row.index)
+        newest = max(self._active.values(), key=lambda sequence: sequence.index)
         del self._active[newest.slot]
         step = self._fail(newest, error)
         return [] if step is None else [step]

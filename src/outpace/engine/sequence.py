@@ -179,46 +179,46 @@ class SequenceState:
 
 
 def advance(
-    row: SequenceState, draft: Sequence[int], accepted: int, next_token: int, bad: bool, context: int
+    sequence: SequenceState, draft: Sequence[int], accepted: int, next_token: int, bad: bool, context: int
 ) -> Step:
     """Append the accepted draft tokens and the next token to a sequence.
 
     Tokens after the first one that ends the sequence are dropped.
 
     Args:
-        row: The sequence.
+        sequence: The sequence.
         draft: Draft tokens that the target scored.
         accepted: Number of accepted draft tokens.
         next_token: The target's own token after them.
         bad: Whether logits were unusable.
         context: Maximum number of tokens of a sequence.
     """
-    row.stats.target_passes += 1
-    row.stats.count(len(draft), accepted)
+    sequence.stats.target_passes += 1
+    sequence.stats.count(len(draft), accepted)
     new_tokens = [*draft[:accepted], next_token]
     if bad:
-        new_tokens, row.finish_reason = [], "error"
-        row.error = ValueError(
-            f"the logits at position {len(row.tokens)} are unusable: the target, the draft model or a "
+        new_tokens, sequence.finish_reason = [], "error"
+        sequence.error = ValueError(
+            f"the logits at position {len(sequence.tokens)} are unusable: the target, the draft model or a "
             "processor returned NaN, +inf, or -inf for all tokens; check weights, dtype and processors"
         )
-    num_appended = row.extend(new_tokens, context)
-    ended = row.finish_reason is not None
-    if ended and row.text is not None:
-        row.text.finish()
+    num_appended = sequence.extend(new_tokens, context)
+    ended = sequence.finish_reason is not None
+    if ended and sequence.text is not None:
+        sequence.text.finish()
     return Step(
-        row.index,
-        None if row.text is None else row.text.take(final=ended),
+        sequence.index,
+        None if sequence.text is None else sequence.text.take(final=ended),
         new_tokens[:num_appended],
         len(draft),
         accepted,
         next_token,
         list(draft),
-        row.finish_reason,
-        row.output() if ended else None,
+        sequence.finish_reason,
+        sequence.output() if ended else None,
     )
 
 
-def seeds(rows: Sequence[SequenceState], device: torch.device) -> Tensor:
+def seeds(sequences: Sequence[SequenceState], device: torch.device) -> Tensor:
     """Return the seeds of the sequences, ``[R]``."""
-    return on_device([row.seed for row in rows], torch.int64, device)
+    return on_device([one.seed for one in sequences], torch.int64, device)

@@ -37,12 +37,12 @@ class Slots:
         """Return the number of slots."""
         return len(self.lengths)
 
-    def start(self, rows: Sequence[SequenceState]) -> None:
+    def start(self, sequences: Sequence[SequenceState]) -> None:
         """Write new sequences to their slots."""
-        longest = max(len(row.tokens) for row in rows)
+        longest = max(len(one.tokens) for one in sequences)
         values = [
-            [row.slot, len(row.tokens), row.seed, *row.tokens, *[0] * (longest - len(row.tokens))]
-            for row in rows
+            [one.slot, len(one.tokens), one.seed, *one.tokens, *[0] * (longest - len(one.tokens))]
+            for one in sequences
         ]
         columns = to_device(torch.tensor(values), self.lengths.device)
         slots = columns[:, 0]

@@ -54,40 +54,40 @@ class ProfilingExecutor(EagerExecutor):
         super().__init__(sums.scorer, sums.drafter, sums.rule, sums.lenience)
         self.sums = sums
 
-    def verify(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
+    def verify(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
         """See ``EagerExecutor.verify``."""
         synchronize(logits.device)
         started_at = time.perf_counter()
-        verdict = super().verify(rows, draft, logits)
+        verdict = super().verify(sequences, draft, logits)
         synchronize(logits.device)
         self.sums.seconds += time.perf_counter() - started_at
         self.sums.passes += 1
         g = draft.tokens.shape[1]
         if not g:
-            self.sums.positions += len(rows)  # without a draft, tokens are the target's own
+            self.sums.positions += len(sequences)  # without a draft, tokens are the target's own
         elif draft.logits is None:
             self.sums.known = False
-        elif not all(row.sampling.greedy for row in rows):
-            self._measure_distance(rows, draft, draft.logits, logits, verdict)
+        elif not all(one.sampling.greedy for one in sequences):
+            self._measure_distance(sequences, draft, draft.logits, logits, verdict)
         return verdict
 
     def _measure_distance(
         self,
-        rows: Sequence[SequenceState],
+        sequences: Sequence[SequenceState],
         draft: Draft,
         draft_logits: Tensor,
         logits: Tensor,
         verdict: Verdict,
     ) -> None:
-        samplings = [row.sampling for row in rows]
+        samplings = [one.sampling for one in sequences]
         prefix = None
         if any(sampling.reads_prefix for sampling in samplings):
-            prompts = [row.prompt_length for row in rows]
-            prefix = Prefix.padded([row.tokens for row in rows], prompts, logits.device)
+            prompts = [one.prompt_length for one in sequences]
+            prefix = Prefix.padded([one.tokens for one in sequences], prompts, logits.device)
         target = adjusted_logits(logits, samplings, prefix, draft)
         if draft.precomputed is not None and draft.precomputed.sampling is not None:
             draft_logits = warp(draft_logits.float(), draft.precomputed.sampling)
-        for row, length in enumerate(draft.lengths or [draft_logits.shape[1]] * len(rows)):
+        for row, length in enumerate(draft.lengths or [draft_logits.shape[1]] * len(sequences)):
             verified = min(int(verdict.accepted[row]) + 1, length)
             _, distances, _ = effects(target[row, :verified], draft_logits[row, :verified], self.rule)
             self.sums.positions += verified
