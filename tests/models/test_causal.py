@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -104,6 +105,46 @@ def test_samples_of_one_prompt_share_its_prefill() -> None:
     texts = decoder.generate(PROMPTS[1], n=5, max_new_tokens=3, seed=1, temperature=1.0)
     assert seen == [(1, len(PROMPTS[1])), (5, 1), (5, 1)]
     assert len({tuple(out.token_ids) for out in texts}) > 1
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_prompts_of_one_call_share_the_prefill_of_a_long_common_prefix(
+    monkeypatch: pytest.MonkeyPatch, engine: bool
+) -> None:
+    monkeypatch.setattr(scoring, "MIN_AWAITED_PREFIX", 20)
+    model, common = tiny(), torch.randint(V, (40,)).tolist()
+    prompts = [[*common, 1, 2], [9, 8, 7], [*common, 3], [*common, 4, 5, *range(6, 30)], common[:30]]
+    expected = [greedy(model, prompt, 8) for prompt in prompts]
+    decoder = outpace.Decoder(model, num_draft_tokens=0, engine=engine)
+    scorer, counts = decoder.scorer, list[int]()
+    original = scorer.append
+
+    def append(slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        counts.extend(map(len, tokens))
+        return original(slots, tokens)
+
+    monkeypatch.setattr(scorer, "append", append)
+    outs = decoder.generate(prompts, temperature=0, max_new_tokens=8)
+    assert [out.token_ids for out in outs] == expected
+    # The graph executor leaves the last token of each prompt to the first step.
+    assert sorted(counts) == ([2, 25, 41] if engine else [1, 1, 3, 26, 42])
+
+
+def test_a_prompt_waits_no_longer_than_until_the_common_prefix_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scoring, "MIN_AWAITED_PREFIX", 20)
+    monkeypatch.setattr(scoring, "CHUNK", 40)
+    scorer, common = CausalScorer(tiny()), torch.randint(V, (40,)).tolist()
+    prompts = [[*common, *range(40)], [*common, 50], [*common[:10], 51, 52]]
+    prefill = scoring.Prefill(scorer, [0, 1, 2], prompts)
+    assert not prefill.advance()
+    assert scorer.cache.length(0) == 40
+    while not prefill.advance():
+        pass
+    with torch.inference_mode():
+        expected = [scorer.model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
+    torch.testing.assert_close(prefill.logits(), torch.stack(expected), atol=1e-4, rtol=1e-4)
 
 
 def test_changed_weights_invalidate_the_kv_cache() -> None:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.models.kv_cache import KVCache
+from outpace.models.kv_cache import KVCache, common_prefix_length
 from outpace.models.source import Source
 
 CHUNK = 512  # tokens of a prompt per forward pass
 MIN_CHUNK = 32  # tokens of a prompt per forward pass of many prompts
 MAX_PREFILL_TOKENS = 4096  # tokens of all prompts per forward pass, if MIN_CHUNK permits
 MAX_PADDING = 2  # a prompt joins a forward pass if padding at most doubles its tokens
+MIN_AWAITED_PREFIX = 256  # tokens; a prompt waits until a longer common prefix with another is computed
 
 
 class WeightsMovedError(RuntimeError):
@@ -219,7 +220,7 @@ class Scorer(ABC):
 class Prefill:
     """Prompts that are prefilled together, one forward pass at a time.
 
-    Equal prompts are computed once.
+    Equal prompts are computed once, and so are long common prefixes.
 
     Args:
         scorer: The model.
@@ -244,18 +245,40 @@ class Prefill:
         self._append = scorer.append if append is None else append
         scorer.check_weights()
         scorer.cache.prepare(max(slots) + 1, max(map(len, prompts)))
-        sources = sources or [None] * len(prompts)
+        self._sources = sources or [None] * len(prompts)
         first: dict[tuple[int, ...], int] = {}  # by prompt, the index of the one that is computed
         self._owners = [
             i if source is not None else first.setdefault(tuple(prompt), i)
-            for i, (prompt, source) in enumerate(zip(prompts, sources, strict=True))
+            for i, (prompt, source) in enumerate(zip(prompts, self._sources, strict=True))
         ]
+        self._leave_last = leave_last
+        self._waiting = sorted(set(self._owners))  # indices of prompts that have not started
         self._rest: dict[int, Sequence[int]] = {}  # by index: tokens that still need a forward pass
         self._logits: dict[int, Tensor] = {}  # by index
         self._complete = False
-        for i in sorted(set(self._owners)):
-            cached = scorer.open(slots[i], prompts[i], sources[i])
-            self._rest[i] = prompts[i][cached : len(prompts[i]) - leave_last]
+        self._start()
+
+    def _start(self) -> None:
+        """Start all prompts that do not wait for a common prefix."""
+        waiting, self._waiting = self._waiting, []
+        for i in waiting:
+            if self._awaits_prefix(i):
+                self._waiting.append(i)
+            else:
+                prompt = self.prompts[i]
+                cached = self.scorer.open(self.slots[i], prompt, self._sources[i])
+                self._rest[i] = prompt[cached : len(prompt) - self._leave_last]
+
+    def _awaits_prefix(self, i: int) -> bool:
+        """Return whether other prompts will compute many tokens of prompt i that the KV cache lacks."""
+        if self._sources[i] is not None:
+            return False
+        prompt, computed, awaited = self.prompts[i], 0, 0
+        for other, rest in self._rest.items():
+            length = common_prefix_length(prompt, self.prompts[other], len(prompt))
+            done = len(self.prompts[other]) - self._leave_last - len(rest)
+            computed, awaited = max(computed, min(length, done)), max(awaited, length)
+        return awaited - computed >= MIN_AWAITED_PREFIX
 
     def advance(self) -> bool:
         """Run a forward pass over the next tokens; return whether the prompts are complete."""
@@ -271,7 +294,8 @@ class Prefill:
             self._rest |= {i: left[i][counts[i] :] for i in joint}
             if logits is not None:
                 self._logits |= dict(zip(joint, logits, strict=True))
-        if any(self._rest.values()):
+            self._start()
+        if any(self._rest.values()) or self._waiting:
             return False
         for i, owner in enumerate(self._owners):
             if i != owner:
