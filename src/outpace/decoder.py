@@ -365,9 +365,14 @@ class Decoder:
 
         Changed weights are noticed without this call, unless they were changed through ``.data``.
         """
-        for scorer in self._scorers():
-            scorer.forget()
-            scorer.repack()
+        owner = object()
+        try:
+            self._claim(owner)
+            for scorer in self._scorers():
+                scorer.forget()
+                scorer.repack()
+        finally:
+            release(owner)
 
     @overload
     def encode(self, prompt: Prompt) -> list[int]: ...
@@ -431,7 +436,7 @@ class Decoder:
         if self.rule.name == "rejection":
             return "rule rejection is for comparison only"
         for scorer in self._scorers():
-            if isinstance(scorer, Seq2SeqScorer):
+            if scorer.has_encoder:
                 return f"{type(scorer.base).__name__} has an encoder"
             if scorer.model is not scorer.base or has_adapters(scorer.base):
                 return f"{type(scorer.base).__name__} has adapters, whose changes a graph cannot detect"

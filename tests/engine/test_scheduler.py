@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 from outpace import Decoder, Fixed, Heuristic, Output, SamplingParams, Step
+from outpace.engine.admission import Admission
 from outpace.engine.graph import GraphExecutor
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import SequenceState
+from outpace.engine.slots import Slots
 from outpace.engine.stats import Stats
 from outpace.models import scorer as scorers
 from outpace.models.kv_cache import KVCache
@@ -682,3 +685,224 @@ def test_a_request_is_added_once() -> None:
         scheduler.add(request)
         with pytest.raises(ValueError, match="added before"):
             scheduler.add(request)
+
+
+# Failures in the middle of a step
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_step_without_memory_ends_one_sequence_although_a_draft_model_runs_in_it(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr("outpace.engine.graph.BLOCK_TOKENS", 0)
+    decoder = decoder_of(family, engine=True)
+    with decoder.scheduler() as scheduler:
+        for prompt in ([1, 2, 3], [4, 5]):
+            scheduler.add(request(decoder, prompt, max_new_tokens=40))
+        found = outputs(scheduler.step())
+        reserve, calls = decoder.scorer.cache.reserve, iter([True])
+
+        def fail_once(slots: Any, lengths: Any) -> None:
+            if next(calls, False):
+                raise MemoryError("planted")
+            reserve(slots, lengths)
+
+        monkeypatch.setattr(decoder.scorer.cache, "reserve", fail_once)
+        found |= finish(scheduler)
+    assert found[1].finish_reason == "error"
+    assert found[0].token_ids == alone(decoder, [1, 2, 3], max_new_tokens=40)
+    assert decoder.generate([4, 5], seed=1, temperature=1.0, max_new_tokens=12).token_ids == alone(
+        decoder, [4, 5]
+    )
+
+
+def test_without_its_draft_model_the_graph_executor_goes_on() -> None:
+    target, draft = tiny("gpt2"), tiny("gpt2", 1)
+    decoder = Decoder(target, draft, rule="match", num_draft_tokens=Fixed(3), engine=True)
+    with decoder.scheduler() as scheduler:
+        scheduler.add(request(decoder, [1, 2, 3]))
+        found = outputs(scheduler.step())
+        draft.double()
+        found |= finish(scheduler)
+    assert found[0].error is None
+    assert found[0].token_ids == alone(decoder, [1, 2, 3])
+
+
+def test_a_sequence_whose_state_was_not_written_to_the_device_is_written_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = decoder_of(draft=None, engine=True)
+    start, calls = Slots.start, iter([True])
+
+    def fail_once(self: Slots, sequences: Any) -> None:
+        if next(calls, False):
+            raise torch.OutOfMemoryError("planted")
+        start(self, sequences)
+
+    monkeypatch.setattr(Slots, "start", fail_once)
+    with decoder.scheduler() as scheduler:
+        for prompt in ([1, 2, 3], [4, 5]):
+            scheduler.add(request(decoder, prompt))
+        found = finish(scheduler)
+    assert found[1].finish_reason == "error"
+    assert found[0].token_ids == alone(decoder, [1, 2, 3])
+
+
+@EXECUTORS
+def test_of_a_prefill_without_memory_only_the_prompt_that_needs_it_fails(
+    monkeypatch: pytest.MonkeyPatch, engine: bool
+) -> None:
+    decoder = decoder_of(draft=None, engine=engine)
+    append = decoder.scorer.append
+
+    def limited(slots: Any, tokens: Any) -> torch.Tensor:
+        if max(map(len, tokens)) > 20:
+            raise torch.OutOfMemoryError("planted")
+        return append(slots, tokens)
+
+    monkeypatch.setattr(decoder.scorer, "append", limited)
+    prompts = [[1, 2, 3], list(range(30)), [4, 5]]
+    with decoder.scheduler() as scheduler:
+        for prompt in prompts:
+            scheduler.add(request(decoder, prompt))
+        found = finish(scheduler)
+    assert [found[i].finish_reason for i in range(3)] == ["length", "error", "length"]
+    assert [found[i].token_ids for i in (0, 2)] == [alone(decoder, prompts[i]) for i in (0, 2)]
+
+
+@EXECUTORS
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_unreadable_prompt_lets_no_other_pass_the_memory_check(family: str, engine: bool) -> None:
+    probe = decoder_of(family, None, engine)
+    budget = probe.scorer.cache.bytes_for([3 + 20 + 1])
+    decoder = decoder_of(family, None, engine, kv_cache_bytes=budget)
+    with pytest.warns(UserWarning, match="prompt 0: it is empty"):
+        outs = decoder.generate([[], [1, 2, 3], [4, 5, 6]], max_new_tokens=20, temperature=0, batch_size=2)
+    assert [out.finish_reason for out in outs] == ["error", "length", "length"]
+
+
+def test_a_budget_that_admission_accepts_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = decoder_of("gpt2", None, True).scorer.cache.bytes_for([64])
+    decoder = decoder_of("gpt2", None, True, kv_cache_bytes=budget)
+    outs = decoder.generate([[1, 2, 3], [4, 5]], max_new_tokens=60, temperature=0, ignore_eos=True)
+    assert [len(out.token_ids) for out in outs] == [60, 60]
+
+
+def test_admission_counts_the_idle_slots_of_a_step() -> None:
+    cache = decoder_of("gpt2", None, True).scorer.cache
+    decoder = decoder_of("gpt2", None, True, kv_cache_bytes=cache.bytes_for([20] * 5))
+    sequences = [request(decoder, [1, 2, 3]) for _ in range(5)]
+    cases: list[tuple[Callable[[int], int], int]] = [(int, 5), (lambda n: 6 if n == 5 else n, 4)]
+    for padded, admitted in cases:
+        admission = Admission([decoder.scorer], 0, 8, padded)
+        admission.waiting.extend(sequences)
+        assert len(admission.admit({})[0]) == admitted
+
+
+# Calls from a user's function inside a step
+
+
+@EXECUTORS
+@pytest.mark.parametrize("whom", [0, 1])
+def test_a_function_of_a_request_may_cancel_it_or_another(engine: bool, whom: int) -> None:
+    decoder, tokens = decoder_of(engine=engine), {0: list[int](), 1: list[int]()}
+    with decoder.scheduler() as scheduler:
+
+        def cancel(sequence: SequenceState) -> bool:
+            if sequence.stats.new_tokens == 3:
+                scheduler.cancel(whom)
+            return False
+
+        scheduler.add(request(decoder, [1, 2, 3], stop_when=cancel))
+        scheduler.add(request(decoder, [4, 5]))
+        while scheduler.unfinished:
+            for step in scheduler.step():
+                assert step.finish_reason != "cancelled"
+                tokens[step.index] += step.token_ids
+    kept = 1 - whom
+    assert tokens[kept] == alone(decoder, [[1, 2, 3], [4, 5]][kept])
+    assert len(tokens[whom]) < 12
+    assert decoder.generate([4, 5], seed=1, temperature=1.0, max_new_tokens=12).token_ids == tokens[1] or whom
+
+
+@EXECUTORS
+@pytest.mark.parametrize("call", ["close", "step"])
+def test_a_step_cannot_be_nested_or_closed_from_inside(engine: bool, call: str) -> None:
+    decoder = decoder_of(engine=engine)
+    with decoder.scheduler() as scheduler:
+        scheduler.add(request(decoder, [1, 2, 3], stop_when=lambda _: getattr(scheduler, call)()))
+        scheduler.add(request(decoder, [4, 5]))
+        found = finish(scheduler)
+    assert re.search("the scheduler runs a step", str(found[0].error))
+    assert found[1].token_ids == alone(decoder, [4, 5])
+    assert len(decoder.generate([1, 2], max_new_tokens=3, ignore_eos=True).token_ids) == 3
+
+
+@EXECUTORS
+def test_the_steps_of_a_request_whose_function_fails_have_all_its_tokens(engine: bool) -> None:
+    decoder, tokens = decoder_of(engine=engine), list[int]()
+
+    def fail(sequence: SequenceState) -> bool:
+        if sequence.stats.new_tokens == 5:
+            raise ValueError("mine")
+        return False
+
+    with decoder.scheduler() as scheduler:
+        scheduler.add(request(decoder, [1, 2, 3], stop_when=fail))
+        while scheduler.unfinished:
+            for step in scheduler.step():
+                tokens += step.token_ids
+                output = step.output
+    assert output is not None
+    assert tokens == output.token_ids == alone(decoder, [1, 2, 3])[:5]
+
+
+# Schedulers that are not closed
+
+
+def test_a_dropped_scheduler_frees_its_decoder() -> None:
+    decoder = decoder_of()
+    scheduler = decoder.scheduler()
+    scheduler.add(request(decoder, [1, 2, 3]))
+    scheduler.step()
+    del scheduler
+    gc.collect()
+    assert len(decoder.generate([1, 2], max_new_tokens=3, ignore_eos=True).token_ids) == 3
+
+
+def test_the_scheduler_of_a_dropped_decoder_blocks_no_other_decoder() -> None:
+    for _ in range(20):
+        schedulers = [Decoder(model("llama")).scheduler() for _ in range(1)]
+        gc.collect()
+        other = Decoder(tiny())
+        assert len(other.generate([1, 2], max_new_tokens=2, ignore_eos=True).token_ids) == 2
+        schedulers[0].close()
+
+
+def test_preparing_changes_nothing_while_sequences_are_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphExecutor, "is_async", property(lambda self: True))
+    decoder = decoder_of(draft=None, engine=True)
+    with decoder.scheduler() as scheduler:
+        scheduler.add(request(decoder, [1, 2, 3]))
+        tokens = [token for _ in range(3) for step in scheduler.step() for token in step.token_ids]
+        scheduler.prepare([request(decoder, [4, 5], logprobs=True)])
+        while scheduler.unfinished:
+            tokens += [token for step in scheduler.step() for token in step.token_ids]
+    assert tokens == alone(decoder, [1, 2, 3])
+
+
+def test_sequences_return_to_the_graph_executor_after_a_cancelled_prefill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scorers, "CHUNK", 4)
+    decoder = decoder_of(draft=None, engine=True)
+    with decoder.scheduler() as scheduler:
+        scheduler.add(request(decoder, [1, 2, 3], max_new_tokens=30))
+        scheduler.step()
+        other = scheduler.add(request(decoder, list(range(40)), logprobs=True))
+        scheduler.step()
+        assert scheduler.executor.name == "eager"
+        scheduler.cancel(other)
+        found = finish(scheduler)
+        assert scheduler.executor.name == "graph"
+    assert found[0].token_ids == alone(decoder, [1, 2, 3], max_new_tokens=30)

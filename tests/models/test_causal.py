@@ -96,6 +96,16 @@ def test_a_prompt_that_continues_the_last_text_reuses_its_kv_cache() -> None:
     assert again.token_ids == greedy(model, longer, 5)
 
 
+def test_turns_of_a_growing_chat_reuse_the_kv_cache() -> None:
+    model, tokens = tiny(), torch.randint(V, (90,)).tolist()
+    decoder = outpace.Decoder(model, num_draft_tokens=0)
+    seen = passes(model)
+    for end in (20, 45, 70, 90):
+        out = decoder.generate(tokens[:end], temperature=0, max_new_tokens=3, ignore_eos=True)
+        assert out.token_ids == greedy(tiny(), tokens[:end], 3)
+    assert [count for count in seen if count > 1] == [20, 25, 25, 20]
+
+
 def test_samples_of_one_prompt_share_its_prefill() -> None:
     model = tiny()
     decoder = outpace.Decoder(model, num_draft_tokens=0)

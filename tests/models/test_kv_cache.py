@@ -428,3 +428,60 @@ def test_what_is_closed_without_tokens_is_not_reused(kind: str) -> None:
     sequences.commit(0, text, known=True)
     sequences.close(0, keep=False, extra=[])
     assert [sequences.cache.open(slot, [*text, 1]) for slot in (0, 1)] == [0, 0]
+
+
+def test_a_contiguous_cache_that_grows_keeps_the_newest_prefixes() -> None:
+    cache = ContiguousCache(1, torch.device("cpu"), 16)
+    texts = [[slot] * 20 for slot in range(3)]
+    cache.prepare(3, 30)
+    for slot, text in enumerate(texts):
+        cache.open(slot, text)
+        cache.span = Span(cache.row(slot), torch.arange(20)[None], 0, 20)
+        new = torch.full((1, 2, 20, 4), float(slot))
+        cache.past_key_values.layers[0].update(new, -new)
+        cache.commit(slot, 20, text)
+    for slot in (2, 0, 1):
+        cache.close(slot, texts[slot])
+    assert cache.open(0, [*texts[1], *range(100)]) == 20  # only one row is needed, and more tokens
+    assert (cache.rows, cache.capacity) == (1, 128)
+    layer = cache.past_key_values.layers[0]
+    assert bool((layer.keys[cache.row(0), :, :20] == 1).all())
+    assert bool((layer.values[cache.row(0), :, :20] == -1).all())
+
+
+def test_the_measured_size_of_a_token_is_kept_when_memory_is_freed() -> None:
+    cache = ContiguousCache(1, torch.device("cpu"), 999)
+    cache.prepare(1, 30)
+    cache.open(0, [1, 2])
+    cache.span = Span(0, torch.arange(2)[None], 0, 2)
+    new = torch.zeros(1, 2, 2, 4)
+    cache.past_key_values.layers[0].update(new, new)
+    cache.close(0, None)
+    cache.release()
+    assert cache.bytes_per_token == 2 * 2 * 4 * 4
+
+
+def test_blocks_in_one_tensor_take_no_more_than_the_budget() -> None:
+    shape = Shape(1, 2, 4, torch.float32)
+    budget = 21 * 16 * shape.bytes_per_token
+    cache = PagedCache(shape, torch.device("cpu"), 1024, 16, False, budget)
+    cache.open(0, [])
+    for length in range(16, 321, 16):
+        cache.reserve([0], [length])
+        assert cache.memory.tensor.nbytes == cache.nbytes <= budget
+    with pytest.raises(MemoryError):
+        cache.reserve([0], [336])
+
+
+@pytest.mark.parametrize("tokens", [None, ()])
+def test_a_prompt_after_forgotten_ones_is_kept(tokens: tuple[int, ...] | None) -> None:
+    cache = PagedCache(Shape(1, 2, 4, torch.float32), torch.device("cpu"), 1024, 16, False)
+    text = list(range(40))
+    cache.open(0, text)
+    cache.forget()
+    cache.close(0, tokens)
+    for cached in (0, 39):
+        assert cache.open(0, text) == cached
+        cache.reserve([0], [40])
+        cache.commit(0, 40 - cached, text[cached:])
+        cache.close(0, text)

@@ -21,7 +21,6 @@ from outpace.bench.prompts import Prompt
 from outpace.checks.arguments import on_device
 from outpace.decoder import Decoder
 from outpace.draft.base import Draft, State
-from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.models.source import Source
 from outpace.sampling import SamplingParams, warp
 
@@ -121,7 +120,7 @@ def target_texts(
     """Return the texts that the target generates, without those that fail."""
     inputs: list[Any] = [one.ids for one in prompts]
     sources: list[Source | None] = [None] * len(prompts)
-    if isinstance(target.scorer, Seq2SeqScorer):
+    if target.scorer.has_encoder:
         inputs = sources = [target.scorer.source(one) for one in inputs]
     outs = target.generate(inputs, sampling, max_new_tokens=max_new_tokens, seed=list(seeds), scores=True)
     return [

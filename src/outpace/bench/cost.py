@@ -30,7 +30,6 @@ from outpace.draft.text import TextDrafter
 from outpace.engine.graph import GraphExecutor
 from outpace.engine.stats import Clock
 from outpace.models.scorer import Scorer
-from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.models.source import Source
 from outpace.sampling import SamplingParams
 from outpace.verification import verify_block
@@ -252,7 +251,7 @@ def _random_texts(
     """Return random texts, and their sources if there is an encoder; ``more`` tokens fit after them."""
     V = min(scorer.vocab_size, scorer.base.get_input_embeddings().weight.shape[0])
     texts = torch.randint(V, (B, context), generator=torch.Generator().manual_seed(0)).tolist()
-    if isinstance(scorer, Seq2SeqScorer):
+    if scorer.has_encoder:
         sources = [scorer.source(text) for text in texts]
         texts = [list(one.start or []) for one in sources]
         check_context(scorer, len(texts[0]), more)

@@ -42,9 +42,7 @@ class Comparison:
 
 def check_comparable(decoder: Decoder) -> None:
     """Refuse a decoder that cannot be compared with Transformers."""
-    from outpace.models.seq2seq import Seq2SeqScorer
-
-    if isinstance(decoder.scorer, Seq2SeqScorer):
+    if decoder.scorer.has_encoder:
         raise ValueError("--compare: models with an encoder cannot be compared yet; leave out --compare")
 
 

@@ -16,7 +16,6 @@ from outpace.draft.random import RandomDrafter
 from outpace.loading import bridge_tokenizers, check_draft_name, load_drafter, worth_packing
 from outpace.models.fused_scorer import scorer_of
 from outpace.models.hub import check_model, load_model
-from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.policy import Fixed
 from outpace.verification import check
 from outpace.verification.rules import parse
@@ -89,7 +88,7 @@ def select_fitting(decoder: Decoder, prompts: list[Prompt]) -> list[Prompt]:
     Raises:
         ValueError: No prompt fits.
     """
-    if isinstance(decoder.scorer, Seq2SeqScorer):
+    if decoder.scorer.has_encoder:
         return prompts
     context = decoder.scorer.context
     fit = [one for one in prompts if 0 < len(one.ids) < context]

@@ -365,12 +365,9 @@ def build_evaluation(
     Raises:
         ValueError: No runner is possible.
     """
-    from outpace.models.seq2seq import Seq2SeqScorer
     from outpace.tasks.evaluate import Evaluation, judged_by_log_probability
 
-    with_log_probability = judged_by_log_probability(settings.task) and not isinstance(
-        decoder.scorer, Seq2SeqScorer
-    )
+    with_log_probability = judged_by_log_probability(settings.task) and not decoder.scorer.has_encoder
     settings = replace(settings, with_log_probability=with_log_probability)
     evaluation = Evaluation(decoder, processor, settings, runners, seed)
     for name, problem in evaluation.missing.items():

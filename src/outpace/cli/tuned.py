@@ -14,7 +14,6 @@ from outpace.cli import tables
 from outpace.cli.show import screen
 from outpace.draft.text import TextDrafter
 from outpace.models.default import DEFAULT
-from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.report.columns import tune_columns
 from outpace.tune import config, export
 from outpace.tune.candidate import NGRAM, NONE
@@ -119,7 +118,7 @@ def save(tuning: Tuning, names: ModelNames, out: Path | None) -> None:
         names.in_other_libraries(),
         chosen.dtype,
         names.device,
-        isinstance(decoders.baseline.scorer, Seq2SeqScorer),
+        decoders.baseline.scorer.has_encoder,
         isinstance(drafter, TextDrafter),
         names.revision,
     )

@@ -22,7 +22,6 @@ from outpace.draft.retokenizer import Retokenizer, TokenizerAdapter
 from outpace.models.fused_scorer import scorer_of
 from outpace.models.kv_cache import common_prefix_length
 from outpace.models.scorer import Scorer
-from outpace.models.seq2seq import Seq2SeqScorer
 
 WINDOW = 16  # last tokens of a text that are decoded or encoded together with new ones
 
@@ -44,7 +43,7 @@ class TextDrafter(Drafter):
         self.draft = TokenizerAdapter("tokenizer", tokenizer)
         self.target = TokenizerAdapter("target_tokenizer", target_tokenizer)
         self.scorer: Scorer = scorer_of(model)
-        if isinstance(self.scorer, Seq2SeqScorer):
+        if self.scorer.has_encoder:
             raise ValueError(
                 "model: got an encoder-decoder model; it must be a causal model, because a TextDrafter has "
                 "no encoder input"
@@ -160,8 +159,8 @@ class TextDrafter(Drafter):
         """See ``Drafter.reset``."""
         for slot in slots:
             self._retokenizers.pop(slot, None)
-            if slot in self._cached:
-                self.scorer.reset([slot], [self._cached.pop(slot)])
+            if self.scorer.cache.is_open(slot):
+                self.scorer.reset([slot], [self._cached.pop(slot, ())])
 
     def check(self, target: Scorer, tokenizer: Any) -> None:
         """Check that the drafter can read the target's text.
@@ -169,7 +168,7 @@ class TextDrafter(Drafter):
         Raises:
             ValueError: The target is an encoder-decoder model, or its tokenizer is not ``target_tokenizer``.
         """
-        if isinstance(target, Seq2SeqScorer):
+        if target.has_encoder:
             raise ValueError(
                 "draft: got a TextDrafter, which does not see the encoder input of the target; it must be a "
                 "model with the target's tokenizer"

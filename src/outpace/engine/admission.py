@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from outpace.engine.sequence import SequenceState
 from outpace.models.kv_cache import size
@@ -19,11 +19,21 @@ class Admission:
         scorers: The target, and the draft model if there is one.
         max_draft_tokens: Most draft tokens of a step.
         slots: Most sequences at a time.
+        padded: Returns the number of slots that a step of some sequences uses.
     """
 
-    def __init__(self, scorers: Sequence[Scorer], max_draft_tokens: int, slots: int) -> None:
+    def __init__(
+        self, scorers: Sequence[Scorer], max_draft_tokens: int, slots: int, padded: Callable[[int], int]
+    ) -> None:
         self.scorers, self.max_draft_tokens, self.slots = scorers, max_draft_tokens, slots
+        self._padded = padded
         self.waiting: deque[SequenceState] = deque()
+
+    def retry_alone(self, sequences: Sequence[SequenceState]) -> None:
+        """Let sequences wait again. Each is then prefilled alone."""
+        for sequence in sequences:
+            sequence.alone = True
+        self.waiting.extendleft(reversed(sequences))
 
     def admit(self, active: Mapping[int, SequenceState]) -> tuple[list[SequenceState], list[SequenceState]]:
         """Give slots to waiting requests, beside the active sequences.
@@ -36,10 +46,13 @@ class Admission:
         """
         free = [slot for slot in range(self.slots) if slot not in active]
         new, failed = list[SequenceState](), list[SequenceState]()
-        candidates = [one for one in itertools.islice(self.waiting, len(free)) if one.error is None]
+        readable = (one for one in self.waiting if one.error is None)
+        candidates = list(itertools.islice(readable, len(free)))
         all_fit = bool(candidates) and self._fits([*active.values(), *candidates])
         while self.waiting and (len(new) < len(free) or self.waiting[0].error is not None):
             sequence = self.waiting[0]
+            if new and (sequence.alone or new[0].alone):
+                break
             if sequence.error is None and not all_fit and not self._fits([*active.values(), *new, sequence]):
                 if active or new:
                     break  # it waits for memory
@@ -74,6 +87,7 @@ class Admission:
     def _fits(self, sequences: Sequence[SequenceState]) -> bool:
         """Return whether the KV caches have memory for these sequences, however long they become."""
         lengths = [self._max_tokens(one) for one in sequences]
+        lengths += [0] * (self._padded(len(lengths)) - len(lengths))
         return all(scorer.cache.bytes_for(lengths) <= scorer.cache.budget for scorer in self.scorers)
 
     def _too_long(self, sequence: SequenceState) -> Exception:

@@ -54,6 +54,7 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self.enabled = device.type == "cuda"
         self._captured: dict[Hashable, Captured | None] = {}
+        self.failures: dict[Hashable, str] = {}  # why work could not be captured
         self.version = 0  # counts changes of the set of graphs
         self._pool: Any = None
 
@@ -90,6 +91,7 @@ class Graphs:
         """Discard all graphs."""
         self.version += len(self._captured) > 0
         self._captured.clear()
+        self.failures.clear()
         self._pool = None
 
     def __iter__(self) -> Iterator[Hashable]:
@@ -107,7 +109,7 @@ class Graphs:
             with announced(f"capturing {name}"):
                 self._captured[key] = self.capture(work)
         except CaptureError as error:
-            self._captured[key] = None
+            self._captured[key], self.failures[key] = None, str(error)
             warnings.warn(
                 f"{name} could not be captured as a graph ({error}): its kernels are launched one by one, "
                 "which is slower",

@@ -7,15 +7,16 @@ released after it.
 
 from __future__ import annotations
 
-_owners: dict[int, object] = {}  # by id of the claimed object
+# By id of the claimed object, which is held, so that no other object gets its id; and its owner
+_owners: dict[int, tuple[object, object]] = {}
 
 
 def claim(part: object, owner: object) -> bool:
     """Claim a part for an owner; return whether the owner holds it, now or already."""
-    return _owners.setdefault(id(part), owner) is owner
+    return _owners.setdefault(id(part), (part, owner))[1] is owner
 
 
 def release(owner: object) -> None:
     """Release everything that the owner has claimed."""
-    for key in [key for key, holder in list(_owners.items()) if holder is owner]:
+    for key in [key for key, (_, holder) in list(_owners.items()) if holder is owner]:
         del _owners[key]

@@ -138,6 +138,10 @@ class Executor(ABC):
         """Free everything that is kept between calls, apart from KV caches. No sequence may be active."""
         return
 
+    def padded(self, sequences: int) -> int:
+        """Return the number of slots in a step of this many sequences, idle ones included."""
+        return sequences
+
     def load(self, sequences: Mapping[int, SequenceState], load: Load) -> Load:
         """Return a load that includes what only this executor knows, such as padding and captures.
 

@@ -98,9 +98,15 @@ class GraphExecutor(Executor):
         """See ``Executor.describe``."""
         kind = "one CUDA graph per step" if self.graphs.enabled else "without graphs"
         host = "" if self.drafts else f"; {self._drafter_name} drafts on the host"
-        steps = sorted({(key.slots, key.g) for key in self._buckets.steps()})
+        failures = self.graphs.failures
+        steps = sorted({(key.slots, key.g) for key in self._buckets.steps() if key not in failures})
         captured = ", ".join(f"g={g} for {slots}" for slots, g in steps)
-        return f"{kind}{host}" + (f"; captured: {captured} slots" if captured else "")
+        failed = f"; {len(failures)} not captured: {next(iter(failures.values()))}" if failures else ""
+        return f"{kind}{host}" + (f"; captured: {captured} slots" if captured else "") + failed
+
+    def padded(self, sequences: int) -> int:
+        """See ``Executor.padded``."""
+        return bucket_of(sequences) if self.graphs.enabled else sequences
 
     def load(self, sequences: Mapping[int, SequenceState], load: Load) -> Load:
         """See ``Executor.load``; all sequences are padded to the same number of tokens."""
@@ -124,13 +130,10 @@ class GraphExecutor(Executor):
     def prepare(self, slots: int, tokens: int) -> None:
         """See ``Executor.prepare``."""
         for scorer in self.scorers:
-            scorer.cache.prepare(slots, min(tokens, scorer.context) + 1)
+            scorer.cache.prepare(slots, min(tokens, scorer.context + 1))
         if slots > len(self.slots):
             slots = max(slots, SLOTS if self.graphs.enabled else 0)
-            old, self.slots = self.slots, Slots(slots, self.target.context + 1, self.target.device)
-            for name in ("lengths", "seeds", "active", "token_ids"):
-                if len(old):
-                    getattr(self.slots, name)[: len(old)] = getattr(old, name)
+            self.slots = self.slots.grown(slots, self.target.context + 1)
             self.graphs.clear()
 
     def prefill(self, sequences: Sequence[SequenceState], clock: Clock) -> Prefilling:
@@ -160,12 +163,13 @@ class GraphExecutor(Executor):
         if not new:
             return
         self.prepare(max(one.slot for one in new) + 1, max(len(one.tokens) for one in new))
-        for sequence in new:
-            self._owners[sequence.slot], self._longest[sequence.slot] = sequence, len(sequence.tokens)
-            self._reserved[sequence.slot] = 0
-            if self._catch_up is not None:
+        if self._catch_up is not None:
+            for sequence in new:
                 self._catch_up.open(sequence)
         self.slots.start(new)
+        for sequence in new:  # only now, so that a failure above leaves no sequence half attached
+            self._owners[sequence.slot], self._longest[sequence.slot] = sequence, len(sequence.tokens)
+            self._reserved[sequence.slot] = 0
 
     def commit(self, sequence: SequenceState, g: int, accepted: int) -> None:
         """See ``Executor.commit``."""
@@ -201,7 +205,7 @@ class GraphExecutor(Executor):
         self, sequences: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock
     ) -> Pending:
         """See ``Executor.start``; on CUDA it does not wait for the step."""
-        for scorer in self.scorers:
+        for scorer in self.scorers if g else [self.target]:
             scorer.check_placed()
         self._attach(sequences.values())
         slots = self._buckets.use(sequences)

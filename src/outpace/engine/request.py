@@ -16,7 +16,6 @@ from outpace.engine import prompts
 from outpace.engine.sequence import SequenceState
 from outpace.engine.text import Detokenizer
 from outpace.models.scorer import Scorer
-from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.models.source import Source
 from outpace.sampling import Processor, SamplingParams, from_generation_config, per_row
 
@@ -175,21 +174,21 @@ class Reader:
     def _read(self, prompt: Any) -> tuple[list[int], Source | None]:
         """Return the tokens that decoding starts from, and the encoder's input; None without an encoder."""
         prompt = prompts.single_prompt(prompt)
-        if not isinstance(self.scorer, Seq2SeqScorer):
+        if not self.scorer.has_encoder:
             return self._checked(prompts.token_ids(prompt, self.tokenizer)), None
-        source = self._source(self.scorer, prompt)
+        source = self._source(prompt)
         return self._checked(source.start or []), source
 
-    def _source(self, scorer: Seq2SeqScorer, prompt: Any) -> Source:
+    def _source(self, prompt: Any) -> Source:
         """Return the encoder's input."""
         if isinstance(prompt, Source) or prompts.is_features(prompt):
-            return scorer.source(prompt)
-        if scorer.takes_speech:
+            return self.scorer.source(prompt)
+        if self.scorer.takes_speech:
             raise TypeError(
                 f"prompt: got {kind(prompt)[:80]}; it must be features of speech [bins, frames], as the "
                 "model's feature extractor returns them"
             )
-        return scorer.source(prompts.token_ids(prompt, self.tokenizer))
+        return self.scorer.source(prompts.token_ids(prompt, self.tokenizer))
 
     def encode(self, prompt: Prompt | Arrays | Prompts) -> list[int] | list[list[int]]:
         """Return the token ids of a prompt, or of each prompt of a list."""

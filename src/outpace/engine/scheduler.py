@@ -27,8 +27,9 @@ from outpace.models.scorer import Scorer, WeightsMovedError
 from outpace.policy import DraftLengthPolicy, Load
 from outpace.verification import Rule
 
-# Errors that end all requests of a prefill, or the newest sequence of a decode step, and no others
+# Errors that end the request of a prefill, or the newest sequence of a decode step, and no others
 FAILURES = MemoryError, torch.OutOfMemoryError, WeightsMovedError
+CANCELLED = "cancelled"  # finish reason
 MAX_IN_FLIGHT = 2  # steps: the host reads one outcome while the next step runs
 
 
@@ -45,6 +46,8 @@ class Scheduler:
         on_close: Called once when the scheduler is closed.
     """
 
+    _closed = True  # until it is complete
+
     def __init__(
         self,
         scorers: Sequence[Scorer],
@@ -59,9 +62,8 @@ class Scheduler:
         self.executors, self._on_close = executors, on_close
         self.executor = executors[0]
         self.proposer = Proposer(scorers[0], drafter, policy, rule)
-        self._admission = Admission(scorers, policy.max_draft_tokens, slots)
+        self._admission = Admission(scorers, policy.max_draft_tokens, slots, executors[0].padded)
         self._num_added = 0
-        self._closed = False
         self._admitted: list[SequenceState] = []  # sequences that have slots, and no prefill yet
         self._prefilling: Prefilling | None = None
         self._active: dict[int, SequenceState] = {}  # by slot
@@ -71,6 +73,8 @@ class Scheduler:
         self._commit_seconds = 0.0  # of the host, after it read the last outcome
         self._some_ended = False  # whether sequences have ended since the executor was chosen
         self._caches_valid = True  # whether the KV caches agree with the sequences' tokens
+        self._in_step = False  # a user's function may call the scheduler in a step
+        self._closed = False
 
     # Requests
 
@@ -111,17 +115,23 @@ class Scheduler:
                 return
         for sequence in self._with_slots():
             if sequence.index == request_id and sequence.finish_reason is None:
-                sequence.finish_reason = "cancelled"
-                if sequence.slot in self._active:
-                    self._end([sequence])
-                elif all(other.finish_reason is not None for other in self._in_prefill()):
-                    for other in self._in_prefill():
-                        self._free(other, keep=False)
-                    self._prefilling = None
+                sequence.finish_reason = CANCELLED
+                if not self._in_step:
+                    self._end_cancelled()
                 return
         raise ValueError(f"request_id: got {request_id}; it must be the id of an unfinished sequence")
 
+    def _end_cancelled(self) -> None:
+        """Free the slots of cancelled sequences; those in a prefill are freed when none of it is left."""
+        self._end([one for one in self._active.values() if one.finish_reason is not None])
+        if self._in_prefill() and all(one.finish_reason is not None for one in self._in_prefill()):
+            for sequence in self._in_prefill():
+                self._free(sequence, keep=False)
+            self._prefilling, self._some_ended = None, True
+
     def _check_usable(self) -> None:
+        if self._in_step:
+            raise RuntimeError("the scheduler runs a step; call it again after that step")
         if self._closed:
             raise RuntimeError("the scheduler is closed; create another one")
         if not self._caches_valid:
@@ -146,9 +156,15 @@ class Scheduler:
         self.close()
 
     def close(self) -> None:
-        """End all sequences and free their slots."""
+        """End all sequences and free their slots.
+
+        Raises:
+            RuntimeError: A step runs.
+        """
         if self._closed:
             return
+        if self._in_step:
+            raise RuntimeError("the scheduler runs a step; close it after that step")
         self._closed = True
         try:
             with contextlib.ExitStack() as stack:  # one failure does not keep the rest from being freed
@@ -162,6 +178,9 @@ class Scheduler:
             if self._on_close is not None:
                 self._on_close()
 
+    def __del__(self) -> None:
+        self.close()
+
     # The loop
 
     def step(self) -> list[Step]:
@@ -174,7 +193,16 @@ class Scheduler:
             RuntimeError: The scheduler is closed, or an earlier step has failed.
         """
         self._check_usable()
-        self._caches_valid = False
+        self._caches_valid, self._in_step = False, True
+        try:
+            steps = self._step()
+            self._end_cancelled()
+            self._caches_valid = True
+        finally:
+            self._in_step = False
+        return steps
+
+    def _step(self) -> list[Step]:
         steps = self._prefill()
         if self._some_ended and self._active and self._prefilling is None:
             steps += self._choose_executor(list(self._active.values()))
@@ -191,7 +219,6 @@ class Scheduler:
                 self._in_flight.append(started)
             if self._in_flight:
                 steps += self._finish(self._in_flight.popleft(), clock)
-        self._caches_valid = True
         return steps
 
     def _finish(self, started: InFlightStep, clock: Clock) -> list[Step]:
@@ -213,7 +240,12 @@ class Scheduler:
     # Prefill
 
     def prepare(self, sequences: Sequence[SequenceState]) -> None:
-        """Prepare for sequences that are about to be added, so that no memory moves later."""
+        """Prepare for sequences that are about to be added, so that no memory moves later.
+
+        It does nothing if other sequences have slots.
+        """
+        if self._with_slots():
+            return
         self._choose_executor(sequences)
         slots, tokens = self._admission.reservation(sequences)
         if slots:
@@ -221,7 +253,7 @@ class Scheduler:
 
     def _prefill(self) -> list[Step]:
         """Admit waiting requests, and run a chunk of prefill, or all of it if no sequence is active."""
-        clock, steps, new = Clock(), list[Step](), list[SequenceState]()
+        steps, new = list[Step](), list[SequenceState]()
         self._undisturbed = True
         if self._prefilling is None and self._admission.waiting:
             new, failed = self._admission.admit(self._active)
@@ -230,7 +262,7 @@ class Scheduler:
             steps += self._choose_executor([*self._active.values(), *new])
         elif self._prefilling is None:
             return steps
-        self._undisturbed = False
+        self._undisturbed, clock = False, Clock()
         try:
             if new:
                 self._admitted = new
@@ -245,7 +277,7 @@ class Scheduler:
         except FAILURES as error:
             sequences, self._admitted = self._admitted or self._in_prefill(), []
             self._prefilling = None
-            return steps + [step for one in sequences if (step := self._fail(one, error)) is not None]
+            return steps + self._fail_prefill(sequences, error)
         outcome = self._prefilling.finish(clock)
         clock.lap("target")
         sequences, self._prefilling = self._prefilling.sequences, None
@@ -284,7 +316,10 @@ class Scheduler:
         load = self.executor.load(sequences, proposer.load(active, len(self._in_flight)))
         if self.executor.drafts:
             chosen = proposer.choose(active, load)
-            return self._launch(max(chosen.values(), default=0), sequences, load, clock)
+            try:
+                return self._launch(max(chosen.values(), default=0), sequences, load, clock)
+            except WeightsMovedError:  # if those are the draft model's, the target goes on
+                return self._launch(0, sequences, load, clock)
         if self._in_flight:
             needs_draft = self._chosen or (proposer.free and not self.policy.idle)
             if self._in_flight[-1].g or needs_draft:
@@ -298,7 +333,7 @@ class Scheduler:
         started_at = time.perf_counter()
         try:
             proposal = proposer.propose(active, load, self._chosen)
-        except WeightsMovedError:  # of the draft model; the target goes on
+        except FAILURES:  # the target goes on
             self._reset_drafter()
             proposal = proposer.without_draft(active)
         self._chosen, seconds = None, time.perf_counter() - started_at
@@ -358,11 +393,16 @@ class Scheduler:
         steps = list[Step]()
         for slot, sequence in ((one.slot, one) for one in sequences):
             verdict = outcome.accepted[slot], outcome.next_token[slot], outcome.bad[slot]
+            before = len(sequence.tokens)
+            if sequence.finish_reason == CANCELLED:  # by a user's function, for another sequence
+                continue
             try:
-                steps.append(advance(sequence, outcome.drafts[slot], *verdict, self.scorers[0].context))
+                step = advance(sequence, outcome.drafts[slot], *verdict, self.scorers[0].context)
             except Exception as error:  # of a user's function, or of a tokenizer
                 sequence.error, sequence.finish_reason = error, "error"
-                steps.append(sequence.failed_step())
+                step = sequence.failed_step(len(sequence.tokens) - before)
+            if sequence.finish_reason != CANCELLED:
+                steps.append(step)
         return steps
 
     # Ends
@@ -385,6 +425,17 @@ class Scheduler:
             self.drafter.reset([sequence.slot])
         self.policy.reset([sequence.slot])
 
+    def _fail_prefill(self, sequences: Sequence[SequenceState], error: Exception) -> list[Step]:
+        """End the sequence of a prefill; of several ones, let each be prefilled alone."""
+        if len(sequences) == 1:
+            step = self._fail(sequences[0], error)
+            return [] if step is None else [step]
+        for sequence in sequences:
+            self._free(sequence, keep=False)
+        self._admission.retry_alone([one for one in sequences if one.finish_reason is None])
+        self._some_ended = True
+        return []
+
     def _fail(self, sequence: SequenceState, error: Exception) -> Step | None:
         """End a sequence that could not be prefilled; return its step, unless it was cancelled."""
         self._free(sequence, keep=False)
@@ -403,7 +454,7 @@ class Scheduler:
         return [] if step is None else [step]
 
     def _reset_drafter(self) -> None:
-        """Let the drafter start again, because its last proposal was not verified."""
+        """Let a drafter on the host start again, because its last proposal was not verified."""
         self._chosen = None
-        if self.drafter is not None:
+        if self.drafter is not None and not self.executor.drafts:
             self.drafter.reset(list(self._active))

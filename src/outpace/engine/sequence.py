@@ -116,6 +116,7 @@ class SequenceState:
     source: Source | None = None  # the encoder's input, where there is an encoder
     slot: int = -1
     added: bool = False  # to a scheduler
+    alone: bool = False  # whether it must not be prefilled together with others
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
@@ -143,6 +144,8 @@ class SequenceState:
             self.stats.new_tokens += 1
             complete = self.text is not None and self.text.push(token)
             stopped = self.stop_when is not None and self.stop_when(self)
+            if self.finish_reason is not None:  # ``stop_when`` has cancelled the sequence
+                return count
             if complete or stopped or token in self.stop_tokens:
                 self.finish_reason = "stop"
             elif self.stats.new_tokens == self.max_new_tokens or len(self.tokens) >= context:
@@ -168,11 +171,12 @@ class SequenceState:
             self.context_full,
         )
 
-    def failed_step(self) -> Step:
-        """Return the last step of a sequence that failed, without new tokens."""
+    def failed_step(self, new: int = 0) -> Step:
+        """Return the last step of a sequence that failed, after it got ``new`` tokens in this step."""
         assert self.error is not None
-        pieces: list[tuple[int, str]] | None = None if self.text is None else []
-        return Step(self.index, pieces, [], 0, 0, -1, [], self.finish_reason, self.output())
+        tokens = self.tokens[len(self.tokens) - new :]
+        text = None if self.text is None else self.text.take(final=True)
+        return Step(self.index, text, tokens, 0, 0, -1, [], self.finish_reason, self.output())
 
     def _stacked(self, rows: list[Tensor] | None) -> Tensor | None:
         return torch.stack(rows[: self.stats.new_tokens]) if rows else None

@@ -33,6 +33,19 @@ class Slots:
         self.token_ids = torch.zeros(slots, tokens, dtype=torch.int64, device=device)
         self._drafts: dict[object, DraftTensors] = {}  # see `copy_draft`
 
+    def grown(self, slots: int, tokens: int) -> Slots:
+        """Return a larger state that begins with this one.
+
+        Args:
+            slots: Number of slots.
+            tokens: Most tokens of a sequence.
+        """
+        new = Slots(slots, tokens, self.lengths.device)
+        new.lengths[: len(self)], new.seeds[: len(self)] = self.lengths, self.seeds
+        new.active[: len(self)] = self.active
+        new.token_ids[: len(self), : self.token_ids.shape[1]] = self.token_ids
+        return new
+
     def __len__(self) -> int:
         """Return the number of slots."""
         return len(self.lengths)

@@ -132,7 +132,7 @@ def generate(
             )
         scorer = decoder.scorer
         decoder_prompts: Any = prompts
-        if isinstance(scorer, Seq2SeqScorer):
+        if isinstance(scorer, Seq2SeqScorer):  # its encoder has run already
             decoder_prompts = [
                 one.source(prompt, scorer) for one, prompt in zip(encoder_inputs, prompts, strict=True)
             ]

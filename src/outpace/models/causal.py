@@ -63,9 +63,11 @@ class CausalScorer(Scorer):
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in arguments else {}
         self._grouped = bool(getattr(self.base, "_supports_attention_backend", False))
         self._one_token_needs_no_mask = set(self._windows.values()) == {None}
-        self._prepare(config.num_hidden_layers, bytes_per_token(config, self.dtype), kv_cache_bytes)
+        self._prepare(config.num_hidden_layers, bytes_per_token(config, self.dtype), None)
         if config.model_type not in TESTED_FAMILIES:
             self._check()
+            self.release()
+        self.cache.max_bytes = kv_cache_bytes
 
     def _prepare(self, layers: int, token_bytes: int, kv_cache_bytes: int | None) -> None:
         """Set up an empty KV cache."""

@@ -52,18 +52,20 @@ class ContiguousCache(KVCache):
         self, layers: int, device: torch.device, bytes_per_token: int, budget: int | None = None
     ) -> None:
         super().__init__(device, budget)
-        self._layers, self._computed_bytes = layers, bytes_per_token
+        self._layers, self._bytes_per_token = layers, bytes_per_token
         self.on_swap: Callable[[int, int], None] | None = None  # cross-attention moves with its row
+        self.past_key_values = Cache(layers=[])
         self.release()
 
     def release(self) -> None:
         """See ``KVCache.release``."""
+        self._bytes_per_token = self.bytes_per_token  # measured, if there were keys
         self.past_key_values = Cache(layers=[Layer(self) for _ in range(self._layers)])
         self.rows = self.capacity = 0
         self._order: list[int] = []  # the slot that each row belongs to
         self._cached: dict[int, list[int]] = {}  # by slot without sequence: tokens that its row still holds
         self._reserved: dict[int, int] = {}  # by slot: tokens that forward passes may have written
-        self._lengths, self._tokens = {}, {}
+        self._reset()
         self.version += 1
 
     @property
@@ -78,7 +80,7 @@ class ContiguousCache(KVCache):
     @property
     def bytes_per_token(self) -> int:
         """See ``KVCache.bytes_per_token``; measured once there are keys, and computed before."""
-        return self.nbytes // (self.rows * self.capacity) if self.nbytes else self._computed_bytes
+        return self.nbytes // (self.rows * self.capacity) if self.nbytes else self._bytes_per_token
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
         """See ``KVCache.bytes_for``; rows are equally long, and do not shrink while one is in use."""
@@ -127,16 +129,22 @@ class ContiguousCache(KVCache):
         """See ``KVCache.prepare``."""
         if slots <= self.rows and tokens <= self.capacity:
             return
-        if not self._lengths:  # no slot is in use: start again with the needed size
-            self.release()
         rows, capacity = self._size(slots, tokens)
         nbytes = rows * capacity * self.bytes_per_token
         if nbytes > self.budget:
             raise self._too_large(nbytes)
         log.info("KV cache of %d rows of %d tokens in %.0f MiB", rows, capacity, nbytes / 2**20)
+        kept: slice | list[int] = slice(None)
+        if not self._lengths:  # no slot is in use: only the newest prefixes are kept, in the first rows
+            newest = [slot for slot, held in self._cached.items() if held][-rows:]
+            kept = [self.row(slot) for slot in newest]
+            self._cached = {i: self._cached[slot][: capacity - 1] for i, slot in enumerate(newest)}
+            self._order = list(range(len(kept)))
         for layer in self.past_key_values.layers:
             if layer.is_initialized:
-                layer.keys, layer.values = (grown(one, rows, capacity) for one in (layer.keys, layer.values))
+                layer.keys, layer.values = (
+                    grown(one[kept], rows, capacity) for one in (layer.keys, layer.values)
+                )
         self.rows, self.capacity = rows, capacity
         self._order += range(len(self._order), rows)
         self.version += 1
@@ -149,6 +157,7 @@ class ContiguousCache(KVCache):
             return
         del self._tokens[slot], self._reserved[slot]
         if tokens is None:
+            self._stale.discard(slot)
             for table in self._tables():
                 table[self.row(slot)] = 0  # a mask does not hide NaN
         else:
@@ -307,7 +316,7 @@ class Span:
 
 @torch.inference_mode()
 def grown(table: Tensor, rows: int, tokens: int) -> Tensor:
-    """Return a table ``[rows, heads, tokens, d]`` that begins with the entries of a smaller one."""
+    """Return a table ``[rows, heads, tokens, d]`` that begins with the entries of another one."""
     new = table.new_zeros(rows, table.shape[1], tokens, table.shape[3])
-    new[: table.shape[0], :, : table.shape[2]] = table
+    new[: table.shape[0], :, : table.shape[2]] = table[:, :, :tokens]
     return new

@@ -117,6 +117,10 @@ class KVCache(ABC):
         self._tokens = {slot: [] for slot in self._tokens}
         self._stale = set(self._lengths)
 
+    def _reset(self) -> None:
+        """Forget all sequences."""
+        self._lengths, self._tokens, self._stale = {}, {}, set()
+
     def _reusable(self, slot: int, tokens: Sequence[int], length: int) -> list[int]:
         """Return the tokens of an ended sequence that later prompts may reuse."""
         stale = slot in self._stale

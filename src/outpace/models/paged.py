@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,17 +40,30 @@ class Shape:
 class Blocks(ABC):
     """Memory of the blocks of a ``PagedCache``. Blocks are numbered from 0."""
 
+    @property
     @abstractmethod
-    def add(self) -> int:
-        """Allocate a block and return its number."""
+    def count(self) -> int:
+        """Number of blocks that memory is allocated for."""
+
+    @abstractmethod
+    def add(self, limit: int) -> int:
+        """Allocate a block and return its number.
+
+        Args:
+            limit: Most blocks to allocate memory for, if that is not fewer than needed.
+        """
 
     @abstractmethod
     def remove(self, block: int) -> None:
         """Free the memory of a block, whose number may be used again."""
 
-    def trim(self) -> None:
-        """Return the memory of removed blocks to the device, if ``remove`` has not done so."""
-        return
+    def trim(self) -> dict[int, int]:
+        """Return the memory of removed blocks to the device, if ``remove`` has not done so.
+
+        Returns:
+            The new number of each block, if blocks have moved.
+        """
+        return {}
 
     @abstractmethod
     def copy(self, source: int, target: int) -> None:
@@ -80,8 +93,13 @@ class Addresses(Blocks):
         self._shape, self._dtype, self._device = shape.block(page), shape.dtype, device
         self._memory: dict[int, Tensor] = {}
 
+    @property
+    def count(self) -> int:
+        """See ``Blocks.count``."""
+        return len(self._memory)
+
     @torch.inference_mode(False)
-    def add(self) -> int:
+    def add(self, limit: int) -> int:
         """See ``Blocks.add``; nothing is zeroed, since kernels read only what was written."""
         block = next(number for number in itertools.count(len(self._memory)) if number not in self._memory)
         self._memory[block] = torch.empty(self._shape, dtype=self._dtype, device=self._device)
@@ -112,26 +130,32 @@ class Pool(Blocks):
         self._free = [0]
 
     @torch.inference_mode(False)
-    def add(self) -> int:
-        """See ``Blocks.add``."""
+    def add(self, limit: int) -> int:
+        """See ``Blocks.add``; the tensor doubles, up to the limit."""
         if not self._free:
             size = self._tensor.shape[0]
-            self._tensor = torch.cat((self._tensor, torch.zeros_like(self._tensor)))
-            self._free = list(range(2 * size - 1, size - 1, -1))
+            more = max(1, min(size, limit - size))
+            self._tensor = torch.cat((self._tensor, self._tensor.new_zeros(more, *self._tensor.shape[1:])))
+            self._free = list(range(size + more - 1, size - 1, -1))
         return self._free.pop()
+
+    @property
+    def count(self) -> int:
+        """See ``Blocks.count``."""
+        return len(self._tensor)
 
     def remove(self, block: int) -> None:
         """See ``Blocks.remove``."""
         self._free.append(block)
 
     @torch.inference_mode(False)
-    def trim(self) -> None:
-        """See ``Blocks.trim``; blocks do not move, so memory up to the last one stays."""
-        free = set(self._free)
-        size = next(n for n in range(len(self._tensor), 0, -1) if n - 1 not in free)
-        if size < len(self._tensor):
-            self._tensor = self._tensor[:size].clone()
-            self._free = [block for block in self._free if block < size]
+    def trim(self) -> dict[int, int]:
+        """See ``Blocks.trim``."""
+        if not self._free:
+            return {}
+        used = sorted(set(range(len(self._tensor))) - set(self._free))
+        self._tensor, self._free = self._tensor[used], []
+        return {block: i for i, block in enumerate(used)}
 
     def copy(self, source: int, target: int) -> None:
         """See ``Blocks.copy``."""
@@ -225,21 +249,21 @@ class PagedCache(KVCache):
     @torch.inference_mode(False)
     def release(self) -> None:
         """See ``KVCache.release``."""
-        self._lengths, self._tokens = {}, {}
+        self._reset()
         self._blocks: dict[int, list[int]] = {}  # by slot
         self._references: dict[int, int] = {}  # by block: how many slots and prefixes hold it
         self._free: list[int] = []  # allocated blocks that nothing holds
         self._prefixes: dict[int, Prefix] = {}  # of ended sequences, the oldest first
         self._numbers = itertools.count()
         self.memory: Blocks = (Addresses if self._kernels else Pool)(self.shape, self.page, self.device)
-        self.memory.clear(self.memory.add())  # SCRATCH
+        self.memory.clear(self.memory.add(1))  # SCRATCH
         self.table = torch.zeros(0, self._max_blocks, dtype=torch.int64, device=self.device)
         self.version += 1
 
     @property
     def nbytes(self) -> int:
         """See ``KVCache.nbytes``."""
-        return (len(self._references) + len(self._free) + 1) * self._block_bytes
+        return self.memory.count * self._block_bytes
 
     @property
     def _block_bytes(self) -> int:
@@ -339,7 +363,8 @@ class PagedCache(KVCache):
 
     @property
     def _is_full(self) -> bool:
-        return not self._free and self.nbytes + self._block_bytes > self.budget
+        in_use = len(self._references) + 1  # with SCRATCH
+        return not self._free and (in_use + 1) * self._block_bytes > self.budget
 
     def _allocate(self) -> int:
         """Return a block that one sequence holds, and evict the oldest prefixes if memory is short."""
@@ -347,12 +372,13 @@ class PagedCache(KVCache):
             self._evict(lambda: not self._free)
             if not self._free:
                 raise self._too_large(self.nbytes + self._block_bytes)
+        limit = self.budget // self._block_bytes
         try:
-            block = self._free.pop() if self._free else self.memory.add()
+            block = self._free.pop() if self._free else self.memory.add(limit)
         except torch.OutOfMemoryError:
             self._evict(lambda: True)
             self._free_memory()
-            block = self.memory.add()
+            block = self.memory.add(limit)
         self._references[block] = 1
         return block
 
@@ -382,6 +408,7 @@ class PagedCache(KVCache):
         del self._tokens[slot]
         self.table[slot] = self.memory.entry(SCRATCH)
         if tokens is None:
+            self._stale.discard(slot)
             for block in blocks:
                 if self._references[block] == 1:
                     self.memory.clear(block)  # a mask does not hide NaN
@@ -407,7 +434,18 @@ class PagedCache(KVCache):
         self._evict(lambda: len(self._references) * self._block_bytes > kept)
         if self.nbytes > kept:
             self._free_memory()
-        self.memory.trim()
+        if moved := self.memory.trim():
+            self._renumber(moved)
+
+    def _renumber(self, moved: Mapping[int, int]) -> None:
+        """Use new numbers of all blocks."""
+        self._references = {moved[block]: count for block, count in self._references.items()}
+        self._free = [moved[block] for block in self._free]
+        for prefix in self._prefixes.values():
+            prefix.blocks[:] = [moved[block] for block in prefix.blocks]
+        for slot, blocks in self._blocks.items():
+            blocks[:] = [moved[block] for block in blocks]
+            self._write([(slot, i) for i in range(len(blocks))])
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ class Scorer(ABC):
         dtype: Dtype of the weights.
         cache: The KV cache.
         has_kernels: Whether Triton kernels run the forward passes.
+        has_encoder: Whether each sequence needs a source, which an encoder reads.
+        takes_speech: Whether sources are features of speech.
     """
 
     model: Any
@@ -51,6 +53,20 @@ class Scorer(ABC):
     dtype: torch.dtype
     cache: KVCache
     has_kernels: bool = False
+    has_encoder: bool = False
+    takes_speech: bool = False
+
+    def source(self, prompt: Any) -> Source:
+        """Return the source of a prompt, checked for this model.
+
+        Args:
+            prompt: Token ids, features of speech, or a ``Source``.
+
+        Raises:
+            TypeError: The model does not take prompts of this kind.
+            ValueError: Token ids or the shape of features do not suit the model.
+        """
+        raise TypeError(f"prompt: got a source; {type(self.base).__name__} has no encoder")
 
     @property
     def generation_config(self) -> Any:

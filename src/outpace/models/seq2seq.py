@@ -35,6 +35,7 @@ class Seq2SeqScorer(CausalScorer):
         self.config = base.config
         self.own_encoder: torch.nn.Module = base.get_encoder()
         self.encoder = self.own_encoder  # or an equal encoder of another model
+        self.has_encoder, self.takes_speech = True, self.config.model_type == "whisper"
         self._grouped = False  # the stack has its own attention
         self.stack = Stack(base)
         self.vocab_size = base.get_output_embeddings().weight.shape[0]
@@ -50,21 +51,8 @@ class Seq2SeqScorer(CausalScorer):
 
     # Sources
 
-    @property
-    def takes_speech(self) -> bool:
-        """True for models whose sources are speech."""
-        return bool(self.config.model_type == "whisper")
-
     def source(self, prompt: Any) -> Source:
-        """Return the source of a prompt, checked for this model.
-
-        Args:
-            prompt: Token ids, features of speech, or a ``Source``.
-
-        Raises:
-            TypeError: The model does not take prompts of this kind.
-            ValueError: Token ids or the shape of features do not suit the model.
-        """
+        """See ``Scorer.source``."""
         source = copy.copy(prompt) if isinstance(prompt, Source) else self._parse(prompt)
         if self.takes_speech != (source.features is not None):
             kinds = ("features of speech [bins, frames]", "token ids")

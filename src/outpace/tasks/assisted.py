@@ -15,7 +15,6 @@ from outpace.draft.lookup import LookupDrafter
 from outpace.draft.model import ModelDrafter
 from outpace.draft.text import TextDrafter
 from outpace.engine.stats import Stats
-from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.sampling import SamplingParams
 from outpace.tasks.profiling import synchronize
 from outpace.tasks.runners import Generated, RunSettings, answer_turns, stop_strings
@@ -52,7 +51,7 @@ class AssistedRunner:
             "max_new_tokens": settings.max_new_tokens,
         }
         answers, stats = [], Stats()
-        prompt_length = 1 if isinstance(self.decoder.scorer, Seq2SeqScorer) else len(prompt)
+        prompt_length = 1 if self.decoder.scorer.has_encoder else len(prompt)
 
         def stop_found(rows: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
             texts = (tokenizer.decode(row[prompt_length:]) for row in rows)
@@ -128,11 +127,7 @@ def assistant_arguments(decoder: Decoder) -> dict[str, Any]:
     drafter = decoder.drafter
     if isinstance(drafter, LookupDrafter):
         return {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
-    if (
-        isinstance(decoder.scorer, Seq2SeqScorer)
-        and isinstance(drafter, ModelDrafter)
-        and not isinstance(drafter.scorer, Seq2SeqScorer)
-    ):
+    if decoder.scorer.has_encoder and isinstance(drafter, ModelDrafter) and not drafter.scorer.has_encoder:
         raise ValueError("Transformers needs a draft model with an encoder, like the target")
     if isinstance(drafter, ModelDrafter):
         return {"assistant_model": drafter.scorer.base}

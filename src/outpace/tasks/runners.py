@@ -13,7 +13,6 @@ from outpace.bench.data import Item
 from outpace.decoder import Decoder
 from outpace.engine.stats import Stats
 from outpace.engine.text import chat_ids
-from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.sampling import SamplingParams
 from outpace.tasks.kinds import EvalTask
 
@@ -168,7 +167,7 @@ def prompt_ids(decoder: Decoder, settings: RunSettings, messages: Sequence[dict[
         ValueError: The prompt does not fit the encoder, or the context together with the new tokens.
     """
     tokenizer, task = decoder.tokenizer, settings.task
-    if isinstance(decoder.scorer, Seq2SeqScorer):
+    if decoder.scorer.has_encoder:
         family = decoder.scorer.base.config.model_type
         template = settings.prompt or task.encoder.get(family, task.encoder.get("", "{source}"))
         ids = list(tokenizer(template.replace("{source}", messages[-1]["content"])).input_ids)
@@ -197,5 +196,5 @@ def stop_strings(decoder: Decoder, settings: RunSettings) -> tuple[str, ...]:
 
     A model with an encoder or a chat template ends its answers by itself. Others need stop strings.
     """
-    has_encoder = isinstance(decoder.scorer, Seq2SeqScorer)
+    has_encoder = decoder.scorer.has_encoder
     return () if has_encoder or getattr(decoder.tokenizer, "chat_template", None) else settings.task.stop
