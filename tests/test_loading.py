@@ -20,7 +20,6 @@ from outpace import loading
 from outpace.draft.ngram import NGramDrafter
 from outpace.models import hub
 from outpace.models.packed import packed_bytes
-from tests import tiers
 from tests.gguf_file import write_gguf
 from tests.tiny import byte_tokenizer, greedy, tiny
 
@@ -108,7 +107,8 @@ def test_remote_code_does_not_run_by_default(remote: Path, good: Path, tmp_path:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("role", tiers.sized(["--draft"], ["--target", "--draft"]))
+@pytest.mark.full
+@pytest.mark.parametrize("role", ["--target", "--draft"])
 def test_the_command_does_not_read_consent_from_stdin(
     remote: Path, good: Path, tmp_path: Path, role: str
 ) -> None:
@@ -402,6 +402,7 @@ def test_quantized_weights_decode_as_in_transformers(good: Path) -> None:
     assert out.token_ids == greedy(reference, PROMPT, 12)
 
 
+@pytest.mark.full
 def test_load_uses_the_requested_revision(tmp_path: Path) -> None:
     """Use a cache with the layout of the hub library, without a network."""
     repository = tmp_path / "hub" / "models--some--model"

@@ -102,6 +102,7 @@ def generated(run: Run, configuration: Path, *flags: str) -> tuple[str, str]:
     return out, errors
 
 
+@pytest.mark.full
 def test_an_ngram_table_is_saved_beside_the_configuration_that_names_it(
     run: Run, target: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -353,6 +353,7 @@ def test_vocabularies_may_differ_by_padding(sizes: tuple[int, int]) -> None:
     assert generate(decoder_of(target, draft), 3, GREEDY, 20) == expected
 
 
+@pytest.mark.full
 def test_kernels_decode_sequences_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = pytest.importorskip(
         "outpace.models.kernels.attention", reason="needs triton", exc_type=ImportError

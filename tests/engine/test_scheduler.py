@@ -871,12 +871,12 @@ def test_a_dropped_scheduler_frees_its_decoder() -> None:
 
 
 def test_the_scheduler_of_a_dropped_decoder_blocks_no_other_decoder() -> None:
-    for _ in range(20):
-        schedulers = [Decoder(model("llama")).scheduler() for _ in range(1)]
+    for _ in range(4):  # a new decoder often gets the address of the dropped one
+        scheduler = Decoder(model("llama")).scheduler()
         gc.collect()
-        other = Decoder(tiny())
+        other = Decoder(near("llama"))
         assert len(other.generate([1, 2], max_new_tokens=2, ignore_eos=True).token_ids) == 2
-        schedulers[0].close()
+        scheduler.close()
 
 
 def test_preparing_changes_nothing_while_sequences_are_active(monkeypatch: pytest.MonkeyPatch) -> None:

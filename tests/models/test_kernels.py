@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from outpace.models.fused import MAX_HEAD_BYTES, MAX_QUERY_BYTES, Norm
+from tests import tiers
 
 attention = pytest.importorskip(
     "outpace.models.kernels.attention", reason="needs triton", exc_type=ImportError
@@ -257,15 +258,20 @@ def positions_of(*rows: tuple[int, int], n: int) -> Tensor:
     return torch.stack([torch.where(i < count, start + i, -1) for start, count in rows])
 
 
-@pytest.mark.parametrize("ranges", ["one range", "many ranges", "stretched ranges"])
+LAYERS_OF_FEW: list[tuple[int, Callable[[], Heads]]] = [
+    (3, lambda: Heads(4, 2, 32)),
+    (6, lambda: Heads(4, 1, 24, window=7, norms=False)),
+    (1, lambda: Heads(2, 2, 16, page=16)),
+    (2, lambda: Heads(8, 2, 32, window=40, norms=True)),
+    (4, lambda: Heads(2, 1, 64, dtype=torch.float16, page=128)),
+]
+
+
 @pytest.mark.parametrize(
-    ("n", "layer"),
+    ("ranges", "n", "layer"),
     [
-        (3, lambda: Heads(4, 2, 32)),
-        (6, lambda: Heads(4, 1, 24, window=7, norms=False)),
-        (1, lambda: Heads(2, 2, 16, page=16)),
-        (2, lambda: Heads(8, 2, 32, window=40, norms=True)),
-        (4, lambda: Heads(2, 1, 64, dtype=torch.float16, page=128)),
+        (ranges, *case)
+        for ranges, case in tiers.each_value(["many ranges", "stretched ranges", "one range"], LAYERS_OF_FEW)
     ],
 )
 def test_few_queries_equal_pytorch(
@@ -350,9 +356,10 @@ def test_a_page_is_written_through_its_own_row_only(few: bool) -> None:
     assert changed == [True, False, True, True, False, False]
 
 
-@pytest.mark.parametrize("few", [True, False])
-@pytest.mark.parametrize("entry", ["NaN", "0"])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    ("few", "entry", "window"),
+    tiers.each_value([True, False], ["NaN", "0"], [None, 20]),
+)
 def test_pages_that_a_row_does_not_need_are_never_read(
     monkeypatch: pytest.MonkeyPatch, few: bool, entry: str, window: int | None
 ) -> None:
@@ -381,9 +388,7 @@ def test_pages_that_a_row_does_not_need_are_never_read(
     assert torch.allclose(found.double(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("per_head", [1, 3, 40])
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("B", [6, 33])
+@pytest.mark.parametrize(("per_head", "window", "B"), tiers.each_value([40, 3, 1], [None, 50], [6, 33]))
 def test_rows_of_any_lengths_share_the_processors(
     monkeypatch: pytest.MonkeyPatch, B: int, window: int | None, per_head: int
 ) -> None:
