@@ -36,6 +36,8 @@ MAX_IN_FLIGHT = 2  # steps: the host reads one outcome while the next step runs
 class Scheduler:
     """All sequences of a decoder, which join and leave at any step.
 
+    Call it from one thread at a time.
+
     Args:
         scorers: The target, and the draft model if there is one.
         drafter: The drafter, or None.
