@@ -355,11 +355,9 @@ def test_vocabularies_may_differ_by_padding(sizes: tuple[int, int]) -> None:
 
 @pytest.mark.full
 def test_kernels_decode_sequences_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = pytest.importorskip(
-        "outpace.models.kernels.attention", reason="needs triton", exc_type=ImportError
-    )
-    monkeypatch.setattr(attention, "MIN_RANGE", (16, 16))
-    monkeypatch.setattr(attention, "BLOCK", 16)
+    ranges = pytest.importorskip("outpace.models.kernels.ranges", reason="needs triton", exc_type=ImportError)
+    monkeypatch.setattr(ranges, "MIN_RANGE", (16, 16))
+    monkeypatch.setattr(ranges, "BLOCK", 16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target, draft = tiny(num_hidden_layers=2), tiny(seed=1, num_hidden_layers=1)
     expected = [greedy(target, prompt, 3) for prompt in PROMPTS]

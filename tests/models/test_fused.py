@@ -141,11 +141,9 @@ def test_why_not_gives_the_reason_for_unsupported_models() -> None:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the kernels as on a GPU, in Triton's interpreter if there is none, with small ranges and pages."""
-    attention = pytest.importorskip(
-        "outpace.models.kernels.attention", reason="needs triton", exc_type=ImportError
-    )
-    monkeypatch.setattr(attention, "MIN_RANGE", (16, 16))
-    monkeypatch.setattr(attention, "BLOCK", 16)
+    ranges = pytest.importorskip("outpace.models.kernels.ranges", reason="needs triton", exc_type=ImportError)
+    monkeypatch.setattr(ranges, "MIN_RANGE", (16, 16))
+    monkeypatch.setattr(ranges, "BLOCK", 16)
     monkeypatch.setattr("outpace.models.fused_scorer.PAGE", 16)
     for module in ("fused", "fused_scorer"):
         monkeypatch.setattr(f"outpace.models.{module}.has_kernels", lambda device, dtype: True)
@@ -272,7 +270,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from outpace.models.kernels import attention, prefill
+from outpace.models.kernels import prefill, ranges
 from outpace.models.kernels import product as products
 from outpace.models.kernels.attention import attend
 from outpace.models.kernels.prefill import attend_many, store
@@ -313,11 +311,11 @@ for gate, N, missing, overlaps in kinds:
 others = {"positions": "*i64", "table": "*i64", "ranges": "*i64", "parts": "*fp32", "counters": "*i32"}
 for D, ROWS, BLOCK, missing in ((128, 16, 64, ()), (128, 16, 128, ("q_norm", "k_norm")), (256, 32, 64, ())):
     sizes = {"D": D, "HALF": D // 2, "WIDTH": D, "PAGE": 128, "SHIFTED": False, "OVERLAPS": not missing}
-    build(attend, wide | others, missing, 4, 3, attention.shared(BLOCK, ROWS, 2 * D, 3), ROWS=ROWS, NEW=16,
+    build(attend, wide | others, missing, 4, 3, ranges.shared(BLOCK, ROWS, 2 * D, 3), ROWS=ROWS, NEW=16,
         BLOCK=BLOCK, QUERIES=8, PRECISION="tf32", **sizes)
     build(store, wide | others, missing, 4, 3, 1 << 16, **sizes)
     build(attend_many, wide | others, missing, 4 if D <= prefill.WIDE else 8, 2,
-        attention.shared(prefill.BLOCK, 32, 2 * D, 2), ROWS=32, PRECISION="tf32", **sizes)
+        ranges.shared(prefill.BLOCK, 32, 2 * D, 2), ROWS=32, PRECISION="tf32", **sizes)
 """
 
 

@@ -21,6 +21,7 @@ from tests import tiers
 attention = pytest.importorskip(
     "outpace.models.kernels.attention", reason="needs triton", exc_type=ImportError
 )
+ranging = pytest.importorskip("outpace.models.kernels.ranges", reason="needs triton", exc_type=ImportError)
 prefill = pytest.importorskip("outpace.models.kernels.prefill", reason="needs triton", exc_type=ImportError)
 product = pytest.importorskip("outpace.models.kernels.product", reason="needs triton", exc_type=ImportError)
 rows = pytest.importorskip("outpace.models.kernels.rows", reason="needs triton", exc_type=ImportError)
@@ -163,8 +164,8 @@ class Heads:
         counters = torch.zeros(len(qkv), self.kv_heads, dtype=torch.int32, device=DEVICE)
         table = table_of(pages)
         sizes = *positions.shape, self.heads, self.kv_heads, self.d
-        blocks = attention.blocks_of(*sizes, page=self.page, dtype=self.dtype, at=positions.device)
-        ranges = attention.ranges_of(positions, table, blocks, self.window)
+        blocks = ranging.blocks_of(*sizes, page=self.page, dtype=self.dtype, at=positions.device)
+        ranges = ranging.ranges_of(positions, table, blocks, self.window)
         found: list[Tensor] = [  # the first call leaves no state behind
             attention.few_queries(
                 qkv, positions, self.angles, table, ranges, blocks, counters, **self.options
@@ -277,8 +278,8 @@ LAYERS_OF_FEW: list[tuple[int, Callable[[], Heads]]] = [
 def test_few_queries_equal_pytorch(
     monkeypatch: pytest.MonkeyPatch, ranges: str, n: int, layer: Callable[[], Heads]
 ) -> None:
-    monkeypatch.setattr(attention, "BLOCK", 16)
-    monkeypatch.setattr(attention, "MIN_RANGE", (256, 256) if ranges == "one range" else (16, 16))
+    monkeypatch.setattr(ranging, "BLOCK", 16)
+    monkeypatch.setattr(ranging, "MIN_RANGE", (256, 256) if ranges == "one range" else (16, 16))
     here = layer()
     if ranges == "stretched ranges":
         set_processors(monkeypatch, 2 * here.kv_heads)
@@ -364,8 +365,8 @@ def test_pages_that_a_row_does_not_need_are_never_read(
     monkeypatch: pytest.MonkeyPatch, few: bool, entry: str, window: int | None
 ) -> None:
     """Neither those after its tokens, nor those before its window, nor what is after the last token."""
-    monkeypatch.setattr(attention, "BLOCK", 16)
-    monkeypatch.setattr(attention, "MIN_RANGE", (16, 16))
+    monkeypatch.setattr(ranging, "BLOCK", 16)
+    monkeypatch.setattr(ranging, "MIN_RANGE", (16, 16))
     here = Heads(4, 2, 32, window=window)
     qkv, n = here.qkv(3, 6), 6
     starts = [70, 0, 26]
@@ -393,8 +394,8 @@ def test_rows_of_any_lengths_share_the_processors(
     monkeypatch: pytest.MonkeyPatch, B: int, window: int | None, per_head: int
 ) -> None:
     """A row may have a range that is not full: there must be blocks for all of them."""
-    monkeypatch.setattr(attention, "BLOCK", 16)
-    monkeypatch.setattr(attention, "MIN_RANGE", (16, 16))
+    monkeypatch.setattr(ranging, "BLOCK", 16)
+    monkeypatch.setattr(ranging, "MIN_RANGE", (16, 16))
     here = Heads(2, 1, 16, window=window)
     set_processors(monkeypatch, per_head * here.kv_heads)
     starts = [1, 17, 0, 158, 33, 65] if B == 6 else [1, *[0] * 31, 158]
@@ -404,8 +405,8 @@ def test_rows_of_any_lengths_share_the_processors(
 
 def set_processors(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
     """Let the kernel cut rows as on a GPU with this many processors."""
-    here = replace(attention.device(torch.device(DEVICE)), processors=processors)
-    monkeypatch.setattr(attention, "device", lambda _: here)
+    here = replace(ranging.device(torch.device(DEVICE)), processors=processors)
+    monkeypatch.setattr(ranging, "device", lambda _: here)
 
 
 KIBIBYTE = 1024
@@ -424,10 +425,10 @@ def test_block_shapes_fit_the_shared_memory_of_every_device(name: str) -> None:
                     assert product.shared(BM, *shape[:2], shape[3], dtype, gate) <= here.shared
         for line in (32, 128, 256, MAX_HEAD_BYTES, 2 * MAX_HEAD_BYTES):
             for rows in (16, MAX_QUERY_BYTES // line, prefill.QUERY_BYTES // line):
-                for block in (attention.BLOCK, 2 * attention.BLOCK):
-                    fit, stages = attention.fitting(block, rows, line, here)
+                for block in (ranging.BLOCK, 2 * ranging.BLOCK):
+                    fit, stages = ranging.fitting(block, rows, line, here)
                     assert fit >= 16
-                    assert attention.shared(fit, rows, line, stages) <= here.shared
+                    assert ranging.shared(fit, rows, line, stages) <= here.shared
 
 
 @pytest.mark.gpu

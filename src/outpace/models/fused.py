@@ -163,9 +163,9 @@ class FusedModel:
         self.has_kernels = has_kernels(self.device, self.dtype) and self._gate > 0
         if self.has_kernels:
             importlib.import_module("outpace.verification.kernels.ahead").start_triton()
-            names = ("product", "attention", "prefill", "rows")
+            names = ("product", "attention", "ranges", "prefill", "rows")
             modules = [importlib.import_module(f"outpace.models.kernels.{name}") for name in names]
-            self._product, self._attention, self._prefill, self._rows = modules
+            self._product, self._attention, self._range, self._prefill, self._rows = modules
         windows_by_kind = windows(config)
         kinds = getattr(config, "layer_types", None)
         self.layers = [
@@ -317,10 +317,9 @@ class FusedModel:
     def _ranges(self, positions: Tensor, pages: Pages) -> Ranges:
         """Return what the attention kernel for few queries is to handle."""
         sizes = *positions.shape, self.heads, self.kv_heads, self.head_dim
-        blocks = self._attention.blocks_of(*sizes, page=pages.page, dtype=self.dtype, at=positions.device)
+        blocks = self._range.blocks_of(*sizes, page=pages.page, dtype=self.dtype, at=positions.device)
         by_window = {
-            window: self._attention.ranges_of(positions, pages.table, blocks, window)
-            for window in self._windows
+            window: self._range.ranges_of(positions, pages.table, blocks, window) for window in self._windows
         }
         return blocks, by_window
 

@@ -15,13 +15,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from outpace.models.kernels.attention import (
     address_of,
     angles_of,
-    fitting,
     over_cache,
     quotient,
     vectors,
     write_new,
 )
 from outpace.models.kernels.launch import device
+from outpace.models.kernels.ranges import fitting
 from outpace.verification.kernels.ahead import launch
 
 QUERIES = 64  # most queries of a block; half as many in float32
