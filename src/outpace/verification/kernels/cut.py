@@ -81,6 +81,24 @@ def narrow(
                 store_row_stats(row_stats + NUM_ROW_STATS * at, max_logit, mass, cut, tie, num_listed)
 
 
+@triton.jit
+def widen_row(
+    logits, row_stats, at, filters, temperature, top_k, drop_limit, min_p, b, V,
+    ROW_TILE: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Store the statistics of one row, from all of its logits."""
+    max_logit, mass, bound, highest = load_row_stats(row_stats, at, at >= 0)
+    inv_temperature, greedy, k, row_drop_limit, row_min_p = load_params(
+        filters, temperature, top_k, drop_limit, min_p, b
+    )
+    cut, tie, survivor_mass = cut_from_row(
+        logits, V, max_logit, mass, inv_temperature, k, row_drop_limit, row_min_p, bound, highest,
+        ROW_TILE, SHIFT,
+    )  # fmt: skip
+    none_listed = tl.full([], 0, tl.int32)
+    store_row_stats(row_stats + NUM_ROW_STATS * at, max_logit, survivor_mass, cut, tie, none_listed)
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def widen(
     target, draft, lengths, p_params, q_params, workspace, B, g, V, splits,
@@ -103,38 +121,15 @@ def widen(
     at, b, i, is_draft, in_use = cut_row(lengths, B, g, P, skipped, LENGTHS)
     if in_use:
         if load_num_listed(row_stats, at) < 0:
-            max_logit, mass, bound, highest = load_row_stats(row_stats, at, at >= 0)
             if is_draft == 0:
                 if ADJUST == CUT:
-                    inv_temperature, greedy, k, row_drop_limit, row_min_p = load_params(
-                        p_params, temperature, top_k, drop_limit, min_p, b
-                    )
-                    cut, tie, survivor_mass = cut_from_row(
-                        target + b * p_row + i.to(tl.int64) * p_position, V, max_logit, mass, inv_temperature,
-                        k, row_drop_limit, row_min_p, bound, highest, ROW_TILE, SHIFT,
+                    widen_row(
+                        target + b * p_row + i.to(tl.int64) * p_position, row_stats, at, p_params,
+                        temperature, top_k, drop_limit, min_p, b, V, ROW_TILE, SHIFT,
                     )  # fmt: skip
-                    store_row_stats(
-                        row_stats + NUM_ROW_STATS * at,
-                        max_logit,
-                        survivor_mass,
-                        cut,
-                        tie,
-                        tl.full([], 0, tl.int32),
-                    )
             else:
                 if ADJUST_Q == CUT:
-                    inv_temperature, greedy, k, row_drop_limit, row_min_p = load_params(
-                        q_params, q_temperature, q_top_k, q_drop_limit, q_min_p, b
-                    )
-                    cut, tie, survivor_mass = cut_from_row(
-                        draft + b * q_row + i.to(tl.int64) * q_position, V, max_logit, mass, inv_temperature,
-                        k, row_drop_limit, row_min_p, bound, highest, ROW_TILE, SHIFT_Q,
+                    widen_row(
+                        draft + b * q_row + i.to(tl.int64) * q_position, row_stats, at, q_params,
+                        q_temperature, q_top_k, q_drop_limit, q_min_p, b, V, ROW_TILE, SHIFT_Q,
                     )  # fmt: skip
-                    store_row_stats(
-                        row_stats + NUM_ROW_STATS * at,
-                        max_logit,
-                        survivor_mass,
-                        cut,
-                        tie,
-                        tl.full([], 0, tl.int32),
-                    )
