@@ -29,11 +29,14 @@ from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.policy import DraftLengthPolicy, Fixed, Goodput
 from outpace.policy.resolve import resolve_policy
 from outpace.sampling import SamplingParams, from_generation_config
-from outpace.verification import Rule, check
+from outpace.verification import Rule, check, start_kernels
 from outpace.verification.rules import parse
 
 MAX_DRAFT_TOKENS = 16  # per step, by default
 MAX_BATCH = 256  # sequences at a time, of a scheduler by default
+
+if torch.version.cuda is not None:
+    start_kernels()  # while weights are loaded
 
 
 class Decoder:

@@ -56,7 +56,8 @@ def test_no_difference_is_found_in_a_correct_decoder_and_the_report_states_its_p
     assert f"A misplacement of {report.detectable:.1%} or more" in text
     assert "on every prompt would have been found with 99% certainty" in text
     assert "found different in at most 1 of 1,000 audits" in text
-    assert ("attributed to rounding in 16 bits" in text) == (dtype == torch.bfloat16)
+    assert ("attributed to rounding in 16 bits" in text) == (report.rounding > 0)
+    assert report.rounding == 0 or dtype == torch.bfloat16  # some CPUs round passes of any size alike
     assert 0.05 < report.detectable <= min(one.detectable for one in report.joint) < 0.5
     assert report.joint[0].outcomes == 3**3
     assert report.draft_tokens > report.accepted_tokens > 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
+
+from outpace.verification import start_kernels
 
 ahead = pytest.importorskip("outpace.verification.kernels.ahead", reason="needs triton", exc_type=ImportError)
 
@@ -60,7 +63,8 @@ def test_an_error_of_a_kernel_is_raised_and_later_launches_work() -> None:
     assert ahead.launch(Kernel(), (1,)) == "launched"
 
 
-def test_triton_starts_once_in_a_thread() -> None:
-    thread = ahead.start_triton()
+def test_the_kernels_are_loaded_once_in_a_thread() -> None:
+    thread = start_kernels()
     thread.join()
-    assert ahead.start_triton() is thread
+    assert "outpace.verification.triton" in sys.modules
+    assert start_kernels() is thread

@@ -31,7 +31,7 @@ from outpace.models.paged import SLOTS
 from outpace.models.scorer import Prefill, Scorer
 from outpace.policy import Load
 from outpace.sampling import SamplingParams
-from outpace.verification import Rule, Verdict, sample, verify
+from outpace.verification import Rule, Verdict, sample, start_kernels, verify
 
 COMPILED_G = 5  # draft tokens of steps that are compiled ahead; most others have the same kernels
 BLOCK_TOKENS = 128  # tokens of KV cache that are reserved ahead at a time
@@ -255,9 +255,9 @@ class GraphExecutor(Executor):
         One after another, compilation would take several times as long. Kernels that are compiled already
         take next to no time.
         """
-        from outpace.verification.kernels.ahead import compiling_ahead, start_triton
+        from outpace.verification.kernels.ahead import compiling_ahead
 
-        start_triton().join()
+        start_kernels().join()
         g = 0 if self.draft is None else COMPILED_G
         state = self.state(g, sampling, slots)
         with self._on_device(), announced("compiling kernels"), compiling_ahead(state.lengths.device):

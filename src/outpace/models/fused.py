@@ -162,7 +162,6 @@ class FusedModel:
         self._gate = next((i for i, one in GATES.items() if type(self.activation) is type(ACT2FN[one])), 0)
         self.has_kernels = has_kernels(self.device, self.dtype) and self._gate > 0
         if self.has_kernels:
-            importlib.import_module("outpace.verification.kernels.ahead").start_triton()
             names = ("product", "attention", "ranges", "prefill", "rows")
             modules = [importlib.import_module(f"outpace.models.kernels.{name}") for name in names]
             self._product, self._attention, self._range, self._prefill, self._rows = modules

@@ -7,6 +7,7 @@ from outpace.verification.block import Block as Block
 from outpace.verification.block import SampledTokens as SampledTokens
 from outpace.verification.block import Verdict as Verdict
 from outpace.verification.entry import sample as sample
+from outpace.verification.entry import start_kernels as start_kernels
 from outpace.verification.entry import verify as verify
 from outpace.verification.entry import verify_block as verify_block
 from outpace.verification.rules import Rule as Rule

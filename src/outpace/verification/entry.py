@@ -13,6 +13,7 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import torch
@@ -271,6 +272,25 @@ def _kernels() -> Any:
     if importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module("outpace.verification.triton")
+
+
+@functools.cache
+def start_kernels() -> Thread:
+    """Load Triton and the kernels in a thread, once per process, while this one loads weights.
+
+    On its first use, Triton hashes its own files, to find out whether compiled kernels are current.
+
+    Returns:
+        The thread.
+    """
+
+    def start() -> None:
+        if _kernels() is not None:
+            importlib.import_module("triton.runtime.cache").triton_key()
+
+    thread = Thread(target=start, name="outpace loads kernels", daemon=True)
+    thread.start()
+    return thread
 
 
 def _reads_tokens(*samplings: list[SamplingParams] | None) -> bool:

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from threading import Thread
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.cache import triton_key
 
 Compile = Callable[[], Any]
 
@@ -60,17 +58,3 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
             list(threads.map(lambda kernel: kernel.run, filter(None, compiled.values())))
     finally:
         _ahead.reset(token)
-
-
-@functools.cache
-def start_triton() -> Thread:
-    """Let Triton start in a thread, once per process, while this one loads weights or converts a model.
-
-    On its first use, Triton hashes its own files, to find out whether compiled kernels are current.
-
-    Returns:
-        The thread.
-    """
-    thread = Thread(target=triton_key, name="outpace starts Triton", daemon=True)
-    thread.start()
-    return thread
