@@ -116,7 +116,7 @@ def measure_prompts(model: str, data: str, count: int, order: int) -> Any:
     found: dict[str, Any] = {"prompt_tokens": [len(one) for one in prompts], "order": order}
     for g in PREDICTED:
         decoder = Decoder(weights, "lookup" if g else None, tokenizer, num_draft_tokens=Fixed(g))
-        executor: Any = decoder.executors[0]
+        executor: Any = decoder.executor
         runs, changes = [], 0
         for prompt in prompts:
             keys, version = set(executor.graphs), executor.graphs.version
@@ -150,7 +150,7 @@ def step_time(decoder: Any, prompt: list[int], g: int) -> float:
     from outpace import SamplingParams
     from outpace.engine.stats import Clock
 
-    executor = decoder.executors[0]
+    executor = decoder.executor
     row = decoder.requests(prompt, SamplingParams(temperature=0.0), max_new_tokens=512, seed=1)[0]
     row.slot = 0
     prefilling = executor.prefill([row], Clock())

@@ -19,6 +19,7 @@ from outpace.engine.claims import claim, release
 from outpace.engine.eager import EagerExecutor
 from outpace.engine.executor import Executor
 from outpace.engine.graph import GraphExecutor
+from outpace.engine.needs import Needs
 from outpace.engine.request import Arrays, Options, Prompt, Prompts, Reader
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import Output, SequenceState, Step
@@ -30,7 +31,7 @@ from outpace.policy import DraftLengthPolicy, Fixed, Goodput
 from outpace.policy.resolve import resolve_policy
 from outpace.sampling import SamplingParams, from_generation_config
 from outpace.verification import Rule, check, start_kernels
-from outpace.verification.rules import parse
+from outpace.verification.rules import MATCH, parse
 
 MAX_DRAFT_TOKENS = 16  # per step, by default
 MAX_BATCH = 256  # sequences at a time, of a scheduler by default
@@ -52,16 +53,16 @@ class Decoder:
             speculation.
         tokenizer: The target's tokenizer, for text prompts, text output and stop strings.
         rule: "token", "block", "match" or ``sigmoid(alpha, beta)``. The last one is not exact. See
-            docs/design/verification.md.
+            docs/design/verification.md. By default requests with a seed have rule "match", so that their
+            texts repeat. All others have rule "token".
         lenience: For rule "token". A value below 1 accepts more draft tokens and is not exact.
         num_draft_tokens: The draft-length policy: an int for ``Fixed``, ``Heuristic(start)``, or
             ``Goodput()``, which is "auto", the default. ``Goodput`` decides by measured time. It is designed
             never to be slower than decoding without speculation. See docs/guides/draft-length.md.
         draft_sampling: The drafter's sampling parameters. By default they are the target's.
         pack: On a CPU, keep a second copy of the weights. It makes forward passes over few tokens faster.
-        engine: True uses the graph executor where models and sampling parameters allow it. On CUDA it runs a
-            step as one CUDA graph. ``describe`` says whether the models allow it. The default is True on
-            CUDA, and False on other devices.
+        engine: True uses the graph executor if the models allow it, which ``describe`` says. On CUDA it runs
+            a step as one CUDA graph. The default is True on CUDA, and False on other devices.
         kv_cache_bytes: The most bytes of the KV caches of target and draft model. A request that needs more
             alone fails. Other requests wait until there is memory. By default 90 % of the memory that is free
             when a call begins.
@@ -71,7 +72,7 @@ class Decoder:
             ``drafter.scorer.model``.
         scorer: The target with its KV cache.
         policy: The draft-length policy.
-        executors: Executors, the preferred one first. They run any sequences that they support.
+        executor: The executor, which runs the steps.
         uses_graphs: Whether the graph executor runs where it can.
     """
 
@@ -82,7 +83,7 @@ class Decoder:
         draft: Drafter | torch.nn.Module | str | None = None,
         tokenizer: Any = None,
         *,
-        rule: Rule | str = "token",
+        rule: Rule | str | None = None,
         lenience: float = 1.0,
         num_draft_tokens: DraftLengthPolicy | int | str | None = None,
         draft_sampling: SamplingParams | None = None,
@@ -106,7 +107,7 @@ class Decoder:
         self.scorer = scorer_of(target)
         self.drafter = resolve_drafter(draft)
         self._check_encoders()
-        self.rule = parse(rule)
+        self.rule = parse("token" if rule is None else rule)
         check.lenience(lenience, self.rule)
         self.lenience = lenience
         if num_draft_tokens in (None, "auto"):
@@ -122,15 +123,21 @@ class Decoder:
             for scorer in self._scorers():
                 scorer.pack()
         self.uses_graphs = self.scorer.device.type == "cuda" if engine is None else engine
-        self.reader = Reader(self.scorer, tokenizer, draft_sampling)
-        self.executors: list[Executor] = []
-        self._built_for: tuple[list[Scorer], list[type[GraphExecutor | EagerExecutor]]] | None = None
+        match = None if rule is None and lenience == 1 else self.rule is MATCH
+        self.reader = Reader(self.scorer, tokenizer, draft_sampling, match)
+        self._built_for: tuple[list[Scorer], type[GraphExecutor | EagerExecutor]] | None = None
         self._refresh()
 
     def with_policy(self, num_draft_tokens: DraftLengthPolicy | int) -> Decoder:
         """Return a decoder with another draft-length policy, which shares all else, captured graphs too."""
         other = copy.copy(self)
         other.policy = resolve_policy(num_draft_tokens, self.scorer.context)
+        return other
+
+    def with_own_rule(self) -> Decoder:
+        """Return a decoder that shares all else, and uses its rule for requests with a seed, too."""
+        other = copy.copy(self)
+        other.reader = dataclasses.replace(self.reader, match=self.rule is MATCH)
         return other
 
     @property
@@ -295,7 +302,7 @@ class Decoder:
         self._claim(owner)
         self._refresh()
         return Scheduler(
-            self._scorers(), self.drafter, self.policy, self.rule, self.executors, batch_size,
+            self._scorers(), self.drafter, self.policy, self.rule, self.executor, batch_size,
             on_close=lambda: release(owner),
         )  # fmt: skip
 
@@ -344,7 +351,8 @@ class Decoder:
             self._refresh()
             for size in batch_sizes:
                 for g in num_draft_tokens:
-                    self.executors[0].warm_up(g, size, sampling)
+                    request = self.reader.sequences([0], sampling, None)[0]
+                    self.executor.warm_up(g, size, Needs.of(request, g))
         finally:
             release(owner)
 
@@ -356,8 +364,7 @@ class Decoder:
         owner = object()
         try:
             self._claim(owner)
-            for executor in self.executors:
-                executor.reset()
+            self.executor.reset()
             for scorer in self._scorers():
                 scorer.release()
         finally:
@@ -403,41 +410,37 @@ class Decoder:
         return "\n".join(f"{name:<16}  {value}" for name, value in parts.items())
 
     def _describe_executor(self) -> str:
-        description = self.executors[0].describe()
+        description = self.executor.describe()
         if not self.uses_graphs:
             return description
-        if len(self.executors) == 1:
-            return f"{description}, because {self._no_graphs()}"
+        if (reason := self._no_graphs()) is not None:
+            return f"{description}, because {reason}"
         reasons = [(type(one.base).__name__, why_not_fused(one.model)) for one in self._scorers()]
         not_fused = [f"{name} is not fused, since it {why}" for name, why in reasons if why is not None]
-        eager = (
-            "eager for sequences with different sampling parameters, penalties, logit bias, processors, "
-            "logprobs, scores or logits"
-        )
-        return "; ".join([description, *not_fused, eager])
+        return "; ".join([description, *not_fused])
 
     # Models
 
     def _refresh(self) -> None:
-        """Create scorers and executors again if models have changed: moved, hooked, or with adapters."""
+        """Create scorers and executor again if models have changed: moved, hooked, or with adapters."""
         current = [scorer_of(one, self.uses_graphs, one.cache.max_bytes) for one in self._scorers()]
-        kinds: list[type[GraphExecutor | EagerExecutor]] = [EagerExecutor]
-        if self.uses_graphs and self._no_graphs() is None:
-            kinds = [GraphExecutor, EagerExecutor]
-        if self._built_for == (current, kinds):
+        kind = GraphExecutor if self.uses_graphs and self._no_graphs() is None else EagerExecutor
+        if self._built_for == (current, kind):
             return
-        self._built_for = current, kinds
+        self._built_for = current, kind
         self.scorer = current[0]
         if self.drafter is not None and len(current) > 1:
             self.drafter.scorer = current[1]
         self._share_budget()
         self.reader = dataclasses.replace(self.reader, scorer=self.scorer)
-        self.executors = [one(self.scorer, self.drafter, self.rule, self.lenience) for one in kinds]
+        self.executor: Executor = kind(self.scorer, self.drafter, self.rule, self.lenience)
 
     def _no_graphs(self) -> str | None:
-        """Return the reason why the models or the rule cannot run in graphs, or None if they can."""
-        if self.rule.name == "rejection":
-            return "rule rejection is for comparison only"
+        """Return the reason why models, rule or drafter cannot run in graphs, or None if they can."""
+        if self.rule.name == "rejection" or not self.rule.exact:
+            return f"rule {self.rule} is for comparison only"
+        if self.reader.draft_sampling is not None and self.reader.draft_sampling.processors:
+            return "draft_sampling has processors"
         for scorer in self._scorers():
             if scorer.has_encoder:
                 return f"{type(scorer.base).__name__} has an encoder"

@@ -26,7 +26,7 @@ def load(
     *,
     device: str | None = None,
     dtype: Any = None,
-    rule: Rule | str = "token",
+    rule: Rule | str | None = None,
     lenience: float = 1.0,
     num_draft_tokens: DraftLengthPolicy | int | str | None = None,
     draft_sampling: SamplingParams | None = None,
@@ -76,7 +76,7 @@ def load(
         "quantization_config": quantization_config,
     }
     draft_options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    check.lenience(lenience, parse(rule))
+    check.lenience(lenience, parse("token" if rule is None else rule))
     check_draft_name(draft)
     check_model(target, **target_options)
     if isinstance(draft, str | os.PathLike) and names_model(draft):

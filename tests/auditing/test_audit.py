@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,6 @@ REPORT = Report(
     rounding=0.0,
     draft_length_policy="Fixed(3)",
     forced=True,
-    engine=False,
     seconds=90.0,
 )
 
@@ -126,7 +126,6 @@ def test_the_report_names_checks_that_could_not_run() -> None:
     assert "tokens that the logit bias ruled out" in str(
         replace(REPORT, joint=[replace(joint, impossible=3)])
     )
-    assert "on the eager executor" in str(replace(REPORT, engine=True))
     few = replace(REPORT, detectable=1.0)
     assert few.verdict == "could not tell"
     assert "too few samples" in str(few)
@@ -252,12 +251,12 @@ def test_samples_cover_steps_with_zero_to_three_draft_tokens() -> None:
     drafts: list[int] = []
 
     class Recording(EagerExecutor):
-        def verify(self, rows: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
+        def verify(self, sequences: Sequence[SequenceState], draft: Draft, *rest: Any) -> Verdict:
             drafts.append(draft.tokens.shape[1])
-            return super().verify(rows, draft, logits)
+            return super().verify(sequences, draft, *rest)
 
     decoder = Decoder(tiny(), tiny(seed=1), num_draft_tokens=Fixed(3))
-    decoder.executors = [Recording(decoder.scorer, decoder.drafter, decoder.rule, decoder.lenience)]
+    decoder.executor = Recording(decoder.scorer, decoder.drafter, decoder.rule, decoder.lenience)
     audit(decoder, [REPEATING], samples=600, greedy_tokens=0, progress=False)
     assert {0, 1, 2, 3} <= set(drafts)
 
@@ -307,7 +306,7 @@ def test_removing_a_planted_fault_restores_the_decoder(drafter: str) -> None:
     before = dict(vars(decoder))
     for fault in FAULTS:
         with planted(decoder, fault):
-            assert [one.name for one in decoder.executors] == ["eager"]
+            assert decoder.executor.name == "eager"
     assert vars(decoder) == before
     assert audit(decoder, [REPEATING], samples=400, progress=False).passed
 

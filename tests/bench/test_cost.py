@@ -97,7 +97,7 @@ def test_extra_time_of_the_first_draft_token_is_measured(
 @pytest.mark.parametrize("drafter", ["lookup", None], ids=["lookup", "model"])
 def test_parts_of_a_graph_step_are_timed_if_a_decoder_has_a_graph_executor(drafter: str | None) -> None:
     decoder = Decoder(tiny(), drafter or tiny(seed=1), engine=True)
-    executor = decoder.executors[0]
+    executor = decoder.executor
     assert isinstance(executor, GraphExecutor)
     assert len(executor.slots) == 0
     found = cost.curve(decoder, sizes=(1, 3), batches=(2, 1), context=10)

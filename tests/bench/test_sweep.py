@@ -114,8 +114,8 @@ def test_all_draft_lengths_share_one_graph_executor_and_one_kv_cache() -> None:
         assert all(run.drafted[run.cell.g or 0] for run in runs)
     assert {id(one.scorer) for one in found.cell_decoders.values()} == {id(decoder.scorer)}
     with_draft = [one for cell, one in found.cell_decoders.items() if cell.g]
-    assert {id(one.executors[0]) for one in with_draft} == {id(decoder.executors[0])}
-    assert decoder.executors[0].name == "graph"
+    assert {id(one.executor) for one in with_draft} == {id(decoder.executor)}
+    assert decoder.executor.name == "graph"
 
 
 def test_drafts_take_turns(decoder: Decoder) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import Decoder, Fixed, Goodput, Heuristic, RandomDrafter, SamplingParams
+from outpace import Decoder, Fixed, Goodput, Heuristic, ModelDrafter, RandomDrafter, SamplingParams
 from outpace.auditing.audit import audit
 from outpace.engine.capture import CaptureError, Graphs
 from outpace.engine.graph import GraphExecutor
@@ -33,7 +33,7 @@ def make_decoder(engine: bool = True, **options: Any) -> Decoder:
 
 def graph_executor(decoder: Decoder, graphs: bool = False) -> GraphExecutor:
     """Return the graph executor of a decoder. With ``graphs`` it captures, also without a GPU."""
-    executor = decoder.executors[0]
+    executor = decoder.executor
     assert isinstance(executor, GraphExecutor)
     executor.graphs.enabled |= graphs
     return executor
@@ -162,27 +162,87 @@ def test_decoder_works_after_a_stream_was_closed() -> None:
     assert whole.stats.seconds > 0
 
 
-def test_sequences_that_need_the_host_run_on_the_eager_executor() -> None:
-    decoder, eager = make_decoder(), make_decoder(engine=False)
-    for options in ({"repetition_penalty": 1.3}, {"logprobs": True}, {"scores": True}):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.3, "top_k": 20},
+        {"frequency_penalty": 0.7, "presence_penalty": 0.3, "logit_bias": {7: 3.0, 9: -2.0}},
+        {"processors": [lambda ids, scores: scores.roll(1, -1)], "repetition_penalty": 1.3},
+        {"logprobs": 3, "scores": True, "logits": True, "top_p": 0.9},
+        {"logprobs": True, "repetition_penalty": 1.3, "processors": [lambda ids, scores: scores + 1]},
+    ],
+)
+def test_both_executors_give_the_same_results(options: dict[str, Any]) -> None:
+    graph, eager = (make_decoder(engine=engine, rule="match") for engine in (True, False))
+    assert isinstance(graph.executor, GraphExecutor)
+    for temperature in (0.8, 0.0):
         found, expected = (
-            each.generate(PROMPTS, temperature=0.8, seed=2, max_new_tokens=10, **options)
-            for each in (decoder, eager)
+            decoder.generate(PROMPTS, temperature=temperature, seed=2, max_new_tokens=10, **options)
+            for decoder in (graph, eager)
         )
-        assert [out.token_ids for out in found] == [out.token_ids for out in expected]
-    assert not ran_on_graph_executor(decoder)
+        for one, other in zip(found, expected, strict=True):
+            assert one.token_ids == other.token_ids
+            for name in ("logprobs", "scores", "logits"):
+                ours, theirs = getattr(one, name), getattr(other, name)
+                assert (ours is None) == (theirs is None)
+                if ours is not None:
+                    torch.testing.assert_close(
+                        torch.as_tensor(ours), torch.as_tensor(theirs), rtol=1e-4, atol=1e-4
+                    )
+            if one.top_logprobs is not None and other.top_logprobs is not None:
+                assert [list(top) for top in one.top_logprobs] == [list(top) for top in other.top_logprobs]
 
 
-def test_a_batch_changes_its_executor_when_a_sequence_that_needs_the_host_joins_or_leaves() -> None:
-    policy = Recording(3)
-    decoder = make_decoder(num_draft_tokens=policy)
-    tokens = dict.fromkeys(range(3), 40) | {1: 8}
-    options: list[dict[str, Any]] = [{}, {"logprobs": True}, {}]
-    found = run(decoder, [(PROMPTS[i], tokens[i], options[i]) for i in range(3)], batch_size=3)
-    assert found == [greedy(decoder.scorer.base, PROMPTS[i], tokens[i]) for i in range(3)]
-    executors = [load.executor for load in policy.loads]
-    assert executors == sorted(executors)  # the eager one first, until the second sequence has ended
-    assert set(executors) == {"eager", "graph"}
+@pytest.mark.parametrize("engine", [True, False])
+def test_each_rule_drafts_with_its_own_noise_in_a_mixed_batch(engine: bool) -> None:
+    """The target drafts for itself, so a sequence rejects draft tokens only if their noise is wrong."""
+    decoder = Decoder(tiny(), ModelDrafter(tiny()), num_draft_tokens=Fixed(3), engine=engine)
+    with decoder.scheduler() as scheduler:
+        for seed in (None, 3, None, 4):
+            (request,) = decoder.requests(PROMPTS[0], temperature=1.0, seed=seed, max_new_tokens=40)
+            assert request.match == (seed is not None)
+            scheduler.add(request)
+        outputs = [
+            step.output
+            for _ in iter(lambda: scheduler.unfinished, 0)
+            for step in scheduler.step()
+            if step.output
+        ]
+    assert len(outputs) == 4
+    assert all(one.stats.acceptance_rate > 0.95 for one in outputs)
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_a_processor_that_fails_ends_its_own_sequence_alone(engine: bool) -> None:
+    def raising(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > 8:
+            raise RuntimeError("too long for me")
+        return scores
+
+    decoder = make_decoder(engine=engine)
+    samplings = [
+        SamplingParams(temperature=0, processors=[raising]),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0, processors=[lambda ids, scores: scores[0]]),
+    ]
+    with pytest.warns(UserWarning, match="prompt [02]: "):
+        outs = decoder.generate([[5, 6, 7]] * 3, samplings, max_new_tokens=12)
+    assert [out.finish_reason for out in outs] == ["error", "length", "error"]
+    assert "too long for me" in str(outs[0].error)
+    assert outs[0].token_ids == outs[1].token_ids[: len(outs[0].token_ids)]  # of the steps before
+    assert outs[1].token_ids == greedy(decoder.scorer.base, [5, 6, 7], 12)
+    assert "it must return scores (1, 61)" in str(outs[2].error)
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_a_bias_for_an_unknown_token_ends_its_own_sequence_alone(engine: bool) -> None:
+    decoder = make_decoder(engine=engine)
+    samplings = [SamplingParams(temperature=0, logit_bias={V: 1.0}), SamplingParams(temperature=0)]
+    with pytest.warns(UserWarning, match="prompt 0: logit_bias: got token ids"):
+        outs = decoder.generate(PROMPTS[:2], samplings, max_new_tokens=5)
+    assert [out.finish_reason for out in outs] == ["error", "length"]
+    with pytest.raises(ValueError, match="logit_bias"):
+        decoder.generate(PROMPTS[0], samplings[0])
 
 
 class Recording(Fixed):
@@ -329,7 +389,7 @@ def test_step_that_cannot_be_captured_runs_without_a_graph(monkeypatch: pytest.M
     ):
         outs = decoder.generate(PROMPTS, SamplingParams(), seed=1, max_new_tokens=12)
     assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
-    assert decoder.executors[0] is executor
+    assert decoder.executor is executor
 
 
 def test_policy_knows_captured_lengths_and_capture_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def test_a_captured_prefill_changes_no_token() -> None:
         prompt = [(7 * i + 3 * j) % (V - 2) + 1 for j in range(length)]
         out = decoder.generate(prompt, temperature=0, max_new_tokens=30)
         assert out.token_ids == greedy(model, prompt, 30)
-    captured = {key[2] for key in decoder.executors[0].graphs if key[0] == "prefill"}  # type: ignore[attr-defined]
+    captured = {key[2] for key in decoder.executor.graphs if key[0] == "prefill"}  # type: ignore[attr-defined]
     assert captured == {32, 128, 256, 512}
 
 

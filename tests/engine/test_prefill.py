@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outpace.engine import prefill
-from outpace.engine.capture import Graphs
+from outpace.engine.capture import Graphs, Result
 from outpace.engine.prefill import PrefillGraphs
 from outpace.models.fused_scorer import FusedScorer
 from tests.tiny import tiny
@@ -24,8 +24,8 @@ class DirectGraphs(Graphs):
         self.keys: list[Hashable] = []
 
     def run(
-        self, key: Hashable, work: Callable[[], Tensor], name: str, mutated: Sequence[Tensor] = ()
-    ) -> tuple[Tensor, float]:
+        self, key: Hashable, work: Callable[[], Result], name: str, mutated: Sequence[Tensor] = ()
+    ) -> tuple[Result, float]:
         self.keys.append(key)
         return work(), 0.0
 

@@ -230,36 +230,36 @@ def test_a_long_prompt_is_prefilled_between_the_steps_of_others(
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize(("family", "draft"), [("llama", "model"), ("gpt2", "lookup"), ("gpt2", "model")])
-def test_the_batch_runs_eagerly_only_while_a_sequence_needs_it(
+def test_requests_of_all_kinds_get_the_texts_they_get_alone(
     family: str, draft: str, in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if in_flight == 2:
         two_in_flight(monkeypatch)
     decoder = decoder_of(family, draft, engine=True)
-    long, first, second, third = prompts(4)
-    planned: list[tuple[list[int], dict[str, Any]]] = [
-        (long, {"max_new_tokens": 90}),
-        (first, {"temperature": 0.5, "max_new_tokens": 6}),
-        (second, {"repetition_penalty": 1.5, "max_new_tokens": 6}),
-        (third, {"logprobs": 2, "max_new_tokens": 6}),
+    planned: list[dict[str, Any]] = [
+        {"max_new_tokens": 60},
+        {"temperature": 0.5},
+        {"repetition_penalty": 1.5},
+        {"frequency_penalty": 1.0, "presence_penalty": 0.5},
+        {"logit_bias": {3: 2.0, 5: -9.0}},
+        {"logprobs": 2},
+        {"processors": [lambda ids, scores: scores.flip(-1)]},
+        {"temperature": 0.0},
+        {"top_k": 5, "top_p": 0.8},
     ]
-    used, found = list[str](), dict[int, Output]()
-    with decoder.scheduler(batch_size=3) as scheduler:
-        for prompt, options in planned:
-            id = scheduler.add(request(decoder, prompt, **options))
-            steps_after = 2
-            while steps_after:
-                found |= outputs(scheduler.step())
-                used.append(scheduler.executor.name)
-                steps_after -= id == 0 or id in found
-        assert 0 not in found
+    texts = prompts(len(planned))
+    found = dict[int, Output]()
+    with decoder.scheduler(batch_size=4) as scheduler:
+        for prompt, options in zip(texts, planned, strict=True):
+            scheduler.add(request(decoder, prompt, **{"max_new_tokens": 12, **options}))
+            found |= outputs(scheduler.step())
         found |= finish(scheduler)
-    changes = [name for i, name in enumerate(used) if i == 0 or used[i - 1] != name]
-    assert changes == ["graph", *["eager", "graph"] * 3]
-    for id, (prompt, options) in enumerate(planned):
-        assert found[id].token_ids == alone(decoder, prompt, **options), f"request {id}"
-    assert found[3].top_logprobs is not None
-    assert len(found[3].top_logprobs) == 6
+    for id, (prompt, options) in enumerate(zip(texts, planned, strict=True)):
+        named = {"max_new_tokens": 12, "seed": 1, "temperature": 1.0, **options}
+        expected = Decoder(decoder.target, rule="match", engine=False).generate(prompt, **named)
+        assert found[id].token_ids == expected.token_ids, f"request {id}"
+    assert found[5].top_logprobs is not None
+    assert len(found[5].top_logprobs) == 12
 
 
 # Cancel
@@ -567,7 +567,7 @@ def test_a_step_that_fails_ends_the_scheduler(engine: bool, monkeypatch: pytest.
     with decoder.scheduler() as scheduler:
         scheduler.add(decoder.requests([1, 2, 3], max_new_tokens=5)[0])
         with monkeypatch.context() as patch:
-            patch.setattr(decoder.executors[0], "start", fails)
+            patch.setattr(decoder.executor, "start", fails)
             with pytest.raises(ZeroDivisionError):
                 finished(scheduler)
         with pytest.raises(RuntimeError, match="an earlier step of the scheduler failed"):
@@ -889,20 +889,3 @@ def test_preparing_changes_nothing_while_sequences_are_active(monkeypatch: pytes
         while scheduler.unfinished:
             tokens += [token for step in scheduler.step() for token in step.token_ids]
     assert tokens == alone(decoder, [1, 2, 3])
-
-
-def test_sequences_return_to_the_graph_executor_after_a_cancelled_prefill(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(scorers, "CHUNK", 4)
-    decoder = decoder_of(draft=None, engine=True)
-    with decoder.scheduler() as scheduler:
-        scheduler.add(request(decoder, [1, 2, 3], max_new_tokens=30))
-        scheduler.step()
-        other = scheduler.add(request(decoder, list(range(40)), logprobs=True))
-        scheduler.step()
-        assert scheduler.executor.name == "eager"
-        scheduler.cancel(other)
-        found = finish(scheduler)
-        assert scheduler.executor.name == "graph"
-    assert found[0].token_ids == alone(decoder, [1, 2, 3], max_new_tokens=30)

@@ -53,7 +53,7 @@ class Alternating(LogitsProcessor):  # type: ignore[misc]
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.calls += 1
         scores = scores.clone()
-        scores[:, 0] -= 1.5 * (self.calls % 2)
+        scores[:, 0] -= 3.0 * (self.calls % 2)
         return scores
 
 
@@ -75,6 +75,16 @@ class CountPenalties(LogitsProcessor):  # type: ignore[misc]
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         counts = torch.bincount(input_ids[0, len(PROMPT) :], minlength=V)
         return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+class Biased(LogitsProcessor):  # type: ignore[misc]
+    """A bias by its definition."""
+
+    def __init__(self, bias: dict[int, float]) -> None:
+        self.bias = torch.tensor([bias.get(token, 0.0) for token in range(V)])
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + self.bias
 
 
 @dataclass(frozen=True)
@@ -99,8 +109,11 @@ SAMPLINGS = {
         lambda: SamplingParams(repetition_penalty=1.8), lambda: [RepetitionPenaltyLogitsProcessor(1.8)]
     ),
     "counts": Sampling(
-        lambda: SamplingParams(frequency_penalty=0.9, presence_penalty=0.4),
-        lambda: [CountPenalties(0.9, 0.4)],
+        lambda: SamplingParams(frequency_penalty=2.0, presence_penalty=0.7),
+        lambda: [CountPenalties(2.0, 0.7)],
+    ),
+    "bias": Sampling(
+        lambda: SamplingParams(logit_bias={1: 1.5, 2: -0.7}), lambda: [Biased({1: 1.5, 2: -0.7})]
     ),
     "processors": Sampling(
         lambda: SamplingParams(processors=[Alternating(), AfterTwo()]), lambda: [Alternating(), AfterTwo()]
@@ -222,6 +235,7 @@ class Cell:
     draft_sampling: str | None = None
     engine: bool = False
     family: str = "llama"
+    draws: int = SAMPLES
 
     def __str__(self) -> str:
         parts = [self.drafter, self.rule, self.sampling, self.policy, f"B{self.batch_size}"]
@@ -233,7 +247,7 @@ class Cell:
     def samples(self) -> int:
         """Draws of this cell; half for slow models and small batches."""
         slow = self.family != "llama" or self.batch_size <= 10
-        return SAMPLES // 2 if slow else SAMPLES
+        return self.draws // 2 if slow else self.draws
 
     def decoder(self) -> Decoder:
         kind, g = self.policy.split()
@@ -256,15 +270,45 @@ def joint_distribution_is_exact(cell: Cell, samples: int | None = None) -> None:
         seed=20230213,
         batch_size=cell.batch_size,
     )
-    executor = decoder.executors[0]
-    ran_graphs = isinstance(executor, GraphExecutor) and len(executor.slots) > 0
-    assert ran_graphs == cell.engine, "the other executor ran"
+    assert isinstance(decoder.executor, GraphExecutor) == cell.engine, "the other executor ran"
     expected = exact(cell.sampling, cell.stops, cell.family)
     counts = Counter(tuple(out.token_ids) for out in outs)
     assert set(counts) <= set(expected), "an impossible text came out"
     chisquare.agrees(
         [counts[text] for text in expected], list(expected.values()), str(cell), expected=chisquare.SOME
     )
+
+
+def mixed_batch_is_exact(engine: bool, samples: int = tiers.sized(800, 4000)) -> None:
+    """Decode all kinds of requests together, each by rule token and by rule match."""
+    decoder = Decoder(target(), drafter("model"), num_draft_tokens=Fixed(2), engine=engine)
+    texts: dict[tuple[str, bool], Counter[tuple[int, ...]]] = {}
+    with decoder.scheduler(batch_size=50) as scheduler:
+        kinds = {}
+        for i in range(samples):
+            for sampling, one in SAMPLINGS.items():
+                match = i % 2 == 0
+                requests = decoder.requests(
+                    PROMPT, one.params(), max_new_tokens=NEW_TOKENS, seed=2 * i if match else None
+                )
+                assert requests[0].match == match
+                requests[0].seed = 20230213 + i  # of all, so that the test repeats
+                kinds[scheduler.add(requests[0])] = sampling, match
+        while scheduler.unfinished:
+            for step in scheduler.step():
+                if step.output is not None:
+                    texts.setdefault(kinds[step.index], Counter())[tuple(step.output.token_ids)] += 1
+    for (sampling, match), counts in texts.items():
+        expected = exact(sampling, False)
+        assert set(counts) <= set(expected), "an impossible text came out"
+        observed = [counts[text] for text in expected]
+        name = f"{sampling}, {'match' if match else 'token'}"
+        chisquare.agrees(observed, list(expected.values()), name, expected=chisquare.SOME)
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_a_batch_of_all_kinds_of_requests_is_exact(engine: bool) -> None:
+    mixed_batch_is_exact(engine)
 
 
 CELLS: list[Cell] = [
@@ -302,6 +346,19 @@ CELLS: list[Cell] = [
             strict=False,
         )
     ),
+    *(
+        Cell("model", rule, sampling, "f 3", engine=True)
+        for rule, sampling in zip(
+            itertools.cycle(("token", "match", "block")),
+            ("penalty", "penalty", "counts", "counts", "bias", "processors"),
+            strict=False,
+        )
+    ),
+    Cell("lookup", "token", "counts", "f 3", stops=True, engine=True),
+    Cell("model", "block", "plain", "f 3", engine=True, draws=10000),  # drafts with noise of their own
+    Cell("ngram", "block", "processors", "f 2", batch_size=64, engine=True),
+    Cell("ngram", "token", "penalty", "f 2", batch_size=64, engine=True),
+    Cell("model", "token", "penalty", "f 3", draft_sampling="warm", engine=True),
     Cell("none", "token", "nucleus", "f 1", stops=True, engine=True),
     Cell("none", "match", "warm", "f 1", batch_size=64, stops=True, engine=True),
     Cell("lookup", "block", "warm", "f 3", batch_size=7, stops=True, engine=True),

@@ -13,13 +13,15 @@ import torch
 from outpace import Decoder, Fixed, SamplingParams, Step
 from outpace.draft.base import Draft, DraftSampler, DraftTensors, GraphState
 from outpace.draft.model import ModelDrafter
-from outpace.engine import drafting, sequence
+from outpace.engine import drafting, graph, sequence
 from outpace.engine import eager as eager_executor
+from outpace.engine.buckets import StepKey
 from outpace.engine.eager import EagerExecutor
 from outpace.engine.graph import GraphExecutor
 from outpace.engine.in_flight import InFlightStep
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import SequenceState
+from outpace.engine.slots import Slots
 from outpace.engine.stats import Clock
 from outpace.engine.text import Detokenizer
 from outpace.models import causal, fused
@@ -27,10 +29,11 @@ from outpace.models import scorer as scorers
 from outpace.models.causal import CausalScorer
 from outpace.models.contiguous import ContiguousCache
 from outpace.models.paged import PagedCache
-from outpace.sampling import Prefix, random
+from outpace.sampling import Prefix, random, rows
+from outpace.sampling.rows import Edits
 from outpace.verification import eager
 from outpace.verification.block import Block
-from tests.statistical.test_decoder import Cell, joint_distribution_is_exact
+from tests.statistical.test_decoder import Cell, joint_distribution_is_exact, mixed_batch_is_exact
 from tests.tiny import byte_tokenizer, greedy, tiny
 
 pytestmark = pytest.mark.statistical
@@ -86,6 +89,8 @@ def processors_are_not_set_back(patch: pytest.MonkeyPatch) -> None:
         return scores, None if rewind is None else lambda accepted: None
 
     patch.setattr(verify, "process", process)
+    patch.setattr(eager_executor, "process", process)
+    patch.setattr(graph, "process", process)
 
 
 def noise_depends_on_the_batch(patch: pytest.MonkeyPatch) -> None:
@@ -180,15 +185,46 @@ def changed_state(patch: pytest.MonkeyPatch, change: Callable[[GraphExecutor, Gr
     """Change the state that each step of the graph executor reads."""
     honest = GraphExecutor.state
 
-    def state(self: GraphExecutor, g: int, sampling: SamplingParams, slots: int) -> GraphState:
-        made = honest(self, g, sampling, slots)
-        return replace(made, **change(self, made, g))
+    def state(self: GraphExecutor, key: StepKey) -> GraphState:
+        made = honest(self, key)
+        return replace(made, **change(self, made, key.g))
 
     patch.setattr(GraphExecutor, "state", state)
 
 
 def the_graph_has_one_noise_for_all_slots(patch: pytest.MonkeyPatch) -> None:
-    changed_state(patch, lambda _, state, g: {"seeds": state.seeds[:1].expand(len(state.seeds))})
+    honest = Slots.start
+
+    def start(self: Slots, sequences: Sequence[SequenceState]) -> None:
+        honest(self, sequences)
+        self.seeds[:] = self.seeds[0].clone()
+
+    patch.setattr(Slots, "start", start)
+
+
+def rejected_tokens_are_counted(patch: pytest.MonkeyPatch) -> None:
+    """Penalties count the draft tokens that a step rejected."""
+    honest = Edits.count
+    patch.setattr(Edits, "count", lambda self, new, counted: honest(self, new, torch.ones_like(counted)))
+
+
+def a_neighbours_bias_is_added(patch: pytest.MonkeyPatch) -> None:
+    honest = rows.edit
+
+    def edit(logits: torch.Tensor, edits: Edits, drafted: torch.Tensor) -> torch.Tensor:
+        return honest(logits, replace(edits, bias=edits.bias.roll(1, 0)), drafted)
+
+    patch.setattr(importlib.import_module("outpace.verification.entry"), "edit", edit)
+
+
+def drafts_use_the_noise_of_the_other_rule(patch: pytest.MonkeyPatch) -> None:
+    """A sequence of rule token is drafted with the target's noise, and one of rule match is not."""
+    changed_state(
+        patch,
+        lambda executor, state, g: (
+            {"own_noise": ~executor.slots.match[: len(state.lengths)].bool()} if g else {}
+        ),
+    )
 
 
 def idle_slots_are_not_hidden(patch: pytest.MonkeyPatch) -> None:
@@ -245,6 +281,12 @@ def rows_move_without_the_step_in_flight(patch: pytest.MonkeyPatch) -> None:
         (the_graph_sees_rejected_drafts, Cell("model", policy="f 3", engine=True)),
         (the_graph_has_one_noise_for_all_slots, Cell("model", policy="f 2", batch_size=50, engine=True)),
         (shared_blocks_are_written, Cell("model", policy="f 3", engine=True)),
+        (rejected_tokens_are_counted, Cell("model", sampling="counts", policy="f 3", engine=True)),
+        (
+            drafts_use_the_noise_of_the_other_rule,
+            Cell("model", "block", policy="f 3", engine=True, draws=10000),
+        ),
+        (processors_are_not_set_back, Cell("random", sampling="processors", policy="f 3", engine=True)),
         (
             steps_in_flight_reach_the_next_owner,
             Cell("model", policy="f 2", batch_size=64, stops=True, engine=True),
@@ -269,6 +311,12 @@ def test_a_planted_fault_is_caught_by_the_joint_distribution(
     plant(monkeypatch)
     with pytest.raises(AssertionError, match=r"χ² p-value|an impossible text came out"):
         joint_distribution_is_exact(cell)
+
+
+def test_a_neighbours_bias_is_caught_by_a_mixed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    a_neighbours_bias_is_added(monkeypatch)
+    with pytest.raises(AssertionError, match=r"χ² p-value|an impossible text came out"):
+        mixed_batch_is_exact(engine=True)
 
 
 def test_rows_that_read_their_neighbours_are_caught_by_their_texts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from outpace import SamplingParams
 from outpace.sampling import random, warp
 from outpace.sampling.random import Stream
+from outpace.sampling.rows import shape_of
 from outpace.verification import eager, oracle
 from outpace.verification.block import Block, Verdict
 from outpace.verification.rules import parse
@@ -264,7 +265,7 @@ def test_numbers_of_any_kind_are_floats_to_the_kernels() -> None:
         SamplingParams(top_k=50, min_p=1),
         SamplingParams(temperature=1, top_p=1),
     ):
-        assert all(type(number) is float for number in kernels.kernel_params(one, 100))
+        assert all(type(number) is float for number in shape_of(one, 100))
 
 
 def test_a_draw_without_a_distribution_is_flagged() -> None:

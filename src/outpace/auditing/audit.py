@@ -97,7 +97,7 @@ def audit(
         )
     if isinstance(prompts, str) or not len(prompts):
         raise ValueError("prompts: give a list of at least one prompt")
-    started = time.perf_counter()
+    decoder, started = decoder.with_own_rule(), time.perf_counter()
     ids = [decoder.encode(prompt) for prompt in prompts]
     longest = max(map(len, ids))
     max_prompt_tokens = decoder.scorer.context - max(0 if samples == 0 else tokens + 1, greedy_tokens)
@@ -143,7 +143,6 @@ def audit(
         rounding=rounding,
         draft_length_policy=draft_length_policy,
         forced=forced,
-        engine=decoder.executors[0].name == "graph",
         seconds=seconds,
     )
 

@@ -21,19 +21,22 @@ from outpace.engine.logprobs import adjusted_logits
 from outpace.engine.sequence import SequenceState
 from outpace.models.causal import CausalScorer
 from outpace.models.scorer import Scorer
-from outpace.sampling import Prefix
 from outpace.verification import Rule, Verdict
 from outpace.verification.block import Block
 
 STALE_POSITIONS = 2  # positions ahead that tokens see
 
+Errors = dict[int, Exception] | None
+
 
 class AcceptAll(EagerExecutor):
     """Every draft token is accepted."""
 
-    def verify(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
+    def verify(
+        self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor, errors: Errors = None
+    ) -> Verdict:
         """See ``EagerExecutor.verify``."""
-        verdict = super().verify(sequences, draft, logits)
+        verdict = super().verify(sequences, draft, logits, errors)
         return replace(verdict, accepted=_lengths(sequences, draft, logits))
 
 
@@ -44,13 +47,12 @@ class Resample(EagerExecutor):
         super().__init__(scorer, drafter, rule, lenience)
         self.generator = torch.Generator(scorer.device).manual_seed(0)
 
-    def verify(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
+    def verify(
+        self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor, errors: Errors = None
+    ) -> Verdict:
         """See ``EagerExecutor.verify``."""
-        verdict = super().verify(sequences, draft, logits)
-        prefix = Prefix.padded(
-            [one.tokens for one in sequences], [one.prompt_length for one in sequences], logits.device
-        )
-        scores = adjusted_logits(logits, [one.sampling for one in sequences], prefix, draft)
+        verdict = super().verify(sequences, draft, logits, errors)
+        scores = adjusted_logits(sequences, draft, logits)
         at = scores[torch.arange(len(sequences), device=logits.device), verdict.accepted]
         rejected = verdict.accepted < _lengths(sequences, draft, logits)
         sampled = torch.multinomial(at.softmax(-1), 1, generator=self.generator)[:, 0]
@@ -118,7 +120,9 @@ class Reuse(EagerExecutor):
 class Mislabel(EagerExecutor):
     """The drafter states a distribution that its tokens are not sampled from."""
 
-    def verify(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
+    def verify(
+        self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor, errors: Errors = None
+    ) -> Verdict:
         """See ``EagerExecutor.verify``."""
         if draft.logits is not None:
             stated_logits = 2 * draft.logits  # a lower temperature
@@ -126,7 +130,8 @@ class Mislabel(EagerExecutor):
             V = logits.shape[-1]
             stated_logits = torch.full((*draft.tokens.shape, V), -math.log(V), device=logits.device)
             stated_logits.scatter_(2, draft.tokens[..., None], 0.0)
-        return super().verify(sequences, replace(draft, logits=stated_logits, precomputed=None), logits)
+        stated = replace(draft, logits=stated_logits, precomputed=None)
+        return super().verify(sequences, stated, logits, errors)
 
 
 FAULTS: dict[str, type[EagerExecutor]] = {
@@ -148,12 +153,12 @@ def planted(decoder: Decoder, fault: str) -> Iterator[None]:
     """
     if fault not in FAULTS:
         raise ValueError(f"plant: got {fault!r}; known are {', '.join(FAULTS)}")
-    executors = decoder.executors
-    decoder.executors = [FAULTS[fault](decoder.scorer, decoder.drafter, decoder.rule, decoder.lenience)]
+    executor = decoder.executor
+    decoder.executor = FAULTS[fault](decoder.scorer, decoder.drafter, decoder.rule, decoder.lenience)
     try:
         yield
     finally:
-        decoder.executors = executors
+        decoder.executor = executor
         decoder.forget()
 
 

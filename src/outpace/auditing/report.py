@@ -64,7 +64,6 @@ class Report:
         rounding: Misplacement on any prompt that the audit attributes to rounding.
         draft_length_policy: Draft-length policy of the checks, as text.
         forced: Whether the audit replaced a policy that depends on measured time.
-        engine: Whether the decoder has an engine. Samples have a logit bias, so they do not run in it.
         seconds: Seconds of all checks.
     """
 
@@ -78,7 +77,6 @@ class Report:
     rounding: float
     draft_length_policy: str
     forced: bool
-    engine: bool
     seconds: float
 
     @property
@@ -190,10 +188,6 @@ class Report:
             f"{self.draft_tokens - self.accepted_tokens:,} rejected "
             f"(policy {self.draft_length_policy}{replaced})."
         )
-        if self.engine:
-            lines.append(
-                "Samples ran on the eager executor: they need a logit bias, which graphs do not support."
-            )
         if self.draft_tokens and not self.accepted_tokens:
             lines.append("None was accepted, so acceptance was not tested: give prompts that repeat.")
         elif self.draft_tokens and self.accepted_tokens == self.draft_tokens:

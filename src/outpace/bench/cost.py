@@ -292,15 +292,12 @@ def _graph_executor(decoder: Decoder, B: int, context: int, most: int) -> Iterat
         context: Tokens of each text.
         most: The most tokens of a forward pass after the texts.
     """
-    executor = decoder.executors[0]
+    executor = decoder.executor
     if not isinstance(executor, GraphExecutor):
         yield None
         return
     texts, _ = _random_texts(decoder.scorer, B, context, most)
     rows = decoder.requests(texts, SamplingParams(), max_new_tokens=1, seed=0)
-    if executor.unsupported(rows) is not None:
-        yield None
-        return
     with prefilled(executor, rows, context + most + 1):
         # A step without draft tokens writes the texts to the device.
         outcome = executor.start({row.slot: row for row in rows}, 0, None, Clock()).read()

@@ -24,8 +24,10 @@ from outpace.decoder import Decoder
 from outpace.draft.base import Drafter
 from outpace.draft.lookup import LookupDrafter
 from outpace.draft.model import ModelDrafter
+from outpace.engine.buckets import StepKey
 from outpace.engine.executor import Outcome
 from outpace.engine.graph import GraphExecutor
+from outpace.engine.needs import Needs
 from outpace.engine.sequence import SequenceState
 from outpace.engine.stats import Clock
 from outpace.models.fused_scorer import fused_model
@@ -219,7 +221,7 @@ def measure_engine(
     if g:
         drafter = LookupDrafter() if models.draft is None else ModelDrafter(models.draft)
     decoder = Decoder(models.target, drafter, rule="token", num_draft_tokens=Fixed(g), engine=True)
-    executor = decoder.executors[0]
+    executor = decoder.executor
     if not isinstance(executor, GraphExecutor):
         raise ValueError(f"models: the graph executor cannot run them\n{decoder.describe()}")
     draft_scorer = None if drafter is None else drafter.scorer
@@ -346,7 +348,7 @@ def phases(executor: GraphExecutor, g: int, slots: int) -> Phases:
 
     The slots must have sequences that have taken part in a step. On CUDA, each part is timed as a graph.
     """
-    state = executor.state(g, DEFAULT_SAMPLING, slots)
+    state = executor.state(StepKey(g, slots, Needs(match=g == 0, rule=g > 0), None))
     tokens = torch.zeros(slots, g + 1, dtype=torch.int64, device=executor.target.device)
     draft = time_alone(lambda: executor.propose(state, g), tokens.device) if g else 0.0
     target = time_alone(lambda: executor.target.forward(tokens, state.positions[:, 1:]), tokens.device)

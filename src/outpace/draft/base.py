@@ -21,8 +21,9 @@ from torch import Tensor
 from outpace.checks.arguments import kind, on_device
 from outpace.models.scorer import Scorer
 from outpace.models.source import Source
-from outpace.sampling import Prefix, SamplingParams, adjust, process, random
+from outpace.sampling import Prefix, SamplingParams, adjust, process, random, warp
 from outpace.sampling.random import Stream
+from outpace.sampling.rows import Edits, RowSampling
 from outpace.verification import SampledTokens, sample
 
 
@@ -107,7 +108,8 @@ class State:
         limits: Largest number of useful draft tokens, per sequence. More are a waste, not an error.
         vocab_size: Vocabulary size V of the target, and of the logits in a ``Draft``.
         device: Device that the ``Draft`` must be on.
-        own_noise: True to sample with the noise that the target itself will use (rule "match").
+        own_noise: Whether to sample with the noise that the target itself will use (rule "match"), per
+            sequence. Empty: for none.
         sources: Encoder input of each sequence, if the target has an encoder.
         enough: Callback that a drafter may call before it samples a token. Its argument is the largest
             probability of each sequence's distribution. It returns True to stop with the tokens so far.
@@ -123,7 +125,7 @@ class State:
     limits: Sequence[int]
     vocab_size: int
     device: torch.device
-    own_noise: bool = False
+    own_noise: Sequence[bool] = ()
     sources: Sequence[Source | None] = ()
     enough: Callable[[Sequence[float]], bool] | None = None
     after: list[list[SamplingParams]] = field(default_factory=list)
@@ -137,13 +139,14 @@ class DraftTensors:
     logits: Tensor | None = None  # [B, g, V]; None where tokens were not sampled
     drawn: Sequence[SampledTokens] = ()  # one per position, where `sample` sampled the tokens
     lengths: Tensor | None = None  # [B], number of draft tokens; None: g each
-    sampling: SamplingParams | None = None  # still to be applied to the logits
+    sampling: RowSampling | None = None  # still to be applied to the logits
 
     def first(self, rows: int) -> DraftTensors:
         """Return the draft tokens of the first rows."""
         logits = None if self.logits is None else self.logits[:rows]
         lengths = None if self.lengths is None else self.lengths[:rows]
-        return replace(self, tokens=self.tokens[:rows], logits=logits, lengths=lengths)
+        sampling = None if self.sampling is None else self.sampling.first(rows)
+        return replace(self, tokens=self.tokens[:rows], logits=logits, lengths=lengths, sampling=sampling)
 
 
 @dataclass(frozen=True)
@@ -155,8 +158,10 @@ class GraphState:
         seeds: Seeds ``[B]``.
         token_ids: Prompt and output ``[B, T]``.
         positions: Positions ``[B, g + 2]`` of the last two tokens and of the draft tokens; -1 for idle slots.
-        sampling: Sampling parameters of all sequences.
-        own_noise: Whether to sample with the target's own noise, as in ``State``.
+        sampling: Temperature and filters of the drafter.
+        edits: Bias and penalties of the drafter. None: no sequence has any.
+        own_noise: Whether to sample with the target's own noise, as in ``State``, ``[B]``; or one answer for
+            all sequences.
         vocab_size: Vocabulary size V of the target.
     """
 
@@ -164,8 +169,9 @@ class GraphState:
     seeds: Tensor
     token_ids: Tensor
     positions: Tensor
-    sampling: SamplingParams
-    own_noise: bool
+    sampling: RowSampling
+    edits: Edits | None
+    own_noise: Tensor | bool
     vocab_size: int
 
     @property
@@ -186,6 +192,14 @@ class GraphDraft(ABC):
     @abstractmethod
     def propose(self, state: GraphState, g: int) -> DraftTensors:
         """Propose g draft tokens after each sequence."""
+
+    def launch_once(self, state: GraphState, g: int) -> DraftTensors | None:
+        """Launch each kernel of ``propose`` once, so that it is compiled.
+
+        Returns:
+            Undefined draft tokens, in the form of ``propose``. None: there are no kernels to compile.
+        """
+        return DraftTensors(state.token_ids[:, :g])
 
 
 class Drafter(ABC):
@@ -274,7 +288,8 @@ class DraftSampler:
         self._is_finite: list[Any] = []  # of each position, [R]: whether a token could be sampled
         self._greedy = all(one.greedy for one in state.sampling)
         # Tokens from argmax or from the target's own noise need no distribution.
-        self.chosen = state.own_noise or self._greedy
+        self._all_own = bool(state.own_noise) and all(state.own_noise)
+        self.chosen = self._all_own or self._greedy
         self._prefix = _padded_prefix(state, g) if any(one.reads_prefix for one in state.sampling) else None
         self._neutral = all(one.neutral for one in state.sampling)
         self._sampled: list[SampledTokens] = []  # of each position, on a GPU
@@ -318,9 +333,8 @@ class DraftSampler:
         if self._greedy:
             token = adjusted.argmax(-1)
             is_finite: Any = adjusted.amax(-1).isfinite()
-        elif state.own_noise:
-            noise = random.gumbel(state.seed, self._start + i, state.vocab_size)
-            token = random.race(adjusted.float(), noise)
+        elif self._all_own:
+            token = self._with_own_noise(adjusted, i)
             is_finite = adjusted.amax(-1).isfinite()
         elif self._uses_kernel:
             shapes = self._shapes if self._shapes is None or len(self._shapes) > 1 else self._shapes[0]
@@ -332,9 +346,20 @@ class DraftSampler:
             logits32 = adjusted.float()
             token, is_finite = random.sample_softmax(logits32, self._uniforms[i])
             self._logits.append(logits32 if adjusted.dtype is torch.float64 else adjusted)
+        if not self.chosen and any(state.own_noise):
+            own = on_device(list(state.own_noise), torch.bool, state.device)
+            shaped = adjusted
+            if self._uses_kernel and self._shapes is not None:
+                shaped = warp(adjusted[:, None], self._shapes)[:, 0]
+            token = torch.where(own, self._with_own_noise(shaped, i), token)
         self.tokens.append(token)
         self._is_finite.append(is_finite)
         return token
+
+    def _with_own_noise(self, adjusted: Tensor, i: int) -> Tensor:
+        """Sample token i of each sequence with the noise of the target."""
+        noise = random.gumbel(self.state.seed, self._start + i, self.state.vocab_size)
+        return random.race(adjusted.float(), noise)
 
     def _next_logits(self, logits: Tensor) -> Tensor:
         """Return the logits that the next token is sampled from."""

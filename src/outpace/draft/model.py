@@ -13,7 +13,7 @@ from outpace.draft.base import Draft, Drafter, DraftSampler, DraftTensors, Graph
 from outpace.models.fused_scorer import scorer_of
 from outpace.models.scorer import Scorer
 from outpace.models.source import Source
-from outpace.verification import SampledTokens, sample, verify
+from outpace.verification import Block, SampledTokens, edit_rows, sample_rows, verify_rows
 from outpace.verification.rules import parse
 
 MATCH = parse("match")
@@ -149,23 +149,55 @@ class ModelGraphDraft(GraphDraft):
         tokens, logits, drawn = list[Tensor](), list[Tensor](), list[SampledTokens]()
         for i in range(g):
             at = positions[:, :2] if i == 0 else positions[:, i + 1 : i + 2]
-            q = fit(self.scorer.forward(ids, at)[:, -1], state.vocab_size)
-            if state.own_noise:
-                # With the target's own noise the draft model is likelier to sample the target's token.
-                verdict = verify(
-                    state.last[:, :0], None, q[:, None], rule=MATCH, seed=state.seeds,
-                    position=state.lengths + i, sampling=state.sampling,
-                )  # fmt: skip
-                tokens.append(verdict.next_token)
-            else:
-                drawn.append(
-                    sample(q, seed=state.seeds, position=state.lengths, step=i, sampling=state.sampling)
-                )
-                tokens.append(drawn[-1].tokens)
-                logits.append(q)
+            q = self._edited(self.scorer.forward(ids, at), state, tokens)
+            tokens.append(self._sample(q, state, i, drawn))
+            logits.append(q)
             ids = self._known(tokens[-1][:, None], state.vocab_size)
-        all_q = torch.stack(logits, dim=1) if logits else None
+        all_q = torch.cat(logits, dim=1) if drawn else None
         return DraftTensors(torch.stack(tokens, dim=1), all_q, drawn, sampling=state.sampling)
+
+    def launch_once(self, state: GraphState, g: int) -> DraftTensors | None:
+        """See ``GraphDraft.launch_once``."""
+        self.scorer.launch_once(len(state.lengths), 1)
+        q = self.scorer.launch_once(len(state.lengths), 2)
+        if q is None:
+            return None
+        drawn = list[SampledTokens]()
+        q = self._edited(q, state, [])
+        tokens = self._sample(q, state, 0, drawn)[:, None].expand(-1, g).contiguous()
+        return DraftTensors(tokens, q.repeat(1, g, 1) if drawn else None, drawn * g, sampling=state.sampling)
+
+    def _edited(self, q: Tensor, state: GraphState, tokens: Sequence[Tensor]) -> Tensor:
+        """Return the last position's logits ``[B, 1, V]``, with bias and penalties.
+
+        Args:
+            q: Logits ``[B, n, V]`` of the draft model.
+            state: The sequences.
+            tokens: Draft tokens before that position, ``[B]`` each.
+        """
+        q = fit(q[:, -1:], state.vocab_size)
+        if state.edits is None:
+            return q
+        drafted = torch.stack(list(tokens), dim=1) if tokens else state.token_ids[:, :0]
+        return edit_rows(q, state.edits, drafted)
+
+    def _sample(self, q: Tensor, state: GraphState, i: int, drawn: list[SampledTokens]) -> Tensor:
+        """Sample draft token i of each sequence ``[B]``.
+
+        ``drawn`` gets the results of sampling with the drafter's own noise. With the target's noise, the
+        draft model is likelier to sample the target's token.
+        """
+        own, mask = None, state.own_noise
+        if mask is not False:
+            block = Block(tokens=state.last[:, :0], draft_logits=None, target_logits=q, draft_lse=None,
+                          seeds=state.seeds, starts=state.lengths + i)  # fmt: skip
+            own = verify_rows(block, MATCH, 1.0, state.sampling, None).next_token
+            if mask is True:
+                return own
+        drawn.append(sample_rows(q[:, 0], state.seeds, state.lengths, i, state.sampling))
+        if own is None or isinstance(mask, bool):
+            return drawn[-1].tokens
+        return torch.where(mask, own, drawn[-1].tokens)
 
     def _known(self, ids: Tensor, vocab_size: int) -> Tensor:
         """Return tokens with 0 for those that the draft model has no embedding for."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from outpace.engine.capture import Graphs
+from outpace.engine.needs import Needs
 from outpace.engine.sequence import SequenceState
-from outpace.sampling import SamplingParams
 
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # slots that graphs serve
 PATIENCE = 64  # steps that a smaller bucket must suffice for, before a graph of it is captured
@@ -25,7 +25,7 @@ class StepKey(NamedTuple):
 
     g: int  # draft tokens per sequence
     slots: int  # that take part
-    sampling: SamplingParams  # of all sequences
+    needs: Needs  # what the step computes
     host_buffers: int | None  # id of the buffers for draft tokens from the host; None: the executor drafts
 
 
@@ -39,7 +39,7 @@ class Buckets:
     def __init__(self, graphs: Graphs) -> None:
         self._graphs = graphs
         self._last, self._smaller_for = 0, 0  # slots of the last step, and steps that fewer sufficed for
-        self._lengths: dict[tuple[int, SamplingParams], set[int]] = {}  # see `captured`
+        self._lengths: dict[tuple[int, Needs], set[int]] = {}  # see `captured`
         self._version = -1  # of the graphs, when `_lengths` was computed
 
     def slots(self, sequences: Mapping[int, SequenceState]) -> int:
@@ -49,8 +49,8 @@ class Buckets:
             return needed
         bucket = bucket_of(needed)
         if bucket < self._last and self._smaller_for < PATIENCE:
-            sampling = next(iter(sequences.values())).sampling
-            captured = [size for size in BUCKETS if size >= bucket and self.captured(size, sampling)]
+            active = sequences.values()
+            captured = [size for size in BUCKETS if size >= bucket and self.captured(size, active)]
             return min(captured, default=bucket)
         return bucket
 
@@ -62,19 +62,24 @@ class Buckets:
 
     def steps(self) -> Iterator[StepKey]:
         """Iterate over the keys of the steps that are captured."""
-        return (key for key in self._graphs if isinstance(key, StepKey))
+        for key in self._graphs:
+            if isinstance(key, StepKey):
+                yield key
+            elif isinstance(key, tuple) and isinstance(key[0], StepKey) and key[1] == "score":
+                yield key[0]
 
-    def captured(self, slots: int, sampling: SamplingParams) -> frozenset[int] | None:
+    def captured(self, slots: int, sequences: Collection[SequenceState]) -> frozenset[int] | None:
         """Return each g whose step is already captured for a bucket; None if there are no CUDA graphs.
 
         Args:
             slots: The bucket.
-            sampling: Sampling parameters of the step.
+            sequences: The sequences of the step.
         """
         if not self._graphs.enabled:
             return None
         if self._version != self._graphs.version:
             self._lengths, self._version = defaultdict(set), self._graphs.version
             for key in self.steps():
-                self._lengths[key.slots, key.sampling].add(key.g)
-        return frozenset(self._lengths.get((slots, sampling), ()))
+                self._lengths[key.slots, key.needs].add(key.g)
+        without, drafting = (self._lengths.get((slots, Needs.of(sequences, g)), set()) for g in (0, 1))
+        return frozenset({g for g in without if g == 0} | {g for g in drafting if g})

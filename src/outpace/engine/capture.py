@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ MAX_GRAPHS = 64  # then the least recently used graph is dropped
 
 log = logging.getLogger("outpace")
 
-Captured = tuple[torch.cuda.CUDAGraph, Tensor]
-"""A graph, and the tensor that holds its result."""
+Result = TypeVar("Result")
+
+Captured = tuple[torch.cuda.CUDAGraph, Any]
+"""A graph, and its result, whose tensors every replay overwrites."""
 
 
 class CaptureError(Exception):
@@ -59,13 +61,13 @@ class Graphs:
         self._pool: Any = None
 
     def run(
-        self, key: Hashable, work: Callable[[], Tensor], name: str, mutated: Sequence[Tensor] = ()
-    ) -> tuple[Tensor, float]:
+        self, key: Hashable, work: Callable[[], Result], name: str, mutated: Sequence[Tensor] = ()
+    ) -> tuple[Result, float]:
         """Run ``work`` as a graph where there can be one, and directly elsewhere.
 
         Args:
             key: Identifies the graph. Equal keys must mean equal work.
-            work: The work, which returns one tensor.
+            work: The work. Its result has the same tensors after every replay.
             name: A name of the work for warnings and logs.
             mutated: Tensors that the work both reads and changes. Their values are restored after the
                 capture.
@@ -98,7 +100,7 @@ class Graphs:
         """Iterate over the keys of all work that needs no further capture."""
         return iter(self._captured)
 
-    def _add(self, key: Hashable, work: Callable[[], Tensor], name: str, mutated: Sequence[Tensor]) -> float:
+    def _add(self, key: Hashable, work: Callable[[], Any], name: str, mutated: Sequence[Tensor]) -> float:
         """Capture new work; return the seconds that it took."""
         self.version += 1
         if len(self._captured) >= MAX_GRAPHS:
@@ -122,7 +124,7 @@ class Graphs:
                 tensor.copy_(old)
         return time.perf_counter() - started_at
 
-    def capture(self, work: Callable[[], Tensor]) -> Captured:
+    def capture(self, work: Callable[[], Any]) -> Captured:
         """Warm up, capture ``work`` and return the graph with its result.
 
         Raises:

@@ -213,7 +213,7 @@ class Proposer:
             limits,
             self.scorer.vocab_size,
             device,
-            self.rule.name == "match",
+            [one.match for one in sequences],
             [one.source for one in sequences],
             self.policy.enough if self.policy.asks else None,
         )

@@ -11,13 +11,21 @@ from torch import Tensor
 from outpace.checks.arguments import on_device
 from outpace.draft.base import Draft, Drafter, one_for_all
 from outpace.engine.executor import Executor, Outcome, Pending, Prefilling
-from outpace.engine.logprobs import adjusted_logits, store_logprobs, store_scores
+from outpace.engine.logprobs import (
+    Logprobs,
+    before_argmax,
+    logprobs_of,
+    outcome_tokens,
+    store_logprobs,
+    store_values,
+)
 from outpace.engine.sequence import SequenceState, seeds
 from outpace.engine.stats import Clock
 from outpace.models.scorer import Prefill, Scorer
-from outpace.sampling import Prefix
+from outpace.sampling import Prefix, SamplingParams, process, warp
 from outpace.verification import Rule, Verdict, check, verify_block
 from outpace.verification.block import Block
+from outpace.verification.rules import MATCH
 
 
 @dataclass(frozen=True)
@@ -47,10 +55,6 @@ class EagerExecutor(Executor):
         self.scorer, self.rule, self.lenience = scorer, rule, lenience
         draft_scorer = None if drafter is None else drafter.scorer
         self.scorers = [scorer] if draft_scorer is None else [scorer, draft_scorer]
-
-    def unsupported(self, sequences: Sequence[SequenceState]) -> str | None:
-        """See ``Executor.unsupported``; this executor supports all sequences."""
-        return None
 
     def describe(self) -> str:
         """See ``Executor.describe``."""
@@ -90,7 +94,8 @@ class EagerExecutor(Executor):
 
     def verdicts(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Outcome:
         """Return the outcome of verification, on the host."""
-        verdict = self.verify(sequences, draft, logits)
+        errors: dict[int, Exception] = {}
+        verdict = self.verify(sequences, draft, logits, errors)
         both = torch.stack((verdict.accepted, verdict.next_token, verdict.bad.long()))
         accepted, next_token, bad = both.tolist()
         slots = [one.slot for one in sequences]
@@ -101,35 +106,88 @@ class EagerExecutor(Executor):
             dict(zip(slots, accepted, strict=True)),
             dict(zip(slots, next_token, strict=True)),
             dict(zip(slots, map(bool, bad), strict=True)),
+            {slots[i]: error for i, error in errors.items()},
         )
 
-    def verify(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
-        """Verify draft tokens, and store log-probabilities and scores where they were requested."""
-        samplings = [one.sampling for one in sequences]
+    def verify(
+        self,
+        sequences: Sequence[SequenceState],
+        draft: Draft,
+        logits: Tensor,
+        errors: dict[int, Exception] | None = None,
+    ) -> Verdict:
+        """Verify draft tokens, and store log-probabilities, scores and logits where they were requested.
+
+        Args:
+            sequences: The sequences.
+            draft: Their draft tokens.
+            logits: Logits ``[R, g+1, V]`` of the target.
+            errors: Gets the errors of processors, by row.
+        """
+        samplings = one_for_all([one.sampling for one in sequences])
         prefix = None
         if any(sampling.reads_prefix for sampling in samplings):
             prompts = [one.prompt_length for one in sequences]
             prefix = Prefix.padded([one.tokens for one in sequences], prompts, logits.device)
+        scored = on_device([length + 1 for length in draft.lengths or []], torch.int64, logits.device)
+        p, rewind = logits, None
+        if any(one.logit_bias or one.reads_prefix for one in samplings):
+            p, rewind = process(
+                logits, samplings, prefix, draft.tokens, scored if draft.lengths else None,
+                until_rejected=True, errors=errors,
+            )  # fmt: skip
         if draft.logits is not None:
             # Both logits get the same dtype, at least as precise as the target's.
-            dtype = torch.promote_types(logits.dtype, draft.logits.dtype)
-            logits, draft = logits.to(dtype), replace(draft, logits=draft.logits.to(dtype))
-        scores = None
-        if any(one.top is not None or one.scores is not None for one in sequences):
-            scores = adjusted_logits(logits, samplings, prefix, draft)
-        verdict = verify_block(
-            self.block(sequences, draft, logits),
-            self.rule,
-            self.lenience,
-            one_for_all(samplings),
-            None if draft.precomputed is None else draft.precomputed.sampling,
-            prefix,
-        )
-        if any(one.scores is not None or one.logits is not None for one in sequences):
-            store_scores(sequences, verdict, logits, scores)
-        if scores is not None and any(one.top is not None for one in sequences):
-            store_logprobs(sequences, draft, verdict, scores)
+            dtype = torch.promote_types(p.dtype, draft.logits.dtype)
+            p, draft = p.to(dtype), replace(draft, logits=draft.logits.to(dtype))
+        shapes = [one.shape for one in samplings]
+        block, match = self.block(sequences, draft, p), [one.match for one in sequences]
+        unapplied = None if draft.precomputed is None else draft.precomputed.sampling
+        verdicts = []
+        if any(match):
+            own = replace(block, draft_logits=None, draft_lse=None, draft_cut=None, draft_tie=None)
+            verdicts.append(verify_block(own, MATCH, 1.0, shapes))
+        if not all(match):
+            verdicts.append(verify_block(block, self.rule, self.lenience, shapes, unapplied))
+        verdict = verdicts[0]
+        if len(verdicts) > 1:
+            verdict = verdict.in_rows(on_device(match, torch.bool, logits.device), verdicts[1])
+        if rewind is not None:
+            rewind(verdict.accepted)
+        self._store(sequences, draft, verdict, logits, p, shapes)
         return verdict
+
+    @staticmethod
+    def _store(
+        sequences: Sequence[SequenceState],
+        draft: Draft,
+        verdict: Verdict,
+        logits: Tensor,
+        p: Tensor,
+        shapes: list[SamplingParams],
+    ) -> None:
+        """Store log-probabilities, scores and logits where they were requested.
+
+        Args:
+            sequences: The sequences.
+            draft: Their draft tokens.
+            verdict: The outcome.
+            logits: The target's own logits ``[R, g+1, V]``.
+            p: The same after bias, penalties and processors.
+            shapes: Temperature and filters, one for all rows or one per row.
+        """
+        if all(one.top is None and one.scores is None and one.logits is None for one in sequences):
+            return
+        scores = warp(p, before_argmax(shapes))
+        tops = [one.top for one in sequences if one.top is not None]
+        logprobs = None
+        if tops:
+            logprobs = logprobs_of(scores, outcome_tokens(draft.tokens, verdict), max(tops))
+            logprobs = Logprobs(*(one.cpu() for one in logprobs))
+        for row, (sequence, accepted) in enumerate(zip(sequences, verdict.accepted.tolist(), strict=True)):
+            if logprobs is not None:
+                store_logprobs(sequence, accepted + 1, logprobs, row)
+            store_values(sequence, accepted + 1, scores, logits, row)
 
     def block(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Block:
         """Return the input of verification."""
@@ -165,9 +223,6 @@ class EagerExecutor(Executor):
     def release(self, sequence: SequenceState, keep: bool) -> None:
         """See ``Executor.release``."""
         self.scorer.reset([sequence.slot], [sequence.tokens] if keep else None)
-
-    def detach(self) -> None:
-        """See ``Executor.detach``; nothing is held beside the KV caches."""
 
 
 class EagerPrefilling(Prefilling):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from outpace.draft.base import Draft
+from outpace.engine.needs import Needs
 from outpace.engine.sequence import SequenceState
 from outpace.engine.stats import Clock
 from outpace.models.scorer import Prefill
 from outpace.policy import Load
-from outpace.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,14 @@ class Outcome:
         accepted: How many of them were accepted.
         next_token: The token that follows the accepted ones.
         bad: Whether logits were unusable.
+        errors: The errors of processors, which made logits unusable.
     """
 
     drafts: Mapping[int, list[int]]
     accepted: Mapping[int, int]
     next_token: Mapping[int, int]
     bad: Mapping[int, bool]
+    errors: Mapping[int, Exception] = field(default_factory=dict)
 
 
 class Pending(ABC):
@@ -70,9 +72,9 @@ class Executor(ABC):
     drafts: bool
     is_async: bool
 
-    @abstractmethod
-    def unsupported(self, sequences: Sequence[SequenceState]) -> str | None:
-        """Return the reason why this executor cannot run these sequences together, or None if it can."""
+    def waits(self, sequences: Sequence[SequenceState]) -> bool:
+        """Return whether a step of these sequences can start only after the last one was committed."""
+        return False
 
     @abstractmethod
     def prepare(self, slots: int, tokens: int) -> None:
@@ -120,17 +122,13 @@ class Executor(ABC):
             keep: Whether later prompts may reuse its KV cache.
         """
 
-    @abstractmethod
-    def detach(self) -> None:
-        """Give up the active sequences, which another executor then runs."""
-
-    def warm_up(self, g: int, slots: int, sampling: SamplingParams) -> None:
+    def warm_up(self, g: int, slots: int, needs: Needs) -> None:
         """Capture a step ahead of its first use, where steps are captured.
 
         Args:
             g: Number of draft tokens per sequence.
             slots: Number of sequences.
-            sampling: Sampling parameters of all sequences.
+            needs: What the step computes.
         """
         return
 

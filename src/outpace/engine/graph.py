@@ -4,41 +4,64 @@ Drafting, the target's forward pass, verification and commit run without the hos
 and reads the small result of one step while the next one runs. All sequences of a step have the same number
 of draft tokens, g. A graph serves the first slots, up to a bucket size. Idle slots among them take part, and
 change nothing.
+
+Sampling parameters, seeds and rules are tensors, so one graph serves any mix of sequences. Only what they
+need (``Needs``) decides what a graph computes. Python processors run on the host, between a graph of drafting
+and target pass and a graph of verification and commit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outpace.draft.base import Draft, Drafter, DraftTensors, GraphState, fit
+from outpace.draft.base import Draft, Drafter, DraftTensors, GraphState
 from outpace.engine.buckets import Buckets, StepKey, bucket_of
 from outpace.engine.capture import Graphs, announced
 from outpace.engine.catch_up import CHUNK, CatchUp, known_tokens
 from outpace.engine.executor import Executor, Pending, Prefilling
-from outpace.engine.pending import DeviceEvent, GraphPending
+from outpace.engine.logprobs import logprobs_of, outcome_tokens
+from outpace.engine.needs import Needs
+from outpace.engine.pending import DeviceEvent, GraphPending, StepResult
 from outpace.engine.prefill import PrefillGraphs
 from outpace.engine.sequence import SequenceState
 from outpace.engine.slots import Slots
 from outpace.engine.stats import Clock
 from outpace.models.paged import SLOTS
-from outpace.models.scorer import Prefill, Scorer
+from outpace.models.scorer import Prefill, Scorer, WeightsMovedError
 from outpace.policy import Load
-from outpace.sampling import SamplingParams
-from outpace.verification import Rule, Verdict, sample, start_kernels, verify
+from outpace.sampling import Prefix, process
+from outpace.sampling.rows import RowSampling, warp_rows
+from outpace.verification import Block, Rule, Verdict, edit_rows, start_kernels, verify_rows
+from outpace.verification.rules import MATCH
 
 COMPILED_G = 5  # draft tokens of steps that are compiled ahead; most others have the same kernels
 BLOCK_TOKENS = 128  # tokens of KV cache that are reserved ahead at a time
 
 
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Draft tokens, and the target's logits ``[B, g+1, V]``.
+
+    Attributes:
+        draft: The draft tokens.
+        raw: The target's own logits.
+        logits: The same, in float32 if processors change them.
+    """
+
+    draft: DraftTensors
+    raw: Tensor
+    logits: Tensor
+
+
 class GraphExecutor(Executor):
-    """Executor that runs a step as one graph, for any number of sequences with equal sampling parameters.
+    """Executor that runs a step as one graph.
 
     A step without draft tokens does not run the draft model. A later step with draft tokens first lets the
     draft model catch up.
@@ -46,7 +69,7 @@ class GraphExecutor(Executor):
     Args:
         scorer: The target.
         drafter: The drafter, or None.
-        rule: The verification rule.
+        rule: The verification rule of sequences that do not have rule ``match``.
         lenience: Lenience of rule "token". Below 1, more draft tokens are accepted.
     """
 
@@ -68,12 +91,12 @@ class GraphExecutor(Executor):
         self.graphs.clear()
         self._prefills, self._buckets = PrefillGraphs(self.graphs), Buckets(self.graphs)
         self._catch_up = None if self.draft_scorer is None else CatchUp(self.draft_scorer, self.graphs)
-        self.slots = Slots(0, 0, self.target.device)
+        self.slots = Slots(0, 0, self.target.vocab_size, self.target.device)
         self._versions: tuple[int, ...] = ()
         self._owners: dict[int, SequenceState] = {}  # by slot, the sequences whose state is on the device
         self._longest: dict[int, int] = {}  # by slot: most tokens after the steps in flight
         self._reserved: dict[int, int] = {}  # by slot: tokens that the KV caches have memory for
-        self._compiled_for: set[SamplingParams] = set()
+        self._compiled_for: set[Needs] = set()
 
     # Capabilities
 
@@ -82,17 +105,9 @@ class GraphExecutor(Executor):
         """See ``Executor.is_async``."""
         return self.graphs.enabled
 
-    def unsupported(self, sequences: Sequence[SequenceState]) -> str | None:
-        """See ``Executor.unsupported``."""
-        first = sequences[0].sampling
-        for sequence in sequences:
-            if sequence.sampling != first or (sequence.draft_sampling or first) != first:
-                return "sequences have different sampling parameters"
-            if sequence.sampling.logit_bias or sequence.sampling.reads_prefix:
-                return "sampling has penalties, a logit bias or processors"
-            if sequence.top is not None or sequence.scores is not None or sequence.logits is not None:
-                return "logprobs, scores or logits were requested"
-        return None
+    def waits(self, sequences: Sequence[SequenceState]) -> bool:
+        """See ``Executor.waits``; processors read the tokens of the last step."""
+        return any(one.sampling.processors for one in sequences)
 
     def describe(self) -> str:
         """See ``Executor.describe``."""
@@ -110,7 +125,7 @@ class GraphExecutor(Executor):
 
     def load(self, sequences: Mapping[int, SequenceState], load: Load) -> Load:
         """See ``Executor.load``; all sequences are padded to the same number of tokens."""
-        slots, sampling = self._buckets.slots(sequences), next(iter(sequences.values())).sampling
+        slots = self._buckets.slots(sequences)
         catch_up_tokens = load.catch_up_tokens
         if self.drafts:
             catch_up_tokens = (
@@ -120,7 +135,7 @@ class GraphExecutor(Executor):
             load,
             batch=slots,
             catch_up_tokens=catch_up_tokens,
-            captured=self._buckets.captured(slots, sampling),
+            captured=self._buckets.captured(slots, sequences.values()),
             executor=self.name,
             padded_drafts=self.drafts,
         )
@@ -139,15 +154,16 @@ class GraphExecutor(Executor):
     def prefill(self, sequences: Sequence[SequenceState], clock: Clock) -> Prefilling:
         """See ``Executor.prefill``; the last token of each prompt is left to the first step."""
         slots, prefills = [one.slot for one in sequences], []
-        longest, sampling = max(len(one.tokens) for one in sequences), sequences[0].sampling
-        self.prepare(max(slots) + 1, longest)
-        if self.target.has_kernels and sampling not in self._compiled_for:
-            self._compiled_for.add(sampling)
-            self._compile_ahead(max(slots) + 1, sampling)
+        self.prepare(max(slots) + 1, max(len(one.tokens) for one in sequences))
+        self._compile_ahead(max(slots) + 1, Needs.of(sequences, 0 if self.draft is None else COMPILED_G))
         for scorer in self.scorers:
             prompts = [known_tokens(scorer, one.tokens) for one in sequences]
             append = partial(self._prefill_chunk, scorer)
-            prefills.append(Prefill(scorer, slots, prompts, leave_last=True, append=append))
+            try:
+                prefills.append(Prefill(scorer, slots, prompts, leave_last=True, append=append))
+            except WeightsMovedError:  # if those are the draft model's, the target goes on
+                if scorer is self.target:
+                    raise
         return Prefilling(sequences, prefills)
 
     def _prefill_chunk(
@@ -178,25 +194,17 @@ class GraphExecutor(Executor):
 
     def release(self, sequence: SequenceState, keep: bool) -> None:
         """See ``Executor.release``."""
-        if self._owners.get(sequence.slot) is sequence:
-            self._forget(sequence)
+        slot = sequence.slot
+        if self._owners.get(slot) is sequence:
+            if self._catch_up is not None:
+                self._catch_up.close(sequence)
+            self.slots.end(slot)
+            for by_slot in (self._owners, self._longest, self._reserved):
+                by_slot.pop(slot)
+            if not self._owners:
+                self._buckets = Buckets(self.graphs)
         for scorer in self.scorers:
-            scorer.reset([sequence.slot], [known_tokens(scorer, sequence.tokens)] if keep else None)
-
-    def _forget(self, sequence: SequenceState) -> None:
-        """Give up a sequence, whose state is then only in the KV caches."""
-        if self._catch_up is not None:
-            self._catch_up.close(sequence)
-        self.slots.end(sequence.slot)
-        for by_slot in (self._owners, self._longest, self._reserved):
-            by_slot.pop(sequence.slot)
-        if not self._owners:
-            self._buckets = Buckets(self.graphs)
-
-    def detach(self) -> None:
-        """See ``Executor.detach``."""
-        for sequence in list(self._owners.values()):
-            self._forget(sequence)
+            scorer.reset([slot], [known_tokens(scorer, sequence.tokens)] if keep else None)
 
     # Steps
 
@@ -204,13 +212,13 @@ class GraphExecutor(Executor):
     def start(
         self, sequences: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock
     ) -> Pending:
-        """See ``Executor.start``; on CUDA it does not wait for the step."""
+        """See ``Executor.start``; on CUDA it does not wait for the step, unless there are processors."""
         for scorer in self.scorers if g else [self.target]:
             scorer.check_placed()
         self._attach(sequences.values())
         slots = self._buckets.use(sequences)
         self._reserve(sequences, g)
-        sampling = next(iter(sequences.values())).sampling
+        needs = Needs.of(sequences.values(), g)
         with self._on_device():
             begun = started = DeviceEvent(self.target.device)
             catch_up_capture = 0.0
@@ -218,67 +226,86 @@ class GraphExecutor(Executor):
                 self._drop_stale_graphs(slots)
                 catch_up_capture = self._catch_up.run(sequences, self.slots, slots)
                 started = DeviceEvent(self.target.device)
-            pending = self._launch(g, sampling, slots, draft, list(sequences))
+            processed = Processed(sequences) if needs.processors else None
+            result, capture = self._launch(g, slots, needs, draft, list(sequences), processed)
+            pending = GraphPending(result, sequences, capture, begun, started, catch_up_capture)
+        if processed is not None:
+            processed.rewind(pending)
         for slot in sequences:
             self._longest[slot] += g + 1
         if self._catch_up is not None and not g:
             self._catch_up.skip(sequences)
-        return GraphPending(*pending, begun, started, catch_up_capture)
+        return pending
 
     def _launch(
         self,
         g: int,
-        sampling: SamplingParams,
         slots: int,
+        needs: Needs,
         draft: Draft | None = None,
         drafted: Sequence[int] = (),
-    ) -> tuple[Tensor, float]:
-        """Run a step of the first slots as a graph; draft tokens of the host are for the slots ``drafted``.
+        change: Callable[[Scored], None] | None = None,
+    ) -> tuple[StepResult, float]:
+        """Run a step of the first slots as a graph.
+
+        Args:
+            g: Number of draft tokens per sequence.
+            slots: Number of slots that take part, idle ones included.
+            needs: What the step computes.
+            draft: Draft tokens of the host, for the slots ``drafted``.
+            drafted: Slots of those draft tokens.
+            change: Changes the target's logits before verification, on the host. The step is then two graphs.
 
         Returns:
-            The result, in the format that ``GraphPending`` reads, and the seconds of a capture.
+            The result, and the seconds of captures.
         """
+        if needs.edits and self.slots.edits is None:
+            self.slots.add_edits()
         self._drop_stale_graphs(slots)
         buffers = None if draft is None or not g else self.slots.copy_draft(g, draft, drafted)
-        key = StepKey(g, slots, sampling, None if buffers is None else id(buffers))
-        return self.graphs.run(
-            key,
-            lambda: self.step(g, sampling, slots, buffers),
-            f"a step with {g} draft tokens and {slots} slots",
-            (self.slots.lengths,),
+        key = StepKey(g, slots, needs, None if buffers is None else id(buffers))
+        name = f"a step with {g} draft tokens and {slots} slots"
+        changed = [self.slots.lengths, *([] if self.slots.edits is None else [self.slots.edits.seen])]
+        if change is None:
+            return self.graphs.run(key, lambda: self.step(key, buffers), name, changed)
+        scored, seconds = self.graphs.run(
+            (key, "score"), lambda: self.score(key, buffers), f"{name}, first half"
         )
+        change(scored)
+        result, more = self.graphs.run((key, scored), lambda: self.decide(key, scored), name, changed)
+        return result, seconds + more
 
     @torch.inference_mode()
-    def _compile_ahead(self, slots: int, sampling: SamplingParams) -> None:
+    def _compile_ahead(self, slots: int, needs: Needs) -> None:
         """Compile the kernels of a prefill and of steps, all at the same time.
 
         One after another, compilation would take several times as long. Kernels that are compiled already
         take next to no time.
         """
+        if not self.target.has_kernels or needs in self._compiled_for:
+            return
         from outpace.verification.kernels.ahead import compiling_ahead
 
         start_kernels().join()
-        g = 0 if self.draft is None else COMPILED_G
-        state = self.state(g, sampling, slots)
+        self._compiled_for.add(needs)
+        if needs.edits and self.slots.edits is None:
+            self.slots.add_edits()
+        key = StepKey(0 if self.draft is None else COMPILED_G, slots, needs, None)
+        state = self.state(key)
         with self._on_device(), announced("compiling kernels"), compiling_ahead(state.lengths.device):
-            p = self.target.launch_once(slots, g + 1)
-            draft = DraftTensors(state.token_ids[:, :g])
-            if self.draft_scorer is not None:
-                self.draft_scorer.launch_once(slots, 1)
-                q = self.draft_scorer.launch_once(slots, 2)
-                if q is not None and not state.own_noise:
-                    q = fit(q[:, -1], self.target.vocab_size)
-                    drawn = [sample(q, seed=state.seeds, position=state.lengths, sampling=sampling)] * g
-                    draft = DraftTensors(draft.tokens, torch.stack([q] * g, 1), drawn, sampling=sampling)
-            if p is not None:
-                self.verify(draft, p, state)
+            draft = DraftTensors(state.token_ids[:, :0])
+            if self.draft is not None:
+                draft = self.draft.launch_once(state, key.g) or draft
+            raw = self.target.launch_once(slots, draft.tokens.shape[1] + 1)
+            if raw is not None:
+                self.verify(key, self.scored(key, draft, raw))
 
     @torch.inference_mode()
-    def warm_up(self, g: int, slots: int, sampling: SamplingParams) -> None:
+    def warm_up(self, g: int, slots: int, needs: Needs) -> None:
         """See ``Executor.warm_up``."""
         self.prepare(bucket_of(slots), 1)
         with self._on_device():
-            self._launch(g if self.draft is not None else 0, sampling, bucket_of(slots))
+            self._launch(g if self.draft is not None else 0, bucket_of(slots), needs)
             if g and self._catch_up is not None:
                 self._catch_up.run_chunk(self.slots, bucket_of(slots))
 
@@ -307,49 +334,78 @@ class GraphExecutor(Executor):
             self._reserved |= needed
 
     @torch.inference_mode()
-    def step(
-        self, g: int, sampling: SamplingParams, slots: int, host_draft: DraftTensors | None = None
-    ) -> Tensor:
-        """Run one step of the first slots: draft g tokens, target forward pass, verification, commit.
+    def step(self, key: StepKey, host_draft: DraftTensors | None = None) -> StepResult:
+        """Run one step of the first slots: draft, target forward pass, verification, commit.
 
         Args:
-            g: Number of draft tokens per sequence.
-            sampling: Sampling parameters of all sequences.
-            slots: Number of slots that take part, idle ones included.
+            key: The size of the step, and what it computes.
             host_draft: Draft tokens from the host. None: drafting is part of the step.
-
-        Returns:
-            The outcome, in the format that ``GraphPending`` reads.
         """
-        state = self.state(g, sampling, slots)
-        draft = self.propose(state, g) if host_draft is None else host_draft.first(slots)
-        scored = torch.cat((state.last[:, 1:], draft.tokens), dim=1)  # [B, g+1]
-        p = self.target.forward(scored, state.positions[:, 1:])  # [B, g+1, V]
-        verdict = self.verify(draft, p, state)
-        # Commit. Tokens past a sequence's end are overwritten later, or belong to an idle slot.
-        new = torch.cat((draft.tokens, verdict.next_token[:, None]), dim=1)
-        new = new.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])
-        at = state.lengths[:, None] + torch.arange(g + 1, device=p.device)
-        state.token_ids.scatter_(1, at.clamp(max=state.token_ids.shape[1] - 1), new)
-        state.lengths.add_((verdict.accepted + 1) * self.slots.active[:slots])
+        return self.decide(key, self.score(key, host_draft))
+
+    @torch.inference_mode()
+    def score(self, key: StepKey, host_draft: DraftTensors | None = None) -> Scored:
+        """Draft tokens, and run the target over them."""
+        state = self.state(key)
+        draft = self.propose(state, key.g) if host_draft is None else host_draft.first(key.slots)
+        ids = torch.cat((state.last[:, 1:], draft.tokens), dim=1)
+        return self.scored(key, draft, self.target.forward(ids, state.positions[:, 1:]))
+
+    def scored(self, key: StepKey, draft: DraftTensors, raw: Tensor) -> Scored:
+        """Return the target's logits ``[B, g+1, V]``, in the form that ``decide`` takes."""
+        logits = raw.to(torch.float32, copy=True) if key.needs.processors else raw
+        return Scored(draft, raw, logits)
+
+    @torch.inference_mode()
+    def decide(self, key: StepKey, scored: Scored) -> StepResult:
+        """Verify draft tokens, and commit the new tokens to the state of the slots."""
+        verdict, p = self.verify(key, scored)
+        draft, g = scored.draft, key.g
+        new = outcome_tokens(draft.tokens, verdict)  # [B, g+1]
+        # Tokens past a sequence's end are overwritten later, or belong to an idle slot.
+        lengths, token_ids = self.slots.lengths[: key.slots], self.slots.token_ids[: key.slots]
+        offsets = torch.arange(g + 1, device=new.device)
+        token_ids.scatter_(1, (lengths[:, None] + offsets).clamp(max=token_ids.shape[1] - 1), new)
+        active = self.slots.active[: key.slots]
+        if key.needs.edits and self.slots.edits is not None:
+            counted = (offsets <= verdict.accepted[:, None]) & active[:, None].bool()
+            self.slots.edits.first(key.slots).count(new, counted)
+        lengths.add_((verdict.accepted + 1) * active)
         drafted = torch.full_like(verdict.accepted, g) if draft.lengths is None else draft.lengths
         counts = torch.stack((verdict.accepted, verdict.next_token, verdict.bad.long(), drafted), dim=1)
-        return torch.cat((counts, draft.tokens), dim=1)
+        result = StepResult(torch.cat((counts, draft.tokens), dim=1))
+        if key.needs.top is not None or key.needs.values:
+            result.scores = warp_rows(p, self._sampling(key).before_argmax)
+        if key.needs.top is not None and result.scores is not None:
+            result.logprobs = logprobs_of(result.scores, new, key.needs.top)
+        if key.needs.values:
+            result.logits = scored.raw.float()
+        else:
+            result.scores = None
+        return result
 
-    def state(self, g: int, sampling: SamplingParams, slots: int) -> GraphState:
-        """Return the state of the first slots, as a step with g draft tokens reads it."""
+    def _sampling(self, key: StepKey) -> RowSampling:
+        """Return temperature and filters of the target."""
+        return RowSampling(self.slots.shape[: key.slots], key.needs.filters)
+
+    def state(self, key: StepKey) -> GraphState:
+        """Return the state of the first slots, as drafting reads it."""
+        slots, needs = key.slots, key.needs
         lengths = self.slots.lengths[:slots]
-        positions = lengths[:, None] + torch.arange(-2, g, device=lengths.device)
+        positions = lengths[:, None] + torch.arange(-2, key.g, device=lengths.device)
         # Positions past the context belong to draft tokens that no token remains for.
         positions = positions.clamp(0, self.target.context)
         positions = positions.where(self.slots.active[:slots, None].bool(), -1)
+        both = needs.match and needs.rule
+        edits = self.slots.draft_edits
         return GraphState(
             lengths,
             self.slots.seeds[:slots],
             self.slots.token_ids[:slots],
             positions,
-            sampling,
-            self.rule.name == "match",
+            RowSampling(self.slots.draft_shape[:slots], needs.filters),
+            edits.first(slots) if edits is not None and needs.edits else None,
+            self.slots.match[:slots].bool() if both else needs.match,
             self.target.vocab_size,
         )
 
@@ -359,29 +415,71 @@ class GraphExecutor(Executor):
             return DraftTensors(state.token_ids[:, :0])
         return self.draft.propose(state, g)
 
-    def verify(self, draft: DraftTensors, p: Tensor, state: GraphState) -> Verdict:
-        """Verify draft tokens."""
-        q, drawn = draft.logits, draft.drawn
+    def verify(self, key: StepKey, scored: Scored) -> tuple[Verdict, Tensor]:
+        """Verify draft tokens; return the verdict, and the logits with bias and penalties."""
+        slots, needs, draft = key.slots, key.needs, scored.draft
+        p, q, drawn = scored.logits, draft.logits, draft.drawn
+        if needs.edits and self.slots.edits is not None:
+            p = edit_rows(p, self.slots.edits.first(slots), draft.tokens)
         if q is not None and q.dtype != p.dtype:  # both get the same dtype, at least as precise as p's
             wide = torch.promote_types(p.dtype, q.dtype)
             p, q = p.to(wide), q.to(wide)
         cuts = [one.cut for one in drawn if one.cut is not None]
         ties = [one.tie for one in drawn if one.tie is not None]
-        return verify(
+        sampling, verdicts = self._sampling(key), list[Verdict]()
+        block = Block(
             draft.tokens,
             q,
             p,
-            rule=self.rule,
-            lenience=self.lenience,
-            seed=state.seeds,
-            position=state.lengths,
-            sampling=state.sampling,
-            lengths=draft.lengths,
-            draft_sampling=None if q is None else draft.sampling,
-            draft_lse=torch.stack([one.lse for one in drawn], dim=1) if drawn else None,
-            draft_cut=(torch.stack(cuts, dim=1), torch.stack(ties, dim=1)) if cuts else None,
+            torch.stack([one.lse for one in drawn], dim=1) if drawn else None,
+            self.slots.seeds[:slots],
+            self.slots.lengths[:slots],
+            draft.lengths,
+            draft_cut=torch.stack(cuts, dim=1) if cuts else None,
+            draft_tie=torch.stack(ties, dim=1) if ties else None,
         )
+        if needs.match:
+            own = replace(block, draft_logits=None, draft_lse=None, draft_cut=None, draft_tie=None)
+            verdicts.append(verify_rows(own, MATCH, 1.0, sampling, None))
+        if needs.rule:
+            verdicts.append(verify_rows(block, self.rule, self.lenience, sampling, draft.sampling))
+        if len(verdicts) == 1:
+            return verdicts[0], p
+        return verdicts[0].in_rows(self.slots.match[:slots].bool(), verdicts[1]), p
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Return a context in which kernels are launched on the target's device."""
         return torch.cuda.device(self.target.device) if self.target.device.type == "cuda" else nullcontext()
+
+
+class Processed:
+    """The processors of a step, which the host runs between the target's pass and verification.
+
+    Args:
+        sequences: The sequences of the step, by slot.
+    """
+
+    def __init__(self, sequences: Mapping[int, SequenceState]) -> None:
+        self._rows = {slot: one for slot, one in sequences.items() if one.sampling.processors}
+        self._errors: dict[int, Exception] = {}  # by row
+
+    def __call__(self, scored: Scored) -> None:
+        """Apply bias, penalties and processors to the logits of the sequences that have processors."""
+        rows, draft = list(self._rows.values()), scored.draft
+        slots = torch.tensor(list(self._rows), device=scored.logits.device)
+        prefix = Prefix.padded(
+            [one.tokens for one in rows], [one.prompt_length for one in rows], scored.logits.device
+        )
+        lengths = None if draft.lengths is None else draft.lengths[slots] + 1
+        changed, self._rewind = process(
+            scored.logits[slots], [one.sampling for one in rows], prefix, draft.tokens[slots], lengths,
+            until_rejected=True, errors=self._errors,
+        )  # fmt: skip
+        scored.logits[slots] = changed
+
+    def rewind(self, pending: GraphPending) -> None:
+        """Set the processors' state back to after the last accepted token, and note their errors."""
+        outcome, slots = pending.read(), list(self._rows)
+        pending.errors.update({slots[i]: error for i, error in self._errors.items()})
+        if self._rewind is not None:
+            self._rewind(torch.tensor([outcome.accepted[slot] for slot in slots]))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outpace.engine.executor import Outcome, Pending
+from outpace.engine.logprobs import Logprobs, store_logprobs, store_values
+from outpace.engine.sequence import SequenceState
 
 
 class DeviceEvent:
@@ -31,32 +35,57 @@ class DeviceEvent:
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
+@dataclass
+class StepResult:
+    """Result of a step on the device.
+
+    Attributes:
+        counts: Accepted, next token, bad, number of draft tokens, and the draft tokens, ``[slots, 4 + g]``.
+        logprobs: Log-probabilities of the new tokens, if requested.
+        scores: Logits after all sampling parameters ``[slots, g+1, V]``, if requested.
+        logits: The target's own logits ``[slots, g+1, V]``, if requested.
+    """
+
+    counts: Tensor
+    logprobs: Logprobs | None = None
+    scores: Tensor | None = None
+    logits: Tensor | None = None
+
+
 class GraphPending(Pending):
     """A step that the device runs.
 
     Args:
-        result: ``[slots, 4 + g]``: accepted, next token, bad, number of draft tokens, and the draft tokens.
+        result: The result, which the next step overwrites.
+        sequences: The sequences of the step, by slot.
         capture_seconds: Seconds of a capture before the step; 0 without one.
         begun: The event before the catch-up.
         started: The event after the catch-up, at the start of the step.
         catch_up_capture_seconds: Seconds of a capture before the catch-up.
+
+    Attributes:
+        errors: Errors of processors, by slot.
     """
 
     def __init__(
         self,
-        result: Tensor,
+        result: StepResult,
+        sequences: Mapping[int, SequenceState],
         capture_seconds: float,
         begun: DeviceEvent,
         started: DeviceEvent,
         catch_up_capture_seconds: float = 0.0,
     ) -> None:
-        self._result, self._begun, self._started = result, begun, started
+        self._sequences, self._begun, self._started = sequences, begun, started
         self.capture_seconds, self.catch_up_capture_seconds = capture_seconds, catch_up_capture_seconds
-        if result.is_cuda:
-            # Copy the result, because the next step overwrites it.
-            self._result = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-            self._result.copy_(result, non_blocking=True)
-        self._ended = DeviceEvent(result.device)
+        self.errors: dict[int, Exception] = {}
+        self._counts, self._logprobs = to_host(result.counts), result.logprobs
+        if self._logprobs is not None:
+            self._logprobs = Logprobs(*map(to_host, self._logprobs))
+        self._scores = None if result.scores is None else result.scores.clone()
+        self._logits = None if result.logits is None else result.logits.clone()
+        self._ended = DeviceEvent(result.counts.device)
+        self._outcome: Outcome | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -69,12 +98,28 @@ class GraphPending(Pending):
         return 0.0 if self.catch_up_capture_seconds else self._started.since(self._begun)
 
     def read(self) -> Outcome:
-        """See ``Pending.read``."""
-        self._ended.wait()
-        rows = dict(enumerate(self._result.tolist()))
-        return Outcome(
-            {slot: row[4 : 4 + row[3]] for slot, row in rows.items()},
-            {slot: row[0] for slot, row in rows.items()},
-            {slot: row[1] for slot, row in rows.items()},
-            {slot: bool(row[2]) for slot, row in rows.items()},
-        )
+        """See ``Pending.read``; log-probabilities, scores and logits are stored in the sequences."""
+        if self._outcome is None:
+            self._ended.wait()
+            rows = dict(enumerate(self._counts.tolist()))
+            self._outcome = Outcome(
+                {slot: row[4 : 4 + row[3]] for slot, row in rows.items()},
+                {slot: row[0] for slot, row in rows.items()},
+                {slot: row[1] for slot, row in rows.items()},
+                {slot: bool(row[2]) for slot, row in rows.items()},
+                self.errors,
+            )
+            for slot, sequence in self._sequences.items():
+                if sequence.finish_reason is None:  # else it has ended after this step started
+                    if self._logprobs is not None:
+                        store_logprobs(sequence, rows[slot][0] + 1, self._logprobs, slot)
+                    store_values(sequence, rows[slot][0] + 1, self._scores, self._logits, slot)
+        return self._outcome
+
+
+def to_host(result: Tensor) -> Tensor:
+    """Begin to copy a result to memory of the host, because the next step overwrites it."""
+    if not result.is_cuda:
+        return result
+    copied = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+    return copied.copy_(result, non_blocking=True)

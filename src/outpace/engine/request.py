@@ -57,11 +57,19 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Reader:
-    """Reader of requests: it checks the arguments of a call and returns its sequences."""
+    """Reader of requests: it checks the arguments of a call and returns its sequences.
+
+    Attributes:
+        scorer: The target.
+        tokenizer: The target's tokenizer, or None.
+        draft_sampling: The drafter's sampling parameters. None: the target's.
+        match: Whether sequences have rule ``match``. None: those with a seed have it.
+    """
 
     scorer: Scorer
     tokenizer: Any
     draft_sampling: SamplingParams | None
+    match: bool | None = None
 
     def sequences(
         self,
@@ -128,6 +136,8 @@ class Reader:
                     raise
                 error = raised
             own = samplings[i if len(samplings) > 1 else 0]
+            if error is None and (error := self._unsupported(own)) is not None and single:
+                raise error
             for sample in range(n or 1):
                 sequences.append(
                     SequenceState(
@@ -137,6 +147,7 @@ class Reader:
                         own.fork() if own.processors else own,
                         self.draft_sampling and self.draft_sampling.fork(),
                         seed_of(seed, i, sample, len(items)),
+                        seed is not None if self.match is None else self.match,
                         max_new_tokens,
                         frozenset(end_ids),
                         None if self.tokenizer is None else Detokenizer(self.tokenizer, stops),
@@ -150,6 +161,14 @@ class Reader:
                     )
                 )
         return sequences, single
+
+    def _unsupported(self, sampling: SamplingParams) -> Exception | None:
+        """Return the error of sampling parameters that do not fit the model, or None if they fit."""
+        V = self.scorer.vocab_size
+        beyond = [token for token in sampling.logit_bias or () if token >= V]
+        return (
+            ValueError(f"logit_bias: got token ids {beyond}; they must be in 0..{V - 1}") if beyond else None
+        )
 
     def _stops(self, stop: Any) -> list[str]:
         """Return the stop strings."""

@@ -43,7 +43,7 @@ class Scheduler:
         drafter: The drafter, or None.
         policy: The draft-length policy.
         rule: The verification rule.
-        executors: Executors, the preferred one first. The last one runs any sequences.
+        executor: The executor that runs the steps.
         slots: Most sequences at a time.
         on_close: Called once when the scheduler is closed.
     """
@@ -56,15 +56,14 @@ class Scheduler:
         drafter: Drafter | None,
         policy: DraftLengthPolicy,
         rule: Rule,
-        executors: Sequence[Executor],
+        executor: Executor,
         slots: int,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self.scorers, self.drafter, self.policy = scorers, drafter, policy
-        self.executors, self._on_close = executors, on_close
-        self.executor = executors[0]
+        self.executor, self._on_close = executor, on_close
         self.proposer = Proposer(scorers[0], drafter, policy, rule)
-        self._admission = Admission(scorers, policy.max_draft_tokens, slots, executors[0].padded)
+        self._admission = Admission(scorers, policy.max_draft_tokens, slots, executor.padded)
         self._num_added = 0
         self._admitted: list[SequenceState] = []  # sequences that have slots, and no prefill yet
         self._prefilling: Prefilling | None = None
@@ -73,7 +72,6 @@ class Scheduler:
         self._undisturbed = True  # whether the last step had no prefill, capture or catch-up before it
         self._chosen: dict[int, int] | None = None  # number of draft tokens by slot, for a step that waits
         self._commit_seconds = 0.0  # of the host, after it read the last outcome
-        self._some_ended = False  # whether sequences have ended since the executor was chosen
         self._caches_valid = True  # whether the KV caches agree with the sequences' tokens
         self._in_step = False  # a user's function may call the scheduler in a step
         self._closed = False
@@ -129,7 +127,7 @@ class Scheduler:
         if self._in_prefill() and all(one.finish_reason is not None for one in self._in_prefill()):
             for sequence in self._in_prefill():
                 self._free(sequence, keep=False)
-            self._prefilling, self._some_ended = None, True
+            self._prefilling = None
 
     def _check_usable(self) -> None:
         if self._in_step:
@@ -206,8 +204,6 @@ class Scheduler:
 
     def _step(self) -> list[Step]:
         steps = self._prefill()
-        if self._some_ended and self._active and self._prefilling is None:
-            steps += self._choose_executor(list(self._active.values()))
         if self._active or self._in_flight:
             clock = Clock()
             while len(self._in_flight) < (MAX_IN_FLIGHT if self.executor.is_async else 1):
@@ -248,7 +244,6 @@ class Scheduler:
         """
         if self._with_slots():
             return
-        self._choose_executor(sequences)
         slots, tokens = self._admission.reservation(sequences)
         if slots:
             self.executor.prepare(slots, tokens)
@@ -260,9 +255,7 @@ class Scheduler:
         if self._prefilling is None and self._admission.waiting:
             new, failed = self._admission.admit(self._active)
             steps += [one.failed_step() for one in failed]
-        if new:
-            steps += self._choose_executor([*self._active.values(), *new])
-        elif self._prefilling is None:
+        if not new and self._prefilling is None:
             return steps
         self._undisturbed, clock = False, Clock()
         try:
@@ -291,22 +284,6 @@ class Scheduler:
         self._end([one for one in sequences if one.finish_reason is not None])
         return steps + [dataclasses.replace(step, phases=phases) for step in first]
 
-    def _choose_executor(self, sequences: Sequence[SequenceState]) -> list[Step]:
-        """Choose the first executor that can run these sequences together.
-
-        Returns:
-            Steps that were in flight, if the executor changes.
-        """
-        self._some_ended = False
-        chosen = next(one for one in self.executors if one.unsupported(sequences) is None)
-        steps = list[Step]()
-        if chosen is not self.executor:
-            while self._in_flight:
-                steps += self._finish(self._in_flight.popleft(), Clock())
-            self.executor.detach()
-            self.executor = chosen
-        return steps
-
     # Steps
 
     def _start(self, clock: Clock) -> InFlightStep | None:
@@ -315,6 +292,8 @@ class Scheduler:
         if not sequences:
             return None
         active = list(sequences.values())
+        if self._in_flight and self.executor.waits(active):
+            return None
         load = self.executor.load(sequences, proposer.load(active, len(self._in_flight)))
         if self.executor.drafts:
             chosen = proposer.choose(active, load)
@@ -399,9 +378,10 @@ class Scheduler:
             if sequence.finish_reason == CANCELLED:  # by a user's function, for another sequence
                 continue
             try:
-                step = advance(sequence, outcome.drafts[slot], *verdict, self.scorers[0].context)
-            except Exception as error:  # of a user's function, or of a tokenizer
-                sequence.error, sequence.finish_reason = error, "error"
+                error = outcome.errors.get(slot)
+                step = advance(sequence, outcome.drafts[slot], *verdict, self.scorers[0].context, error)
+            except Exception as raised:  # of a user's function, or of a tokenizer
+                sequence.error, sequence.finish_reason = raised, "error"
                 step = sequence.failed_step(len(sequence.tokens) - before)
             if sequence.finish_reason != CANCELLED:
                 steps.append(step)
@@ -419,7 +399,6 @@ class Scheduler:
                 self._free(sequence, keep=sequence.error is None)
             finally:
                 del self._active[sequence.slot]
-            self._some_ended = True
 
     def _free(self, sequence: SequenceState, keep: bool) -> None:
         self.executor.release(sequence, keep)
@@ -435,13 +414,11 @@ class Scheduler:
         for sequence in sequences:
             self._free(sequence, keep=False)
         self._admission.retry_alone([one for one in sequences if one.finish_reason is None])
-        self._some_ended = True
         return []
 
     def _fail(self, sequence: SequenceState, error: Exception) -> Step | None:
         """End a sequence that could not be prefilled; return its step, unless it was cancelled."""
         self._free(sequence, keep=False)
-        self._some_ended = True
         if sequence.finish_reason is not None:
             return None
         sequence.error, sequence.finish_reason = error, "error"

@@ -106,6 +106,7 @@ class SequenceState:
     sampling: SamplingParams
     draft_sampling: SamplingParams | None  # None: the target's
     seed: int
+    match: bool  # whether the rule is ``match``, instead of the decoder's own
     max_new_tokens: int
     stop_tokens: frozenset[int]
     text: Detokenizer | None
@@ -183,7 +184,13 @@ class SequenceState:
 
 
 def advance(
-    sequence: SequenceState, draft: Sequence[int], accepted: int, next_token: int, bad: bool, context: int
+    sequence: SequenceState,
+    draft: Sequence[int],
+    accepted: int,
+    next_token: int,
+    bad: bool,
+    context: int,
+    error: Exception | None = None,
 ) -> Step:
     """Append the accepted draft tokens and the next token to a sequence.
 
@@ -196,13 +203,14 @@ def advance(
         next_token: The target's own token after them.
         bad: Whether logits were unusable.
         context: Maximum number of tokens of a sequence.
+        error: The error that made logits unusable, if it is known.
     """
     sequence.stats.target_passes += 1
     sequence.stats.count(len(draft), accepted)
     new_tokens = [*draft[:accepted], next_token]
     if bad:
         new_tokens, sequence.finish_reason = [], "error"
-        sequence.error = ValueError(
+        sequence.error = error or ValueError(
             f"the logits at position {len(sequence.tokens)} are unusable: the target, the draft model or a "
             "processor returned NaN, +inf, or -inf for all tokens; check weights, dtype and processors"
         )

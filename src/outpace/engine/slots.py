@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from outpace.checks.arguments import on_device, to_device
 from outpace.draft.base import Draft, DraftTensors
+from outpace.engine.needs import has_edits
 from outpace.engine.sequence import SequenceState
+from outpace.sampling import SamplingParams
+from outpace.sampling.rows import (
+    NO_PENALTIES,
+    NO_SHAPE,
+    Edits,
+    RowSampling,
+    penalties_of,
+    seen_of,
+    shape_of,
+)
 
 
 class Slots:
@@ -17,21 +29,47 @@ class Slots:
     Args:
         slots: Number of slots.
         tokens: Most tokens of a sequence.
+        vocab_size: Size of the target's vocabulary.
         device: Device of the tensors.
 
     Attributes:
         lengths: Number of tokens of each sequence ``[slots]``. Idle slots have 1.
         seeds: Seeds ``[slots]``.
         active: 1 for slots with a sequence, 0 for idle ones ``[slots]``.
+        match: 1 for sequences with rule ``match``, 0 for others ``[slots]``.
         token_ids: Prompt and output ``[slots, tokens]``.
+        shape: Temperature and filters of the target, as ``RowSampling`` holds them ``[slots, 4]``.
+        draft_shape: The same of the drafter.
+        edits: Bias and penalties of the target. None until a sequence has some.
+        draft_edits: The same of the drafter. The tokens that it counts are those of ``edits``.
     """
 
     @torch.inference_mode(False)
-    def __init__(self, slots: int, tokens: int, device: torch.device) -> None:
+    def __init__(self, slots: int, tokens: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
         self.lengths = torch.ones(slots, dtype=torch.int64, device=device)
         self.seeds, self.active = torch.zeros_like(self.lengths), torch.zeros_like(self.lengths)
+        self.match = torch.zeros_like(self.lengths)
         self.token_ids = torch.zeros(slots, tokens, dtype=torch.int64, device=device)
+        self.shape = torch.tensor(NO_SHAPE, device=device).repeat(slots, 1)
+        self.draft_shape = self.shape.clone()
+        self.edits: Edits | None = None
+        self.draft_edits: Edits | None = None
         self._drafts: dict[object, DraftTensors] = {}  # see `copy_draft`
+
+    @torch.inference_mode(False)
+    def add_edits(self) -> None:
+        """Allocate the state of bias and penalties, without any."""
+        slots, device = len(self), self.lengths.device
+        seen = torch.zeros(slots, self.vocab_size, dtype=torch.int16, device=device)
+        self.edits, self.draft_edits = (
+            Edits(
+                torch.tensor(NO_PENALTIES, device=device).repeat(slots, 1),
+                torch.zeros(slots, self.vocab_size, device=device),
+                seen,
+            )
+            for _ in range(2)
+        )
 
     def grown(self, slots: int, tokens: int) -> Slots:
         """Return a larger state that begins with this one.
@@ -40,11 +78,20 @@ class Slots:
             slots: Number of slots.
             tokens: Most tokens of a sequence.
         """
-        new = Slots(slots, tokens, self.lengths.device)
-        new.lengths[: len(self)], new.seeds[: len(self)] = self.lengths, self.seeds
-        new.active[: len(self)] = self.active
-        new.token_ids[: len(self), : self.token_ids.shape[1]] = self.token_ids
+        new = Slots(slots, tokens, self.vocab_size, self.lengths.device)
+        if self.edits is not None:
+            new.add_edits()
+        for old, larger in zip(self._tensors(), new._tensors(), strict=True):
+            larger[tuple(map(slice, old.shape))] = old
         return new
+
+    def _tensors(self) -> list[Tensor]:
+        tensors = [self.lengths, self.seeds, self.active, self.match, self.token_ids]
+        tensors += [self.shape, self.draft_shape]
+        if self.edits is not None and self.draft_edits is not None:
+            tensors += [self.edits.seen, self.edits.penalties, self.edits.bias]
+            tensors += [self.draft_edits.penalties, self.draft_edits.bias]
+        return tensors
 
     def __len__(self) -> int:
         """Return the number of slots."""
@@ -53,14 +100,39 @@ class Slots:
     def start(self, sequences: Sequence[SequenceState]) -> None:
         """Write new sequences to their slots."""
         longest = max(len(one.tokens) for one in sequences)
-        values = [
-            [one.slot, len(one.tokens), one.seed, *one.tokens, *[0] * (longest - len(one.tokens))]
+        integers = [
+            [one.slot, len(one.tokens), one.seed, one.match, *one.tokens, *[0] * (longest - len(one.tokens))]
             for one in sequences
         ]
-        columns = to_device(torch.tensor(values), self.lengths.device)
+        V, device = self.vocab_size, self.lengths.device
+        samplings = [(one.sampling, one.draft_sampling or one.sampling) for one in sequences]
+        numbers = [[*shape_of(p, V), *shape_of(q, V)] for p, q in samplings]
+        columns = to_device(torch.tensor(integers), device)
+        shapes = to_device(torch.tensor(numbers, dtype=torch.float32), device)
         slots = columns[:, 0]
-        self.token_ids[slots, :longest] = columns[:, 3:]
-        self.lengths[slots], self.seeds[slots], self.active[slots] = columns[:, 1], columns[:, 2], 1
+        self.token_ids[slots, :longest] = columns[:, 4:]
+        self.lengths[slots], self.seeds[slots], self.match[slots] = columns[:, 1:4].unbind(1)
+        self.active[slots] = 1
+        self.shape[slots], self.draft_shape[slots] = shapes[:, :4], shapes[:, 4:]
+        if self.edits is None and any(has_edits(one) for pair in samplings for one in pair):
+            self.add_edits()
+        for sequence, (p, q) in zip(sequences, samplings, strict=True):
+            if self.edits is not None and self.draft_edits is not None:
+                self._start_edits(self.edits, sequence, p)
+                self._start_edits(self.draft_edits, sequence, q)
+
+    def _start_edits(self, edits: Edits, sequence: SequenceState, sampling: SamplingParams) -> None:
+        """Write bias and penalties of a new sequence."""
+        applies, slot, device = has_edits(sampling), sequence.slot, self.lengths.device
+        values = penalties_of(sampling) if applies else NO_PENALTIES
+        edits.penalties[slot] = on_device(list(values), torch.float32, device)
+        edits.bias[slot] = 0
+        if applies:
+            prompt, output = sequence.tokens[: sequence.prompt_length], sequence.new_tokens
+            edits.seen[slot] = to_device(seen_of(prompt, output, self.vocab_size), device)
+            bias = sampling.logit_bias or {}
+            ids = on_device(list(bias), torch.int64, device)
+            edits.bias[slot, ids] = on_device(list(bias.values()), torch.float32, device)
 
     def copy_draft(self, g: int, draft: Draft, slots: Sequence[int]) -> DraftTensors:
         """Copy draft tokens from the host to buffers that graphs read; return the buffers of all slots.
@@ -70,17 +142,17 @@ class Slots:
             draft: Draft tokens from the host.
             slots: Slots of the sequences, in the order of ``draft``. Other slots get no draft tokens.
         """
-        precomputed, logits = draft.precomputed, draft.logits
-        sampling = None if precomputed is None or not precomputed.sampling else precomputed.sampling[0]
-        key = g, sampling, None if logits is None else logits.dtype
+        logits, device = draft.logits, self.lengths.device
+        unapplied = None if draft.precomputed is None else draft.precomputed.sampling
+        key = g, unapplied is None, None if logits is None else logits.dtype
         if key not in self._drafts:
             self._drafts[key] = DraftTensors(
                 self.lengths.new_zeros(len(self), g),
                 None if logits is None else logits.new_zeros(len(self), g, logits.shape[-1]),
                 lengths=torch.zeros_like(self.lengths),
-                sampling=sampling,
+                sampling=None if unapplied is None else RowSampling(torch.zeros_like(self.shape), True),
             )
-        buffers, device = self._drafts[key], self.lengths.device
+        buffers = self._drafts[key]
         assert buffers.lengths is not None
         lengths = torch.zeros(len(self), dtype=torch.int64)
         lengths[list(slots)] = torch.tensor(draft.lengths or [g] * len(slots))
@@ -89,6 +161,10 @@ class Slots:
         buffers.tokens[rows] = to_device(draft.tokens, device)
         if buffers.logits is not None and logits is not None:
             buffers.logits[rows] = logits
+        if buffers.sampling is not None and unapplied is not None:
+            shapes = [shape_of(one, self.vocab_size) for one in unapplied]
+            shapes = shapes * len(slots) if len(shapes) == 1 else shapes
+            buffers.sampling.shape[rows] = to_device(torch.tensor(shapes, dtype=torch.float32), device)
         return buffers
 
     def end(self, slot: int) -> None:

@@ -136,6 +136,7 @@ def process(
     drafted: Tensor | None = None,
     lengths: Tensor | None = None,
     until_rejected: bool = False,
+    errors: dict[int, Exception] | None = None,
 ) -> tuple[Tensor, Rewind | None]:
     """Apply bias, penalties and processors, the part of ``adjust`` that greedy decoding needs, too.
 
@@ -147,6 +148,8 @@ def process(
         lengths: Positions of each row that processors see, ``[B]``. By default all n.
         until_rejected: Show processors no position after a draft token that they forbid. Decoding without
             speculation would never show them such a position.
+        errors: Gets the error of each row's processors. The row's logits are NaN from that position on. None:
+            the first error is raised.
 
     Returns:
         The adjusted logits, and a function that rewinds processors, or None without processors. The function
@@ -176,7 +179,7 @@ def process(
     _penalize(scores, rows, prefix, drafted[:, : n - 1])
     if not any(row.processors for row in rows):
         return scores, None
-    return scores, _run_processors(scores, rows, prefix, drafted, lengths, until_rejected)
+    return scores, _run_processors(scores, rows, prefix, drafted, lengths, until_rejected, errors)
 
 
 def warp(scores: Tensor, rows: list[SamplingParams]) -> Tensor:
@@ -186,7 +189,7 @@ def warp(scores: Tensor, rows: list[SamplingParams]) -> Tensor:
     """
     greedy = [row.greedy for row in rows]
     if all(greedy):
-        return _argmax_only(scores)
+        return argmax_only(scores)
     adjusted = scores
 
     temperature = _column(rows, lambda row: row.temperature or 1.0, 1.0, scores)
@@ -200,18 +203,19 @@ def warp(scores: Tensor, rows: list[SamplingParams]) -> Tensor:
     # sum, so it drops nothing.
     limit = _column(rows, lambda row: 1 - row.top_p if row.top_p < 1 else -1.0, -1.0, scores)
     if limit is not None:
-        adjusted = _keep_top_p(adjusted, limit)
+        adjusted = drop_least_likely(adjusted, limit)
     min_p = _column(rows, lambda row: row.min_p, 0.0, scores)
     if min_p is not None:
         probs = adjusted.softmax(-1)
         adjusted = adjusted.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), -torch.inf)
     if any(greedy):
         is_greedy = on_device(greedy, torch.bool, scores.device).view(-1, 1, 1)
-        adjusted = torch.where(is_greedy, _argmax_only(scores), adjusted)
+        adjusted = torch.where(is_greedy, argmax_only(scores), adjusted)
     return adjusted
 
 
-def _argmax_only(scores: Tensor) -> Tensor:
+def argmax_only(scores: Tensor) -> Tensor:
+    """Return logits of a point mass at the argmax of each position."""
     token = scores.argmax(-1, keepdim=True)
     # 0 where the maximum is a number, NaN where it is not: an unusable row remains unusable.
     return torch.full_like(scores, -torch.inf).scatter_(-1, token, scores.gather(-1, token) * 0)
@@ -232,7 +236,7 @@ def _keep_top_k(scores: Tensor, k: list[int]) -> Tensor:
     return scores.masked_fill((scores < kth) & ~off, -torch.inf)
 
 
-def _keep_top_p(scores: Tensor, limit: Tensor) -> Tensor:
+def drop_least_likely(scores: Tensor, limit: Tensor) -> Tensor:
     """Drop the least likely tokens whose probabilities sum to at most ``limit``.
 
     Only values are sorted, not ids. Where the cut falls among equal logits, the tie rule decides which ids
@@ -313,6 +317,7 @@ def _run_processors(
     drafted: Tensor,
     lengths: Tensor | None,
     until_rejected: bool,
+    errors: dict[int, Exception] | None,
 ) -> Rewind:
     """Apply each row's processors in place, in order of positions; return a function that rewinds them."""
     B, n, _ = scores.shape
@@ -330,8 +335,14 @@ def _run_processors(
         for i in range(counts[b] if processors else 0):
             ids = torch.cat((prefix.tokens[b, : prefix_lengths[b]], drafted[b, :i]))[None]
             one = scores[b, i][None]
-            for processor in processors:
-                one = processor(ids, one)
+            try:
+                for processor in processors:
+                    one = _checked(processor(ids, one), one, processor)
+            except Exception as error:
+                if errors is None:
+                    raise
+                errors[b], scores[b, i:] = error, torch.nan
+                break
             scores[b, i] = one[0]
             if exclusive[b]:
                 row_states.append(copy_processors(processors))
@@ -347,6 +358,16 @@ def _run_processors(
                     vars(processor).update(vars(saved))
 
     return rewind
+
+
+def _checked(result: object, scores: Tensor, processor: Processor) -> Tensor:
+    if not isinstance(result, Tensor) or result.shape != scores.shape:
+        got = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else kind(result)
+        raise ValueError(
+            f"processors: got {got} from {type(processor).__name__}; it must return scores "
+            f"{tuple(scores.shape)}"
+        )
+    return result
 
 
 def _column(

@@ -15,7 +15,7 @@ from outpace.draft.base import Draft, Drafter
 from outpace.engine.eager import EagerExecutor
 from outpace.engine.logprobs import adjusted_logits
 from outpace.engine.sequence import SequenceState
-from outpace.sampling import Prefix, warp
+from outpace.sampling import warp
 from outpace.verification import Verdict
 
 
@@ -38,7 +38,7 @@ class ProfilingDecoder(Decoder):
         self, target: Any, draft: Drafter | None = None, tokenizer: Any = None, **options: Any
     ) -> None:
         super().__init__(target, draft, tokenizer, engine=False, **options)
-        self.executors = [ProfilingExecutor(self)]
+        self.executor = ProfilingExecutor(self)
         self.reset()
 
     def reset(self) -> None:
@@ -54,11 +54,17 @@ class ProfilingExecutor(EagerExecutor):
         super().__init__(sums.scorer, sums.drafter, sums.rule, sums.lenience)
         self.sums = sums
 
-    def verify(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Verdict:
+    def verify(
+        self,
+        sequences: Sequence[SequenceState],
+        draft: Draft,
+        logits: Tensor,
+        errors: dict[int, Exception] | None = None,
+    ) -> Verdict:
         """See ``EagerExecutor.verify``."""
         synchronize(logits.device)
         started_at = time.perf_counter()
-        verdict = super().verify(sequences, draft, logits)
+        verdict = super().verify(sequences, draft, logits, errors)
         synchronize(logits.device)
         self.sums.seconds += time.perf_counter() - started_at
         self.sums.passes += 1
@@ -79,12 +85,7 @@ class ProfilingExecutor(EagerExecutor):
         logits: Tensor,
         verdict: Verdict,
     ) -> None:
-        samplings = [one.sampling for one in sequences]
-        prefix = None
-        if any(sampling.reads_prefix for sampling in samplings):
-            prompts = [one.prompt_length for one in sequences]
-            prefix = Prefix.padded([one.tokens for one in sequences], prompts, logits.device)
-        target = adjusted_logits(logits, samplings, prefix, draft)
+        target = adjusted_logits(sequences, draft, logits)
         if draft.precomputed is not None and draft.precomputed.sampling is not None:
             draft_logits = warp(draft_logits.float(), draft.precomputed.sampling)
         for row, length in enumerate(draft.lengths or [draft_logits.shape[1]] * len(sequences)):

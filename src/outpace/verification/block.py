@@ -29,6 +29,14 @@ class Verdict:
     next_token: Tensor
     bad: Tensor
 
+    def in_rows(self, rows: Tensor, other: Verdict) -> Verdict:
+        """Return this verdict in the rows ``[B]`` that are True, and another one elsewhere."""
+        return Verdict(
+            torch.where(rows, self.accepted, other.accepted),
+            torch.where(rows, self.next_token, other.next_token),
+            torch.where(rows, self.bad, other.bad),
+        )
+
 
 @dataclass(frozen=True)
 class SampledTokens:

@@ -22,6 +22,7 @@ from torch import Tensor
 from outpace.checks.arguments import floats, int_or_row_integers, on_device, row_integers
 from outpace.sampling import Prefix, SamplingParams, per_row, process, warp
 from outpace.sampling.random import check_branch
+from outpace.sampling.rows import Edits, RowSampling, edit, warp_rows
 from outpace.verification import check, eager
 from outpace.verification.block import Block, SampledTokens, Verdict
 from outpace.verification.rules import Rule, parse
@@ -240,9 +241,9 @@ def verify_block(
             block = replace(block, target_logits=scores)
         if not kernels_adjust(target_params) and not greedy:
             if lenience < 1:
-                near = _near_the_top(
-                    scores[:, : block.tokens.shape[1]], block.tokens, target_params, lenience
-                )
+                greedy_rows = on_device([one.greedy for one in target_params], torch.bool, scores.device)
+                drafted = scores[:, : block.tokens.shape[1]]
+                near = _near_top(drafted, block.tokens, greedy_rows, lenience)
                 block = replace(block, greedy_accept=near)
             block, target_params = replace(block, target_logits=warp(scores, target_params)), None
     if fused:
@@ -254,6 +255,57 @@ def verify_block(
     if rewind_draft is not None:
         rewind_draft(torch.minimum(verdict.accepted, block.lengths - 1))
     return verdict
+
+
+@torch.no_grad()
+def verify_rows(
+    block: Block, rule: Rule, lenience: float, target: RowSampling, draft: RowSampling | None
+) -> Verdict:
+    """Run ``verify`` without its checks, with sampling parameters from tensors.
+
+    Args:
+        block: Draft tokens and logits, with bias and penalties applied.
+        rule: Rule to apply.
+        lenience: Lenience of rule "token".
+        target: Sampling parameters of the target.
+        draft: Sampling parameters of the draft. None: its logits are adjusted, or there are none.
+    """
+    if _fused(rule, block.draft_logits, block.target_logits):
+        verdict: Verdict = _kernels().verify(block, rule, lenience, target, draft)
+        return verdict
+    scores, q = block.target_logits, block.draft_logits
+    block = replace(block, tokens=block.tokens.masked_fill(~block.drafted, 0))
+    greedy_accept = None
+    if lenience < 1:
+        drafted = scores[:, : block.tokens.shape[1]]
+        greedy_accept = _near_top(drafted, block.tokens, target.shape[:, 0] == 0, lenience)
+    q = q if q is None or draft is None else warp_rows(q, draft)
+    target_logits = warp_rows(scores, target)
+    adjusted = replace(
+        block, target_logits=target_logits, draft_logits=q, draft_lse=None, draft_cut=None, draft_tie=None,
+        greedy_accept=greedy_accept,
+    )  # fmt: skip
+    return eager.verify(adjusted, rule, lenience)
+
+
+@torch.no_grad()
+def sample_rows(
+    logits: Tensor, seeds: Tensor, starts: Tensor, step: int, sampling: RowSampling
+) -> SampledTokens:
+    """Run ``sample`` without its checks, with sampling parameters from tensors."""
+    if _fused(parse("token"), None, logits):
+        sampled: SampledTokens = _kernels().sample(logits, seeds, starts, step, sampling)
+        return sampled
+    return eager.sample(warp_rows(logits[:, None], sampling)[:, 0], seeds, starts, step, None)
+
+
+@torch.no_grad()
+def edit_rows(logits: Tensor, edits: Edits, drafted: Tensor) -> Tensor:
+    """Apply bias and penalties from tensors: see ``outpace.sampling.rows.edit``."""
+    if _fused(parse("token"), None, logits):
+        edited: Tensor = _kernels().edit(logits, edits, drafted)
+        return edited
+    return edit(logits, edits, drafted)
 
 
 def _fused(rule: Rule, draft_logits: Tensor | None, target_logits: Tensor) -> bool:
@@ -309,11 +361,10 @@ def _can_adjust(rows: list[SamplingParams], rule: Rule) -> bool:
     return rule.exact or not any(one.greedy for one in rows)
 
 
-def _near_the_top(scores: Tensor, tokens: Tensor, rows: list[SamplingParams], lenience: float) -> Tensor:
+def _near_top(scores: Tensor, tokens: Tensor, greedy: Tensor, lenience: float) -> Tensor:
     """Return the draft tokens of greedy rows with p(x) >= lenience·max p, bool ``[B, g]``.
 
     p is the softmax before the argmax.
     """
-    greedy = on_device([one.greedy for one in rows], torch.bool, scores.device)[:, None]
     score = scores.gather(-1, tokens[..., None]).squeeze(-1)
-    return greedy & (score >= scores.amax(-1) + math.log(lenience))
+    return greedy[:, None] & (score >= scores.amax(-1) + math.log(lenience))

@@ -77,6 +77,7 @@ def sigmoid(alpha: float, beta: float) -> Rule:
 
 
 _named = {name: Rule(name) for name in NAMES}
+MATCH = _named["match"]
 
 
 def parse(rule: Rule | str) -> Rule:

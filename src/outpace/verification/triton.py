@@ -11,10 +11,12 @@ from torch import Tensor
 
 from outpace.checks.arguments import on_device
 from outpace.sampling import SamplingParams
+from outpace.sampling.rows import NO_SHAPE, Edits, RowSampling, shape_of
 from outpace.verification.block import Block, SampledTokens, Verdict
 from outpace.verification.kernels import ahead
 from outpace.verification.kernels.cut import narrow, widen
 from outpace.verification.kernels.decide import finish, scan
+from outpace.verification.kernels.edit import edit_rows
 from outpace.verification.kernels.match import compare, race
 from outpace.verification.kernels.pieces import RULES
 from outpace.verification.kernels.sample import sample_draft
@@ -52,10 +54,14 @@ def fits(rule: Rule, logits: Tensor) -> bool:
     return logits.dtype in SHIFTS and logits.stride(-1) == 1 and rule.name != "rejection"
 
 
+Sampling = Sequence[SamplingParams] | RowSampling | None
+"""Parameters for all rows or one per row, tensors, or nothing to apply."""
+
+
 class KernelSampling(NamedTuple):
     """Sampling parameters for one model's logits, as the kernels take them.
 
-    The four numbers of a row are temperature, top_k (0: all), 1 - top_p (-1: all) and min_p.
+    The four numbers of a row are those of ``RowSampling.shape``.
 
     Attributes:
         level: Adjustment that the kernels make: ``UNCHANGED``, ``TEMPERED`` or ``CUT``.
@@ -70,11 +76,13 @@ class KernelSampling(NamedTuple):
     shared: tuple[float, float, float, float]
 
     @classmethod
-    def of(cls, sampling: Sequence[SamplingParams] | None, V: int, device: torch.device) -> KernelSampling:
+    def of(cls, sampling: Sampling, V: int, device: torch.device) -> KernelSampling:
         """Convert sampling parameters, one for all rows or one per row."""
         if sampling is None:
             return NO_ADJUSTMENT
-        rows = [kernel_params(one, V) for one in sampling]
+        if isinstance(sampling, RowSampling):
+            return cls(CUT if sampling.filters else TEMPERED, True, sampling.shape, NO_ADJUSTMENT.shared)
+        rows = [shape_of(one, V) for one in sampling]
         if all(row == NO_ADJUSTMENT.shared for row in rows):
             return NO_ADJUSTMENT
         level = CUT if any(row[0] and row[1:] != NO_ADJUSTMENT.shared[1:] for row in rows) else TEMPERED
@@ -85,26 +93,15 @@ class KernelSampling(NamedTuple):
         return cls(level, greedy, on_device(flat, torch.float32, device), NO_ADJUSTMENT.shared)
 
 
-NO_ADJUSTMENT = KernelSampling(UNCHANGED, False, None, (1.0, 0.0, -1.0, 0.0))
-
-
-def kernel_params(one: SamplingParams, V: int) -> tuple[float, float, float, float]:
-    """Return sampling parameters as the kernels take them.
-
-    top_p becomes the probability that may be dropped, or -1 where none may.
-    """
-    k = one.top_k if one.top_k < V else 0
-    temperature = max(one.temperature, 1e-30) if one.temperature else 0.0  # less is 0 in float32
-    # All floats: Triton would specialize the kernel for an int of 1.
-    return (float(temperature), float(k), float(1 - one.top_p) if one.top_p < 1 else -1.0, float(one.min_p))
+NO_ADJUSTMENT = KernelSampling(UNCHANGED, False, None, NO_SHAPE)
 
 
 def verify(
     block: Block,
     rule: Rule,
     lenience: float = 1.0,
-    sampling: Sequence[SamplingParams] | None = None,
-    draft_sampling: Sequence[SamplingParams] | None = None,
+    sampling: Sampling = None,
+    draft_sampling: Sampling = None,
 ) -> Verdict:
     """Apply a rule to a block with the kernels.
 
@@ -211,7 +208,7 @@ def sample(
     seeds: Tensor | int,
     starts: Tensor | int,
     step: int,
-    sampling: Sequence[SamplingParams] | None = None,
+    sampling: Sampling = None,
     level: int = 0,
     node: int = 0,
 ) -> SampledTokens:
@@ -246,6 +243,22 @@ def sample(
         (size, chunk, SCAN_TILE, MAX_LISTED, S, params.level, SHIFTS[logits.dtype]),
     )  # fmt: skip
     return SampledTokens(tokens, lse, cuts, ties)
+
+
+def edit(logits: Tensor, edits: Edits, drafted: Tensor) -> Tensor:
+    """Apply bias and penalties: see ``outpace.sampling.rows.edit``."""
+    B, n, V = logits.shape
+    size, splits, _ = sizes(V)
+    out = torch.empty(B, n, V, dtype=torch.float32, device=logits.device)
+    strides = (*logits.stride()[:2], drafted.stride(0))
+    key = (logits.dtype, V, strides, logits.device.index, logits.data_ptr() % 16)
+    launch(
+        edit_rows, key, B * n * splits, 4,
+        (logits, edits.bias, edits.penalties, edits.seen, drafted, out, n, drafted.shape[1] - n + 1, V,
+         splits, *strides),
+        (size,),
+    )  # fmt: skip
+    return out
 
 
 _runners: dict[Any, Any] = {}

@@ -1,0 +1,66 @@
+"""What the sequences of a step need beside temperatures, which decides what its graph computes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from outpace.engine.sequence import SequenceState
+from outpace.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a step computes. It serves any mix of sequences that need no more.
+
+    Attributes:
+        filters: Top-k, top-p or min-p.
+        edits: Bias or penalties.
+        match: Rule ``match``, for sequences that have it.
+        rule: The decoder's own rule, for the others.
+        top: How many of the likeliest tokens get log-probabilities, a power of two. 0: the new tokens alone.
+            None: no log-probabilities.
+        values: The logits, before and after the sampling parameters.
+        processors: Python functions, which change logits between the target's pass and verification.
+    """
+
+    filters: bool = False
+    edits: bool = False
+    match: bool = False
+    rule: bool = True
+    top: int | None = None
+    values: bool = False
+    processors: bool = False
+
+    @classmethod
+    def of(cls, sequences: Collection[SequenceState], g: int) -> Needs:
+        """Return what sequences need together.
+
+        Args:
+            sequences: The sequences.
+            g: Draft tokens of the step. Without them, all rules sample as rule ``match`` does.
+        """
+        samplings = [one.sampling for one in sequences]
+        drafting = [one.draft_sampling for one in sequences if one.draft_sampling is not None] if g else []
+        tops = [one.top for one in sequences if one.top is not None]
+        match = g == 0 or any(one.match for one in sequences)
+        return cls(
+            any(has_filters(one) for one in [*samplings, *drafting]),
+            any(has_edits(one) for one in [*samplings, *drafting]),
+            match,
+            g > 0 and not all(one.match for one in sequences),
+            None if not tops else (1 << (max(tops) - 1).bit_length() if max(tops) else 0),
+            any(one.scores is not None or one.logits is not None for one in sequences),
+            any(one.processors for one in samplings),
+        )
+
+
+def has_filters(one: SamplingParams) -> bool:
+    """Return whether sampling parameters have top-k, top-p or min-p."""
+    return bool(one.top_k or one.top_p < 1 or one.min_p)
+
+
+def has_edits(one: SamplingParams) -> bool:
+    """Return whether a step applies bias or penalties. If there are processors, the host applies them."""
+    penalties = one.repetition_penalty != 1 or one.frequency_penalty or one.presence_penalty
+    return bool(one.logit_bias or penalties) and not one.processors
