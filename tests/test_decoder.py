@@ -725,10 +725,15 @@ def test_the_decoder_works_after_an_error_in_a_processor_or_drafter() -> None:
 
     model = tiny()
     decoder = Decoder(model, model, num_draft_tokens=Fixed(3))
-    with pytest.raises(ZeroDivisionError, match="processor failed"):
-        decoder.generate(
-            [PROMPT, [1]], SamplingParams(temperature=0, processors=[Failing()]), max_new_tokens=9
-        )
+    for g in (1, 3):  # the drafter or the target calls it first
+        decoder.policy = Fixed(g)
+        sampling = SamplingParams(temperature=0, processors=[Failing()])
+        with pytest.warns(UserWarning, match="prompt 0: processor failed"):
+            outs = decoder.generate([PROMPT, [1]], sampling, max_new_tokens=len(PROMPT) + 2)
+        assert isinstance(outs[0].error, ZeroDivisionError)
+        assert outs[1].token_ids == greedy(model, [1], len(PROMPT) + 2)
+        with pytest.raises(ZeroDivisionError, match="processor failed"):
+            decoder.generate(PROMPT, sampling, max_new_tokens=9)
     assert decoder.generate(PROMPT, temperature=0, max_new_tokens=9).token_ids == greedy(model, PROMPT, 9)
     decoder = Decoder(model, FailingDrafter(V), num_draft_tokens=Fixed(3))
     with pytest.raises(ZeroDivisionError, match="drafter failed"):

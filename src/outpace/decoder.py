@@ -110,11 +110,8 @@ class Decoder:
         self.rule = parse("token" if rule is None else rule)
         check.lenience(lenience, self.rule)
         self.lenience = lenience
-        if num_draft_tokens in (None, "auto"):
-            num_draft_tokens = (
-                Fixed(0) if draft is None else Goodput(min(MAX_DRAFT_TOKENS, self.scorer.context - 1))
-            )
-        self.policy = resolve_policy(num_draft_tokens, self.scorer.context)
+        self.policy: DraftLengthPolicy = Fixed(0)
+        self.set_policy(num_draft_tokens)
         if not isinstance(draft_sampling, SamplingParams | None):
             raise TypeError(f"draft_sampling: got {kind(draft_sampling)}; it must be a SamplingParams")
         if self.drafter is not None:
@@ -127,6 +124,19 @@ class Decoder:
         self.reader = Reader(self.scorer, tokenizer, draft_sampling, match)
         self._built_for: tuple[list[Scorer], type[GraphExecutor | EagerExecutor]] | None = None
         self._refresh()
+
+    def set_policy(self, num_draft_tokens: DraftLengthPolicy | int | str | None) -> None:
+        """Change the draft-length policy. The default one keeps what it has learned.
+
+        Args:
+            num_draft_tokens: As in ``Decoder``.
+        """
+        if num_draft_tokens in (None, "auto"):
+            if isinstance(self.policy, Goodput):
+                return
+            most = min(MAX_DRAFT_TOKENS, self.scorer.context - 1)
+            num_draft_tokens = Fixed(0) if self.drafter is None else Goodput(most)
+        self.policy = resolve_policy(num_draft_tokens, self.scorer.context)
 
     def with_policy(self, num_draft_tokens: DraftLengthPolicy | int) -> Decoder:
         """Return a decoder with another draft-length policy, which shares all else, captured graphs too."""

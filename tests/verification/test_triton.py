@@ -19,11 +19,12 @@ from torch import Tensor
 from outpace import SamplingParams
 from outpace.sampling import random, warp
 from outpace.sampling.random import Stream
-from outpace.sampling.rows import shape_of
+from outpace.sampling.rows import Edits, RowSampling, edit, shape_of
 from outpace.verification import eager, oracle
 from outpace.verification.block import Block, Verdict
 from outpace.verification.rules import parse
 from tests import tiers
+from tests.sampling.test_rows import case
 
 pytest.importorskip("hypothesis", reason="hypothesis is not installed: pip install 'outpace[dev]'")
 from hypothesis import given, settings
@@ -235,6 +236,29 @@ def test_each_row_has_its_own_filters(rule: str, dtype: torch.dtype, splits: str
     coarse.tokens.copy_(adjusted.draft_logits.softmax(-1).flatten(0, 1).multinomial(1).view(B, g))
     found = kernels.verify(coarse, parse(rule), 1.0, rows, draft_rows)
     assert_same(found, eager.verify(adjusted, parse(rule)))
+
+
+@pytest.mark.parametrize("rule", FEW_RULES)
+def test_parameters_in_a_tensor_equal_parameters_per_row(rule: str, splits: str) -> None:
+    rows = FILTERS[3:7] if not EVERYTHING else FILTERS if parse(rule).exact else FILTERS[:-1]
+    block = block_of(len(rows), 2, 61, ragged=True)
+    tensors = RowSampling(torch.tensor([shape_of(one, 61) for one in rows]).to(block.tokens.device), True)
+    found = kernels.verify(block, parse(rule), 1.0, tensors, tensors)
+    assert_same(found, kernels.verify(block, parse(rule), 1.0, rows, rows))
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bias_and_penalties_equal_those_of_pytorch(n: int, dtype: torch.dtype, splits: str) -> None:
+    logits, drafted, edits, _ = case(n, dtype)
+    device = block_of(1, 1, 61).tokens.device
+    logits, drafted = logits.to(device), drafted.to(device)
+    edits = Edits(*(one.to(device) for one in (edits.penalties, edits.bias, edits.seen)))
+    torch.testing.assert_close(kernels.edit(logits, edits, drafted), edit(logits, edits, drafted))
+    steps = [drafted[:, :i] for i in range(n)]  # as a drafter calls it: one position, all tokens before it
+    for i, before in enumerate(steps):
+        one = logits[:, i : i + 1]
+        torch.testing.assert_close(kernels.edit(one, edits, before), edit(one, edits, before))
 
 
 @pytest.mark.parametrize("rule", FEW_RULES)

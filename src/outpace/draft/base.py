@@ -21,7 +21,7 @@ from torch import Tensor
 from outpace.checks.arguments import kind, on_device
 from outpace.models.scorer import Scorer
 from outpace.models.source import Source
-from outpace.sampling import Prefix, SamplingParams, adjust, process, random, warp
+from outpace.sampling import Prefix, SamplingParams, process, random, warp
 from outpace.sampling.random import Stream
 from outpace.sampling.rows import Edits, RowSampling
 from outpace.verification import SampledTokens, sample
@@ -379,11 +379,10 @@ class DraftSampler:
 
     def _adjust(self, logits: Tensor, prefix: Prefix | None, shaped: bool) -> Tensor:
         rows = one_for_all(self.state.sampling)
-        if shaped:
-            return adjust(logits, rows if len(rows) > 1 else rows[0], prefix)
-        if not any(one.logit_bias or one.reads_prefix for one in rows):
-            return logits
-        return process(logits[:, None], rows, prefix)[0][:, 0]
+        if any(one.logit_bias or one.reads_prefix for one in rows):
+            # An error of a processor ends the draft there. The target then meets it, or rejects earlier.
+            logits = process(logits[:, None], rows, prefix, errors={})[0][:, 0]
+        return warp(logits[:, None], rows)[:, 0] if shaped else logits
 
     def draft(self, lengths: Sequence[int] | None = None) -> Draft:
         """Return the sampled tokens as a draft.

@@ -6,6 +6,7 @@ Use ``model.generate(..., custom_generate=outpace.generate, draft=small)``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,16 +27,13 @@ from outpace.checks.arguments import kind
 from outpace.checks.errors import suggestion
 from outpace.decoder import Decoder
 from outpace.draft.base import Drafter
-from outpace.draft.model import ModelDrafter
-from outpace.draft.resolve import resolve_drafter
 from outpace.engine.request import seed_of
 from outpace.engine.sequence import Output, SequenceState
 from outpace.engine.stats import Stats
 from outpace.integrations.assisted import patch, patched, unpatch
-from outpace.integrations.pool import ModelPool
+from outpace.integrations.pool import DecoderPool
 from outpace.integrations.processors import samplings
 from outpace.integrations.sources import detect_silence, encoded
-from outpace.models.fused_scorer import scorer_of
 from outpace.models.scorer import Scorer
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.policy import DraftLengthPolicy, Heuristic
@@ -43,8 +41,8 @@ from outpace.verification import Rule
 
 __all__ = ["Generation", "forget", "generate", "patch", "patched", "unpatch"]
 
-_targets = ModelPool(scorer_of)
-_drafters = ModelPool(ModelDrafter)
+_decoders = DecoderPool()
+MAX_DRAFT_TOKENS = 8  # of the default policy for sampling; each length that it chooses needs a CUDA graph
 
 
 @dataclass
@@ -116,20 +114,14 @@ def generate(
     streamer = _streamer(streamer, withheld.get("streamer"), input_ids)
     with contextlib.ExitStack() as pooled:
         if decoder is None:
-            target = pooled.enter_context(_targets.lend(model))
+            create = functools.partial(Decoder, model, draft, rule=rule, lenience=lenience)
+            decoder = pooled.enter_context(_decoders.lend(model, draft, (f"{rule}", lenience), create))
+            context = decoder.scorer.context
             if num_draft_tokens is None and generation_config.do_sample and f"{rule}" != "match":
                 # In Transformers the same seed gives the same text. A policy that measures time would not.
-                num_draft_tokens = Heuristic(max_draft_tokens=min(20, target.context - 1))
-            decoder = Decoder(
-                target,
-                pooled.enter_context(_drafters.lend(draft))
-                if isinstance(draft, torch.nn.Module)
-                else resolve_drafter(draft),
-                rule=rule,
-                lenience=lenience,
-                num_draft_tokens=num_draft_tokens,
-                engine=False,  # capturing graphs pays only if a decoder serves several calls
-            )
+                most = min(MAX_DRAFT_TOKENS if decoder.uses_graphs else 20, context - 1)
+                num_draft_tokens = Heuristic(min(5, most), max_draft_tokens=most)
+            decoder.set_policy(num_draft_tokens)
         scorer = decoder.scorer
         decoder_prompts: Any = prompts
         if isinstance(scorer, Seq2SeqScorer):  # its encoder has run already
@@ -177,9 +169,8 @@ def generate(
 
 
 def forget() -> None:
-    """Free the KV caches that are kept between calls, with the prompts and outputs in them."""
-    _targets.clear()
-    _drafters.clear()
+    """Free what is kept between calls: KV caches, with the prompts and outputs in them, and CUDA graphs."""
+    _decoders.clear()
 
 
 # Arguments

@@ -102,11 +102,11 @@ class CausalScorer(Scorer):
             self.pack()
 
     def attach(self, model: Any) -> None:
-        """Attach the model of this scorer again, after ``detach``."""
+        """See ``Scorer.attach``."""
         self.model, self.base, self._view = model, supported_model(model), None
 
     def detach(self) -> None:
-        """Drop all references to the model, so that it can be freed."""
+        """See ``Scorer.detach``."""
         self.model = self.base = self._view = None
 
     @property

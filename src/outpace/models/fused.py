@@ -16,6 +16,7 @@ import copy
 import importlib
 import importlib.util
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -145,7 +146,8 @@ class FusedModel:
         if (why := why_not(model)) is not None:
             raise ValueError(f"model: {type(model).__name__} {why}")
         config, family = model.config, model.config.model_type
-        self.base = model
+        # Weak, so that the weights of a decoder that is kept between calls are freed with the model
+        self._base, self._submodules = weakref.ref(model), [weakref.ref(one) for one in model.modules()]
         self.config = config
         self.embedding: Tensor = model.get_input_embeddings().weight.detach()
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
@@ -174,10 +176,14 @@ class FusedModel:
         self.norm = Norm.of(model.model.norm, family)
         self.head = Product.of(model.get_output_embeddings())
         self.tokens = positions_of(config) + 1  # a sequence's positions, and one for what lies beyond
-        self._submodules = list(model.modules())
         self._fused_state = self.state
         # Counters of the attention kernel, 0 between launches
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
+
+    @property
+    def base(self) -> Any:
+        """The Transformers model; None after it was freed."""
+        return self._base()
 
     @property
     def is_current(self) -> bool:
@@ -187,7 +193,7 @@ class FusedModel:
     @property
     def state(self) -> tuple[tuple[int, ...], ...]:
         """Numbers by which changes of the model are noticed, as ``state_of`` returns them."""
-        return state_of(self._submodules)
+        return state_of(module for one in self._submodules if (module := one()) is not None)
 
     @property
     def nbytes(self) -> int:

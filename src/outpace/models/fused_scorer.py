@@ -45,10 +45,18 @@ class FusedScorer(Scorer):
         )
         self._state = self.fused.state
 
+    def attach(self, model: Any) -> None:
+        """See ``Scorer.attach``."""
+        self.model, self.base = model, supported_model(model)
+
+    def detach(self) -> None:
+        """See ``Scorer.detach``."""
+        self.model = self.base = None
+
     @property
     def is_current(self) -> bool:
         """See ``Scorer.is_current``."""
-        return self.fused.is_current
+        return self.fused.base is self.base and self.fused.is_current
 
     def check_weights(self) -> None:
         """See ``Scorer.check_weights``."""
@@ -151,10 +159,10 @@ def fused_model(model: Any) -> FusedModel:
     Fusing moves the model's weights, so a second time would invalidate the first.
     """
     fused = _fused.get(id(model))
-    if fused is None or not fused.is_current:
+    if fused is None or fused.base is not model or not fused.is_current:
         fused = _fused[id(model)] = FusedModel(model)
     return fused
 
 
-# By the id of the model, which a fused model keeps alive
+# By the id of the model
 _fused: WeakValueDictionary[int, FusedModel] = WeakValueDictionary()

@@ -81,6 +81,14 @@ class Scorer(ABC):
             ends = getattr(self.config, "eos_token_id", None)
         return frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
 
+    def attach(self, model: Any) -> None:
+        """Attach the model of this scorer again, after ``detach``."""
+        raise TypeError(f"{type(self).__name__} cannot be detached from its model")
+
+    def detach(self) -> None:
+        """Drop all references to the model, so that it can be freed."""
+        raise TypeError(f"{type(self).__name__} cannot be detached from its model")
+
     # Forward passes
 
     @property
