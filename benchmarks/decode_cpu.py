@@ -67,7 +67,7 @@ def overhead(target: Any, draft: Any, repeats: int) -> dict[str, Any]:
         num_assistant_tokens=g, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
     )
     prompt = torch.randint(target.config.vocab_size, (1, 50))
-    decoder = Decoder(target, ModelDrafter(draft), num_draft_tokens=Fixed(g))
+    decoder = Decoder(target, ModelDrafter(draft), rule="token", num_draft_tokens=Fixed(g))
 
     def run_transformers() -> None:
         target.generate(

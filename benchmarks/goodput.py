@@ -144,7 +144,7 @@ class Bench:
         return model, acceptance(self.model, model, self.codes)
 
     def decoder(self, drafter: Any, policy: Any = None) -> Decoder:
-        decoder = Decoder(self.baseline.scorer, drafter, num_draft_tokens=policy)
+        decoder = Decoder(self.baseline.scorer, drafter, rule="token", num_draft_tokens=policy)
         if self.device == "cpu" and isinstance(drafter, ModelDrafter):
             drafter.scorer.pack()
         return decoder
@@ -333,7 +333,7 @@ def reaction(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
     draft, high = bench.draft("cheap", 0.9)
     poor, low = bench.draft("cheap", 0.1)
     policy = Goodput()
-    decoder = Decoder(bench.baseline.scorer, ModelDrafter(draft), num_draft_tokens=policy)
+    decoder = Decoder(bench.baseline.scorer, ModelDrafter(draft), rule="token", num_draft_tokens=policy)
     heads = [one.get_output_embeddings().weight.detach().clone() for one in (draft, poor)]
     del poor
     num_draft_tokens = list(range(policy.max_draft_tokens + 1))

@@ -74,7 +74,7 @@ def measure_generate() -> Any:
 
     found: dict[str, Any] = {}
     for name, draft, g in (("speculative", models.draft, G), ("baseline", None, 0)):
-        decoder = Decoder(models.target, draft, num_draft_tokens=Fixed(g))
+        decoder = Decoder(models.target, draft, rule="token", num_draft_tokens=Fixed(g))
         seconds, tokens = [], []
         for seed in range(8):
             options: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_new_tokens": NEW_TOKENS}

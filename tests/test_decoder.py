@@ -917,3 +917,31 @@ def test_a_warning_names_fields_of_the_generation_config_that_have_no_effect() -
     model.generation_config.no_repeat_ngram_size = 2
     with pytest.warns(UserWarning, match="generation_config: no_repeat_ngram_size not applied"):
         Decoder(model).generate(PROMPT, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_given_seed_repeats_by_default(engine: bool, dtype: torch.dtype) -> None:
+    model = tiny().to(dtype)
+    decoder = Decoder(model, tiny(seed=1).to(dtype), engine=engine)  # the policy measures time
+    options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 60}
+    texts = {tuple(decoder.generate(PROMPT, seed=7, **options).token_ids) for _ in range(4)}
+    assert len(texts) == 1
+    if dtype == torch.float32:
+        alone = Decoder(model, engine=engine).generate(PROMPT, seed=7, **options)
+        assert texts == {tuple(alone.token_ids)}
+    unseeded = {tuple(decoder.generate(PROMPT, **options).token_ids) for _ in range(3)}
+    assert len(unseeded) == 3
+
+
+@pytest.mark.parametrize(
+    ("named", "match"), [({}, True), ({"rule": "token"}, False), ({"lenience": 0.9}, False)]
+)
+def test_requests_with_a_seed_have_rule_match_unless_a_rule_or_a_lenience_is_named(
+    named: dict[str, Any], match: bool
+) -> None:
+    decoder = Decoder(tiny(), tiny(seed=1), **named)
+    assert [one.match for one in decoder.requests([PROMPT, [1]], seed=[1, 2])] == [match] * 2
+    assert [one.match for one in decoder.requests([PROMPT, [1]])] == [False] * 2
+    assert [one.match for one in decoder.with_own_rule().requests([PROMPT, [1]], seed=1)] == [False] * 2
+    assert decoder.rule.name == "token"

@@ -26,11 +26,12 @@ from transformers import (
 )
 
 import outpace
-from outpace import Fixed, Stats
+from outpace import Decoder, Fixed, Stats
+from outpace.integrations.pool import DecoderPool
 from outpace.integrations.processors import OriginalPromptProcessor, samplings
 from tests import tiers
 from tests.statistical import chisquare
-from tests.tiny import SEQ2SEQ, V, byte_tokenizer, sources, tiny, tiny_seq2seq
+from tests.tiny import SEQ2SEQ, V, byte_tokenizer, greedy, sources, tiny, tiny_seq2seq
 
 forget = outpace.integrations.transformers.forget
 
@@ -931,3 +932,36 @@ def test_warpers_in_any_order_give_the_logits_of_transformers() -> None:
         rows = samplings(order, True, IDS, prompts, IDS.device)
         made = outpace.sampling.adjust(logits, rows, prefix)
         torch.testing.assert_close(made, expected)
+
+
+def test_a_kept_decoder_with_graph_executor_is_freed_with_its_models() -> None:
+    pool = DecoderPool()
+    model, draft = tiny(), tiny(seed=1)
+    kept: list[Any] = []
+    for _ in range(2):
+        create = functools.partial(Decoder, model, draft, engine=True, num_draft_tokens=3)
+        with pool.lend(model, draft, "token", create) as decoder:
+            kept.append(weakref.ref(decoder))
+            out = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=9)
+            assert out.token_ids == greedy(model, [5, 6, 7], 9)
+        del decoder, create
+    assert kept[0]() is kept[1]() is not None
+    gone = [weakref.ref(model), weakref.ref(draft), kept[0]]
+    del draft
+    gc.collect()
+    assert [one() is None for one in gone] == [False, True, True]
+    with pool.lend(model, "lookup", "token", functools.partial(Decoder, model, "lookup", engine=True)) as one:
+        one.generate([5, 6, 7], temperature=0, max_new_tokens=9)
+    del model, one
+    gc.collect()
+    assert gone[0]() is None
+
+
+def test_few_decoders_are_kept_for_a_target() -> None:
+    pool, model = DecoderPool(), tiny()
+    for lenience in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
+        with pool.lend(model, "lookup", lenience, functools.partial(Decoder, model, "lookup")):
+            pass
+    assert len(pool._idle[model]) == 4
+    pool.clear()
+    assert not pool._idle

@@ -15,6 +15,7 @@ from outpace.checks.errors import RANGES, suggestion
 from outpace.models.hub import DTYPES as DTYPES
 
 RULES = ("token", "block", "match")
+FOR_COMPARISON = "rejection"  # a rule that messages do not offer
 DEVICES = ("cpu", "cuda", "hpu", "mps", "npu", "xla", "xpu")  # types; an index may follow
 
 
@@ -31,9 +32,9 @@ def number(name: str) -> Callable[[Any], Any]:
     return check
 
 
-def rule(value: str) -> str:
-    """Return the name of a verification rule, checked."""
-    if value in (*RULES, "rejection"):  # "rejection" serves comparisons, and messages do not offer it
+def rule(value: str | None) -> str | None:
+    """Return the name of a verification rule, checked; None if it was left out."""
+    if value is None or value in (*RULES, FOR_COMPARISON):
         return value
     error = ValueError(
         f'--rule: got {value!r}; it must be "token", "block", "match" or "sigmoid(ALPHA, BETA)"'

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from outpace.cli import checks
 from outpace.cli.options import (
     Config,
+    DefaultRule,
     Device,
     DraftName,
     Dtype,
     Lenience,
     NumDraftTokens,
     Revision,
-    RuleName,
     Target,
     TrustRemoteCode,
 )
@@ -37,7 +37,7 @@ class ModelFlags:
     config: Config = None
     target: Target = None
     draft: DraftName = "lookup"
-    rule: RuleName = "token"
+    rule: DefaultRule = None
     lenience: Lenience = 1.0
     num_draft_tokens: NumDraftTokens = None
     device: Device = None
@@ -69,7 +69,7 @@ def with_model_flags(command: Callable[..., None]) -> Callable[..., None]:
 def check_models(
     target: str | None,
     drafts: str | Sequence[str],
-    rule: str = "token",
+    rule: str | None = "token",
     lenience: float = 1.0,
     num_draft_tokens: str | None = None,
 ) -> None:
@@ -77,7 +77,7 @@ def check_models(
     from outpace.draft.names import check_draft_exists
     from outpace.models.hub import check_name
 
-    if lenience < 1 and rule != "token":
+    if lenience < 1 and rule not in (None, "token"):
         raise ValueError(f"--lenience: got {lenience:g} with --rule {rule}; only rule token has lenience")
     if drafts == "none" and num_draft_tokens not in (None, "0", "auto"):
         raise ValueError("--num-draft-tokens: nothing is drafted with --draft none")

@@ -63,6 +63,17 @@ RuleName = Annotated[
         rich_help_panel=MODELS,
     ),
 ]
+DefaultRule = Annotated[
+    str | None,
+    typer.Option(
+        "--rule",
+        callback=checks.rule,
+        metavar="token|block|match|sigmoid(A,B)",
+        help="Verification rule. All but sigmoid leave the output distribution unchanged. Default: match "
+        "with --seed, so that the output repeats, and token without.",
+        rich_help_panel=MODELS,
+    ),
+]
 NumDraftTokens = Annotated[
     str | None,
     typer.Option(
@@ -199,8 +210,8 @@ Seed = Annotated[
     int | None,
     typer.Option(
         callback=checks.number("seed"),
-        help="Seed of sampling. The same seed gives the same output with --rule match, or if "
-        "--num-draft-tokens is not auto.",
+        help="Seed of sampling. The same seed gives the same output, unless --rule names another rule than "
+        "match.",
         rich_help_panel=SAMPLING,
     ),
 ]

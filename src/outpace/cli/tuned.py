@@ -96,7 +96,7 @@ def save(tuning: Tuning, names: ModelNames, out: Path | None) -> None:
             "target": names.in_configuration,
             "draft": names.draft(chosen.draft),
             "num_draft_tokens": num_draft_tokens,
-            "rule": chosen.rule,
+            "rule": None if chosen.rule == "token" else chosen.rule,  # so that a seed repeats
             "dtype": chosen.dtype,
             "device": names.device,
             "revision": names.revision,

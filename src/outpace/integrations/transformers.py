@@ -36,13 +36,13 @@ from outpace.integrations.processors import samplings
 from outpace.integrations.sources import detect_silence, encoded
 from outpace.models.scorer import Scorer
 from outpace.models.seq2seq import Seq2SeqScorer
-from outpace.policy import DraftLengthPolicy, Heuristic
+from outpace.policy import DraftLengthPolicy
+from outpace.policy.resolve import repeatable
 from outpace.verification import Rule
 
 __all__ = ["Generation", "forget", "generate", "patch", "patched", "unpatch"]
 
 _decoders = DecoderPool()
-MAX_DRAFT_TOKENS = 8  # of the default policy for sampling; each length that it chooses needs a CUDA graph
 
 
 @dataclass
@@ -87,7 +87,7 @@ def generate(
         draft: A smaller model with the same tokenizer, a ``Drafter``, or "lookup".
         rule: As in ``Decoder``.
         lenience: As in ``Decoder``.
-        num_draft_tokens: As in ``Decoder``, with one exception: sampling uses ``Heuristic()`` by default, so
+        num_draft_tokens: As in ``Decoder``, with one exception: sampling uses a ``Heuristic`` by default, so
             that runs can be repeated.
         seed: An int, or one per prompt. None takes seeds from PyTorch's generator, so ``torch.manual_seed``
             makes a run repeatable.
@@ -119,8 +119,8 @@ def generate(
             context = decoder.scorer.context
             if num_draft_tokens is None and generation_config.do_sample and f"{rule}" != "match":
                 # In Transformers the same seed gives the same text. A policy that measures time would not.
-                most = min(MAX_DRAFT_TOKENS if decoder.uses_graphs else 20, context - 1)
-                num_draft_tokens = Heuristic(min(5, most), max_draft_tokens=most)
+                free = decoder.drafter is not None and decoder.drafter.free
+                num_draft_tokens = repeatable(context - 1, free)
             decoder.set_policy(num_draft_tokens)
         scorer = decoder.scorer
         decoder_prompts: Any = prompts

@@ -98,9 +98,11 @@ class DraftLengthPolicy(ABC):
 
     Attributes:
         max_draft_tokens: Largest number of draft tokens that the policy chooses.
+        is_timed: Whether choices depend on measured times, so that they may differ between equal calls.
     """
 
     max_draft_tokens: int
+    is_timed: bool = False
 
     @property
     def asks(self) -> bool:

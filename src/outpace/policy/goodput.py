@@ -44,12 +44,14 @@ class Goodput(DraftLengthPolicy):
     belongs to one ``Decoder``.
 
     The choice depends on measured times. With rules "token" and "block", the same seed may therefore give
-    another text, from the same distribution.
+    another text, from the same distribution. In 16 bits, rounding can do so with rule "match", too.
 
     Args:
         max_draft_tokens: Largest number of draft tokens.
         clock: Function that returns the time in seconds.
     """
+
+    is_timed = True
 
     def __init__(self, max_draft_tokens: int = 16, *, clock: Callable[[], float] = time.perf_counter) -> None:
         integer("max_draft_tokens", max_draft_tokens, "an int >= 1", lambda g: g >= 1)

@@ -1,4 +1,4 @@
-"""Conversion of a user's ``num_draft_tokens`` argument to a ``DraftLengthPolicy``."""
+"""Choice of a draft-length policy: from a user's ``num_draft_tokens``, and where runs must repeat."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 from outpace.checks.arguments import integer, kind
 from outpace.checks.errors import suggestion
 from outpace.policy.base import DraftLengthPolicy
-from outpace.policy.simple import Fixed
+from outpace.policy.simple import Fixed, Heuristic
+
+REPEATABLE_START, REPEATABLE_MOST = 5, 8  # draft tokens; on a GPU, each number needs a CUDA graph
 
 
 def resolve_policy(num_draft_tokens: Any, context: int) -> DraftLengthPolicy:
@@ -34,3 +36,14 @@ def resolve_policy(num_draft_tokens: Any, context: int) -> DraftLengthPolicy:
             f"less than the target's context of {context} tokens"
         )
     return policy
+
+
+def repeatable(most: int, free: bool) -> DraftLengthPolicy:
+    """Return the policy for runs that must repeat: it measures no time.
+
+    Args:
+        most: Largest number of draft tokens.
+        free: Whether the drafter costs next to nothing.
+    """
+    most = min(REPEATABLE_MOST, most)
+    return Heuristic(min(REPEATABLE_START, most), most, least=int(free))

@@ -156,7 +156,7 @@ class Tuning:
             self.ngram = NGramDrafter.fit(texts, NGRAM_ORDER, target.scorer.vocab_size)
             for decoders in self.decoder_sets:
                 own = decoders.baseline
-                decoders.by_draft[NGRAM] = Decoder(own.scorer, self.ngram, own.tokenizer)
+                decoders.by_draft[NGRAM] = Decoder(own.scorer, self.ngram, own.tokenizer, rule="token")
                 self.findings.add(self._auto(NGRAM, decoders))
                 self.costs.time_verification(decoders, 1)
         elif self.ngram_prompts:
@@ -301,7 +301,8 @@ class Tuning:
     def _decoder(self, candidate: Candidate) -> Decoder:
         decoders = self._decoder_set(candidate.dtype)
         if candidate.is_baseline:  # the drafter is never used
-            return Decoder(decoders.baseline.scorer, LookupDrafter(), decoders.baseline.tokenizer)
+            own = decoders.baseline
+            return Decoder(own.scorer, LookupDrafter(), own.tokenizer, rule="token")
         own = decoders.by_draft[candidate.draft]
         if candidate.rule == "token":
             return own
