@@ -200,8 +200,9 @@ class Decoder:
     ) -> Output | list[Output]:
         """Generate from a prompt, or from a list of prompts as one ragged batch.
 
-        A single prompt that fails raises its error. In a list, a prompt that fails or cannot be read gets
-        ``finish_reason`` "error" and its ``error``. A warning names its index, and the other prompts go on.
+        A single prompt that fails raises its error. In a list, a prompt that fails, cannot be read, or has a
+        wrong argument of its own gets ``finish_reason`` "error" and its ``error``. A warning names its index,
+        and the other prompts go on.
 
         Args:
             prompt: A string, messages (``[{"role": "user", "content": "Hello"}]``), token ids, a tokenizer's
@@ -215,15 +216,21 @@ class Decoder:
             **options: The keyword arguments below, and the fields of ``SamplingParams``.
 
         Keyword Args:
-            max_new_tokens: The most new tokens per sequence. The default is the ``generation_config``'s, or
-                256.
-            stop: A string, or a list of strings, that end a sequence. They are not part of its text.
+            max_new_tokens: The most new tokens per sequence, or a list of one number per prompt. The default
+                is the ``generation_config``'s, or 256.
+            stop: A string, or a list of strings, that end a sequence. They are not part of its text. A list
+                of strings is one set for all prompts. For one set per prompt, pass a list whose entries are
+                lists of strings or None.
             stop_tokens: Token ids that end a sequence, in addition to the model's end-of-text.
             ignore_eos: Continue after end-of-text.
             seed: An int, or one per prompt. None takes a fresh seed. Equal seeds and prompts give equal texts
                 if decoding is greedy, with rule "match", or with a policy that does not depend on measured
                 time.
             logprobs: True returns log-probabilities. An int k also returns those of the k likeliest tokens.
+                It may be a list of one value per prompt.
+            prompt_logprobs: The same for the tokens of the prompt. Sampling parameters do not change them.
+                The target computes the prompt anew for them, even if a prefix of it is cached. Models with
+                an encoder refuse it.
             scores: True returns the logits of every new token after the sampling parameters were applied.
             logits: True returns the target's own logits of every new token.
             stop_when: A function called with the ``SequenceState`` after each new token. If it returns True,
@@ -327,7 +334,8 @@ class Decoder:
         seeded = self.reader.match is None and any(one.match for one in sequences)
         if not (seeded and self.policy.is_timed and self.scorer.dtype.itemsize < 4):
             return self.policy
-        return repeatable(self.policy.max_draft_tokens, self.drafter is not None and self.drafter.free)
+        free = self.drafter is not None and self.drafter.free
+        return repeatable(self.policy.max_draft_tokens, free, self.uses_graphs)
 
     def _steps(self, sequences: list[SequenceState], batch_size: int | None) -> Generator[Step]:
         """Yield the steps of all sequences, at most ``batch_size`` at a time."""

@@ -158,6 +158,8 @@ class ModelGraphDraft(GraphDraft):
 
     def launch_once(self, state: GraphState, g: int) -> DraftTensors | None:
         """See ``GraphDraft.launch_once``."""
+        if g == 0:
+            return None
         self.scorer.launch_once(len(state.lengths), 1)
         q = self.scorer.launch_once(len(state.lengths), 2)
         if q is None:

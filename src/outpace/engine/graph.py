@@ -155,7 +155,7 @@ class GraphExecutor(Executor):
         """See ``Executor.prefill``; the last token of each prompt is left to the first step."""
         slots, prefills = [one.slot for one in sequences], []
         self.prepare(max(slots) + 1, max(len(one.tokens) for one in sequences))
-        self._compile_ahead(max(slots) + 1, Needs.of(sequences, 0 if self.draft is None else COMPILED_G))
+        self._compile_ahead(max(slots) + 1, Needs.of(sequences, COMPILED_G))
         for scorer in self.scorers:
             prompts = [known_tokens(scorer, one.tokens) for one in sequences]
             append = partial(self._prefill_chunk, scorer)
@@ -290,15 +290,17 @@ class GraphExecutor(Executor):
         self._compiled_for.add(needs)
         if needs.edits and self.slots.edits is None:
             self.slots.add_edits()
-        key = StepKey(0 if self.draft is None else COMPILED_G, slots, needs, None)
-        state = self.state(key)
-        with self._on_device(), announced("compiling kernels"), compiling_ahead(state.lengths.device):
-            draft = DraftTensors(state.token_ids[:, :0])
-            if self.draft is not None:
-                draft = self.draft.launch_once(state, key.g) or draft
-            raw = self.target.launch_once(slots, draft.tokens.shape[1] + 1)
-            if raw is not None:
-                self.verify(key, self.scored(key, draft, raw))
+        device = self.target.device
+        without = replace(needs, match=True, rule=False)  # of a step without draft tokens
+        with self._on_device(), announced("compiling kernels"), compiling_ahead(device):
+            if self._catch_up is not None:
+                self._catch_up.scorer.launch_once(slots, CHUNK)
+            for key in (StepKey(COMPILED_G, slots, needs, None), StepKey(0, slots, without, None)):
+                draft = None if self.draft is None else self.draft.launch_once(self.state(key), key.g)
+                draft = draft or DraftTensors(self.slots.token_ids[:slots, :0])
+                raw = self.target.launch_once(slots, draft.tokens.shape[1] + 1)
+                if raw is not None:
+                    self.verify(key, self.scored(key, draft, raw))
 
     @torch.inference_mode()
     def warm_up(self, g: int, slots: int, needs: Needs) -> None:

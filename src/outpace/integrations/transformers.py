@@ -120,7 +120,7 @@ def generate(
             if num_draft_tokens is None and generation_config.do_sample and f"{rule}" != "match":
                 # In Transformers the same seed gives the same text. A policy that measures time would not.
                 free = decoder.drafter is not None and decoder.drafter.free
-                num_draft_tokens = repeatable(context - 1, free)
+                num_draft_tokens = repeatable(context - 1, free, decoder.uses_graphs)
             decoder.set_policy(num_draft_tokens)
         scorer = decoder.scorer
         decoder_prompts: Any = prompts

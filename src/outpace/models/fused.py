@@ -176,6 +176,7 @@ class FusedModel:
         self.norm = Norm.of(model.model.norm, family)
         self.head = Product.of(model.get_output_embeddings())
         self.tokens = positions_of(config) + 1  # a sequence's positions, and one for what lies beyond
+        self.angles = angles_of(model.model.rotary_emb, self.embedding, self.tokens)
         self._fused_state = self.state
         # Counters of the attention kernel, 0 between launches
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
@@ -208,15 +209,6 @@ class FusedModel:
         """Shape of the keys and values."""
         return Shape(len(self.layers), self.kv_heads, self.head_dim, self.dtype)
 
-    @cached_property
-    @torch.inference_mode(False)
-    def angles(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of every position, ``[T, d]`` each, as the model itself computes them."""
-        positions = torch.arange(self.tokens, device=self.device)[None]
-        with torch.no_grad():
-            cos, sin = self.base.model.rotary_emb(self.embedding[:1, None], positions)
-        return cos[0].contiguous(), sin[0].contiguous()
-
     @torch.inference_mode()
     def fill(self, ids: Tensor, positions: Tensor, pages: Pages, prefill: bool = False) -> None:
         """Write keys and values of tokens ``[B, n]`` at positions ``[B, n]`` into the KV cache.
@@ -230,13 +222,16 @@ class FusedModel:
             self._hidden(ids, positions, pages, prefill)
 
     @torch.inference_mode()
-    def logits(self, ids: Tensor, positions: Tensor, pages: Pages) -> Tensor:
-        """Return logits ``[B, n, V]`` after each of the tokens, and fill the KV cache."""
-        if self._uses_few_rows_kernels(ids):
+    def logits(self, ids: Tensor, positions: Tensor, pages: Pages, prefill: bool = False) -> Tensor:
+        """Return logits ``[B, n, V]`` after each of the tokens, and fill the KV cache.
+
+        With ``prefill``, any number of tokens has the same kernels.
+        """
+        if not prefill and self._uses_few_rows_kernels(ids):
             stream = self._stream(ids, positions, pages)
             out: Tensor = self._product.few_rows(stream, self.head.weight, self.head.bias)
             return out.view(*ids.shape, -1)
-        return self.head(self._hidden(ids, positions, pages))
+        return self.head(self._hidden(ids, positions, pages, prefill))
 
     @torch.inference_mode()
     def last_logits(self, ids: Tensor, positions: Tensor, pages: Pages, counts: Tensor) -> Tensor:
@@ -397,6 +392,20 @@ class FusedModel:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = layer.q_norm(q), layer.k_norm(k)
         return [one.transpose(1, 2) for one in (q, k, v)]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def angles_of(rotary: Any, like: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of every position, ``[tokens, d]`` each, as a model's own module computes them.
+
+    Args:
+        rotary: The module.
+        like: A matrix with the dtype and the device of the result.
+        tokens: Number of positions.
+    """
+    cos, sin = rotary(like[:1, None], torch.arange(tokens, device=like.device)[None])
+    return cos[0].contiguous(), sin[0].contiguous()
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:

@@ -10,7 +10,8 @@ from outpace.checks.errors import suggestion
 from outpace.policy.base import DraftLengthPolicy
 from outpace.policy.simple import Fixed, Heuristic
 
-REPEATABLE_START, REPEATABLE_MOST = 5, 8  # draft tokens; on a GPU, each number needs a CUDA graph
+REPEATABLE_START, REPEATABLE_MOST = 5, 20  # draft tokens of `repeatable`
+MOST_CAPTURED = 5  # the same on a GPU, where each number needs a CUDA graph
 
 
 def resolve_policy(num_draft_tokens: Any, context: int) -> DraftLengthPolicy:
@@ -38,12 +39,13 @@ def resolve_policy(num_draft_tokens: Any, context: int) -> DraftLengthPolicy:
     return policy
 
 
-def repeatable(most: int, free: bool) -> DraftLengthPolicy:
+def repeatable(most: int, free: bool, captured: bool) -> DraftLengthPolicy:
     """Return the policy for runs that must repeat: it measures no time.
 
     Args:
         most: Largest number of draft tokens.
         free: Whether the drafter costs next to nothing.
+        captured: Whether each number of draft tokens needs a CUDA graph.
     """
-    most = min(REPEATABLE_MOST, most)
+    most = min(MOST_CAPTURED if captured else REPEATABLE_MOST, most)
     return Heuristic(min(REPEATABLE_START, most), most, least=int(free))
