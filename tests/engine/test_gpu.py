@@ -208,3 +208,53 @@ def test_nothing_is_drafted_for_a_single_token() -> None:
     outs = decoder.generate(PROMPTS, temperature=0, max_new_tokens=1)
     assert [out.stats.draft_tokens for out in outs] == [0, 0, 0]
     assert [out.token_ids for out in outs] == [greedy(model, prompt, 1) for prompt in PROMPTS]
+
+
+KINDS = [
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=0),
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(frequency_penalty=0.7, presence_penalty=0.3, top_k=9),
+    SamplingParams(logit_bias={7: 3.0, 9: -2.0}, top_p=0.9),
+    SamplingParams(min_p=0.05),
+    SamplingParams(processors=[lambda ids, scores: scores.roll(1, -1)]),
+    SamplingParams(repetition_penalty=1.3, processors=[lambda ids, scores: scores + 1]),
+]
+
+
+@pytest.mark.parametrize("drafter", ["model", "lookup", None])
+def test_all_kinds_of_requests_give_the_results_of_the_cpu(drafter: str | None) -> None:
+    draft = tiny(seed=1).cuda() if drafter == "model" else drafter
+    on_gpu = Decoder(tiny().cuda(), draft, num_draft_tokens=Fixed(3 if drafter else 0))
+    on_cpu, prompts = Decoder(tiny()), [PROMPTS[i % len(PROMPTS)] for i in range(len(KINDS))]
+    for some in (slice(0, 1), slice(0, 8), slice(2, 4), slice(6, 8)):
+        for options in ({}, {"logprobs": 3}, {"scores": True, "logits": True}):
+            found, expected = (
+                decoder.generate(
+                    prompts[some], KINDS[some], seed=list(range(8))[some], max_new_tokens=24, **options
+                )
+                for decoder in (on_gpu, on_cpu)
+            )
+            assert [out.token_ids for out in found] == [out.token_ids for out in expected]
+            for one, other in zip(found, expected, strict=True):
+                for name in ("logprobs", "scores", "logits"):
+                    if (value := getattr(one, name)) is not None:
+                        value, theirs = torch.as_tensor(value).cpu(), torch.as_tensor(getattr(other, name))
+                        torch.testing.assert_close(value, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_calls_inside_transformers_replay_graphs_and_repeat_after_manual_seed() -> None:
+    model, draft = tiny().cuda(), tiny(seed=1).cuda()
+    ids, texts = torch.tensor([PROMPTS[1]], device="cuda"), []
+    stats = outpace.Stats()
+    for _ in range(3):
+        torch.manual_seed(5)
+        texts.append(
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=40, stats=stats,
+                custom_generate=outpace.generate, draft=draft,
+            )
+        )  # fmt: skip
+    assert all(torch.equal(texts[0], text) for text in texts)
+    (kept,) = outpace.integrations.transformers._decoders._idle[model].values()
+    assert "captured: g=" in kept.decoder.executor.describe()
