@@ -449,6 +449,37 @@ def test_target_and_draft_may_differ_in_precision() -> None:
     assert generate(decoder_of(target, draft), 3, GREEDY, 20) == expected
 
 
+def test_a_batch_that_needs_less_keeps_its_graph_until_one_of_less_has_sufficed_for_long(
+    captured_work: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outpace.engine.buckets.PATIENCE", 3)
+    decoder = decoder_of(tiny(), tiny(seed=1), graphs=True, rule="match")
+    batch = Batch(decoder, SamplingParams(), prompts=PROMPTS[:2])
+    filtered = SamplingParams(top_k=5, repetition_penalty=1.2)
+    batch.rows[1].sampling, expected = filtered, []
+    eager = Decoder(tiny(), rule="match")
+    for row, prompt in zip(batch.rows.values(), PROMPTS, strict=False):
+        out = eager.generate(prompt, row.sampling, seed=row.seed, max_new_tokens=30)
+        expected.append(out.token_ids)
+    batch.step(2)
+    assert len(captured_work) == 1
+    batch.end(1)
+    batch.rows[0].slot = 0
+    monkeypatch.setattr("outpace.engine.graph.bucket_of", lambda slots: 2)
+    monkeypatch.setattr("outpace.engine.buckets.bucket_of", lambda slots: 2)
+    assert batch.executor.load(batch.active, Load(1)).captured == frozenset({2})
+    for _ in range(3):  # the graph of both sequences serves one
+        batch.step(2)
+    assert len(captured_work) == 1
+    batch.step(2)
+    assert len(captured_work) == 2
+    batch.step(2)
+    assert len(captured_work) == 2
+    for row, tokens in zip(batch.rows.values(), expected, strict=True):
+        count = min(len(row.new_tokens), 30)
+        assert row.new_tokens[:count] == tokens[:count]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 @pytest.mark.parametrize("g", [0, 3])

@@ -39,8 +39,9 @@ class Buckets:
     def __init__(self, graphs: Graphs) -> None:
         self._graphs = graphs
         self._last, self._smaller_for = 0, 0  # slots of the last step, and steps that fewer sufficed for
-        self._lengths: dict[tuple[int, Needs], set[int]] = {}  # see `captured`
-        self._version = -1  # of the graphs, when `_lengths` was computed
+        self._more_for = 0  # steps that computed more than was needed
+        self._needs: dict[tuple[int, int, int | None], list[Needs]] = {}  # see `_captured_needs`
+        self._version = -1  # of the graphs, when `_needs` was computed
 
     def slots(self, sequences: Mapping[int, SequenceState]) -> int:
         """Return the number of slots in the next step of these sequences, idle ones included."""
@@ -69,7 +70,7 @@ class Buckets:
                 yield key[0]
 
     def captured(self, slots: int, sequences: Collection[SequenceState]) -> frozenset[int] | None:
-        """Return each g whose step is already captured for a bucket; None if there are no CUDA graphs.
+        """Return each g for which a captured step serves a bucket; None if there are no CUDA graphs.
 
         Args:
             slots: The bucket.
@@ -77,9 +78,37 @@ class Buckets:
         """
         if not self._graphs.enabled:
             return None
+        needs = {drafting: Needs.of(sequences, int(drafting)) for drafting in (False, True)}
+        return frozenset(
+            g
+            for (g, size, _), captured in self._captured_needs().items()
+            if size == slots and any(one.covers(needs[g > 0]) for one in captured)
+        )
+
+    def serving(self, needs: Needs, g: int, slots: int, host_buffers: int | None) -> Needs:
+        """Return what the next step computes: just what is needed, or more if such a step is captured.
+
+        If sequences leave, a batch needs less. A step that computes less is captured only after ``PATIENCE``
+        steps that computed more.
+
+        Args:
+            needs: What the sequences need.
+            g: Draft tokens per sequence.
+            slots: The bucket.
+            host_buffers: As in ``StepKey``.
+        """
+        captured = self._captured_needs().get((g, slots, host_buffers), [])
+        covering = [one for one in captured if one.covers(needs)]
+        if needs in covering or not covering or self._more_for >= PATIENCE:
+            self._more_for = 0
+            return needs
+        self._more_for += 1
+        return min(covering, key=Needs.size)
+
+    def _captured_needs(self) -> dict[tuple[int, int, int | None], list[Needs]]:
+        """Return what captured steps compute, by g, bucket and buffers of the host."""
         if self._version != self._graphs.version:
-            self._lengths, self._version = defaultdict(set), self._graphs.version
+            self._needs, self._version = defaultdict(list), self._graphs.version
             for key in self.steps():
-                self._lengths[key.slots, key.needs].add(key.g)
-        without, drafting = (self._lengths.get((slots, Needs.of(sequences, g)), set()) for g in (0, 1))
-        return frozenset({g for g in without if g == 0} | {g for g in drafting if g})
+                self._needs[key.g, key.slots, key.host_buffers].append(key.needs)
+        return self._needs

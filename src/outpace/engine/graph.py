@@ -263,7 +263,8 @@ class GraphExecutor(Executor):
             self.slots.add_edits()
         self._drop_stale_graphs(slots)
         buffers = None if draft is None or not g else self.slots.copy_draft(g, draft, drafted)
-        key = StepKey(g, slots, needs, None if buffers is None else id(buffers))
+        host_buffers = None if buffers is None else id(buffers)
+        key = StepKey(g, slots, self._buckets.serving(needs, g, slots, host_buffers), host_buffers)
         name = f"a step with {g} draft tokens and {slots} slots"
         changed = [self.slots.lengths, *([] if self.slots.edits is None else [self.slots.edits.seen])]
         if change is None:

@@ -54,6 +54,20 @@ class Needs:
             any(one.processors for one in samplings),
         )
 
+    def covers(self, other: Needs) -> bool:
+        """Return whether a step that computes this serves sequences with other needs.
+
+        With processors a step is two graphs, so it does not serve sequences without.
+        """
+        top = other.top is None or (self.top is not None and self.top >= other.top)
+        flags = ("filters", "edits", "match", "rule", "values")
+        more = all(getattr(self, name) >= getattr(other, name) for name in flags)
+        return top and more and self.processors == other.processors
+
+    def size(self) -> int:
+        """Return a number that grows with what a step computes."""
+        return sum((self.filters, self.edits, self.match, self.rule, self.top is not None, 2 * self.values))
+
 
 def has_filters(one: SamplingParams) -> bool:
     """Return whether sampling parameters have top-k, top-p or min-p."""
