@@ -19,11 +19,11 @@ from outpace.engine.claims import claim, release
 from outpace.engine.eager import EagerExecutor
 from outpace.engine.executor import Executor
 from outpace.engine.graph import GraphExecutor
+from outpace.engine.models import check_models, encoders_of, why_no_graphs
 from outpace.engine.needs import Needs
 from outpace.engine.request import Arrays, Options, Prompt, Prompts, Reader
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import Output, SequenceState, Step
-from outpace.models.causal import has_adapters
 from outpace.models.fused_scorer import scorer_of, why_not_fused
 from outpace.models.scorer import Scorer
 from outpace.models.seq2seq import Seq2SeqScorer
@@ -106,7 +106,7 @@ class Decoder:
         self._kv_cache_bytes = kv_cache_bytes
         self.scorer = scorer_of(target)
         self.drafter = resolve_drafter(draft)
-        self._check_encoders()
+        check_models(self._scorers())
         self.rule = parse("token" if rule is None else rule)
         check.lenience(lenience, self.rule)
         self.lenience = lenience
@@ -444,7 +444,7 @@ class Decoder:
         description = self.executor.describe()
         if not self.uses_graphs:
             return description
-        if (reason := self._no_graphs()) is not None:
+        if (reason := self._why_no_graphs()) is not None:
             return f"{description}, because {reason}"
         reasons = [(type(one.base).__name__, why_not_fused(one.model)) for one in self._scorers()]
         not_fused = [f"{name} is not fused, since it {why}" for name, why in reasons if why is not None]
@@ -455,7 +455,7 @@ class Decoder:
     def _refresh(self) -> None:
         """Create scorers and executor again if models have changed: moved, hooked, or with adapters."""
         current = [scorer_of(one, self.uses_graphs, one.cache.max_bytes) for one in self._scorers()]
-        kind = GraphExecutor if self.uses_graphs and self._no_graphs() is None else EagerExecutor
+        kind = GraphExecutor if self.uses_graphs and self._why_no_graphs() is None else EagerExecutor
         if self._built_for == (current, kind):
             return
         self._built_for = current, kind
@@ -466,20 +466,12 @@ class Decoder:
         self.reader = dataclasses.replace(self.reader, scorer=self.scorer)
         self.executor: Executor = kind(self.scorer, self.drafter, self.rule, self.lenience)
 
-    def _no_graphs(self) -> str | None:
-        """Return the reason why models, rule or drafter cannot run in graphs, or None if they can."""
-        if self.rule.name == "rejection" or not self.rule.exact:
-            return f"rule {self.rule} is for comparison only"
-        if self.reader.draft_sampling is not None and self.reader.draft_sampling.processors:
-            return "draft_sampling has processors"
-        for scorer in self._scorers():
-            if scorer.has_encoder:
-                return f"{type(scorer.base).__name__} has an encoder"
-            if scorer.model is not scorer.base or has_adapters(scorer.base):
-                return f"{type(scorer.base).__name__} has adapters, whose changes a graph cannot detect"
-            if {parameter.device for parameter in scorer.base.parameters()} != {self.scorer.device}:
-                return "the models' weights are on several devices"
-        return None
+    def _why_no_graphs(self) -> str | None:
+        return why_no_graphs(self._scorers(), self.rule, self.reader.draft_sampling)
+
+    def encoders(self) -> list[Seq2SeqScorer]:
+        """Return those scorers of target and draft model that have an encoder."""
+        return encoders_of(self._scorers())
 
     def _scorers(self) -> list[Scorer]:
         """Return the target's scorer, and the scorer of the draft model if there is one."""
@@ -495,28 +487,6 @@ class Decoder:
         for cache in caches:
             cache.share = cache.bytes_per_token / total
             cache.max_bytes = self._kv_cache_bytes
-
-    def encoders(self) -> list[Seq2SeqScorer]:
-        """Return those scorers of target and draft model that have an encoder."""
-        return [scorer for scorer in self._scorers() if isinstance(scorer, Seq2SeqScorer)]
-
-    def _check_encoders(self) -> None:
-        """Share the encoder if target and draft model have the same one; reject models that do not fit.
-
-        A draft model with an encoder needs a target with an encoder, which has an input for it.
-        """
-        if self.drafter is not None and self.drafter.scorer is self.scorer:
-            raise ValueError(
-                "draft: got a drafter with the target's own scorer; it must have a scorer of its own, "
-                "because each scorer has one KV cache; pass the draft model itself"
-            )
-        encoders = self.encoders()
-        if len(encoders) == 2:
-            encoders[1].share_encoder(encoders[0])
-        elif encoders and encoders[0] is not self.scorer:
-            raise ValueError(
-                "draft: got an encoder-decoder model; it must be a decoder-only model, as the target is"
-            )
 
     def _claim(self, owner: object) -> None:
         """Claim this Decoder, its scorers and its drafter for one call, or raise RuntimeError."""

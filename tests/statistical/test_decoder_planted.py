@@ -13,7 +13,7 @@ import torch
 from outpace import Decoder, Fixed, SamplingParams, Step
 from outpace.draft.base import Draft, DraftSampler, DraftTensors, GraphState
 from outpace.draft.model import ModelDrafter
-from outpace.engine import drafting, graph, sequence
+from outpace.engine import drafting, processed, sequence
 from outpace.engine import eager as eager_executor
 from outpace.engine.buckets import StepKey
 from outpace.engine.eager import EagerExecutor
@@ -90,7 +90,7 @@ def processors_are_not_set_back(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(verify, "process", process)
     patch.setattr(eager_executor, "process", process)
-    patch.setattr(graph, "process", process)
+    patch.setattr(processed, "process", process)
 
 
 def noise_depends_on_the_batch(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,34 +30,19 @@ from outpace.engine.logprobs import logprobs_of, outcome_tokens
 from outpace.engine.needs import Needs
 from outpace.engine.pending import DeviceEvent, GraphPending, StepResult
 from outpace.engine.prefill import PrefillGraphs
+from outpace.engine.processed import Processed, Scored
 from outpace.engine.sequence import SequenceState
 from outpace.engine.slots import Slots
 from outpace.engine.stats import Clock
 from outpace.models.paged import SLOTS
 from outpace.models.scorer import Prefill, Scorer, WeightsMovedError
 from outpace.policy import Load
-from outpace.sampling import Prefix, process
 from outpace.sampling.rows import RowSampling, warp_rows
 from outpace.verification import Block, Rule, Verdict, edit_rows, start_kernels, verify_rows
 from outpace.verification.rules import MATCH
 
 COMPILED_G = 5  # draft tokens of steps that are compiled ahead; most others have the same kernels
 BLOCK_TOKENS = 128  # tokens of KV cache that are reserved ahead at a time
-
-
-@dataclass(frozen=True, eq=False)
-class Scored:
-    """Draft tokens, and the target's logits ``[B, g+1, V]``.
-
-    Attributes:
-        draft: The draft tokens.
-        raw: The target's own logits.
-        logits: The same, in float32 if processors change them.
-    """
-
-    draft: DraftTensors
-    raw: Tensor
-    logits: Tensor
 
 
 class GraphExecutor(Executor):
@@ -453,36 +438,3 @@ class GraphExecutor(Executor):
     def _on_device(self) -> AbstractContextManager[Any]:
         """Return a context in which kernels are launched on the target's device."""
         return torch.cuda.device(self.target.device) if self.target.device.type == "cuda" else nullcontext()
-
-
-class Processed:
-    """The processors of a step, which the host runs between the target's pass and verification.
-
-    Args:
-        sequences: The sequences of the step, by slot.
-    """
-
-    def __init__(self, sequences: Mapping[int, SequenceState]) -> None:
-        self._rows = {slot: one for slot, one in sequences.items() if one.sampling.processors}
-        self._errors: dict[int, Exception] = {}  # by row
-
-    def __call__(self, scored: Scored) -> None:
-        """Apply bias, penalties and processors to the logits of the sequences that have processors."""
-        rows, draft = list(self._rows.values()), scored.draft
-        slots = torch.tensor(list(self._rows), device=scored.logits.device)
-        prefix = Prefix.padded(
-            [one.tokens for one in rows], [one.prompt_length for one in rows], scored.logits.device
-        )
-        lengths = None if draft.lengths is None else draft.lengths[slots] + 1
-        changed, self._rewind = process(
-            scored.logits[slots], [one.sampling for one in rows], prefix, draft.tokens[slots], lengths,
-            until_rejected=True, errors=self._errors,
-        )  # fmt: skip
-        scored.logits[slots] = changed
-
-    def rewind(self, pending: GraphPending) -> None:
-        """Set the processors' state back to after the last accepted token, and note their errors."""
-        outcome, slots = pending.read(), list(self._rows)
-        pending.errors.update({slots[i]: error for i, error in self._errors.items()})
-        if self._rewind is not None:
-            self._rewind(torch.tensor([outcome.accepted[slot] for slot in slots]))
