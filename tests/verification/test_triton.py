@@ -632,14 +632,14 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from outpace.verification.kernels import cut, decide, match
+from outpace.verification.kernels import cut, decide, edit, match
 
 POINTERS = dict(target="*bf16", draft="*bf16", tokens="*i64", lengths="*i64", draft_lse="*fp64", seeds="*i64",
     starts="*i64", invalid="*i1", p_params="*fp32", q_params="*fp32", workspace="*fp32", accepted="*i64",
     next_token="*i64", bad="*i1", lenience="fp32", alpha="fp32", width="fp32", seed="i64", start="i64",
     draft_cut="*fp32", draft_tie="*i32", temperature="fp32", top_k="fp32", drop_limit="fp32", min_p="fp32",
     q_temperature="fp32", q_top_k="fp32", q_drop_limit="fp32", q_min_p="fp32", logits="*bf16", lse="*fp64",
-    cuts="*fp32", ties="*i32")
+    cuts="*fp32", ties="*i32", bias="*fp32", penalties="*fp32", seen="*i16", drafted="*i64", out="*fp32")
 
 def build(kernel, **constants):
     # names of Triton's generated launcher, which an argument would overwrite
@@ -669,6 +669,7 @@ build(cut.narrow, SPLIT=2048, CHUNK=32, SCAN_TILE=2048, MAX_LISTED=256, S=32, LE
     ADJUST_Q=2, SHIFT=16, SHIFT_Q=0)
 build(cut.widen, ROW_TILE=8192, LENGTHS=True, ADJUST=2, ADJUST_Q=2, SHIFT=16, SHIFT_Q=0)
 build(match.compare, G=8, S=32, LENGTHS=True, HAS_INVALID=True)
+build(edit.edit_rows, SPLIT=2048)
 """
 
 
@@ -684,6 +685,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split().count("finish") == (9 if tiers.full else 1)
+    assert "edit_rows" in done.stdout.split()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
