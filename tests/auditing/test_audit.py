@@ -183,8 +183,8 @@ def test_greedy_check_finds_a_decoder_with_wrong_logits() -> None:
         def append(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
             return -super().append(slots, tokens)
 
-        def score(self, slots: Sequence[int], tokens: Tensor) -> Tensor:
-            return -super().score(slots, tokens)
+        def score(self, slots: Sequence[int], tokens: Tensor, prefill: bool = False) -> Tensor:
+            return -super().score(slots, tokens, prefill)
 
     decoder = Decoder(Negated(tiny()), num_draft_tokens=0)
     report = audit(decoder, PROMPTS, samples=0, progress=False)

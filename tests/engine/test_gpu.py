@@ -47,6 +47,24 @@ def test_greedy_texts_are_those_of_transformers(family: str, engine: bool) -> No
         assert [out.token_ids for out in outs] == expected
 
 
+@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_log_probabilities_of_prompts_are_those_of_transformers(family: str, engine: bool) -> None:
+    model = tiny(family).cuda()
+    prompts = [torch.randint(V, (n,)).tolist() for n in (3, 90, 1, 40)]
+    decoder = Decoder(model, "lookup", num_draft_tokens=Fixed(3), engine=engine)
+    for _ in range(2):  # the second time, graphs were captured and prefixes are cached
+        outs = decoder.generate(prompts, temperature=0, max_new_tokens=8, prompt_logprobs=2)
+        for prompt, out in zip(prompts, outs, strict=True):
+            with torch.inference_mode():
+                logits = model(input_ids=torch.tensor([prompt], device="cuda")).logits[0]
+            exact = logits.double().log_softmax(-1)
+            own = [float(exact[i, token]) for i, token in enumerate(prompt[1:])]
+            assert out.prompt_logprobs is not None
+            assert out.prompt_logprobs[1:] == pytest.approx(own, abs=0.02)
+            assert len(out.token_ids) == 8
+
+
 @pytest.mark.parametrize("family", SEQ2SEQ)
 def test_greedy_texts_of_encoder_decoders_are_those_of_transformers(family: str) -> None:
     model = tiny_seq2seq(family).double()

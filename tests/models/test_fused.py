@@ -197,6 +197,20 @@ def test_prefill_with_kernels_equals_prefill_without(monkeypatch: pytest.MonkeyP
     assert torch.allclose(found[0], found[1], atol=1e-4)
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("tokens", [1, 5, 30])
+def test_the_kernels_of_a_prefill_score_every_token_of_a_prompt(tokens: int) -> None:
+    model = tiny("qwen3")
+    prompt = torch.randint(V, (8 + tokens,)).tolist()
+    expected = transformers_logits_of(model, torch.tensor(prompt))
+    scorer = FusedScorer(model.to(DEVICE))
+    assert scorer.fused.has_kernels
+    scorer.cache.open(0, prompt[:1])
+    found = torch.cat([scorer.append_scored(0, part) for part in (prompt[:8], prompt[8:])])
+    assert torch.allclose(found.cpu(), expected, atol=1e-4)
+    assert scorer.cache.length(0) == 8 + tokens
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("kernels")
 def test_a_batch_that_shares_a_prefix_is_decoded_as_without_a_batch() -> None:

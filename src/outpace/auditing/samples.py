@@ -94,7 +94,7 @@ class Sampler:
                 max_new_tokens=self._tokens + next(self._extra_tokens[i]),
                 stop_when=lambda row: len(row.new_tokens) >= self._tokens,
                 ignore_eos=True,
-                seed=seed_of(self._seed, 0, self._sampled, 1),  # no two samples of an audit share their noise
+                seed=seed_of(self._seed, self._sampled),  # no two samples of an audit share their noise
             )
             for out in outs:
                 counts[index_of.get(tuple(out.token_ids), -1)] += 1

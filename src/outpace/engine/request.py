@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from outpace.checks.arguments import boolean, integer, kind, signed, unknown
 from outpace.engine import prompts
-from outpace.engine.sequence import SequenceState
+from outpace.engine.sequence import PromptLogprobs, SequenceState
 from outpace.engine.text import Detokenizer
 from outpace.models.scorer import Scorer
 from outpace.models.source import Source
 from outpace.sampling import Processor, SamplingParams, from_generation_config, per_row
 
+T = TypeVar("T")
 MAX_NEW_TOKENS = 256  # default, if neither the caller nor the generation config sets it
 Messages = list[dict[str, Any]]
 """A conversation: ``[{"role": "user", "content": "Hello"}]``."""
@@ -34,12 +35,13 @@ class Options(TypedDict, total=False):
     The last nine are the fields of ``SamplingParams``.
     """
 
-    max_new_tokens: int | None
-    stop: str | Sequence[str] | None
+    max_new_tokens: int | Sequence[int | None] | None
+    stop: str | Sequence[str] | Sequence[Sequence[str] | None] | None
     stop_tokens: int | Sequence[int] | None
     ignore_eos: bool
-    seed: int | Sequence[int] | None
-    logprobs: bool | int
+    seed: int | Sequence[int | None] | None
+    logprobs: bool | int | Sequence[bool | int]
+    prompt_logprobs: bool | int | Sequence[bool | int]
     scores: bool
     logits: bool
     stop_when: Callable[[SequenceState], bool] | None
@@ -53,6 +55,25 @@ class Options(TypedDict, total=False):
     presence_penalty: float
     logit_bias: Mapping[int, float] | None
     processors: Sequence[Processor]
+
+
+@dataclass(frozen=True)
+class Own:
+    """The arguments that a prompt has of its own.
+
+    Attributes:
+        max_new_tokens: Most new tokens.
+        stops: Stop strings.
+        top: How many of the likeliest tokens get log-probabilities. None: no log-probabilities.
+        prompt_top: The same for the tokens of the prompt.
+        seed: Seed. None: a random one.
+    """
+
+    max_new_tokens: int = 1
+    stops: tuple[str, ...] = ()
+    top: int | None = None
+    prompt_top: int | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,12 +98,13 @@ class Reader:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         n: int | None,
         *,
-        max_new_tokens: int | None = None,
-        stop: str | Sequence[str] | None = None,
+        max_new_tokens: int | Sequence[int | None] | None = None,
+        stop: str | Sequence[str] | Sequence[Sequence[str] | None] | None = None,
         stop_tokens: int | Sequence[int] | None = (),
         ignore_eos: bool = False,
-        seed: int | Sequence[int] | None = None,
-        logprobs: bool | int = False,
+        seed: int | Sequence[int | None] | None = None,
+        logprobs: bool | int | Sequence[bool | int] = False,
+        prompt_logprobs: bool | int | Sequence[bool | int] = False,
         scores: bool = False,
         logits: bool = False,
         stop_when: Callable[[SequenceState], bool] | None = None,
@@ -91,8 +113,8 @@ class Reader:
     ) -> tuple[list[SequenceState], bool]:
         """Return the sequences of a call, and whether the call passed a single prompt.
 
-        The arguments are those of ``Decoder.generate``. A single prompt that cannot be read raises its error.
-        In a list, its sequences have ``finish_reason`` "error" instead.
+        The arguments are those of ``Decoder.generate``. A single prompt that cannot be read, or that has a
+        wrong argument, raises its error. In a list, its sequences have ``finish_reason`` "error" instead.
         """
         names = [field.name for field in dataclasses.fields(SamplingParams)]
         for name in fields:
@@ -106,73 +128,77 @@ class Reader:
                 SamplingParams(**fields) if fields else from_generation_config(self.scorer.generation_config)
             )
         samplings = per_row(sampling, len(items))
-        if max_new_tokens is None:
-            max_new_tokens = getattr(self.scorer.generation_config, "max_new_tokens", None) or MAX_NEW_TOKENS
-        integer("max_new_tokens", max_new_tokens, "an int >= 1", lambda m: m >= 1)
         if n is not None:
             integer("n", n, "an int >= 1", lambda n: n >= 1)
         if batch_size is not None:
             integer("batch_size", batch_size, "an int >= 1", lambda b: b >= 1)
         for name, value in (("ignore_eos", ignore_eos), ("scores", scores), ("logits", logits)):
             boolean(name, value)
-        if not isinstance(logprobs, bool):
-            expected = f"True, False, or an int in 0..{self.scorer.vocab_size}"
-            integer("logprobs", logprobs, expected, lambda k: 0 <= k <= self.scorer.vocab_size)
         if stop_when is not None and not callable(stop_when):
             raise TypeError(
                 f"stop_when: got {kind(stop_when)[:80]}; it must be a function of a SequenceState"
             )
-        stops = self._stops(stop)
-        end_ids = set(self._stop_tokens(stop_tokens)) | (set() if ignore_eos else self.scorer.end_of_text)
-        special = set(getattr(self.tokenizer, "all_special_tokens", ())) & set(stops)
-        end_ids |= {self.tokenizer.convert_tokens_to_ids(token) for token in special}  # not part of the text
+        count = len(items)
+        lengths = per_prompt("max_new_tokens", max_new_tokens, count, self._max_new_tokens, "one int")
+        read_stops = self._own_stops if has_stops_per_prompt(stop) else self._stops
+        stops = per_prompt("stop", stop, count, read_stops, "one set of strings", has_stops_per_prompt(stop))
+        tops = per_prompt("logprobs", logprobs, count, self._logprobs)
+        prompt_tops = per_prompt("prompt_logprobs", prompt_logprobs, count, self._prompt_logprobs)
+        seeds = per_prompt("seed", seed, count, checked_seed, "one int")
+        end_ids = frozenset(self._stop_tokens(stop_tokens))
+        end_ids |= frozenset() if ignore_eos else self.scorer.end_of_text
+        special = set(getattr(self.tokenizer, "all_special_tokens", ()))
         sequences: list[SequenceState] = []
         for i, item in enumerate(items):
-            tokens, source, error = list[int](), None, None
+            tokens, source, own, error = list[int](), None, Own(), None
+            own_sampling = samplings[i if len(samplings) > 1 else 0]
             try:
+                own = Own(lengths(i), stops(i), tops(i), prompt_tops(i), seeds(i))
                 tokens, source = self._read(item)
+                self._check_supported(own_sampling)
             except Exception as raised:  # a tokenizer may raise anything
                 if single:
                     raise
                 error = raised
-            own = samplings[i if len(samplings) > 1 else 0]
-            if error is None and (error := self._unsupported(own)) is not None and single:
-                raise error
+            ends = special.intersection(own.stops)  # stop strings that are no part of the text
+            own_end_ids = end_ids | {self.tokenizer.convert_tokens_to_ids(token) for token in ends}
+            scored = None if own.prompt_top is None else PromptLogprobs(own.prompt_top)
             for sample in range(n or 1):
                 sequences.append(
                     SequenceState(
                         len(sequences),
                         list(tokens),
                         len(tokens),
-                        own.fork() if own.processors else own,
+                        own_sampling.fork() if own_sampling.processors else own_sampling,
                         self.draft_sampling and self.draft_sampling.fork(),
-                        seed_of(seed, i, sample, len(items)),
-                        seed is not None if self.match is None else self.match,
-                        max_new_tokens,
-                        frozenset(end_ids),
-                        None if self.tokenizer is None else Detokenizer(self.tokenizer, stops),
-                        None if logprobs is False else int(logprobs) if logprobs is not True else 0,
+                        seed_of(own.seed, sample),
+                        own.seed is not None if self.match is None else self.match,
+                        own.max_new_tokens,
+                        own_end_ids,
+                        None if self.tokenizer is None else Detokenizer(self.tokenizer, own.stops),
+                        own.top,
                         stop_when,
                         [] if scores else None,
                         [] if logits else None,
                         source,
+                        scored,
                         finish_reason=None if error is None else "error",
                         error=error,
                     )
                 )
         return sequences, single
 
-    def _unsupported(self, sampling: SamplingParams) -> Exception | None:
-        """Return the error of sampling parameters that do not fit the model, or None if they fit."""
-        V = self.scorer.vocab_size
-        beyond = [token for token in sampling.logit_bias or () if token >= V]
-        return (
-            ValueError(f"logit_bias: got token ids {beyond}; they must be in 0..{V - 1}") if beyond else None
-        )
+    # Arguments that each prompt may have of its own
 
-    def _stops(self, stop: Any) -> list[str]:
+    def _max_new_tokens(self, most: Any) -> int:
+        if most is None:
+            most = getattr(self.scorer.generation_config, "max_new_tokens", None) or MAX_NEW_TOKENS
+        integer("max_new_tokens", most, "an int >= 1", lambda m: m >= 1)
+        return int(most)
+
+    def _stops(self, stop: Any) -> tuple[str, ...]:
         """Return the stop strings."""
-        stops = one_or_several(stop)
+        stops = tuple(one_or_several(stop))
         if not all(isinstance(text, str) and text for text in stops):
             raise ValueError(f"stop: got {stop!r}; it must be a non-empty string, or a list of them")
         if stops and self.tokenizer is None:
@@ -182,6 +208,43 @@ class Reader:
             )
         return stops
 
+    def _own_stops(self, stop: Any) -> tuple[str, ...]:
+        """Return the stop strings of one prompt, from a list with one entry per prompt."""
+        if stop is not None and not isinstance(stop, list | tuple):
+            raise ValueError(
+                f"stop: got {stop!r} in a list with one entry per prompt; it must be None or a list of "
+                "strings"
+            )
+        return self._stops(stop)
+
+    def _logprobs(self, top: Any) -> int | None:
+        return self._top("logprobs", top)
+
+    def _prompt_logprobs(self, top: Any) -> int | None:
+        most = self._top("prompt_logprobs", top)
+        if most is not None and self.scorer.has_encoder:
+            raise ValueError(
+                f"prompt_logprobs: got {top!r}; {type(self.scorer.base).__name__} has an encoder, whose "
+                "input has no log-probabilities; leave it out"
+            )
+        return most
+
+    def _top(self, name: str, top: Any) -> int | None:
+        """Return how many of the likeliest tokens get log-probabilities; None without log-probabilities."""
+        if isinstance(top, bool):
+            return 0 if top else None
+        most = self.scorer.vocab_size
+        integer(name, top, f"True, False, or an int in 0..{most}", lambda k: 0 <= k <= most)
+        return int(top)
+
+    def _check_supported(self, sampling: SamplingParams) -> None:
+        """Raise if sampling parameters do not fit the model."""
+        V = self.scorer.vocab_size
+        if beyond := [token for token in sampling.logit_bias or () if token >= V]:
+            raise ValueError(f"logit_bias: got token ids {beyond}; they must be in 0..{V - 1}")
+
+    # Arguments that all prompts share
+
     def _stop_tokens(self, tokens: Any) -> list[int]:
         """Return the token ids that end a sequence, in addition to the model's own."""
         ids = one_or_several(tokens.tolist() if hasattr(tokens, "tolist") else tokens)
@@ -189,6 +252,8 @@ class Reader:
         for token in ids:
             integer("stop_tokens", token, f"token ids in 0..{V - 1}", lambda t: 0 <= t < V)
         return ids
+
+    # Prompts
 
     def _read(self, prompt: Any) -> tuple[list[int], Source | None]:
         """Return the tokens that decoding starts from, and the encoder's input; None without an encoder."""
@@ -245,24 +310,60 @@ def one_or_several(values: Any) -> list[Any]:
     return list(values) if several else [values]
 
 
-def seed_of(seed: int | Sequence[int] | None, prompt: int, sample: int, prompts: int) -> int:
-    """Return the seed of one sample of a prompt; the first sample uses the given seed unchanged.
+def per_prompt(
+    name: str,
+    value: Any,
+    prompts: int,
+    read: Callable[[Any], T],
+    fits: str = "one value",
+    several: bool | None = None,
+) -> Callable[[int], T]:
+    """Return a function of a prompt's index that returns the prompt's value of an argument.
+
+    A wrong value for all prompts raises at once. A wrong value for one prompt raises when it is read.
 
     Args:
-        seed: One seed, or one per prompt. None: a random seed.
-        prompt: Index of the prompt.
-        sample: Index of the sample.
+        name: Name of the argument.
+        value: One value for all prompts, or a list of one per prompt.
         prompts: Number of prompts.
+        read: Checks a value, and returns it in the form that sequences have.
+        fits: Words for a value for all prompts.
+        several: Whether ``value`` is a list of one per prompt. None: if it is a list or an array.
+    """
+    value = value.tolist() if hasattr(value, "tolist") else value  # of NumPy and PyTorch
+    if several is None:
+        several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    if not several:
+        shared = read(value)
+        return lambda prompt: shared
+    if len(value) != prompts:
+        raise ValueError(
+            f"{name}: got {len(value)} for {prompts} prompts; it must be {fits}, or one per prompt"
+        )
+    return lambda prompt: read(value[prompt].item() if hasattr(value[prompt], "item") else value[prompt])
+
+
+def has_stops_per_prompt(stop: Any) -> bool:
+    """Return whether stop strings are given per prompt; a list of strings is one set for all prompts."""
+    return isinstance(stop, list | tuple) and any(isinstance(one, list | tuple | None) for one in stop)
+
+
+def checked_seed(seed: Any) -> int | None:
+    """Return a seed, or None for a random one."""
+    if seed is None:
+        return None
+    expected = "an int in -2**63..2**64-1, or one per prompt"
+    integer("seed", seed, expected, lambda s: -(2**63) <= s < 2**64)
+    return int(seed)
+
+
+def seed_of(seed: int | None, sample: int) -> int:
+    """Return the seed of one sample of a prompt; the first sample uses the prompt's seed unchanged.
+
+    Args:
+        seed: The prompt's seed. None: a random seed.
+        sample: Index of the sample.
     """
     if seed is None:
         return int(torch.randint(-(2**63), 2**63 - 1, ()))
-    seed = seed.tolist() if hasattr(seed, "tolist") else seed  # arrays of NumPy and PyTorch
-    if isinstance(seed, Sequence) and len(seed) != prompts:
-        raise ValueError(
-            f"seed: got {len(seed)} for {prompts} prompts; it must be one int, or one per prompt"
-        )
-    own = seed[prompt] if isinstance(seed, Sequence) else seed
-    own = own.item() if hasattr(own, "item") else own
-    expected = "an int in -2**63..2**64-1, or one per prompt"
-    integer("seed", own, expected, lambda s: -(2**63) <= s < 2**64)
-    return signed((own + sample * 0x9E3779B97F4A7C15) % 2**64)
+    return signed((seed + sample * 0x9E3779B97F4A7C15) % 2**64)

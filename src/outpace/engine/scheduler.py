@@ -21,6 +21,7 @@ from outpace.engine.admission import Admission
 from outpace.engine.drafting import Proposal, Proposer, matches
 from outpace.engine.executor import Executor, Outcome, Prefilling
 from outpace.engine.in_flight import InFlightStep
+from outpace.engine.prompt_logprobs import begin_prefill
 from outpace.engine.sequence import SequenceState, Step, advance
 from outpace.engine.stats import Clock
 from outpace.models.scorer import Scorer, WeightsMovedError
@@ -261,7 +262,7 @@ class Scheduler:
         try:
             if new:
                 self._admitted = new
-                self._prefilling = self.executor.prefill(new, clock)
+                self._prefilling = begin_prefill(self.executor, self.scorers[0], new, clock)
                 self._admitted = []
             assert self._prefilling is not None
             while not self._prefilling.advance():

@@ -34,6 +34,11 @@ class Output:
             each token was sampled. Greedy decoding counts as for ``logprobs``.
         logits: With ``logits=True``: the target's own logits ``[tokens, V]`` before any adjustment.
         context_full: Whether the model's full context ended generation before ``max_new_tokens``.
+        prompt_logprobs: With ``prompt_logprobs=``: None for the first token of the prompt, then the
+            log-probability of each token given those before it. They are those of the model's own logits,
+            without sampling parameters.
+        prompt_top_logprobs: With ``prompt_logprobs=k``: None for the first token of the prompt, then the k
+            likeliest ids at each position, with their log-probabilities.
     """
 
     text: str | None
@@ -46,6 +51,8 @@ class Output:
     scores: Tensor | None = None
     logits: Tensor | None = None
     context_full: bool = False
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,22 @@ class Step:
 
 
 @dataclass
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens, which all samples of the prompt share.
+
+    Attributes:
+        top: How many of the likeliest tokens get log-probabilities, too.
+        values: None for the first token, then the log-probability of each token. Shorter than the prompt
+            until all of it is scored.
+        top_values: None for the first token, then the likeliest ids with their log-probabilities.
+    """
+
+    top: int
+    values: list[float | None] = field(default_factory=list)
+    top_values: list[dict[int, float] | None] = field(default_factory=list)
+
+
+@dataclass
 class SequenceState:
     """A sequence that is being generated."""
 
@@ -115,6 +138,7 @@ class SequenceState:
     scores: list[Tensor] | None = None  # `[V]` per token; None: not requested
     logits: list[Tensor] | None = None
     source: Source | None = None  # the encoder's input, where there is an encoder
+    prompt_logprobs: PromptLogprobs | None = None  # None: not requested
     slot: int = -1
     added: bool = False  # to a scheduler
     alone: bool = False  # whether it must not be prefilled together with others
@@ -159,6 +183,7 @@ class SequenceState:
     def output(self) -> Output:
         """Return the result of a sequence that has ended."""
         assert self.finish_reason is not None
+        prompt = self.prompt_logprobs
         return Output(
             None if self.text is None else self.text.text,
             self.new_tokens,
@@ -170,6 +195,8 @@ class SequenceState:
             self._stacked(self.scores),
             self._stacked(self.logits),
             self.context_full,
+            None if prompt is None else list(prompt.values),
+            list(prompt.top_values) if prompt is not None and prompt.top else None,
         )
 
     def failed_step(self, new: int = 0) -> Step:

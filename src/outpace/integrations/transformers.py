@@ -27,7 +27,7 @@ from outpace.checks.arguments import kind
 from outpace.checks.errors import suggestion
 from outpace.decoder import Decoder
 from outpace.draft.base import Drafter
-from outpace.engine.request import seed_of
+from outpace.engine.request import checked_seed, per_prompt, seed_of
 from outpace.engine.sequence import Output, SequenceState
 from outpace.engine.stats import Stats
 from outpace.integrations.assisted import patch, patched, unpatch
@@ -318,10 +318,11 @@ def _streamer(own: Any, withheld: Any, input_ids: Tensor) -> Any:
     return streamer
 
 
-def _seeds(seed: int | Sequence[int] | None, rows: int, per_prompt: int) -> list[int] | None:
+def _seeds(seed: int | Sequence[int] | None, rows: int, samples: int) -> list[int] | None:
     if seed is None:
         return None
-    return [seed_of(seed, row // per_prompt, row % per_prompt, rows // per_prompt) for row in range(rows)]
+    seeds = per_prompt("seed", seed, rows // samples, checked_seed, "one int")
+    return [seed_of(seeds(row // samples), row % samples) for row in range(rows)]
 
 
 # Stopping criteria and outputs

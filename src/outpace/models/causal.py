@@ -175,7 +175,7 @@ class CausalScorer(Scorer):
         return logits[:, -1]
 
     @torch.inference_mode()
-    def score(self, slots: Sequence[int], tokens: Tensor) -> Tensor:
+    def score(self, slots: Sequence[int], tokens: Tensor, prefill: bool = False) -> Tensor:
         """See ``Scorer.score``."""
         n = tokens.shape[1]
         lengths = [self.cache.length(slot) for slot in slots]

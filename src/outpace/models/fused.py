@@ -397,10 +397,10 @@ class FusedModel:
 @torch.inference_mode(False)
 @torch.no_grad()
 def angles_of(rotary: Any, like: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of every position, ``[tokens, d]`` each, as a model's own module computes them.
+    """Return cosines and sines of every position, ``[tokens, d]`` each, as a model computes them.
 
     Args:
-        rotary: The module.
+        rotary: The model's module for them.
         like: A matrix with the dtype and the device of the result.
         tokens: Number of positions.
     """

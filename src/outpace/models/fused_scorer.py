@@ -88,14 +88,14 @@ class FusedScorer(Scorer):
         return logits
 
     @torch.inference_mode()
-    def score(self, slots: Sequence[int], tokens: Tensor) -> Tensor:
+    def score(self, slots: Sequence[int], tokens: Tensor, prefill: bool = False) -> Tensor:
         """See ``Scorer.score``."""
         n = tokens.shape[1]
         lengths = [self.cache.length(slot) for slot in slots]
         self.cache.reserve(slots, [length + n for length in lengths])
         at = (torch.tensor(lengths)[:, None] + torch.arange(n)).clamp(max=self.fused.tokens - 1)
         pages = self.cache.pages(to_device(torch.tensor(slots), self.device))
-        return self.fused.logits(tokens.to(self.device), to_device(at, self.device), pages)
+        return self.fused.logits(tokens.to(self.device), to_device(at, self.device), pages, prefill)
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """See ``Scorer.forward``."""

@@ -127,16 +127,33 @@ class Scorer(ABC):
         """
 
     @abstractmethod
-    def score(self, slots: Sequence[int], tokens: Tensor) -> Tensor:
+    def score(self, slots: Sequence[int], tokens: Tensor, prefill: bool = False) -> Tensor:
         """Score tokens that follow the committed ones, without committing them.
 
         Args:
             slots: Slots of the sequences.
             tokens: Token ids ``[R, n]``.
+            prefill: Whether to use the kernels of a prefill, which any number of tokens shares.
 
         Returns:
             Logits ``[R, n, V]`` after each token.
         """
+
+    def append_scored(self, slot: int, tokens: Sequence[int]) -> Tensor:
+        """Append tokens to a sequence, and commit them.
+
+        Args:
+            slot: Slot of the sequence.
+            tokens: New token ids, at most ``CHUNK``.
+
+        Returns:
+            Logits ``[n, V]`` after each token.
+        """
+        # Forward passes of other rows may overwrite the last entry of an idle row.
+        self.cache.reserve([slot], [self.cache.length(slot) + len(tokens) + 1])
+        logits = self.score([slot], torch.tensor([tokens], device=self.device), prefill=True)
+        self.cache.commit(slot, len(tokens), tokens)
+        return logits[0]
 
     @abstractmethod
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:

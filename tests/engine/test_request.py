@@ -1,0 +1,155 @@
+"""Each prompt of a batch may have its own arguments, and a wrong one fails that prompt alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outpace import Decoder, Output
+from tests.tiny import V, byte_tokenizer, greedy, tiny
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [30]]
+BOTH = pytest.mark.parametrize("engine", [False, True], ids=["eager", "graph"])
+
+
+def text_decoder(engine: bool = False) -> Decoder:
+    return Decoder(tiny(vocab_size=272), "lookup", byte_tokenizer(), engine=engine)
+
+
+def batch(decoder: Decoder, prompts: list[Any], wrong: int, message: str, **options: Any) -> list[Output]:
+    """Generate from prompts of which one has a wrong argument, and return all outputs."""
+    with pytest.warns(UserWarning, match=f"^prompt {wrong}: {message}"):
+        outs: list[Output] = decoder.generate(prompts, temperature=0, **options)
+    assert [out.finish_reason == "error" for out in outs] == [i == wrong for i in range(len(prompts))]
+    return outs
+
+
+@BOTH
+def test_each_prompt_has_its_own_max_new_tokens(engine: bool) -> None:
+    model = tiny()
+    decoder = Decoder(model, model, engine=engine)
+    forms: list[Any] = [[3, 11, 6], (3, 11, 6), np.array([3, 11, 6])]
+    for lengths in forms:
+        outs = decoder.generate(PROMPTS, temperature=0, max_new_tokens=lengths)
+        assert [out.token_ids for out in outs] == [
+            greedy(model, prompt, length) for prompt, length in zip(PROMPTS, (3, 11, 6), strict=True)
+        ]
+    model.generation_config.max_new_tokens = 4
+    outs = decoder.generate(PROMPTS, temperature=0, max_new_tokens=[None, 2, None])
+    assert [len(out.token_ids) for out in outs] == [4, 2, 4]
+
+
+def test_samples_of_a_prompt_share_its_arguments() -> None:
+    outs = Decoder(tiny()).generate(PROMPTS[:2], temperature=1.0, n=2, max_new_tokens=[3, 5], seed=[1, 2])
+    assert [len(out.token_ids) for out in outs] == [3, 3, 5, 5]
+
+
+@BOTH
+def test_each_prompt_has_its_own_stop_strings(engine: bool) -> None:
+    decoder = text_decoder(engine)
+    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 30}
+    texts = [str(decoder.generate(one, **options).text) for one in ("first", "last")]
+    ends = [next(one for one in texts[i][3:] if one not in texts[1 - i]) for i in range(2)]
+    stops: list[Any] = [[["never", ends[0]], None], [[ends[0]], ()], ((ends[0],), [])]
+    for stop in stops:
+        outs = decoder.generate(["first", "last"], **options, stop=stop)
+        assert outs[0].text == texts[0][: texts[0].index(ends[0])]
+        assert (outs[0].finish_reason, outs[1].finish_reason) == ("stop", "length")
+        assert outs[1].text == texts[1]
+    shared = decoder.generate(["first", "last"], **options, stop=ends)  # one set for both
+    assert [out.finish_reason for out in shared] == ["stop", "stop"]
+    alone = decoder.generate("first", **options, stop=[[ends[0]]])
+    assert alone.text == outs[0].text
+
+
+def test_a_special_token_among_the_stop_strings_ends_only_its_own_prompt() -> None:
+    decoder = text_decoder()
+    requests = decoder.requests(["a", "b"], stop=[["<end>"], None])
+    end = decoder.tokenizer.convert_tokens_to_ids("<end>")
+    assert [end in one.stop_tokens for one in requests] == [True, False]
+
+
+@BOTH
+def test_each_prompt_has_its_own_log_probabilities(engine: bool) -> None:
+    decoder = Decoder(tiny(), tiny(seed=1), engine=engine)
+    outs = decoder.generate(PROMPTS, temperature=1.0, seed=3, max_new_tokens=6, logprobs=[False, 3, True])
+    assert outs[0].logprobs is None
+    assert outs[1].logprobs is not None
+    assert outs[1].top_logprobs is not None
+    assert [len(top) for top in outs[1].top_logprobs] == [3] * 6
+    assert outs[2].logprobs is not None
+    assert outs[2].top_logprobs is None
+    together = decoder.generate(PROMPTS, temperature=1.0, seed=3, max_new_tokens=6, logprobs=True)
+    assert outs[1].logprobs == pytest.approx(together[1].logprobs, abs=1e-5)
+
+
+def test_a_seed_of_none_is_a_fresh_one_for_its_prompt() -> None:
+    decoder = Decoder(tiny(), "lookup")
+    first, second = decoder.requests(PROMPTS[:2], seed=[7, None])
+    assert (first.seed, first.match, second.match) == (7, True, False)
+    assert second.seed != decoder.requests(PROMPTS[:2], seed=[7, None])[1].seed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_new_tokens": [5, 0]}, "max_new_tokens: got 0; it must be an int >= 1"),
+        ({"max_new_tokens": [5, "9"]}, "max_new_tokens: got str '9'; it must be an int >= 1"),
+        ({"logprobs": [0, 273]}, r"logprobs: got 273; it must be True, False, or an int in 0\.\.272"),
+        ({"prompt_logprobs": [0, 273]}, r"prompt_logprobs: got 273; it must be True, False, or an int"),
+        ({"prompt_logprobs": [0, None]}, "prompt_logprobs: got NoneType None; it must be True, False, or"),
+        ({"stop": [["a"], [""]]}, r"stop: got \[''\]; it must be a non-empty string, or a list of them"),
+        ({"stop": [["a"], [5]]}, r"stop: got \[5\]; it must be a non-empty string, or a list of them"),
+        ({"stop": [None, "a"]}, "stop: got 'a' in a list with one entry per prompt; it must be None or a "),
+        ({"seed": [5, 1.5]}, "seed: got float 1.5; it must be an int in"),
+    ],
+)
+def test_a_wrong_value_for_one_prompt_fails_that_prompt_alone(
+    arguments: dict[str, Any], message: str
+) -> None:
+    decoder = text_decoder()
+    options = {"max_new_tokens": 5, **arguments}
+    outs = batch(decoder, ["first", "last"], 1, message, **options)
+    assert len(outs[0].token_ids) == 5
+    assert str(outs[1].error).startswith(message[:5])
+    ((name, values),) = arguments.items()
+    if values[1:] == ["a"]:  # it is one set for all prompts
+        return
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        decoder.generate("last", **{**options, name: values[1:]})
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        list(decoder.stream("last", **{**options, name: values[1:]}))
+
+
+def test_a_wrong_value_for_all_prompts_raises() -> None:
+    values: list[dict[str, Any]] = [
+        {"max_new_tokens": 0}, {"logprobs": 99}, {"prompt_logprobs": -1}, {"seed": 1.5}
+    ]  # fmt: skip
+    for wrong in values:
+        with pytest.raises((TypeError, ValueError), match=f"^{next(iter(wrong))}: got"):
+            Decoder(tiny()).generate(PROMPTS, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "fits"),
+    [
+        ("max_new_tokens", [1, 2], "one int"),
+        ("logprobs", [1, 2], "one value"),
+        ("prompt_logprobs", [True] * 4, "one value"),
+        ("stop", [None, ["a"]], "one set of strings"),
+        ("seed", [1, 2], "one int"),
+    ],
+)
+def test_a_list_of_the_wrong_length_is_refused(name: str, values: list[Any], fits: str) -> None:
+    options: dict[str, Any] = {name: values}
+    message = f"^{name}: got {len(values)} for 3 prompts; it must be {fits}, or one per prompt$"
+    with pytest.raises(ValueError, match=message):
+        text_decoder().generate(["a", "b", "c"], **options)
+
+
+def test_the_vocabulary_bounds_log_probabilities() -> None:
+    out = Decoder(tiny()).generate(PROMPTS[0], max_new_tokens=1, logprobs=V)
+    assert out.top_logprobs is not None
+    assert len(out.top_logprobs[0]) == V
