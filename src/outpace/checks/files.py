@@ -15,12 +15,22 @@ def check_output(flag: str, path: Path) -> None:
         raise ValueError(f"{flag}: {folder}: no such folder")
     if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
         raise ValueError(f"{flag}: {path}: it may not be written")
-    temporary = _temporary_path(path)
+    temporary = temporary_path(path)
     try:
         temporary.touch()
         temporary.unlink()
     except OSError as error:
         raise ValueError(f"{flag}: {path}: it cannot be written ({error.strerror})") from None
+
+
+def check_input(flag: str, path: Path) -> None:
+    """Raise unless a file can be read. Commands call it before they start work."""
+    if path.is_dir():
+        raise ValueError(f"{flag}: {path} is a folder")
+    if not path.exists():
+        raise ValueError(f"{flag}: {path}: no such file")
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"{flag}: {path}: it may not be read")
 
 
 def check_distinct(*outputs: tuple[str, Path | None]) -> None:
@@ -49,7 +59,7 @@ def check_folder(flag: str, path: Path) -> None:
 
 def write_atomic(path: Path, text: str) -> None:
     """Replace a file in one step, so that an interruption leaves the old file."""
-    temporary = _temporary_path(path)
+    temporary = temporary_path(path)
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
@@ -59,5 +69,6 @@ def write_atomic(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _temporary_path(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
+    """Return the path of a file that is written beside another one and then replaces it."""
     return path.with_name(f".{path.name}.{os.getpid()}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.checks.files import check_output
+from outpace.cli.batch import BATCH_SIZE, check_flags, generate_batch
 from outpace.cli.models import ModelFlags, open_decoder, with_model_flags
 from outpace.cli.options import (
     MAX_SEQUENCES,
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from outpace.decoder import Decoder
     from outpace.engine.sequence import Step
     from outpace.engine.stats import Stats
+
+
+BATCH = "Batch"
 
 
 @with_model_flags
@@ -92,11 +96,38 @@ def generate(
     svg: Annotated[
         Path | None, typer.Option(help="Also write the coloured text to this SVG file.", rich_help_panel=SHOW)
     ] = None,
+    input: Annotated[
+        Path | None,
+        typer.Option(
+            help="Generate from a file of JSON lines: prompts, objects with a prompt or messages, or "
+            "requests of the OpenAI batch format. Other flags are the defaults of its lines.",
+            rich_help_panel=BATCH,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a JSON line for each request of --input as it finishes. If the file exists, requests "
+            "that have a result are skipped.",
+            rich_help_panel=BATCH,
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_SEQUENCES,
+            help=f"Requests of --input that are generated at a time. Default: {BATCH_SIZE}.",
+            rich_help_panel=BATCH,
+        ),
+    ] = None,
 ) -> None:
     """Generate text, and show which tokens are accepted draft tokens.
 
     The text goes to stdout. Statistics, the meaning of the colours and the result
-    of --compare go to stderr.
+    of --compare go to stderr. With --input, the requests of a file are generated
+    together, and their results go to the file --output. The exit status is 1 if
+    some of them failed.
     """
     if as_json_ and (marks or no_color):
         raise ValueError("--json: text in JSON has no marks or colours; leave out --marks and --no-color")
@@ -106,9 +137,14 @@ def generate(
         if as_json_:
             raise ValueError("--svg: JSON output has no picture; leave out --json")
         check_output("--svg", svg)
+    unused = {  # with --input
+        "prompt": prompt is not None, "--file": file is not None, "--n": n > 1, "--compare": compare,
+        "--json": as_json_, "--svg": svg is not None, "--marks": marks, "--no-color": no_color,
+    }  # fmt: skip
+    files = check_flags(input, output, batch_size, unused)
     models.check()
     check_text("--system", system)
-    text = read_prompt(prompt, file)
+    text = "" if files is not None else read_prompt(prompt, file)
     sampling = sampling_of(
         logit_bias,
         temperature=temperature,
@@ -119,6 +155,17 @@ def generate(
         frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
     )
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "ignore_eos": ignore_eos,
+        "seed": seed,
+        "stop": stop,
+    }
+    if files is not None:
+        from outpace.cli.batch_request import Defaults
+
+        generate_batch(models, *files, batch_size or BATCH_SIZE, Defaults(sampling, options, system, raw))
+        return
     decoder = open_decoder(models)
     if compare:
         from outpace.cli.compare import check_comparable
@@ -126,12 +173,6 @@ def generate(
         check_comparable(decoder)
     messages = [*system_messages(system), {"role": "user", "content": text}]
     ids = encode(decoder, messages, text if raw else None)
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "ignore_eos": ignore_eos,
-        "seed": seed,
-        "stop": stop,
-    }
     steps = decoder.stream(ids, sampling, n=n, **options)
     if as_json_:
         rows, interrupted = collect(steps, n)
