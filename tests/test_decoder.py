@@ -16,6 +16,7 @@ from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 import outpace
 from outpace import Decoder, Draft, Fixed, Heuristic, Output, SamplingParams, Stats
 from outpace.policy import DraftLengthPolicy, Load, StepOutcome
+from outpace.verification import Rule
 from tests import tiers
 from tests.tiny import V, byte_tokenizer, greedy, greedy_of, sources, tiny, tiny_seq2seq
 
@@ -945,3 +946,4 @@ def test_requests_with_a_seed_have_rule_match_unless_a_rule_or_a_lenience_is_nam
     assert [one.match for one in decoder.requests([PROMPT, [1]])] == [False] * 2
     assert [one.match for one in decoder.with_own_rule().requests([PROMPT, [1]], seed=1)] == [False] * 2
     assert decoder.rule.name == "token"
+    assert Decoder(tiny(), rule=Rule("match")).requests(PROMPT)[0].match

@@ -120,7 +120,7 @@ class Decoder:
             for scorer in self._scorers():
                 scorer.pack()
         self.uses_graphs = self.scorer.device.type == "cuda" if engine is None else engine
-        match = None if rule is None and lenience == 1 else self.rule is MATCH
+        match = None if rule is None and lenience == 1 else self.rule == MATCH
         self.reader = Reader(self.scorer, tokenizer, draft_sampling, match)
         self._built_for: tuple[list[Scorer], type[GraphExecutor | EagerExecutor]] | None = None
         self._refresh()
@@ -147,7 +147,7 @@ class Decoder:
     def with_own_rule(self) -> Decoder:
         """Return a decoder that shares all else, and uses its rule for requests with a seed, too."""
         other = copy.copy(self)
-        other.reader = dataclasses.replace(self.reader, match=self.rule is MATCH)
+        other.reader = dataclasses.replace(self.reader, match=self.rule == MATCH)
         return other
 
     @property
