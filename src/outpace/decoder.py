@@ -24,6 +24,7 @@ from outpace.engine.needs import Needs
 from outpace.engine.request import Arrays, Options, Prompt, Prompts, Reader
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import Output, SequenceState, Step
+from outpace.models.causal import state_of
 from outpace.models.fused_scorer import scorer_of, why_not_fused
 from outpace.models.scorer import Scorer
 from outpace.models.seq2seq import Seq2SeqScorer
@@ -110,7 +111,8 @@ class Decoder:
         self.rule = parse("token" if rule is None else rule)
         check.lenience(lenience, self.rule)
         self.lenience = lenience
-        self.policy: DraftLengthPolicy = Fixed(0)
+        most = min(MAX_DRAFT_TOKENS, self.scorer.context - 1)
+        self._default_policy = Fixed(0) if self.drafter is None else Goodput(most)
         self.set_policy(num_draft_tokens)
         if not isinstance(draft_sampling, SamplingParams | None):
             raise TypeError(f"draft_sampling: got {kind(draft_sampling)}; it must be a SamplingParams")
@@ -122,7 +124,9 @@ class Decoder:
         self.uses_graphs = self.scorer.device.type == "cuda" if engine is None else engine
         match = None if rule is None and lenience == 1 else self.rule == MATCH
         self.reader = Reader(self.scorer, tokenizer, draft_sampling, match)
-        self._built_for: tuple[list[Scorer], type[GraphExecutor | EagerExecutor]] | None = None
+        if draft_sampling is not None:
+            self.reader.check_supported(draft_sampling)
+        self._built_for: tuple[list[Scorer], type[GraphExecutor | EagerExecutor], Any] | None = None
         self._refresh()
 
     def set_policy(self, num_draft_tokens: DraftLengthPolicy | int | str | None) -> None:
@@ -132,10 +136,7 @@ class Decoder:
             num_draft_tokens: As in ``Decoder``.
         """
         if num_draft_tokens in (None, "auto"):
-            if isinstance(self.policy, Goodput):
-                return
-            most = min(MAX_DRAFT_TOKENS, self.scorer.context - 1)
-            num_draft_tokens = Fixed(0) if self.drafter is None else Goodput(most)
+            num_draft_tokens = self._default_policy
         self.policy = resolve_policy(num_draft_tokens, self.scorer.context)
 
     def with_policy(self, num_draft_tokens: DraftLengthPolicy | int) -> Decoder:
@@ -332,7 +333,8 @@ class Decoder:
         numbers must not depend on measured times then.
         """
         seeded = self.reader.match is None and any(one.match for one in sequences)
-        if not (seeded and self.policy.is_timed and self.scorer.dtype.itemsize < 4):
+        timed = self.policy is self._default_policy and self.policy.is_timed
+        if not (seeded and timed and self.scorer.dtype.itemsize < 4):
             return self.policy
         free = self.drafter is not None and self.drafter.free
         return repeatable(self.policy.max_draft_tokens, free, self.uses_graphs)
@@ -380,6 +382,8 @@ class Decoder:
         try:
             self._claim(owner)
             self._refresh()
+            if self.executor.name != GraphExecutor.name:
+                return
             for size in batch_sizes:
                 for g in num_draft_tokens:
                     request = self.reader.sequences([0], sampling, None)[0]
@@ -456,9 +460,11 @@ class Decoder:
         """Create scorers and executor again if models have changed: moved, hooked, or with adapters."""
         current = [scorer_of(one, self.uses_graphs, one.cache.max_bytes) for one in self._scorers()]
         kind = GraphExecutor if self.uses_graphs and self._why_no_graphs() is None else EagerExecutor
-        if self._built_for == (current, kind):
+        # Graphs read weights where they were captured
+        places = [state_of(one.base.modules())[:2] for one in current if kind is GraphExecutor]
+        if self._built_for == (current, kind, places):
             return
-        self._built_for = current, kind
+        self._built_for = current, kind, places
         self.scorer = current[0]
         if self.drafter is not None and len(current) > 1:
             self.drafter.scorer = current[1]

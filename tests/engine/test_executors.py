@@ -644,3 +644,39 @@ def test_forget_discards_the_cached_prefixes_of_both_executors() -> None:
         decoder.forget()
         out = decoder.generate(prompt, temperature=0, max_new_tokens=8)
         assert out.token_ids == greedy(model, prompt, 8)
+
+
+@pytest.mark.parametrize("engine", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_processor_may_fail_after_a_rejected_draft_token(engine: bool, temperature: float) -> None:
+    """Without speculation it would never see such a text."""
+    options: dict[str, Any] = {"temperature": temperature, "seed": 5, "max_new_tokens": 20}
+    allowed = make_decoder(engine=engine).generate([5, 6, 7], **options).token_ids
+
+    def strict(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        new = ids[0, 3:].tolist()
+        if new != allowed[: len(new)]:
+            raise RuntimeError("not in the language")
+        return scores
+
+    out = make_decoder(engine=engine).generate([5, 6, 7], processors=[strict], **options)
+    assert out.token_ids == allowed
+    assert out.stats.accepted_tokens < out.stats.draft_tokens
+
+
+def test_graphs_are_discarded_when_the_weights_of_a_model_move() -> None:
+    decoder = Decoder(tiny("gpt2"), engine=True)
+    decoder.generate([5, 6, 7], temperature=0, max_new_tokens=5)
+    before = decoder.executor
+    decoder.generate([5, 6, 7], temperature=0, max_new_tokens=5)
+    assert decoder.executor is before
+    for parameter, other in zip(decoder.target.parameters(), tiny("gpt2", seed=9).parameters(), strict=True):
+        parameter.data = other.data.clone()
+    found = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=5)
+    assert decoder.executor is not before
+    assert found.token_ids == greedy(decoder.target, [5, 6, 7], 5)
+
+
+def test_a_bias_of_the_drafter_for_an_unknown_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="logit_bias: got token ids"):
+        make_decoder(draft_sampling=SamplingParams(logit_bias={V: 1.0}))

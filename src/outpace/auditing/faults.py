@@ -21,19 +21,18 @@ from outpace.engine.logprobs import adjusted_logits
 from outpace.engine.sequence import SequenceState
 from outpace.models.causal import CausalScorer
 from outpace.models.scorer import Scorer
+from outpace.sampling import Errors
 from outpace.verification import Rule, Verdict
 from outpace.verification.block import Block
 
 STALE_POSITIONS = 2  # positions ahead that tokens see
-
-Errors = dict[int, Exception] | None
 
 
 class AcceptAll(EagerExecutor):
     """Every draft token is accepted."""
 
     def verify(
-        self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor, errors: Errors = None
+        self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor, errors: Errors | None = None
     ) -> Verdict:
         """See ``EagerExecutor.verify``."""
         verdict = super().verify(sequences, draft, logits, errors)
@@ -48,7 +47,7 @@ class Resample(EagerExecutor):
         self.generator = torch.Generator(scorer.device).manual_seed(0)
 
     def verify(
-        self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor, errors: Errors = None
+        self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor, errors: Errors | None = None
     ) -> Verdict:
         """See ``EagerExecutor.verify``."""
         verdict = super().verify(sequences, draft, logits, errors)
@@ -121,7 +120,7 @@ class Mislabel(EagerExecutor):
     """The drafter states a distribution that its tokens are not sampled from."""
 
     def verify(
-        self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor, errors: Errors = None
+        self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor, errors: Errors | None = None
     ) -> Verdict:
         """See ``EagerExecutor.verify``."""
         if draft.logits is not None:

@@ -14,9 +14,8 @@ from outpace.models.fused_scorer import scorer_of
 from outpace.models.scorer import Scorer
 from outpace.models.source import Source
 from outpace.verification import Block, SampledTokens, edit_rows, sample_rows, verify_rows
-from outpace.verification.rules import parse
+from outpace.verification.rules import MATCH
 
-MATCH = parse("match")
 PADDING = 1024  # largest difference by padding between two models' vocabularies of one tokenizer
 INSTEAD = "outpace.TextDrafter(model, tokenizer, target_tokenizer) drafts through text"
 

@@ -39,7 +39,8 @@ class Buckets:
     def __init__(self, graphs: Graphs) -> None:
         self._graphs = graphs
         self._last, self._smaller_for = 0, 0  # slots of the last step, and steps that fewer sufficed for
-        self._more_for = 0  # steps that computed more than was needed
+        # Steps that computed more than was needed, by g, bucket and buffers of the host
+        self._more_for: dict[tuple[int, int, int | None], int] = {}
         self._needs: dict[tuple[int, int, int | None], list[Needs]] = {}  # see `_captured_needs`
         self._version = -1  # of the graphs, when `_needs` was computed
 
@@ -97,12 +98,13 @@ class Buckets:
             slots: The bucket.
             host_buffers: As in ``StepKey``.
         """
-        captured = self._captured_needs().get((g, slots, host_buffers), [])
-        covering = [one for one in captured if one.covers(needs)]
-        if needs in covering or not covering or self._more_for >= PATIENCE:
-            self._more_for = 0
+        step = g, slots, host_buffers
+        covering = [one for one in self._captured_needs().get(step, []) if one.covers(needs)]
+        steps = self._more_for.get(step, 0)
+        if needs in covering or not covering or steps >= PATIENCE:
+            self._more_for[step] = 0
             return needs
-        self._more_for += 1
+        self._more_for[step] = steps + 1
         return min(covering, key=Needs.size)
 
     def _captured_needs(self) -> dict[tuple[int, int, int | None], list[Needs]]:

@@ -22,7 +22,7 @@ from outpace.engine.logprobs import (
 from outpace.engine.sequence import SequenceState, seeds
 from outpace.engine.stats import Clock
 from outpace.models.scorer import Prefill, Scorer
-from outpace.sampling import Prefix, SamplingParams, process, warp
+from outpace.sampling import Errors, Prefix, SamplingParams, process, warp
 from outpace.verification import Rule, Verdict, check, verify_block
 from outpace.verification.block import Block
 from outpace.verification.rules import MATCH
@@ -94,7 +94,7 @@ class EagerExecutor(Executor):
 
     def verdicts(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Outcome:
         """Return the outcome of verification, on the host."""
-        errors: dict[int, Exception] = {}
+        errors: Errors = {}
         verdict = self.verify(sequences, draft, logits, errors)
         both = torch.stack((verdict.accepted, verdict.next_token, verdict.bad.long()))
         accepted, next_token, bad = both.tolist()
@@ -106,15 +106,14 @@ class EagerExecutor(Executor):
             dict(zip(slots, accepted, strict=True)),
             dict(zip(slots, next_token, strict=True)),
             dict(zip(slots, map(bool, bad), strict=True)),
-            {slots[i]: error for i, error in errors.items()},
-        )
+        ).with_errors({slots[i]: error for i, error in errors.items()})
 
     def verify(
         self,
         sequences: Sequence[SequenceState],
         draft: Draft,
         logits: Tensor,
-        errors: dict[int, Exception] | None = None,
+        errors: Errors | None = None,
     ) -> Verdict:
         """Verify draft tokens, and store log-probabilities, scores and logits where they were requested.
 

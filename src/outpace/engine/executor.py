@@ -12,6 +12,7 @@ from outpace.engine.sequence import SequenceState
 from outpace.engine.stats import Clock
 from outpace.models.scorer import Prefill
 from outpace.policy import Load
+from outpace.sampling import Errors
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class Outcome:
         drafts: The draft tokens.
         accepted: How many of them were accepted.
         next_token: The token that follows the accepted ones.
-        bad: Whether logits were unusable.
-        errors: The errors of processors, which made logits unusable.
+        bad: Whether logits were unusable, or processors failed.
+        errors: The errors of those processors.
     """
 
     drafts: Mapping[int, list[int]]
@@ -31,6 +32,14 @@ class Outcome:
     next_token: Mapping[int, int]
     bad: Mapping[int, bool]
     errors: Mapping[int, Exception] = field(default_factory=dict)
+
+    def with_errors(self, errors: Errors) -> Outcome:
+        """Return the outcome with errors of processors, by slot.
+
+        An error after a rejected draft token has no effect: without speculation it would not have occurred.
+        """
+        reached = {slot: error for slot, (i, error) in errors.items() if i <= self.accepted[slot]}
+        return replace(self, bad={**self.bad, **dict.fromkeys(reached, True)}, errors=reached)
 
 
 class Pending(ABC):

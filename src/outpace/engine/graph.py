@@ -213,9 +213,10 @@ class GraphExecutor(Executor):
                 started = DeviceEvent(self.target.device)
             processed = Processed(sequences) if needs.processors else None
             result, capture = self._launch(g, slots, needs, draft, list(sequences), processed)
-            pending = GraphPending(result, sequences, capture, begun, started, catch_up_capture)
+            errors = None if processed is None else processed.errors
+            pending = GraphPending(result, sequences, capture, begun, started, catch_up_capture, errors)
         if processed is not None:
-            processed.rewind(pending)
+            processed.rewind(pending.read())
         for slot in sequences:
             self._longest[slot] += g + 1
         if self._catch_up is not None and not g:
@@ -258,6 +259,8 @@ class GraphExecutor(Executor):
             (key, "score"), lambda: self.score(key, buffers), f"{name}, first half"
         )
         change(scored)
+        if (key, "score") in self.graphs.failures:  # there is no memory that a second graph could read
+            return self.decide(key, scored), seconds
         result, more = self.graphs.run((key, scored), lambda: self.decide(key, scored), name, changed)
         return result, seconds + more
 

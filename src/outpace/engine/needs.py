@@ -41,11 +41,11 @@ class Needs:
             g: Draft tokens of the step. Without them, all rules sample as rule ``match`` does.
         """
         samplings = [one.sampling for one in sequences]
-        drafting = [one.draft_sampling for one in sequences if one.draft_sampling is not None] if g else []
+        drafting = [one.draft_sampling for one in sequences if one.draft_sampling is not None]
         tops = [one.top for one in sequences if one.top is not None]
         match = g == 0 or any(one.match for one in sequences)
         return cls(
-            any(has_filters(one) for one in [*samplings, *drafting]),
+            any(has_filters(one) for one in [*samplings, *(drafting if g else ())]),
             any(has_edits(one) for one in [*samplings, *drafting]),
             match,
             g > 0 and not all(one.match for one in sequences),

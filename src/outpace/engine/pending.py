@@ -12,6 +12,7 @@ from torch import Tensor
 from outpace.engine.executor import Outcome, Pending
 from outpace.engine.logprobs import Logprobs, store_logprobs, store_values
 from outpace.engine.sequence import SequenceState
+from outpace.sampling import Errors
 
 
 class DeviceEvent:
@@ -62,8 +63,6 @@ class GraphPending(Pending):
         begun: The event before the catch-up.
         started: The event after the catch-up, at the start of the step.
         catch_up_capture_seconds: Seconds of a capture before the catch-up.
-
-    Attributes:
         errors: Errors of processors, by slot.
     """
 
@@ -75,10 +74,11 @@ class GraphPending(Pending):
         begun: DeviceEvent,
         started: DeviceEvent,
         catch_up_capture_seconds: float = 0.0,
+        errors: Errors | None = None,
     ) -> None:
         self._sequences, self._begun, self._started = sequences, begun, started
         self.capture_seconds, self.catch_up_capture_seconds = capture_seconds, catch_up_capture_seconds
-        self.errors: dict[int, Exception] = {}
+        self._errors = errors or {}
         self._counts, self._logprobs = to_host(result.counts), result.logprobs
         if self._logprobs is not None:
             self._logprobs = Logprobs(*map(to_host, self._logprobs))
@@ -107,8 +107,7 @@ class GraphPending(Pending):
                 {slot: row[0] for slot, row in rows.items()},
                 {slot: row[1] for slot, row in rows.items()},
                 {slot: bool(row[2]) for slot, row in rows.items()},
-                self.errors,
-            )
+            ).with_errors(self._errors)
             for slot, sequence in self._sequences.items():
                 if sequence.finish_reason is None:  # else it has ended after this step started
                     if self._logprobs is not None:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from outpace.draft.base import DraftTensors
-from outpace.engine.pending import GraphPending
+from outpace.engine.executor import Outcome
 from outpace.engine.sequence import SequenceState
-from outpace.sampling import Prefix, process
+from outpace.sampling import Errors, Prefix, process
+from outpace.sampling.params import Rewind
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,29 +35,32 @@ class Processed:
 
     Args:
         sequences: The sequences of the step, by slot.
+
+    Attributes:
+        errors: The errors of processors, by slot.
     """
 
     def __init__(self, sequences: Mapping[int, SequenceState]) -> None:
         self._rows = {slot: one for slot, one in sequences.items() if one.sampling.processors}
-        self._errors: dict[int, Exception] = {}  # by row
+        self._rewind: Rewind | None = None
+        self.errors: Errors = {}
 
     def __call__(self, scored: Scored) -> None:
         """Apply bias, penalties and processors to the logits of the sequences that have processors."""
-        rows, draft = list(self._rows.values()), scored.draft
-        slots = torch.tensor(list(self._rows), device=scored.logits.device)
+        rows, slots, draft = list(self._rows.values()), list(self._rows), scored.draft
+        at, errors = torch.tensor(slots, device=scored.logits.device), Errors()
         prefix = Prefix.padded(
             [one.tokens for one in rows], [one.prompt_length for one in rows], scored.logits.device
         )
-        lengths = None if draft.lengths is None else draft.lengths[slots] + 1
+        lengths = None if draft.lengths is None else draft.lengths[at] + 1
         changed, self._rewind = process(
-            scored.logits[slots], [one.sampling for one in rows], prefix, draft.tokens[slots], lengths,
-            until_rejected=True, errors=self._errors,
+            scored.logits[at], [one.sampling for one in rows], prefix, draft.tokens[at], lengths,
+            until_rejected=True, errors=errors,
         )  # fmt: skip
-        scored.logits[slots] = changed
+        scored.logits[at] = changed
+        self.errors = {slots[i]: error for i, error in errors.items()}
 
-    def rewind(self, pending: GraphPending) -> None:
-        """Set the processors' state back to after the last accepted token, and note their errors."""
-        outcome, slots = pending.read(), list(self._rows)
-        pending.errors.update({slots[i]: error for i, error in self._errors.items()})
+    def rewind(self, outcome: Outcome) -> None:
+        """Set the processors' state back to after the last accepted token."""
         if self._rewind is not None:
-            self._rewind(torch.tensor([outcome.accepted[slot] for slot in slots]))
+            self._rewind(torch.tensor([outcome.accepted[slot] for slot in self._rows]))

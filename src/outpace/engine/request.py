@@ -155,7 +155,7 @@ class Reader:
             try:
                 own = Own(lengths(i), stops(i), tops(i), prompt_tops(i), seeds(i))
                 tokens, source = self._read(item)
-                self._check_supported(own_sampling)
+                self.check_supported(own_sampling)
             except Exception as raised:  # a tokenizer may raise anything
                 if single:
                     raise
@@ -237,7 +237,7 @@ class Reader:
         integer(name, top, f"True, False, or an int in 0..{most}", lambda k: 0 <= k <= most)
         return int(top)
 
-    def _check_supported(self, sampling: SamplingParams) -> None:
+    def check_supported(self, sampling: SamplingParams) -> None:
         """Raise if sampling parameters do not fit the model."""
         V = self.scorer.vocab_size
         if beyond := [token for token in sampling.logit_bias or () if token >= V]:

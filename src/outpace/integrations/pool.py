@@ -43,7 +43,7 @@ class DecoderPool:
 
     @contextlib.contextmanager
     def lend(
-        self, model: torch.nn.Module, draft: Any, options: Hashable, create: Callable[[], Decoder]
+        self, model: torch.nn.Module, draft: Any, options: Hashable, create: Callable[..., Decoder]
     ) -> Iterator[Decoder]:
         """Lend a decoder for a ``with`` block; it returns to the pool unless the block fails.
 
@@ -56,7 +56,8 @@ class DecoderPool:
         is_model = isinstance(draft, torch.nn.Module)
         key = (id(draft) if is_model else draft, options)
         if not is_model and not isinstance(draft, str):
-            yield create()  # the drafter is the caller's, and may hold a model
+            # The drafter is the caller's, and may hold a model. Capturing graphs for one call does not pay.
+            yield create(engine=False)
             return
         with self._lock:
             idle = self._idle.get(model, {}).pop(key, None)

@@ -85,7 +85,7 @@ def generate(
         stopping_criteria: The stopping criteria. Transformers passes them.
         generation_config: The generation config. Transformers passes it.
         draft: A smaller model with the same tokenizer, a ``Drafter``, or "lookup".
-        rule: As in ``Decoder``.
+        rule: As in ``Decoder``, but "token" by default, with a seed, too.
         lenience: As in ``Decoder``.
         num_draft_tokens: As in ``Decoder``, with one exception: sampling uses a ``Heuristic`` by default, so
             that runs can be repeated.

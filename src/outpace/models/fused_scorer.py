@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -158,11 +159,13 @@ def fused_model(model: Any) -> FusedModel:
 
     Fusing moves the model's weights, so a second time would invalidate the first.
     """
-    fused = _fused.get(id(model))
-    if fused is None or fused.base is not model or not fused.is_current:
-        fused = _fused[id(model)] = FusedModel(model)
-    return fused
+    with _lock:
+        fused = _fused.get(id(model))
+        if fused is None or fused.base is not model or not fused.is_current:
+            fused = _fused[id(model)] = FusedModel(model)
+        return fused
 
 
+_lock = threading.Lock()  # two threads may ask for one model
 # By the id of the model
 _fused: WeakValueDictionary[int, FusedModel] = WeakValueDictionary()

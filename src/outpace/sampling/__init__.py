@@ -1,5 +1,6 @@
 """Sampling parameters, the adjustment of logits to them, and counter-based noise."""
 
+from outpace.sampling.adjustment import Errors as Errors
 from outpace.sampling.adjustment import Prefix as Prefix
 from outpace.sampling.adjustment import adjust as adjust
 from outpace.sampling.adjustment import process as process

@@ -26,6 +26,9 @@ from torch import Tensor
 from outpace.checks.arguments import floats, integer, integers, kind, on_device, to_device
 from outpace.sampling.params import Processor, Rewind, SamplingParams, copy_processors, per_row
 
+Errors = dict[int, tuple[int, Exception]]
+"""By row: the first position at which processors failed, and the error."""
+
 
 @dataclass(frozen=True)
 class Prefix:
@@ -136,7 +139,7 @@ def process(
     drafted: Tensor | None = None,
     lengths: Tensor | None = None,
     until_rejected: bool = False,
-    errors: dict[int, Exception] | None = None,
+    errors: Errors | None = None,
 ) -> tuple[Tensor, Rewind | None]:
     """Apply bias, penalties and processors, the part of ``adjust`` that greedy decoding needs, too.
 
@@ -148,8 +151,8 @@ def process(
         lengths: Positions of each row that processors see, ``[B]``. By default all n.
         until_rejected: Show processors no position after a draft token that they forbid. Decoding without
             speculation would never show them such a position.
-        errors: Gets the error of each row's processors. The row's logits are NaN from that position on. None:
-            the first error is raised.
+        errors: Gets the position and the error of each row whose processors fail. From there on, the row's
+            logits are as they were before processors. None: the first error is raised.
 
     Returns:
         The adjusted logits, and a function that rewinds processors, or None without processors. The function
@@ -317,7 +320,7 @@ def _run_processors(
     drafted: Tensor,
     lengths: Tensor | None,
     until_rejected: bool,
-    errors: dict[int, Exception] | None,
+    errors: Errors | None,
 ) -> Rewind:
     """Apply each row's processors in place, in order of positions; return a function that rewinds them."""
     B, n, _ = scores.shape
@@ -338,21 +341,22 @@ def _run_processors(
             try:
                 for processor in processors:
                     one = _checked(processor(ids, one), one, processor)
+                if exclusive[b]:
+                    row_states.append(copy_processors(processors))
+                scores[b, i] = one[0]
             except Exception as error:
                 if errors is None:
                     raise
-                errors[b], scores[b, i:] = error, torch.nan
+                errors[b] = i, error
                 break
-            scores[b, i] = one[0]
-            if exclusive[b]:
-                row_states.append(copy_processors(processors))
             if until_rejected and i < drafted.shape[1] and bool(one[0, drafted[b, i]] == -torch.inf):
                 break
         after.append(row_states)
 
     def rewind(last: Tensor) -> None:
         for b, i in enumerate(last.tolist()):
-            for processor, saved in zip(row_processors[b], after[b][i] if after[b] else (), strict=False):
+            states = after[b][min(i, len(after[b]) - 1)] if after[b] else ()  # fewer after an error
+            for processor, saved in zip(row_processors[b], states, strict=False):
                 if hasattr(processor, "__dict__"):
                     vars(processor).clear()
                     vars(processor).update(vars(saved))

@@ -15,7 +15,7 @@ from outpace.draft.base import Draft, Drafter
 from outpace.engine.eager import EagerExecutor
 from outpace.engine.logprobs import adjusted_logits
 from outpace.engine.sequence import SequenceState
-from outpace.sampling import warp
+from outpace.sampling import Errors, warp
 from outpace.verification import Verdict
 
 
@@ -59,7 +59,7 @@ class ProfilingExecutor(EagerExecutor):
         sequences: Sequence[SequenceState],
         draft: Draft,
         logits: Tensor,
-        errors: dict[int, Exception] | None = None,
+        errors: Errors | None = None,
     ) -> Verdict:
         """See ``EagerExecutor.verify``."""
         synchronize(logits.device)

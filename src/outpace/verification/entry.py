@@ -7,6 +7,7 @@ PyTorch. On CUDA, ``triton`` and its ``kernels`` replace ``eager``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -337,8 +338,9 @@ def start_kernels() -> Thread:
     """
 
     def start() -> None:
-        if _kernels() is not None:
-            importlib.import_module("triton.runtime.cache").triton_key()
+        with contextlib.suppress(Exception):  # the first call that needs the kernels raises it
+            if _kernels() is not None:
+                importlib.import_module("triton.runtime.cache").triton_key()
 
     thread = Thread(target=start, name="outpace loads kernels", daemon=True)
     thread.start()
