@@ -448,7 +448,7 @@ class Decoder:
         description = self.executor.describe()
         if not self.uses_graphs:
             return description
-        if (reason := self._why_no_graphs()) is not None:
+        if (reason := why_no_graphs(self._scorers(), self.rule, self.reader.draft_sampling)) is not None:
             return f"{description}, because {reason}"
         reasons = [(type(one.base).__name__, why_not_fused(one.model)) for one in self._scorers()]
         not_fused = [f"{name} is not fused, since it {why}" for name, why in reasons if why is not None]
@@ -459,7 +459,12 @@ class Decoder:
     def _refresh(self) -> None:
         """Create scorers and executor again if models have changed: moved, hooked, or with adapters."""
         current = [scorer_of(one, self.uses_graphs, one.cache.max_bytes) for one in self._scorers()]
-        kind = GraphExecutor if self.uses_graphs and self._why_no_graphs() is None else EagerExecutor
+        kind = (
+            GraphExecutor
+            if self.uses_graphs
+            and why_no_graphs(self._scorers(), self.rule, self.reader.draft_sampling) is None
+            else EagerExecutor
+        )
         # Graphs read weights where they were captured
         places = [state_of(one.base.modules())[:2] for one in current if kind is GraphExecutor]
         if self._built_for == (current, kind, places):
@@ -471,9 +476,6 @@ class Decoder:
         self._share_budget()
         self.reader = dataclasses.replace(self.reader, scorer=self.scorer)
         self.executor: Executor = kind(self.scorer, self.drafter, self.rule, self.lenience)
-
-    def _why_no_graphs(self) -> str | None:
-        return why_no_graphs(self._scorers(), self.rule, self.reader.draft_sampling)
 
     def encoders(self) -> list[Seq2SeqScorer]:
         """Return those scorers of target and draft model that have an encoder."""

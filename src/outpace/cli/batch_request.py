@@ -45,7 +45,7 @@ class Form(Enum):
 
     @property
     def is_openai(self) -> bool:
-        """Whether it is a form of the OpenAI batch format."""
+        """True for a form of the OpenAI batch format."""
         return self is not Form.PLAIN
 
 

@@ -1,4 +1,4 @@
-"""What the sequences of a step need beside temperatures, which decides what its graph computes."""
+"""Needs of the sequences in a step, which decide what its graph computes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outpace.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Needs:
-    """What a step computes. It serves any mix of sequences that need no more.
+    """Results and kernels of a step, which serves any mix of sequences that need no more.
 
     Attributes:
         filters: Top-k, top-p or min-p.
