@@ -117,6 +117,23 @@ def test_match_generates_the_tokens_of_decoding_without_speculation(engine: bool
         assert [out.token_ids for out in outs] == [out.token_ids for out in baseline]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_of_up_to_seven_tokens_change_no_bit_of_a_sequence(temperature: float) -> None:
+    """Rounding to bfloat16 would change other texts at near-ties."""
+    model = tiny().bfloat16().cuda()
+    prompts = [torch.randint(V, (n,)).tolist() for n in (5, 60, 126)]
+    drafters = (None, 0), ("lookup", 3), ("lookup", 7), (tiny(seed=1).bfloat16().cuda(), 2)
+    texts = []
+    for draft, g in drafters:
+        decoder = Decoder(model, draft, num_draft_tokens=Fixed(g))
+        outs = [
+            decoder.generate(prompt, temperature=temperature, seed=3, max_new_tokens=100, ignore_eos=True)
+            for prompt in prompts
+        ]
+        texts.append([out.token_ids for out in outs])
+    assert texts[1:] == texts[:1] * 3
+
+
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_almost_all_draft_tokens_of_the_target_itself_are_accepted(rule: str) -> None:
     """Rounding differs slightly between forward passes of one token and of four."""

@@ -495,3 +495,22 @@ def test_attention_of_real_head_shapes_equals_pytorch(
     for row, row_after in zip(pages, after, strict=True):
         for page, page_after in zip(row, row_after, strict=True):
             assert (page.double() - page_after).norm() < 1e-2 * page_after.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(32, 32, 128), (16, 16, 128), (32, 8, 128), (9, 3, 64)])
+@pytest.mark.parametrize("start", [3, 121, 250, 700, 2043])
+def test_an_output_has_the_same_bits_however_many_tokens_are_new(
+    heads: int, kv_heads: int, d: int, start: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(start)
+    here, n = Heads(heads, kv_heads, d, dtype=dtype, page=128, tokens=2176), 8
+    pages = [here.pages(17)]
+    qkv, positions = here.qkv(1, n), positions_of((start, n), n=n)
+    every = here.few(qkv, positions, pages)
+    for some in (1, 2, 3):
+        parts = [slice(i, i + some) for i in range(0, n, some)]
+        found = [here.few(qkv[:, part].contiguous(), positions[:, part], pages) for part in parts]
+        assert torch.equal(torch.cat(found, dim=1), every)

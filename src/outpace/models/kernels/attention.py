@@ -8,14 +8,19 @@ and rows can share pages, without a new CUDA graph.
 The kernel takes the output of the query, key and value product. It normalizes and rotates queries and keys,
 writes keys and values into the cache, and computes the softmax.
 
-A block handles the queries of all heads that share a key head in a row, and a range of the row's earlier
-tokens. The block of the first range also handles the new tokens. It takes them from the product and writes
-them into the cache, so that no block waits for another. Long rows are cut into ranges, so that there are
-enough blocks for all processors. If a row has several ranges, the last block of each key head to finish
-combines their outputs.
+A block handles the queries of all heads that share a key head in a row, and a range of the row's tokens. It
+takes new tokens from the product and writes them into the cache, so that no block waits for another. Long
+rows are cut into ranges, so that there are enough blocks for all processors. If a row has several ranges, the
+last block of each key head to finish combines their outputs.
+
+A query's output has the same bits however many new tokens there are, in bfloat16 and float32. Keys are added
+up from the last one to the first, 16 at a time, whether they come from the cache or from the product. The
+running maximum of a softmax is an integer of a base-2 logarithm, so that rescaling is exact.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -28,6 +33,9 @@ from outpace.models.kernels.ranges import FIELDS, BlockShape
 from outpace.verification.kernels.ahead import launch
 
 COMBINED = 8  # most ranges loaded at once when their outputs are combined
+TOTALS = tl.constexpr(8)  # equal columns of the totals of a softmax; see `update_softmax`
+LOG2_E = math.log2(math.e)
+KEYS_AT_ONCE = 16  # keys that one instruction adds up
 PREFETCH = 64  # earlier tokens that each of few blocks prefetches before the previous kernel has ended
 
 
@@ -86,25 +94,35 @@ def pointer_to(address, dtype: tl.constexpr):
 
 
 @triton.jit
-def write_new(
-    source, address, position, valid, weight, cosine, sine, eps, kv_heads, head_start,
+def new_keys(
+    source, valid, weight, cosine, sine, eps, kv_heads, line,
     D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
-    """Write keys and values of new tokens ``[n]`` into pages; return keys as two halves, and values.
+    """Write keys and values of new tokens ``[n]`` into the cache; return keys as two halves, and values.
 
-    ``source`` points to each token's key in the product, and ``address`` holds the address of its page. The
-    keys of the layer and head begin at element head_start of a page. Tokens that are not valid are not
-    written.
+    ``source`` points to each token's key in the product, ``line`` to its key in the cache. Tokens that are
+    not valid are not written, and are 0.
     """
     h, d = tl.arange(0, HALF)[None, :], tl.arange(0, WIDTH)[None, :]
     half_mask, mask = valid[:, None] & (h < D // 2), valid[:, None] & (d < D)
     v = tl.load(source[:, None] + kv_heads * D + d, mask=mask, other=0.0)
     ka, kb = vectors(source, valid, weight, cosine, sine, eps, D, HALF, SHIFTED)
-    line = (pointer_to(address, v.dtype) + (head_start + position % PAGE * D))[:, None]
     tl.store(line + h, ka, mask=half_mask)
     tl.store(line + D // 2 + h, kb, mask=half_mask)
     tl.store(line + kv_heads * PAGE * D + d, v, mask=mask)
     return ka, kb, v
+
+
+@triton.jit
+def cached_keys(
+    line, valid, kv_heads, D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr
+):  # fmt: skip
+    """Load keys at pointers ``[n, 1]`` as two halves, and their values; those not valid are 0."""
+    h, d = tl.arange(0, HALF)[None, :], tl.arange(0, WIDTH)[None, :]
+    half_mask, mask = valid[:, None] & (h < D // 2), valid[:, None] & (d < D)
+    ka = tl.load(line + h, mask=half_mask, other=0.0)
+    kb = tl.load(line + D // 2 + h, mask=half_mask, other=0.0)
+    return ka, kb, tl.load(line + kv_heads * PAGE * D + d, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -125,67 +143,80 @@ def prefetch(lines, tokens, D: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def update_softmax(
-    qa, qb, ka, kb, v, visible, scale, running_max, running_total, running_sum, PRECISION: tl.constexpr
-):
+    qa, qb, ka, kb, v, visible, scale, running_max, running_total, running_sum,
+    SAME_BITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Update the running maximum, total and weighted sum of a softmax with more keys and values.
 
-    If ``visible`` is None, every query sees all keys.
+    Scores are base-2 logarithms. If ``visible`` is None, every query sees all keys.
+
+    With SAME_BITS, the maximum is an integer, so that the bits of a weight, except for its exponent, do not
+    depend on it. Totals are then a product with ones, which adds up keys in the same order for any number of
+    queries, unlike ``tl.sum``. Its columns are equal.
     """
     score = tl.dot(qa, tl.trans(ka), input_precision=PRECISION)
     score = tl.dot(qb, tl.trans(kb), score, input_precision=PRECISION) * scale
+    factor = 1.0
+    if SAME_BITS:
+        whole = tl.floor(score)
+        factor = tl.exp2(score - whole)
+        score = whole
     if visible is not None:
         score = tl.where(visible, score, -float("inf"))
     new_max = tl.maximum(running_max, tl.max(score, axis=1))
     safe = tl.where(new_max == -float("inf"), 0.0, new_max)
-    weight = tl.exp(score - safe[:, None])
-    decay = tl.exp(running_max - safe)
-    running_total = running_total * decay + tl.sum(weight, axis=1)
+    weight = tl.exp2(score - safe[:, None]) * factor
+    decay = tl.exp2(running_max - safe)
+    if SAME_BITS:
+        ones = tl.full([v.shape[0], running_total.shape[1]], 1.0, v.dtype)
+        running_total = running_total * decay[:, None]
+        running_total = tl.dot(weight.to(v.dtype), ones, running_total, input_precision=PRECISION)
+    else:
+        running_total = running_total * decay + tl.sum(weight, axis=1)
     running_sum = tl.dot(weight.to(v.dtype), v, running_sum * decay[:, None], input_precision=PRECISION)
     return new_max, running_total, running_sum
 
 
 @triton.jit
 def over_cache(
-    qa, qb, pages, address, first, stop, position, last, window, scale, kv_heads, head_start,
-    running_max, running_total, running_sum,
-    D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    qa, qb, pages, first, stop, position, last, window, scale, kv_heads, head_start,
+    running_max, running_total, running_sum, D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    MASKED: tl.constexpr, SAME_BITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Update a softmax with the row's tokens from ``first`` on and before ``stop``.
+    """Update a softmax with the row's tokens before ``stop``, back to ``first``.
 
-    ``first`` is a multiple of BLOCK, so that the tokens loaded at once are in one page. ``address`` is that
-    of the first page. The keys of the layer and head begin at element head_start of a page.
+    ``first`` is a multiple of BLOCK, so that the tokens loaded at once are in one page. The keys of the layer
+    and head begin at element head_start of a page.
 
     Each query sees no token after its ``last`` one, and none farther back than the window (0: no limit). If
     not MASKED, every query sees all of the tokens, and their number is a multiple of BLOCK.
     """
-    h, d = tl.arange(0, qa.shape[1])[None, :], tl.arange(0, running_sum.shape[1])[None, :]
-    for left in range(first, stop, BLOCK):
-        t = left + tl.arange(0, BLOCK)
+    tiles = tl.cdiv(stop - first, BLOCK)
+    address = tl.load(pages + (first + (tiles - 1) * BLOCK) // PAGE, mask=tiles > 0, other=0)
+    for tile in range(tiles):
+        left = first + (tiles - 1 - tile) * BLOCK
+        t = left + (BLOCK - 1) - tl.arange(0, BLOCK)
         keys = pointer_to(address, qa.dtype) + head_start
         # Loaded one iteration ahead, so that the loads of keys and values do not wait for it
-        address = tl.load(pages + tl.minimum(left + BLOCK, stop - 1) // PAGE)
-        line = keys + (left % PAGE + tl.arange(0, BLOCK))[:, None] * D
-        half_mask, mask = h < D // 2, d < D
-        visible = None
+        address = tl.load(pages + tl.maximum(left - BLOCK, first) // PAGE)
+        inside, visible = t >= 0, None
         if MASKED:
-            half_mask &= (t < stop)[:, None]
-            mask &= (t < stop)[:, None]
+            inside = t < stop
             visible = t[None, :] <= last[:, None]
             if window > 0:
                 visible &= t[None, :] > position[:, None] - window
-        ka = tl.load(line + h, mask=half_mask, other=0.0)
-        kb = tl.load(line + D // 2 + h, mask=half_mask, other=0.0)
-        v = tl.load(line + kv_heads * PAGE * D + d, mask=mask, other=0.0)
+        line = keys + (t % PAGE)[:, None] * D
+        ka, kb, v = cached_keys(line, inside, kv_heads, D, qa.shape[1], running_sum.shape[1], PAGE)
         running_max, running_total, running_sum = update_softmax(
-            qa, qb, ka, kb, v, visible, scale, running_max, running_total, running_sum, PRECISION
+            qa, qb, ka, kb, v, visible, scale, running_max, running_total, running_sum, SAME_BITS, PRECISION
         )
     return running_max, running_total, running_sum
 
 
 @triton.jit
-def quotient(running_total, running_sum):
+def quotient(total, weighted_sum):
     """Return the output of a softmax, which is 0 for a query that sees nothing."""
-    return running_sum / tl.where(running_total == 0.0, 1.0, running_total)[:, None]
+    return weighted_sum / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @triton.jit(do_not_specialize=["positions", "table", "positions_stride", "table_stride"])
@@ -193,9 +224,9 @@ def attend(
     qkv, positions, cos, sin, q_norm, k_norm, table, ranges, out, parts, counters, eps, scale, window,
     n, heads, kv_heads, layer_start, positions_stride, qkv_stride, table_stride, out_stride, cos_stride,
     D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr,
-    BLOCK: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr, QUERIES: tl.constexpr,
-    COMBINED: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
+    QUERIES: tl.constexpr, COMBINED: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of (range, key head).
 
@@ -203,8 +234,11 @@ def attend(
     ROWS is QUERIES, but at least 16. The outputs of COMBINED ranges are loaded at once. The layer's keys
     begin at element layer_start of a page.
 
+    The last NEW tokens of a row, up to a multiple of ALIGN, are one tile. Those of them that are in the cache
+    are loaded from there.
+
     The previous kernel does not write positions, angles, the table, the ranges or earlier tokens. So, before
-    that kernel ends, a block loads the first four and prefetches PREFETCH earlier tokens.
+    that kernel ends, a block loads what it needs of the first four, and prefetches PREFETCH earlier tokens.
     """
     head, item = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
     num_ranges = tl.load(ranges + item * FIELDS).to(tl.int32)
@@ -212,29 +246,38 @@ def attend(
         return
     b = tl.load(ranges + item * FIELDS + 1)
     r = tl.load(ranges + item * FIELDS + 2).to(tl.int32)
-    # Earlier tokens of this range, and the address of their first page
+    # Tokens of this range, the first new token of the row, and the address of the last earlier token's page
     first = tl.load(ranges + item * FIELDS + 3).to(tl.int32)
     stop = tl.load(ranges + item * FIELDS + 4).to(tl.int32)
-    address = tl.load(ranges + item * FIELDS + 5)
+    start = tl.load(ranges + item * FIELDS + 5).to(tl.int32)
+    address = tl.load(ranges + item * FIELDS + 6)
     groups = heads // kv_heads
     d = tl.arange(0, WIDTH)
     dtype = out.dtype.element_ty
     pages = table + b * table_stride
     head_start = layer_start + head * PAGE * D
-    row, j = tl.arange(0, ROWS), tl.arange(0, NEW)
+    row = tl.arange(0, ROWS)
     i = row % n
     valid = row < groups * n
     position = tl.load(positions + b * positions_stride + i, mask=valid, other=-1).to(tl.int32)
-    new_position = tl.load(positions + b * positions_stride + j, mask=j < n, other=-1).to(tl.int32)
-    new = new_position >= 0
-    new_address = address_of(pages, new_position, new, PAGE)
     cosine, sine = angles_of(position, position >= 0, cos, sin, cos_stride, D, HALF)
-    new_cosine, new_sine = angles_of(new_position, new, cos, sin, cos_stride, D, HALF)
+    top = tl.cdiv(stop, ALIGN) * ALIGN
+    bottom = tl.where(stop > start, tl.maximum(first, top - NEW), stop)
+    t = top - 1 - tl.arange(0, NEW)
+    j = t - start
+    cached, new = (t >= bottom) & (j < 0), (t >= bottom) & (j >= 0) & (t < stop)
+    # A new token that is padding, or beyond the context, has another position.
+    new &= tl.load(positions + b * positions_stride + j, mask=new, other=-1).to(tl.int32) == t
+    new_cosine, new_sine = angles_of(t, new, cos, sin, cos_stride, D, HALF)
+    line = pointer_to(address_of(pages, t, new | cached, PAGE), dtype) + (head_start + t % PAGE * D)
+    line = line[:, None]
     if OVERLAPS:
         if PREFETCH > 0:
-            keys, tokens = pointer_to(address, dtype) + head_start, tl.minimum(stop - first, PAGE)
-            prefetch(keys, tokens, D, PREFETCH)
-            prefetch(keys + kv_heads * PAGE * D, tokens, D, PREFETCH)
+            earlier = tl.minimum(stop, start)
+            left = tl.maximum(first, (earlier - 1) // PREFETCH * PREFETCH)
+            keys = pointer_to(address, dtype) + (head_start + left % PAGE * D)
+            prefetch(keys, earlier - left, D, PREFETCH)
+            prefetch(keys + kv_heads * PAGE * D, earlier - left, D, PREFETCH)
         gdc_wait()
         gdc_launch_dependents()
 
@@ -242,39 +285,38 @@ def attend(
     query = qkv + (b * n + i) * qkv_stride + (head * groups + row // n) * D
     qa, qb = vectors(query, valid, q_norm, cosine, sine, eps, D, HALF, SHIFTED)
     running_max = tl.full([ROWS], -float("inf"), tl.float32)
-    running_total = tl.zeros([ROWS], tl.float32)
+    running_total = tl.zeros([ROWS, TOTALS], tl.float32)
     running_sum = tl.zeros([ROWS, WIDTH], tl.float32)
-
-    # New tokens
-    if r == 0:
-        source = qkv + (b * n + j) * qkv_stride + (heads + head) * D
-        new_ka, new_kb, new_v = write_new(
-            source, new_address, new_position, new, k_norm, new_cosine, new_sine, eps, kv_heads, head_start,
-            D, HALF, WIDTH, PAGE, SHIFTED,
+    if stop > start:
+        cached_ka, cached_kb, cached_v = cached_keys(line, cached, kv_heads, D, HALF, WIDTH, PAGE)
+        ka, kb, v = new_keys(
+            qkv + (b * n + j) * qkv_stride + (heads + head) * D, new, k_norm, new_cosine, new_sine, eps,
+            kv_heads, line, D, HALF, WIDTH, PAGE, SHIFTED,
         )  # fmt: skip
-        visible = new[None, :] & valid[:, None] & (j[None, :] <= i[:, None])
+        visible = (new | cached)[None, :] & (t[None, :] <= position[:, None])
         if window > 0:
-            visible &= new_position[None, :] > position[:, None] - window
+            visible &= t[None, :] > position[:, None] - window
         running_max, running_total, running_sum = update_softmax(
-            qa, qb, new_ka, new_kb, new_v, visible, scale, running_max, running_total, running_sum, PRECISION
-        )
-
+            qa, qb, ka + cached_ka, kb + cached_kb, v + cached_v, visible, scale, running_max, running_total,
+            running_sum, True, PRECISION,
+        )  # fmt: skip
     running_max, running_total, running_sum = over_cache(
-        qa, qb, pages, address, first, stop, position, tl.where(valid, stop - 1, -1), window, scale, kv_heads,
-        head_start, running_max, running_total, running_sum, D, BLOCK, PAGE, True, PRECISION,
+        qa, qb, pages, first, bottom, position, tl.where(valid, bottom - 1, -1), window, scale, kv_heads,
+        head_start, running_max, running_total, running_sum, D, BLOCK, PAGE, True, True, PRECISION,
     )  # fmt: skip
+    total = tl.max(running_total, axis=1)
 
     out_mask = valid[:, None] & (d < D)[None, :]
     if num_ranges == 1:
-        line = out + (b * n + i) * out_stride + (head * groups + row // n) * D
-        tl.store(line[:, None] + d[None, :], quotient(running_total, running_sum).to(dtype), mask=out_mask)
+        to = out + (b * n + i) * out_stride + (head * groups + row // n) * D
+        tl.store(to[:, None] + d[None, :], quotient(total, running_sum).to(dtype), mask=out_mask)
     else:
         # Each range stores maximum, total and weighted sum; the last one to finish combines them.
         group = b * kv_heads + head
         cell = ROWS * (WIDTH + 2)
         this_part = parts + (item * kv_heads + head) * cell
         tl.store(this_part + row, running_max)
-        tl.store(this_part + ROWS + row, running_total)
+        tl.store(this_part + ROWS + row, total)
         tl.store(this_part + 2 * ROWS + row[:, None] * WIDTH + d[None, :], running_sum, mask=out_mask)
         tl.debug_barrier()
         finished = tl.atomic_add(counters + group, 1, sem="acq_rel")
@@ -301,12 +343,12 @@ def attend(
                     )
                     new_max = tl.maximum(all_max, part_max)
                     safe = tl.where(new_max == -float("inf"), 0.0, new_max)
-                    decay, factor = tl.exp(all_max - safe), tl.exp(part_max - safe)
+                    decay, factor = tl.exp2(all_max - safe), tl.exp2(part_max - safe)
                     all_max = new_max
                     all_total = all_total * decay + part_total * factor
                     all_sum = all_sum * decay[:, None] + part_sum * factor[:, None]
-            line = out + (b * n + few % n) * out_stride + (head * groups + few // n) * D
-            tl.store(line[:, None] + d[None, :], quotient(all_total, all_sum).to(dtype), mask=in_out)
+            to = out + (b * n + few % n) * out_stride + (head * groups + few // n) * D
+            tl.store(to[:, None] + d[None, :], quotient(all_total, all_sum).to(dtype), mask=in_out)
 
 
 def few_queries(
@@ -358,15 +400,17 @@ def few_queries(
     parts = torch.empty(len(ranges) * kv_heads * ROWS * (WIDTH + 2), dtype=torch.float32, device=qkv.device)
     q_norm, k_norm, eps, shifted = norms or (None, None, 0.0, False)
     aligned = D * qkv.element_size() % ALIGNED == 0
+    align = KEYS_AT_ONCE if blocks.few else 1
     launch(
         attend, (len(ranges) * kv_heads,),
         qkv, positions, *angles, q_norm, k_norm, table, ranges, out, parts, counters,
-        eps, scale, window or 0, n, heads, kv_heads, layer * 2 * kv_heads * page * D, positions.stride(0),
-        qkv.stride(1), table.stride(0), out.stride(1), angles[0].stride(0),
-        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n)), blocks.tokens, page, FIELDS, queries,
-        min(COMBINED, triton.next_power_of_2(len(ranges))), shifted,
+        eps, scale * LOG2_E, window or 0, n, heads, kv_heads, layer * 2 * kv_heads * page * D,
+        positions.stride(0), qkv.stride(1), table.stride(0), out.stride(1), angles[0].stride(0),
+        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n + align - 1)), align, blocks.tokens, page,
+        FIELDS, queries, min(COMBINED, triton.next_power_of_2(len(ranges))), shifted,
         "ieee" if qkv.dtype == torch.float32 else "tf32", here.overlaps,
         PREFETCH if blocks.few and aligned else 0,
-        num_warps=blocks.warps, num_stages=blocks.stages, **here.options,
+        num_warps=blocks.warps, num_stages=blocks.stages, maxnreg=blocks.registers,
+        **here.options,
     )  # fmt: skip
     return out

@@ -13,12 +13,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outpace.models.kernels.attention import (
+    LOG2_E,
     address_of,
     angles_of,
+    new_keys,
     over_cache,
+    pointer_to,
     quotient,
     vectors,
-    write_new,
 )
 from outpace.models.kernels.launch import device
 from outpace.models.kernels.ranges import fitting
@@ -49,9 +51,10 @@ def store(
     if OVERLAPS:
         gdc_wait()
         gdc_launch_dependents()
-    write_new(
-        qkv + at.to(tl.int64) * qkv_stride + (heads + head) * D, address, position, valid, k_norm, cosine,
-        sine, eps, kv_heads, layer_start + head * PAGE * D, D, HALF, WIDTH, PAGE, SHIFTED,
+    line = pointer_to(address, qkv.dtype.element_ty) + (layer_start + head * PAGE * D + position % PAGE * D)
+    new_keys(
+        qkv + at.to(tl.int64) * qkv_stride + (heads + head) * D, valid, k_norm, cosine, sine, eps, kv_heads,
+        line[:, None], D, HALF, WIDTH, PAGE, SHIFTED,
     )  # fmt: skip
 
 
@@ -88,18 +91,16 @@ def attend_many(
     stop = tl.max(position, axis=0) + 1
     pages = table + b * table_stride
     head_start = layer_start + kv_head * PAGE * D
-    begin_page = tl.load(pages + begin // PAGE)
-    middle_page = tl.load(pages + tl.minimum(middle, tl.maximum(stop - 1, 0)) // PAGE)
     if OVERLAPS:
         gdc_wait()
         gdc_launch_dependents()
     running_max, running_total, running_sum = over_cache(
-        qa, qb, pages, begin_page, begin, middle, position, position, window, scale, kv_heads, head_start,
-        running_max, running_total, running_sum, D, BLOCK, PAGE, False, PRECISION,
+        qa, qb, pages, begin, middle, position, position, window, scale, kv_heads, head_start,
+        running_max, running_total, running_sum, D, BLOCK, PAGE, False, False, PRECISION,
     )  # fmt: skip
     running_max, running_total, running_sum = over_cache(
-        qa, qb, pages, middle_page, middle, stop, position, position, window, scale, kv_heads, head_start,
-        running_max, running_total, running_sum, D, BLOCK, PAGE, True, PRECISION,
+        qa, qb, pages, middle, stop, position, position, window, scale, kv_heads, head_start,
+        running_max, running_total, running_sum, D, BLOCK, PAGE, True, False, PRECISION,
     )  # fmt: skip
     result = tl.where(valid[:, None], quotient(running_total, running_sum), 0.0)
     destination = out + (b * n + i)[:, None] * out_stride + head * D + d[None, :]
@@ -162,8 +163,8 @@ def many_queries(
     )  # fmt: skip
     launch(
         attend_many, (B * heads, triton.cdiv(n, ROWS)),
-        qkv, positions, *angles, q_norm, table, out, eps, scale, window or 0, n, heads, kv_heads, layer_start,
-        positions.stride(0), qkv.stride(1), table.stride(0), out.stride(1), angles[0].stride(0),
+        qkv, positions, *angles, q_norm, table, out, eps, scale * LOG2_E, window or 0, n, heads, kv_heads,
+        layer_start, positions.stride(0), qkv.stride(1), table.stride(0), out.stride(1), angles[0].stride(0),
         D, HALF, WIDTH, ROWS, block, page, shifted, "ieee" if exact else "tf32", here.overlaps,
         num_warps=8 if exact or WIDTH > WIDE else 4, num_stages=stages, **here.options,
     )  # fmt: skip
