@@ -28,6 +28,8 @@ ALPHA, G, NEW_TOKENS = 0.83, 5, 256
 PAIR = "llama2-7b/1.3b"
 CASES = [(G, 1, 128), (2, 32, 128), (G, 1, 4096)]  # draft tokens, sequences, context
 PREDICTED = (0, 2, 4, 8)  # draft tokens of prompt lookup
+HOST_PROMPTS = 12  # prompts for drafters that run on the host
+SHORT = 128  # tokens of a short prompt
 
 
 def child(source: str, name: str, environment: dict[str, str] | None = None, **options: Any) -> Any:
@@ -107,47 +109,94 @@ def real_prompts(folder: str, data: str, count: int, order: int) -> tuple[Any, A
 
 
 def measure_prompts(model: str, data: str, count: int, order: int) -> Any:
-    """Throughput of single requests in random order, without speculation and with fixed draft lengths."""
-    import torch
+    """Throughput of single requests in random order: without speculation, fixed draft lengths, host drafters.
 
-    from outpace import Decoder, Fixed
+    A prediction is the time of the first token, and for each later step the time of its forward passes on the
+    device. What the host adds is the difference.
+    """
+    from outpace import Decoder, Fixed, NGramDrafter, TextDrafter
 
     weights, tokenizer, prompts = real_prompts(model, data, count, order)
     found: dict[str, Any] = {"prompt_tokens": [len(one) for one in prompts], "order": order}
-    for g in PREDICTED:
-        decoder = Decoder(weights, "lookup" if g else None, tokenizer, num_draft_tokens=Fixed(g))
-        executor: Any = decoder.executor
-        runs, changes = [], 0
-        for prompt in prompts:
-            keys, version = set(executor.graphs), executor.graphs.version
-            torch.cuda.synchronize()
-            started_at, firsts = time.perf_counter(), list[float]()
-            steps = []
-            for step in decoder.stream(prompt, temperature=0.0, max_new_tokens=128, ignore_eos=True):
-                firsts.append(time.perf_counter() - started_at)
-                steps.append(len(step.token_ids))
-            runs.append(
-                {"seconds": firsts[-1], "first": firsts[0], "steps": len(steps), "tokens": sum(steps)}
-            )
-            # Captures, and discarded graphs, beyond the first capture of each size
-            changes += executor.graphs.version - version - len(set(executor.graphs) - keys)
+    fitted = NGramDrafter.fit(prompts, n=4, vocab_size=weights.config.vocab_size)
+    cases: dict[str, tuple[Any, int, list[list[int]]]] = {
+        f"g={g}": ("lookup" if g else None, g, prompts) for g in PREDICTED
+    }
+    cases["n-gram, g=4"] = (fitted, 4, prompts[:HOST_PROMPTS])
+    # The target drafts for itself as if its tokenizer were another one
+    cases["text, g=4"] = (TextDrafter(weights, tokenizer, tokenizer), 4, prompts[:HOST_PROMPTS])
+    short = min(prompts, key=len)
+    baseline_texts, pass_seconds = list[list[int]](), 0.0
+    for name, (draft, g, some) in cases.items():
+        decoder = Decoder(weights, draft, tokenizer, num_draft_tokens=Fixed(g))
+        runs, texts, changes = timed_requests(decoder, some)
+        step_seconds = step_time(decoder, short, g, draft is not None and not isinstance(draft, str))
+        if not g:
+            baseline_texts, pass_seconds = texts, step_seconds
+        if name.startswith("text"):
+            step_seconds += g * pass_seconds
         later = runs[2:]
-        step_seconds = step_time(decoder, prompts[0], g)
         predicted = sum(one["first"] + (one["steps"] - 1) * step_seconds for one in later)
-        found[f"g={g}"] = {
+        brief = [one for one in later if one["prompt"] <= SHORT] or later
+        brief_seconds = sum(one["seconds"] - one["first"] for one in brief)
+        brief_steps = sum(one["steps"] - 1 for one in brief)
+        found[name] = {
             "tokens_per_second_all": sum(one["tokens"] for one in runs) / sum(one["seconds"] for one in runs),
             "tokens_per_second_later": sum(r["tokens"] for r in later) / sum(r["seconds"] for r in later),
             "step_milliseconds": 1e3 * step_seconds,
             "measured_over_predicted_seconds": sum(one["seconds"] for one in later) / predicted,
+            "steady_tokens_per_second_short": sum(r["tokens"] - r["head"] for r in brief) / brief_seconds,
+            "microseconds_beyond_the_device": 1e6 * (brief_seconds / brief_steps - step_seconds),
+            "texts_equal_to_no_speculation": [
+                sum(a == b for a, b in zip(texts, baseline_texts, strict=False)), len(texts)
+            ],
             "recaptures": changes,
             "runs": runs,
-        }
+        }  # fmt: skip
+        decoder.release()
     return found
 
 
-def step_time(decoder: Any, prompt: list[int], g: int) -> float:
-    """Return the median seconds of a step with g draft tokens, timed by the device."""
+def timed_requests(decoder: Any, prompts: list[list[int]]) -> tuple[list[Any], list[list[int]], int]:
+    """Decode prompts greedily, one after another.
+
+    Returns:
+        Times of each request, the texts, and how many graphs were captured or discarded beyond the first
+        capture of each size.
+    """
+    import torch
+
+    executor: Any = decoder.executor
+    runs, texts, changes = [], [], 0
+    for prompt in prompts:
+        keys, version = set(executor.graphs), executor.graphs.version
+        torch.cuda.synchronize()
+        started_at, firsts, steps = time.perf_counter(), list[float](), list[int]()
+        text = []
+        for step in decoder.stream(prompt, temperature=0.0, max_new_tokens=128, ignore_eos=True):
+            firsts.append(time.perf_counter() - started_at)
+            steps.append(len(step.token_ids))
+            text += step.token_ids
+        runs.append(
+            {
+                "prompt": len(prompt), "seconds": firsts[-1], "first": firsts[0], "steps": len(steps),
+                "head": steps[0], "tokens": len(text),
+            }
+        )  # fmt: skip
+        texts.append(text)
+        changes += executor.graphs.version - version - len(set(executor.graphs) - keys)
+    return runs, texts, changes
+
+
+def step_time(decoder: Any, prompt: list[int], g: int, on_host: bool) -> float:
+    """Return the median seconds of a step with g draft tokens, timed by the device.
+
+    If the drafter runs on the host, its time does not count.
+    """
+    import torch
+
     from outpace import SamplingParams
+    from outpace.draft.base import Draft
     from outpace.engine.stats import Clock
 
     executor = decoder.executor
@@ -158,7 +207,8 @@ def step_time(decoder: Any, prompt: list[int], g: int) -> float:
         pass
     seconds = []
     for _ in range(40):
-        pending = executor.start({0: row}, g, None, Clock())
+        draft = Draft(torch.zeros(1, g, dtype=torch.int64), None) if on_host else None
+        pending = executor.start({0: row}, g, draft, Clock())
         outcome = pending.read()
         executor.commit(row, g, outcome.accepted[0])
         seconds.append(pending.seconds or 0.0)
