@@ -168,6 +168,7 @@ def test_decoder_works_after_a_stream_was_closed() -> None:
         {"repetition_penalty": 1.3, "top_k": 20},
         {"frequency_penalty": 0.7, "presence_penalty": 0.3, "logit_bias": {7: 3.0, 9: -2.0}},
         {"processors": [lambda ids, scores: scores.roll(1, -1)], "repetition_penalty": 1.3},
+        {"allowed_token_ids": range(1, V, 3), "presence_penalty": 0.3},
         {"logprobs": 3, "scores": True, "logits": True, "top_p": 0.9},
         {"logprobs": True, "repetition_penalty": 1.3, "processors": [lambda ids, scores: scores + 1]},
     ],

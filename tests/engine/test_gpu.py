@@ -251,7 +251,7 @@ KINDS = [
     SamplingParams(repetition_penalty=1.3),
     SamplingParams(frequency_penalty=0.7, presence_penalty=0.3, top_k=9),
     SamplingParams(logit_bias={7: 3.0, 9: -2.0}, top_p=0.9),
-    SamplingParams(min_p=0.05),
+    SamplingParams(min_p=0.05, allowed_token_ids=range(5, V, 2)),
     SamplingParams(processors=[lambda ids, scores: scores.roll(1, -1)]),
     SamplingParams(repetition_penalty=1.3, processors=[lambda ids, scores: scores + 1]),
 ]

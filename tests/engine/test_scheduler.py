@@ -243,6 +243,7 @@ def test_requests_of_all_kinds_get_the_texts_they_get_alone(
         {"frequency_penalty": 1.0, "presence_penalty": 0.5},
         {"logit_bias": {3: 2.0, 5: -9.0}},
         {"logprobs": 2},
+        {"allowed_token_ids": [4, 5, 30, 60]},
         {"processors": [lambda ids, scores: scores.flip(-1)]},
         {"temperature": 0.0},
         {"top_k": 5, "top_p": 0.8},

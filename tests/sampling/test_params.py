@@ -408,6 +408,11 @@ NAN = math.nan
         ({"logit_bias": {"a": 0.0}}, TypeError),
         ({"logit_bias": {1: NAN}}, ValueError),
         ({"logit_bias": {1: math.inf}}, ValueError),
+        ({"allowed_token_ids": []}, ValueError),
+        ({"allowed_token_ids": [-1]}, ValueError),
+        ({"allowed_token_ids": ["a"]}, TypeError),
+        ({"allowed_token_ids": "ab"}, TypeError),
+        ({"allowed_token_ids": 3}, TypeError),
         ({"processors": [3]}, TypeError),
         ({"processors": abs}, TypeError),
         ({"logit_bias": [1.0]}, TypeError),
@@ -426,6 +431,10 @@ def test_errors_name_the_wrong_parameter(values: dict[str, Any], error: type[Exc
         (lambda z: adjust(z, [SamplingParams()] * 3), "sampling: got 3 for 2 rows"),
         (lambda z: adjust(z, cast(Any, "greedy")), "sampling: got str 'g'"),
         (lambda z: adjust(z, SamplingParams(logit_bias={9: 1.0})), "logit_bias: got token ids .9."),
+        (
+            lambda z: adjust(z, SamplingParams(allowed_token_ids=range(30))),
+            "allowed_token_ids: got token ids .9, 10.* and 11 more",
+        ),
         (
             lambda z: adjust(z, SamplingParams(repetition_penalty=2.0), drafted=torch.zeros(2, 1).long()),
             "drafted: got 1",
@@ -457,6 +466,14 @@ def test_errors_name_the_wrong_parameter(values: dict[str, Any], error: type[Exc
 def test_errors_name_the_wrong_argument(call: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         call(torch.zeros(2, 3, 9))
+
+
+def test_other_tokens_than_the_allowed_ones_are_impossible() -> None:
+    logits = torch.randn(2, 3, 70)
+    allowed = SamplingParams(allowed_token_ids={0, 33, 69}, repetition_penalty=1.5)
+    found = adjust(logits, [allowed, SamplingParams()], Prefix.of([[1, 33], [2, 3]]), torch.ones(2, 2).long())
+    assert found[0].isfinite().nonzero()[:, 1].tolist() == [0, 33, 69] * 3
+    assert torch.equal(found[1], logits[1])
 
 
 def test_sampling_params_with_a_bias_are_hashable() -> None:

@@ -13,6 +13,7 @@ from outpace.sampling.rows import (
     MAX_COUNT,
     Edits,
     RowSampling,
+    allowed_of,
     edit,
     penalties_of,
     seen_of,
@@ -37,22 +38,24 @@ EDITS = [
     SamplingParams(frequency_penalty=0.4, presence_penalty=-0.3),
     SamplingParams(logit_bias={0: 2.0, 7: -float("inf")}),
     SamplingParams(repetition_penalty=0.8, frequency_penalty=0.2, logit_bias={3: -1.0}),
+    SamplingParams(allowed_token_ids=[0, 3, 10], presence_penalty=0.5),
 ]
 
 
 def edits_of(samplings: list[SamplingParams], prompts: list[list[int]], outputs: list[list[int]]) -> Edits:
-    bias = torch.zeros(len(samplings), V)
-    for row, one in zip(bias, samplings, strict=True):
+    edits = Edits.none(len(samplings), V, torch.device("cpu"))
+    for b, (one, prompt, output) in enumerate(zip(samplings, prompts, outputs, strict=True)):
+        edits.penalties[b], edits.allowed[b] = torch.tensor(penalties_of(one)), allowed_of(one, V)
         for token, value in (one.logit_bias or {}).items():
-            row[token] = value
-    seen = [seen_of(*pair, V) for pair in zip(prompts, outputs, strict=True)]
-    return Edits(torch.tensor([penalties_of(one) for one in samplings]), bias, torch.stack(seen))
+            edits.bias[b, token] = value
+        edits.seen[b] = seen_of(prompt, output, V)
+    return edits
 
 
 def case(n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Edits, Prefix]:
     """Return logits, draft tokens, and the tokens before them in both forms."""
-    prompts = [torch.randint(V, (size,)).tolist() for size in (4, 1, 9, 3, 5)]
-    outputs = [torch.randint(V, (size,)).tolist() for size in (0, 6, 2, 4, 30)]
+    prompts = [torch.randint(V, (size,)).tolist() for size in (4, 1, 9, 3, 5, 2)]
+    outputs = [torch.randint(V, (size,)).tolist() for size in (0, 6, 2, 4, 30, 7)]
     texts = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
     prefix = Prefix.of(texts, [len(prompt) for prompt in prompts])
     drafted = torch.randint(V, (len(EDITS), n - 1))

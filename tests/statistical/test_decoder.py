@@ -8,6 +8,7 @@ code with the library. Texts span several steps, because a wrong rollback spoils
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -114,6 +115,9 @@ SAMPLINGS = {
     ),
     "bias": Sampling(
         lambda: SamplingParams(logit_bias={1: 1.5, 2: -0.7}), lambda: [Biased({1: 1.5, 2: -0.7})]
+    ),
+    "allowed": Sampling(
+        lambda: SamplingParams(allowed_token_ids=range(1, V)), lambda: [Biased({0: -math.inf})]
     ),
     "processors": Sampling(
         lambda: SamplingParams(processors=[Alternating(), AfterTwo()]), lambda: [Alternating(), AfterTwo()]

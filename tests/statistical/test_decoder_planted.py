@@ -19,6 +19,8 @@ from outpace.engine.buckets import StepKey
 from outpace.engine.eager import EagerExecutor
 from outpace.engine.graph import GraphExecutor
 from outpace.engine.in_flight import InFlightStep
+from outpace.engine.logprobs import logprobs_of
+from outpace.engine.processed import Scored
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import SequenceState
 from outpace.engine.slots import Slots
@@ -217,6 +219,29 @@ def a_neighbours_bias_is_added(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(importlib.import_module("outpace.verification.entry"), "edit", edit)
 
 
+def the_mask_is_shifted_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Bits of allowed tokens belong to the tokens before them."""
+    honest = rows.edit
+
+    def edit(logits: torch.Tensor, edits: Edits, drafted: torch.Tensor) -> torch.Tensor:
+        return honest(logits, replace(edits, allowed=edits.allowed >> 1), drafted)
+
+    patch.setattr(importlib.import_module("outpace.verification.entry"), "edit", edit)
+
+
+def log_probabilities_are_the_drafts(patch: pytest.MonkeyPatch) -> None:
+    honest = GraphExecutor.decide
+
+    def decide(self: GraphExecutor, key: StepKey, scored: Scored) -> Any:
+        result, q = honest(self, key, scored), scored.draft.logits
+        if result.logprobs is not None and q is not None and key.needs.top is not None:
+            new = torch.cat((scored.draft.tokens, result.counts[:, 1:2]), dim=1)
+            result.logprobs = logprobs_of(torch.cat((q, q[:, -1:]), dim=1), new, key.needs.top)
+        return result
+
+    patch.setattr(GraphExecutor, "decide", decide)
+
+
 def drafts_use_the_noise_of_the_other_rule(patch: pytest.MonkeyPatch) -> None:
     """A sequence of rule token is drafted with the target's noise, and one of rule match is not."""
     changed_state(
@@ -313,10 +338,31 @@ def test_a_planted_fault_is_caught_by_the_joint_distribution(
         joint_distribution_is_exact(cell)
 
 
-def test_a_neighbours_bias_is_caught_by_a_mixed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    a_neighbours_bias_is_added(monkeypatch)
+@pytest.mark.parametrize("plant", [a_neighbours_bias_is_added, the_mask_is_shifted_by_one])
+def test_edits_of_the_wrong_logits_are_caught_by_a_mixed_batch(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
     with pytest.raises(AssertionError, match=r"χ² p-value|an impossible text came out"):
         mixed_batch_is_exact(engine=True)
+
+
+def test_log_probabilities_of_the_draft_are_caught_by_those_of_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def are_the_targets() -> bool:
+        decoder = Decoder(tiny(), tiny(seed=1), rule="token", num_draft_tokens=Fixed(2), engine=True)
+        out = decoder.generate([5, 6, 7], seed=3, max_new_tokens=12, logprobs=True)
+        with torch.inference_mode():
+            logits = tiny()(input_ids=torch.tensor([[5, 6, 7, *out.token_ids]])).logits[0, 2:-1]
+        new = torch.tensor(out.token_ids)[:, None]
+        expected = logits.double().log_softmax(-1).gather(1, new).flatten()
+        assert out.logprobs is not None
+        return bool(torch.allclose(torch.tensor(out.logprobs).double(), expected, atol=1e-3))
+
+    assert are_the_targets()
+    log_probabilities_are_the_drafts(monkeypatch)
+    assert not are_the_targets()
 
 
 def test_rows_that_read_their_neighbours_are_caught_by_their_texts(monkeypatch: pytest.MonkeyPatch) -> None:

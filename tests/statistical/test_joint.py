@@ -59,7 +59,7 @@ PENALIZED = [  # what p is depends on the drafts before it
         SamplingParams(
             repetition_penalty=1.8, frequency_penalty=0.4, presence_penalty=-0.5, logit_bias={2: 0.7}
         ),
-        SamplingParams(repetition_penalty=0.6, frequency_penalty=-0.3),
+        SamplingParams(repetition_penalty=0.6, frequency_penalty=-0.3, allowed_token_ids=[0, 2]),
         draft=draft,
         ragged=True,
     )

@@ -249,11 +249,11 @@ def test_parameters_in_a_tensor_equal_parameters_per_row(rule: str, splits: str)
 
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bias_and_penalties_equal_those_of_pytorch(n: int, dtype: torch.dtype, splits: str) -> None:
+def test_edits_equal_those_of_pytorch(n: int, dtype: torch.dtype, splits: str) -> None:
     logits, drafted, edits, _ = case(n, dtype)
     device = block_of(1, 1, 61).tokens.device
     logits, drafted = logits.to(device), drafted.to(device)
-    edits = Edits(*(one.to(device) for one in (edits.penalties, edits.bias, edits.seen)))
+    edits = Edits(*(one.to(device) for one in edits.tensors()))
     torch.testing.assert_close(kernels.edit(logits, edits, drafted), edit(logits, edits, drafted))
     steps = [drafted[:, :i] for i in range(n)]  # as a drafter calls it: one position, all tokens before it
     for i, before in enumerate(steps):

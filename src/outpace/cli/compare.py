@@ -165,6 +165,7 @@ def _for_transformers(
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
         logit_bias=sampling.logit_bias,
+        allowed_token_ids=sampling.allowed_token_ids,
     )
     if not rest.neutral:  # Transformers has no such arguments
 

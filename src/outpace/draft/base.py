@@ -379,7 +379,7 @@ class DraftSampler:
 
     def _adjust(self, logits: Tensor, prefix: Prefix | None, shaped: bool) -> Tensor:
         rows = one_for_all(self.state.sampling)
-        if any(one.logit_bias or one.reads_prefix for one in rows):
+        if any(one.edits for one in rows):
             # An error of a processor ends the draft there. The target then meets it, or rejects earlier.
             logits = process(logits[:, None], rows, prefix, errors={})[0][:, 0]
         return warp(logits[:, None], rows)[:, 0] if shaped else logits

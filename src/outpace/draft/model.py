@@ -169,7 +169,7 @@ class ModelGraphDraft(GraphDraft):
         return DraftTensors(tokens, q.repeat(1, g, 1) if drawn else None, drawn * g, sampling=state.sampling)
 
     def _edited(self, q: Tensor, state: GraphState, tokens: Sequence[Tensor]) -> Tensor:
-        """Return the last position's logits ``[B, 1, V]``, with bias and penalties.
+        """Return the last position's logits ``[B, 1, V]``, after ``Edits``.
 
         Args:
             q: Logits ``[B, n, V]`` of the draft model.

@@ -130,7 +130,7 @@ class EagerExecutor(Executor):
             prefix = Prefix.padded([one.tokens for one in sequences], prompts, logits.device)
         scored = on_device([length + 1 for length in draft.lengths or []], torch.int64, logits.device)
         p, rewind = logits, None
-        if any(one.logit_bias or one.reads_prefix for one in samplings):
+        if any(one.edits for one in samplings):
             p, rewind = process(
                 logits, samplings, prefix, draft.tokens, scored if draft.lengths else None,
                 until_rejected=True, errors=errors,
@@ -172,7 +172,7 @@ class EagerExecutor(Executor):
             draft: Their draft tokens.
             verdict: The outcome.
             logits: The target's own logits ``[R, g+1, V]``.
-            p: The same after bias, penalties and processors.
+            p: The same after bias, allowed tokens, penalties and processors.
             shapes: Temperature and filters, one for all rows or one per row.
         """
         if all(one.top is None and one.scores is None and one.logits is None for one in sequences):

@@ -407,7 +407,7 @@ class GraphExecutor(Executor):
         return self.draft.propose(state, g)
 
     def verify(self, key: StepKey, scored: Scored) -> tuple[Verdict, Tensor]:
-        """Verify draft tokens; return the verdict, and the logits with bias and penalties."""
+        """Verify draft tokens; return the verdict, and the logits after ``Edits``."""
         slots, needs, draft = key.slots, key.needs, scored.draft
         p, q, drawn = scored.logits, draft.logits, draft.drawn
         if needs.edits and self.slots.edits is not None:

@@ -15,7 +15,7 @@ class Needs:
 
     Attributes:
         filters: Top-k, top-p or min-p.
-        edits: Bias or penalties.
+        edits: Bias, allowed tokens or penalties.
         match: Rule ``match``, for sequences that have it.
         rule: The decoder's own rule, for the others.
         top: How many of the likeliest tokens get log-probabilities, a power of two. 0: the new tokens alone.
@@ -75,6 +75,6 @@ def has_filters(one: SamplingParams) -> bool:
 
 
 def has_edits(one: SamplingParams) -> bool:
-    """Return whether a step applies bias or penalties. If there are processors, the host applies them."""
+    """Return whether a step changes single logits. If there are processors, the host does."""
     penalties = one.repetition_penalty != 1 or one.frequency_penalty or one.presence_penalty
-    return bool(one.logit_bias or penalties) and not one.processors
+    return bool(one.logit_bias or one.allowed_token_ids is not None or penalties) and not one.processors

@@ -46,7 +46,7 @@ class Processed:
         self.errors: Errors = {}
 
     def __call__(self, scored: Scored) -> None:
-        """Apply bias, penalties and processors to the logits of the sequences that have processors."""
+        """Adjust the logits of the sequences that have processors, up to and with those."""
         rows, slots, draft = list(self._rows.values()), list(self._rows), scored.draft
         at, errors = torch.tensor(slots, device=scored.logits.device), Errors()
         prefix = Prefix.padded(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 
@@ -55,6 +55,7 @@ class Options(TypedDict, total=False):
     presence_penalty: float
     logit_bias: Mapping[int, float] | None
     processors: Sequence[Processor]
+    allowed_token_ids: Collection[int] | None
 
 
 @dataclass(frozen=True)
@@ -239,9 +240,7 @@ class Reader:
 
     def check_supported(self, sampling: SamplingParams) -> None:
         """Raise if sampling parameters do not fit the model."""
-        V = self.scorer.vocab_size
-        if beyond := [token for token in sampling.logit_bias or () if token >= V]:
-            raise ValueError(f"logit_bias: got token ids {beyond}; they must be in 0..{V - 1}")
+        sampling.check_vocabulary(self.scorer.vocab_size)
 
     # Arguments that all prompts share
 

@@ -17,6 +17,7 @@ from outpace.sampling.rows import (
     NO_SHAPE,
     Edits,
     RowSampling,
+    allowed_of,
     penalties_of,
     seen_of,
     shape_of,
@@ -40,7 +41,7 @@ class Slots:
         token_ids: Prompt and output ``[slots, tokens]``.
         shape: Temperature and filters of the target, as ``RowSampling`` holds them ``[slots, 4]``.
         draft_shape: The same of the drafter.
-        edits: Bias and penalties of the target. None until a sequence has some.
+        edits: Bias, allowed tokens and penalties of the target. None until a sequence has some.
         draft_edits: The same of the drafter. The tokens that it counts are those of ``edits``.
     """
 
@@ -59,17 +60,10 @@ class Slots:
 
     @torch.inference_mode(False)
     def add_edits(self) -> None:
-        """Allocate the state of bias and penalties, without any."""
-        slots, device = len(self), self.lengths.device
-        seen = torch.zeros(slots, self.vocab_size, dtype=torch.int16, device=device)
-        self.edits, self.draft_edits = (
-            Edits(
-                torch.tensor(NO_PENALTIES, device=device).repeat(slots, 1),
-                torch.zeros(slots, self.vocab_size, device=device),
-                seen,
-            )
-            for _ in range(2)
-        )
+        """Allocate the state of edits, without any."""
+        sizes = len(self), self.vocab_size, self.lengths.device
+        self.edits = Edits.none(*sizes)
+        self.draft_edits = Edits.none(*sizes, seen=self.edits.seen)
 
     def grown(self, slots: int, tokens: int) -> Slots:
         """Return a larger state that begins with this one.
@@ -89,8 +83,7 @@ class Slots:
         tensors = [self.lengths, self.seeds, self.active, self.match, self.token_ids]
         tensors += [self.shape, self.draft_shape]
         if self.edits is not None and self.draft_edits is not None:
-            tensors += [self.edits.seen, self.edits.penalties, self.edits.bias]
-            tensors += [self.draft_edits.penalties, self.draft_edits.bias]
+            tensors += [*self.edits.tensors(), *self.draft_edits.tensors()[:-1]]
         return tensors
 
     def __len__(self) -> int:
@@ -122,17 +115,19 @@ class Slots:
                 self._start_edits(self.draft_edits, sequence, q)
 
     def _start_edits(self, edits: Edits, sequence: SequenceState, sampling: SamplingParams) -> None:
-        """Write bias and penalties of a new sequence."""
+        """Write bias, allowed tokens and penalties of a new sequence."""
         applies, slot, device = has_edits(sampling), sequence.slot, self.lengths.device
         values = penalties_of(sampling) if applies else NO_PENALTIES
         edits.penalties[slot] = on_device(list(values), torch.float32, device)
-        edits.bias[slot] = 0
+        edits.bias[slot], edits.allowed[slot] = 0, -1
         if applies:
             prompt, output = sequence.tokens[: sequence.prompt_length], sequence.new_tokens
             edits.seen[slot] = to_device(seen_of(prompt, output, self.vocab_size), device)
             bias = sampling.logit_bias or {}
             ids = on_device(list(bias), torch.int64, device)
             edits.bias[slot, ids] = on_device(list(bias.values()), torch.float32, device)
+            if sampling.allowed_token_ids is not None:
+                edits.allowed[slot] = to_device(allowed_of(sampling, self.vocab_size), device)
 
     def copy_draft(self, g: int, draft: Draft, slots: Sequence[int]) -> DraftTensors:
         """Copy draft tokens from the host to buffers that graphs read; return the buffers of all slots.

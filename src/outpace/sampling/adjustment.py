@@ -1,8 +1,8 @@
 """Adjustment of logits to sampling parameters.
 
-The order is that of Transformers' ``generate``: logit bias, repetition penalty, frequency and presence
-penalties, custom processors. Unless greedy, temperature, top-k, top-p and min-p follow. The arithmetic
-(float32) and the tie rules are Transformers' too, so the same tokens remain:
+The order is that of Transformers' ``generate``: logit bias and allowed tokens, repetition penalty, frequency
+and presence penalties, custom processors. Unless greedy, temperature, top-k, top-p and min-p follow. The
+arithmetic (float32) and the tie rules are Transformers' too, so the same tokens remain:
 
 - top-k keeps every token that ties with the k-th;
 - top-p drops tokens from the least likely up while their probabilities sum to at most 1 − top_p. Among equal
@@ -141,7 +141,7 @@ def process(
     until_rejected: bool = False,
     errors: Errors | None = None,
 ) -> tuple[Tensor, Rewind | None]:
-    """Apply bias, penalties and processors, the part of ``adjust`` that greedy decoding needs, too.
+    """Apply bias, allowed tokens, penalties and processors: what greedy decoding needs, too.
 
     Args:
         logits: ``[B, n, V]``.
@@ -160,7 +160,7 @@ def process(
         back to just after that position.
     """
     scores = logits if logits.dtype is torch.float64 else logits.float()
-    if not any(row.logit_bias or row.reads_prefix for row in rows):
+    if not any(row.edits for row in rows):
         return scores, None
     scores = scores.clone() if scores is logits else scores
     _add_bias(scores, rows)
@@ -265,14 +265,15 @@ def drop_least_likely(scores: Tensor, limit: Tensor) -> Tensor:
 def _add_bias(scores: Tensor, rows: list[SamplingParams]) -> None:
     V = scores.shape[-1]
     for b, row in enumerate(rows):
-        if not row.logit_bias:
-            continue
-        beyond = [token for token in row.logit_bias if token >= V]
-        if beyond:
-            raise ValueError(f"logit_bias: got token ids {beyond}; they must be in 0..{V - 1}")
-        ids = on_device(list(row.logit_bias), torch.int64, scores.device)
-        bias = on_device(list(row.logit_bias.values()), scores.dtype, scores.device)
-        (scores if len(rows) == 1 else scores[b])[..., ids] += bias
+        row.check_vocabulary(V)
+        own = scores if len(rows) == 1 else scores[b]
+        if row.logit_bias:
+            ids = on_device(list(row.logit_bias), torch.int64, scores.device)
+            own[..., ids] += on_device(list(row.logit_bias.values()), scores.dtype, scores.device)
+        if row.allowed_token_ids is not None:
+            forbidden = torch.ones(V, dtype=torch.bool)
+            forbidden[list(row.allowed_token_ids)] = False
+            own.masked_fill_(to_device(forbidden, scores.device), -torch.inf)
 
 
 def _penalize(scores: Tensor, rows: list[SamplingParams], prefix: Prefix, drafted: Tensor) -> None:

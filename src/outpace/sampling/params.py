@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,7 @@ class SamplingParams:
         frequency_penalty: Subtracted once per occurrence in the output. 0 is off.
         presence_penalty: Subtracted once if the token occurs in the output. 0 is off.
         logit_bias: Token ids and the numbers added to their logits. -inf forbids a token.
+        allowed_token_ids: The only tokens that may be generated. None allows all.
         processors: Transformers ``LogitsProcessor`` objects, or callables of the same form, applied in this
             order.
     """
@@ -57,6 +58,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     processors: Sequence[Processor] = ()
+    allowed_token_ids: Collection[int] | None = None
 
     def __post_init__(self) -> None:
         integer("top_k", self.top_k, *RANGES["top_k"])
@@ -67,6 +69,13 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             integer("logit_bias", token, "keyed by token ids >= 0", lambda t: t >= 0)
             number(f"logit_bias[{token}]", bias, *RANGES["logit_bias"])
+        allowed = self.allowed_token_ids
+        if not isinstance(allowed, Collection | None) or isinstance(allowed, str | bytes | Mapping):
+            raise TypeError(f"allowed_token_ids: got {kind(allowed)}; it must be a list of token ids")
+        if allowed is not None and not len(allowed):
+            raise ValueError("allowed_token_ids: got none; give at least one token id, or None for all")
+        for token in allowed or ():
+            integer("allowed_token_ids", token, "token ids >= 0", lambda t: t >= 0)
         if not isinstance(self.processors, Sequence):
             raise TypeError(f"processors: got {kind(self.processors)}; it must be a list of LogitsProcessors")
         flat: list[Processor] = []
@@ -78,6 +87,7 @@ class SamplingParams:
         # Copies, so that checked values cannot change later.
         object.__setattr__(self, "processors", tuple(flat))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias) if self.logit_bias else None)
+        object.__setattr__(self, "allowed_token_ids", None if allowed is None else frozenset(allowed))
 
     @property
     def greedy(self) -> bool:
@@ -87,14 +97,26 @@ class SamplingParams:
     @property
     def neutral(self) -> bool:
         """True if these parameters leave the logits as they are."""
-        return (self.temperature, self.top_k, self.top_p, self.min_p, self.logit_bias) == (
-            (1, 0, 1, 0, None)
-        ) and not self.reads_prefix
+        return (self.temperature, self.top_k, self.top_p, self.min_p) == (1, 0, 1, 0) and not self.edits
 
     @property
     def shape(self) -> SamplingParams:
         """Temperature, top-k, top-p and min-p alone: the part that needs no prefix."""
         return SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    @property
+    def edits(self) -> bool:
+        """True if single logits change: there are bias, allowed tokens, penalties or processors."""
+        return bool(self.logit_bias or self.allowed_token_ids is not None or self.reads_prefix)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise if bias or allowed tokens have ids beyond a vocabulary."""
+        for name in ("logit_bias", "allowed_token_ids"):
+            if beyond := sorted(token for token in getattr(self, name) or () if token >= vocab_size):
+                more = f" and {len(beyond) - 10} more" if len(beyond) > 10 else ""
+                raise ValueError(
+                    f"{name}: got token ids {beyond[:10]}{more}; they must be in 0..{vocab_size - 1}"
+                )
 
     @property
     def reads_prefix(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from outpace.sampling.params import SamplingParams
 
 IN_PROMPT = -(2**15)  # the highest bit of an entry of ``Edits.seen``; the others count
 MAX_COUNT = 2**15 - 1
+WORD = 32  # bits of an entry of ``Edits.allowed``
 NO_SHAPE = (1.0, 0.0, -1.0, 0.0)
 NO_PENALTIES = (1.0, 0.0, 0.0)
 
@@ -44,22 +46,46 @@ class RowSampling:
 
 @dataclass(frozen=True)
 class Edits:
-    """Changes of single logits of B rows: bias and penalties.
+    """Changes of single logits of B rows: bias, allowed tokens and penalties.
 
     Attributes:
         penalties: Repetition, frequency and presence penalty, float32 ``[B, 3]``.
         bias: Added to the logits, float32 ``[B, V]``.
+        allowed: Bits of the tokens that may be generated, int32 ``[B, ceil(V / 32)]``. The lowest bit of the
+            first word belongs to token 0.
         seen: The tokens of each row, int16 ``[B, V]``: how often each token is in the output, plus
             ``IN_PROMPT`` if it is in the prompt.
     """
 
     penalties: Tensor
     bias: Tensor
+    allowed: Tensor
     seen: Tensor
+
+    @classmethod
+    def none(cls, rows: int, vocab_size: int, device: torch.device, seen: Tensor | None = None) -> Edits:
+        """Return edits that change nothing.
+
+        Args:
+            rows: Number of rows.
+            vocab_size: Size of the vocabulary.
+            device: Device of the tensors.
+            seen: The tokens of each row, if other edits have them already.
+        """
+        return cls(
+            torch.tensor(NO_PENALTIES, device=device).repeat(rows, 1),
+            torch.zeros(rows, vocab_size, device=device),
+            torch.full((rows, -(-vocab_size // WORD)), -1, dtype=torch.int32, device=device),
+            torch.zeros(rows, vocab_size, dtype=torch.int16, device=device) if seen is None else seen,
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, of which the last one is ``seen``."""
+        return [self.penalties, self.bias, self.allowed, self.seen]
 
     def first(self, rows: int) -> Edits:
         """Return the changes of the first rows."""
-        return Edits(self.penalties[:rows], self.bias[:rows], self.seen[:rows])
+        return Edits(*(one[:rows] for one in self.tensors()))
 
     def count(self, tokens: Tensor, counted: Tensor) -> None:
         """Count new tokens of the output.
@@ -83,6 +109,17 @@ def shape_of(one: SamplingParams, vocab_size: int) -> tuple[float, float, float,
 def penalties_of(one: SamplingParams) -> tuple[float, float, float]:
     """Return penalties as ``Edits.penalties`` holds them."""
     return one.repetition_penalty, one.frequency_penalty, one.presence_penalty
+
+
+def allowed_of(one: SamplingParams, vocab_size: int) -> Tensor:
+    """Return a row of ``Edits.allowed``, on the CPU."""
+    words = np.zeros(-(-vocab_size // WORD), dtype="<u4")
+    if one.allowed_token_ids is None:
+        words[:] = 2**WORD - 1
+    else:
+        ids = np.fromiter(one.allowed_token_ids, dtype=np.int64)
+        np.bitwise_or.at(words, ids // WORD, (1 << (ids % WORD)).astype("<u4"))
+    return torch.from_numpy(words.view("<i4"))
 
 
 def seen_of(prompt: Sequence[int], output: Sequence[int], vocab_size: int) -> Tensor:
@@ -122,7 +159,7 @@ def warp_rows(scores: Tensor, sampling: RowSampling) -> Tensor:
 
 
 def edit(logits: Tensor, edits: Edits, drafted: Tensor) -> Tensor:
-    """Apply bias and penalties as ``process`` does, from tensors.
+    """Apply bias, allowed tokens and penalties as ``process`` does, from tensors.
 
     Args:
         logits: Logits ``[B, n, V]`` of consecutive positions.
@@ -133,7 +170,10 @@ def edit(logits: Tensor, edits: Edits, drafted: Tensor) -> Tensor:
         Logits, float32. Float64 remains float64.
     """
     z = logits if logits.dtype is torch.float64 else logits.float()
-    z = z + edits.bias[:, None]
+    V = z.shape[-1]
+    ids = torch.arange(V, device=z.device)
+    allowed = (edits.allowed[:, ids // WORD] >> (ids % WORD)) & 1 == 1
+    z = (z + edits.bias[:, None]).masked_fill(~allowed[:, None], -torch.inf)
     n, m = logits.shape[1], drafted.shape[1]
     precedes = torch.arange(m, device=drafted.device) < m - n + 1 + torch.arange(n, device=z.device)[:, None]
     counts = (edits.seen & MAX_COUNT).float()[:, None].repeat(1, n, 1)

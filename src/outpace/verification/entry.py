@@ -265,7 +265,7 @@ def verify_rows(
     """Run ``verify`` without its checks, with sampling parameters from tensors.
 
     Args:
-        block: Draft tokens and logits, with bias and penalties applied.
+        block: Draft tokens and logits, with bias, allowed tokens and penalties applied.
         rule: Rule to apply.
         lenience: Lenience of rule "token".
         target: Sampling parameters of the target.
@@ -302,7 +302,7 @@ def sample_rows(
 
 @torch.no_grad()
 def edit_rows(logits: Tensor, edits: Edits, drafted: Tensor) -> Tensor:
-    """Apply bias and penalties from tensors: see ``outpace.sampling.rows.edit``."""
+    """Apply bias, allowed tokens and penalties from tensors: see ``outpace.sampling.rows.edit``."""
     if _fused(parse("token"), None, logits):
         edited: Tensor = _kernels().edit(logits, edits, drafted)
         return edited
@@ -348,11 +348,11 @@ def start_kernels() -> Thread:
 
 
 def _reads_tokens(*samplings: list[SamplingParams] | None) -> bool:
-    """Return whether a sampling has bias, penalties or processors.
+    """Return whether a sampling has bias, allowed tokens, penalties or processors.
 
     The kernels do not apply these. ``process`` applies them before the kernels run.
     """
-    return any(one.logit_bias or one.reads_prefix for rows in samplings for one in rows or ())
+    return any(one.edits for rows in samplings for one in rows or ())
 
 
 def _can_adjust(rows: list[SamplingParams], rule: Rule) -> bool:

@@ -246,7 +246,7 @@ def sample(
 
 
 def edit(logits: Tensor, edits: Edits, drafted: Tensor) -> Tensor:
-    """Apply bias and penalties: see ``outpace.sampling.rows.edit``."""
+    """Apply bias, allowed tokens and penalties: see ``outpace.sampling.rows.edit``."""
     B, n, V = logits.shape
     size, splits, _ = sizes(V)
     out = torch.empty(B, n, V, dtype=torch.float32, device=logits.device)
@@ -254,8 +254,8 @@ def edit(logits: Tensor, edits: Edits, drafted: Tensor) -> Tensor:
     key = (logits.dtype, V, strides, logits.device.index, logits.data_ptr() % 16)
     launch(
         edit_rows, key, B * n * splits, 4,
-        (logits, edits.bias, edits.penalties, edits.seen, drafted, out, n, drafted.shape[1] - n + 1, V,
-         splits, *strides),
+        (logits, edits.bias, edits.allowed, edits.penalties, edits.seen, drafted, out, n,
+         drafted.shape[1] - n + 1, V, splits, *strides),
         (size,),
     )  # fmt: skip
     return out
