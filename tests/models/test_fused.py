@@ -326,7 +326,7 @@ others = {"positions": "*i64", "table": "*i64", "ranges": "*i64", "parts": "*fp3
 for D, ROWS, BLOCK, missing in ((128, 16, 64, ()), (128, 16, 128, ("q_norm", "k_norm")), (256, 32, 64, ())):
     sizes = {"D": D, "HALF": D // 2, "WIDTH": D, "PAGE": 128, "SHIFTED": False, "OVERLAPS": not missing}
     build(attend, wide | others, missing, 4, 3, ranges.shared(BLOCK, ROWS, 2 * D, 3), ROWS=ROWS, NEW=32,
-        ALIGN=16, BLOCK=BLOCK, QUERIES=8, PRECISION="tf32", **sizes)
+        SAME_BITS=ROWS < 32 or D < 256, BLOCK=BLOCK, QUERIES=8, PRECISION="tf32", **sizes)
     build(store, wide | others, missing, 4, 3, 1 << 16, **sizes)
     build(attend_many, wide | others, missing, 4 if D <= prefill.WIDE else 8, 2,
         ranges.shared(prefill.BLOCK, 32, 2 * D, 2), ROWS=32, PRECISION="tf32", **sizes)

@@ -272,7 +272,9 @@ LAYERS_OF_FEW: list[tuple[int, Callable[[], Heads]]] = [
     ("ranges", "n", "layer"),
     [
         (ranges, *case)
-        for ranges, case in tiers.each_value(["many ranges", "stretched ranges", "one range"], LAYERS_OF_FEW)
+        for ranges, case in tiers.each_value(
+            ["many ranges", "stretched ranges", "one range", "many blocks"], LAYERS_OF_FEW
+        )
     ],
 )
 def test_few_queries_equal_pytorch(
@@ -281,6 +283,8 @@ def test_few_queries_equal_pytorch(
     monkeypatch.setattr(ranging, "BLOCK", 16)
     monkeypatch.setattr(ranging, "MIN_RANGE", (256, 256) if ranges == "one range" else (16, 16))
     here = layer()
+    if ranges == "many blocks":
+        monkeypatch.setattr(ranging, "FEW_BLOCKS", 0)
     if ranges == "stretched ranges":
         set_processors(monkeypatch, 2 * here.kv_heads)
     # A row without earlier tokens, a row of padding, and new tokens on both sides of a page's end

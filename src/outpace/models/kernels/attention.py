@@ -13,9 +13,10 @@ takes new tokens from the product and writes them into the cache, so that no blo
 rows are cut into ranges, so that there are enough blocks for all processors. If a row has several ranges, the
 last block of each key head to finish combines their outputs.
 
-A query's output has the same bits however many new tokens there are, in bfloat16 and float32. Keys are added
-up from the last one to the first, 16 at a time, whether they come from the cache or from the product. The
-running maximum of a softmax is an integer of a base-2 logarithm, so that rescaling is exact.
+If there are few blocks, a query's output has the same bits however many new tokens there are, in bfloat16 and
+float32. Keys are then added up from the last one to the first, 16 at a time, whether they come from the cache
+or from the product. The running maximum of a softmax is an integer of a base-2 logarithm, so that rescaling
+is exact.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from outpace.verification.kernels.ahead import launch
 COMBINED = 8  # most ranges loaded at once when their outputs are combined
 TOTALS = tl.constexpr(8)  # equal columns of the totals of a softmax; see `update_softmax`
 LOG2_E = math.log2(math.e)
-KEYS_AT_ONCE = 16  # keys that one instruction adds up
+KEYS_AT_ONCE = tl.constexpr(16)  # keys that one instruction adds up
 PREFETCH = 64  # earlier tokens that each of few blocks prefetches before the previous kernel has ended
 
 
@@ -224,8 +225,8 @@ def attend(
     qkv, positions, cos, sin, q_norm, k_norm, table, ranges, out, parts, counters, eps, scale, window,
     n, heads, kv_heads, layer_start, positions_stride, qkv_stride, table_stride, out_stride, cos_stride,
     D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr,
-    QUERIES: tl.constexpr, COMBINED: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr, QUERIES: tl.constexpr,
+    COMBINED: tl.constexpr, SAME_BITS: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of (range, key head).
@@ -234,8 +235,8 @@ def attend(
     ROWS is QUERIES, but at least 16. The outputs of COMBINED ranges are loaded at once. The layer's keys
     begin at element layer_start of a page.
 
-    The last NEW tokens of a row, up to a multiple of ALIGN, are one tile. Those of them that are in the cache
-    are loaded from there.
+    The new tokens are one tile of at most NEW. With SAME_BITS, it ends at a multiple of KEYS_AT_ONCE, and
+    begins with tokens from the cache.
 
     The previous kernel does not write positions, angles, the table, the ranges or earlier tokens. So, before
     that kernel ends, a block loads what it needs of the first four, and prefetches PREFETCH earlier tokens.
@@ -261,8 +262,12 @@ def attend(
     valid = row < groups * n
     position = tl.load(positions + b * positions_stride + i, mask=valid, other=-1).to(tl.int32)
     cosine, sine = angles_of(position, position >= 0, cos, sin, cos_stride, D, HALF)
-    top = tl.cdiv(stop, ALIGN) * ALIGN
-    bottom = tl.where(stop > start, tl.maximum(first, top - NEW), stop)
+    # The tile has tokens from `bottom` on and before `top`
+    if SAME_BITS:
+        top = tl.cdiv(stop, KEYS_AT_ONCE) * KEYS_AT_ONCE
+        bottom = tl.where(stop > start, tl.maximum(first, top - NEW), stop)
+    else:
+        top, bottom = stop, tl.minimum(stop, tl.maximum(first, start))
     t = top - 1 - tl.arange(0, NEW)
     j = t - start
     cached, new = (t >= bottom) & (j < 0), (t >= bottom) & (j >= 0) & (t < stop)
@@ -285,26 +290,30 @@ def attend(
     query = qkv + (b * n + i) * qkv_stride + (head * groups + row // n) * D
     qa, qb = vectors(query, valid, q_norm, cosine, sine, eps, D, HALF, SHIFTED)
     running_max = tl.full([ROWS], -float("inf"), tl.float32)
-    running_total = tl.zeros([ROWS, TOTALS], tl.float32)
+    running_total = tl.zeros([ROWS, TOTALS] if SAME_BITS else [ROWS], tl.float32)
     running_sum = tl.zeros([ROWS, WIDTH], tl.float32)
     if stop > start:
-        cached_ka, cached_kb, cached_v = cached_keys(line, cached, kv_heads, D, HALF, WIDTH, PAGE)
+        if SAME_BITS:
+            cached_ka, cached_kb, cached_v = cached_keys(line, cached, kv_heads, D, HALF, WIDTH, PAGE)
         ka, kb, v = new_keys(
             qkv + (b * n + j) * qkv_stride + (heads + head) * D, new, k_norm, new_cosine, new_sine, eps,
             kv_heads, line, D, HALF, WIDTH, PAGE, SHIFTED,
         )  # fmt: skip
+        if SAME_BITS:
+            ka, kb, v = ka + cached_ka, kb + cached_kb, v + cached_v
         visible = (new | cached)[None, :] & (t[None, :] <= position[:, None])
         if window > 0:
             visible &= t[None, :] > position[:, None] - window
         running_max, running_total, running_sum = update_softmax(
-            qa, qb, ka + cached_ka, kb + cached_kb, v + cached_v, visible, scale, running_max, running_total,
-            running_sum, True, PRECISION,
-        )  # fmt: skip
+            qa, qb, ka, kb, v, visible, scale, running_max, running_total, running_sum, SAME_BITS, PRECISION
+        )
     running_max, running_total, running_sum = over_cache(
         qa, qb, pages, first, bottom, position, tl.where(valid, bottom - 1, -1), window, scale, kv_heads,
-        head_start, running_max, running_total, running_sum, D, BLOCK, PAGE, True, True, PRECISION,
+        head_start, running_max, running_total, running_sum, D, BLOCK, PAGE, True, SAME_BITS, PRECISION,
     )  # fmt: skip
-    total = tl.max(running_total, axis=1)
+    total = running_total
+    if SAME_BITS:
+        total = tl.max(running_total, axis=1)
 
     out_mask = valid[:, None] & (d < D)[None, :]
     if num_ranges == 1:
@@ -400,14 +409,14 @@ def few_queries(
     parts = torch.empty(len(ranges) * kv_heads * ROWS * (WIDTH + 2), dtype=torch.float32, device=qkv.device)
     q_norm, k_norm, eps, shifted = norms or (None, None, 0.0, False)
     aligned = D * qkv.element_size() % ALIGNED == 0
-    align = KEYS_AT_ONCE if blocks.few else 1
+    tile = n + KEYS_AT_ONCE.value - 1 if blocks.few else n
     launch(
         attend, (len(ranges) * kv_heads,),
         qkv, positions, *angles, q_norm, k_norm, table, ranges, out, parts, counters,
         eps, scale * LOG2_E, window or 0, n, heads, kv_heads, layer * 2 * kv_heads * page * D,
         positions.stride(0), qkv.stride(1), table.stride(0), out.stride(1), angles[0].stride(0),
-        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(n + align - 1)), align, blocks.tokens, page,
-        FIELDS, queries, min(COMBINED, triton.next_power_of_2(len(ranges))), shifted,
+        D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(tile)), blocks.tokens, page, FIELDS, queries,
+        min(COMBINED, triton.next_power_of_2(len(ranges))), blocks.few, shifted,
         "ieee" if qkv.dtype == torch.float32 else "tf32", here.overlaps,
         PREFETCH if blocks.few and aligned else 0,
         num_warps=blocks.warps, num_stages=blocks.stages, maxnreg=blocks.registers,
