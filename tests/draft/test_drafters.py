@@ -14,6 +14,7 @@ import outpace
 from outpace import LookupDrafter, ModelDrafter, NGramDrafter, RandomDrafter, SamplingParams
 from outpace.draft import lookup
 from outpace.draft.base import DraftSampler, State
+from outpace.draft.ngram import NGramGraphDraft
 from tests.tiny import V, byte_tokenizer, greedy, tiny
 
 pytest.importorskip("hypothesis", reason="hypothesis is not installed: pip install 'outpace[dev]'")
@@ -132,7 +133,8 @@ def test_ngram_counts_what_followed_the_longest_known_context(
         with pytest.raises(ValueError, match="there is nothing to count"):
             NGramDrafter.fit(texts, n, 5)
         return
-    tokens, counts = NGramDrafter.fit(texts, n, 5).counts(context)
+    drafter = NGramDrafter.fit(texts, n, 5)
+    tokens, counts = drafter.counts(context)
     for size in range(min(n - 1, len(context)), -1, -1):
         ending = context[len(context) - size :]
         followers = Counter(
@@ -141,6 +143,14 @@ def test_ngram_counts_what_followed_the_longest_known_context(
         if followers:
             break
     assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == followers
+    padded = torch.tensor([[0] * n + context, [0] * len(context) + [4] * n])
+    in_graph = NGramGraphDraft(drafter)
+    rows, known = padded[:, padded.shape[1] - n + 1 :], torch.arange(1 - n, 0) >= -len(context)
+    logits = in_graph._logits(rows, known.expand(2, -1))  # the second row's context was never seen
+    found = {int(token): round(float(logits[0, token].exp())) for token in logits[0].isfinite().nonzero()}
+    assert found == followers
+    single = torch.tensor([float(sum(text.count(token) for text in texts)) for token in range(5)])
+    torch.testing.assert_close(logits[1], single.log())
 
 
 def test_ngram_drafter_reports_the_distribution_it_sampled_from() -> None:
@@ -153,6 +163,23 @@ def test_ngram_drafter_reports_the_distribution_it_sampled_from() -> None:
     torch.testing.assert_close(draft.logits[0, 1].softmax(-1), expected)
     greedy_draft = drafter.propose(state([0], vocab_size=5, sampling=SamplingParams(temperature=0)), 1)
     assert greedy_draft.tokens.tolist() == [[1]]
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_a_draft_ends_where_no_counted_token_is_allowed(engine: bool) -> None:
+    drafter = NGramDrafter.fit([0, 1, 2, 0, 1, 2], 2, V)
+    allowed = SamplingParams(allowed_token_ids=[40, 41])
+    decoder = outpace.Decoder(tiny(), drafter, num_draft_tokens=outpace.Fixed(3), engine=engine)
+    alone = outpace.Decoder(tiny(), rule="match")
+    for seed in (3, None):
+        outs = decoder.generate([[0, 1], [5]], [allowed, SamplingParams()], max_new_tokens=8, seed=seed)
+        assert set(outs[0].token_ids) <= {40, 41}
+        assert outs[0].finish_reason == "length"
+        assert outs[0].stats.draft_tokens == 0
+        assert outs[1].stats.draft_tokens > 0
+    expected = alone.generate([0, 1], allowed, max_new_tokens=8, seed=3)
+    found = decoder.generate([0, 1], allowed, max_new_tokens=8, seed=3)
+    assert found.token_ids == expected.token_ids
 
 
 def test_ngram_survives_saving_and_refuses_other_files(tmp_path: Path) -> None:

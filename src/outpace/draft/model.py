@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.draft.base import Draft, Drafter, DraftSampler, DraftTensors, GraphDraft, GraphState, State, fit
+from outpace.draft.base import Draft, Drafter, DraftSampler, DraftTensors, GraphDraft, GraphState, State
+from outpace.draft.graph_sampler import GraphSampler
 from outpace.models.fused_scorer import scorer_of
 from outpace.models.scorer import Scorer
 from outpace.models.source import Source
-from outpace.verification import Block, SampledTokens, edit_rows, sample_rows, verify_rows
-from outpace.verification.rules import MATCH
 
 PADDING = 1024  # largest difference by padding between two models' vocabularies of one tokenizer
 INSTEAD = "outpace.TextDrafter(model, tokenizer, target_tokenizer) drafts through text"
@@ -144,16 +143,12 @@ class ModelGraphDraft(GraphDraft):
         The first forward pass is over the last two tokens, since the KV cache may lack both.
         """
         positions = state.positions.clamp(max=self.scorer.context)
-        ids = self._known(state.last, state.vocab_size)
-        tokens, logits, drawn = list[Tensor](), list[Tensor](), list[SampledTokens]()
+        ids, sampler = self._known(state.last, state.vocab_size), GraphSampler(state)
         for i in range(g):
             at = positions[:, :2] if i == 0 else positions[:, i + 1 : i + 2]
-            q = self._edited(self.scorer.forward(ids, at), state, tokens)
-            tokens.append(self._sample(q, state, i, drawn))
-            logits.append(q)
-            ids = self._known(tokens[-1][:, None], state.vocab_size)
-        all_q = torch.cat(logits, dim=1) if drawn else None
-        return DraftTensors(torch.stack(tokens, dim=1), all_q, drawn, sampling=state.sampling)
+            token = sampler.sample_next(self.scorer.forward(ids, at))
+            ids = self._known(token[:, None], state.vocab_size)
+        return sampler.draft()
 
     def launch_once(self, state: GraphState, g: int) -> DraftTensors | None:
         """See ``GraphDraft.launch_once``."""
@@ -163,42 +158,9 @@ class ModelGraphDraft(GraphDraft):
         q = self.scorer.launch_once(len(state.lengths), 2)
         if q is None:
             return None
-        drawn = list[SampledTokens]()
-        q = self._edited(q, state, [])
-        tokens = self._sample(q, state, 0, drawn)[:, None].expand(-1, g).contiguous()
-        return DraftTensors(tokens, q.repeat(1, g, 1) if drawn else None, drawn * g, sampling=state.sampling)
-
-    def _edited(self, q: Tensor, state: GraphState, tokens: Sequence[Tensor]) -> Tensor:
-        """Return the last position's logits ``[B, 1, V]``, after ``Edits``.
-
-        Args:
-            q: Logits ``[B, n, V]`` of the draft model.
-            state: The sequences.
-            tokens: Draft tokens before that position, ``[B]`` each.
-        """
-        q = fit(q[:, -1:], state.vocab_size)
-        if state.edits is None:
-            return q
-        drafted = torch.stack(list(tokens), dim=1) if tokens else state.token_ids[:, :0]
-        return edit_rows(q, state.edits, drafted)
-
-    def _sample(self, q: Tensor, state: GraphState, i: int, drawn: list[SampledTokens]) -> Tensor:
-        """Sample draft token i of each sequence ``[B]``.
-
-        ``drawn`` gets the results of sampling with the drafter's own noise. With the target's noise, the
-        draft model is likelier to sample the target's token.
-        """
-        own, mask = None, state.own_noise
-        if mask is not False:
-            block = Block(tokens=state.last[:, :0], draft_logits=None, target_logits=q, draft_lse=None,
-                          seeds=state.seeds, starts=state.lengths + i)  # fmt: skip
-            own = verify_rows(block, MATCH, 1.0, state.sampling, None).next_token
-            if mask is True:
-                return own
-        drawn.append(sample_rows(q[:, 0], state.seeds, state.lengths, i, state.sampling))
-        if own is None or isinstance(mask, bool):
-            return drawn[-1].tokens
-        return torch.where(mask, own, drawn[-1].tokens)
+        sampler = GraphSampler(state)
+        sampler.sample_next(q)
+        return sampler.repeated(g)
 
     def _known(self, ids: Tensor, vocab_size: int) -> Tensor:
         """Return tokens with 0 for those that the draft model has no embedding for."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from outpace.checks.arguments import integer, kind
-from outpace.draft.base import Draft, Drafter, DraftSampler, State
+from outpace.draft.base import Draft, Drafter, DraftSampler, DraftTensors, GraphDraft, GraphState, State
+from outpace.draft.graph_sampler import GraphSampler
 
 Ints = npt.NDArray[np.int64]
 Order = tuple[Ints, Ints]
@@ -146,6 +148,10 @@ class NGramDrafter(Drafter):
                 del context[: len(context) - (self.n - 1)]
         return sampler.draft()
 
+    def in_graph(self) -> GraphDraft | None:
+        """See ``Drafter.in_graph``; a derived class may draft otherwise, so it runs on the host."""
+        return NGramGraphDraft(self) if type(self) is NGramDrafter else None
+
     def save(self, path: str | Path) -> None:
         """Write the counts to a safetensors file."""
         from safetensors.numpy import save_file
@@ -187,6 +193,106 @@ class NGramDrafter(Drafter):
         """
         with _opened(path):
             pass
+
+
+@dataclass(frozen=True)
+class Table:
+    """The k-grams of a text on a device.
+
+    Attributes:
+        keys: As in ``Order``.
+        log_counts: Logarithm of each count, float32.
+        most: Most k-grams with one context.
+    """
+
+    keys: Tensor
+    log_counts: Tensor
+    most: int
+
+
+class NGramGraphDraft(GraphDraft):
+    """Drafting from n-gram counts inside a graph.
+
+    Args:
+        drafter: The counts, which are copied to the device on first use.
+    """
+
+    def __init__(self, drafter: NGramDrafter) -> None:
+        self.drafter = drafter
+        self._tables: dict[torch.device, list[Table]] = {}
+
+    def propose(self, state: GraphState, g: int) -> DraftTensors:
+        """See ``GraphDraft.propose``."""
+        sampler = GraphSampler(state, sparse=True)
+        context, known = self._context(state)
+        for _ in range(g):
+            token = sampler.sample_next(self._logits(context, known)[:, None])[:, None]
+            context = torch.cat((context, token), dim=1)[:, 1:]
+            known = torch.cat((known, torch.ones_like(token, dtype=torch.bool)), dim=1)[:, 1:]
+        return sampler.draft()
+
+    def launch_once(self, state: GraphState, g: int) -> DraftTensors | None:
+        """See ``GraphDraft.launch_once``."""
+        if g == 0:
+            return None
+        sampler = GraphSampler(state, sparse=True)
+        sampler.sample_next(self._logits(*self._context(state))[:, None])
+        return sampler.repeated(g)
+
+    def _context(self, state: GraphState) -> tuple[Tensor, Tensor]:
+        """Return the last n-1 tokens of each sequence ``[B, n-1]``, and whether there are as many."""
+        back = torch.arange(1 - self.drafter.n, 0, device=state.lengths.device)
+        at = state.lengths[:, None] + back
+        return state.token_ids.gather(1, at.clamp(min=0)), at >= 0
+
+    def _logits(self, context: Tensor, known: Tensor) -> Tensor:
+        """Return the logarithm of the counts after the longest known ending of each context, ``[B, V]``.
+
+        Args:
+            context: Tokens ``[B, n-1]``.
+            known: Whether there is such a token ``[B, n-1]``.
+        """
+        V, tables = self.drafter.vocab_size, self._on(context.device)
+        known = known & (context < V)
+        logits = torch.full((len(context), V), -torch.inf, device=context.device)
+        logits[:, tables[0].keys] = tables[0].log_counts
+        for k, table in enumerate(tables[1:], 1):
+            index, seen = self._index_of(context[:, -k:], known[:, -k:])
+            first = torch.searchsorted(table.keys, index * V)[:, None]
+            entry = first + torch.arange(table.most, device=context.device)
+            inside = seen[:, None] & (entry < len(table.keys))
+            entry = entry.clamp(max=len(table.keys) - 1)
+            token = table.keys[entry] - index[:, None] * V
+            inside &= token < V
+            longer = logits.new_full((len(context), V + 1), -torch.inf)  # the last column is for nothing
+            longer.scatter_(1, token.where(inside, V), table.log_counts[entry])
+            logits = torch.where(inside.any(1, keepdim=True), longer[:, :V], logits)
+        return logits
+
+    def _index_of(self, context: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the indices of contexts ``[B, k]`` among the k-grams, and whether they were seen."""
+        index, seen = torch.zeros_like(context[:, 0]), known.all(1)
+        for table, token in zip(self._on(context.device), context.unbind(1), strict=False):
+            key = index * self.drafter.vocab_size + token
+            index = torch.searchsorted(table.keys, key).clamp(max=len(table.keys) - 1)
+            seen = seen & (table.keys[index] == key)
+        return index, seen
+
+    @torch.inference_mode(False)
+    def _on(self, device: torch.device) -> list[Table]:
+        """Return the counts on a device."""
+        if device not in self._tables:
+            V = self.drafter.vocab_size
+            self._tables[device] = [
+                Table(
+                    torch.from_numpy(keys).to(device),
+                    torch.from_numpy(counts).to(device).float().log(),
+                    int(np.unique(keys // V, return_counts=True)[1].max(initial=1)),
+                )
+                for keys, counts in self.drafter.orders
+                if len(keys)
+            ]
+        return self._tables[device]
 
 
 @contextmanager
