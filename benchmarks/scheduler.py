@@ -130,7 +130,7 @@ def measure_prompts(model: str, data: str, count: int, order: int) -> Any:
     for name, (draft, g, some) in cases.items():
         decoder = Decoder(weights, draft, tokenizer, num_draft_tokens=Fixed(g))
         runs, texts, changes = timed_requests(decoder, some)
-        step_seconds = step_time(decoder, short, g, draft is not None and not isinstance(draft, str))
+        step_seconds = step_time(decoder, short, g)
         if not g:
             baseline_texts, pass_seconds = texts, step_seconds
         if name.startswith("text"):
@@ -188,7 +188,7 @@ def timed_requests(decoder: Any, prompts: list[list[int]]) -> tuple[list[Any], l
     return runs, texts, changes
 
 
-def step_time(decoder: Any, prompt: list[int], g: int, on_host: bool) -> float:
+def step_time(decoder: Any, prompt: list[int], g: int) -> float:
     """Return the median seconds of a step with g draft tokens, timed by the device.
 
     If the drafter runs on the host, its time does not count.
@@ -207,7 +207,7 @@ def step_time(decoder: Any, prompt: list[int], g: int, on_host: bool) -> float:
         pass
     seconds = []
     for _ in range(40):
-        draft = Draft(torch.zeros(1, g, dtype=torch.int64), None) if on_host else None
+        draft = None if executor.drafts else Draft(torch.zeros(1, g, dtype=torch.int64), None)
         pending = executor.start({0: row}, g, draft, Clock())
         outcome = pending.read()
         executor.commit(row, g, outcome.accepted[0])
