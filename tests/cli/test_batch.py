@@ -227,6 +227,8 @@ WRONG: list[tuple[Any, str]] = [
     ({"prompt": "a", "seed": [3]}, "seed: got list [3]; it must be an int"),
     ({"prompt": "a", "logprobs": 300}, "logprobs: got 300; it must be True, False, or an int"),
     ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias: got str 'x'"),
+    ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids: got none"),
+    ({"prompt": "a", "allowed_token_ids": [3, 999]}, "allowed_token_ids: got token ids [999]"),
     ({"prompt": "a", "logit_bias": {"999": 1}}, "logit_bias: got token ids [999]"),
     ({"prompt": "a", "id": [1]}, "id: got list [1]; it must be a string or an int"),
     ({"messages": ["a"]}, "messages: got list ['a']; it must be a list of messages"),

@@ -24,7 +24,7 @@ Id = str | int
 LENGTHS = "max_new_tokens", "max_tokens", "max_completion_tokens"  # names of the same value
 SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
-    "logit_bias",
+    "logit_bias", "allowed_token_ids",
 )  # fmt: skip
 COMMON = (*SAMPLING, "stop", "seed", "logprobs")
 PLAIN = ("id", "prompt", "messages", *LENGTHS[:2], *COMMON)
