@@ -639,7 +639,8 @@ POINTERS = dict(target="*bf16", draft="*bf16", tokens="*i64", lengths="*i64", dr
     next_token="*i64", bad="*i1", lenience="fp32", alpha="fp32", width="fp32", seed="i64", start="i64",
     draft_cut="*fp32", draft_tie="*i32", temperature="fp32", top_k="fp32", drop_limit="fp32", min_p="fp32",
     q_temperature="fp32", q_top_k="fp32", q_drop_limit="fp32", q_min_p="fp32", logits="*bf16", lse="*fp64",
-    cuts="*fp32", ties="*i32", bias="*fp32", penalties="*fp32", seen="*i16", drafted="*i64", out="*fp32")
+    cuts="*fp32", ties="*i32", bias="*fp32", penalties="*fp32", seen="*i16", allowed="*i32",
+    drafted="*i64", out="*fp32")
 
 def build(kernel, **constants):
     # names of Triton's generated launcher, which an argument would overwrite
