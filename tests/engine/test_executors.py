@@ -11,9 +11,9 @@ import torch
 
 from outpace import Decoder, Fixed, Goodput, Heuristic, ModelDrafter, RandomDrafter, SamplingParams
 from outpace.auditing.audit import audit
-from outpace.engine.capture import CaptureError, Graphs
 from outpace.engine.graph import GraphExecutor
 from outpace.engine.sequence import advance
+from outpace.models.capture import CaptureError, Graphs
 from outpace.policy import DraftLengthPolicy, Hint, Load, StepOutcome
 from tests import tiers
 from tests.tiny import FAMILIES, V, greedy, tiny

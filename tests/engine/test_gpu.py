@@ -18,7 +18,7 @@ from outpace.bench.blocks import divide_phases, trace
 from outpace.bench.prompts import Prompt
 from outpace.models.fused import FAMILIES as FUSED
 from outpace.policy import DraftLengthPolicy, Hint, Load
-from tests.tiny import FAMILIES, SEQ2SEQ, V, greedy_of, sources, tiny, tiny_seq2seq
+from tests.tiny import FAMILIES, SEQ2SEQ, V, byte_tokenizer, greedy_of, sources, tiny, tiny_seq2seq
 
 pytestmark = [
     pytest.mark.gpu,
@@ -210,6 +210,20 @@ def test_graph_executor_passes_the_audit_with_every_drafter(rule: str, drafter: 
     )
     report = outpace.audit(decoder, PROMPTS, samples=1000, progress=False)
     assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_text_drafter_replays_graphs_of_its_model(batch: int, recwarn: pytest.WarningsRecorder) -> None:
+    target, draft = (tiny(seed=seed, vocab_size=261).cuda() for seed in (0, 1))
+    prompts, expected = PROMPTS[:batch], [greedy(target, prompt, 40) for prompt in PROMPTS[:batch]]
+    drafter = outpace.TextDrafter(draft, byte_tokenizer(), byte_tokenizer())
+    decoder = Decoder(target, drafter, byte_tokenizer(), num_draft_tokens=Fixed(3), engine=True)
+    for _ in range(2):
+        outs = decoder.generate(prompts, temperature=0, max_new_tokens=40)
+        assert [out.token_ids for out in outs] == expected
+        assert sum(out.stats.draft_tokens for out in outs) > 0
+        decoder.release()
+    assert not [one for one in recwarn if "captured" in str(one.message)]
 
 
 def test_steps_are_timed_by_the_device() -> None:

@@ -14,11 +14,11 @@ from torch.profiler import ProfilerActivity
 
 from outpace import Decoder, Fixed, SamplingParams
 from outpace.engine.buckets import BUCKETS, bucket_of
-from outpace.engine.capture import Graphs, announced
 from outpace.engine.executor import Outcome, Pending
 from outpace.engine.graph import GraphExecutor
 from outpace.engine.sequence import SequenceState
 from outpace.engine.stats import Clock
+from outpace.models.capture import Graphs, announced
 from outpace.models.fused import FAMILIES, FusedModel
 from outpace.models.fused_scorer import FusedScorer
 from outpace.models.paged import Pages
@@ -202,7 +202,7 @@ def captured_work(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_executor_reports_captured_draft_lengths(
     captured_work: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outpace.engine.capture.MAX_GRAPHS", 4)
+    monkeypatch.setattr("outpace.models.capture.MAX_GRAPHS", 4)
     without = Batch(decoder_of(tiny(), tiny(seed=1), graphs=False))
     assert without.executor.load(without.rows, Load(1)).captured is None  # no step needs one
     batch = Batch(decoder_of(tiny(), tiny(seed=1), graphs=True), prompts=PROMPTS[:2])
@@ -535,7 +535,7 @@ def test_steps_start_without_waiting_for_the_host() -> None:
 def test_a_slow_capture_says_so_on_a_terminal(
     terminal: bool, seconds: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("outpace.engine.capture.QUIET_SECONDS", 0.1)
+    monkeypatch.setattr("outpace.models.capture.QUIET_SECONDS", 0.1)
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     with announced("capturing a step"):
         time.sleep(seconds)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from outpace.engine import prefill
-from outpace.engine.capture import Graphs, Result
 from outpace.engine.prefill import PrefillGraphs
+from outpace.models.capture import Graphs, Result
 from outpace.models.fused_scorer import FusedScorer
 from tests.tiny import tiny
 

@@ -211,6 +211,20 @@ def test_the_kernels_of_a_prefill_score_every_token_of_a_prompt(tokens: int) -> 
     assert scorer.cache.length(0) == 8 + tokens
 
 
+@pytest.mark.usefixtures("kernels")
+def test_kernels_and_graphs_continue_texts_greedily() -> None:
+    prompts = [[1, 2, 3], [4]]
+    expected = [greedy(tiny(), prompt, 4) for prompt in prompts]
+    scorer = FusedScorer(tiny().to(DEVICE))
+    assert scorer.fused.has_kernels
+    for length in (4, 1):  # on a GPU, graphs are replayed the second time
+        for slot, prompt in zip((3, 1), prompts, strict=True):
+            scorer.cache.open(slot, prompt[:1])
+        found = scorer.greedy([3, 1], prompts, length)
+        assert found[..., 0].tolist() == [text[:length] for text in expected]
+        scorer.reset([3, 1])
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("kernels")
 def test_a_batch_that_shares_a_prefix_is_decoded_as_without_a_batch() -> None:

@@ -13,15 +13,14 @@ from math import ceil
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outpace.checks.text import REPLACEMENT_CHARACTER
 from outpace.draft.base import Draft, Drafter, State
-from outpace.draft.model import feed, same_tokenizer
+from outpace.draft.model import same_tokenizer
 from outpace.draft.retokenizer import Retokenizer, TokenizerAdapter
 from outpace.models.fused_scorer import scorer_of
 from outpace.models.kv_cache import common_prefix_length
-from outpace.models.scorer import Scorer
+from outpace.models.scorer import Prefill, Scorer
 
 WINDOW = 16  # last tokens of a text that are decoded or encoded together with new ones
 
@@ -97,42 +96,40 @@ class TextDrafter(Drafter):
 
     def _greedy_draft(self, rows: Sequence[int], steps: int) -> list[list[int]]:
         """Return the draft's likeliest tokens after each sequence, as far as its logits are finite."""
-        logits = self._catch_up(rows)
-        tokens: list[Tensor] = []
-        is_finite: list[Tensor] = []
-        for i in range(steps):
-            tokens.append(logits.argmax(-1))
-            is_finite.append(logits.amax(-1).isfinite())
-            if i < steps - 1:
-                logits = self.scorer.score(rows, tokens[-1][:, None])[:, 0]
-                for row in rows:
-                    self.scorer.cache.commit(row, 1)
-        proposals: list[list[int]] = torch.stack(tokens, dim=1).tolist()
-        counts = torch.stack(is_finite, dim=1).cumprod(dim=1).sum(dim=1).tolist()
-        for row, proposal, count in zip(rows, proposals, counts, strict=True):
-            self._cached[row] += proposal[:-1]
+        found = self.scorer.greedy(rows, self._unread(rows), steps).tolist()  # [R, steps, 2]
+        proposals = []
+        for row, pairs in zip(rows, found, strict=True):
+            tokens = [token for token, _ in pairs]
+            self._cached[row] = [*self._retokenizers[row].ids, *tokens[:-1]]
+            count = sum(1 for _ in takewhile(bool, (is_finite for _, is_finite in pairs)))
             if count < steps:  # a mask does not hide NaN left in the KV cache
                 self.scorer.reset([row])
                 del self._cached[row]
-        return [proposal[:count] for proposal, count in zip(proposals, counts, strict=True)]
+            proposals.append(tokens[:count])
+        return proposals
 
-    def _catch_up(self, rows: Sequence[int]) -> Tensor:
-        """Return the logits after each sequence.
+    def _unread(self, rows: Sequence[int]) -> list[list[int]]:
+        """Return the tokens of each sequence that the KV cache lacks, at least one.
 
-        The matching prefix stays in the KV cache. Rejected draft tokens are removed here.
+        The matching prefix stays in the KV cache. Rejected draft tokens are removed here. New sequences are
+        prefilled up to their last token.
         """
-        new = []
+        cache = self.scorer.cache
+        # A token that the model has no embedding for becomes 0: a worse draft, not an error.
+        texts = [
+            [token if token < self.scorer.vocab_size else 0 for token in self._retokenizers[row].ids]
+            for row in rows
+        ]
+        new = [i for i, row in enumerate(rows) if row not in self._cached]
+        if new:
+            prefill = Prefill(self.scorer, [rows[i] for i in new], [texts[i] for i in new], leave_last=True)
+            while not prefill.advance():
+                pass
         for row in rows:
-            ids = self._retokenizers[row].ids
-            num_cached = 0
             if row in self._cached:
-                num_cached = common_prefix_length(self._cached[row], ids, len(ids) - 1)
-                self.scorer.cache.truncate(row, num_cached)
-            # A token that the model has no embedding for becomes 0: a worse draft, not an error.
-            new.append([t if t < self.scorer.vocab_size else 0 for t in ids[num_cached:]])
-        logits = feed(self.scorer, rows, new)
-        self._cached |= {row: list(self._retokenizers[row].ids) for row in rows}
-        return logits
+                ids = self._retokenizers[row].ids
+                cache.truncate(row, common_prefix_length(self._cached[row], ids, len(ids) - 1))
+        return [text[cache.length(row) :] for row, text in zip(rows, texts, strict=True)]
 
     def _target_tokens(
         self, retokenizer: Retokenizer, text: Sequence[int], proposal: Sequence[int], vocab_size: int

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from outpace.engine.capture import Graphs
 from outpace.engine.needs import Needs
 from outpace.engine.sequence import SequenceState
+from outpace.models.capture import Graphs
 
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # slots that graphs serve
 PATIENCE = 64  # steps that a smaller bucket must suffice for, before a graph of it is captured

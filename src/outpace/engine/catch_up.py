@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from outpace.engine.capture import Graphs
 from outpace.engine.sequence import SequenceState
 from outpace.engine.slots import Slots
+from outpace.models.capture import Graphs
 from outpace.models.scorer import Scorer
 
 CHUNK = 32  # tokens per sequence and forward pass

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from outpace.draft.base import Draft, Drafter, DraftTensors, GraphState
 from outpace.engine.buckets import Buckets, StepKey, bucket_of
-from outpace.engine.capture import Graphs, announced
 from outpace.engine.catch_up import CHUNK, CatchUp, known_tokens
 from outpace.engine.executor import Executor, Pending, Prefilling
 from outpace.engine.logprobs import logprobs_of, outcome_tokens
@@ -34,6 +33,7 @@ from outpace.engine.processed import Processed, Scored
 from outpace.engine.sequence import SequenceState
 from outpace.engine.slots import Slots
 from outpace.engine.stats import Clock
+from outpace.models.capture import Graphs, announced
 from outpace.models.paged import SLOTS
 from outpace.models.scorer import Prefill, Scorer, WeightsMovedError
 from outpace.policy import Load

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outpace.checks.arguments import to_device
-from outpace.engine.capture import Graphs
+from outpace.models.capture import Graphs
 from outpace.models.scorer import CHUNK, Scorer
 
 SIZES = (32, 64, 128, 256, CHUNK)  # tokens that a graph serves, padding included

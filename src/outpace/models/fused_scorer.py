@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 
 from outpace.checks.arguments import to_device
+from outpace.models.capture import Graphs
 from outpace.models.causal import CausalScorer, has_adapters, positions, supported_model
 from outpace.models.fused import FusedModel, has_kernels, why_not
+from outpace.models.greedy import FEW, GreedyPasses
 from outpace.models.paged import PagedCache
 from outpace.models.scorer import Scorer
 from outpace.models.seq2seq import Seq2SeqScorer
@@ -45,6 +48,7 @@ class FusedScorer(Scorer):
             self.fused.shape, self.device, self.fused.tokens, page, self.has_kernels, kv_cache_bytes
         )
         self._state = self.fused.state
+        self._passes: GreedyPasses | None = None  # of `greedy`
 
     def attach(self, model: Any) -> None:
         """See ``Scorer.attach``."""
@@ -97,6 +101,30 @@ class FusedScorer(Scorer):
         at = (torch.tensor(lengths)[:, None] + torch.arange(n)).clamp(max=self.fused.tokens - 1)
         pages = self.cache.pages(to_device(torch.tensor(slots), self.device))
         return self.fused.logits(tokens.to(self.device), to_device(at, self.device), pages, prefill)
+
+    def greedy(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], count: int) -> Tensor:
+        """See ``Scorer.greedy``; with kernels, the forward passes are CUDA graphs."""
+        if not self.has_kernels:
+            return super().greedy(slots, tokens, count)
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            for slot, new in zip(slots, tokens, strict=True):
+                if len(new) > FEW:
+                    self.append([slot], [new[:-FEW]])
+            new_tokens = [new[-FEW:] for new in tokens]
+            written = [len(new) + count - 1 for new in new_tokens]
+            ends = [self.cache.length(slot) + size for slot, size in zip(slots, written, strict=True)]
+            self.cache.reserve(slots, ends)
+            if self._passes is None:
+                self._passes = GreedyPasses(self.fused, self.cache, Graphs(self.device))
+            found = self._passes.run(slots, new_tokens, count)
+        for slot, size in zip(slots, written, strict=True):
+            self.cache.commit(slot, size)
+        return found
+
+    def release(self) -> None:
+        """See ``Scorer.release``."""
+        self._passes = None
+        super().release()
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """See ``Scorer.forward``."""

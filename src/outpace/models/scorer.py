@@ -155,6 +155,27 @@ class Scorer(ABC):
         self.cache.commit(slot, len(tokens), tokens)
         return logits[0]
 
+    def greedy(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], count: int) -> Tensor:
+        """Append tokens to each sequence, and then the likeliest tokens, and commit all but the last.
+
+        Args:
+            slots: Slots of the sequences.
+            tokens: New token ids of each sequence, at least one.
+            count: Number of the likeliest tokens.
+
+        Returns:
+            Each of them, and 1 if its logits were finite, else 0: ``[R, count, 2]``.
+        """
+        logits, found = self.append(slots, tokens), list[Tensor]()
+        for i in range(count):
+            best, token = logits.max(-1)
+            found.append(torch.stack((token, best.isfinite().long()), dim=1))
+            if i < count - 1:
+                logits = self.score(slots, token[:, None])[:, 0]
+                for slot in slots:
+                    self.cache.commit(slot, 1)
+        return torch.stack(found, dim=1)
+
     @abstractmethod
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Run a forward pass that depends on tensors alone, so that a CUDA graph can capture it.

@@ -1,0 +1,103 @@
+"""Greedy decoding with a fused model: its likeliest tokens, whose forward passes are CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from outpace.checks.arguments import to_device
+from outpace.models.capture import Graphs
+from outpace.models.fused import FusedModel
+from outpace.models.paged import PagedCache
+
+FEW = 8  # new tokens of a sequence that the first graph appends, padding included
+PADDING = -1  # position of padding
+
+
+class GreedyPasses:
+    """Forward passes that append tokens to sequences, and then the likeliest tokens.
+
+    A first graph appends new tokens and finds the likeliest token after them. A second graph, which is
+    replayed, appends that token and finds the next one. So the host waits once, after the last token.
+
+    Args:
+        fused: The model.
+        cache: Its KV cache.
+        graphs: The graphs, for this object alone.
+    """
+
+    def __init__(self, fused: FusedModel, cache: PagedCache, graphs: Graphs) -> None:
+        self._fused, self._cache, self._graphs = fused, cache, graphs
+        self._version = cache.version
+        # By number of sequences: what the graphs read, and the last token and its position ``[B, 2]``
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @torch.inference_mode()
+    def run(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], count: int) -> Tensor:
+        """Append tokens to each sequence, and return the likeliest tokens after them.
+
+        The KV cache has memory for all of them. Nothing is committed.
+
+        Args:
+            slots: Slots of the sequences.
+            tokens: New token ids of each sequence, 1 to ``FEW``.
+            count: Number of the likeliest tokens.
+
+        Returns:
+            Each token, and 1 if its logits were finite, else 0: ``[R, count, 2]``.
+        """
+        if self._version != self._cache.version:  # memory that the graphs read has moved
+            self._graphs.clear()
+            self._version = self._cache.version
+        B = 1 << (len(slots) - 1).bit_length()
+        if B not in self._buffers:
+            self._add_buffers(B)
+        inputs, state = self._buffers[B]
+        inputs.copy_(to_device(self._inputs(slots, tokens, B), inputs.device))
+        found = [self._replay("new tokens", B, self._append_new)]
+        found += [self._replay("one token", B, self._append_one, state) for _ in range(count - 1)]
+        return torch.stack(found, dim=1)[: len(slots)]
+
+    @torch.inference_mode(False)
+    def _add_buffers(self, B: int) -> None:
+        both = torch.zeros(B, 2 * FEW + 4, dtype=torch.int64, device=self._cache.device)
+        self._buffers[B] = both[:, :-2], both[:, -2:]
+
+    def _inputs(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], B: int) -> Tensor:
+        """Return ids, their positions, the index of the last one, and the slot: ``[B, 2 * FEW + 2]``."""
+        rows = [[*[0] * FEW, *[PADDING] * FEW, 0, 0] for _ in range(B)]
+        for row, slot, new in zip(rows, slots, tokens, strict=False):
+            start, n = self._cache.length(slot), len(new)
+            row[:n], row[FEW : FEW + n] = new, range(start, start + n)
+            row[-2:] = n - 1, slot
+        return torch.tensor(rows)
+
+    def _replay(self, name: str, B: int, work: Callable[[int], Tensor], *changed: Tensor) -> Tensor:
+        """Run a pass of B sequences as a graph; return its tokens."""
+        name = f"greedy decoding of {name} of {B} sequences"
+        return self._graphs.run(name, lambda: work(B), name, changed)[0].clone()
+
+    def _append_new(self, B: int) -> Tensor:
+        """Append the tokens of ``_inputs``."""
+        inputs, state = self._buffers[B]
+        ids, positions, last = inputs[:, :FEW], inputs[:, FEW : 2 * FEW], inputs[:, -2]
+        logits = self._fused.logits(ids, positions, self._cache.pages(inputs[:, -1]))
+        rows = torch.arange(B, device=inputs.device)
+        return self._sample(logits[rows, last], positions[rows, last], state)
+
+    def _append_one(self, B: int) -> Tensor:
+        """Append the last token."""
+        inputs, state = self._buffers[B]
+        position = state[:, 1]
+        logits = self._fused.logits(state[:, :1], position[:, None], self._cache.pages(inputs[:, -1]))
+        return self._sample(logits[:, 0], position, state)
+
+    @staticmethod
+    def _sample(logits: Tensor, position: Tensor, state: Tensor) -> Tensor:
+        """Return the likeliest token, and whether its logits ``[B, V]`` are finite, ``[B, 2]``."""
+        best, token = logits.max(-1)
+        state[:, 0] = token
+        state[:, 1] = (position + 1).where(position >= 0, PADDING)
+        return torch.stack((token, best.isfinite().long()), dim=1)
