@@ -134,7 +134,7 @@ def measure_prompts(model: str, data: str, count: int, order: int) -> Any:
         if not g:
             baseline_texts, pass_seconds = texts, step_seconds
         if name.startswith("text"):
-            step_seconds += g * pass_seconds
+            step_seconds += (g + 1) * pass_seconds  # the last draft token may be incomplete, and is dropped
         later = runs[2:]
         predicted = sum(one["first"] + (one["steps"] - 1) * step_seconds for one in later)
         brief = [one for one in later if one["prompt"] <= SHORT] or later

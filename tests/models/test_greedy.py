@@ -26,7 +26,7 @@ def scorer() -> FusedScorer:
 def continued(scorer: Scorer, slots: Sequence[int], tokens: list[list[int]], count: int) -> list[list[int]]:
     found = scorer.greedy(slots, tokens, count)
     assert found[..., 1].all(), "all logits are finite"
-    return found[..., 0].tolist()  # type: ignore[no-any-return]
+    return found[..., 0].tolist()
 
 
 def test_tokens_are_those_that_transformers_generates(scorer: FusedScorer) -> None:
