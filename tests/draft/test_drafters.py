@@ -14,7 +14,7 @@ import outpace
 from outpace import LookupDrafter, ModelDrafter, NGramDrafter, RandomDrafter, SamplingParams
 from outpace.draft import lookup
 from outpace.draft.base import DraftSampler, State
-from outpace.draft.ngram import NGramGraphDraft
+from outpace.draft.ngram import NGrams
 from tests.tiny import V, byte_tokenizer, greedy, tiny
 
 pytest.importorskip("hypothesis", reason="hypothesis is not installed: pip install 'outpace[dev]'")
@@ -144,9 +144,9 @@ def test_ngram_counts_what_followed_the_longest_known_context(
             break
     assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == followers
     padded = torch.tensor([[0] * n + context, [0] * len(context) + [4] * n])
-    in_graph = NGramGraphDraft(drafter)
-    rows, known = padded[:, padded.shape[1] - n + 1 :], torch.arange(1 - n, 0) >= -len(context)
-    logits = in_graph._logits(rows, known.expand(2, -1))  # the second row's context was never seen
+    ngrams = NGrams.on(torch.device("cpu"), drafter.orders, 5)
+    rows, lengths = padded[:, padded.shape[1] - n + 1 :], torch.tensor([len(context), n])
+    logits = ngrams.logits(rows, lengths)  # the second row's context was never seen
     found = {int(token): round(float(logits[0, token].exp())) for token in logits[0].isfinite().nonzero()}
     assert found == followers
     single = torch.tensor([float(sum(text.count(token) for text in texts)) for token in range(5)])

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from outpace import Decoder, Fixed, Goodput, Heuristic, ModelDrafter, RandomDrafter, SamplingParams
+from outpace import (
+    Decoder,
+    Fixed,
+    Goodput,
+    Heuristic,
+    ModelDrafter,
+    NGramDrafter,
+    Output,
+    RandomDrafter,
+    SamplingParams,
+)
 from outpace.auditing.audit import audit
+from outpace.draft.ngram import NGrams
 from outpace.engine.graph import GraphExecutor
 from outpace.engine.sequence import advance
 from outpace.models.capture import CaptureError, Graphs
@@ -194,23 +207,85 @@ def test_both_executors_give_the_same_results(options: dict[str, Any]) -> None:
                 assert [list(top) for top in one.top_logprobs] == [list(top) for top in other.top_logprobs]
 
 
+def each_rule_drafts_with_its_own_noise(engine: bool) -> bool:
+    """Return whether sequences of rule match are drafted with the target's noise, and no others.
+
+    The target drafts for itself. So a sequence of rule match rejects draft tokens only if their noise is not
+    the target's. Any other sequence has the text of rule match only if it is.
+    """
+    decoder = Decoder(tiny(), ModelDrafter(tiny()), num_draft_tokens=Fixed(3), engine=engine)
+    options: Any = {"temperature": 1.0, "max_new_tokens": 40}
+    requests = [decoder.requests(PROMPTS[0], seed=seed, **options)[0] for seed in (None, 3, None, 4)]
+    assert [one.match for one in requests] == [False, True, False, True]
+    outputs: dict[int, Output] = {}
+    with decoder.scheduler() as scheduler:
+        for request in requests:
+            scheduler.add(request)
+        while scheduler.unfinished:
+            outputs |= {step.index: step.output for step in scheduler.step() if step.output is not None}
+    baseline = Decoder(tiny(), rule="match")
+    matched = [baseline.generate(PROMPTS[0], seed=one.seed, **options).token_ids for one in requests]
+    return all(
+        outputs[i].stats.acceptance_rate > 0.95 and (outputs[i].token_ids == matched[i]) == requests[i].match
+        for i in range(len(requests))
+    )
+
+
 @pytest.mark.parametrize("engine", [True, False])
 def test_each_rule_drafts_with_its_own_noise_in_a_mixed_batch(engine: bool) -> None:
-    """The target drafts for itself, so a sequence rejects draft tokens only if their noise is wrong."""
-    decoder = Decoder(tiny(), ModelDrafter(tiny()), num_draft_tokens=Fixed(3), engine=engine)
-    with decoder.scheduler() as scheduler:
-        for seed in (None, 3, None, 4):
-            (request,) = decoder.requests(PROMPTS[0], temperature=1.0, seed=seed, max_new_tokens=40)
-            assert request.match == (seed is not None)
-            scheduler.add(request)
-        outputs = [
-            step.output
-            for _ in iter(lambda: scheduler.unfinished, 0)
-            for step in scheduler.step()
-            if step.output
-        ]
-    assert len(outputs) == 4
-    assert all(one.stats.acceptance_rate > 0.95 for one in outputs)
+    assert each_rule_drafts_with_its_own_noise(engine)
+
+
+@pytest.mark.parametrize("engine", [True, False])
+@pytest.mark.parametrize("other", [SamplingParams(), SamplingParams(presence_penalty=0.1)])
+def test_a_draft_model_of_nan_ends_no_sequence(engine: bool, other: SamplingParams) -> None:
+    broken = tiny(seed=1)
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(torch.nan)
+    decoder = Decoder(tiny(), broken, rule="token", num_draft_tokens=Fixed(3), engine=engine)
+    outs = decoder.generate(PROMPTS[:2], [SamplingParams(), other], max_new_tokens=6, seed=1)
+    assert [out.finish_reason for out in outs] == ["length", "length"]
+    assert sum(out.stats.draft_tokens for out in outs) == 0
+
+
+@pytest.mark.parametrize("drafter", ["n-gram", "lookup", "model"])
+def test_a_step_in_flight_beyond_the_context_reads_no_token_there(drafter: str) -> None:
+    drafters: dict[str, Any] = {"n-gram": NGramDrafter.fit([7] * 20, 3, V), "model": tiny()}
+    decoder = Decoder(tiny(), drafters.get(drafter, drafter), num_draft_tokens=Fixed(6), engine=True)
+    context = decoder.scorer.context
+    for left in (1, 2, 5, 9):
+        prompts = [[7] * (context - left), [7] * 8]
+        outs = decoder.generate(prompts, temperature=0, allowed_token_ids=[7], max_new_tokens=50)
+        assert [len(out.token_ids) for out in outs] == [left, 50]
+
+
+def test_processors_leave_allowed_tokens_to_the_draft_model() -> None:
+    """The host applies a processor to the target's logits, and the draft model does without it."""
+    for engine in (True, False):
+        decoder = Decoder(tiny(), tiny(), num_draft_tokens=Fixed(3), engine=engine)
+        out = decoder.generate(
+            PROMPTS[0], allowed_token_ids=[1, 2, 3, 4, 5], processors=[lambda ids, scores: scores],
+            logit_bias={2: 3.0}, max_new_tokens=60, seed=1,
+        )  # fmt: skip
+        assert out.stats.acceptance_rate > 0.95
+
+
+def test_release_frees_n_gram_tables_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables, honest = list[Any](), NGrams.on
+
+    def on(*arguments: Any) -> NGrams:
+        made = honest(*arguments)
+        tables.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(NGrams, "on", on)
+    decoder = Decoder(tiny(), NGramDrafter.fit([1, 2, 3] * 5, 3, V), num_draft_tokens=Fixed(3), engine=True)
+    for count in (1, 2):
+        assert decoder.generate([1, 2, 3], temperature=0, max_new_tokens=6).stats.draft_tokens
+        assert len(tables) == count
+        decoder.release()
+        gc.collect()
+        assert tables[-1]() is None
 
 
 @pytest.mark.parametrize("engine", [True, False])

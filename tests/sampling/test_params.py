@@ -7,6 +7,7 @@ import math
 import threading
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -412,6 +413,9 @@ NAN = math.nan
         ({"allowed_token_ids": [-1]}, ValueError),
         ({"allowed_token_ids": ["a"]}, TypeError),
         ({"allowed_token_ids": "ab"}, TypeError),
+        ({"allowed_token_ids": bytearray(b"12")}, TypeError),
+        ({"allowed_token_ids": np.array([0.0])}, TypeError),
+        ({"allowed_token_ids": torch.tensor(3)}, TypeError),
         ({"allowed_token_ids": 3}, TypeError),
         ({"processors": [3]}, TypeError),
         ({"processors": abs}, TypeError),
@@ -470,6 +474,8 @@ def test_errors_name_the_wrong_argument(call: Any, message: str) -> None:
 
 def test_other_tokens_than_the_allowed_ones_are_impossible() -> None:
     logits = torch.randn(2, 3, 70)
+    given_as = [range(3), torch.arange(3), np.arange(3), (0, np.int64(1), 2)]
+    assert all(SamplingParams(allowed_token_ids=ids).allowed_token_ids == {0, 1, 2} for ids in given_as)
     allowed = SamplingParams(allowed_token_ids={0, 33, 69}, repetition_penalty=1.5)
     found = adjust(logits, [allowed, SamplingParams()], Prefix.of([[1, 33], [2, 3]]), torch.ones(2, 2).long())
     assert found[0].isfinite().nonzero()[:, 1].tolist() == [0, 33, 69] * 3

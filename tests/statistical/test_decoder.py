@@ -193,7 +193,9 @@ def drafter(name: str, family: str = "llama") -> Any:
     if name in ("model", "causal"):
         return outpace.ModelDrafter(small(family if name == "model" else "llama"))
     if name == "ngram":
-        return outpace.NGramDrafter.fit([0, 1, 2, 2, 1, 0, 3, 1, 1, 2, 0, 2, 1, 3, 0], 3, V)
+        likely = torch.tensor([0.1, 0.6, 0.05, 0.25])  # unlike each other, so that wrong ones are noticed
+        text = torch.multinomial(likely, 200, True, generator=torch.Generator().manual_seed(0))
+        return outpace.NGramDrafter.fit(text, 3, V)
     if name == "lookup":
         return outpace.LookupDrafter(min_ngram=1)
     if name == "text":  # tokens of both cross each other's borders, and the target's texts have many forms

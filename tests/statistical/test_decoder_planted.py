@@ -20,6 +20,7 @@ from outpace.engine.eager import EagerExecutor
 from outpace.engine.graph import GraphExecutor
 from outpace.engine.in_flight import InFlightStep
 from outpace.engine.logprobs import logprobs_of
+from outpace.engine.needs import has_edits
 from outpace.engine.processed import Scored
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import SequenceState
@@ -35,6 +36,7 @@ from outpace.sampling import Prefix, random, rows
 from outpace.sampling.rows import Edits
 from outpace.verification import eager
 from outpace.verification.block import Block
+from tests.engine.test_executors import each_rule_drafts_with_its_own_noise
 from tests.statistical.test_decoder import Cell, joint_distribution_is_exact, mixed_batch_is_exact
 from tests.tiny import byte_tokenizer, greedy, tiny
 
@@ -219,6 +221,17 @@ def a_neighbours_bias_is_added(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(importlib.import_module("outpace.verification.entry"), "edit", edit)
 
 
+def edits_of_the_last_owner_stay(patch: pytest.MonkeyPatch) -> None:
+    """A sequence without edits does not clear those of the sequence that had its slot."""
+    honest = Slots._start_edits
+
+    def start_edits(self: Slots, edits: Edits, slot: int, sampling: SamplingParams) -> None:
+        if has_edits(sampling):
+            honest(self, edits, slot, sampling)
+
+    patch.setattr(Slots, "_start_edits", start_edits)
+
+
 def the_mask_is_shifted_by_one(patch: pytest.MonkeyPatch) -> None:
     """Bits of allowed tokens belong to the tokens before them."""
     honest = rows.edit
@@ -303,6 +316,7 @@ def rows_move_without_the_step_in_flight(patch: pytest.MonkeyPatch) -> None:
     ("plant", "cell"),
     [
         (the_graph_hides_its_drafts_temperature, Cell("model", policy="f 3", engine=True)),
+        (the_graph_hides_its_drafts_temperature, Cell("ngram", policy="f 3", engine=True)),
         (the_graph_sees_rejected_drafts, Cell("model", policy="f 3", engine=True)),
         (the_graph_has_one_noise_for_all_slots, Cell("model", policy="f 2", batch_size=50, engine=True)),
         (shared_blocks_are_written, Cell("model", policy="f 3", engine=True)),
@@ -338,7 +352,18 @@ def test_a_planted_fault_is_caught_by_the_joint_distribution(
         joint_distribution_is_exact(cell)
 
 
-@pytest.mark.parametrize("plant", [a_neighbours_bias_is_added, the_mask_is_shifted_by_one])
+@pytest.mark.parametrize("targets_noise", [True, False])
+def test_drafts_with_the_noise_of_the_other_rule_are_caught_by_their_texts(
+    targets_noise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert each_rule_drafts_with_its_own_noise(engine=True)
+    changed_state(monkeypatch, lambda executor, state, g: {"own_noise": targets_noise} if g else {})
+    assert not each_rule_drafts_with_its_own_noise(engine=True)
+
+
+@pytest.mark.parametrize(
+    "plant", [a_neighbours_bias_is_added, the_mask_is_shifted_by_one, edits_of_the_last_owner_stay]
+)
 def test_edits_of_the_wrong_logits_are_caught_by_a_mixed_batch(
     plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,7 +159,7 @@ class GraphState:
         token_ids: Prompt and output ``[B, T]``.
         positions: Positions ``[B, g + 2]`` of the last two tokens and of the draft tokens; -1 for idle slots.
         sampling: Temperature and filters of the drafter.
-        edits: Bias and penalties of the drafter. None: no sequence has any.
+        edits: Bias, allowed tokens and penalties of the drafter. None: no sequence has any.
         own_noise: Whether to sample with the target's own noise, as in ``State``, ``[B]``; or one answer for
             all sequences.
         vocab_size: Vocabulary size V of the target.

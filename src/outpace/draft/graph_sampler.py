@@ -6,25 +6,25 @@ import torch
 from torch import Tensor
 
 from outpace.draft.base import DraftTensors, GraphState, fit
-from outpace.verification import Block, SampledTokens, edit_rows, sample_rows, verify_rows
+from outpace.verification import Block, SampledTokens, Verdict, edit_rows, sample_rows, verify_rows
 from outpace.verification.rules import MATCH
 
 
 class GraphSampler:
     """Sampler of draft tokens, one position at a time.
 
+    A sequence's draft ends before the first position with NaN or without a possible token.
+
     Args:
         state: The sequences.
-        sparse: Whether the draft's logits may be -inf for most tokens, so that bias or allowed tokens may
-            leave no token. A draft ends before such a position.
     """
 
-    def __init__(self, state: GraphState, sparse: bool = False) -> None:
+    def __init__(self, state: GraphState) -> None:
         self.state = state
         self.tokens: list[Tensor] = []  # of each position, [B]
-        self._logits: list[Tensor] = []  # of each position, [B, 1, V]
-        self._drawn: list[SampledTokens] = []  # results of sampling with the drafter's own noise
-        self._possible: list[Tensor] | None = [] if sparse or state.edits is not None else None
+        self._logits: list[Tensor] = []  # of each position, [B, 1, V]; none if all noise is the target's
+        self._drawn: list[SampledTokens] = []  # of each position, where the noise is the drafter's own
+        self._usable: list[Tensor] = []  # of each position, [B]: whether a token could be sampled
 
     def sample_next(self, q: Tensor) -> Tensor:
         """Sample the next token of each sequence ``[B]``.
@@ -34,47 +34,43 @@ class GraphSampler:
         Args:
             q: Logits ``[B, n, V]`` of the draft, of which the last position counts.
         """
-        state, i = self.state, len(self.tokens)
+        state, own = self.state, self.state.own_noise
         q = fit(q[:, -1:], state.vocab_size)
         if state.edits is not None:
             drafted = torch.stack(self.tokens, dim=1) if self.tokens else state.token_ids[:, :0]
             q = edit_rows(q, state.edits, drafted)
-        if self._possible is not None:
-            self._possible.append(q[:, 0].amax(-1) > -torch.inf)
-        self._logits.append(q)
-        token = self._own(q) if state.own_noise is not False else None
-        if state.own_noise is not True:
-            self._drawn.append(sample_rows(q[:, 0], state.seeds, state.lengths, i, state.sampling))
-            drawn = self._drawn[-1].tokens
-            if token is None or isinstance(state.own_noise, bool):
-                token = drawn
-            else:
-                token = torch.where(state.own_noise, token, drawn)
-        assert token is not None
+        if own is True:
+            verdict = self._with_own_noise(q)
+            token, usable = verdict.next_token, ~verdict.bad
+        else:
+            drawn = sample_rows(q[:, 0], state.seeds, state.lengths, len(self.tokens), state.sampling)
+            self._drawn.append(drawn)
+            self._logits.append(q)
+            token, usable = drawn.tokens, drawn.lse.isfinite()
+            if own is not False:
+                token = torch.where(own, self._with_own_noise(q).next_token, token)
         self.tokens.append(token)
+        self._usable.append(usable)
         return token
 
-    def _own(self, q: Tensor) -> Tensor:
+    def _with_own_noise(self, q: Tensor) -> Verdict:
         """Sample with the noise of the target."""
         state = self.state
         block = Block(
             tokens=state.last[:, :0], draft_logits=None, target_logits=q, draft_lse=None, seeds=state.seeds,
             starts=state.lengths + len(self.tokens),
         )  # fmt: skip
-        return verify_rows(block, MATCH, 1.0, state.sampling, None).next_token
+        return verify_rows(block, MATCH, 1.0, state.sampling, None)
 
     def draft(self) -> DraftTensors:
         """Return the sampled tokens."""
-        logits = torch.cat(self._logits, dim=1) if self._drawn else None
-        lengths = None
-        if self._possible is not None:
-            lengths = torch.stack(self._possible, dim=1).long().cumprod(1).sum(1)
-        tokens, sampling = torch.stack(self.tokens, dim=1), self.state.sampling
-        return DraftTensors(tokens, logits, self._drawn, lengths, sampling)
+        logits = torch.cat(self._logits, dim=1) if self._logits else None
+        lengths = torch.stack(self._usable, dim=1).long().cumprod(1).sum(1)
+        tokens = torch.stack(self.tokens, dim=1)
+        return DraftTensors(tokens, logits, self._drawn, lengths, self.state.sampling)
 
     def repeated(self, g: int) -> DraftTensors:
         """Return a draft of g copies of the token sampled so far, to compile kernels with."""
-        one = self.draft()
-        logits = None if one.logits is None else one.logits.repeat(1, g, 1)
-        tokens = one.tokens.expand(-1, g).contiguous()
-        return DraftTensors(tokens, logits, [*one.drawn] * g, one.lengths, one.sampling)
+        for values in (self.tokens, self._logits, self._drawn, self._usable):
+            values *= g
+        return self.draft()

@@ -42,7 +42,7 @@ class NGramDrafter(Drafter):
     """
 
     def __init__(self, orders: Sequence[Order], vocab_size: int) -> None:
-        self.orders, self.vocab_size = list(orders), vocab_size
+        self.orders, self.vocab_size = tuple(orders), vocab_size
 
     @property
     def n(self) -> int:
@@ -196,18 +196,79 @@ class NGramDrafter(Drafter):
 
 
 @dataclass(frozen=True)
-class Table:
-    """The k-grams of a text on a device.
+class NGrams:
+    """All n-grams of a text on a device, the shortest first.
+
+    The *number* of a k-gram is that of ``Order`` plus ``bases[k - 1]``. So numbers are sorted over all k, and
+    the k-grams with the same context are adjacent.
 
     Attributes:
-        keys: As in ``Order``.
-        log_counts: Logarithm of each count, float32.
-        most: Most k-grams with one context.
+        numbers: Number of each n-gram, int64 ``[N]``.
+        log_counts: Logarithm of each count, float32 ``[N]``.
+        bases: Smallest possible number of the k-grams, for each k, int64 ``[n]``.
+        firsts: Index of the first k-gram, for each k, int64 ``[n]``.
+        vocab_size: Vocabulary size V.
+        max_followers: Most tokens that follow one context.
     """
 
-    keys: Tensor
+    numbers: Tensor
     log_counts: Tensor
-    most: int
+    bases: Tensor
+    firsts: Tensor
+    vocab_size: int
+    max_followers: int
+
+    @classmethod
+    @torch.inference_mode(False)
+    def on(cls, device: torch.device, orders: Sequence[Order], vocab_size: int) -> NGrams:
+        """Copy counts to a device."""
+        sizes = [len(keys) for keys, _ in orders]
+        contexts = [1, *sizes[:-1]]  # of the k-grams: the (k-1)-grams
+        bases = np.cumsum([0, *(vocab_size * count for count in contexts[:-1])])
+        numbers = np.concatenate([base + keys for base, (keys, _) in zip(bases, orders, strict=True)])
+        counts = np.concatenate([counts for _, counts in orders])
+        followers = np.unique(numbers // vocab_size, return_counts=True)[1]
+        return cls(
+            torch.from_numpy(numbers).to(device),
+            torch.from_numpy(counts).to(device).float().log(),
+            torch.from_numpy(bases).to(device),
+            torch.tensor([0, *np.cumsum(sizes[:-1])], device=device),
+            vocab_size,
+            int(followers.max()),
+        )
+
+    def logits(self, context: Tensor, lengths: Tensor) -> Tensor:
+        """Return logarithms of the counts after the longest known ending of each context, ``[B, V]``.
+
+        Args:
+            context: The last n - 1 tokens of each sequence ``[B, n - 1]``.
+            lengths: Number of tokens of each sequence ``[B]``. A context begins with undefined tokens if it
+                is longer.
+        """
+        B, n, V = len(context), len(self.bases), self.vocab_size
+        # Endings of n - 1, n - 2, ... tokens: their indices among the k-grams after k tokens of each
+        seen = lengths[:, None] >= torch.arange(n - 1, 0, -1, device=context.device)
+        index = torch.zeros_like(context)
+        indices, known = [index.new_zeros(B)], [torch.ones_like(lengths, dtype=torch.bool)]
+        for k in range(n - 1):
+            token = context[:, k:]
+            number = self.bases[k] + index * V + token
+            at = torch.searchsorted(self.numbers, number).clamp(max=len(self.numbers) - 1)
+            seen = seen & (self.numbers[at] == number) & (token < V)
+            index = at - self.firsts[k]
+            indices.append(index[:, -1])  # the ending of k + 1 tokens is complete
+            known.append(seen[:, -1])
+            index, seen = index[:, :-1], seen[:, :-1]
+        smallest = self.bases + torch.stack(indices, dim=1) * V  # [B, n], number with token 0
+        first, end = (torch.searchsorted(self.numbers, one) for one in (smallest, smallest + V))
+        usable = torch.stack(known, dim=1) & (first < end)
+        longest = (usable * torch.arange(1, n + 1, device=usable.device)).argmax(1, keepdim=True)
+        first, end, smallest = (one.gather(1, longest) for one in (first, end, smallest))
+        entry = first + torch.arange(self.max_followers, device=first.device)
+        inside, entry = entry < end, entry.clamp(max=len(self.numbers) - 1)
+        token = (self.numbers[entry] - smallest).where(inside, V)  # column V is for nothing
+        logits = torch.full((B, V + 1), -torch.inf, device=context.device)
+        return logits.scatter_(1, token, self.log_counts[entry])[:, :V]
 
 
 class NGramGraphDraft(GraphDraft):
@@ -218,81 +279,29 @@ class NGramGraphDraft(GraphDraft):
     """
 
     def __init__(self, drafter: NGramDrafter) -> None:
-        self.drafter = drafter
-        self._tables: dict[torch.device, list[Table]] = {}
+        self._drafter = drafter
+        self._ngrams: NGrams | None = None
 
     def propose(self, state: GraphState, g: int) -> DraftTensors:
         """See ``GraphDraft.propose``."""
-        sampler = GraphSampler(state, sparse=True)
-        context, known = self._context(state)
-        for _ in range(g):
-            token = sampler.sample_next(self._logits(context, known)[:, None])[:, None]
-            context = torch.cat((context, token), dim=1)[:, 1:]
-            known = torch.cat((known, torch.ones_like(token, dtype=torch.bool)), dim=1)[:, 1:]
-        return sampler.draft()
+        return self._sampled(state, g).draft()
 
     def launch_once(self, state: GraphState, g: int) -> DraftTensors | None:
         """See ``GraphDraft.launch_once``."""
-        if g == 0:
-            return None
-        sampler = GraphSampler(state, sparse=True)
-        sampler.sample_next(self._logits(*self._context(state))[:, None])
-        return sampler.repeated(g)
+        return None if g == 0 else self._sampled(state, 1).repeated(g)
 
-    def _context(self, state: GraphState) -> tuple[Tensor, Tensor]:
-        """Return the last n-1 tokens of each sequence ``[B, n-1]``, and whether there are as many."""
-        back = torch.arange(1 - self.drafter.n, 0, device=state.lengths.device)
-        at = state.lengths[:, None] + back
-        return state.token_ids.gather(1, at.clamp(min=0)), at >= 0
-
-    def _logits(self, context: Tensor, known: Tensor) -> Tensor:
-        """Return the logarithm of the counts after the longest known ending of each context, ``[B, V]``.
-
-        Args:
-            context: Tokens ``[B, n-1]``.
-            known: Whether there is such a token ``[B, n-1]``.
-        """
-        V, tables = self.drafter.vocab_size, self._on(context.device)
-        known = known & (context < V)
-        logits = torch.full((len(context), V), -torch.inf, device=context.device)
-        logits[:, tables[0].keys] = tables[0].log_counts
-        for k, table in enumerate(tables[1:], 1):
-            index, seen = self._index_of(context[:, -k:], known[:, -k:])
-            first = torch.searchsorted(table.keys, index * V)[:, None]
-            entry = first + torch.arange(table.most, device=context.device)
-            inside = seen[:, None] & (entry < len(table.keys))
-            entry = entry.clamp(max=len(table.keys) - 1)
-            token = table.keys[entry] - index[:, None] * V
-            inside &= token < V
-            longer = logits.new_full((len(context), V + 1), -torch.inf)  # the last column is for nothing
-            longer.scatter_(1, token.where(inside, V), table.log_counts[entry])
-            logits = torch.where(inside.any(1, keepdim=True), longer[:, :V], logits)
-        return logits
-
-    def _index_of(self, context: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indices of contexts ``[B, k]`` among the k-grams, and whether they were seen."""
-        index, seen = torch.zeros_like(context[:, 0]), known.all(1)
-        for table, token in zip(self._on(context.device), context.unbind(1), strict=False):
-            key = index * self.drafter.vocab_size + token
-            index = torch.searchsorted(table.keys, key).clamp(max=len(table.keys) - 1)
-            seen = seen & (table.keys[index] == key)
-        return index, seen
-
-    @torch.inference_mode(False)
-    def _on(self, device: torch.device) -> list[Table]:
-        """Return the counts on a device."""
-        if device not in self._tables:
-            V = self.drafter.vocab_size
-            self._tables[device] = [
-                Table(
-                    torch.from_numpy(keys).to(device),
-                    torch.from_numpy(counts).to(device).float().log(),
-                    int(np.unique(keys // V, return_counts=True)[1].max(initial=1)),
-                )
-                for keys, counts in self.drafter.orders
-                if len(keys)
-            ]
-        return self._tables[device]
+    def _sampled(self, state: GraphState, g: int) -> GraphSampler:
+        """Return a sampler with g tokens."""
+        n, device = self._drafter.n, state.lengths.device
+        if self._ngrams is None:
+            self._ngrams = NGrams.on(device, self._drafter.orders, self._drafter.vocab_size)
+        sampler = GraphSampler(state)
+        at = state.lengths[:, None] + torch.arange(1 - n, 0, device=device)
+        context = state.token_ids.gather(1, at.clamp(min=0))
+        for i in range(g):
+            token = sampler.sample_next(self._ngrams.logits(context, state.lengths + i)[:, None])
+            context = torch.cat((context, token[:, None]), dim=1)[:, 1:]
+        return sampler
 
 
 @contextmanager

@@ -62,18 +62,19 @@ class GraphExecutor(Executor):
 
     def __init__(self, scorer: Scorer, drafter: Drafter | None, rule: Rule, lenience: float) -> None:
         self.target, self.rule, self.lenience = scorer, rule, lenience
-        self.draft = None if drafter is None else drafter.in_graph()
-        self.drafts = drafter is None or self.draft is not None
-        self.draft_scorer = None if self.draft is None else self.draft.scorer
-        self.scorers = [scorer] if self.draft_scorer is None else [scorer, self.draft_scorer]
-        self._drafter_name = type(drafter).__name__
+        self._drafter = drafter
         self.graphs = Graphs(scorer.device)
         self.reset()
+        self.drafts = drafter is None or self.draft is not None
 
     @torch.inference_mode(False)
     def reset(self) -> None:
         """See ``Executor.reset``."""
         self.graphs.clear()
+        # Made anew, so that what the last one had on the device is freed
+        self.draft = None if self._drafter is None else self._drafter.in_graph()
+        self.draft_scorer = None if self.draft is None else self.draft.scorer
+        self.scorers = [self.target] if self.draft_scorer is None else [self.target, self.draft_scorer]
         self._prefills, self._buckets = PrefillGraphs(self.graphs), Buckets(self.graphs)
         self._catch_up = None if self.draft_scorer is None else CatchUp(self.draft_scorer, self.graphs)
         self.slots = Slots(0, 0, self.target.vocab_size, self.target.device)
@@ -97,7 +98,7 @@ class GraphExecutor(Executor):
     def describe(self) -> str:
         """See ``Executor.describe``."""
         kind = "one CUDA graph per step" if self.graphs.enabled else "without graphs"
-        host = "" if self.drafts else f"; {self._drafter_name} drafts on the host"
+        host = "" if self.drafts else f"; {type(self._drafter).__name__} drafts on the host"
         failures = self.graphs.failures
         steps = sorted({(key.slots, key.g) for key in self._buckets.steps() if key not in failures})
         captured = ", ".join(f"g={g} for {slots}" for slots, g in steps)
@@ -382,7 +383,8 @@ class GraphExecutor(Executor):
     def state(self, key: StepKey) -> GraphState:
         """Return the state of the first slots, as drafting reads it."""
         slots, needs = key.slots, key.needs
-        lengths = self.slots.lengths[:slots]
+        # A step in flight may have passed the end of its sequence, whose tokens are dropped.
+        lengths = self.slots.lengths[:slots].clamp(max=self.slots.token_ids.shape[1])
         positions = lengths[:, None] + torch.arange(-2, key.g, device=lengths.device)
         # Positions past the context belong to draft tokens that no token remains for.
         positions = positions.clamp(0, self.target.context)

@@ -41,12 +41,12 @@ class Needs:
             g: Draft tokens of the step. Without them, all rules sample as rule ``match`` does.
         """
         samplings = [one.sampling for one in sequences]
-        drafting = [one.draft_sampling for one in sequences if one.draft_sampling is not None]
+        drafting = [one.draft_sampling or one.sampling for one in sequences]
         tops = [one.top for one in sequences if one.top is not None]
         match = g == 0 or any(one.match for one in sequences)
         return cls(
             any(has_filters(one) for one in [*samplings, *(drafting if g else ())]),
-            any(has_edits(one) for one in [*samplings, *drafting]),
+            any(has_edits(one) for one in [*samplings, *drafting]),  # the host's edits are not the draft's
             match,
             g > 0 and not all(one.match for one in sequences),
             None if not tops else (1 << (max(tops) - 1).bit_length() if max(tops) else 0),
@@ -75,6 +75,5 @@ def has_filters(one: SamplingParams) -> bool:
 
 
 def has_edits(one: SamplingParams) -> bool:
-    """Return whether a step changes single logits. If there are processors, the host does."""
-    penalties = one.repetition_penalty != 1 or one.frequency_penalty or one.presence_penalty
-    return bool(one.logit_bias or one.allowed_token_ids is not None or penalties) and not one.processors
+    """Return whether bias, allowed tokens or penalties change single logits."""
+    return bool(one.logit_bias) or one.allowed_token_ids is not None or one.has_penalties

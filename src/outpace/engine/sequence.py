@@ -239,7 +239,8 @@ def advance(
         new_tokens, sequence.finish_reason = [], "error"
         sequence.error = error or ValueError(
             f"the logits at position {len(sequence.tokens)} are unusable: the target, the draft model or a "
-            "processor returned NaN, +inf, or -inf for all tokens; check weights, dtype and processors"
+            "processor returned NaN, +inf, or -inf for all tokens, or logit_bias and allowed_token_ids "
+            "forbid all; check weights, dtype, processors and these parameters"
         )
     num_appended = sequence.extend(new_tokens, context)
     ended = sequence.finish_reason is not None

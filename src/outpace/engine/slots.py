@@ -13,7 +13,6 @@ from outpace.engine.needs import has_edits
 from outpace.engine.sequence import SequenceState
 from outpace.sampling import SamplingParams
 from outpace.sampling.rows import (
-    NO_PENALTIES,
     NO_SHAPE,
     Edits,
     RowSampling,
@@ -83,7 +82,7 @@ class Slots:
         tensors = [self.lengths, self.seeds, self.active, self.match, self.token_ids]
         tensors += [self.shape, self.draft_shape]
         if self.edits is not None and self.draft_edits is not None:
-            tensors += [*self.edits.tensors(), *self.draft_edits.tensors()[:-1]]
+            tensors += [*self.edits.tensors(), *self.draft_edits.tensors()]
         return tensors
 
     def __len__(self) -> int:
@@ -107,27 +106,25 @@ class Slots:
         self.lengths[slots], self.seeds[slots], self.match[slots] = columns[:, 1:4].unbind(1)
         self.active[slots] = 1
         self.shape[slots], self.draft_shape[slots] = shapes[:, :4], shapes[:, 4:]
-        if self.edits is None and any(has_edits(one) for pair in samplings for one in pair):
+        if any(has_edits(one) for pair in samplings for one in pair) and self.edits is None:
             self.add_edits()
-        for sequence, (p, q) in zip(sequences, samplings, strict=True):
-            if self.edits is not None and self.draft_edits is not None:
-                self._start_edits(self.edits, sequence, p)
-                self._start_edits(self.draft_edits, sequence, q)
+        if self.edits is not None and self.draft_edits is not None:
+            for sequence, (p, q) in zip(sequences, samplings, strict=True):
+                self._start_edits(self.edits, sequence.slot, SamplingParams() if p.processors else p)
+                self._start_edits(self.draft_edits, sequence.slot, q)
+                if p.has_penalties or q.has_penalties:
+                    prompt, output = sequence.tokens[: sequence.prompt_length], sequence.new_tokens
+                    self.edits.seen[sequence.slot] = to_device(seen_of(prompt, output, V), device)
 
-    def _start_edits(self, edits: Edits, sequence: SequenceState, sampling: SamplingParams) -> None:
+    def _start_edits(self, edits: Edits, slot: int, sampling: SamplingParams) -> None:
         """Write bias, allowed tokens and penalties of a new sequence."""
-        applies, slot, device = has_edits(sampling), sequence.slot, self.lengths.device
-        values = penalties_of(sampling) if applies else NO_PENALTIES
-        edits.penalties[slot] = on_device(list(values), torch.float32, device)
-        edits.bias[slot], edits.allowed[slot] = 0, -1
-        if applies:
-            prompt, output = sequence.tokens[: sequence.prompt_length], sequence.new_tokens
-            edits.seen[slot] = to_device(seen_of(prompt, output, self.vocab_size), device)
-            bias = sampling.logit_bias or {}
+        device, bias = self.lengths.device, sampling.logit_bias or {}
+        edits.penalties[slot] = on_device(list(penalties_of(sampling)), torch.float32, device)
+        edits.allowed[slot] = to_device(allowed_of(sampling, self.vocab_size), device)
+        edits.bias[slot] = 0
+        if bias:
             ids = on_device(list(bias), torch.int64, device)
             edits.bias[slot, ids] = on_device(list(bias.values()), torch.float32, device)
-            if sampling.allowed_token_ids is not None:
-                edits.allowed[slot] = to_device(allowed_of(sampling, self.vocab_size), device)
 
     def copy_draft(self, g: int, draft: Draft, slots: Sequence[int]) -> DraftTensors:
         """Copy draft tokens from the host to buffers that graphs read; return the buffers of all slots.

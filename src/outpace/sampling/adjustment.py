@@ -163,7 +163,7 @@ def process(
     if not any(row.edits for row in rows):
         return scores, None
     scores = scores.clone() if scores is logits else scores
-    _add_bias(scores, rows)
+    _bias_and_mask(scores, rows)
     if not any(row.reads_prefix for row in rows):
         return scores, None
     B, n, _ = scores.shape
@@ -262,7 +262,8 @@ def drop_least_likely(scores: Tensor, limit: Tensor) -> Tensor:
     return scores.masked_fill(drop, -torch.inf)
 
 
-def _add_bias(scores: Tensor, rows: list[SamplingParams]) -> None:
+def _bias_and_mask(scores: Tensor, rows: list[SamplingParams]) -> None:
+    """Add bias, and forbid tokens that are not allowed, in place."""
     V = scores.shape[-1]
     for b, row in enumerate(rows):
         row.check_vocabulary(V)
@@ -271,9 +272,7 @@ def _add_bias(scores: Tensor, rows: list[SamplingParams]) -> None:
             ids = on_device(list(row.logit_bias), torch.int64, scores.device)
             own[..., ids] += on_device(list(row.logit_bias.values()), scores.dtype, scores.device)
         if row.allowed_token_ids is not None:
-            forbidden = torch.ones(V, dtype=torch.bool)
-            forbidden[list(row.allowed_token_ids)] = False
-            own.masked_fill_(to_device(forbidden, scores.device), -torch.inf)
+            own.masked_fill_(row.forbidden(V, scores.device), -torch.inf)
 
 
 def _penalize(scores: Tensor, rows: list[SamplingParams], prefix: Prefix, drafted: Tensor) -> None:

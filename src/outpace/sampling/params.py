@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,13 +69,7 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             integer("logit_bias", token, "keyed by token ids >= 0", lambda t: t >= 0)
             number(f"logit_bias[{token}]", bias, *RANGES["logit_bias"])
-        allowed = self.allowed_token_ids
-        if not isinstance(allowed, Collection | None) or isinstance(allowed, str | bytes | Mapping):
-            raise TypeError(f"allowed_token_ids: got {kind(allowed)}; it must be a list of token ids")
-        if allowed is not None and not len(allowed):
-            raise ValueError("allowed_token_ids: got none; give at least one token id, or None for all")
-        for token in allowed or ():
-            integer("allowed_token_ids", token, "token ids >= 0", lambda t: t >= 0)
+        allowed = None if self.allowed_token_ids is None else _token_ids(self.allowed_token_ids)
         if not isinstance(self.processors, Sequence):
             raise TypeError(f"processors: got {kind(self.processors)}; it must be a list of LogitsProcessors")
         flat: list[Processor] = []
@@ -87,7 +81,7 @@ class SamplingParams:
         # Copies, so that checked values cannot change later.
         object.__setattr__(self, "processors", tuple(flat))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias) if self.logit_bias else None)
-        object.__setattr__(self, "allowed_token_ids", None if allowed is None else frozenset(allowed))
+        object.__setattr__(self, "allowed_token_ids", allowed)
 
     @property
     def greedy(self) -> bool:
@@ -109,8 +103,14 @@ class SamplingParams:
         """True if single logits change: there are bias, allowed tokens, penalties or processors."""
         return bool(self.logit_bias or self.allowed_token_ids is not None or self.reads_prefix)
 
+    @cached_property
+    def _largest_id(self) -> int:
+        return max((*(self.logit_bias or ()), *(self.allowed_token_ids or ())), default=-1)
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise if bias or allowed tokens have ids beyond a vocabulary."""
+        if self._largest_id < vocab_size:
+            return
         for name in ("logit_bias", "allowed_token_ids"):
             if beyond := sorted(token for token in getattr(self, name) or () if token >= vocab_size):
                 more = f" and {len(beyond) - 10} more" if len(beyond) > 10 else ""
@@ -118,12 +118,28 @@ class SamplingParams:
                     f"{name}: got token ids {beyond[:10]}{more}; they must be in 0..{vocab_size - 1}"
                 )
 
+    @cached_property
+    def _forbidden(self) -> dict[tuple[int, torch.device], Tensor]:
+        return {}
+
+    def forbidden(self, vocab_size: int, device: torch.device) -> Tensor:
+        """Return which tokens ``allowed_token_ids`` forbids, bool ``[V]``. It is computed once."""
+        key = vocab_size, device
+        if key not in self._forbidden:
+            forbidden = torch.ones(vocab_size, dtype=torch.bool)
+            forbidden[list(self.allowed_token_ids or ())] = False
+            self._forbidden[key] = forbidden.to(device)
+        return self._forbidden[key]
+
     @property
     def reads_prefix(self) -> bool:
         """True if the adjustment depends on earlier tokens."""
-        return bool(
-            self.processors or self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty
-        )
+        return bool(self.processors) or self.has_penalties
+
+    @property
+    def has_penalties(self) -> bool:
+        """True if there is a repetition, frequency or presence penalty."""
+        return bool(self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty)
 
     def fork(self) -> SamplingParams:
         """Return the same parameters with a copy of the processors' state.
@@ -132,7 +148,22 @@ class SamplingParams:
         """
         if not self.processors:
             return self
-        return dataclasses.replace(self, processors=copy_processors(self.processors))
+        forked = copy.copy(self)  # nothing needs to be checked again
+        object.__setattr__(forked, "processors", copy_processors(self.processors))
+        return forked
+
+
+def _token_ids(ids: Any) -> frozenset[int]:
+    """Return ``allowed_token_ids`` as checked ints."""
+    values = ids.tolist() if hasattr(ids, "tolist") else ids
+    if not isinstance(values, Collection) or isinstance(values, str | bytes | bytearray | Mapping):
+        raise TypeError(f"allowed_token_ids: got {kind(ids)}; it must be a list of token ids")
+    if not values:
+        raise ValueError("allowed_token_ids: got none; give at least one token id, or None for all")
+    if set(map(type, values)) != {int} or min(values) < 0:  # checked one by one, to name the wrong one
+        for token in values:
+            integer("allowed_token_ids", token, "token ids >= 0", lambda t: t >= 0)
+    return frozenset(map(int, values))
 
 
 SamplingParams.__init__ = suggests(SamplingParams.__init__)  # type: ignore[method-assign]

@@ -80,7 +80,7 @@ class Edits:
         )
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, of which the last one is ``seen``."""
+        """Return all tensors."""
         return [self.penalties, self.bias, self.allowed, self.seen]
 
     def first(self, rows: int) -> Edits:
@@ -113,13 +113,9 @@ def penalties_of(one: SamplingParams) -> tuple[float, float, float]:
 
 def allowed_of(one: SamplingParams, vocab_size: int) -> Tensor:
     """Return a row of ``Edits.allowed``, on the CPU."""
-    words = np.zeros(-(-vocab_size // WORD), dtype="<u4")
-    if one.allowed_token_ids is None:
-        words[:] = 2**WORD - 1
-    else:
-        ids = np.fromiter(one.allowed_token_ids, dtype=np.int64)
-        np.bitwise_or.at(words, ids // WORD, (1 << (ids % WORD)).astype("<u4"))
-    return torch.from_numpy(words.view("<i4"))
+    allowed = np.full(-(-vocab_size // WORD) * WORD, one.allowed_token_ids is None)
+    allowed[list(one.allowed_token_ids or ())] = True
+    return torch.from_numpy(np.packbits(allowed, bitorder="little").view("<i4"))
 
 
 def seen_of(prompt: Sequence[int], output: Sequence[int], vocab_size: int) -> Tensor:
