@@ -19,7 +19,7 @@ from outpace.engine.claims import claim, release
 from outpace.engine.eager import EagerExecutor
 from outpace.engine.executor import Executor
 from outpace.engine.graph import GraphExecutor
-from outpace.engine.models import check_models, encoders_of, why_no_graphs
+from outpace.engine.models import check_models, why_no_graphs
 from outpace.engine.needs import Needs
 from outpace.engine.request import Arrays, Options, Prompt, Prompts, Reader
 from outpace.engine.scheduler import Scheduler
@@ -322,7 +322,7 @@ class Decoder:
         self._claim(owner)
         self._refresh()
         return Scheduler(
-            self._scorers(), self.drafter, self._policy_for(sequences), self.rule, self.executor, batch_size,
+            self._scorers(), self.drafter, self._policy_for(sequences), self.executor, batch_size,
             on_close=lambda: release(owner),
         )  # fmt: skip
 
@@ -382,8 +382,6 @@ class Decoder:
         try:
             self._claim(owner)
             self._refresh()
-            if self.executor.name != GraphExecutor.name:
-                return
             for size in batch_sizes:
                 for g in num_draft_tokens:
                     request = self.reader.sequences([0], sampling, None)[0]
@@ -458,7 +456,7 @@ class Decoder:
 
     def _refresh(self) -> None:
         """Create scorers and executor again if models have changed: moved, hooked, or with adapters."""
-        current = [scorer_of(one, self.uses_graphs, one.cache.max_bytes) for one in self._scorers()]
+        current = [scorer_of(one, self.uses_graphs) for one in self._scorers()]
         kind = (
             GraphExecutor
             if self.uses_graphs
@@ -479,7 +477,7 @@ class Decoder:
 
     def encoders(self) -> list[Seq2SeqScorer]:
         """Return those scorers of target and draft model that have an encoder."""
-        return encoders_of(self._scorers())
+        return [one for one in self._scorers() if isinstance(one, Seq2SeqScorer)]
 
     def _scorers(self) -> list[Scorer]:
         """Return the target's scorer, and the scorer of the draft model if there is one."""

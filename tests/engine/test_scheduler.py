@@ -606,7 +606,6 @@ def test_a_request_repeats_at_a_budget_that_just_suffices() -> None:
 def test_memory_that_runs_out_in_a_step_ends_the_newest_sequence_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("outpace.engine.graph.BLOCK_TOKENS", 1)
     decoder, prompts = Decoder(tiny(), engine=True), [random_prompt(14, seed) for seed in range(2)]
     cache: Any = decoder.scorer.cache
     with decoder.scheduler() as scheduler:
@@ -695,7 +694,6 @@ def test_a_request_is_added_once() -> None:
 def test_a_step_without_memory_ends_one_sequence_although_a_draft_model_runs_in_it(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    monkeypatch.setattr("outpace.engine.graph.BLOCK_TOKENS", 0)
     decoder = decoder_of(family, engine=True)
     with decoder.scheduler() as scheduler:
         for prompt in ([1, 2, 3], [4, 5]):

@@ -231,27 +231,10 @@ def test_an_untested_family_is_checked_when_it_is_loaded(monkeypatch: pytest.Mon
     decoder = outpace.Decoder(model, model, num_draft_tokens=3)
     text = decoder.generate(PROMPTS[0], temperature=0, max_new_tokens=20)
     assert text.token_ids == greedy(model, PROMPTS[0], 20)
-    original = CausalScorer._new_masks
-    monkeypatch.setattr(CausalScorer, "_new_masks", lambda self, at, reach: original(self, at + 1, reach))
+    original = CausalScorer._masks
+    monkeypatch.setattr(CausalScorer, "_masks", lambda self, at, reach: original(self, at + 1, reach))
     with pytest.raises(ValueError, match="scores differently through a ragged cache"):
         CausalScorer(model)
-
-
-def test_prebuilt_masks_equal_computed_masks() -> None:
-    for family in ("llama", "mistral", "gemma3_text"):
-        scorer = CausalScorer(tiny(family))
-        for tokens in (40, 200):  # the cache grows
-            scorer.cache.prepare(3, tokens)
-            for start, n in ((0, 1), (3, 5), (tokens - 32, 32), (tokens - 7, 7)):
-                positions = torch.arange(start, start + n)[None].expand(2, n)
-                prebuilt = scorer._masks(positions, start, start + n)
-                computed = scorer._masks(positions, None, start + n)
-                for one, other in zip(_each(prebuilt), _each(computed), strict=True):
-                    assert torch.equal(one, other)
-
-
-def _each(masks: torch.Tensor | dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    return [masks[kind] for kind in sorted(masks)] if isinstance(masks, dict) else [masks]
 
 
 def test_flex_attention_is_switched_to_sdpa_with_a_warning() -> None:

@@ -181,7 +181,7 @@ class ContiguousSequences(Sequences):
             end = length + len(tokens)
             positions.append([*range(end, length + longest), *range(length, end)])  # padding comes first
         at = torch.tensor(positions).clamp(max=self.cache.capacity - 1)
-        self.cache.span = Span(first, at, None, int(at.max()) + 1)
+        self.cache.span = Span(first, at, int(at.max()) + 1)
         for layer in range(LAYERS):
             keys, values = (self.padded(slots, new, layer, kind, left=True) for kind in (0, 1))
             self.cache.past_key_values.update(keys, values, layer)
@@ -436,7 +436,7 @@ def test_a_contiguous_cache_that_grows_keeps_the_newest_prefixes() -> None:
     cache.prepare(3, 30)
     for slot, text in enumerate(texts):
         cache.open(slot, text)
-        cache.span = Span(cache.row(slot), torch.arange(20)[None], 0, 20)
+        cache.span = Span(cache.row(slot), torch.arange(20)[None], 20)
         new = torch.full((1, 2, 20, 4), float(slot))
         cache.past_key_values.layers[0].update(new, -new)
         cache.commit(slot, 20, text)
@@ -453,7 +453,7 @@ def test_the_measured_size_of_a_token_is_kept_when_memory_is_freed() -> None:
     cache = ContiguousCache(1, torch.device("cpu"), 999)
     cache.prepare(1, 30)
     cache.open(0, [1, 2])
-    cache.span = Span(0, torch.arange(2)[None], 0, 2)
+    cache.span = Span(0, torch.arange(2)[None], 2)
     new = torch.zeros(1, 2, 2, 4)
     cache.past_key_values.layers[0].update(new, new)
     cache.close(0, None)

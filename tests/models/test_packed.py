@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outpace import Decoder, Fixed
-from outpace.models.packed import X86, Packed, layers, packed_bytes
+from outpace.models.packed import X86, layers, packed_bytes, packed_forwards
 from outpace.models.view import view_of
 from tests.tiny import tiny
 
@@ -27,7 +27,7 @@ def test_packed_layers_compute_the_same_logits(shape: tuple[int, int]) -> None:
     ids = torch.randint(61, shape)
     with torch.inference_mode():
         expected = model(ids).logits
-        found = view_of(model, Packed(model).forwards)(ids).logits
+        found = view_of(model, packed_forwards(model))(ids).logits
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, atol=0.05 * float(expected.abs().max()), rtol=0)
 
@@ -39,7 +39,7 @@ def test_packed_layers_add_their_bias() -> None:
         pytest.skip("this processor's PyTorch has no oneDNN for bfloat16")
     x = torch.randn(3, 8, dtype=torch.bfloat16)
     with torch.inference_mode():
-        found = view_of(model, Packed(model).forwards)(x)
+        found = view_of(model, packed_forwards(model))(x)
         torch.testing.assert_close(found, torch.nn.functional.linear(x, layer.weight, layer.bias))
 
 
@@ -53,7 +53,7 @@ def test_large_packed_float32_layers_compute_the_same_outputs(rows: int) -> None
     x = torch.randn(rows, 600)
     with torch.inference_mode():
         expected = model(x)
-        packed = view_of(model, Packed(model).forwards)
+        packed = view_of(model, packed_forwards(model))
         assert "forward" in packed.get_submodule("0").__dict__
         torch.testing.assert_close(packed(x), expected, atol=1e-5, rtol=1e-5)
 
@@ -119,7 +119,7 @@ def test_two_decoders_of_one_model_may_run_in_parallel() -> None:
 
 def test_a_hook_set_after_packing_is_called_and_stays() -> None:
     model = packable()
-    packed, layer = Packed(model), layers(model)[0]
+    packed, layer = packed_forwards(model), layers(model)[0]
     calls, original = [], layer.forward
 
     def hook(x: torch.Tensor) -> torch.Tensor:
@@ -128,6 +128,6 @@ def test_a_hook_set_after_packing_is_called_and_stays() -> None:
 
     layer.forward = hook  # type: ignore[method-assign,assignment]
     with torch.inference_mode():
-        view_of(model, packed.forwards)(torch.tensor([[1, 2]]))
+        view_of(model, packed)(torch.tensor([[1, 2]]))
     assert calls == [1]
     assert layer.forward is hook

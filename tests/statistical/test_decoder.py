@@ -241,7 +241,6 @@ class Cell:
     draft_sampling: str | None = None
     engine: bool = False
     family: str = "llama"
-    draws: int = SAMPLES
 
     def __str__(self) -> str:
         parts = [self.drafter, self.rule, self.sampling, self.policy, f"B{self.batch_size}"]
@@ -253,7 +252,7 @@ class Cell:
     def samples(self) -> int:
         """Draws of this cell; half for slow models and small batches."""
         slow = self.family != "llama" or self.batch_size <= 10
-        return self.draws // 2 if slow else self.draws
+        return SAMPLES // 2 if slow else SAMPLES
 
     def decoder(self) -> Decoder:
         kind, g = self.policy.split()
@@ -361,7 +360,7 @@ CELLS: list[Cell] = [
         )
     ),
     Cell("lookup", "token", "counts", "f 3", stops=True, engine=True),
-    Cell("model", "block", "plain", "f 3", engine=True, draws=10000),  # drafts with noise of their own
+    Cell("model", "block", "plain", "f 3", engine=True),
     Cell("ngram", "block", "processors", "f 2", batch_size=64, engine=True),
     Cell("ngram", "token", "penalty", "f 2", batch_size=64, engine=True),
     Cell("model", "token", "penalty", "f 3", draft_sampling="warm", engine=True),

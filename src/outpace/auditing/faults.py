@@ -34,7 +34,6 @@ class AcceptAll(EagerExecutor):
     def verify(
         self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor, errors: Errors | None = None
     ) -> Verdict:
-        """See ``EagerExecutor.verify``."""
         verdict = super().verify(sequences, draft, logits, errors)
         return replace(verdict, accepted=_lengths(sequences, draft, logits))
 
@@ -49,7 +48,6 @@ class Resample(EagerExecutor):
     def verify(
         self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor, errors: Errors | None = None
     ) -> Verdict:
-        """See ``EagerExecutor.verify``."""
         verdict = super().verify(sequences, draft, logits, errors)
         scores = adjusted_logits(sequences, draft, logits)
         at = scores[torch.arange(len(sequences), device=logits.device), verdict.accepted]
@@ -66,13 +64,11 @@ class Rollback(EagerExecutor):
         self.num_drafted: dict[int, int] = {}  # by slot: draft tokens of the last step
 
     def verdicts(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Outcome:
-        """See ``EagerExecutor.verdicts``."""
         outcome = super().verdicts(sequences, draft, logits)
         self.num_drafted |= {slot: len(tokens) for slot, tokens in outcome.drafts.items()}
         return outcome
 
     def commit(self, sequence: SequenceState, g: int, accepted: int) -> None:
-        """See ``Executor.commit``."""
         super().commit(sequence, g, accepted + (accepted < self.num_drafted[sequence.slot]))
 
 
@@ -96,15 +92,14 @@ class StaleScorer(CausalScorer):
 
     ahead = 0
 
-    def _masks(self, positions: Tensor, start: int | None, reach: int) -> Tensor | dict[str, Tensor]:
-        return super()._masks(positions + self.ahead, None if self.ahead else start, reach)
+    def _masks(self, positions: Tensor, reach: int) -> Tensor | dict[str, Tensor]:
+        return super()._masks(positions + self.ahead, reach)
 
 
 class Noise(EagerExecutor):
     """All sequences of a batch are sampled with the noise of its first."""
 
     def block(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Block:
-        """See ``EagerExecutor.block``."""
         return replace(super().block(sequences, draft, logits), seeds=sequences[0].seed)
 
 
@@ -112,7 +107,6 @@ class Reuse(EagerExecutor):
     """Every step is sampled with the noise of the first."""
 
     def block(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Block:
-        """See ``EagerExecutor.block``."""
         return replace(super().block(sequences, draft, logits), starts=0)
 
 
@@ -122,7 +116,6 @@ class Mislabel(EagerExecutor):
     def verify(
         self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor, errors: Errors | None = None
     ) -> Verdict:
-        """See ``EagerExecutor.verify``."""
         if draft.logits is not None:
             stated_logits = 2 * draft.logits  # a lower temperature
         else:  # the draft has probability 1; half of it is spread over the vocabulary

@@ -38,7 +38,6 @@ class LookupDrafter(Drafter):
         self._indices: dict[int, NGramIndex] = {}  # by slot
 
     def propose(self, state: State, g: int) -> Draft:
-        """See ``Drafter.propose``."""
         proposals, confidence = [], []
         sources = state.sources or [None] * len(state.slots)
         for row, text, limit, source in zip(state.slots, state.tokens, state.limits, sources, strict=True):
@@ -52,7 +51,6 @@ class LookupDrafter(Drafter):
         return Draft.chosen(proposals, state.device, confidence)
 
     def reset(self, slots: Sequence[int]) -> None:
-        """See ``Drafter.reset``."""
         for slot in slots:
             self._indices.pop(slot, None)
 
@@ -68,7 +66,6 @@ class LookupGraphDraft(GraphDraft):
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
 
     def propose(self, state: GraphState, g: int) -> DraftTensors:
-        """See ``GraphDraft.propose``."""
         tokens, lengths = lookup_draft(state.token_ids, state.lengths, g, self.min_ngram, self.max_ngram)
         return DraftTensors(tokens, lengths=lengths)
 

@@ -38,7 +38,6 @@ class ModelDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, state: State, g: int) -> Draft:
-        """See ``Drafter.propose``."""
         self._proposed = []
         # A sequence may outgrow this model's context before the target's. The last draft token is not fed.
         lengths = [min(g, max(0, self.scorer.context - len(text) + 1)) for text in state.tokens]
@@ -98,13 +97,11 @@ class ModelDrafter(Drafter):
                 self.scorer.reset([row])
 
     def reset(self, slots: Sequence[int]) -> None:
-        """See ``Drafter.reset``."""
         for slot in slots:
             if self.scorer.cache.is_open(slot):
                 self.scorer.reset([slot], [self.known(self._texts.pop(slot, ()))])
 
     def in_graph(self) -> GraphDraft | None:
-        """See ``Drafter.in_graph``."""
         return ModelGraphDraft(self.scorer)
 
     def check(self, target: Scorer, tokenizer: Any) -> None:
@@ -151,7 +148,6 @@ class ModelGraphDraft(GraphDraft):
         return sampler.draft()
 
     def launch_once(self, state: GraphState, g: int) -> DraftTensors | None:
-        """See ``GraphDraft.launch_once``."""
         if g == 0:
             return None
         self.scorer.launch_once(len(state.lengths), 1)

@@ -132,7 +132,6 @@ class NGramDrafter(Drafter):
         return index
 
     def propose(self, state: State, g: int) -> Draft:
-        """See ``Drafter.propose``."""
         sampler = DraftSampler(state, g)
         contexts = [list(text[len(text) - min(len(text), self.n - 1) :]) for text in state.tokens]
         for _ in range(g):
@@ -283,11 +282,9 @@ class NGramGraphDraft(GraphDraft):
         self._ngrams: NGrams | None = None
 
     def propose(self, state: GraphState, g: int) -> DraftTensors:
-        """See ``GraphDraft.propose``."""
         return self._sampled(state, g).draft()
 
     def launch_once(self, state: GraphState, g: int) -> DraftTensors | None:
-        """See ``GraphDraft.launch_once``."""
         return None if g == 0 else self._sampled(state, 1).repeated(g)
 
     def _sampled(self, state: GraphState, g: int) -> GraphSampler:

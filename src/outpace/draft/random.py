@@ -22,7 +22,6 @@ class RandomDrafter(Drafter):
         self.vocab_size = vocab_size
 
     def propose(self, state: State, g: int) -> Draft:
-        """See ``Drafter.propose``."""
         sampler = DraftSampler(state, g)
         uniform = torch.zeros(len(state.slots), self.vocab_size, device=state.device)
         for _ in range(g):

@@ -60,14 +60,11 @@ class AdaptedDrafter(Drafter):
         self.free = bool(getattr(drafter, "free", False))
 
     def propose(self, state: State, g: int) -> Draft:
-        """See ``Drafter.propose``."""
         draft: Draft = self.drafter.propose(state, g)
         return draft
 
     def commit(self, accepted: Tensor, next_token: Tensor) -> None:
-        """See ``Drafter.commit``."""
         self.drafter.commit(accepted, next_token)
 
     def reset(self, slots: Sequence[int]) -> None:
-        """See ``Drafter.reset``."""
         self.drafter.reset(slots)

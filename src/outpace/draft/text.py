@@ -56,7 +56,6 @@ class TextDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, state: State, g: int) -> Draft:
-        """See ``Drafter.propose``."""
         retokenizers = {
             row: self._retokenize(row, text) for row, text in zip(state.slots, state.tokens, strict=True)
         }
@@ -153,7 +152,6 @@ class TextDrafter(Drafter):
         return list(takewhile(lambda token: token < vocab_size, tokens[len(waiting) :]))
 
     def reset(self, slots: Sequence[int]) -> None:
-        """See ``Drafter.reset``."""
         for slot in slots:
             self._retokenizers.pop(slot, None)
             if self.scorer.cache.is_open(slot):

@@ -11,7 +11,6 @@ from outpace.draft.base import Draft, Drafter, State, check_draft
 from outpace.engine.sequence import SequenceState, seeds
 from outpace.models.scorer import Scorer
 from outpace.policy import DraftLengthPolicy, Hint, Load
-from outpace.verification import Rule
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,10 @@ class Proposer:
         scorer: The target.
         drafter: The drafter, or None.
         policy: The draft-length policy.
-        rule: The verification rule.
     """
 
-    def __init__(
-        self, scorer: Scorer, drafter: Drafter | None, policy: DraftLengthPolicy, rule: Rule
-    ) -> None:
-        self.scorer, self.drafter, self.policy, self.rule = scorer, drafter, policy, rule
+    def __init__(self, scorer: Scorer, drafter: Drafter | None, policy: DraftLengthPolicy) -> None:
+        self.scorer, self.drafter, self.policy = scorer, drafter, policy
         self.free = drafter is not None and drafter.free
         # Sequences of the last draft, each with its number of tokens at that time
         self._last_drafted: Sequence[tuple[SequenceState, int]] = ()

@@ -11,18 +11,11 @@ from torch import Tensor
 from outpace.checks.arguments import on_device
 from outpace.draft.base import Draft, Drafter, one_for_all
 from outpace.engine.executor import Executor, Outcome, Pending, Prefilling
-from outpace.engine.logprobs import (
-    Logprobs,
-    before_argmax,
-    logprobs_of,
-    outcome_tokens,
-    store_logprobs,
-    store_values,
-)
+from outpace.engine.logprobs import Values, before_argmax, outcome_tokens
 from outpace.engine.sequence import SequenceState, seeds
 from outpace.engine.stats import Clock
 from outpace.models.scorer import Prefill, Scorer
-from outpace.sampling import Errors, Prefix, SamplingParams, process, warp
+from outpace.sampling import Errors, Prefix, process, warp
 from outpace.verification import Rule, Verdict, check, verify_block
 from outpace.verification.block import Block
 from outpace.verification.rules import MATCH
@@ -35,7 +28,6 @@ class Done(Pending):
     outcome: Outcome
 
     def read(self) -> Outcome:
-        """See ``Pending.read``."""
         return self.outcome
 
 
@@ -57,17 +49,14 @@ class EagerExecutor(Executor):
         self.scorers = [scorer] if draft_scorer is None else [scorer, draft_scorer]
 
     def describe(self) -> str:
-        """See ``Executor.describe``."""
         return "eager"
 
     def prepare(self, slots: int, tokens: int) -> None:
-        """See ``Executor.prepare``."""
         for scorer in self.scorers:
             scorer.cache.prepare(slots, tokens)
 
     @torch.inference_mode()
     def prefill(self, sequences: Sequence[SequenceState], clock: Clock) -> Prefilling:
-        """See ``Executor.prefill``."""
         slots, sources = [one.slot for one in sequences], [one.source for one in sequences]
         for scorer in self.scorers:
             scorer.encode_sources(slots, sources, max(len(one.tokens) for one in sequences))
@@ -153,40 +142,14 @@ class EagerExecutor(Executor):
             verdict = verdict.in_rows(on_device(match, torch.bool, logits.device), verdicts[1])
         if rewind is not None:
             rewind(verdict.accepted)
-        self._store(sequences, draft, verdict, logits, p, shapes)
+        top = max((one.top for one in sequences if one.top is not None), default=None)
+        stored = any(one.scores is not None or one.logits is not None for one in sequences)
+        if stored or top is not None:
+            scores, tokens = warp(p, before_argmax(shapes)), outcome_tokens(draft.tokens, verdict)
+            values = Values.of(scores, logits, tokens, top, stored)
+            for row, (one, accepted) in enumerate(zip(sequences, verdict.accepted.tolist(), strict=True)):
+                values.store(one, accepted + 1, row)
         return verdict
-
-    @staticmethod
-    def _store(
-        sequences: Sequence[SequenceState],
-        draft: Draft,
-        verdict: Verdict,
-        logits: Tensor,
-        p: Tensor,
-        shapes: list[SamplingParams],
-    ) -> None:
-        """Store log-probabilities, scores and logits where they were requested.
-
-        Args:
-            sequences: The sequences.
-            draft: Their draft tokens.
-            verdict: The outcome.
-            logits: The target's own logits ``[R, g+1, V]``.
-            p: The same after bias, allowed tokens, penalties and processors.
-            shapes: Temperature and filters, one for all rows or one per row.
-        """
-        if all(one.top is None and one.scores is None and one.logits is None for one in sequences):
-            return
-        scores = warp(p, before_argmax(shapes))
-        tops = [one.top for one in sequences if one.top is not None]
-        logprobs = None
-        if tops:
-            logprobs = logprobs_of(scores, outcome_tokens(draft.tokens, verdict), max(tops))
-            logprobs = Logprobs(*(one.cpu() for one in logprobs))
-        for row, (sequence, accepted) in enumerate(zip(sequences, verdict.accepted.tolist(), strict=True)):
-            if logprobs is not None:
-                store_logprobs(sequence, accepted + 1, logprobs, row)
-            store_values(sequence, accepted + 1, scores, logits, row)
 
     def block(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Block:
         """Return the input of verification."""
@@ -216,11 +179,9 @@ class EagerExecutor(Executor):
         )
 
     def commit(self, sequence: SequenceState, g: int, accepted: int) -> None:
-        """See ``Executor.commit``."""
         self.scorer.cache.commit(sequence.slot, 1 + accepted)
 
     def release(self, sequence: SequenceState, keep: bool) -> None:
-        """See ``Executor.release``."""
         self.scorer.reset([sequence.slot], [sequence.tokens] if keep else None)
 
 
@@ -232,13 +193,7 @@ class EagerPrefilling(Prefilling):
         self.executor = executor
 
     @torch.inference_mode()
-    def advance(self) -> bool:
-        """See ``Prefilling.advance``."""
-        return super().advance()
-
-    @torch.inference_mode()
     def finish(self, clock: Clock) -> Outcome | None:
-        """See ``Prefilling.finish``."""
         logits = self.prefills[0].logits()
         clock.lap("target")
         draft = Draft.chosen([[] for _ in self.sequences], logits.device)

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from outpace.draft.base import Draft
 from outpace.engine.needs import Needs
 from outpace.engine.sequence import SequenceState
@@ -174,6 +176,7 @@ class Prefilling:
     def __init__(self, sequences: Sequence[SequenceState], prefills: Sequence[Prefill]) -> None:
         self.sequences, self.prefills = list(sequences), list(prefills)
 
+    @torch.inference_mode()
     def advance(self) -> bool:
         """Run a forward pass of each model; return whether all prompts are complete."""
         complete = [prefill.advance() for prefill in self.prefills]

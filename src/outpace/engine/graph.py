@@ -25,7 +25,7 @@ from outpace.draft.base import Draft, Drafter, DraftTensors, GraphState
 from outpace.engine.buckets import Buckets, StepKey, bucket_of
 from outpace.engine.catch_up import CHUNK, CatchUp, known_tokens
 from outpace.engine.executor import Executor, Pending, Prefilling
-from outpace.engine.logprobs import logprobs_of, outcome_tokens
+from outpace.engine.logprobs import Values, outcome_tokens
 from outpace.engine.needs import Needs
 from outpace.engine.pending import DeviceEvent, GraphPending, StepResult
 from outpace.engine.prefill import PrefillGraphs
@@ -42,7 +42,6 @@ from outpace.verification import Block, Rule, Verdict, edit_rows, start_kernels,
 from outpace.verification.rules import MATCH
 
 COMPILED_G = 5  # draft tokens of steps that are compiled ahead; most others have the same kernels
-BLOCK_TOKENS = 128  # tokens of KV cache that are reserved ahead at a time
 
 
 class GraphExecutor(Executor):
@@ -69,7 +68,6 @@ class GraphExecutor(Executor):
 
     @torch.inference_mode(False)
     def reset(self) -> None:
-        """See ``Executor.reset``."""
         self.graphs.clear()
         # Made anew, so that what the last one had on the device is freed
         self.draft = None if self._drafter is None else self._drafter.in_graph()
@@ -81,14 +79,12 @@ class GraphExecutor(Executor):
         self._versions: tuple[int, ...] = ()
         self._owners: dict[int, SequenceState] = {}  # by slot, the sequences whose state is on the device
         self._longest: dict[int, int] = {}  # by slot: most tokens after the steps in flight
-        self._reserved: dict[int, int] = {}  # by slot: tokens that the KV caches have memory for
         self._compiled_for: set[Needs] = set()
 
     # Capabilities
 
     @property
     def is_async(self) -> bool:  # type: ignore[override]
-        """See ``Executor.is_async``."""
         return self.graphs.enabled
 
     def waits(self, sequences: Sequence[SequenceState]) -> bool:
@@ -96,7 +92,6 @@ class GraphExecutor(Executor):
         return any(one.sampling.processors for one in sequences)
 
     def describe(self) -> str:
-        """See ``Executor.describe``."""
         kind = "one CUDA graph per step" if self.graphs.enabled else "without graphs"
         host = "" if self.drafts else f"; {type(self._drafter).__name__} drafts on the host"
         failures = self.graphs.failures
@@ -106,7 +101,6 @@ class GraphExecutor(Executor):
         return f"{kind}{host}" + (f"; captured: {captured} slots" if captured else "") + failed
 
     def padded(self, sequences: int) -> int:
-        """See ``Executor.padded``."""
         return bucket_of(sequences) if self.graphs.enabled else sequences
 
     def load(self, sequences: Mapping[int, SequenceState], load: Load) -> Load:
@@ -129,7 +123,6 @@ class GraphExecutor(Executor):
     # Sequences
 
     def prepare(self, slots: int, tokens: int) -> None:
-        """See ``Executor.prepare``."""
         for scorer in self.scorers:
             scorer.cache.prepare(slots, min(tokens, scorer.context + 1))
         if slots > len(self.slots):
@@ -171,22 +164,18 @@ class GraphExecutor(Executor):
         self.slots.start(new)
         for sequence in new:  # only now, so that a failure above leaves no sequence half attached
             self._owners[sequence.slot], self._longest[sequence.slot] = sequence, len(sequence.tokens)
-            self._reserved[sequence.slot] = 0
 
     def commit(self, sequence: SequenceState, g: int, accepted: int) -> None:
-        """See ``Executor.commit``."""
         self.target.cache.commit(sequence.slot, 1 + accepted)
         self._longest[sequence.slot] -= g - accepted
 
     def release(self, sequence: SequenceState, keep: bool) -> None:
-        """See ``Executor.release``."""
         slot = sequence.slot
         if self._owners.get(slot) is sequence:
             if self._catch_up is not None:
                 self._catch_up.close(sequence)
             self.slots.end(slot)
-            for by_slot in (self._owners, self._longest, self._reserved):
-                by_slot.pop(slot)
+            del self._owners[slot], self._longest[slot]
             if not self._owners:
                 self._buckets = Buckets(self.graphs)
         for scorer in self.scorers:
@@ -294,7 +283,6 @@ class GraphExecutor(Executor):
 
     @torch.inference_mode()
     def warm_up(self, g: int, slots: int, needs: Needs) -> None:
-        """See ``Executor.warm_up``."""
         self.prepare(bucket_of(slots), 1)
         with self._on_device():
             self._launch(g if self.draft is not None else 0, bucket_of(slots), needs)
@@ -313,17 +301,13 @@ class GraphExecutor(Executor):
 
     def _reserve(self, sequences: Mapping[int, SequenceState], g: int) -> None:
         """Reserve KV cache for the tokens that a step may write."""
-        needed: dict[int, int] = {}
+        ends = []
         for slot, sequence in sequences.items():
-            if self._longest[slot] + g + 1 > self._reserved[slot]:
-                # A step in flight may pass the end of its sequence. Such tokens are dropped.
-                last = min(sequence.prompt_length + sequence.max_new_tokens, self.target.context)
-                needed[slot] = min(self._longest[slot] + g + 1 + BLOCK_TOKENS, last + g + 1)
-        if needed:
-            for scorer in self.scorers:
-                most = scorer.context + 1
-                scorer.cache.reserve(list(needed), [min(length, most) for length in needed.values()])
-            self._reserved |= needed
+            # A step in flight may pass the end of its sequence. Such tokens are dropped.
+            last = min(sequence.prompt_length + sequence.max_new_tokens, self.target.context)
+            ends.append(min(self._longest[slot], last) + g + 1)
+        for scorer in self.scorers:
+            scorer.cache.reserve(list(sequences), [min(end, scorer.context + 1) for end in ends])
 
     @torch.inference_mode()
     def step(self, key: StepKey, host_draft: DraftTensors | None = None) -> StepResult:
@@ -365,16 +349,11 @@ class GraphExecutor(Executor):
         lengths.add_((verdict.accepted + 1) * active)
         drafted = torch.full_like(verdict.accepted, g) if draft.lengths is None else draft.lengths
         counts = torch.stack((verdict.accepted, verdict.next_token, verdict.bad.long(), drafted), dim=1)
-        result = StepResult(torch.cat((counts, draft.tokens), dim=1))
-        if key.needs.top is not None or key.needs.values:
-            result.scores = warp_rows(p, self._sampling(key).before_argmax)
-        if key.needs.top is not None and result.scores is not None:
-            result.logprobs = logprobs_of(result.scores, new, key.needs.top)
-        if key.needs.values:
-            result.logits = scored.raw.float()
-        else:
-            result.scores = None
-        return result
+        values, top, stored = Values(), key.needs.top, key.needs.values
+        if stored or top is not None:
+            scores = warp_rows(p, self._sampling(key).before_argmax)
+            values = Values.of(scores, scored.raw, new, top, stored)
+        return StepResult(torch.cat((counts, draft.tokens), dim=1), values)
 
     def _sampling(self, key: StepKey) -> RowSampling:
         """Return temperature and filters of the target."""

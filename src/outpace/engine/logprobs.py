@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -63,40 +64,45 @@ def outcome_tokens(drafted: Tensor, verdict: Verdict) -> Tensor:
     return tokens.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])
 
 
-def logprobs_of(scores: Tensor, tokens: Tensor, most: int) -> Logprobs:
-    """Return log-probabilities of tokens.
+@dataclass(frozen=True)
+class Values:
+    """Results at the n positions of a step that sequences requested; None: not requested.
 
-    Args:
+    Attributes:
+        logprobs: Log-probabilities.
         scores: Logits ``[R, n, V]`` after all sampling parameters.
-        tokens: The new tokens ``[R, n]``.
-        most: Number of the likeliest tokens.
+        logits: The target's own logits ``[R, n, V]``.
     """
-    logprobs = scores.log_softmax(-1)
-    values, ids = logprobs.topk(min(most, scores.shape[-1]))
-    return Logprobs(logprobs.gather(-1, tokens[..., None]).squeeze(-1), values, ids)
 
+    logprobs: Logprobs | None = None
+    scores: Tensor | None = None
+    logits: Tensor | None = None
 
-def store_logprobs(sequence: SequenceState, count: int, logprobs: Logprobs, row: int) -> None:
-    """Store the log-probabilities of a sequence's new tokens, if it requested them.
+    @classmethod
+    def of(cls, scores: Tensor, logits: Tensor, tokens: Tensor, top: int | None, stored: bool) -> Values:
+        """Return results, of which scores and logits are kept if they are ``stored``.
 
-    Args:
-        sequence: The sequence.
-        count: Number of its new tokens.
-        logprobs: Log-probabilities of all sequences, on the CPU.
-        row: The sequence's row there.
-    """
-    if sequence.top is None:
-        return
-    sequence.logprobs.extend(logprobs.own[row, :count].tolist())
-    if sequence.top:
-        values, ids = (each[row, :count, : sequence.top].tolist() for each in (logprobs.values, logprobs.ids))
-        sequence.top_logprobs += [dict(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
+        Args:
+            scores: Logits ``[R, n, V]`` after all sampling parameters.
+            logits: The target's own logits ``[R, n, V]``.
+            tokens: The new tokens ``[R, n]``.
+            top: Number of the likeliest tokens that get log-probabilities. None: no log-probabilities.
+            stored: Whether a sequence requested scores or logits.
+        """
+        logprobs = None
+        if top is not None:
+            every = scores.log_softmax(-1)
+            values, ids = every.topk(min(top, scores.shape[-1]))
+            logprobs = Logprobs(every.gather(-1, tokens[..., None]).squeeze(-1), values, ids)
+        return cls(logprobs, *((scores, logits.float()) if stored else (None, None)))
 
-
-def store_values(
-    sequence: SequenceState, count: int, scores: Tensor | None, logits: Tensor | None, row: int
-) -> None:
-    """Store scores and logits of a sequence's new tokens, if it requested them."""
-    for stored, values in ((sequence.scores, scores), (sequence.logits, logits)):
-        if stored is not None and values is not None:
-            stored.extend(values[row, :count].to(torch.float32, copy=True))
+    def store(self, sequence: SequenceState, count: int, row: int) -> None:
+        """Store the results of a sequence's ``count`` new tokens in row ``row``, if it requested them."""
+        if sequence.top is not None and self.logprobs is not None:
+            own, values, ids = (each[row, :count].tolist() for each in self.logprobs)
+            sequence.logprobs += own
+            pairs = zip(ids, values, strict=True)
+            sequence.top_logprobs += [dict(list(zip(*pair, strict=True))[: sequence.top]) for pair in pairs]
+        for stored, kept in ((sequence.scores, self.scores), (sequence.logits, self.logits)):
+            if stored is not None and kept is not None:
+                stored.extend(kept[row, :count].to(torch.float32, copy=True))

@@ -11,11 +11,6 @@ from outpace.sampling import SamplingParams
 from outpace.verification import Rule
 
 
-def encoders_of(scorers: Sequence[Scorer]) -> list[Seq2SeqScorer]:
-    """Return those scorers of target and draft model that have an encoder."""
-    return [scorer for scorer in scorers if isinstance(scorer, Seq2SeqScorer)]
-
-
 def check_models(scorers: Sequence[Scorer]) -> None:
     """Share the encoder if target and draft model have the same one; reject models that do not fit.
 
@@ -30,7 +25,7 @@ def check_models(scorers: Sequence[Scorer]) -> None:
             "draft: got a drafter with the target's own scorer; it must have a scorer of its own, "
             "because each scorer has one KV cache; pass the draft model itself"
         )
-    encoders = encoders_of(scorers)
+    encoders = [one for one in scorers if isinstance(one, Seq2SeqScorer)]
     if len(encoders) == 2:
         encoders[1].share_encoder(encoders[0])
     elif encoders and encoders[0] is not target:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outpace.engine.executor import Outcome, Pending
-from outpace.engine.logprobs import Logprobs, store_logprobs, store_values
+from outpace.engine.logprobs import Logprobs, Values
 from outpace.engine.sequence import SequenceState
 from outpace.sampling import Errors
 
@@ -42,15 +42,11 @@ class StepResult:
 
     Attributes:
         counts: Accepted, next token, bad, number of draft tokens, and the draft tokens, ``[slots, 4 + g]``.
-        logprobs: Log-probabilities of the new tokens, if requested.
-        scores: Logits after all sampling parameters ``[slots, g+1, V]``, if requested.
-        logits: The target's own logits ``[slots, g+1, V]``, if requested.
+        values: What sequences requested, by slot.
     """
 
     counts: Tensor
-    logprobs: Logprobs | None = None
-    scores: Tensor | None = None
-    logits: Tensor | None = None
+    values: Values
 
 
 class GraphPending(Pending):
@@ -79,11 +75,10 @@ class GraphPending(Pending):
         self._sequences, self._begun, self._started = sequences, begun, started
         self.capture_seconds, self.catch_up_capture_seconds = capture_seconds, catch_up_capture_seconds
         self._errors = errors or {}
-        self._counts, self._logprobs = to_host(result.counts), result.logprobs
-        if self._logprobs is not None:
-            self._logprobs = Logprobs(*map(to_host, self._logprobs))
-        self._scores = None if result.scores is None else result.scores.clone()
-        self._logits = None if result.logits is None else result.logits.clone()
+        values, self._counts = result.values, to_host(result.counts)
+        logprobs = None if values.logprobs is None else Logprobs(*map(to_host, values.logprobs))
+        kept = (None if one is None else one.clone() for one in (values.scores, values.logits))
+        self._values = Values(logprobs, *kept)
         self._ended = DeviceEvent(result.counts.device)
         self._outcome: Outcome | None = None
 
@@ -110,9 +105,7 @@ class GraphPending(Pending):
             ).with_errors(self._errors)
             for slot, sequence in self._sequences.items():
                 if sequence.finish_reason is None:  # else it has ended after this step started
-                    if self._logprobs is not None:
-                        store_logprobs(sequence, rows[slot][0] + 1, self._logprobs, slot)
-                    store_values(sequence, rows[slot][0] + 1, self._scores, self._logits, slot)
+                    self._values.store(sequence, rows[slot][0] + 1, slot)
         return self._outcome
 
 

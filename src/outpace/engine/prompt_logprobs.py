@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -14,52 +14,24 @@ from outpace.engine.stats import Clock
 from outpace.models.scorer import CHUNK, Scorer
 
 
-def begin_prefill(
-    executor: Executor, target: Scorer, sequences: Sequence[SequenceState], clock: Clock
-) -> Prefilling:
-    """Begin to prefill new sequences, after prompts whose log-probabilities were requested are scored.
-
-    Args:
-        executor: The executor that prefills.
-        target: The target.
-        sequences: The sequences. They have slots.
-        clock: Clock of the prefill.
-    """
-
-    def begin() -> Prefilling:
-        clock.lap("target")
-        return executor.prefill(sequences, clock)
-
-    if any(one.prompt_logprobs is not None for one in sequences):
-        return ScoredPrefilling(target, sequences, begin)
-    return begin()
-
-
-class ScoredPrefilling(Prefilling):
-    """Prefill of sequences after their prompts are scored, one forward pass at a time.
+class ScoredPrefilling:
+    """Prefill of sequences, after prompts whose log-probabilities were requested are scored.
 
     A prompt is scored in the slot of its sequence. The slot is then closed, and the prefill opens it again
     with the same keys and values. So the prompt is computed once.
 
     Args:
+        executor: The executor that prefills.
         target: The target.
-        sequences: The sequences.
-        begin: Begins the prefill.
+        sequences: The sequences. They have slots.
     """
 
-    def __init__(
-        self, target: Scorer, sequences: Sequence[SequenceState], begin: Callable[[], Prefilling]
-    ) -> None:
-        super().__init__(sequences, [])
-        self._target, self._begin = target, begin
+    def __init__(self, executor: Executor, target: Scorer, sequences: Sequence[SequenceState]) -> None:
+        self.sequences, self._executor, self._target = list(sequences), executor, target
         self._waiting = [one for one in sequences if one.prompt_logprobs is not None]
         self._prefilling: Prefilling | None = None
-        target.check_weights()
-        target.cache.prepare(
-            max(one.slot for one in sequences) + 1, max(one.prompt_length for one in sequences)
-        )
 
-    def advance(self) -> bool:
+    def advance(self, clock: Clock) -> bool:
         """Score the next tokens of a prompt, or run a forward pass of the prefill."""
         while self._waiting:
             sequence = self._waiting[0]
@@ -71,11 +43,11 @@ class ScoredPrefilling(Prefilling):
                 self._score_chunk(sequence, sequence.prompt_logprobs)
                 return False
         if self._prefilling is None:
-            self._prefilling = self._begin()
+            clock.lap("target")
+            self._prefilling = self._executor.prefill(self.sequences, clock)
         return self._prefilling.advance()
 
     def finish(self, clock: Clock) -> Outcome | None:
-        """See ``Prefilling.finish``."""
         assert self._prefilling is not None
         return self._prefilling.finish(clock)
 
@@ -88,6 +60,7 @@ class ScoredPrefilling(Prefilling):
         """Score the next tokens of a prompt, and store their log-probabilities."""
         cache, slot, device = self._target.cache, sequence.slot, self._target.device
         if not cache.is_open(slot):
+            self._target.check_weights()
             cache.open(slot, sequence.tokens[:1])  # with one token, no cached prefix is reused
             logprobs.values[:], logprobs.top_values[:] = [None], [None]
         start = cache.length(slot)

@@ -59,25 +59,6 @@ class Options(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Own:
-    """The arguments that a prompt has of its own.
-
-    Attributes:
-        max_new_tokens: Most new tokens.
-        stops: Stop strings.
-        top: How many of the likeliest tokens get log-probabilities. None: no log-probabilities.
-        prompt_top: The same for the tokens of the prompt.
-        seed: Seed. None: a random one.
-    """
-
-    max_new_tokens: int = 1
-    stops: tuple[str, ...] = ()
-    top: int | None = None
-    prompt_top: int | None = None
-    seed: int | None = None
-
-
-@dataclass(frozen=True)
 class Reader:
     """Reader of requests: it checks the arguments of a call and returns its sequences.
 
@@ -151,19 +132,21 @@ class Reader:
         special = set(getattr(self.tokenizer, "all_special_tokens", ()))
         sequences: list[SequenceState] = []
         for i, item in enumerate(items):
-            tokens, source, own, error = list[int](), None, Own(), None
+            tokens, source, error = list[int](), None, None
+            most, own_stops, top, prompt_top, seed_given = 1, tuple[str, ...](), None, None, None
             own_sampling = samplings[i if len(samplings) > 1 else 0]
             try:
-                own = Own(lengths(i), stops(i), tops(i), prompt_tops(i), seeds(i))
+                most, own_stops, top = lengths(i), stops(i), tops(i)
+                prompt_top, seed_given = prompt_tops(i), seeds(i)
                 tokens, source = self._read(item)
                 self.check_supported(own_sampling)
             except Exception as raised:  # a tokenizer may raise anything
                 if single:
                     raise
                 error = raised
-            ends = special.intersection(own.stops)  # stop strings that are no part of the text
+            ends = special.intersection(own_stops)  # stop strings that are no part of the text
             own_end_ids = end_ids | {self.tokenizer.convert_tokens_to_ids(token) for token in ends}
-            scored = None if own.prompt_top is None else PromptLogprobs(own.prompt_top)
+            scored = None if prompt_top is None else PromptLogprobs(prompt_top)
             for sample in range(n or 1):
                 sequences.append(
                     SequenceState(
@@ -172,12 +155,12 @@ class Reader:
                         len(tokens),
                         own_sampling.fork() if own_sampling.processors else own_sampling,
                         self.draft_sampling and self.draft_sampling.fork(),
-                        seed_of(own.seed, sample),
-                        own.seed is not None if self.match is None else self.match,
-                        own.max_new_tokens,
+                        seed_of(seed_given, sample),
+                        seed_given is not None if self.match is None else self.match,
+                        most,
                         own_end_ids,
-                        None if self.tokenizer is None else Detokenizer(self.tokenizer, own.stops),
-                        own.top,
+                        None if self.tokenizer is None else Detokenizer(self.tokenizer, own_stops),
+                        top,
                         stop_when,
                         [] if scores else None,
                         [] if logits else None,

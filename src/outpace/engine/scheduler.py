@@ -19,14 +19,13 @@ import torch
 from outpace.draft.base import Drafter
 from outpace.engine.admission import Admission
 from outpace.engine.drafting import Proposal, Proposer, matches
-from outpace.engine.executor import Executor, Outcome, Prefilling
+from outpace.engine.executor import Executor, Outcome
 from outpace.engine.in_flight import InFlightStep
-from outpace.engine.prompt_logprobs import begin_prefill
+from outpace.engine.prompt_logprobs import ScoredPrefilling
 from outpace.engine.sequence import SequenceState, Step, advance
 from outpace.engine.stats import Clock
 from outpace.models.scorer import Scorer, WeightsMovedError
 from outpace.policy import DraftLengthPolicy, Load
-from outpace.verification import Rule
 
 # Errors that end the request of a prefill, or the newest sequence of a decode step, and no others
 FAILURES = MemoryError, torch.OutOfMemoryError, WeightsMovedError
@@ -43,7 +42,6 @@ class Scheduler:
         scorers: The target, and the draft model if there is one.
         drafter: The drafter, or None.
         policy: The draft-length policy.
-        rule: The verification rule.
         executor: The executor that runs the steps.
         slots: Most sequences at a time.
         on_close: Called once when the scheduler is closed.
@@ -56,18 +54,16 @@ class Scheduler:
         scorers: Sequence[Scorer],
         drafter: Drafter | None,
         policy: DraftLengthPolicy,
-        rule: Rule,
         executor: Executor,
         slots: int,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self.scorers, self.drafter, self.policy = scorers, drafter, policy
         self.executor, self._on_close = executor, on_close
-        self.proposer = Proposer(scorers[0], drafter, policy, rule)
+        self.proposer = Proposer(scorers[0], drafter, policy)
         self._admission = Admission(scorers, policy.max_draft_tokens, slots, executor.padded)
         self._num_added = 0
-        self._admitted: list[SequenceState] = []  # sequences that have slots, and no prefill yet
-        self._prefilling: Prefilling | None = None
+        self._prefilling: ScoredPrefilling | None = None
         self._active: dict[int, SequenceState] = {}  # by slot
         self._in_flight: deque[InFlightStep] = deque()
         self._undisturbed = True  # whether the last step had no prefill, capture or catch-up before it
@@ -145,7 +141,7 @@ class Scheduler:
 
     def _with_slots(self) -> list[SequenceState]:
         """Return the sequences that have slots."""
-        return [*self._active.values(), *self._in_prefill(), *self._admitted]
+        return [*self._active.values(), *self._in_prefill()]
 
     def _in_prefill(self) -> list[SequenceState]:
         return [] if self._prefilling is None else self._prefilling.sequences
@@ -251,28 +247,23 @@ class Scheduler:
 
     def _prefill(self) -> list[Step]:
         """Admit waiting requests, and run a chunk of prefill, or all of it if no sequence is active."""
-        steps, new = list[Step](), list[SequenceState]()
+        steps = list[Step]()
         self._undisturbed = True
         if self._prefilling is None and self._admission.waiting:
             new, failed = self._admission.admit(self._active)
             steps += [one.failed_step() for one in failed]
-        if not new and self._prefilling is None:
+            self._prefilling = ScoredPrefilling(self.executor, self.scorers[0], new) if new else None
+        if self._prefilling is None:
             return steps
         self._undisturbed, clock = False, Clock()
         try:
-            if new:
-                self._admitted = new
-                self._prefilling = begin_prefill(self.executor, self.scorers[0], new, clock)
-                self._admitted = []
-            assert self._prefilling is not None
-            while not self._prefilling.advance():
+            while not self._prefilling.advance(clock):
                 if self._active:
                     clock.lap("target")
                     clock.share([one.stats for one in self._prefilling.sequences])
                     return steps
         except FAILURES as error:
-            sequences, self._admitted = self._admitted or self._in_prefill(), []
-            self._prefilling = None
+            sequences, self._prefilling = self._prefilling.sequences, None
             return steps + self._fail_prefill(sequences, error)
         outcome = self._prefilling.finish(clock)
         clock.lap("target")

@@ -22,11 +22,9 @@ from outpace.checks.arguments import kind
 from outpace.models.attention import view_config
 from outpace.models.contiguous import ContiguousCache, Span
 from outpace.models.kv_cache import memory_free
-from outpace.models.packed import Packed, packed_bytes
+from outpace.models.packed import packed_bytes, packed_forwards
 from outpace.models.scorer import Scorer
-from outpace.models.view import view_of
-
-PREBUILT_TOKENS = 32  # forward passes over at most this many tokens use prebuilt masks
+from outpace.models.view import Forwards, view_of
 
 # Tests compare these families with their own forward. Any other family is checked when it is loaded.
 TESTED_FAMILIES = {
@@ -35,21 +33,16 @@ TESTED_FAMILIES = {
 }
 
 
-Masks = dict[int | None, Tensor]
-"""Attention masks by the sliding window of the layers in tokens; None: no window."""
-
-
 class CausalScorer(Scorer):
     """A Transformers causal language model, whose own forward runs over a contiguous KV cache.
 
     Args:
         model: The model.
-        kv_cache_bytes: Most bytes of the KV cache. None: a share of the free memory.
     """
 
     cache: ContiguousCache
 
-    def __init__(self, model: Any, kv_cache_bytes: int | None = None) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.base = supported_model(model)
         config = self.base.config
@@ -63,20 +56,16 @@ class CausalScorer(Scorer):
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in arguments else {}
         self._grouped = bool(getattr(self.base, "_supports_attention_backend", False))
         self._one_token_needs_no_mask = set(self._windows.values()) == {None}
-        self._prepare(config.num_hidden_layers, bytes_per_token(config, self.dtype), None)
+        self._prepare(config.num_hidden_layers, bytes_per_token(config, self.dtype))
         if config.model_type not in TESTED_FAMILIES:
             self._check()
             self.release()
-        self.cache.max_bytes = kv_cache_bytes
 
-    def _prepare(self, layers: int, token_bytes: int, kv_cache_bytes: int | None) -> None:
+    def _prepare(self, layers: int, token_bytes: int) -> None:
         """Set up an empty KV cache."""
-        self.cache = ContiguousCache(layers, self.device, token_bytes, kv_cache_bytes)
-        self._position_ids = torch.arange(0)[None]  # 0, 1, 2, ... to the cache's end
-        self._prebuilt_masks: Masks | None = None  # of PREBUILT_TOKENS tokens at the cache's end
-        self._prebuilt_version = 0  # the cache's version that both belong to
+        self.cache = ContiguousCache(layers, self.device, token_bytes)
         self._placed = placement(self.base)
-        self._packed: Packed | None = None
+        self._packed: Forwards = {}  # of linear layers with packed weights
         self._view: Any = None
         self._weights = self._fingerprint()
 
@@ -92,21 +81,18 @@ class CausalScorer(Scorer):
             raise MemoryError(
                 f"pack: the packed weights take {size >> 20} MiB; {free >> 20} MiB of memory are free"
             )
-        self._packed = Packed(self.base)
+        self._packed = packed_forwards(self.base)
         self._view = None
 
     def repack(self) -> None:
-        """See ``Scorer.repack``."""
-        if self._packed is not None:
-            self._packed = None
+        if self._packed:
+            self._packed = {}
             self.pack()
 
     def attach(self, model: Any) -> None:
-        """See ``Scorer.attach``."""
         self.model, self.base, self._view = model, supported_model(model), None
 
     def detach(self) -> None:
-        """See ``Scorer.detach``."""
         self.model = self.base = self._view = None
 
     @property
@@ -114,10 +100,9 @@ class CausalScorer(Scorer):
         """The model that forward passes go through: the user's, or a view of it with faster parts."""
         if self._view is None:
             grouped = self._grouped and self.config._attn_implementation == "sdpa"
-            forwards = {} if self._packed is None else self._packed.forwards
             self._view = self.model
-            if grouped or forwards:
-                self._view = view_of(self.model, forwards, view_config(self.config, grouped))
+            if grouped or self._packed:
+                self._view = view_of(self.model, self._packed, view_config(self.config, grouped))
         return self._view
 
     def _fingerprint(self) -> int:
@@ -133,7 +118,6 @@ class CausalScorer(Scorer):
 
     @property
     def is_current(self) -> bool:
-        """See ``Scorer.is_current``."""
         return placement(self.base) == self._placed
 
     def check_placed(self) -> None:
@@ -142,7 +126,6 @@ class CausalScorer(Scorer):
             raise self._moved()
 
     def check_weights(self) -> None:
-        """See ``Scorer.check_weights``."""
         self.check_placed()
         weights = self._fingerprint()
         if weights != self._weights or has_adapters(self.base):  # switching adapters changes no weight
@@ -156,7 +139,6 @@ class CausalScorer(Scorer):
 
     @torch.inference_mode()
     def append(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """See ``Scorer.append``."""
         counts = [len(new) for new in tokens]
         longest = max(counts)
         lengths = [self.cache.length(slot) for slot in slots]
@@ -168,30 +150,20 @@ class CausalScorer(Scorer):
             padded.append([0] * (longest - len(new)) + list(new))
             columns.append([*range(end, length + longest), *range(length, end)])
         at = torch.tensor(columns).clamp_(max=self.cache.capacity - 1)  # padding may overlap
-        start = self.cache.common_length(slots) if min(counts) == longest else None
-        logits = self._forward(first, torch.tensor(padded), at, start, **self._last_only)
+        logits = self._forward(first, torch.tensor(padded), at, **self._last_only)
         for slot, new in zip(slots, tokens, strict=True):
             self.cache.commit(slot, len(new), new)
         return logits[:, -1]
 
     @torch.inference_mode()
     def score(self, slots: Sequence[int], tokens: Tensor, prefill: bool = False) -> Tensor:
-        """See ``Scorer.score``."""
         n = tokens.shape[1]
         lengths = [self.cache.length(slot) for slot in slots]
         self.cache.reserve(slots, [length + n for length in lengths])
-        self._rebuild()
-        first = self.cache.arrange(slots)
-        start = self.cache.common_length(slots)
-        if start is not None:
-            at = self._position_ids[:, start : start + n]
-            at = at if len(slots) == 1 else at.expand(len(slots), n)
-        else:
-            at = torch.tensor([[length] for length in lengths]) + torch.arange(n)
-        return self._forward(first, tokens, at, start)
+        at = torch.tensor(lengths)[:, None] + torch.arange(n)
+        return self._forward(self.cache.arrange(slots), tokens, at)
 
     def arrange(self, slots: int) -> None:
-        """See ``Scorer.arrange``."""
         self.cache.arrange_all(slots)
 
     @torch.inference_mode()
@@ -200,22 +172,20 @@ class CausalScorer(Scorer):
         capacity = self.cache.capacity
         last = capacity - 1  # no sequence has a token there
         positions = positions.where(positions >= 0, last).clamp(max=last)
-        self.cache.span = Span(0, positions, None, capacity)
-        masks = self._by_kind(self._new_masks(positions, capacity))
+        self.cache.span = Span(0, positions, capacity)
+        masks = self._masks(positions, capacity)
         return self._run(ids, positions.clamp(max=self.context - 1), masks)
 
-    def _forward(
-        self, first: int, ids: Tensor, positions: Tensor, start: int | None, **last_only: Any
-    ) -> Tensor:
+    def _forward(self, first: int, ids: Tensor, positions: Tensor, **last_only: Any) -> Tensor:
         """Return logits ``[R, n or 1, V]`` of tokens ``[R, n]`` at positions ``[R, n]``.
 
         Tokens and positions may be on any device.
         """
-        positions, reach = self._place(first, positions, start)
+        positions, reach = self._place(first, positions)
         alone = ids.shape == (1, 1) and self._one_token_needs_no_mask
         # Past the context there is only padding, whose position does not matter but must exist.
         within = positions if reach <= self.context else positions.clamp(max=self.context - 1)
-        masks = None if alone else self._masks(positions, start, reach)
+        masks = None if alone else self._masks(positions, reach)
         logits = self._run(ids.to(self.device), within, masks, **last_only)
         return logits if logits.device == self.device else logits.to(self.device)
 
@@ -231,54 +201,23 @@ class CausalScorer(Scorer):
         logits: Tensor = out.logits
         return logits
 
-    def _place(self, first: int, positions: Tensor, start: int | None) -> tuple[Tensor, int]:
+    def _place(self, first: int, positions: Tensor) -> tuple[Tensor, int]:
         """Set the rows and positions of the KV cache that a forward pass writes.
 
         Returns:
             The positions on the device, and one past the last of them.
         """
-        reach = int(positions.max()) + 1 if start is None else start + positions.shape[1]
+        reach = int(positions.max()) + 1
         positions = positions.to(self.device, non_blocking=True)
-        self.cache.span = Span(first, positions, start, reach)
+        self.cache.span = Span(first, positions, reach)
         return positions, reach
 
-    # Masks
-
-    def _rebuild(self) -> None:
-        """Build position ids for the KV cache, and discard masks, if it has grown."""
-        if self._prebuilt_version != self.cache.version:
-            self._position_ids = torch.arange(self.cache.capacity, device=self.device)[None]
-            self._prebuilt_masks, self._prebuilt_version = None, self.cache.version
-
-    def _masks(self, positions: Tensor, start: int | None, reach: int) -> Tensor | dict[str, Tensor]:
-        """Return additive attention masks ``[R, 1, n, reach]`` of the new tokens, per kind of layer."""
-        (R, n), T = positions.shape, self.cache.capacity
-        if start is None or n > PREBUILT_TOKENS:
-            return self._by_kind(self._new_masks(positions, reach))
-        self._rebuild()
-        # A mask depends on distances alone, so one mask serves every start.
-        if self._prebuilt_masks is None:
-            self._prebuilt_masks = self._new_masks(
-                torch.arange(T, T + PREBUILT_TOKENS, device=self.device)[None], T + PREBUILT_TOKENS
-            )
-        part = slice(T - start, T - start + reach)
-        return self._by_kind(
-            {
-                window: mask[..., :n, part].expand(R, -1, -1, -1).clone(memory_format=torch.contiguous_format)
-                for window, mask in self._prebuilt_masks.items()
-            }
-        )
-
-    def _by_kind(self, masks: Masks) -> Tensor | dict[str, Tensor]:
-        """Return masks as Transformers takes them: one tensor, or one per kind of layer."""
+    def _masks(self, positions: Tensor, reach: int) -> Tensor | dict[str, Tensor]:
+        """Return additive attention masks ``[R, 1, n, reach]``: one, or one per kind of layer."""
+        masks = {one: mask_of(positions, reach, one, self.dtype) for one in set(self._windows.values())}
         if list(self._windows) == [""]:
             return masks[self._windows[""]]
         return {kind: masks[window] for kind, window in self._windows.items()}
-
-    def _new_masks(self, positions: Tensor, reach: int) -> Masks:
-        return {
-            window: mask_of(positions, reach, window, self.dtype) for window in set(self._windows.values())
-        }
 
     def _check(self) -> None:
         """Raise ValueError if the logits of an untested family differ from those of its own forward."""
@@ -304,7 +243,6 @@ class CausalScorer(Scorer):
             )
 
     def describe(self) -> str:
-        """See ``Scorer.describe``."""
         attention = getattr(self.config, "_attn_implementation", None)
         return (
             f"{type(self.base).__name__}, {self.dtype}, {self.device}, attention {attention}, "

@@ -58,7 +58,6 @@ class ContiguousCache(KVCache):
         self.release()
 
     def release(self) -> None:
-        """See ``KVCache.release``."""
         self._bytes_per_token = self.bytes_per_token  # measured, if there were keys
         self.past_key_values = Cache(layers=[Layer(self) for _ in range(self._layers)])
         self.rows = self.capacity = 0
@@ -70,7 +69,6 @@ class ContiguousCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """See ``KVCache.nbytes``."""
         return sum(table.nbytes for table in self._tables())
 
     def _tables(self) -> list[Tensor]:
@@ -93,7 +91,6 @@ class ContiguousCache(KVCache):
         return (max(slots, self.rows), max(capacity, self.capacity)) if self._lengths else (slots, capacity)
 
     def open(self, slot: int, tokens: Sequence[int]) -> int:
-        """See ``KVCache.open``."""
         self.prepare(slot + 1, len(tokens))
         cached = common_prefix_length(self._cached.pop(slot, ()), tokens, len(tokens) - 1)
         others = itertools.chain(self._tokens.items(), self._cached.items())
@@ -106,7 +103,6 @@ class ContiguousCache(KVCache):
         return cached
 
     def fork(self, source: int, slot: int) -> None:
-        """See ``KVCache.fork``."""
         self.prepare(slot + 1, self._lengths[source])
         self._cached.pop(slot, None)
         self._copy(source, slot, self._lengths[source])
@@ -121,12 +117,10 @@ class ContiguousCache(KVCache):
             table[new, :, :length] = table[old, :, :length]
 
     def reserve(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """See ``KVCache.reserve``."""
         self.prepare(max(slots) + 1, max(lengths))
         self._reserved |= zip(slots, lengths, strict=True)
 
     def prepare(self, slots: int, tokens: int) -> None:
-        """See ``KVCache.prepare``."""
         if slots <= self.rows and tokens <= self.capacity:
             return
         rows, capacity = self._size(slots, tokens)
@@ -151,7 +145,6 @@ class ContiguousCache(KVCache):
 
     @torch.inference_mode()
     def close(self, slot: int, tokens: Sequence[int] | None = None) -> None:
-        """See ``KVCache.close``."""
         length = self._lengths.pop(slot, None)
         if length is None:
             return
@@ -165,12 +158,10 @@ class ContiguousCache(KVCache):
             self._cached[slot] = self._reusable(slot, tokens, min(length, self.capacity - 1))
 
     def forget(self) -> None:
-        """See ``KVCache.forget``."""
         super().forget()
         self._cached.clear()
 
     def trim(self) -> None:
-        """See ``KVCache.trim``."""
         if not self._lengths and self.nbytes > KEPT_SHARE * self.budget:
             self.release()
 
@@ -259,8 +250,8 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         return self.cache.span.read(self.keys), self.cache.span.read(self.values)
 
     def get_seq_length(self) -> int:
-        """Return the first position of ``span`` if all rows share it, else 0."""
-        return self.cache.span.start or 0
+        """Return the first position of ``span``, for a single token, which has no mask."""
+        return self.cache.span.reach - self.cache.span.positions.shape[1]
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Return the number of keys that the forward pass attends to, and their offset, 0."""
@@ -279,22 +270,18 @@ class Span:
     Args:
         first: Number of the first row.
         positions: Positions ``[R, n]``.
-        start: The first position if all rows write the same n consecutive ones; else None.
         reach: One past the last position of any row.
     """
 
-    def __init__(self, first: int, positions: Tensor, start: int | None, reach: int) -> None:
+    def __init__(self, first: int, positions: Tensor, reach: int) -> None:
         self.rows = slice(first, first + positions.shape[0])
-        self.positions, self.start, self.reach = positions, start, reach
+        self.positions, self.reach = positions, reach
         self._indices: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def write(self, table: Tensor, new: Tensor) -> None:
         """Assign ``table[r, :, positions[r, i]] = new[r, :, i]``."""
-        n, d = new.shape[2:]
-        if self.start is not None:
-            table[self.rows, :, self.start : self.start + n] = new
-        else:
-            table.view(-1, d).index_copy_(0, self._index(table), new.reshape(-1, d))
+        d = new.shape[-1]
+        table.view(-1, d).index_copy_(0, self._index(table), new.reshape(-1, d))
 
     def read(self, table: Tensor) -> Tensor:
         """Return all entries that the rows may attend to, ``[R, heads, reach, d]``."""

@@ -30,12 +30,11 @@ class FusedScorer(Scorer):
 
     Args:
         model: The model. Its weights are rearranged, and it can still be used.
-        kv_cache_bytes: Most bytes of the KV cache. None: a share of the free memory.
     """
 
     cache: PagedCache
 
-    def __init__(self, model: Any, kv_cache_bytes: int | None = None) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.base = supported_model(model)
         self.config = self.base.config
@@ -44,27 +43,21 @@ class FusedScorer(Scorer):
         self.device, self.dtype = self.fused.device, self.fused.dtype
         self.has_kernels = self.fused.has_kernels
         page = PAGE if self.has_kernels else SMALL_PAGE
-        self.cache = PagedCache(
-            self.fused.shape, self.device, self.fused.tokens, page, self.has_kernels, kv_cache_bytes
-        )
+        self.cache = PagedCache(self.fused.shape, self.device, self.fused.tokens, page, self.has_kernels)
         self._state = self.fused.state
         self._passes: GreedyPasses | None = None  # of `greedy`
 
     def attach(self, model: Any) -> None:
-        """See ``Scorer.attach``."""
         self.model, self.base = model, supported_model(model)
 
     def detach(self) -> None:
-        """See ``Scorer.detach``."""
         self.model = self.base = None
 
     @property
     def is_current(self) -> bool:
-        """See ``Scorer.is_current``."""
         return self.fused.base is self.base and self.fused.is_current
 
     def check_weights(self) -> None:
-        """See ``Scorer.check_weights``."""
         state = self.fused.state
         if state[:2] != self._state[:2]:
             raise self._moved()
@@ -74,7 +67,6 @@ class FusedScorer(Scorer):
 
     @torch.inference_mode()
     def append(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """See ``Scorer.append``."""
         counts, longest = [len(new) for new in tokens], max(map(len, tokens))
         lengths = [self.cache.length(slot) for slot in slots]
         self.cache.reserve(slots, [length + count for length, count in zip(lengths, counts, strict=True)])
@@ -94,7 +86,6 @@ class FusedScorer(Scorer):
 
     @torch.inference_mode()
     def score(self, slots: Sequence[int], tokens: Tensor, prefill: bool = False) -> Tensor:
-        """See ``Scorer.score``."""
         n = tokens.shape[1]
         lengths = [self.cache.length(slot) for slot in slots]
         self.cache.reserve(slots, [length + n for length in lengths])
@@ -122,38 +113,32 @@ class FusedScorer(Scorer):
         return found
 
     def release(self) -> None:
-        """See ``Scorer.release``."""
         self._passes = None
         super().release()
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """See ``Scorer.forward``."""
         return self.fused.logits(ids, positions, self.cache.pages(len(ids)))
 
     def fill(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> None:
-        """See ``Scorer.fill``."""
         pages = self.cache.pages(len(ids) if slots is None else slots)
         self.fused.fill(ids, positions, pages, prefill=slots is not None)
 
     def launch_once(self, B: int, n: int) -> Tensor:
-        """See ``Scorer.launch_once``."""
         return self.fused.launch_once(B, n, self.cache.pages(B))
 
     def describe(self) -> str:
-        """See ``Scorer.describe``."""
         return (
             f"{type(self.base).__name__} fused, {self.dtype}, {self.device}, vocabulary {self.vocab_size}, "
             f"context {self.context}, KV cache {self.cache.describe()}"
         )
 
 
-def scorer_of(model: Any, fused: bool = False, kv_cache_bytes: int | None = None) -> Scorer:
+def scorer_of(model: Any, fused: bool = False) -> Scorer:
     """Return a scorer of a model.
 
     Args:
         model: A model, or a scorer. A scorer of the right kind is returned as it is.
         fused: Whether to fuse the model, if it can be.
-        kv_cache_bytes: Most bytes of the KV cache of a new scorer.
     """
     scorer = model if isinstance(model, Scorer) else None
     if isinstance(scorer, FusedScorer) and scorer.is_current:
@@ -165,8 +150,9 @@ def scorer_of(model: Any, fused: bool = False, kv_cache_bytes: int | None = None
         wanted = FusedScorer
     if scorer is not None and scorer.is_current and (isinstance(scorer, wanted) or not fused):
         return scorer
-    kept = None if scorer is None else scorer.cache.max_bytes
-    return wanted(model, kv_cache_bytes if kv_cache_bytes is not None else kept)  # type: ignore[call-arg]
+    new = wanted(model)  # type: ignore[call-arg]
+    new.cache.max_bytes = None if scorer is None else scorer.cache.max_bytes
+    return new
 
 
 def why_not_fused(model: Any) -> str | None:

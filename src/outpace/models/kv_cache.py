@@ -52,11 +52,6 @@ class KVCache(ABC):
         """Return the number of committed tokens of a slot."""
         return self._lengths[slot]
 
-    def common_length(self, slots: Sequence[int]) -> int | None:
-        """Return the length of all slots if they have the same, else None."""
-        lengths = {self._lengths[slot] for slot in slots}
-        return lengths.pop() if len(lengths) == 1 else None
-
     def commit(self, slot: int, count: int, tokens: Sequence[int] = ()) -> None:
         """Commit ``count`` tokens that a forward pass wrote; ``tokens`` are their ids, where known."""
         if tokens and len(self._tokens[slot]) == self._lengths[slot]:

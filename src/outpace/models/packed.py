@@ -22,17 +22,9 @@ X86 = platform.machine() in ("x86_64", "AMD64")
 LARGE = 2**19  # entries from which packing a float32 weight pays on x86
 
 
-class Packed:
-    """The linear layers of a model with packed weights.
-
-    Attributes:
-        forwards: A forward with packed weights per layer.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.forwards: dict[torch.nn.Module, Callable[[Tensor], Tensor]] = {
-            layer: _forward(layer) for layer in layers(model)
-        }
+def packed_forwards(model: torch.nn.Module) -> dict[torch.nn.Module, Callable[[Tensor], Tensor]]:
+    """Return a forward with packed weights for each linear layer of a model that gains by it."""
+    return {layer: _forward(layer) for layer in layers(model)}
 
 
 def layers(model: torch.nn.Module) -> list[Linear]:

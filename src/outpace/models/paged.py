@@ -66,12 +66,8 @@ class Blocks(ABC):
         return {}
 
     @abstractmethod
-    def copy(self, source: int, target: int) -> None:
-        """Copy a block."""
-
-    @abstractmethod
-    def clear(self, block: int) -> None:
-        """Zero a block."""
+    def __getitem__(self, block: int) -> Tensor:
+        """Return the keys and values of a block ``[layers, 2, heads, page, d]``."""
 
     @abstractmethod
     def entry(self, block: int) -> int:
@@ -95,7 +91,6 @@ class Addresses(Blocks):
 
     @property
     def count(self) -> int:
-        """See ``Blocks.count``."""
         return len(self._memory)
 
     @torch.inference_mode(False)
@@ -106,19 +101,12 @@ class Addresses(Blocks):
         return block
 
     def remove(self, block: int) -> None:
-        """See ``Blocks.remove``."""
         del self._memory[block]
 
-    def copy(self, source: int, target: int) -> None:
-        """See ``Blocks.copy``."""
-        self._memory[target].copy_(self._memory[source])
-
-    def clear(self, block: int) -> None:
-        """See ``Blocks.clear``."""
-        self._memory[block].zero_()
+    def __getitem__(self, block: int) -> Tensor:
+        return self._memory[block]
 
     def entry(self, block: int) -> int:
-        """See ``Blocks.entry``."""
         return self._memory[block].data_ptr()
 
 
@@ -141,37 +129,27 @@ class Pool(Blocks):
 
     @property
     def count(self) -> int:
-        """See ``Blocks.count``."""
         return len(self._tensor)
 
     def remove(self, block: int) -> None:
-        """See ``Blocks.remove``."""
         self._free.append(block)
 
     @torch.inference_mode(False)
     def trim(self) -> dict[int, int]:
-        """See ``Blocks.trim``."""
         if not self._free:
             return {}
         used = sorted(set(range(len(self._tensor))) - set(self._free))
         self._tensor, self._free = self._tensor[used], []
         return {block: i for i, block in enumerate(used)}
 
-    def copy(self, source: int, target: int) -> None:
-        """See ``Blocks.copy``."""
-        self._tensor[target] = self._tensor[source]
-
-    def clear(self, block: int) -> None:
-        """See ``Blocks.clear``."""
-        self._tensor[block] = 0
+    def __getitem__(self, block: int) -> Tensor:
+        return self._tensor[block]
 
     def entry(self, block: int) -> int:
-        """See ``Blocks.entry``."""
         return block
 
     @property
     def tensor(self) -> Tensor:
-        """See ``Blocks.tensor``."""
         return self._tensor
 
 
@@ -248,21 +226,18 @@ class PagedCache(KVCache):
 
     @torch.inference_mode(False)
     def release(self) -> None:
-        """See ``KVCache.release``."""
         self._reset()
         self._blocks: dict[int, list[int]] = {}  # by slot
         self._references: dict[int, int] = {}  # by block: how many slots and prefixes hold it
         self._free: list[int] = []  # allocated blocks that nothing holds
-        self._prefixes: dict[int, Prefix] = {}  # of ended sequences, the oldest first
-        self._numbers = itertools.count()
+        self._prefixes: list[Prefix] = []  # of ended sequences, the oldest first
         self.memory: Blocks = (Addresses if self._kernels else Pool)(self.shape, self.page, self.device)
-        self.memory.clear(self.memory.add(1))  # SCRATCH
+        self.memory[self.memory.add(1)].zero_()  # SCRATCH
         self.table = torch.zeros(0, self._max_blocks, dtype=torch.int64, device=self.device)
         self.version += 1
 
     @property
     def nbytes(self) -> int:
-        """See ``KVCache.nbytes``."""
         return self.memory.count * self._block_bytes
 
     @property
@@ -271,11 +246,9 @@ class PagedCache(KVCache):
 
     @property
     def bytes_per_token(self) -> int:
-        """See ``KVCache.bytes_per_token``."""
         return self.shape.bytes_per_token
 
     def bytes_for(self, lengths: Sequence[int]) -> int:
-        """See ``KVCache.bytes_for``."""
         return (sum(-(-length // self.page) for length in lengths) + 1) * self._block_bytes
 
     def pages(self, slots: Tensor | int) -> Pages:
@@ -298,17 +271,15 @@ class PagedCache(KVCache):
             self.version += 1
 
     def open(self, slot: int, tokens: Sequence[int]) -> int:
-        """See ``KVCache.open``."""
         self.close(slot, ())
         self.prepare(slot + 1, len(tokens))
         active = ((list_, self._blocks[one]) for one, list_ in self._tokens.items())
-        kept = ((prefix.tokens, prefix.blocks) for prefix in self._prefixes.values())
+        kept = ((prefix.tokens, prefix.blocks) for prefix in self._prefixes)
         length, blocks = longest_prefix(itertools.chain(active, kept), tokens)
         self._start(slot, tokens[:length], blocks)
         return length
 
     def fork(self, source: int, slot: int) -> None:
-        """See ``KVCache.fork``."""
         self.prepare(slot + 1, self._lengths[source])
         length = self._lengths[source]
         self._start(slot, self._tokens[source][:length], self._blocks[source], length)
@@ -341,7 +312,7 @@ class PagedCache(KVCache):
                 blocks.append(self._allocate())
             elif self._is_shared(blocks[i]):
                 own = self._allocate()
-                self.memory.copy(blocks[i], own)
+                self.memory[own].copy_(self.memory[blocks[i]])
                 self._drop([blocks[i]])
                 blocks[i] = own
             else:
@@ -385,7 +356,7 @@ class PagedCache(KVCache):
     def _evict(self, more: Callable[[], bool]) -> None:
         """Evict unused prefixes, the oldest first, while ``more`` returns True."""
         while self._prefixes and more():
-            self._drop(self._prefixes.pop(next(iter(self._prefixes))).blocks)
+            self._drop(self._prefixes.pop(0).blocks)
 
     def _drop(self, blocks: Iterable[int]) -> None:
         """Let go of blocks; those that nothing else holds are free."""
@@ -401,7 +372,6 @@ class PagedCache(KVCache):
             self.memory.remove(self._free.pop())
 
     def close(self, slot: int, tokens: Sequence[int] | None = None) -> None:
-        """See ``KVCache.close``."""
         if slot not in self._blocks:
             return
         blocks, length = self._blocks.pop(slot), self._lengths.pop(slot)
@@ -411,25 +381,24 @@ class PagedCache(KVCache):
             self._stale.discard(slot)
             for block in blocks:
                 if self._references[block] == 1:
-                    self.memory.clear(block)  # a mask does not hide NaN
+                    self.memory[block].zero_()  # a mask does not hide NaN
             self._drop(blocks)
             return
         kept = self._reusable(slot, tokens, length)
         used = -(-len(kept) // self.page)
         self._drop(blocks[used:])
-        for number, prefix in list(self._prefixes.items()):
+        for prefix in list(self._prefixes):
             if prefix.tokens == kept[: len(prefix.tokens)]:  # the new prefix contains it
-                self._drop(self._prefixes.pop(number).blocks)
-        self._prefixes[next(self._numbers)] = Prefix(kept, blocks[:used])
+                self._prefixes.remove(prefix)
+                self._drop(prefix.blocks)
+        self._prefixes.append(Prefix(kept, blocks[:used]))
         self._evict(lambda: len(self._prefixes) > MAX_PREFIXES)
 
     def forget(self) -> None:
-        """See ``KVCache.forget``."""
         super().forget()
         self._evict(lambda: True)
 
     def trim(self) -> None:
-        """See ``KVCache.trim``."""
         kept = KEPT_SHARE * self.budget
         self._evict(lambda: len(self._references) * self._block_bytes > kept)
         if self.nbytes > kept:
@@ -441,7 +410,7 @@ class PagedCache(KVCache):
         """Use new numbers of all blocks."""
         self._references = {moved[block]: count for block, count in self._references.items()}
         self._free = [moved[block] for block in self._free]
-        for prefix in self._prefixes.values():
+        for prefix in self._prefixes:
             prefix.blocks[:] = [moved[block] for block in prefix.blocks]
         for slot, blocks in self._blocks.items():
             blocks[:] = [moved[block] for block in blocks]

@@ -29,7 +29,7 @@ class Seq2SeqScorer(CausalScorer):
     _sources: dict[int, int]  # length of each slot's source
     _cross_cache: list[tuple[Tensor, Tensor]]  # sources' keys and values per layer, `[rows, heads, S, d]`
 
-    def __init__(self, model: Any, kv_cache_bytes: int | None = None) -> None:
+    def __init__(self, model: Any) -> None:
         base = supported_model(model)
         self.model = self.base = base
         self.config = base.config
@@ -45,14 +45,13 @@ class Seq2SeqScorer(CausalScorer):
         self._last_only = {"last_only": True}
         attention = self.stack.layers[0].self_attention
         token_bytes = 2 * len(self.stack.layers) * attention.heads * attention.d * self.dtype.itemsize
-        self._prepare(len(self.stack.layers), token_bytes, kv_cache_bytes)
+        self._prepare(len(self.stack.layers), token_bytes)
         self.cache.on_swap = self._swap_sources
         self.release()
 
     # Sources
 
     def source(self, prompt: Any) -> Source:
-        """See ``Scorer.source``."""
         source = copy.copy(prompt) if isinstance(prompt, Source) else self._parse(prompt)
         if self.takes_speech != (source.features is not None):
             kinds = ("features of speech [bins, frames]", "token ids")
@@ -205,12 +204,10 @@ class Seq2SeqScorer(CausalScorer):
         return 0
 
     def forget(self) -> None:
-        """See ``CausalScorer.forget``."""
         super().forget()
         self.stack = Stack(self._runner)  # adapters add and remove modules
 
     def pack(self) -> None:
-        """See ``CausalScorer.pack``."""
         super().pack()
         self.stack = Stack(self._runner)
 
@@ -221,7 +218,6 @@ class Seq2SeqScorer(CausalScorer):
             self._sources.pop(slot, None)
 
     def release(self) -> None:
-        """See ``Scorer.release``."""
         super().release()
         self._sources, self._cross_cache = {}, []
         for layer in self.stack.layers:
@@ -234,13 +230,11 @@ class Seq2SeqScorer(CausalScorer):
             for table in tables:
                 table[[one, other]] = table[[other, one]]
 
-    def _forward(
-        self, first: int, ids: Tensor, positions: Tensor, start: int | None, **last_only: Any
-    ) -> Tensor:
-        positions, reach = self._place(first, positions, start)
+    def _forward(self, first: int, ids: Tensor, positions: Tensor, **last_only: Any) -> Tensor:
+        positions, reach = self._place(first, positions)
         rows = slice(first, first + len(ids))
         x = self.stack.embedded(ids.to(self.device), positions.clamp(max=self.context - 1))
-        mask = self._mask(ids, positions, start, reach)
+        mask = self._mask(positions, reach)
         source_mask, source_tokens = self._source_mask(rows)
         caches = zip(self.cache.past_key_values.layers, self._cross_cache, strict=True)
         for layer, (cache, tables) in zip(self.stack.layers, caches, strict=True):
@@ -248,14 +242,12 @@ class Seq2SeqScorer(CausalScorer):
             x = layer(x, cache.update, mask, (keys, values), source_mask)
         return self.stack.logits(x[:, -1:] if last_only else x)
 
-    def _mask(self, ids: Tensor, positions: Tensor, start: int | None, reach: int) -> Tensor | None:
-        """Return the additive self-attention mask with T5's bias, ``[R or 1, heads or 1, n, reach]``."""
-        one = positions if start is None else positions[:1]  # rows at equal positions have equal masks
-        bias = self.stack.bias(one, reach)
-        if ids.shape[1] == 1 and start is not None:
+    def _mask(self, positions: Tensor, reach: int) -> Tensor | None:
+        """Return the additive self-attention mask with T5's bias, ``[R, heads or 1, n, reach]``."""
+        bias = self.stack.bias(positions, reach)
+        if positions.shape == (1, 1):
             return bias  # a single token attends to everything
-        mask = self._masks(one, start, reach)
-        assert isinstance(mask, Tensor)
+        mask = mask_of(positions, reach, None, self.dtype)
         return mask if bias is None else mask + bias
 
     def _source_mask(self, rows: slice) -> tuple[Tensor | None, int]:

@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+Forwards = Mapping[Module, Callable[[Tensor], Tensor]]
+"""A forward of its own for some modules."""
 
-def view_of(
-    model: Module, forwards: Mapping[Module, Callable[[Tensor], Tensor]], config: Any = None
-) -> Module:
+
+def view_of(model: Module, forwards: Forwards, config: Any = None) -> Module:
     """Return a copy of a module tree that shares parameters, buffers and hooks with the original.
 
     Args:
@@ -30,7 +31,7 @@ def view_of(
 def _copied(
     module: Module,
     copies: dict[Module, Module],
-    forwards: Mapping[Module, Callable[[Tensor], Tensor]],
+    forwards: Forwards,
     replaced: Any,
     config: Any,
 ) -> Module:

@@ -71,7 +71,6 @@ class Goodput(DraftLengthPolicy):
     def choose(
         self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
     ) -> list[int]:
-        """See ``DraftLengthPolicy.choose``."""
         self._choice_started_at = self._clock()
         load = load or Load(len(slots))
         costs = self.forecast.costs(load)
@@ -205,17 +204,14 @@ class Goodput(DraftLengthPolicy):
 
     @property
     def idle(self) -> bool:
-        """See ``DraftLengthPolicy.idle``."""
         return self._proposal_budget.pause > 0
 
     @property
     def asks(self) -> bool:
-        """See ``DraftLengthPolicy.asks``."""
         plan = self._plan
         return plan is not None and plan.costs.draft_step_seconds(plan.load) >= MIN_STOPPABLE_SECONDS
 
     def enough(self, confidence: Sequence[float]) -> bool:
-        """See ``DraftLengthPolicy.enough``."""
         plan = self._plan
         if plan is None:
             return False
@@ -236,7 +232,6 @@ class Goodput(DraftLengthPolicy):
         return False
 
     def observe(self, done: StepOutcome) -> None:
-        """See ``DraftLengthPolicy.observe``."""
         forecast, costs = self.forecast, self.forecast.costs(done.load)
         if done.seconds is None:
             costs.record_capture(done.capture_seconds)
@@ -294,11 +289,9 @@ class Goodput(DraftLengthPolicy):
         self.budget.book(gain, probe.recurring if probe is not None else 0.0, capture)
 
     def withdraw(self) -> None:
-        """See ``DraftLengthPolicy.withdraw``."""
         self.probes.withdraw()
 
     def reset(self, slots: Sequence[int]) -> None:
-        """See ``DraftLengthPolicy.reset``."""
         self.forecast.acceptance.forget(slots)
         self._active_slots.difference_update(slots)
         if not self._active_slots:

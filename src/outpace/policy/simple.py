@@ -22,7 +22,6 @@ class Fixed(DraftLengthPolicy):
     def choose(
         self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
     ) -> list[int]:
-        """See ``DraftLengthPolicy.choose``."""
         return [self.max_draft_tokens] * len(slots)
 
     def __repr__(self) -> str:
@@ -56,7 +55,6 @@ class Heuristic(DraftLengthPolicy):
     def choose(
         self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
     ) -> list[int]:
-        """See ``DraftLengthPolicy.choose``."""
         chosen = [self._g.setdefault(slot, self.start) for slot in slots]
         return [
             1 if g == 0 and self._steps_at_zero[slot] >= self.PROBE_INTERVAL else g
@@ -64,7 +62,6 @@ class Heuristic(DraftLengthPolicy):
         ]
 
     def observe(self, done: StepOutcome) -> None:
-        """See ``DraftLengthPolicy.observe``."""
         for slot, drafted, accepted in zip(done.slots, done.drafted, done.accepted, strict=True):
             g = self._g.setdefault(slot, self.start)
             if drafted == 0:
@@ -77,7 +74,6 @@ class Heuristic(DraftLengthPolicy):
             self._steps_at_zero[slot] = 0
 
     def reset(self, slots: Sequence[int]) -> None:
-        """See ``DraftLengthPolicy.reset``."""
         for slot in slots:
             self._g.pop(slot, None)
             self._steps_at_zero.pop(slot, None)

@@ -61,7 +61,6 @@ class ProfilingExecutor(EagerExecutor):
         logits: Tensor,
         errors: Errors | None = None,
     ) -> Verdict:
-        """See ``EagerExecutor.verify``."""
         synchronize(logits.device)
         started_at = time.perf_counter()
         verdict = super().verify(sequences, draft, logits, errors)

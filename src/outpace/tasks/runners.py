@@ -79,7 +79,6 @@ class OutpaceRunner:
         self.decoder, self.settings = decoder, settings
 
     def generate(self, item: Item, seed: int) -> Generated:
-        """See ``Runner.generate``."""
         return answer_turns(self.decoder, self.settings, item, self._answer, seed)
 
     def _answer(self, prompt: Any, seed: int) -> tuple[list[tuple[str, list[int]]], Stats]:

@@ -32,7 +32,6 @@ class OutpaceSpeechRunner:
         self.transcriber, self.settings = Transcriber(decoder, processor), settings
 
     def generate(self, item: Item, seed: int) -> Generated:
-        """See ``Runner.generate``."""
         clear_caches(self.transcriber.decoder)
         self.transcriber.stats = Stats()
         assert item.audio is not None
@@ -73,7 +72,6 @@ class TransformersSpeechRunner:
             raise ValueError("Transformers' Whisper needs a draft model; other drafters do not work")
 
     def generate(self, item: Item, seed: int) -> Generated:
-        """See ``Runner.generate``."""
         extractor, stats = self.processor.feature_extractor, Stats()
         assert item.audio is not None
         started_at = time.perf_counter()
