@@ -284,7 +284,7 @@ def joint_distribution_is_exact(cell: Cell, samples: int | None = None) -> None:
     )
 
 
-def mixed_batch_is_exact(engine: bool, samples: int = tiers.sized(800, 4000)) -> None:
+def mixed_batch_is_exact(engine: bool, samples: int = tiers.sized(450, 4000)) -> None:
     """Decode all kinds of requests together, each by rule token and by rule match."""
     decoder = Decoder(target(), drafter("model"), num_draft_tokens=Fixed(2), engine=engine)
     texts: dict[tuple[str, bool], Counter[tuple[int, ...]]] = {}
