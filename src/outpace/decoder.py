@@ -360,9 +360,10 @@ class Decoder:
         batch_sizes: Sequence[int] = (1,),
         sampling: SamplingParams | None = None,
     ) -> None:
-        """Compile kernels and capture graphs ahead of the first call.
+        """Compile kernels and capture graphs of steps ahead of the first call.
 
-        It does nothing for the eager executor.
+        Graphs of prefill, and of a ``TextDrafter``, are captured when they are first needed. The eager
+        executor has no graphs.
 
         Args:
             num_draft_tokens: Numbers of draft tokens. By default 0 and the policy's largest number.

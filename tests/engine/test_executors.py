@@ -13,6 +13,8 @@ import torch
 
 from outpace import (
     Decoder,
+    Draft,
+    Drafter,
     Fixed,
     Goodput,
     Heuristic,
@@ -23,6 +25,7 @@ from outpace import (
     SamplingParams,
 )
 from outpace.auditing.audit import audit
+from outpace.draft.base import State
 from outpace.draft.ngram import NGrams
 from outpace.engine.graph import GraphExecutor
 from outpace.engine.sequence import advance
@@ -756,3 +759,75 @@ def test_graphs_are_discarded_when_the_weights_of_a_model_move() -> None:
 def test_a_bias_of_the_drafter_for_an_unknown_token_is_refused() -> None:
     with pytest.raises(ValueError, match="logit_bias: got token ids"):
         make_decoder(draft_sampling=SamplingParams(logit_bias={V: 1.0}))
+
+
+class Grammar:
+    """Allows no token after an end, raises there, or returns NaN. Raises if its state does not fit."""
+
+    def __init__(self, prompt: int, end: int, how: str) -> None:
+        self.prompt, self.end, self.how, self.calls = prompt, end, how, 0
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.calls != ids.shape[1] - self.prompt:
+            raise AssertionError("the state is not that of decoding without speculation")
+        self.calls += 1
+        if self.end not in ids[0, self.prompt :].tolist():
+            return scores
+        if self.how == "raise":
+            raise RuntimeError("nothing may follow")
+        return torch.full_like(scores, -torch.inf if self.how == "forbid" else torch.nan)
+
+
+@pytest.mark.parametrize("how", ["forbid", "raise", "nan"])
+@pytest.mark.parametrize("engine", [True, False])
+def test_unusable_logits_after_the_end_of_a_sequence_have_no_effect(engine: bool, how: str) -> None:
+    """Draft tokens after the end are scored, which decoding without speculation never does."""
+    prompt, other = PROMPTS[0], PROMPTS[3]
+    expected, neighbour = greedy(tiny(), prompt, 12), greedy(tiny(), other, 20)
+    end = expected[4]
+    for draft in (None, tiny(), "lookup"):
+        decoder = Decoder(tiny(), draft, num_draft_tokens=Fixed(8 if draft else 0), engine=engine)
+        processors = [Grammar(len(prompt), end, how)]
+        samplings = [SamplingParams(temperature=0, processors=processors), SamplingParams(temperature=0)]
+        outs = decoder.generate(
+            [prompt, other], samplings, stop=None, stop_tokens=[end], max_new_tokens=20, logprobs=True
+        )
+        assert outs[0].token_ids == expected[: expected.index(end) + 1]
+        assert outs[0].finish_reason == "stop"
+        assert outs[0].logprobs is not None
+        assert len(outs[0].logprobs) == len(outs[0].token_ids)
+        assert outs[1].token_ids == neighbour[: (*neighbour, end).index(end) + 1]
+
+
+@pytest.mark.parametrize("engine", [True, False])
+@pytest.mark.parametrize("rule", ["token", "match"])
+def test_a_rejected_draft_token_that_breaks_the_target_has_no_effect(engine: bool, rule: str) -> None:
+    target, prompt = tiny(), PROMPTS[0]
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 1}]
+    for options in kinds:
+        baseline = Decoder(tiny(), rule="match").generate(prompt, max_new_tokens=6, **options)
+        broken = next(token for token in range(V) if token not in [*prompt, *baseline.token_ids])
+        with torch.no_grad():
+            target.get_input_embeddings().weight[broken] = torch.nan
+
+        class Breaking(Drafter):
+            def propose(self, state: State, g: int, token: int = broken) -> Draft:
+                return Draft.chosen([[token] * g for _ in state.slots], state.device)
+
+        decoder = Decoder(target, Breaking(), num_draft_tokens=Fixed(2), rule=rule, engine=engine)
+        out = decoder.generate(prompt, max_new_tokens=6, **options)
+        assert out.finish_reason == "length"
+        if rule == "match" or "seed" not in options:
+            assert out.token_ids == baseline.token_ids
+
+
+def test_nan_of_a_draft_model_reaches_no_later_request() -> None:
+    draft = tiny("gpt2", seed=1)
+    with torch.no_grad():
+        draft.lm_head.weight = torch.nn.Parameter(draft.lm_head.weight.clone())
+        draft.get_input_embeddings().weight[3] = torch.nan
+    decoder = Decoder(tiny("gpt2"), draft, num_draft_tokens=Fixed(3), engine=True)
+    for prompt, drafts in (([1, 3, 5, 6], False), ([1, 8, 5, 6], True), ([9, 8], True)):
+        out = decoder.generate(prompt, temperature=0, max_new_tokens=8)
+        assert out.token_ids == greedy(tiny("gpt2"), prompt, 8)
+        assert (out.stats.draft_tokens > 0) == drafts

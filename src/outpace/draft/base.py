@@ -215,10 +215,12 @@ class Drafter(ABC):
             policy chooses how many of its tokens are scored. The policy may pause such a drafter if its
             proposals take too long.
         scorer: The draft model, or None.
+        setup_seconds: Seconds of the last ``propose`` that later ones do not take, such as those of captures.
     """
 
     free: bool = False
     scorer: Scorer | None = None
+    setup_seconds: float = 0.0
 
     @abstractmethod
     def propose(self, state: State, g: int) -> Draft:

@@ -96,6 +96,7 @@ class TextDrafter(Drafter):
     def _greedy_draft(self, rows: Sequence[int], steps: int) -> list[list[int]]:
         """Return the draft's likeliest tokens after each sequence, as far as its logits are finite."""
         found = self.scorer.greedy(rows, self._unread(rows), steps).tolist()  # [R, steps, 2]
+        self.setup_seconds = self.scorer.capture_seconds
         proposals = []
         for row, pairs in zip(rows, found, strict=True):
             tokens = [token for token, _ in pairs]
@@ -127,7 +128,9 @@ class TextDrafter(Drafter):
         for row in rows:
             if row in self._cached:
                 ids = self._retokenizers[row].ids
-                cache.truncate(row, common_prefix_length(self._cached[row], ids, len(ids) - 1))
+                length = common_prefix_length(self._cached[row], ids, len(ids) - 1)
+                cache.truncate(row, length)
+                del self._cached[row][length:]  # at once, in case that memory runs short below
         return [text[cache.length(row) :] for row, text in zip(rows, texts, strict=True)]
 
     def _target_tokens(

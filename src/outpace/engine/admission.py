@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -45,11 +46,15 @@ class Admission:
         """
         free = [slot for slot in range(self.slots) if slot not in active]
         new, failed = list[SequenceState](), list[SequenceState]()
+        readable = (one for one in self.waiting if one.error is None)
+        candidates = list(itertools.islice(readable, len(free)))
+        # Checked at once, since one check per candidate takes time in proportion to their square
+        all_fit = bool(candidates) and self._fits([*active.values(), *candidates])
         while self.waiting and (len(new) < len(free) or self.waiting[0].error is not None):
             sequence = self.waiting[0]
             if new and (sequence.alone or new[0].alone):
                 break
-            if sequence.error is None and not self._fits([*active.values(), *new, sequence]):
+            if sequence.error is None and not all_fit and not self._fits([*active.values(), *new, sequence]):
                 if active or new:
                     break  # it waits for memory
                 sequence.error, sequence.finish_reason = self._too_long(sequence), "error"

@@ -25,7 +25,7 @@ class Outcome:
         drafts: The draft tokens.
         accepted: How many of them were accepted.
         next_token: The token that follows the accepted ones.
-        bad: Whether logits were unusable, or processors failed.
+        bad: Whether logits were unusable, or processors failed, at any scored position.
         errors: The errors of those processors.
     """
 
@@ -34,6 +34,10 @@ class Outcome:
     next_token: Mapping[int, int]
     bad: Mapping[int, bool]
     errors: Mapping[int, Exception] = field(default_factory=dict)
+
+    def num_new_tokens(self, slot: int) -> int:
+        """Return the number of new tokens of a slot; none if logits were unusable."""
+        return 0 if self.bad[slot] else self.accepted[slot] + 1
 
     def with_errors(self, errors: Errors) -> Outcome:
         """Return the outcome with errors of processors, by slot.
@@ -121,7 +125,7 @@ class Executor(ABC):
         Args:
             sequence: The sequence.
             g: Number of draft tokens that the step scored, padding included.
-            accepted: Number of accepted draft tokens.
+            accepted: Number of accepted draft tokens; -1 if logits were unusable, and nothing is new.
         """
 
     @abstractmethod

@@ -79,6 +79,7 @@ class GraphExecutor(Executor):
         self._versions: tuple[int, ...] = ()
         self._owners: dict[int, SequenceState] = {}  # by slot, the sequences whose state is on the device
         self._longest: dict[int, int] = {}  # by slot: most tokens after the steps in flight
+        self._cut: set[int] = set()  # slots whose drafts ended early
         self._compiled_for: set[Needs] = set()
 
     # Capabilities
@@ -179,7 +180,9 @@ class GraphExecutor(Executor):
             if not self._owners:
                 self._buckets = Buckets(self.graphs)
         for scorer in self.scorers:
-            scorer.reset([slot], [known_tokens(scorer, sequence.tokens)] if keep else None)
+            reusable = keep and (scorer is self.target or slot not in self._cut)
+            scorer.reset([slot], [known_tokens(scorer, sequence.tokens)] if reusable else None)
+        self._cut.discard(slot)
 
     # Steps
 
@@ -204,7 +207,9 @@ class GraphExecutor(Executor):
             processed = Processed(sequences) if needs.processors else None
             result, capture = self._launch(g, slots, needs, draft, list(sequences), processed)
             errors = None if processed is None else processed.errors
-            pending = GraphPending(result, sequences, capture, begun, started, catch_up_capture, errors)
+            pending = GraphPending(
+                result, sequences, capture, begun, started, catch_up_capture, errors, self._cut
+            )
         if processed is not None:
             processed.rewind(pending.read())
         for slot in sequences:
@@ -342,11 +347,12 @@ class GraphExecutor(Executor):
         lengths, token_ids = self.slots.lengths[: key.slots], self.slots.token_ids[: key.slots]
         offsets = torch.arange(g + 1, device=new.device)
         token_ids.scatter_(1, (lengths[:, None] + offsets).clamp(max=token_ids.shape[1] - 1), new)
-        active = self.slots.active[: key.slots]
+        # Where logits were unusable, the next step begins at the same token.
+        usable = self.slots.active[: key.slots].bool() & ~verdict.bad
         if key.needs.edits and self.slots.edits is not None:
-            counted = (offsets <= verdict.accepted[:, None]) & active[:, None].bool()
+            counted = (offsets <= verdict.accepted[:, None]) & usable[:, None]
             self.slots.edits.first(key.slots).count(new, counted)
-        lengths.add_((verdict.accepted + 1) * active)
+        lengths.add_((verdict.accepted + 1) * usable)
         drafted = torch.full_like(verdict.accepted, g) if draft.lengths is None else draft.lengths
         counts = torch.stack((verdict.accepted, verdict.next_token, verdict.bad.long(), drafted), dim=1)
         values, top, stored = Values(), key.needs.top, key.needs.values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -96,12 +96,18 @@ class Values:
             logprobs = Logprobs(every.gather(-1, tokens[..., None]).squeeze(-1), values, ids)
         return cls(logprobs, *((scores, logits.float()) if stored else (None, None)))
 
+    def with_logprobs_on(self, device: str) -> Values:
+        """Return the same with log-probabilities on a device."""
+        if self.logprobs is None:
+            return self
+        return replace(self, logprobs=Logprobs(*(one.to(device) for one in self.logprobs)))
+
     def store(self, sequence: SequenceState, count: int, row: int) -> None:
         """Store the results of a sequence's ``count`` new tokens in row ``row``, if it requested them."""
         if sequence.top is not None and self.logprobs is not None:
             own, values, ids = (each[row, :count].tolist() for each in self.logprobs)
             sequence.logprobs += own
-            pairs = zip(ids, values, strict=True)
+            pairs = zip(ids, values, strict=True) if sequence.top else ()
             sequence.top_logprobs += [dict(list(zip(*pair, strict=True))[: sequence.top]) for pair in pairs]
         for stored, kept in ((sequence.scores, self.scores), (sequence.logits, self.logits)):
             if stored is not None and kept is not None:

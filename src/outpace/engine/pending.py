@@ -60,6 +60,8 @@ class GraphPending(Pending):
         started: The event after the catch-up, at the start of the step.
         catch_up_capture_seconds: Seconds of a capture before the catch-up.
         errors: Errors of processors, by slot.
+        cut: Gets the slots whose drafts ended early. Unless bias or allowed tokens left no token, the KV
+            cache of the draft model then has NaN.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class GraphPending(Pending):
         started: DeviceEvent,
         catch_up_capture_seconds: float = 0.0,
         errors: Errors | None = None,
+        cut: set[int] | None = None,
     ) -> None:
+        self._cut = set[int]() if cut is None else cut
         self._sequences, self._begun, self._started = sequences, begun, started
         self.capture_seconds, self.catch_up_capture_seconds = capture_seconds, catch_up_capture_seconds
         self._errors = errors or {}
@@ -105,7 +109,9 @@ class GraphPending(Pending):
             ).with_errors(self._errors)
             for slot, sequence in self._sequences.items():
                 if sequence.finish_reason is None:  # else it has ended after this step started
-                    self._values.store(sequence, rows[slot][0] + 1, slot)
+                    if rows[slot][3] < self._counts.shape[1] - 4:
+                        self._cut.add(slot)
+                    self._values.store(sequence, self._outcome.num_new_tokens(slot), slot)
         return self._outcome
 
 

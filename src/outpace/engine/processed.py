@@ -57,10 +57,12 @@ class Processed:
             scored.logits[at], [one.sampling for one in rows], prefix, draft.tokens[at], lengths,
             until_rejected=True, errors=errors,
         )  # fmt: skip
+        for row, (i, _) in errors.items():
+            changed[row, i:] = torch.nan  # so that the device notices, too
         scored.logits[at] = changed
         self.errors = {slots[i]: error for i, error in errors.items()}
 
     def rewind(self, outcome: Outcome) -> None:
-        """Set the processors' state back to after the last accepted token."""
+        """Set the processors' state back to after the last new token."""
         if self._rewind is not None:
-            self._rewind(torch.tensor([outcome.accepted[slot] for slot in self._rows]))
+            self._rewind(torch.tensor([outcome.num_new_tokens(slot) - 1 for slot in self._rows]))

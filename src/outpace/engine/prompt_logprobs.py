@@ -61,6 +61,8 @@ class ScoredPrefilling:
         cache, slot, device = self._target.cache, sequence.slot, self._target.device
         if not cache.is_open(slot):
             self._target.check_weights()
+            slots, lengths = zip(*((one.slot, one.prompt_length) for one in self._waiting), strict=True)
+            cache.prepare(max(slots) + 1, max(lengths))  # so that it does not grow with each chunk
             cache.open(slot, sequence.tokens[:1])  # with one token, no cached prefix is reused
             logprobs.values[:], logprobs.top_values[:] = [None], [None]
         start = cache.length(slot)

@@ -287,6 +287,9 @@ class Scheduler:
         if self._in_flight and self.executor.waits(active):
             return None
         load = self.executor.load(sequences, proposer.load(active, len(self._in_flight)))
+        if any(one.must_not_draft for one in active):
+            self._withdraw()
+            return self._launch(0, sequences, load, clock)
         if self.executor.drafts:
             chosen = proposer.choose(active, load)
             try:
@@ -310,6 +313,8 @@ class Scheduler:
             self._reset_drafter()
             proposal = proposer.without_draft(active)
         self._chosen, seconds = None, time.perf_counter() - started_at
+        if self.drafter is not None and proposal.state is not None:
+            seconds -= self.drafter.setup_seconds
         clock.lap("draft")
         return self._launch(proposal.draft.tokens.shape[1], sequences, load, clock, proposal, seconds)
 
@@ -345,7 +350,7 @@ class Scheduler:
     ) -> list[Step]:
         """Commit the outcome of a step to the KV caches, the drafter and the sequences."""
         for sequence in sequences:
-            self.executor.commit(sequence, started.g, outcome.accepted[sequence.slot])
+            self.executor.commit(sequence, started.g, outcome.num_new_tokens(sequence.slot) - 1)
         state = None if started.proposal is None else started.proposal.state
         if state is not None and self.drafter is not None:
             accepted, next_token = (
@@ -353,6 +358,8 @@ class Scheduler:
                 for values in (outcome.accepted, outcome.next_token)
             )
             self.drafter.commit(accepted, next_token)
+            if bad := [slot for slot in started.sequences if outcome.bad[slot]]:
+                self.drafter.reset(bad)
         if state is not None and state.after:
             for i, (slot, sequence) in enumerate(started.sequences.items()):
                 if sequence.draft_sampling is not None and not outcome.bad[slot]:
@@ -375,7 +382,7 @@ class Scheduler:
             except Exception as raised:  # of a user's function, or of a tokenizer
                 sequence.error, sequence.finish_reason = raised, "error"
                 step = sequence.failed_step(len(sequence.tokens) - before)
-            if sequence.finish_reason != CANCELLED:
+            if step is not None and sequence.finish_reason != CANCELLED:
                 steps.append(step)
         return steps
 
@@ -383,14 +390,19 @@ class Scheduler:
 
     def _end(self, sequences: Sequence[SequenceState]) -> None:
         """Free the slots of sequences that have ended."""
-        if sequences and self._chosen is not None:  # the choice of a step that has not started is withdrawn
-            self._chosen = None
-            self.policy.withdraw()
+        if sequences:
+            self._withdraw()
         for sequence in sequences:
             try:
                 self._free(sequence, keep=sequence.error is None)
             finally:
                 del self._active[sequence.slot]
+
+    def _withdraw(self) -> None:
+        """Withdraw the choice of a step that has not started."""
+        if self._chosen is not None:
+            self._chosen = None
+            self.policy.withdraw()
 
     def _free(self, sequence: SequenceState, keep: bool) -> None:
         self.executor.release(sequence, keep)

@@ -142,6 +142,7 @@ class SequenceState:
     slot: int = -1
     added: bool = False  # to a scheduler
     alone: bool = False  # whether it must not be prefilled together with others
+    must_not_draft: bool = False  # in the next step, since logits of the last one were unusable
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
@@ -218,23 +219,28 @@ def advance(
     bad: bool,
     context: int,
     error: Exception | None = None,
-) -> Step:
+) -> Step | None:
     """Append the accepted draft tokens and the next token to a sequence.
 
-    Tokens after the first one that ends the sequence are dropped.
+    Tokens after the first one that ends the sequence are dropped. Unusable logits end the sequence only in a
+    step without draft tokens. After draft tokens, decoding without speculation might not have reached them.
+    Then the result is None, and the next step has no draft tokens.
 
     Args:
         sequence: The sequence.
         draft: Draft tokens that the target scored.
         accepted: Number of accepted draft tokens.
         next_token: The target's own token after them.
-        bad: Whether logits were unusable.
+        bad: Whether logits were unusable at any scored position.
         context: Maximum number of tokens of a sequence.
         error: The error that made logits unusable, if it is known.
     """
     sequence.stats.target_passes += 1
     sequence.stats.count(len(draft), accepted)
     new_tokens = [*draft[:accepted], next_token]
+    sequence.must_not_draft = bad and len(draft) > 0
+    if sequence.must_not_draft:
+        return None
     if bad:
         new_tokens, sequence.finish_reason = [], "error"
         sequence.error = error or ValueError(

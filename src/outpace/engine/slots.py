@@ -110,7 +110,8 @@ class Slots:
             self.add_edits()
         if self.edits is not None and self.draft_edits is not None:
             for sequence, (p, q) in zip(sequences, samplings, strict=True):
-                self._start_edits(self.edits, sequence.slot, SamplingParams() if p.processors else p)
+                on_host = bool(p.processors)  # then the host also edits the target's logits, before them
+                self._start_edits(self.edits, sequence.slot, SamplingParams() if on_host else p)
                 self._start_edits(self.draft_edits, sequence.slot, q)
                 if p.has_penalties or q.has_penalties:
                     prompt, output = sequence.tokens[: sequence.prompt_length], sequence.new_tokens

@@ -234,6 +234,17 @@ class FusedModel:
         return self.head(self._hidden(ids, positions, pages, prefill))
 
     @torch.inference_mode()
+    def next_logits(self, ids: Tensor, positions: Tensor, pages: Pages, last: Tensor) -> Tensor:
+        """Return logits ``[B, V]`` after token ``last[b]`` of each row, and fill the KV cache.
+
+        Few tokens have the kernels of ``logits``.
+        """
+        rows = torch.arange(len(ids), device=ids.device)
+        if self._uses_few_rows_kernels(ids):
+            return self.logits(ids, positions, pages)[rows, last]
+        return self.head(self._hidden(ids, positions, pages)[rows, last])
+
+    @torch.inference_mode()
     def last_logits(self, ids: Tensor, positions: Tensor, pages: Pages, counts: Tensor) -> Tensor:
         """Return logits ``[B, V]`` after token ``counts[b] - 1`` of each row, and fill the KV cache.
 

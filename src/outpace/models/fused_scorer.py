@@ -17,7 +17,7 @@ from outpace.models.causal import CausalScorer, has_adapters, positions, support
 from outpace.models.fused import FusedModel, has_kernels, why_not
 from outpace.models.greedy import FEW, GreedyPasses
 from outpace.models.paged import PagedCache
-from outpace.models.scorer import Scorer
+from outpace.models.scorer import CHUNK, Scorer
 from outpace.models.seq2seq import Seq2SeqScorer
 
 PAGE = 128  # tokens of a block that kernels read
@@ -98,19 +98,24 @@ class FusedScorer(Scorer):
         if not self.has_kernels:
             return super().greedy(slots, tokens, count)
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            for slot, new in zip(slots, tokens, strict=True):
-                if len(new) > FEW:
-                    self.append([slot], [new[:-FEW]])
+            self._append_long(slots, tokens)
             new_tokens = [new[-FEW:] for new in tokens]
             written = [len(new) + count - 1 for new in new_tokens]
             ends = [self.cache.length(slot) + size for slot, size in zip(slots, written, strict=True)]
             self.cache.reserve(slots, ends)
             if self._passes is None:
                 self._passes = GreedyPasses(self.fused, self.cache, Graphs(self.device))
-            found = self._passes.run(slots, new_tokens, count)
+            found, self.capture_seconds = self._passes.run(slots, new_tokens, count)
         for slot, size in zip(slots, written, strict=True):
             self.cache.commit(slot, size)
         return found
+
+    def _append_long(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        """Append all but the last ``FEW`` tokens of each sequence."""
+        rest = {slot: new[:-FEW] for slot, new in zip(slots, tokens, strict=True) if len(new) > FEW}
+        while rest:
+            self.append(list(rest), [new[:CHUNK] for new in rest.values()])
+            rest = {slot: new[CHUNK:] for slot, new in rest.items() if len(new) > CHUNK}
 
     def release(self) -> None:
         self._passes = None

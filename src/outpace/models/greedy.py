@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,8 +36,8 @@ class GreedyPasses:
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @torch.inference_mode()
-    def run(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], count: int) -> Tensor:
-        """Append tokens to each sequence, and return the likeliest tokens after them.
+    def run(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], count: int) -> tuple[Tensor, float]:
+        """Append tokens to each sequence, and find the likeliest tokens after them.
 
         The KV cache has memory for all of them. Nothing is committed.
 
@@ -46,7 +47,8 @@ class GreedyPasses:
             count: Number of the likeliest tokens.
 
         Returns:
-            Each token, and 1 if its logits were finite, else 0: ``[R, count, 2]``.
+            Each token, and 1 if its logits were finite, else 0: ``[R, count, 2]``. And the seconds of
+            captures.
         """
         if self._version != self._cache.version:  # memory that the graphs read has moved
             self._graphs.clear()
@@ -54,11 +56,16 @@ class GreedyPasses:
         B = 1 << (len(slots) - 1).bit_length()
         if B not in self._buffers:
             self._add_buffers(B)
-        inputs, state = self._buffers[B]
+        inputs, last = self._buffers[B]
         inputs.copy_(to_device(self._inputs(slots, tokens, B), inputs.device))
-        found = [self._replay("new tokens", B, self._append_new)]
-        found += [self._replay("one token", B, self._append_one, state) for _ in range(count - 1)]
-        return torch.stack(found, dim=1)[: len(slots)]
+        found, capture_seconds = list[Tensor](), 0.0
+        for i in range(count):
+            what, work = ("new tokens", self._append_new) if i == 0 else ("one token", self._append_one)
+            name = f"greedy decoding of {what} of {B} sequences"
+            best, seconds = self._graphs.run((what, B), partial(work, B), name, [last])
+            found.append(best.clone())
+            capture_seconds += seconds
+        return torch.stack(found, dim=1)[: len(slots)], capture_seconds
 
     @torch.inference_mode(False)
     def _add_buffers(self, B: int) -> None:
@@ -74,30 +81,27 @@ class GreedyPasses:
             row[-2:] = n - 1, slot
         return torch.tensor(rows)
 
-    def _replay(self, name: str, B: int, work: Callable[[int], Tensor], *changed: Tensor) -> Tensor:
-        """Run a pass of B sequences as a graph; return its tokens."""
-        name = f"greedy decoding of {name} of {B} sequences"
-        return self._graphs.run(name, lambda: work(B), name, changed)[0].clone()
-
     def _append_new(self, B: int) -> Tensor:
-        """Append the tokens of ``_inputs``."""
-        inputs, state = self._buffers[B]
+        """Append the tokens of ``_inputs``; return the likeliest token, and whether logits were finite."""
+        inputs = self._buffers[B][0]
         ids, positions, last = inputs[:, :FEW], inputs[:, FEW : 2 * FEW], inputs[:, -2]
-        logits = self._fused.logits(ids, positions, self._cache.pages(inputs[:, -1]))
-        rows = torch.arange(B, device=inputs.device)
-        return self._sample(logits[rows, last], positions[rows, last], state)
+        logits = self._fused.next_logits(ids, positions, self._cache.pages(inputs[:, -1]), last)
+        return self._likeliest(B, logits, positions.gather(1, last[:, None])[:, 0])
 
     def _append_one(self, B: int) -> Tensor:
-        """Append the last token."""
-        inputs, state = self._buffers[B]
-        position = state[:, 1]
-        logits = self._fused.logits(state[:, :1], position[:, None], self._cache.pages(inputs[:, -1]))
-        return self._sample(logits[:, 0], position, state)
+        """Append the token that was found last; return the same of the next one."""
+        inputs, last = self._buffers[B]
+        position = last[:, 1]
+        logits = self._fused.logits(last[:, :1], position[:, None], self._cache.pages(inputs[:, -1]))
+        return self._likeliest(B, logits[:, 0], position)
 
-    @staticmethod
-    def _sample(logits: Tensor, position: Tensor, state: Tensor) -> Tensor:
-        """Return the likeliest token, and whether its logits ``[B, V]`` are finite, ``[B, 2]``."""
+    def _likeliest(self, B: int, logits: Tensor, position: Tensor) -> Tensor:
+        """Return the likeliest token, and whether its logits ``[B, V]`` are finite, ``[B, 2]``.
+
+        The token and its position are stored, for ``_append_one`` to read.
+        """
+        last = self._buffers[B][1]
         best, token = logits.max(-1)
-        state[:, 0] = token
-        state[:, 1] = (position + 1).where(position >= 0, PADDING)
+        last[:, 0] = token
+        last[:, 1] = (position + 1).where(position >= 0, PADDING)
         return torch.stack((token, best.isfinite().long()), dim=1)

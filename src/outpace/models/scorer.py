@@ -39,6 +39,7 @@ class Scorer(ABC):
         device: Device of the logits.
         dtype: Dtype of the weights.
         cache: The KV cache.
+        capture_seconds: Seconds that captures took in the last call of ``greedy``.
         has_kernels: Whether Triton kernels run the forward passes.
         has_encoder: Whether each sequence needs a source, which an encoder reads.
         takes_speech: Whether sources are features of speech.
@@ -52,6 +53,7 @@ class Scorer(ABC):
     device: torch.device
     dtype: torch.dtype
     cache: KVCache
+    capture_seconds: float = 0.0
     has_kernels: bool = False
     has_encoder: bool = False
     takes_speech: bool = False

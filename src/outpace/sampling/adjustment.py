@@ -157,7 +157,7 @@ def process(
     Returns:
         The adjusted logits, and a function that rewinds processors, or None without processors. The function
         takes the last position of each row that counts, ``[B]``. It sets the state of the row's processors
-        back to just after that position.
+        back to just after that position, or to that before all of them for -1.
     """
     scores = logits if logits.dtype is torch.float64 else logits.float()
     if not any(row.edits for row in rows):
@@ -331,10 +331,13 @@ def _run_processors(
         one for processors in row_processors for one in {id(processor) for processor in processors}
     )
     exclusive = [all(uses[id(processor)] == 1 for processor in processors) for processors in row_processors]
-    after: list[list[Sequence[Processor]]] = []  # [B][position] copies of the processors after that position
+    # [B][i] copies of the processors before position i; the last one is after all positions
+    copies: list[list[Sequence[Processor]]] = []
     for b in range(B):
         processors = row_processors[b] if exclusive[b] else copy_processors(row_processors[b])
         row_states: list[Sequence[Processor]] = []
+        if exclusive[b] and counts[b] > 1:
+            row_states.append(copy_processors(processors))
         for i in range(counts[b] if processors else 0):
             ids = torch.cat((prefix.tokens[b, : prefix_lengths[b]], drafted[b, :i]))[None]
             one = scores[b, i][None]
@@ -351,11 +354,11 @@ def _run_processors(
                 break
             if until_rejected and i < drafted.shape[1] and bool(one[0, drafted[b, i]] == -torch.inf):
                 break
-        after.append(row_states)
+        copies.append(row_states)
 
     def rewind(last: Tensor) -> None:
         for b, i in enumerate(last.tolist()):
-            states = after[b][min(i, len(after[b]) - 1)] if after[b] else ()  # fewer after an error
+            states = copies[b][min(i + 1, len(copies[b]) - 1)] if copies[b] else ()  # fewer after an error
             for processor, saved in zip(row_processors[b], states, strict=False):
                 if hasattr(processor, "__dict__"):
                     vars(processor).clear()

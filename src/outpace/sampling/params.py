@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -126,9 +126,10 @@ class SamplingParams:
         """Return which tokens ``allowed_token_ids`` forbids, bool ``[V]``. It is computed once."""
         key = vocab_size, device
         if key not in self._forbidden:
-            forbidden = torch.ones(vocab_size, dtype=torch.bool)
-            forbidden[list(self.allowed_token_ids or ())] = False
-            self._forbidden[key] = forbidden.to(device)
+            with torch.inference_mode(False):
+                forbidden = torch.ones(vocab_size, dtype=torch.bool)
+                forbidden[list(self.allowed_token_ids or ())] = False
+                self._forbidden[key] = forbidden.to(device)
         return self._forbidden[key]
 
     @property
@@ -149,8 +150,12 @@ class SamplingParams:
         if not self.processors:
             return self
         forked = copy.copy(self)  # nothing needs to be checked again
-        object.__setattr__(forked, "processors", copy_processors(self.processors))
+        vars(forked).update(_forbidden=self._forbidden, processors=copy_processors(self.processors))
         return forked
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields alone, for copies and pickles."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def _token_ids(ids: Any) -> frozenset[int]:
