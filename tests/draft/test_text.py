@@ -12,7 +12,11 @@ import torch
 
 import outpace
 from outpace import Decoder, Fixed, SamplingParams, TextDrafter
+from outpace.draft.base import State
 from outpace.draft.retokenizer import TAIL, Retokenizer, TokenizerAdapter
+from outpace.models.causal import CausalScorer
+from outpace.models.scorer import Scorer
+from outpace.policy import StepOutcome
 from tests import tiers
 from tests.statistical import test_decoder as matrix
 from tests.tiny import byte_tokenizer, letter_tokenizer, tiny, tiny_seq2seq, trained, trained_tokenizer
@@ -302,3 +306,44 @@ def test_unsupported_combinations_raise_one_line_errors() -> None:
         Decoder(model, outpace.ModelDrafter(model, draft_tokenizer), target_tokenizer)
     with pytest.raises(ValueError, match=r"the target's tokenizer; outpace.TextDrafter\(model"):
         Decoder(model, tiny(vocab_size=2000))
+
+
+def test_captures_do_not_count_as_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the default policy would take the model for slow, and stop drafting."""
+    seconds = list[float]()
+
+    class Recording(Fixed):
+        def observe(self, done: StepOutcome) -> None:
+            seconds.append(done.draft_seconds)
+
+    drafting = decoder("bytes", "bytes", num_draft_tokens=Recording(2))
+    drafting.generate(PROMPTS[0], GREEDY, max_new_tokens=8)
+    assert max(seconds) > 0
+    seconds.clear()
+    monkeypatch.setattr(Scorer, "capture_seconds", 100.0)
+    drafting.generate(PROMPTS[0], GREEDY, max_new_tokens=8)
+    assert max(seconds) <= 0
+
+
+def test_a_draft_that_ran_out_of_memory_leaves_no_wrong_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target rejects a draft, and memory runs short after the model has processed what came instead."""
+    model, drafter_tokenizer = tiny(seed=1, vocab_size=261), byte_tokenizer()
+    drafter = TextDrafter(model, drafter_tokenizer, drafter_tokenizer)
+    text, instead = (drafter_tokenizer(one).input_ids for one in ("the quick brown fox", " the lazy dog"))
+
+    def propose(tokens: list[int]) -> None:
+        seed, device = torch.tensor([0]), torch.device("cpu")
+        drafter.propose(State([0], [tokens], [1], [GREEDY], seed, [4], 261, device), 4)
+
+    def fail(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("planted")
+
+    propose(text)
+    rejected = [*drafter._cached[0], 7]
+    with monkeypatch.context() as patch:
+        patch.setattr(CausalScorer, "score", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            propose([*text, *instead])
+    drafter.reset([0])  # as the scheduler does
+    found, expected = (one.prefill([0], [rejected]) for one in (drafter.scorer, CausalScorer(model)))
+    assert torch.allclose(found, expected, atol=1e-5)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import pickle
 import threading
 from typing import Any, cast
 
@@ -485,3 +487,13 @@ def test_other_tokens_than_the_allowed_ones_are_impossible() -> None:
 def test_sampling_params_with_a_bias_are_hashable() -> None:
     known = {SamplingParams(logit_bias={5: -1.0}): 1, SamplingParams(logit_bias={5: 1.0}): 2}
     assert known[SamplingParams(logit_bias={5: 1.0})] == 2
+
+
+def test_a_used_mask_is_not_part_of_pickles_and_copies() -> None:
+    allowed = SamplingParams(allowed_token_ids=[0, 5], processors=[LogitsProcessorList()])
+    size = len(pickle.dumps(allowed))
+    adjust(torch.zeros(1, 50_000), allowed)
+    assert len(pickle.dumps(allowed)) == size
+    for copied in (pickle.loads(pickle.dumps(allowed)), copy.deepcopy(allowed), allowed.fork()):
+        assert copied.allowed_token_ids == {0, 5}
+        assert adjust(torch.zeros(1, 50_000), copied).isfinite().sum() == 2
