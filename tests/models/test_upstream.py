@@ -1,4 +1,4 @@
-"""One warning of PyTorch about torchao is suppressed, and no other."""
+"""Warnings that only an import of torchao causes are suppressed, and no others."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import outpace
 
@@ -45,3 +46,15 @@ def test_only_this_warning_about_torchao_is_suppressed(module: str, message: str
     finally:
         logger.removeHandler(handler)
     assert (not seen.empty()) == (module != "torchao.utils" or message != WARNING)
+
+
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+@pytest.mark.parametrize("message", ["Failed to load /x/_C_mxfp8.so: no", "something else"])
+def test_libraries_for_cuda_are_only_missed_where_there_is_cuda(
+    message: str, cuda: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert outpace.__version__
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with caplog.at_level(logging.WARNING, "torchao"):
+        logging.getLogger("torchao").warning(message)
+    assert bool(caplog.records) == (cuda is not None or message == "something else")

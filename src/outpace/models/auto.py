@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,16 +59,24 @@ def gguf_reading() -> Iterator[None]:
 
 
 def silence_torchao() -> None:
-    """Hide PyTorch's log records about enums of torchao, and no others.
+    """Hide log records that importing torchao causes and that no user can act on.
 
-    Where torchao is installed, importing Transformers imports it, and PyTorch 2.13 writes two such records.
+    Where torchao is installed, importing Transformers imports it. PyTorch 2.13 then warns of torchao's enums.
+    Where PyTorch has no CUDA, torchao warns that its libraries for CUDA cannot be loaded.
     """
-    logger = logging.getLogger("torch.utils._pytree")
-    if _is_of_interest not in logger.filters:
-        logger.addFilter(_is_of_interest)
+    for name, is_of_interest in (("torch.utils._pytree", _is_no_enum), ("torchao", _is_no_cuda_library)):
+        logger = logging.getLogger(name)
+        if is_of_interest not in logger.filters:
+            logger.addFilter(is_of_interest)
 
 
-def _is_of_interest(record: logging.LogRecord) -> bool:
+def _is_no_cuda_library(record: logging.LogRecord) -> bool:
+    torch: Any = sys.modules.get("torch")
+    has_cuda = torch is None or torch.version.cuda is not None
+    return has_cuda or not str(record.msg).startswith("Failed to load ")
+
+
+def _is_no_enum(record: logging.LogRecord) -> bool:
     subject = record.args[0] if isinstance(record.args, tuple) and record.args else None
     of_torchao = isinstance(subject, type) and subject.__module__.partition(".")[0] == "torchao"
     return not (of_torchao and "register_constant() on Enum subclasses" in str(record.msg))
