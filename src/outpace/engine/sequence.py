@@ -222,9 +222,11 @@ def advance(
 ) -> Step | None:
     """Append the accepted draft tokens and the next token to a sequence.
 
-    Tokens after the first one that ends the sequence are dropped. Unusable logits end the sequence only in a
-    step without draft tokens. After draft tokens, decoding without speculation might not have reached them.
-    Then the result is None, and the next step has no draft tokens.
+    Tokens after the first one that ends the sequence are dropped. Unusable logits end the sequence. But in a
+    step with draft tokens, decoding without speculation might not have reached them. If the next token does
+    not depend on how it is sampled, the result is then None, and the next step has no draft tokens. It may
+    not be sampled again otherwise: whether logits are unusable depends on draft tokens, so that would bias
+    the output.
 
     Args:
         sequence: The sequence.
@@ -238,7 +240,8 @@ def advance(
     sequence.stats.target_passes += 1
     sequence.stats.count(len(draft), accepted)
     new_tokens = [*draft[:accepted], next_token]
-    sequence.must_not_draft = bad and len(draft) > 0
+    is_determined = sequence.match or sequence.sampling.greedy
+    sequence.must_not_draft = bad and len(draft) > 0 and is_determined
     if sequence.must_not_draft:
         return None
     if bad:
