@@ -844,3 +844,21 @@ def test_nan_of_a_draft_model_reaches_no_later_request() -> None:
         out = decoder.generate(prompt, temperature=0, max_new_tokens=8)
         assert out.token_ids == greedy(tiny("gpt2"), prompt, 8)
         assert (out.stats.draft_tokens > 0) == drafts
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_a_processor_that_raises_after_a_rejected_draft_token_has_no_effect(engine: bool) -> None:
+    prompt, unlikely = PROMPTS[0], 40
+
+    def raising(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if unlikely in ids[0, len(prompt) :].tolist():
+            raise RuntimeError("a token that the target never generates")
+        return scores.index_fill(1, torch.tensor([unlikely]), -100.0)  # not forbidden
+
+    class Unlikely(Drafter):
+        def propose(self, state: State, g: int) -> Draft:
+            return Draft.chosen([[unlikely] * g for _ in state.slots], state.device)
+
+    decoder = Decoder(tiny(), Unlikely(), num_draft_tokens=Fixed(2), rule="token", engine=engine)
+    out = decoder.generate(prompt, processors=[raising], max_new_tokens=8, seed=1)
+    assert (out.finish_reason, len(out.token_ids)) == ("length", 8)

@@ -58,7 +58,8 @@ class Processed:
             until_rejected=True, errors=errors,
         )  # fmt: skip
         for row, (i, _) in errors.items():
-            changed[row, i:] = torch.nan  # so that the device notices, too
+            if rows[row].is_determined:  # the step is then repeated, so the device must notice, too
+                changed[row, i:] = torch.nan
         scored.logits[at] = changed
         self.errors = {slots[i]: error for i, error in errors.items()}
 

@@ -151,6 +151,11 @@ class SequenceState:
     context_full: bool = False
 
     @property
+    def is_determined(self) -> bool:
+        """True if draft tokens have no influence on the text: greedy decoding, or rule ``match``."""
+        return self.match or self.sampling.greedy
+
+    @property
     def new_tokens(self) -> list[int]:
         """The token ids after the prompt."""
         return self.tokens[self.prompt_length :]
@@ -223,10 +228,10 @@ def advance(
     """Append the accepted draft tokens and the next token to a sequence.
 
     Tokens after the first one that ends the sequence are dropped. Unusable logits end the sequence. But in a
-    step with draft tokens, decoding without speculation might not have reached them. If the next token does
-    not depend on how it is sampled, the result is then None, and the next step has no draft tokens. It may
-    not be sampled again otherwise: whether logits are unusable depends on draft tokens, so that would bias
-    the output.
+    step with draft tokens, decoding without speculation might not have reached them. If draft tokens
+    have no influence on the text, the result is then None, and the next step has no draft tokens. Otherwise
+    the next token must not be sampled again: whether logits are unusable depends on draft tokens, so that
+    would bias the output.
 
     Args:
         sequence: The sequence.
@@ -240,8 +245,7 @@ def advance(
     sequence.stats.target_passes += 1
     sequence.stats.count(len(draft), accepted)
     new_tokens = [*draft[:accepted], next_token]
-    is_determined = sequence.match or sequence.sampling.greedy
-    sequence.must_not_draft = bad and len(draft) > 0 and is_determined
+    sequence.must_not_draft = bad and len(draft) > 0 and sequence.is_determined
     if sequence.must_not_draft:
         return None
     if bad:
