@@ -22,16 +22,18 @@ from torch import Tensor
 
 from outpace.auditing.pearson import LOOK_AGAIN, LOOKS, SUSPICIOUS, Power, decide, power, samples_for
 from outpace.auditing.report import Greedy, Joint, Report
-from outpace.auditing.samples import Sampler
+from outpace.auditing.samples import ROUNDING_FACTOR, Sampler, forward_passes
 from outpace.checks.arguments import integer, number
 from outpace.decoder import Decoder
 from outpace.engine.request import Prompt
+from outpace.models.scorer import Scorer
 from outpace.policy import Fixed, Goodput
 from outpace.sampling import SamplingParams
 
 MAX_OUTCOMES = 20_000
 DRAFT_TOKENS = 3  # per step, if the decoder's policy depends on measured time
 TIE_ROUNDINGS = 4.0  # roundings by which two logits may differ and still count as equal
+MOST_ROUNDINGS = 16.0  # of the largest logit, in 16 bits, if forward passes are seen to differ by as much
 
 
 def audit(
@@ -177,11 +179,34 @@ def _greedy(decoder: Decoder, prompt: list[int], tokens: int) -> Greedy:
         logits, cache = step.logits[0, -1].float(), step.past_key_values
         argmax = int(logits.argmax())
         if argmax != token:
-            if not near_tie(logits, argmax, token, decoder.scorer.dtype):
+            if not is_tie(decoder.scorer, [*prompt, *out.token_ids[:i]], logits, argmax, token):
                 return Greedy(i + 1, i, out.stats.draft_tokens, ties)
             ties += 1
         input_ids = torch.tensor([[token]], device=device)
     return Greedy(len(out.token_ids), None, out.stats.draft_tokens, ties)
+
+
+def is_tie(scorer: Scorer, prefix: list[int], logits: Tensor, one: int, other: int) -> bool:
+    """Return whether rounding can decide which of two tokens has the larger logit.
+
+    In 16 bits, rounding is also measured: by how much the gap between the two logits differs in another
+    forward pass, of the model or of the scorer, whose kernels may round otherwise.
+
+    Args:
+        scorer: The scorer.
+        prefix: The tokens before.
+        logits: Logits ``[V]`` after them.
+        one: The likeliest token.
+        other: Another token.
+    """
+    if near_tie(logits, one, other, scorer.dtype):
+        return True
+    gap = float(logits[one] - logits[other])
+    largest = float(logits[logits.isfinite()].abs().max())
+    if scorer.dtype.itemsize > 2 or gap > MOST_ROUNDINGS * torch.finfo(scorer.dtype).eps * largest:
+        return False
+    others = [next_logits([()])[0].float() for next_logits in forward_passes(scorer, prefix)]
+    return gap <= ROUNDING_FACTOR * max(abs(gap - float(row[one] - row[other])) for row in others)
 
 
 def near_tie(logits: Tensor, one: int, other: int, dtype: torch.dtype) -> bool:

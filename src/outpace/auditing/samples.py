@@ -166,6 +166,11 @@ def probabilities(
     return found
 
 
+def forward_passes(scorer: Scorer, prompt: Sequence[int]) -> tuple[NextLogits, NextLogits]:
+    """Return the forward passes of the model without a KV cache, and those of the scorer."""
+    return _uncached(scorer.model, prompt), _scored(scorer, prompt)
+
+
 def _uncached(model: Any, prompt: Sequence[int]) -> NextLogits:
     device = model.get_input_embeddings().weight.device
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
