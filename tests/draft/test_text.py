@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from functools import lru_cache
 from pathlib import Path
@@ -155,6 +156,22 @@ def test_incremental_retokenization_equals_encoding_the_whole_text(target: str, 
     whole = draft_adapter.encode(target_adapter.decode(ids))
     assert retokenizer.num_read == len(ids)
     assert retokenizer.ids == [*draft_adapter.start, *whole]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_encoded_as_a_call_of_the_tokenizer_does_whatever_the_last_call_set(kind: str) -> None:
+    own = copy.deepcopy(tokenizer(kind))
+    own.pad_token = own.convert_ids_to_tokens(0)
+    adapter, expected = TokenizerAdapter("tokenizer", own), own(TEXT, add_special_tokens=False).input_ids
+    calls: list[dict[str, Any]] = [
+        {}, {"truncation": True, "max_length": 3}, {"padding": "max_length", "max_length": 500}
+    ]  # fmt: skip
+    for options in calls:
+        own("a" * 9, **options)
+        assert adapter.encode(TEXT) == expected
+    own.split_special_tokens = True
+    name = own.convert_ids_to_tokens(min(own.all_special_ids))
+    assert adapter.encode(name) == own(name, add_special_tokens=False).input_ids
 
 
 def test_special_tokens_are_mapped_by_name_or_dropped() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
 from outpace.checks.arguments import kind
 from outpace.checks.text import REPLACEMENT_CHARACTER
 
@@ -31,6 +33,9 @@ class TokenizerAdapter:
         if not callable(tokenizer) or not hasattr(tokenizer, "get_vocab"):
             raise TypeError(f"{name}: got {kind(tokenizer)[:80]}; it must be a Transformers tokenizer")
         self.tokenizer = tokenizer
+        self._backend = (
+            tokenizer.backend_tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
+        )
         ids = tokenizer.get_vocab().values()
         self.size = max(ids) + 1
         try:
@@ -50,6 +55,14 @@ class TokenizerAdapter:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without special tokens."""
+        fast, split = self._backend, getattr(self.tokenizer, "split_special_tokens", False)
+        if (
+            fast is not None
+            and fast.truncation is None
+            and fast.padding is None
+            and fast.encode_special_tokens == split
+        ):  # half the time of a call of Transformers' tokenizer, whose arguments may set all three
+            return list(fast.encode(text, add_special_tokens=False).ids)
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
     def decode_after(self, before: Sequence[int], tokens: Sequence[int]) -> str:
@@ -59,12 +72,21 @@ class TokenizerAdapter:
         """
         return self.decode([*before, *tokens])[len(self.decode(before)) :]
 
-    def encode_after(self, before: str, text: str) -> list[int]:
+    def encode_after(self, before: str, text: str, before_ids: Sequence[int] | None = None) -> list[int]:
         """Return the tokens of a text that follows another one.
 
         Both may be encoded together across their border, as "wor" and "ld". Then the second is encoded after
         a neutral text that is never encoded together with it.
+
+        Args:
+            before: The text before.
+            text: The text to encode.
+            before_ids: Tokens of ``before``, if they are known.
         """
+        if before_ids is not None:
+            whole = self.encode(before + text)
+            if whole[: len(before_ids)] == list(before_ids):
+                return whole[len(before_ids) :]
         for context in (before, *NEUTRAL):
             context_ids, whole = self.encode(context), self.encode(context + text)
             if whole[: len(context_ids)] == context_ids:
@@ -102,6 +124,7 @@ class Retokenizer:
         self.origin = self._num_frozen = len(self.ids)
         self._text_start = 0  # index in the target's tokens after the last special one
         self._before, self._tail = "", ""  # text before ids[_num_frozen:], and text of them
+        self._before_ids = list[int]()  # tokens of `_before`
 
     def update(self, tokens: Sequence[int]) -> None:
         """Read a text that extends the text of the last call."""
@@ -143,9 +166,10 @@ class Retokenizer:
         self.num_read += 1
         self._text_start = self.num_read
         self.origin = self._num_frozen = len(self.ids)
+        self._before_ids = self._draft.encode(self._before)
 
     def _encode(self) -> None:
-        self.ids[self._num_frozen :] = self._draft.encode_after(self._before, self._tail)
+        self.ids[self._num_frozen :] = self._draft.encode_after(self._before, self._tail, self._before_ids)
 
     def _freeze(self) -> None:
         """Stop encoding text far from the end again, if that does not change the tokens of the rest."""
@@ -158,3 +182,4 @@ class Retokenizer:
         num_frozen = len(self.ids) - len(tail_ids)
         if num_frozen > self._num_frozen and self.ids[num_frozen:] == tail_ids:
             self._num_frozen, self._before, self._tail = num_frozen, before, tail
+            self._before_ids = self._draft.encode(before)

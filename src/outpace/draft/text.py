@@ -146,8 +146,8 @@ class TextDrafter(Drafter):
         )
         if REPLACEMENT_CHARACTER in new:
             new, end = new[: new.index(REPLACEMENT_CHARACTER)], None
-        before = self.target.decode(text[max(0, retokenizer.num_read - WINDOW) : retokenizer.num_read])
-        tokens = self.target.encode_after(before, new)
+        before = text[max(0, retokenizer.num_read - WINDOW) : retokenizer.num_read]
+        tokens = self.target.encode_after(self.target.decode(before), new, before)
         tokens = tokens[:-1] if end is None else [*tokens, end]
         waiting = list(text[retokenizer.num_read :])  # tokens of a character that is not complete yet
         if tokens[: len(waiting)] != waiting:
