@@ -18,7 +18,7 @@ from outpace.verification.kernels.ahead import launch
 
 # If B·kv_heads is at most the number of processors, and if it is more:
 BLOCKS = 1, 16  # blocks per processor
-MIN_RANGE = 128, 512  # least tokens of a full range
+MIN_RANGE = 64, 512  # least tokens of a full range
 FIELDS = 8  # numbers per range
 ROWS_AT_ONCE = 256  # rows that the list of ranges is compiled for; for more, the next power of two
 BLOCK = 64  # earlier tokens loaded at once; see `blocks_of`
