@@ -88,6 +88,14 @@ class Biased(LogitsProcessor):  # type: ignore[misc]
         return scores + self.bias
 
 
+class NothingAfterTheEnd(LogitsProcessor):  # type: ignore[misc]
+    """A grammar that allows no token after END, where decoding without speculation never asks it."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ended = END in input_ids[0, len(PROMPT) :].tolist()
+        return torch.full_like(scores, -torch.inf) if ended else scores
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Sampling parameters, and Transformers' processors that do the same, created anew for each text."""
@@ -123,6 +131,7 @@ SAMPLINGS = {
         lambda: SamplingParams(processors=[Alternating(), AfterTwo()]), lambda: [Alternating(), AfterTwo()]
     ),
 }
+ENDING = {"grammar": Sampling(lambda: SamplingParams(processors=[NothingAfterTheEnd()]), list)}
 
 
 @lru_cache
@@ -172,7 +181,7 @@ def exact(sampling: str, stops: bool, family: str = "llama") -> dict[tuple[int, 
     @cache
     def chances(row: int, text: tuple[int, ...]) -> list[float]:
         """After a beginning of a text, which is that row's."""
-        processors = SAMPLINGS[sampling].reference()
+        processors = (SAMPLINGS | ENDING)[sampling].reference()
         for i in range(len(text) + 1):
             scores = logits[row, len(start) + i - 1][None]
             for processor in processors:
@@ -268,7 +277,7 @@ def joint_distribution_is_exact(cell: Cell, samples: int | None = None) -> None:
     decoder = cell.decoder()
     outs = decoder.generate(
         prompt_of(cell.family),
-        SAMPLINGS[cell.sampling].params(),
+        (SAMPLINGS | ENDING)[cell.sampling].params(),
         n=samples or cell.samples,
         max_new_tokens=NEW_TOKENS,
         stop_tokens=[END] if cell.stops else [],
@@ -330,6 +339,15 @@ CELLS: list[Cell] = [
     ),
     # the model under every sampling with every rule
     *(Cell("model", rule, sampling, "f 3") for rule in ("token", "block", "match") for sampling in SAMPLINGS),
+    # draft tokens after an end, where a grammar leaves the target no token, and the draft model some
+    *(
+        Cell(name, rule, "grammar", "f 3", stops=True, engine=True)
+        for name, rule in itertools.product(("model", "lookup"), ("token", "block", "match"))
+    ),
+    *(
+        Cell("model", rule, "grammar", "f 3", stops=True, draft_sampling="plain")
+        for rule in ("token", "block", "match")
+    ),
     # decoding without speculation
     Cell("none", sampling="processors", stops=True),
     # the draft samples differently

@@ -153,6 +153,28 @@ def corrections_reuse_the_acceptance_noise(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(random, "halves", lambda *key: [[(r, r) for r, _ in row] for row in honest(*key)])
 
 
+def blocks_go_on_after_unusable_logits(patch: pytest.MonkeyPatch) -> None:
+    """Rule block gives up all draft tokens before unusable logits, though they say nothing about these."""
+    patch.setattr(eager, "replace", lambda block, **_: block)
+
+
+def unusable_logits_count_wherever_they_are(patch: pytest.MonkeyPatch) -> None:
+    """A step is sampled again without draft tokens if any of its logits are unusable."""
+    honest = EagerExecutor.verify
+
+    def verify(self: EagerExecutor, rows: Any, draft: Draft, logits: torch.Tensor, *rest: Any) -> Any:
+        verdict = honest(self, rows, draft, logits, *rest)
+        end = (draft.tokens[:, :-1] == 3).any(-1) if draft.tokens.shape[1] else verdict.bad
+        if not end.any():
+            return verdict
+        again = honest(
+            self, rows, Draft.chosen([[] for _ in rows], draft.tokens.device), logits[:, :1], *rest
+        )
+        return again.in_rows(end, verdict)
+
+    patch.setattr(EagerExecutor, "verify", verify)
+
+
 def an_end_inside_a_block_is_ignored(patch: pytest.MonkeyPatch) -> None:
     """End-of-text counts only as the last token of an iteration."""
     honest = SequenceState.extend
@@ -325,6 +347,11 @@ def rows_move_without_the_step_in_flight(patch: pytest.MonkeyPatch) -> None:
         (drafts_hide_their_temperature, Cell("model", "block", "warm", "h 2", stops=True)),
         (unlikely_draft_tokens_are_dropped, Cell("model", policy="f 3")),
         (an_end_inside_a_block_is_ignored, Cell("model", policy="f 3", stops=True)),
+        (
+            blocks_go_on_after_unusable_logits,
+            Cell("model", "block", "grammar", "f 3", stops=True, draft_sampling="plain"),
+        ),
+        (unusable_logits_count_wherever_they_are, Cell("model", "token", "grammar", "f 3", stops=True)),
         (a_rejected_draft_is_corrected_from_p, Cell("model", policy="f 3")),
         (corrections_reuse_the_acceptance_noise, Cell("lookup", policy="f 3")),
     ],

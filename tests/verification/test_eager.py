@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from typing import Any
@@ -331,25 +330,30 @@ def test_tokens_and_logits_past_the_length_of_a_row_are_ignored(rule: str) -> No
     assert torch.equal(before.next_token, after.next_token)
 
 
+@pytest.mark.parametrize("V", [7, eager.LARGE_VOCAB])  # with the larger one, row by row
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("position", [0, 1, 2])
-def test_unusable_logits_flag_their_row_alone(rule: str, poison: float, position: int) -> None:
-    tokens, draft, target = blocks(5, 2, 7)
-    clean = outpace.verify(tokens, draft, target, rule=rule, seed=6)
-    poisoned = target.clone()
-    poisoned[3, position, slice(None) if poison == -math.inf else 4] = poison
-    verdict = outpace.verify(tokens, draft, poisoned, rule=rule, seed=6)
-    assert verdict.bad.tolist() == [False, False, False, True, False]
-    assert verdict.accepted[3] == verdict.next_token[3] == 0
-    others = [0, 1, 2, 4]
-    assert torch.equal(verdict.accepted[others], clean.accepted[others])
-    assert torch.equal(verdict.next_token[others], clean.next_token[others])
-    if position < 2 and rule != "match":
-        poisoned = draft.clone()
-        poisoned[3, position, slice(None) if poison == -math.inf else 4] = poison
-        verdict = outpace.verify(tokens, poisoned, target, rule=rule, seed=6)
-        assert verdict.bad.tolist() == [False, False, False, True, False]
+@pytest.mark.parametrize("poisoned", ["target", "draft"])
+def test_a_block_ends_before_unusable_logits(rule: str, poison: float, poisoned: str, V: int) -> None:
+    """Draft tokens before them are accepted as without them. There is no next token if all are accepted."""
+    B, g = 40, 3
+    tokens, draft, target = blocks(B, g, V)
+    target[:, :g] = draft + 0.5 * torch.randn(B, g, V)  # so that some are accepted
+    ends = torch.arange(B) % (g + 1 if poisoned == "target" else g)
+    cut = outpace.verify(tokens, draft, target, rule=rule, seed=6, lengths=ends)
+    logits = {"target": target, "draft": draft}[poisoned]
+    where = slice(None) if poison == -math.inf else 4
+    for b, end in enumerate(ends.tolist()):
+        logits[b, end, where] = poison
+    verdict = outpace.verify(tokens, draft, target, rule=rule, seed=6)
+    if rule == "match" and poisoned == "draft":  # which does not read them
+        assert not verdict.bad.any()
+        return
+    assert torch.equal(verdict.accepted, cut.accepted)
+    assert torch.equal(verdict.bad, cut.accepted == ends)
+    assert torch.equal(verdict.next_token, cut.next_token.masked_fill(verdict.bad, 0))
+    if V < eager.LARGE_VOCAB:
+        assert len(set(verdict.accepted[verdict.bad].tolist())) > 1
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -361,6 +365,7 @@ def test_unusable_draft_logits_are_flagged_when_draft_lse_is_passed(poison: floa
         for rule in ("token", "block", "rejection"):
             verdict = outpace.verify(tokens, draft, target, rule=rule, seed=0, draft_lse=stored)
             assert verdict.bad.tolist() == [True, False]
+            assert verdict.accepted[0] == 0
 
 
 def test_a_sigmoid_that_underflows_everywhere_is_flagged() -> None:
@@ -408,52 +413,20 @@ def test_extreme_logits_are_decided_as_small_ones(scale: float) -> None:
         assert not verdict.bad.any()
 
 
-@pytest.mark.parametrize(
-    "V", [40, eager.LARGE_VOCAB]
-)  # with smaller vocabularies all rows are verified together
 @pytest.mark.parametrize("soft", [True, False])
 @pytest.mark.parametrize("lenience", [1.0, 0.4])
-def test_stop_at_rejection_gives_the_same_verdict(V: int, soft: bool, lenience: float) -> None:
-    B, g = 60, 4
+def test_rows_of_a_large_vocabulary_are_decided_one_by_one_alike(
+    soft: bool, lenience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    B, g, V = 60, 4, 40
     tokens, draft, target = blocks(B, g, V, dtype=torch.float32)
     target[: B // 2, :g] = draft[: B // 2] + 0.3 * torch.randn(B // 2, g, V)  # so that some are accepted
-    lengths = torch.arange(B) % (g + 1)
-    seed = torch.arange(B)
-    block = Block(
-        tokens,
-        draft if soft else None,
-        target,
-        None,
-        seed,
-        seed + 7,
-        lengths,
-    )
+    lengths, seed = torch.arange(B) % (g + 1), torch.arange(B)
+    block = Block(tokens, draft if soft else None, target, None, seed, seed + 7, lengths)
     expected = eager.verify(block, parse("token"), lenience)
-    found = eager.verify(dataclasses.replace(block, stop_at_rejection=True), parse("token"), lenience)
+    monkeypatch.setattr(eager, "LARGE_VOCAB", V)
+    found = eager.verify(block, parse("token"), lenience)
     assert len(set(expected.accepted.tolist())) > 2 or not soft
     assert torch.equal(found.accepted, expected.accepted)
     assert torch.equal(found.next_token, expected.next_token)
     assert not found.bad.any()
-
-
-@pytest.mark.parametrize("V", [40, eager.LARGE_VOCAB])
-def test_with_stop_at_rejection_logits_past_the_rejection_do_not_flag_a_row(V: int) -> None:
-    g, rows = 3, 2
-    target, draft = torch.zeros(rows, g + 1, V), torch.zeros(rows, g, V)
-    target[:, 1, 5] = -torch.inf  # the second draft token is always rejected
-    tokens = torch.full((rows, g), 5)
-    target[0, 2] = math.nan
-    target[1, 1] = math.nan
-    zeros = torch.zeros(rows, dtype=torch.int64)
-    block = Block(
-        tokens,
-        draft,
-        target,
-        None,
-        zeros + 3,
-        zeros + 7,
-    )
-    assert eager.verify(block, parse("token")).bad.tolist() == [True, True]
-    verdict = eager.verify(dataclasses.replace(block, stop_at_rejection=True), parse("token"))
-    assert verdict.bad.tolist() == [False, True]
-    assert verdict.accepted.tolist() == [1, 0]

@@ -490,15 +490,29 @@ def test_a_stored_logsumexp_replaces_reading_the_draft() -> None:
     assert_same(kernels.verify(block, parse("token")), kernels.verify(without, parse("token")))
 
 
-@pytest.mark.parametrize(("rule", "poison"), combinations(RULES, [math.nan, math.inf, -math.inf]))
-def test_unusable_logits_flag_their_row_alone(rule: str, poison: float, splits: str) -> None:
-    block = block_of(3, 2, 61)
-    clean = kernels.verify(block, parse(rule))
-    block.target_logits[1, 0, slice(None) if poison == -math.inf else int(block.tokens[1, 0])] = poison
+@pytest.mark.parametrize(
+    ("rule", "poison", "poisoned"),
+    tiers.each_value(RULES, [math.nan, math.inf, -math.inf], ["target", "draft"]),
+)
+def test_a_block_ends_before_unusable_logits(rule: str, poison: float, poisoned: str, splits: str) -> None:
+    """Draft tokens before them are accepted as without them. There is no next token if all are accepted."""
+    B, g = 9, 3
+    block = block_of(B, g, 61)
+    ends = torch.arange(B, device=DEVICE) % (g + 1 if poisoned == "target" else g)
+    cut = kernels.verify(dataclasses.replace(block, counts=ends), parse(rule))
+    logits = block.target_logits if poisoned == "target" else block.draft_logits
+    assert logits is not None
+    for b, end in enumerate(ends.tolist()):
+        where = slice(None) if poison == -math.inf or end == g else int(block.tokens[b, end])
+        logits[b, end, where] = poison
     verdict = kernels.verify(block, parse(rule))
-    assert verdict.bad.tolist() == [False, True, False]
-    assert verdict.accepted[1] == verdict.next_token[1] == 0
-    assert torch.equal(verdict.next_token[::2], clean.next_token[::2])
+    if rule == "match" and poisoned == "draft":  # which does not read them
+        assert not verdict.bad.any()
+        return
+    assert torch.equal(verdict.accepted, cut.accepted)
+    assert torch.equal(verdict.bad, cut.accepted == ends)
+    assert verdict.bad.any()
+    assert torch.equal(verdict.next_token, cut.next_token.masked_fill(verdict.bad, 0))
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -508,7 +522,9 @@ def test_tokens_and_lengths_out_of_range_are_flagged(place: int) -> None:
     block.counts[:] = torch.tensor([2, 2, 7, -1])
     block.tokens[0, place] = 61
     for rule in FEW_RULES:
-        assert kernels.verify(block, parse(rule)).bad.tolist() == [True, False, True, True]
+        verdict = kernels.verify(block, parse(rule))
+        assert verdict.bad.tolist() == [True, False, True, True]
+        assert verdict.accepted[verdict.bad].tolist() == [0, 0, 0]
 
 
 def test_extreme_logits_and_equal_distributions_draw_what_is_possible(splits: str) -> None:

@@ -204,7 +204,7 @@ def verification(
         alone = len(inputs.tokens) == 1 and not inputs.tokens.is_cuda  # as in a decoder
         seed, position = (0, 0) if alone else (inputs.seed, inputs.position)
         draft = inputs.draft if sampled and inputs.tokens.shape[1] else None
-        block = Block(inputs.tokens, draft, inputs.target, None, seed, position, stop_at_rejection=True)
+        block = Block(inputs.tokens, draft, inputs.target, None, seed, position)
         return verify_block(block, decoder.rule, decoder.lenience, [shape])
 
     found = []

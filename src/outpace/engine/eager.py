@@ -141,25 +141,15 @@ class EagerExecutor(Executor):
         if len(verdicts) > 1:
             verdict = verdict.in_rows(on_device(match, torch.bool, logits.device), verdicts[1])
         if rewind is not None:
-            rewind(torch.tensor(self._num_new_tokens(verdict, errors)) - 1)
+            rewind(torch.tensor(num_new_tokens(verdict)) - 1)
         top = max((one.top for one in sequences if one.top is not None), default=None)
         stored = any(one.scores is not None or one.logits is not None for one in sequences)
         if stored or top is not None:
             scores, tokens = warp(p, before_argmax(shapes)), outcome_tokens(draft.tokens, verdict)
             values = Values.of(scores, logits, tokens, top, stored).with_logprobs_on("cpu")
-            counts = self._num_new_tokens(verdict, errors)
-            for row, (one, count) in enumerate(zip(sequences, counts, strict=True)):
+            for row, (one, count) in enumerate(zip(sequences, num_new_tokens(verdict), strict=True)):
                 values.store(one, count, row)
         return verdict
-
-    @staticmethod
-    def _num_new_tokens(verdict: Verdict, errors: Errors | None) -> list[int]:
-        """Return the number of new tokens of each row; none if logits were unusable or processors failed."""
-        accepted, bad = verdict.accepted.tolist(), verdict.bad.tolist()
-        failed = {row for row, (i, _) in (errors or {}).items() if i <= accepted[row]}
-        return [
-            0 if bad[row] or row in failed else num_accepted + 1 for row, num_accepted in enumerate(accepted)
-        ]
 
     def block(self, sequences: Sequence[SequenceState], draft: Draft, logits: Tensor) -> Block:
         """Return the input of verification."""
@@ -185,7 +175,6 @@ class EagerExecutor(Executor):
             invalid,
             draft_cut=None if precomputed is None else precomputed.cut,
             draft_tie=None if precomputed is None else precomputed.tie,
-            stop_at_rejection=True,
         )
 
     def commit(self, sequence: SequenceState, g: int, accepted: int) -> None:
@@ -193,6 +182,12 @@ class EagerExecutor(Executor):
 
     def release(self, sequence: SequenceState, keep: bool) -> None:
         self.scorer.reset([sequence.slot], [sequence.tokens] if keep else None)
+
+
+def num_new_tokens(verdict: Verdict) -> list[int]:
+    """Return the number of new tokens of each row."""
+    counts: list[int] = (verdict.accepted + ~verdict.bad).tolist()
+    return counts
 
 
 class EagerPrefilling(Prefilling):

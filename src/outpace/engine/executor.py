@@ -25,8 +25,8 @@ class Outcome:
         drafts: The draft tokens.
         accepted: How many of them were accepted.
         next_token: The token that follows the accepted ones.
-        bad: Whether logits were unusable, or processors failed, at any scored position.
-        errors: The errors of those processors.
+        bad: Whether there is no next token, because logits after the accepted draft tokens are unusable.
+        errors: The errors of processors that made them unusable.
     """
 
     drafts: Mapping[int, list[int]]
@@ -36,16 +36,16 @@ class Outcome:
     errors: Mapping[int, Exception] = field(default_factory=dict)
 
     def num_new_tokens(self, slot: int) -> int:
-        """Return the number of new tokens of a slot; none if logits were unusable."""
-        return 0 if self.bad[slot] else self.accepted[slot] + 1
+        """Return the number of new tokens of a slot."""
+        return self.accepted[slot] + (not self.bad[slot])
 
     def with_errors(self, errors: Errors) -> Outcome:
         """Return the outcome with errors of processors, by slot.
 
         An error after a rejected draft token has no effect: without speculation it would not have occurred.
         """
-        reached = {slot: error for slot, (i, error) in errors.items() if i <= self.accepted[slot]}
-        return replace(self, bad={**self.bad, **dict.fromkeys(reached, True)}, errors=reached)
+        reached = {slot: error for slot, (i, error) in errors.items() if i == self.accepted[slot]}
+        return replace(self, errors=reached)
 
 
 class Pending(ABC):
@@ -125,7 +125,7 @@ class Executor(ABC):
         Args:
             sequence: The sequence.
             g: Number of draft tokens that the step scored, padding included.
-            accepted: Number of accepted draft tokens; -1 if logits were unusable, and nothing is new.
+            accepted: Number of accepted draft tokens.
         """
 
     @abstractmethod

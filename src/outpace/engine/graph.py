@@ -347,12 +347,12 @@ class GraphExecutor(Executor):
         lengths, token_ids = self.slots.lengths[: key.slots], self.slots.token_ids[: key.slots]
         offsets = torch.arange(g + 1, device=new.device)
         token_ids.scatter_(1, (lengths[:, None] + offsets).clamp(max=token_ids.shape[1] - 1), new)
-        # Where logits were unusable, the next step begins at the same token.
-        usable = self.slots.active[: key.slots].bool() & ~verdict.bad
+        # A sequence without a next token ends here.
+        active = self.slots.active[: key.slots]
         if key.needs.edits and self.slots.edits is not None:
-            counted = (offsets <= verdict.accepted[:, None]) & usable[:, None]
+            counted = (offsets <= verdict.accepted[:, None]) & active.bool()[:, None]
             self.slots.edits.first(key.slots).count(new, counted)
-        lengths.add_((verdict.accepted + 1) * usable)
+        lengths.add_((verdict.accepted + 1) * active)
         drafted = torch.full_like(verdict.accepted, g) if draft.lengths is None else draft.lengths
         counts = torch.stack((verdict.accepted, verdict.next_token, verdict.bad.long(), drafted), dim=1)
         values, top, stored = Values(), key.needs.top, key.needs.values

@@ -57,9 +57,6 @@ class Processed:
             scored.logits[at], [one.sampling for one in rows], prefix, draft.tokens[at], lengths,
             until_rejected=True, errors=errors,
         )  # fmt: skip
-        for row, (i, _) in errors.items():
-            if rows[row].is_determined:  # the step is then repeated, so the device must notice, too
-                changed[row, i:] = torch.nan
         scored.logits[at] = changed
         self.errors = {slots[i]: error for i, error in errors.items()}
 

@@ -287,9 +287,6 @@ class Scheduler:
         if self._in_flight and self.executor.waits(active):
             return None
         load = self.executor.load(sequences, proposer.load(active, len(self._in_flight)))
-        if any(one.must_not_draft for one in active):
-            self._withdraw()
-            return self._launch(0, sequences, load, clock)
         if self.executor.drafts:
             chosen = proposer.choose(active, load)
             try:
@@ -350,7 +347,7 @@ class Scheduler:
     ) -> list[Step]:
         """Commit the outcome of a step to the KV caches, the drafter and the sequences."""
         for sequence in sequences:
-            self.executor.commit(sequence, started.g, outcome.num_new_tokens(sequence.slot) - 1)
+            self.executor.commit(sequence, started.g, outcome.accepted[sequence.slot])
         state = None if started.proposal is None else started.proposal.state
         if state is not None and self.drafter is not None:
             accepted, next_token = (
@@ -358,11 +355,9 @@ class Scheduler:
                 for values in (outcome.accepted, outcome.next_token)
             )
             self.drafter.commit(accepted, next_token)
-            if bad := [slot for slot in started.sequences if outcome.bad[slot]]:
-                self.drafter.reset(bad)
         if state is not None and state.after:
             for i, (slot, sequence) in enumerate(started.sequences.items()):
-                if sequence.draft_sampling is not None and not outcome.bad[slot]:
+                if sequence.draft_sampling is not None:
                     sequence.draft_sampling = state.after[min(outcome.accepted[slot], len(state.after) - 1)][
                         i
                     ]
@@ -382,7 +377,7 @@ class Scheduler:
             except Exception as raised:  # of a user's function, or of a tokenizer
                 sequence.error, sequence.finish_reason = raised, "error"
                 step = sequence.failed_step(len(sequence.tokens) - before)
-            if step is not None and sequence.finish_reason != CANCELLED:
+            if sequence.finish_reason != CANCELLED:
                 steps.append(step)
         return steps
 

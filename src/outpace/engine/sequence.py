@@ -66,7 +66,8 @@ class Step:
         token_ids: New token ids: accepted draft tokens, then the target's own, cut where the sequence ends.
         num_draft_tokens: Draft tokens that the target scored.
         num_accepted: Draft tokens that were accepted.
-        token: The target's own token after the accepted ones. -1 if the request failed without one.
+        token: The target's own token after the accepted ones. -1 if there is none, because logits were
+            unusable or the request failed.
         draft_token_ids: The draft tokens.
         finish_reason: The sequence's ``finish_reason``, if this is its last step.
         output: The sequence's ``Output``, if this is its last step.
@@ -142,18 +143,12 @@ class SequenceState:
     slot: int = -1
     added: bool = False  # to a scheduler
     alone: bool = False  # whether it must not be prefilled together with others
-    must_not_draft: bool = False  # in the next step, since logits of the last one were unusable
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     finish_reason: str | None = None
     error: Exception | None = None
     context_full: bool = False
-
-    @property
-    def is_determined(self) -> bool:
-        """True if draft tokens have no influence on the text: greedy decoding, or rule ``match``."""
-        return self.match or self.sampling.greedy
 
     @property
     def new_tokens(self) -> list[int]:
@@ -224,38 +219,32 @@ def advance(
     bad: bool,
     context: int,
     error: Exception | None = None,
-) -> Step | None:
+) -> Step:
     """Append the accepted draft tokens and the next token to a sequence.
 
-    Tokens after the first one that ends the sequence are dropped. Unusable logits end the sequence. But in a
-    step with draft tokens, decoding without speculation might not have reached them. If draft tokens
-    have no influence on the text, the result is then None, and the next step has no draft tokens. Otherwise
-    the next token must not be sampled again: whether logits are unusable depends on draft tokens, so that
-    would bias the output.
+    Tokens after the first one that ends the sequence are dropped. If there is no next token, and no accepted
+    draft token ends the sequence, it ends with an error, as without speculation.
 
     Args:
         sequence: The sequence.
         draft: Draft tokens that the target scored.
         accepted: Number of accepted draft tokens.
         next_token: The target's own token after them.
-        bad: Whether logits were unusable at any scored position.
+        bad: Whether there is no next token, because logits after the accepted draft tokens are unusable.
         context: Maximum number of tokens of a sequence.
         error: The error that made logits unusable, if it is known.
     """
     sequence.stats.target_passes += 1
     sequence.stats.count(len(draft), accepted)
-    new_tokens = [*draft[:accepted], next_token]
-    sequence.must_not_draft = bad and len(draft) > 0 and sequence.is_determined
-    if sequence.must_not_draft:
-        return None
-    if bad:
-        new_tokens, sequence.finish_reason = [], "error"
+    new_tokens = [*draft[:accepted], *([] if bad else [next_token])]
+    num_appended = sequence.extend(new_tokens, context)
+    if bad and sequence.finish_reason is None:
+        sequence.finish_reason = "error"
         sequence.error = error or ValueError(
             f"the logits at position {len(sequence.tokens)} are unusable: the target, the draft model or a "
             "processor returned NaN, +inf, or -inf for all tokens, or logit_bias and allowed_token_ids "
             "forbid all; check weights, dtype, processors and these parameters"
         )
-    num_appended = sequence.extend(new_tokens, context)
     ended = sequence.finish_reason is not None
     if ended and sequence.text is not None:
         sequence.text.finish()
@@ -265,7 +254,7 @@ def advance(
         new_tokens[:num_appended],
         len(draft),
         accepted,
-        next_token,
+        -1 if bad else next_token,
         list(draft),
         sequence.finish_reason,
         sequence.output() if ended else None,

@@ -78,12 +78,12 @@ def speculative_sampling(
     drafts = candidate_input_ids[:, -candidate_length:]
     verdict = verify(drafts, candidate_logits.to(new_logits.dtype), new_logits)
     num_accepted, unusable = torch.stack((verdict.accepted[0], verdict.bad[0])).tolist()
+    if is_done_candidate and num_accepted == candidate_length:
+        # The draft ends the sequence. Transformers' loop counts the last draft token as the bonus token.
+        return drafts, verdict.accepted[0] - 1
     if unusable:
         raise ValueError(
             "the logits are unusable: the target, the assistant or a processor returned NaN, +inf, or -inf "
             "for all tokens; check weights, dtype and processors"
         )
-    if is_done_candidate and num_accepted == candidate_length:
-        # The draft ends the sequence. Transformers' loop counts the last draft token as the bonus token.
-        return drafts, verdict.accepted[0] - 1
     return torch.cat((drafts[:, :num_accepted], verdict.next_token[:, None]), dim=1), verdict.accepted[0]

@@ -152,7 +152,7 @@ def process(
         until_rejected: Show processors no position after a draft token that they forbid. Decoding without
             speculation would never show them such a position.
         errors: Gets the position and the error of each row whose processors fail. From there on, the row's
-            logits are as they were before processors. None: the first error is raised.
+            logits are NaN. None: the first error is raised.
 
     Returns:
         The adjusted logits, and a function that rewinds processors, or None without processors. The function
@@ -351,6 +351,7 @@ def _run_processors(
                 if errors is None:
                     raise
                 errors[b] = i, error
+                scores[b, i:] = torch.nan
                 break
             if until_rejected and i < drafted.shape[1] and bool(one[0, drafted[b, i]] == -torch.inf):
                 break

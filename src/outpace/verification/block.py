@@ -15,14 +15,14 @@ from torch import Tensor
 class Verdict:
     """Outcome of verification, row by row.
 
-    Row b continues with ``draft_tokens[b, :accepted[b]]``, then ``next_token[b]``.
+    Row b continues with ``draft_tokens[b, :accepted[b]]``, then ``next_token[b]`` unless it is bad.
 
     Attributes:
         accepted: Number of accepted draft tokens, int64 ``[B]``.
         next_token: Token that follows them, int64 ``[B]``. It is a correction, or a bonus token when all were
             accepted.
-        bad: Rows whose logits are unusable (NaN, +inf or nothing but -inf), bool ``[B]``. Their ``accepted``
-            and ``next_token`` are 0 and mean nothing.
+        bad: Rows without a next token, bool ``[B]``. Their logits after the accepted draft tokens are
+            unusable (NaN, +inf or nothing but -inf), and ``next_token`` is 0.
     """
 
     accepted: Tensor
@@ -75,7 +75,6 @@ class Block:
     greedy_accept: Tensor | None = None  # [B, g] bool, draft tokens that greedy lenience accepts
     draft_cut: Tensor | None = None  # [B, g] smallest draft logit that the filters leave, if known
     draft_tie: Tensor | None = None  # [B, g] int32, first id that they leave there
-    stop_at_rejection: bool = False  # whether logits past a rejection need not be checked
     level: int = 0  # depth in a cascade of drafters; 0: the target verifies
 
     @cached_property

@@ -8,6 +8,7 @@ logits.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ PIECE = 3 << 20  # logits processed at a time on the CPU, in a reused workspace
 LARGE_VOCAB = 2048  # vocabulary size from which Python code per row costs less than sums over all rows
 
 Outcome = tuple[Tensor, Tensor, Tensor]
-"""Accepted draft tokens `[B]`, weights of the next token `[B, V]`, and rows without a distribution `[B]`."""
+"""Accepted draft tokens `[B]`, weights of the next token `[B, V]`, and rows without such weights `[B]`."""
 
 
 def verify(block: Block, rule: Rule, lenience: float = 1.0) -> Verdict:
@@ -33,7 +34,7 @@ def verify(block: Block, rule: Rule, lenience: float = 1.0) -> Verdict:
     if rule.name == "match" or block.tokens.shape[1] == 0:
         return match(block)
     large_vocab = block.target_logits.shape[-1] >= LARGE_VOCAB and block.target_logits.device.type == "cpu"
-    if block.stop_at_rejection and rule.name == "token" and large_vocab and block.draft_lse is None:
+    if rule.name == "token" and large_vocab and block.draft_lse is None:
         verdict = make_verdict(block, *token_by_row(block, lenience))
     else:
         r, u = noise(block)
@@ -47,7 +48,7 @@ def verify(block: Block, rule: Rule, lenience: float = 1.0) -> Verdict:
 
 
 def decide(block: Block, rule: Rule, lenience: float, r: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the accepted draft tokens, the next token, and rows without a distribution.
+    """Return the accepted draft tokens, the next token, and rows without a next token.
 
     All are ``[B]``. ``r`` and ``u`` are the uniforms of ``noise``.
     """
@@ -81,15 +82,11 @@ def token(block: Block, r: Tensor, lenience: float) -> Outcome:
     A.5, and Chen Alg. 2.
     """
     p, q = softmax(block.target_logits, "p"), draft_softmax(block)
-    accept = accepts(chosen(p, block), chosen(q, block), r, lenience)
+    accept, bad = accepts(chosen(p, block), chosen(q, block), r, lenience), no_softmax(block, p, q)
     if block.greedy_accept is not None:
         accept |= block.greedy_accept
-    accepted = leading(accept & block.drafted)
-    bad = no_softmax(block, p, q)
-    bad = (
-        bad.gather(1, accepted[:, None]).squeeze(1) if block.stop_at_rejection else among_drafted(block, bad)
-    )
-    return accepted, remainder(block, p, q, accepted), bad
+    accepted = leading(accept & block.drafted & ~bad[:, :-1])
+    return accepted, remainder(block, p, q, accepted), after(bad, accepted)
 
 
 def token_by_row(block: Block, lenience: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,13 +157,13 @@ def approximate(block: Block, r: Tensor, alpha: float, beta: float) -> Outcome:
     if block.draft_logits is not None:
         bad[:, :-1] |= unusable(block.draft_logits) & block.drafted
         qx = squash(of_tokens(block.draft_logits, block.tokens)).double()
-    accepted = leading(accepts(px, qx, r) & block.drafted)
+    accepted = leading(accepts(px, qx, r) & block.drafted & ~bad[:, :-1])
     if block.draft_logits is not None:
         q = squash(at(block.draft_logits, first_rejected(block, accepted)))
     weights = residual(block, squash(at(z, accepted)), q, accepted)
     # Logits far below alpha leave nothing to sample from.
     nothing = (weights.sum(-1) == 0) & (block.lengths > 0)
-    return accepted, weights, among_drafted(block, bad) | nothing
+    return accepted, weights, after(bad, accepted) | nothing
 
 
 def joint(block: Block, r: Tensor) -> Outcome:
@@ -175,8 +172,13 @@ def joint(block: Block, r: Tensor) -> Outcome:
     This is Sun et al. 2024, Alg. 2. ``carry[i]`` = min(carry[i-1]·p/q, 1) is the probability with which the
     first i draft tokens may be accepted. The longest prefix i that passes its own test ``h[i]`` is accepted.
     After a shorter one, the next token is sampled from the residual (carry·p − q)+.
+
+    The block ends before the first unusable logits. The output stays exact, because where a block ends may
+    depend on the tokens before.
     """
     p, q = softmax(block.target_logits, "p"), draft_softmax(block)
+    bad = no_softmax(block, p, q)
+    block = replace(block, counts=torch.minimum(block.lengths, leading(~bad)))
     px, qx = chosen(p, block), chosen(q, block)
     g = block.tokens.shape[1]
 
@@ -201,7 +203,7 @@ def joint(block: Block, r: Tensor) -> Outcome:
     accepted = (passed * prefix).amax(-1)
     scale = carry.gather(1, accepted[:, None])
     weights = remainder(block, p, q, accepted, scale)
-    return accepted, weights, among_drafted(block, no_softmax(block, p, q))
+    return accepted, weights, after(bad, accepted)
 
 
 def argmax(block: Block) -> Verdict:
@@ -209,26 +211,27 @@ def argmax(block: Block) -> Verdict:
 
     Every exact rule does this for greedy targets.
     """
-    bad = among_drafted(block, unusable(block.target_logits))
+    bad = unusable(block.target_logits)
     best = block.target_logits.argmax(-1)
-    accepted = leading((best[:, :-1] == block.tokens) & block.drafted)
-    return make_verdict(block, accepted, best.gather(1, accepted[:, None]).squeeze(1), bad)
+    accepted = leading((best[:, :-1] == block.tokens) & block.drafted & ~bad[:, :-1])
+    return make_verdict(block, accepted, after(best, accepted), after(bad, accepted))
 
 
 def match(block: Block) -> Verdict:
     """Sample the target's own tokens with the target stream; accept draft tokens while they equal them."""
-    bad = among_drafted(block, unusable(block.target_logits))
+    bad = unusable(block.target_logits)
     if bad.device.type == "cpu":
-        return make_verdict(block, *match_by_position(block), bad)
+        accepted, next_token = match_by_position(block, bad)
+        return make_verdict(block, accepted, next_token, after(bad, accepted))
     target_tokens = sample_target(block.target_logits, block.seed[:, None], block.positions)
-    accepted = leading((target_tokens[:, :-1] == block.tokens) & block.drafted)
-    return make_verdict(block, accepted, target_tokens.gather(1, accepted[:, None]).squeeze(1), bad)
+    accepted = leading((target_tokens[:, :-1] == block.tokens) & block.drafted & ~bad[:, :-1])
+    return make_verdict(block, accepted, after(target_tokens, accepted), after(bad, accepted))
 
 
-def match_by_position(block: Block) -> tuple[Tensor, Tensor]:
+def match_by_position(block: Block, bad: Tensor) -> tuple[Tensor, Tensor]:
     """Apply ``match`` position by position, leaving out rows after a rejection.
 
-    On a CPU, noise costs more than Python code per position.
+    On a CPU, noise costs more than Python code per position. ``bad`` has the positions of unusable logits.
     """
     accepted, next_token = torch.zeros_like(block.lengths), torch.zeros_like(block.lengths)
     rows = torch.arange(len(accepted), device=accepted.device)
@@ -238,7 +241,8 @@ def match_by_position(block: Block) -> tuple[Tensor, Tensor]:
         )
         accepted[rows], next_token[rows] = i, target_tokens
         if i < block.tokens.shape[1]:
-            rows = rows[block.drafted[rows, i] & (target_tokens == block.tokens[rows, i])]
+            equal = target_tokens == block.tokens[rows, i]
+            rows = rows[block.drafted[rows, i] & equal & ~bad[rows, i]]
         if not len(rows):
             break
     return accepted, next_token
@@ -276,8 +280,9 @@ def rejection(block: Block, r: Tensor) -> Outcome:
         most = torch.where(certain, 1.0, torch.inf).to(px.dtype)
     else:
         most = torch.where(p[:, :-1] > 0, p[:, :-1] / q, 0).amax(-1).to(px.dtype)
-    accepted = leading(accepts(px, most * qx, r) & block.drafted)
-    return accepted, at(p, accepted), among_drafted(block, no_softmax(block, p, q))
+    bad = no_softmax(block, p, q)
+    accepted = leading(accepts(px, most * qx, r) & block.drafted & ~bad[:, :-1])
+    return accepted, at(p, accepted), after(bad, accepted)
 
 
 def accepts(px: Tensor, qx: Tensor, u: Tensor, lenience: float = 1.0) -> Tensor:
@@ -425,19 +430,15 @@ def no_softmax(block: Block, p: Tensor, q: Tensor | None) -> Tensor:
     return bad
 
 
-def among_drafted(block: Block, bad: Tensor) -> Tensor:
-    """Return whether any of the g+1 positions is bad: ``[B, g+1]`` to ``[B]``.
-
-    Positions past a row's draft tokens do not count.
-    """
-    bad[:, 1:] &= block.drafted
-    return bad.any(-1)
+def after(table: Tensor, accepted: Tensor) -> Tensor:
+    """Return each row's entry at the position after its accepted draft tokens: ``[B, g+1]`` to ``[B]``."""
+    return table.gather(1, accepted[:, None]).squeeze(1)
 
 
 def make_verdict(block: Block, accepted: Tensor, next_token: Tensor, bad: Tensor) -> Verdict:
-    """Return the verdict, with zeros in bad rows."""
+    """Return the verdict, with next token 0 in bad rows, and nothing accepted in invalid ones."""
     if block.invalid is not None:
-        bad = bad | block.invalid
+        accepted, bad = accepted.masked_fill(block.invalid, 0), bad | block.invalid
     elif bad.device.type == "cpu" and not bad.any():
         return Verdict(accepted, next_token, bad)
-    return Verdict(accepted.masked_fill(bad, 0), next_token.masked_fill(bad, 0), bad)
+    return Verdict(accepted, next_token.masked_fill(bad, 0), bad)

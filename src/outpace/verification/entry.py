@@ -82,10 +82,11 @@ def verify(
             Needed when ``sampling`` has penalties or processors, which read them.
 
     Returns:
-        A ``Verdict`` with ``accepted``, ``next_token`` and ``bad``, ``[B]`` each. A row is flagged in ``bad``
-        if its verdict depends on logits that hold NaN, +inf or nothing but -inf. Other rows are not affected.
-        Past a rejection such logits need not be noticed. Off the CPU, a row with a token or length out of
-        range is flagged, too. On the CPU it raises.
+        A ``Verdict`` with ``accepted``, ``next_token`` and ``bad``, ``[B]`` each. No draft token is accepted
+        at or after unusable logits: those of the target or the draft that hold NaN, +inf or nothing but
+        -inf. A row is flagged in ``bad`` if its logits after the accepted draft tokens are unusable. These
+        tokens are valid, but there is no next token. Other rows are not affected. Off the CPU, a row with a
+        token or length out of range is flagged, too, with nothing accepted. On the CPU it raises.
 
     Raises:
         TypeError: An argument has the wrong type or dtype.

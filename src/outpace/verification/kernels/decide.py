@@ -103,18 +103,19 @@ def scan(
 
 
 @triton.jit
-def is_bad_row(unusable, bad_token, bad_length, invalid, b, HAS_INVALID: tl.constexpr):
-    """Return whether a row is bad: by unusable logits that its verdict depends on, or by its inputs."""
-    is_bad = (tl.sum((unusable | bad_token).to(tl.int32), axis=0) > 0) | bad_length
+def is_invalid_row(bad_token, bad_length, invalid, b, HAS_INVALID: tl.constexpr):
+    """Return whether a row's inputs are out of range."""
+    is_invalid = (tl.sum(bad_token.to(tl.int32), axis=0) > 0) | bad_length
     if HAS_INVALID:
-        is_bad |= tl.load(invalid + b) != 0
-    return is_bad
+        is_invalid |= tl.load(invalid + b) != 0
+    return is_invalid
 
 
 @triton.jit
-def store_verdict(accepted, next_token, bad, b, is_bad, n, token):
-    """Store the verdict of a row, with zeros if it is bad."""
-    tl.store(accepted + b, tl.where(is_bad, 0, n))
+def store_verdict(accepted, next_token, bad, b, is_invalid, is_unusable, n, token):
+    """Store the verdict of a row, which has no next token if the logits after n tokens are unusable."""
+    is_bad = is_invalid | is_unusable
+    tl.store(accepted + b, tl.where(is_invalid, 0, n))
     tl.store(next_token + b, tl.where(is_bad, 0, token))
     tl.store(bad + b, is_bad)
 
@@ -248,6 +249,9 @@ def finish(
     if GREEDY:
         qx = tl.where(greedy, 0.0, qx)  # a greedy row accepts the argmax whatever q was
     unusable &= drafted
+    if RULE == BLOCK:  # the block ends before the first unusable logits
+        length = tl.min(tl.where(unusable, i, length), axis=0)
+        drafted = i < length
     px64, qx64 = px.to(tl.float64), qx.to(tl.float64)
 
     carry = tl.full([G], 1.0, tl.float64)  # rule block: probability that the first i may be accepted,
@@ -300,9 +304,12 @@ def finish(
                 w = tl.where(tl.sum(w, axis=0) == 0, p, w)
                 total = tl.sum(w, axis=0).to(tl.float64)
                 unused_uniform, level = uniforms(seed, start + n, start, accept_stream)
-                is_bad = is_bad_row(unusable & (i <= n), bad_token, bad_length, invalid, b, HAS_INVALID)
-                is_bad |= ~((total > 0) & (total < float("inf"))) | ~(tl.abs(p_log_sum_n) < float("inf"))
-                store_verdict(accepted, next_token, bad, b, is_bad, n, sample_at(w, ids, level * total))
+                is_invalid = is_invalid_row(bad_token, bad_length, invalid, b, HAS_INVALID)
+                is_unusable = pick(unusable.to(tl.int32), i, n) > 0
+                is_unusable |= ~((total > 0) & (total < float("inf")))
+                is_unusable |= ~(tl.abs(p_log_sum_n) < float("inf"))
+                sampled = sample_at(w, ids, level * total)
+                store_verdict(accepted, next_token, bad, b, is_invalid, is_unusable, n, sampled)
     if spread:
         if n <= length:
             for tile in range(tiles):
@@ -365,13 +372,12 @@ def finish(
             mass = tl.where(empty, p_sums, w_sums * factor).to(tl.float64)
             cdf = tl.cumsum(mass, axis=0)
             total = tl.sum(mass, axis=0)
-            # Rule block's verdict depends on every drafted position, the others' on those up to n
-            unusable &= (i <= n) | (RULE == BLOCK)
-            is_bad = is_bad_row(unusable, bad_token, bad_length, invalid, b, HAS_INVALID)
+            is_invalid = is_invalid_row(bad_token, bad_length, invalid, b, HAS_INVALID)
             sound = total
             if GREEDY:
                 sound = tl.where(greedy, tl.sum(p_sums, axis=0).to(tl.float64), total)
-            is_bad |= ~((sound > 0) & (sound < float("inf")))
+            is_unusable = ~((sound > 0) & (sound < float("inf")))
+            is_unusable |= pick(unusable.to(tl.int32), i, n) > 0
             unused_uniform, level = uniforms(seed, start + n, start, accept_stream)
             level = level * total
             chosen = tl.min(tl.where((cdf > level) & (mass > 0), t, S), axis=0)
@@ -389,7 +395,7 @@ def finish(
                         row_stats, b * P + n, n <= length
                     )
             if ADJUST == CUT:  # a cut hides NaN and +inf
-                is_bad |= ~(tl.abs(p_log_sum_n) < float("inf"))
+                is_unusable |= ~(tl.abs(p_log_sum_n) < float("inf"))
             places = chosen * SPLIT + tl.arange(0, SPLIT)
             base, weight, chance, logit = next_token_weights(
                 p_rows + n.to(tl.int64) * p_position, q_rows + n.to(tl.int64) * q_position, places, V,
@@ -413,4 +419,4 @@ def finish(
                     axis=0,
                 )
                 sampled = tl.where(greedy | (length == 0), argmax_token, sampled)
-            store_verdict(accepted, next_token, bad, b, is_bad, n, sampled)
+            store_verdict(accepted, next_token, bad, b, is_invalid, is_unusable, n, sampled)

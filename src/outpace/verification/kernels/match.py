@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from outpace.verification.kernels.decide import is_invalid_row, store_verdict
 from outpace.verification.kernels.pieces import (
     CUT,
     NONE,
@@ -100,10 +101,6 @@ def compare(
     bad_token = (i < length) & ((token < 0) | (token >= V))
     accept = (i < length) & (token == target_token) & ~unusable
     n = tl.min(tl.where(accept, length, tl.minimum(i, length)), axis=0)
-    is_bad = tl.sum(((unusable & (i <= n)) | bad_token).to(tl.int32), axis=0) > 0
-    is_bad |= bad_length
-    if HAS_INVALID:
-        is_bad |= tl.load(invalid + b) != 0
-    tl.store(accepted + b, tl.where(is_bad, 0, n))
-    tl.store(next_token + b, tl.where(is_bad, 0, pick(target_token, i, n)))
-    tl.store(bad + b, is_bad)
+    is_invalid = is_invalid_row(bad_token, bad_length, invalid, b, HAS_INVALID)
+    is_unusable = pick(unusable.to(tl.int32), i, n) > 0
+    store_verdict(accepted, next_token, bad, b, is_invalid, is_unusable, n, pick(target_token, i, n))
