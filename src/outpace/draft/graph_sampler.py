@@ -24,7 +24,7 @@ class GraphSampler:
         self.tokens: list[Tensor] = []  # of each position, [B]
         self._logits: list[Tensor] = []  # of each position, [B, 1, V]; none if all noise is the target's
         self._drawn: list[SampledTokens] = []  # of each position, where the noise is the drafter's own
-        self._usable: list[Tensor] = []  # of each position, [B]: whether a token could be sampled
+        self._bad: list[Tensor] = []  # of each position, [B]: whether none was; if all noise is the target's
 
     def sample_next(self, q: Tensor) -> Tensor:
         """Sample the next token of each sequence ``[B]``.
@@ -41,16 +41,16 @@ class GraphSampler:
             q = edit_rows(q, state.edits, drafted)
         if own is True:
             verdict = self._with_own_noise(q)
-            token, usable = verdict.next_token, ~verdict.bad
+            token = verdict.next_token
+            self._bad.append(verdict.bad)
         else:
             drawn = sample_rows(q[:, 0], state.seeds, state.lengths, len(self.tokens), state.sampling)
             self._drawn.append(drawn)
             self._logits.append(q)
-            token, usable = drawn.tokens, drawn.lse.isfinite()
+            token = drawn.tokens
             if own is not False:
                 token = torch.where(own, self._with_own_noise(q).next_token, token)
         self.tokens.append(token)
-        self._usable.append(usable)
         return token
 
     def _with_own_noise(self, q: Tensor) -> Verdict:
@@ -65,12 +65,16 @@ class GraphSampler:
     def draft(self) -> DraftTensors:
         """Return the sampled tokens."""
         logits = torch.cat(self._logits, dim=1) if self._logits else None
-        lengths = torch.stack(self._usable, dim=1).long().cumprod(1).sum(1)
+        if self._drawn:
+            usable = torch.stack([one.lse for one in self._drawn], dim=1).isfinite()
+        else:
+            usable = ~torch.stack(self._bad, dim=1)
+        lengths = usable.long().cumprod(1).sum(1)
         tokens = torch.stack(self.tokens, dim=1)
         return DraftTensors(tokens, logits, self._drawn, lengths, self.state.sampling)
 
     def repeated(self, g: int) -> DraftTensors:
         """Return a draft of g copies of the token sampled so far, to compile kernels with."""
-        for values in (self.tokens, self._logits, self._drawn, self._usable):
+        for values in (self.tokens, self._logits, self._drawn, self._bad):
             values *= g
         return self.draft()
