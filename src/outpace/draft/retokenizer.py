@@ -139,7 +139,6 @@ class Retokenizer:
             self._tail += self._target.decode_after(before, tokens[self.num_read : whole])
             self.num_read = whole
         self._encode()
-        self._freeze()
 
     def _last_whole_character(self, tokens: Sequence[int]) -> int:
         """Return the end of the whole characters after ``num_read``.
@@ -171,8 +170,11 @@ class Retokenizer:
     def _encode(self) -> None:
         self.ids[self._num_frozen :] = self._draft.encode_after(self._before, self._tail, self._before_ids)
 
-    def _freeze(self) -> None:
-        """Stop encoding text far from the end again, if that does not change the tokens of the rest."""
+    def freeze(self) -> None:
+        """Stop encoding text far from the end again, if that does not change the tokens of the rest.
+
+        Optional after ``update``: it makes later updates cheaper.
+        """
         frozen_chars = len(self._tail) - TAIL
         if frozen_chars < TAIL:
             return

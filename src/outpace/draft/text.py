@@ -67,7 +67,7 @@ class TextDrafter(Drafter):
         }
         steps = self._steps(list(retokenizers.values()), g + max(waiting.values(), default=0))
         active = [row for row in waiting if 0 < len(retokenizers[row].ids) <= self.scorer.context - steps]
-        drafted = dict(zip(active, self._greedy_draft(active, steps), strict=True)) if active else {}
+        drafted = dict(zip(active, self._greedy_draft(active, steps), strict=True))
         proposals = [
             self._target_tokens(retokenizers[row], text, drafted[row], state.vocab_size)[:g]
             if row in drafted
@@ -95,10 +95,14 @@ class TextDrafter(Drafter):
 
     def _greedy_draft(self, rows: Sequence[int], steps: int) -> list[list[int]]:
         """Return the draft's likeliest tokens after each sequence, as far as its logits are finite."""
-        found = self.scorer.greedy(rows, self._unread(rows), steps).tolist()  # [R, steps, 2]
+        found = (
+            self.scorer.greedy(rows, self._unread(rows), steps) if rows else torch.empty(0)
+        )  # [R, steps, 2]
         self.setup_seconds = self.scorer.capture_seconds
+        for retokenizer in self._retokenizers.values():  # while the device runs
+            retokenizer.freeze()
         proposals = []
-        for row, pairs in zip(rows, found, strict=True):
+        for row, pairs in zip(rows, found.tolist(), strict=True):
             tokens = [token for token, _ in pairs]
             self._cached[row] = [*self._retokenizers[row].ids, *tokens[:-1]]
             count = sum(1 for _ in takewhile(bool, (is_finite for _, is_finite in pairs)))
@@ -115,14 +119,10 @@ class TextDrafter(Drafter):
         prefilled up to their last token.
         """
         cache = self.scorer.cache
-        # A token that the model has no embedding for becomes 0: a worse draft, not an error.
-        texts = [
-            [token if token < self.scorer.vocab_size else 0 for token in self._retokenizers[row].ids]
-            for row in rows
-        ]
-        new = [i for i, row in enumerate(rows) if row not in self._cached]
+        new = [row for row in rows if row not in self._cached]
         if new:
-            prefill = Prefill(self.scorer, [rows[i] for i in new], [texts[i] for i in new], leave_last=True)
+            texts = [self._known(self._retokenizers[row].ids) for row in new]
+            prefill = Prefill(self.scorer, new, texts, leave_last=True)
             while not prefill.advance():
                 pass
         for row in rows:
@@ -131,7 +131,14 @@ class TextDrafter(Drafter):
                 length = common_prefix_length(self._cached[row], ids, len(ids) - 1)
                 cache.truncate(row, length)
                 del self._cached[row][length:]  # at once, in case that memory runs short below
-        return [text[cache.length(row) :] for row, text in zip(rows, texts, strict=True)]
+        return [self._known(self._retokenizers[row].ids[cache.length(row) :]) for row in rows]
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """Return tokens with 0 for those that the model has no embedding for.
+
+        This gives a worse draft, not an error.
+        """
+        return [token if token < self.scorer.vocab_size else 0 for token in tokens]
 
     def _target_tokens(
         self, retokenizer: Retokenizer, text: Sequence[int], proposal: Sequence[int], vocab_size: int

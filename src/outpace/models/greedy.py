@@ -13,7 +13,7 @@ from outpace.models.capture import Graphs
 from outpace.models.fused import FusedModel
 from outpace.models.paged import PagedCache
 
-FEW = 8  # new tokens of a sequence that the first graph appends, padding included
+FEW = 4  # new tokens of a sequence that the first graph appends, padding included
 PADDING = -1  # position of padding
 
 

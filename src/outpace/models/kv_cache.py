@@ -193,10 +193,15 @@ def longest_prefix(
 
 def common_prefix_length(one: Sequence[int], other: Sequence[int], limit: int) -> int:
     """Return the length of the common prefix of two token sequences, at most ``limit``."""
-    limit = max(0, min(len(one), len(other), limit))
-    if list(one[:limit]) == list(other[:limit]):
-        return limit
-    return next(i for i in range(limit) if one[i] != other[i])
+    common, limit = 0, max(0, min(len(one), len(other), limit))
+    middle = limit  # the two are mostly equal up to the limit
+    while common < limit:
+        if list(one[common:middle]) == list(other[common:middle]):
+            common = middle
+        else:
+            limit = middle - 1
+        middle = (common + limit + 1) // 2
+    return common
 
 
 def size(nbytes: int) -> str:
