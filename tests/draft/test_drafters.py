@@ -146,7 +146,13 @@ def test_ngram_counts_what_followed_the_longest_known_context(
     padded = torch.tensor([[0] * n + context, [0] * len(context) + [4] * n])
     ngrams = NGrams.on(torch.device("cpu"), drafter.orders, 5)
     rows, lengths = padded[:, padded.shape[1] - n + 1 :], torch.tensor([len(context), n])
-    logits = ngrams.logits(rows, lengths)  # the second row's context was never seen
+    node = ngrams.node(rows, lengths)  # the second row's context was never seen
+    logits, continued, last = ngrams.logits(node)
+    for ngram, token in zip(continued[0].tolist(), last[0].tolist(), strict=True):
+        if token in followers:  # drafting goes on from the n-gram, and does not look up the longer context
+            longer = torch.cat((padded[:1], torch.tensor([[token]])), dim=1)[:, padded.shape[1] - n + 2 :]
+            looked_up = ngrams.node(longer, lengths[:1] + 1)
+            assert torch.equal(ngrams.logits(ngrams.after[ngram][None])[0], ngrams.logits(looked_up)[0])
     found = {int(token): round(float(logits[0, token].exp())) for token in logits[0].isfinite().nonzero()}
     assert found == followers
     single = torch.tensor([float(sum(text.count(token) for text in texts)) for token in range(5)])

@@ -196,78 +196,107 @@ class NGramDrafter(Drafter):
 
 @dataclass(frozen=True)
 class NGrams:
-    """All n-grams of a text on a device, the shortest first.
+    """All n-grams of a text on a device, the shortest first, as a graph of contexts.
 
     The *number* of a k-gram is that of ``Order`` plus ``bases[k - 1]``. So numbers are sorted over all k, and
-    the k-grams with the same context are adjacent.
+    the k-grams with the same context are adjacent. A *node* is a context: node 0 is the empty one, and node
+    i + 1 is n-gram i.
 
     Attributes:
         numbers: Number of each n-gram, int64 ``[N]``.
         log_counts: Logarithm of each count, float32 ``[N]``.
         bases: Smallest possible number of the k-grams, for each k, int64 ``[n]``.
         firsts: Index of the first k-gram, for each k, int64 ``[n]``.
+        followers: For each node, the first n-gram that continues it, and the end of these, int64 ``[.., 2]``.
+            Nodes of n tokens have none, and are left out.
+        after: For each n-gram, the node of its longest ending that has a continuation, int64 ``[N]``.
+        offsets: 0, 1, ..., as many as the most continuations of a node.
         vocab_size: Vocabulary size V.
-        max_followers: Most tokens that follow one context.
     """
 
     numbers: Tensor
     log_counts: Tensor
     bases: Tensor
     firsts: Tensor
+    followers: Tensor
+    after: Tensor
+    offsets: Tensor
     vocab_size: int
-    max_followers: int
 
     @classmethod
     @torch.inference_mode(False)
     def on(cls, device: torch.device, orders: Sequence[Order], vocab_size: int) -> NGrams:
         """Copy counts to a device."""
-        sizes = [len(keys) for keys, _ in orders]
+        V, sizes = vocab_size, [len(keys) for keys, _ in orders]
         contexts = [1, *sizes[:-1]]  # of the k-grams: the (k-1)-grams
-        bases = np.cumsum([0, *(vocab_size * count for count in contexts[:-1])])
+        bases = np.cumsum([0, *(V * count for count in contexts[:-1])])
+        firsts = np.cumsum([0, *sizes])
+        followers, after = [np.array([[0, sizes[0]]])], list[Ints]()
+        ending = np.zeros(1, dtype=np.int64)  # of each (k-1)-gram: the index of its last k-2 tokens
+        for k, (keys, _) in enumerate(orders, 1):
+            node = np.zeros_like(keys)
+            if k > 1:
+                found = np.searchsorted(orders[k - 2][0], ending[keys // V] * V + keys % V)
+                ending = np.minimum(found, sizes[k - 2] - 1)
+                node = after[-1][ending]
+            else:
+                ending = node
+            if k < len(orders):
+                span = firsts[k] + np.searchsorted(orders[k][0], np.arange(sizes[k - 1] + 1) * V)
+                followers.append(np.stack((span[:-1], span[1:]), axis=1))
+                own = firsts[k - 1] + 1 + np.arange(sizes[k - 1])
+                node = np.where(span[:-1] < span[1:], own, node)
+            after.append(node)
+        spans = np.concatenate(followers)
         numbers = np.concatenate([base + keys for base, (keys, _) in zip(bases, orders, strict=True)])
         counts = np.concatenate([counts for _, counts in orders])
-        followers = np.unique(numbers // vocab_size, return_counts=True)[1]
         return cls(
             torch.from_numpy(numbers).to(device),
             torch.from_numpy(counts).to(device).float().log(),
             torch.from_numpy(bases).to(device),
-            torch.tensor([0, *np.cumsum(sizes[:-1])], device=device),
-            vocab_size,
-            int(followers.max()),
+            torch.from_numpy(firsts[:-1]).to(device),
+            torch.from_numpy(spans).to(device),
+            torch.from_numpy(np.concatenate(after)).to(device),
+            torch.arange(int((spans[:, 1] - spans[:, 0]).max()), device=device),
+            V,
         )
 
-    def logits(self, context: Tensor, lengths: Tensor) -> Tensor:
-        """Return logarithms of the counts after the longest known ending of each context, ``[B, V]``.
+    def node(self, context: Tensor, lengths: Tensor) -> Tensor:
+        """Return the node of the longest ending of each context that has a continuation, ``[B]``.
 
         Args:
             context: The last n - 1 tokens of each sequence ``[B, n - 1]``.
             lengths: Number of tokens of each sequence ``[B]``. A context begins with undefined tokens if it
                 is longer.
         """
-        B, n, V = len(context), len(self.bases), self.vocab_size
+        n, V = len(self.bases), self.vocab_size
         # Endings of n - 1, n - 2, ... tokens: their indices among the k-grams after k tokens of each
         seen = lengths[:, None] >= torch.arange(n - 1, 0, -1, device=context.device)
-        index = torch.zeros_like(context)
-        indices, known = [index.new_zeros(B)], [torch.ones_like(lengths, dtype=torch.bool)]
+        index, node = torch.zeros_like(context), torch.zeros_like(lengths)
         for k in range(n - 1):
             token = context[:, k:]
             number = self.bases[k] + index * V + token
             at = torch.searchsorted(self.numbers, number).clamp(max=len(self.numbers) - 1)
             seen = seen & (self.numbers[at] == number) & (token < V)
-            index = at - self.firsts[k]
-            indices.append(index[:, -1])  # the ending of k + 1 tokens is complete
-            known.append(seen[:, -1])
-            index, seen = index[:, :-1], seen[:, :-1]
-        smallest = self.bases + torch.stack(indices, dim=1) * V  # [B, n], number with token 0
-        first, end = (torch.searchsorted(self.numbers, one) for one in (smallest, smallest + V))
-        usable = torch.stack(known, dim=1) & (first < end)
-        longest = (usable * torch.arange(1, n + 1, device=usable.device)).argmax(1, keepdim=True)
-        first, end, smallest = (one.gather(1, longest) for one in (first, end, smallest))
-        entry = first + torch.arange(self.max_followers, device=first.device)
-        inside, entry = entry < end, entry.clamp(max=len(self.numbers) - 1)
-        token = (self.numbers[entry] - smallest).where(inside, V)  # column V is for nothing
-        logits = torch.full((B, V + 1), -torch.inf, device=context.device)
-        return logits.scatter_(1, token, self.log_counts[entry])[:, :V]
+            # The last ending is complete, and longer than the ones before
+            node = torch.where(seen[:, -1], self.after[at[:, -1]], node)
+            index, seen = (at - self.firsts[k])[:, :-1], seen[:, :-1]
+        return node
+
+    def logits(self, node: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logarithms of the counts after each node ``[B, V]``, and what they are the counts of.
+
+        Returns:
+            The logits, the n-grams that continue each node ``[B, most]``, and their last tokens, V past the
+            last one.
+        """
+        V = self.vocab_size
+        first, end = self.followers[node].unsqueeze(-1).unbind(1)
+        ngrams = first + self.offsets
+        inside, ngrams = ngrams < end, ngrams.clamp(max=len(self.numbers) - 1)
+        tokens = (self.numbers[ngrams] % V).where(inside, V)  # column V is for nothing
+        logits = torch.full((len(node), V + 1), -torch.inf, device=node.device)
+        return logits.scatter_(1, tokens, self.log_counts[ngrams])[:, :V], ngrams, tokens
 
 
 class NGramGraphDraft(GraphDraft):
@@ -294,10 +323,12 @@ class NGramGraphDraft(GraphDraft):
             self._ngrams = NGrams.on(device, self._drafter.orders, self._drafter.vocab_size)
         sampler = GraphSampler(state)
         at = state.lengths[:, None] + torch.arange(1 - n, 0, device=device)
-        context = state.token_ids.gather(1, at.clamp(min=0))
-        for i in range(g):
-            token = sampler.sample_next(self._ngrams.logits(context, state.lengths + i)[:, None])
-            context = torch.cat((context, token[:, None]), dim=1)[:, 1:]
+        node = self._ngrams.node(state.token_ids.gather(1, at.clamp(min=0)), state.lengths)
+        for _ in range(g):
+            logits, ngrams, tokens = self._ngrams.logits(node)
+            token = sampler.sample_next(logits[:, None])
+            # Where no token was sampled, the draft has ended, and any node will do
+            node = self._ngrams.after[(ngrams * (tokens == token[:, None])).amax(1)]
         return sampler
 
 
