@@ -111,8 +111,9 @@ def real_prompts(folder: str, data: str, count: int, order: int) -> tuple[Any, A
 def measure_prompts(model: str, data: str, count: int, order: int) -> Any:
     """Throughput of single requests in random order: without speculation, fixed draft lengths, host drafters.
 
-    A prediction is the time of the first token, and for each later step the time of its forward passes on the
-    device. What the host adds is the difference.
+    A prediction is the time of the first token, and for each later step its time on the device. What the host
+    adds is the difference. For drafters other than prompt lookup there is a second prediction, with the time
+    of prompt lookup's step: drafting on the device does not count, apart from forward passes.
     """
     from outpace import Decoder, Fixed, NGramDrafter, TextDrafter
 
@@ -126,17 +127,22 @@ def measure_prompts(model: str, data: str, count: int, order: int) -> Any:
     # The target drafts for itself as if its tokenizer were another one
     cases["text, g=4"] = (TextDrafter(weights, tokenizer, tokenizer), 4, prompts[:HOST_PROMPTS])
     short = min(prompts, key=len)
-    baseline_texts, pass_seconds = list[list[int]](), 0.0
+    baseline_texts, device_seconds = list[list[int]](), dict[int, float]()  # by draft tokens
     for name, (draft, g, some) in cases.items():
         decoder = Decoder(weights, draft, tokenizer, num_draft_tokens=Fixed(g))
         runs, texts, changes = timed_requests(decoder, some)
         step_seconds = step_time(decoder, short, g)
         if not g:
-            baseline_texts, pass_seconds = texts, step_seconds
-        if name.startswith("text"):
-            step_seconds += (g + 1) * pass_seconds  # the last draft token may be incomplete, and is dropped
+            baseline_texts = texts
+        passes_seconds = device_seconds.setdefault(g, step_seconds)
+        if name.startswith("text"):  # the last draft token may be incomplete, and is dropped
+            step_seconds += (g + 1) * device_seconds[0]
+            passes_seconds += (g + 1) * device_seconds[0]
         later = runs[2:]
-        predicted = sum(one["first"] + (one["steps"] - 1) * step_seconds for one in later)
+        predicted, of_passes = (
+            sum(one["first"] + (one["steps"] - 1) * seconds for one in later)
+            for seconds in (step_seconds, passes_seconds)
+        )
         brief = [one for one in later if one["prompt"] <= SHORT] or later
         brief_seconds = sum(one["seconds"] - one["first"] for one in brief)
         brief_steps = sum(one["steps"] - 1 for one in brief)
@@ -145,6 +151,7 @@ def measure_prompts(model: str, data: str, count: int, order: int) -> Any:
             "tokens_per_second_later": sum(r["tokens"] for r in later) / sum(r["seconds"] for r in later),
             "step_milliseconds": 1e3 * step_seconds,
             "measured_over_predicted_seconds": sum(one["seconds"] for one in later) / predicted,
+            "measured_over_passes_seconds": sum(one["seconds"] for one in later) / of_passes,
             "steady_tokens_per_second_short": sum(r["tokens"] - r["head"] for r in brief) / brief_seconds,
             "microseconds_beyond_the_device": 1e6 * (brief_seconds / brief_steps - step_seconds),
             "texts_equal_to_no_speculation": [
@@ -335,7 +342,7 @@ def prompts(args: argparse.Namespace) -> Any:
         args.source, "prompts", model=args.model, data=args.data, count=args.count, order=args.order
     )
     for name, one in found.items():
-        if name.startswith("g="):
+        if isinstance(one, dict):
             print(f"{name}: { ({key: value for key, value in one.items() if key != 'runs'}) }")
     return found
 
