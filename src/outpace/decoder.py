@@ -265,16 +265,19 @@ class Decoder:
     ) -> Generator[Step]:
         """Yield one ``Step`` per decode step and sequence as it happens.
 
-        The arguments are those of ``generate``. The last step of a sequence carries its ``Output``.
+        The arguments are those of ``generate``. The last step of a sequence carries its ``Output``. If a
+        single prompt fails, its error is raised after the step with its last tokens.
         """
         sequences, single = self.reader.sequences(prompt, sampling, n, **options)
 
         def steps() -> Generator[Step]:
             with contextlib.closing(self._steps(sequences, options.get("batch_size"))) as run:
                 for step in run:
-                    if single and step.output is not None and step.output.error is not None:
+                    failed = single and step.output is not None and step.output.error is not None
+                    if not failed or step.token_ids:
+                        yield step
+                    if failed and step.output is not None and step.output.error is not None:
                         raise step.output.error
-                    yield step
 
         return steps()
 

@@ -150,7 +150,8 @@ def test_incremental_retokenization_equals_encoding_the_whole_text(target: str, 
     ids = target_adapter.encode(TEXT * 3)
     for end in range(1, len(ids) + 1):
         retokenizer.update(ids[:end])
-        retokenizer.freeze()
+        if end % 3 == 0:  # optional
+            retokenizer.freeze()
         decoded = draft_adapter.decode(retokenizer.ids[len(draft_adapter.start) :])
         assert (TEXT * 3).startswith(decoded), "an incomplete character waits"
     assert len(retokenizer._tail) < 3 * TAIL

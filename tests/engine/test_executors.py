@@ -834,6 +834,19 @@ def test_a_text_without_an_end_has_its_accepted_tokens_before_the_error(engine: 
         assert out.token_ids.index(7) == len(out.token_ids) - 1
 
 
+@pytest.mark.parametrize("engine", [True, False])
+def test_a_stream_yields_the_tokens_of_a_failing_step(engine: bool) -> None:
+    prompt = PROMPTS[0]
+    expected = greedy(tiny(), prompt, 4)
+    expected = expected[: expected.index(expected[3]) + 1]
+    grammar = SamplingParams(temperature=0, processors=[Grammar(len(prompt), expected[-1], "raise")])
+    decoder = Decoder(tiny(), tiny(), num_draft_tokens=Fixed(8), engine=engine)
+    steps: list[Any] = []
+    with pytest.raises(RuntimeError, match="nothing may follow"):
+        steps.extend(decoder.stream(prompt, grammar, max_new_tokens=20))
+    assert [token for step in steps for token in step.token_ids] == expected
+
+
 def test_nan_of_a_draft_model_reaches_no_later_request() -> None:
     draft = tiny("gpt2", seed=1)
     with torch.no_grad():

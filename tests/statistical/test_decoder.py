@@ -455,5 +455,6 @@ def test_two_steps_in_flight_are_exact(draft: str, family: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("cell", tiers.sized(IN_TURN[:2], IN_TURN), ids=str)
 def test_verifying_position_by_position_is_exact(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "LARGE_VOCAB", 1)
+    for limit, value in (("LARGE_VOCAB", 1), ("FEW_ROWS", SAMPLES)):
+        monkeypatch.setattr(eager, limit, value)
     joint_distribution_is_exact(cell)

@@ -34,7 +34,7 @@ from outpace.models.contiguous import ContiguousCache
 from outpace.models.paged import PagedCache
 from outpace.sampling import Prefix, random, rows
 from outpace.sampling.rows import Edits
-from outpace.verification import eager
+from outpace.verification import Verdict, eager, verify_block
 from outpace.verification.block import Block
 from tests.engine.test_executors import each_rule_drafts_with_its_own_noise
 from tests.statistical.test_decoder import Cell, joint_distribution_is_exact, mixed_batch_is_exact
@@ -136,6 +136,7 @@ def unlikely_draft_tokens_are_dropped(patch: pytest.MonkeyPatch) -> None:
 def a_rejected_draft_is_corrected_from_p(patch: pytest.MonkeyPatch) -> None:
     """Verifying position by position, the draft's distribution is not taken off."""
     patch.setattr(eager, "LARGE_VOCAB", 1)
+    patch.setattr(eager, "FEW_ROWS", 10_000)
     honest = eager.token_by_row
 
     def careless(block: Block, lenience: float) -> Any:
@@ -149,6 +150,7 @@ def a_rejected_draft_is_corrected_from_p(patch: pytest.MonkeyPatch) -> None:
 def corrections_reuse_the_acceptance_noise(patch: pytest.MonkeyPatch) -> None:
     """Verifying position by position, the acceptance noise picks the correction too."""
     patch.setattr(eager, "LARGE_VOCAB", 1)
+    patch.setattr(eager, "FEW_ROWS", 10_000)
     honest = random.halves
     patch.setattr(random, "halves", lambda *key: [[(r, r) for r, _ in row] for row in honest(*key)])
 
@@ -159,20 +161,16 @@ def blocks_go_on_after_unusable_logits(patch: pytest.MonkeyPatch) -> None:
 
 
 def unusable_logits_count_wherever_they_are(patch: pytest.MonkeyPatch) -> None:
-    """A step is sampled again without draft tokens if any of its logits are unusable."""
-    honest = EagerExecutor.verify
+    """A row with unusable logits at any position is decided again, without draft tokens."""
+    honest = verify_block
 
-    def verify(self: EagerExecutor, rows: Any, draft: Draft, logits: torch.Tensor, *rest: Any) -> Any:
-        verdict = honest(self, rows, draft, logits, *rest)
-        end = (draft.tokens[:, :-1] == 3).any(-1) if draft.tokens.shape[1] else verdict.bad
-        if not end.any():
-            return verdict
-        again = honest(
-            self, rows, Draft.chosen([[] for _ in rows], draft.tokens.device), logits[:, :1], *rest
-        )
-        return again.in_rows(end, verdict)
+    def decide(block: Block, *rest: Any) -> Verdict:
+        unusable = eager.unusable(block.target_logits)
+        unusable[:, 1:] &= block.drafted
+        again = honest(replace(block, counts=torch.zeros_like(block.lengths)), *rest)
+        return again.in_rows(unusable.any(1), honest(block, *rest))
 
-    patch.setattr(EagerExecutor, "verify", verify)
+    patch.setattr(eager_executor, "verify_block", decide)
 
 
 def an_end_inside_a_block_is_ignored(patch: pytest.MonkeyPatch) -> None:

@@ -356,6 +356,20 @@ def test_a_block_ends_before_unusable_logits(rule: str, poison: float, poisoned:
         assert len(set(verdict.accepted[verdict.bad].tolist())) > 1
 
 
+@pytest.mark.parametrize("B", [2, 5])  # one row at a time, and all together
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_greedy_lenience_accepts_nothing_after_unusable_logits(poison: float, B: int) -> None:
+    V = eager.LARGE_VOCAB
+    tokens, _, target = blocks(B, 3, V)
+    tokens[:] = target[:, :3].argmax(-1)
+    target[:, 1] = poison
+    verdict = outpace.verify(
+        tokens, None, target, seed=1, lenience=0.5, sampling=[outpace.SamplingParams(temperature=0)] * B
+    )
+    assert verdict.bad.all()
+    assert verdict.accepted.tolist() == [1] * B
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_unusable_draft_logits_are_flagged_when_draft_lse_is_passed(poison: float) -> None:
     tokens, draft, target = blocks(2, 2, 7)
@@ -425,6 +439,7 @@ def test_rows_of_a_large_vocabulary_are_decided_one_by_one_alike(
     block = Block(tokens, draft if soft else None, target, None, seed, seed + 7, lengths)
     expected = eager.verify(block, parse("token"), lenience)
     monkeypatch.setattr(eager, "LARGE_VOCAB", V)
+    monkeypatch.setattr(eager, "FEW_ROWS", B)
     found = eager.verify(block, parse("token"), lenience)
     assert len(set(expected.accepted.tolist())) > 2 or not soft
     assert torch.equal(found.accepted, expected.accepted)

@@ -33,7 +33,7 @@ from outpace.sampling import SamplingParams
 MAX_OUTCOMES = 20_000
 DRAFT_TOKENS = 3  # per step, if the decoder's policy depends on measured time
 TIE_ROUNDINGS = 4.0  # roundings by which two logits may differ and still count as equal
-MOST_ROUNDINGS = 16.0  # of the largest logit, in 16 bits, if forward passes are seen to differ by as much
+MOST_ROUNDINGS = 16.0  # as many, if another forward pass over the same tokens has another gap
 
 
 def audit(
@@ -190,7 +190,8 @@ def is_tie(scorer: Scorer, prefix: list[int], logits: Tensor, one: int, other: i
     """Return whether rounding can decide which of two tokens has the larger logit.
 
     In 16 bits, rounding is also measured: by how much the gap between the two logits differs in another
-    forward pass, of the model or of the scorer, whose kernels may round otherwise.
+    forward pass, of the model or of the scorer, whose kernels may round otherwise. They begin without a KV
+    cache, so a wrong one in the audited run is no excuse.
 
     Args:
         scorer: The scorer.
@@ -201,18 +202,20 @@ def is_tie(scorer: Scorer, prefix: list[int], logits: Tensor, one: int, other: i
     """
     if near_tie(logits, one, other, scorer.dtype):
         return True
-    gap = float(logits[one] - logits[other])
-    largest = float(logits[logits.isfinite()].abs().max())
-    if scorer.dtype.itemsize > 2 or gap > MOST_ROUNDINGS * torch.finfo(scorer.dtype).eps * largest:
+    if scorer.dtype.itemsize > 2 or not near_tie(logits, one, other, scorer.dtype, MOST_ROUNDINGS):
         return False
+    scorer.forget()
+    gap = float(logits[one] - logits[other])
     others = [next_logits([()])[0].float() for next_logits in forward_passes(scorer, prefix)]
     return gap <= ROUNDING_FACTOR * max(abs(gap - float(row[one] - row[other])) for row in others)
 
 
-def near_tie(logits: Tensor, one: int, other: int, dtype: torch.dtype) -> bool:
+def near_tie(
+    logits: Tensor, one: int, other: int, dtype: torch.dtype, roundings: float = TIE_ROUNDINGS
+) -> bool:
     """Return whether rounding in ``dtype`` can decide which of two tokens has the larger logit."""
     a, b = float(logits[one]), float(logits[other])
-    return abs(a - b) <= TIE_ROUNDINGS * torch.finfo(dtype).eps * max(abs(a), abs(b))
+    return abs(a - b) <= roundings * torch.finfo(dtype).eps * max(abs(a), abs(b))
 
 
 class _Progress:

@@ -236,7 +236,7 @@ class Drafter(ABC):
 
         Args:
             accepted: Number of accepted draft tokens ``[R]`` of the sequences last proposed for.
-            next_token: Token ``[R]`` that followed them.
+            next_token: Token ``[R]`` that followed them; 0 if there is none, and the sequence ends.
         """
         return
 

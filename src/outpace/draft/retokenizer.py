@@ -12,6 +12,7 @@ from outpace.checks.text import REPLACEMENT_CHARACTER
 
 WINDOW = 8  # tokens decoded before new tokens, since they affect the text of these
 TAIL = 64  # characters at a text's end whose tokens may change when the text grows
+SAMPLE = "\t Aé1, 東京\n\n  don't"  # a text of all kinds of characters
 NEUTRAL = ("\n", ".", "")  # contexts that share no token with the text after them
 
 
@@ -33,9 +34,11 @@ class TokenizerAdapter:
         if not callable(tokenizer) or not hasattr(tokenizer, "get_vocab"):
             raise TypeError(f"{name}: got {kind(tokenizer)[:80]}; it must be a Transformers tokenizer")
         self.tokenizer = tokenizer
-        self._backend = (
-            tokenizer.backend_tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
-        )
+        self._backend = None
+        if isinstance(tokenizer, PreTrainedTokenizerFast):
+            expected, self._backend = self.encode(SAMPLE), tokenizer.backend_tokenizer
+            if self.encode(SAMPLE) != expected:  # a class whose calls do more
+                self._backend = None
         ids = tokenizer.get_vocab().values()
         self.size = max(ids) + 1
         try:
@@ -83,12 +86,12 @@ class TokenizerAdapter:
             text: The text to encode.
             before_ids: Tokens of ``before``, if they are known.
         """
-        if before_ids is not None:
-            whole = self.encode(before + text)
-            if whole[: len(before_ids)] == list(before_ids):
-                return whole[len(before_ids) :]
+        whole = self.encode(before + text)
+        if before_ids is not None and whole[: len(before_ids)] == list(before_ids):
+            return whole[len(before_ids) :]
         for context in (before, *NEUTRAL):
-            context_ids, whole = self.encode(context), self.encode(context + text)
+            context_ids = self.encode(context)
+            whole = whole if context is before else self.encode(context + text)
             if whole[: len(context_ids)] == context_ids:
                 return whole[len(context_ids) :]
         raise AssertionError("every text starts with the empty text")

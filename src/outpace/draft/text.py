@@ -13,6 +13,7 @@ from math import ceil
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outpace.checks.text import REPLACEMENT_CHARACTER
 from outpace.draft.base import Draft, Drafter, State
@@ -67,7 +68,11 @@ class TextDrafter(Drafter):
         }
         steps = self._steps(list(retokenizers.values()), g + max(waiting.values(), default=0))
         active = [row for row in waiting if 0 < len(retokenizers[row].ids) <= self.scorer.context - steps]
-        drafted = dict(zip(active, self._greedy_draft(active, steps), strict=True))
+        self.setup_seconds = 0.0
+        found = self._started(active, steps) if active else None
+        for retokenizer in retokenizers.values():  # while the device runs
+            retokenizer.freeze()
+        drafted = {} if found is None else self._finished(active, steps, found)
         proposals = [
             self._target_tokens(retokenizers[row], text, drafted[row], state.vocab_size)[:g]
             if row in drafted
@@ -93,15 +98,15 @@ class TextDrafter(Drafter):
             else g + 1
         )
 
-    def _greedy_draft(self, rows: Sequence[int], steps: int) -> list[list[int]]:
-        """Return the draft's likeliest tokens after each sequence, as far as its logits are finite."""
-        found = (
-            self.scorer.greedy(rows, self._unread(rows), steps) if rows else torch.empty(0)
-        )  # [R, steps, 2]
+    def _started(self, rows: Sequence[int], steps: int) -> Tensor:
+        """Start greedy decoding; return the likeliest tokens, and whether their logits were finite."""
+        found = self.scorer.greedy(rows, self._unread(rows), steps)  # [R, steps, 2]
         self.setup_seconds = self.scorer.capture_seconds
-        for retokenizer in self._retokenizers.values():  # while the device runs
-            retokenizer.freeze()
-        proposals = []
+        return found
+
+    def _finished(self, rows: Sequence[int], steps: int, found: Tensor) -> dict[int, list[int]]:
+        """Wait for greedy decoding; return the tokens of each row, as far as their logits are finite."""
+        proposals = {}
         for row, pairs in zip(rows, found.tolist(), strict=True):
             tokens = [token for token, _ in pairs]
             self._cached[row] = [*self._retokenizers[row].ids, *tokens[:-1]]
@@ -109,7 +114,7 @@ class TextDrafter(Drafter):
             if count < steps:  # a mask does not hide NaN left in the KV cache
                 self.scorer.reset([row])
                 del self._cached[row]
-            proposals.append(tokens[:count])
+            proposals[row] = tokens[:count]
         return proposals
 
     def _unread(self, rows: Sequence[int]) -> list[list[int]]:

@@ -144,12 +144,12 @@ def generate(
         outputs: dict[int, Output] = {}
         with contextlib.closing(steps):
             for step in steps:
+                if streamer is not None and step.token_ids:
+                    streamer.put(torch.tensor(step.token_ids))
                 if step.output is not None:
                     if step.output.error is not None:
                         raise ValueError(f"row {step.index}: {step.output.error}") from step.output.error
                     outputs[step.index] = step.output
-                if streamer is not None:
-                    streamer.put(torch.tensor(step.token_ids))
     if streamer is not None:
         streamer.end()
     rows = [outputs[i] for i in range(len(prompts))]

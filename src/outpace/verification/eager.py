@@ -20,7 +20,8 @@ from outpace.verification.block import Block, SampledTokens, Verdict
 from outpace.verification.rules import Rule
 
 PIECE = 3 << 20  # logits processed at a time on the CPU, in a reused workspace
-LARGE_VOCAB = 2048  # vocabulary size from which Python code per row costs less than sums over all rows
+LARGE_VOCAB = 2048  # vocabulary size from which Python code per row costs less than sums over all rows,
+FEW_ROWS = 2  # up to this many rows
 
 Outcome = tuple[Tensor, Tensor, Tensor]
 """Accepted draft tokens `[B]`, weights of the next token `[B, V]`, and rows without such weights `[B]`."""
@@ -33,8 +34,9 @@ def verify(block: Block, rule: Rule, lenience: float = 1.0) -> Verdict:
     """
     if rule.name == "match" or block.tokens.shape[1] == 0:
         return match(block)
-    large_vocab = block.target_logits.shape[-1] >= LARGE_VOCAB and block.target_logits.device.type == "cpu"
-    if rule.name == "token" and large_vocab and block.draft_lse is None:
+    B, _, V = block.target_logits.shape
+    few_large = B <= FEW_ROWS and V >= LARGE_VOCAB and block.target_logits.device.type == "cpu"
+    if rule.name == "token" and few_large and block.draft_lse is None:
         verdict = make_verdict(block, *token_by_row(block, lenience))
     else:
         r, u = noise(block)
@@ -86,7 +88,7 @@ def token(block: Block, r: Tensor, lenience: float) -> Outcome:
     if block.greedy_accept is not None:
         accept |= block.greedy_accept
     accepted = leading(accept & block.drafted & ~bad[:, :-1])
-    return accepted, remainder(block, p, q, accepted), after(bad, accepted)
+    return accepted, remainder(block, p, q, accepted), at_end(bad, accepted)
 
 
 def token_by_row(block: Block, lenience: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,7 +114,8 @@ def token_by_row(block: Block, lenience: float) -> tuple[Tensor, Tensor, Tensor]
                 q = upcast(block.draft_logits[b, n]).softmax(-1)
                 qx = float(q[tokens[n]])
             accept = px > 0 and uniforms[b][n][0] * (lenience * qx) <= px
-            if not accept and not (greedy_accept and greedy_accept[b][n]):
+            # px is NaN if p has no softmax
+            if not accept and not (px >= 0 and greedy_accept and greedy_accept[b][n]):
                 break
             n, q = n + 1, None
         bad = math.isnan(p[0]) or (q is not None and math.isnan(qx))  # then a softmax is NaN everywhere
@@ -163,7 +166,7 @@ def approximate(block: Block, r: Tensor, alpha: float, beta: float) -> Outcome:
     weights = residual(block, squash(at(z, accepted)), q, accepted)
     # Logits far below alpha leave nothing to sample from.
     nothing = (weights.sum(-1) == 0) & (block.lengths > 0)
-    return accepted, weights, after(bad, accepted) | nothing
+    return accepted, weights, at_end(bad, accepted) | nothing
 
 
 def joint(block: Block, r: Tensor) -> Outcome:
@@ -203,7 +206,7 @@ def joint(block: Block, r: Tensor) -> Outcome:
     accepted = (passed * prefix).amax(-1)
     scale = carry.gather(1, accepted[:, None])
     weights = remainder(block, p, q, accepted, scale)
-    return accepted, weights, after(bad, accepted)
+    return accepted, weights, at_end(bad, accepted)
 
 
 def argmax(block: Block) -> Verdict:
@@ -214,7 +217,7 @@ def argmax(block: Block) -> Verdict:
     bad = unusable(block.target_logits)
     best = block.target_logits.argmax(-1)
     accepted = leading((best[:, :-1] == block.tokens) & block.drafted & ~bad[:, :-1])
-    return make_verdict(block, accepted, after(best, accepted), after(bad, accepted))
+    return make_verdict(block, accepted, at_end(best, accepted), at_end(bad, accepted))
 
 
 def match(block: Block) -> Verdict:
@@ -222,10 +225,10 @@ def match(block: Block) -> Verdict:
     bad = unusable(block.target_logits)
     if bad.device.type == "cpu":
         accepted, next_token = match_by_position(block, bad)
-        return make_verdict(block, accepted, next_token, after(bad, accepted))
+        return make_verdict(block, accepted, next_token, at_end(bad, accepted))
     target_tokens = sample_target(block.target_logits, block.seed[:, None], block.positions)
     accepted = leading((target_tokens[:, :-1] == block.tokens) & block.drafted & ~bad[:, :-1])
-    return make_verdict(block, accepted, after(target_tokens, accepted), after(bad, accepted))
+    return make_verdict(block, accepted, at_end(target_tokens, accepted), at_end(bad, accepted))
 
 
 def match_by_position(block: Block, bad: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,7 +285,7 @@ def rejection(block: Block, r: Tensor) -> Outcome:
         most = torch.where(p[:, :-1] > 0, p[:, :-1] / q, 0).amax(-1).to(px.dtype)
     bad = no_softmax(block, p, q)
     accepted = leading(accepts(px, most * qx, r) & block.drafted & ~bad[:, :-1])
-    return accepted, at(p, accepted), after(bad, accepted)
+    return accepted, at(p, accepted), at_end(bad, accepted)
 
 
 def accepts(px: Tensor, qx: Tensor, u: Tensor, lenience: float = 1.0) -> Tensor:
@@ -430,7 +433,7 @@ def no_softmax(block: Block, p: Tensor, q: Tensor | None) -> Tensor:
     return bad
 
 
-def after(table: Tensor, accepted: Tensor) -> Tensor:
+def at_end(table: Tensor, accepted: Tensor) -> Tensor:
     """Return each row's entry at the position after its accepted draft tokens: ``[B, g+1]`` to ``[B]``."""
     return table.gather(1, accepted[:, None]).squeeze(1)
 

@@ -82,11 +82,12 @@ def verify(
             Needed when ``sampling`` has penalties or processors, which read them.
 
     Returns:
-        A ``Verdict`` with ``accepted``, ``next_token`` and ``bad``, ``[B]`` each. No draft token is accepted
-        at or after unusable logits: those of the target or the draft that hold NaN, +inf or nothing but
-        -inf. A row is flagged in ``bad`` if its logits after the accepted draft tokens are unusable. These
-        tokens are valid, but there is no next token. Other rows are not affected. Off the CPU, a row with a
-        token or length out of range is flagged, too, with nothing accepted. On the CPU it raises.
+        A ``Verdict`` with ``accepted``, ``next_token`` and ``bad``, ``[B]`` each. Unusable logits hold NaN,
+        +inf or nothing but -inf. No draft token is accepted at or after unusable logits that the rule reads.
+        A row is flagged in ``bad`` if it has unusable logits after the accepted draft tokens. These tokens
+        are valid, but there is no next token. Other rows are not affected. Greedy rows and "match" need not
+        read the draft's logits, and "sigmoid" only those of draft tokens. Off the CPU, a row with a token or
+        length out of range is flagged, too, with nothing accepted. On the CPU it raises.
 
     Raises:
         TypeError: An argument has the wrong type or dtype.
@@ -370,4 +371,5 @@ def _near_top(scores: Tensor, tokens: Tensor, greedy: Tensor, lenience: float) -
     p is the softmax before the argmax.
     """
     score = scores.gather(-1, tokens[..., None]).squeeze(-1)
-    return greedy[:, None] & (score >= scores.amax(-1) + math.log(lenience))
+    best = scores.amax(-1)
+    return greedy[:, None] & best.isfinite() & (score >= best + math.log(lenience))
