@@ -3,7 +3,7 @@
     python benchmarks/requests_gpu.py --out requests.json
 
 The pair is synthetic: a 7B Llama shape with a 1.3B draft model, α = 0.83. Prompts have 128 tokens, and each
-sequence gets 256 new ones. A figure is the median of three calls after the second one. It counts everything
+sequence gets 256 new ones. A figure is the median of seven calls after the second one. It counts everything
 that a caller waits for. The first call, with compilation and captures, is a figure of its own. Each kind of
 request has a ``Decoder`` of its own. The file is written after each line.
 """
@@ -26,7 +26,7 @@ import outpace
 from outpace import Decoder, SamplingParams
 from outpace.bench.synthetic import PAIRS, pair
 
-PAIR, ALPHA, WORDS, CONTEXT, NEW_TOKENS, CALLS = "llama2-7b/1.3b", 0.83, 32000, 128, 256, 3
+PAIR, ALPHA, WORDS, CONTEXT, NEW_TOKENS, CALLS = "llama2-7b/1.3b", 0.83, 32000, 128, 256, 7
 PLAIN = SamplingParams()
 EIGHT_KINDS = [
     SamplingParams(temperature=0.8, top_k=50),
