@@ -28,7 +28,7 @@ ALPHA, G, NEW_TOKENS = 0.83, 5, 256
 PAIR = "llama2-7b/1.3b"
 CASES = [(G, 1, 128), (2, 32, 128), (G, 1, 4096)]  # draft tokens, sequences, context
 PREDICTED = (0, 2, 4, 8)  # draft tokens of prompt lookup
-HOST_PROMPTS = 12  # prompts for drafters that run on the host
+FEWER_PROMPTS = 12  # prompts for n-gram tables and text drafters
 SHORT = 128  # tokens of a short prompt
 
 
@@ -109,11 +109,11 @@ def real_prompts(folder: str, data: str, count: int, order: int) -> tuple[Any, A
 
 
 def measure_prompts(model: str, data: str, count: int, order: int) -> Any:
-    """Throughput of single requests in random order: without speculation, fixed draft lengths, host drafters.
+    """Throughput of single requests in random order: without speculation, fixed draft lengths, other drafters.
 
     A prediction is the time of the first token, and for each later step its time on the device. What the host
-    adds is the difference. For drafters other than prompt lookup there is a second prediction, with the time
-    of prompt lookup's step: drafting on the device does not count, apart from forward passes.
+    adds is the difference. A second prediction has the time of prompt lookup's step for every drafter. So
+    drafting on the device does not count there, apart from forward passes.
     """
     from outpace import Decoder, Fixed, NGramDrafter, TextDrafter
 
@@ -123,9 +123,9 @@ def measure_prompts(model: str, data: str, count: int, order: int) -> Any:
     cases: dict[str, tuple[Any, int, list[list[int]]]] = {
         f"g={g}": ("lookup" if g else None, g, prompts) for g in PREDICTED
     }
-    cases["n-gram, g=4"] = (fitted, 4, prompts[:HOST_PROMPTS])
+    cases["n-gram, g=4"] = (fitted, 4, prompts[:FEWER_PROMPTS])
     # The target drafts for itself as if its tokenizer were another one
-    cases["text, g=4"] = (TextDrafter(weights, tokenizer, tokenizer), 4, prompts[:HOST_PROMPTS])
+    cases["text, g=4"] = (TextDrafter(weights, tokenizer, tokenizer), 4, prompts[:FEWER_PROMPTS])
     short = min(prompts, key=len)
     baseline_texts, device_seconds = list[list[int]](), dict[int, float]()  # by draft tokens
     for name, (draft, g, some) in cases.items():

@@ -33,7 +33,7 @@ from outpace.sampling import SamplingParams
 MAX_OUTCOMES = 20_000
 DRAFT_TOKENS = 3  # per step, if the decoder's policy depends on measured time
 TIE_ROUNDINGS = 4.0  # roundings by which two logits may differ and still count as equal
-MOST_ROUNDINGS = 16.0  # as many, if another forward pass over the same tokens has another gap
+MOST_ROUNDINGS = 16.0  # roundings up to which a gap is compared with other forward passes, in 16 bits
 
 
 def audit(
@@ -189,9 +189,9 @@ def _greedy(decoder: Decoder, prompt: list[int], tokens: int) -> Greedy:
 def is_tie(scorer: Scorer, prefix: list[int], logits: Tensor, one: int, other: int) -> bool:
     """Return whether rounding can decide which of two tokens has the larger logit.
 
-    In 16 bits, rounding is also measured: by how much the gap between the two logits differs in another
-    forward pass, of the model or of the scorer, whose kernels may round otherwise. They begin without a KV
-    cache, so a wrong one in the audited run is no excuse.
+    In 16 bits, rounding is also measured. The gap between the two logits may differ in another forward pass,
+    of the model or of the scorer, whose kernels may round otherwise. These passes begin without a KV cache,
+    so a faulty cache cannot pass as rounding.
 
     Args:
         scorer: The scorer.

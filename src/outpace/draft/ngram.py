@@ -196,7 +196,7 @@ class NGramDrafter(Drafter):
 
 @dataclass(frozen=True)
 class NGrams:
-    """All n-grams of a text on a device, the shortest first, as a graph of contexts.
+    """All n-grams of a text on a device, the shortest first, with links between contexts.
 
     The *number* of a k-gram is that of ``Order`` plus ``bases[k - 1]``. So numbers are sorted over all k, and
     the k-grams with the same context are adjacent. A *node* is a context: node 0 is the empty one, and node
@@ -284,11 +284,11 @@ class NGrams:
         return node
 
     def logits(self, node: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logarithms of the counts after each node ``[B, V]``, and what they are the counts of.
+        """Return the logarithms of the counts after each node.
 
         Returns:
-            The logits, the n-grams that continue each node ``[B, most]``, and their last tokens, V past the
-            last one.
+            The logarithms ``[B, V]``, the n-grams that continue each node ``[B, most]``, and their last
+            tokens. Padding has token V.
         """
         V = self.vocab_size
         first, end = self.followers[node].unsqueeze(-1).unbind(1)

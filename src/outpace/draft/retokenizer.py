@@ -37,7 +37,7 @@ class TokenizerAdapter:
         self._backend = None
         if isinstance(tokenizer, PreTrainedTokenizerFast):
             expected, self._backend = self.encode(SAMPLE), tokenizer.backend_tokenizer
-            if self.encode(SAMPLE) != expected:  # a class whose calls do more
+            if self.encode(SAMPLE) != expected:  # its calls do more than the backend
                 self._backend = None
         ids = tokenizer.get_vocab().values()
         self.size = max(ids) + 1
@@ -64,7 +64,7 @@ class TokenizerAdapter:
             and fast.truncation is None
             and fast.padding is None
             and fast.encode_special_tokens == split
-        ):  # half the time of a call of Transformers' tokenizer, whose arguments may set all three
+        ):  # takes half as long as a call of Transformers' tokenizer, which may set all three
             return list(fast.encode(text, add_special_tokens=False).ids)
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 

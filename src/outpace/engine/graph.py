@@ -347,7 +347,7 @@ class GraphExecutor(Executor):
         lengths, token_ids = self.slots.lengths[: key.slots], self.slots.token_ids[: key.slots]
         offsets = torch.arange(g + 1, device=new.device)
         token_ids.scatter_(1, (lengths[:, None] + offsets).clamp(max=token_ids.shape[1] - 1), new)
-        # A sequence without a next token ends, so what its state is does not matter.
+        # A sequence without a next token ends, so its state is not used again.
         active = self.slots.active[: key.slots]
         if key.needs.edits and self.slots.edits is not None:
             counted = (offsets <= verdict.accepted[:, None]) & active.bool()[:, None]

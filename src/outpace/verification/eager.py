@@ -20,8 +20,8 @@ from outpace.verification.block import Block, SampledTokens, Verdict
 from outpace.verification.rules import Rule
 
 PIECE = 3 << 20  # logits processed at a time on the CPU, in a reused workspace
-LARGE_VOCAB = 2048  # vocabulary size from which Python code per row costs less than sums over all rows,
-FEW_ROWS = 2  # up to this many rows
+LARGE_VOCAB = 2048  # vocabulary size from which Python code per row costs less than copies of all rows
+FEW_ROWS = 2  # most rows of a large vocabulary that are decided one by one
 
 Outcome = tuple[Tensor, Tensor, Tensor]
 """Accepted draft tokens `[B]`, weights of the next token `[B, V]`, and rows without such weights `[B]`."""
