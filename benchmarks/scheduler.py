@@ -109,7 +109,7 @@ def real_prompts(folder: str, data: str, count: int, order: int) -> tuple[Any, A
 
 
 def measure_prompts(model: str, data: str, count: int, order: int) -> Any:
-    """Throughput of single requests in random order: without speculation, fixed draft lengths, other drafters.
+    """Throughput of single requests in random order, without speculation and with fixed draft lengths.
 
     A prediction is the time of the first token, and for each later step its time on the device. What the host
     adds is the difference. A second prediction has the time of prompt lookup's step for every drafter. So
