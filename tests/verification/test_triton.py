@@ -506,8 +506,8 @@ def test_a_block_ends_before_unusable_logits(rule: str, poison: float, poisoned:
         where = slice(None) if poison == -math.inf or end == g else int(block.tokens[b, end])
         logits[b, end, where] = poison
     verdict = kernels.verify(block, parse(rule))
-    if rule == "match" and poisoned == "draft":  # which does not read them
-        assert not verdict.bad.any()
+    if poisoned == "draft" and (rule == "match" or (poison == -math.inf and rule.startswith("sigmoid"))):
+        assert not verdict.bad.any()  # which the rule does not read, or not for other tokens
         return
     assert torch.equal(verdict.accepted, cut.accepted)
     assert torch.equal(verdict.bad, cut.accepted == ends)
