@@ -496,7 +496,7 @@ def test_a_stored_logsumexp_replaces_reading_the_draft() -> None:
 )
 def test_a_block_ends_before_unusable_logits(rule: str, poison: float, poisoned: str, splits: str) -> None:
     """Draft tokens before them are accepted as without them. There is no next token if all are accepted."""
-    B, g = 9, 3
+    B, g = 5, 3
     block = block_of(B, g, 61)
     ends = torch.arange(B, device=DEVICE) % (g + 1 if poisoned == "target" else g)
     cut = kernels.verify(dataclasses.replace(block, counts=ends), parse(rule))
