@@ -273,11 +273,11 @@ class Decoder:
         def steps() -> Generator[Step]:
             with contextlib.closing(self._steps(sequences, options.get("batch_size"))) as run:
                 for step in run:
-                    failed = single and step.output is not None and step.output.error is not None
-                    if not failed or step.token_ids:
+                    error = step.output.error if single and step.output is not None else None
+                    if error is None or step.token_ids:
                         yield step
-                    if failed and step.output is not None and step.output.error is not None:
-                        raise step.output.error
+                    if error is not None:
+                        raise error
 
         return steps()
 

@@ -24,7 +24,7 @@ class GraphSampler:
         self.tokens: list[Tensor] = []  # of each position, [B]
         self._logits: list[Tensor] = []  # of each position, [B, 1, V]; none if all noise is the target's
         self._drawn: list[SampledTokens] = []  # of each position, where the noise is the drafter's own
-        self._bad: list[Tensor] = []  # of each position, [B]: no token was possible; unless `_drawn` knows
+        self._bad: list[Tensor] = []  # of each position, [B]: True if no token was possible
 
     def sample_next(self, q: Tensor) -> Tensor:
         """Sample the next token of each sequence ``[B]``.

@@ -209,7 +209,7 @@ class NGrams:
         firsts: Index of the first k-gram, for each k, int64 ``[n]``.
         followers: For each node, the first n-gram that continues it, and the end of these, int64 ``[.., 2]``.
             Nodes of n tokens have none, and are left out.
-        after: For each n-gram, the node of its longest ending that has a continuation, int64 ``[N]``.
+        after: For each n-gram, the node of its longest suffix that has a continuation, int64 ``[N]``.
         offsets: 0, 1, ..., as many as the most continuations of a node.
         vocab_size: Vocabulary size V.
     """
@@ -232,15 +232,15 @@ class NGrams:
         bases = np.cumsum([0, *(V * count for count in contexts[:-1])])
         firsts = np.cumsum([0, *sizes])
         followers, after = [np.array([[0, sizes[0]]])], list[Ints]()
-        ending = np.zeros(1, dtype=np.int64)  # of each (k-1)-gram: the index of its last k-2 tokens
+        suffix = np.zeros(1, dtype=np.int64)  # of each (k-1)-gram: the index of its last k-2 tokens
         for k, (keys, _) in enumerate(orders, 1):
             node = np.zeros_like(keys)
             if k > 1:
-                found = np.searchsorted(orders[k - 2][0], ending[keys // V] * V + keys % V)
-                ending = np.minimum(found, sizes[k - 2] - 1)
-                node = after[-1][ending]
+                found = np.searchsorted(orders[k - 2][0], suffix[keys // V] * V + keys % V)
+                suffix = np.minimum(found, sizes[k - 2] - 1)
+                node = after[-1][suffix]
             else:
-                ending = node
+                suffix = node
             if k < len(orders):
                 span = firsts[k] + np.searchsorted(orders[k][0], np.arange(sizes[k - 1] + 1) * V)
                 followers.append(np.stack((span[:-1], span[1:]), axis=1))
@@ -262,7 +262,7 @@ class NGrams:
         )
 
     def node(self, context: Tensor, lengths: Tensor) -> Tensor:
-        """Return the node of the longest ending of each context that has a continuation, ``[B]``.
+        """Return the node of the longest suffix of each context that has a continuation, ``[B]``.
 
         Args:
             context: The last n - 1 tokens of each sequence ``[B, n - 1]``.
@@ -270,7 +270,7 @@ class NGrams:
                 is longer.
         """
         n, V = len(self.bases), self.vocab_size
-        # Endings of n - 1, n - 2, ... tokens: their indices among the k-grams after k tokens of each
+        # Suffixes of n - 1, n - 2, ... tokens: their indices among the k-grams after k tokens of each
         seen = lengths[:, None] >= torch.arange(n - 1, 0, -1, device=context.device)
         index, node = torch.zeros_like(context), torch.zeros_like(lengths)
         for k in range(n - 1):
@@ -278,7 +278,7 @@ class NGrams:
             number = self.bases[k] + index * V + token
             at = torch.searchsorted(self.numbers, number).clamp(max=len(self.numbers) - 1)
             seen = seen & (self.numbers[at] == number) & (token < V)
-            # The last ending is complete, and longer than the ones before
+            # The last suffix is complete, and longer than the ones before
             node = torch.where(seen[:, -1], self.after[at[:, -1]], node)
             index, seen = (at - self.firsts[k])[:, :-1], seen[:, :-1]
         return node

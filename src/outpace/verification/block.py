@@ -22,7 +22,7 @@ class Verdict:
         next_token: Token that follows them, int64 ``[B]``. It is a correction, or a bonus token when all were
             accepted.
         bad: Rows without a next token, bool ``[B]``. Their logits after the accepted draft tokens are
-            unusable (NaN, +inf or nothing but -inf), and ``next_token`` is 0.
+            unusable (NaN, +inf or nothing but -inf), or their inputs are out of range. ``next_token`` is 0.
     """
 
     accepted: Tensor

@@ -114,8 +114,7 @@ def token_by_row(block: Block, lenience: float) -> tuple[Tensor, Tensor, Tensor]
                 q = upcast(block.draft_logits[b, n]).softmax(-1)
                 qx = float(q[tokens[n]])
             accept = px > 0 and uniforms[b][n][0] * (lenience * qx) <= px
-            # px is NaN if p has no softmax
-            if not accept and not (px >= 0 and greedy_accept and greedy_accept[b][n]):
+            if not accept and not (greedy_accept and greedy_accept[b][n]):
                 break
             n, q = n + 1, None
         bad = math.isnan(p[0]) or (q is not None and math.isnan(qx))  # then a softmax is NaN everywhere

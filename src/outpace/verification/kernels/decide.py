@@ -31,6 +31,7 @@ from outpace.verification.kernels.pieces import (
     exponentials,
     first_max,
     gumbel_logits,
+    is_invalid_row,
     load_adjusted,
     load_key,
     load_logits,
@@ -40,6 +41,7 @@ from outpace.verification.kernels.pieces import (
     pick,
     sample_at,
     scaled_sigmoid,
+    store_verdict,
     uniforms,
 )
 from outpace.verification.kernels.workspace import (
@@ -100,24 +102,6 @@ def scan(
             each = SPLIT // CHUNK
             heights = tl.max(tl.reshape(z, [SPLIT // CHUNK, CHUNK]), axis=1)
             tl.store(chunks + at * each + tl.arange(0, SPLIT // CHUNK), heights)
-
-
-@triton.jit
-def is_invalid_row(bad_token, bad_length, invalid, b, HAS_INVALID: tl.constexpr):
-    """Return whether a row's inputs are out of range."""
-    is_invalid = (tl.sum(bad_token.to(tl.int32), axis=0) > 0) | bad_length
-    if HAS_INVALID:
-        is_invalid |= tl.load(invalid + b) != 0
-    return is_invalid
-
-
-@triton.jit
-def store_verdict(accepted, next_token, bad, b, is_invalid, is_unusable, n, token):
-    """Store the verdict of a row, which has no next token if the logits after n tokens are unusable."""
-    is_bad = is_invalid | is_unusable
-    tl.store(accepted + b, tl.where(is_invalid, 0, n))
-    tl.store(next_token + b, tl.where(is_bad, 0, token))
-    tl.store(bad + b, is_bad)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=ANY_ALIGNMENT)

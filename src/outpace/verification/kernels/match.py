@@ -9,15 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outpace.verification.kernels.decide import is_invalid_row, store_verdict
 from outpace.verification.kernels.pieces import (
     CUT,
     NONE,
     gumbel_logits,
+    is_invalid_row,
     load_adjusted,
     load_key,
     load_temperature,
     pick,
+    store_verdict,
 )
 from outpace.verification.kernels.workspace import (
     ANY_ALIGNMENT,

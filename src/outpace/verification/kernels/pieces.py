@@ -238,3 +238,21 @@ def sample_at(weights, ids, level):
     """Return ``first_beyond``, or the last id with weight where that is NONE."""
     token = first_beyond(weights, ids, level)
     return tl.where(token == NONE, tl.max(tl.where(weights > 0, ids, 0), axis=0), token)
+
+
+@triton.jit
+def is_invalid_row(bad_token, bad_length, invalid, b, HAS_INVALID: tl.constexpr):
+    """Return whether a row's inputs are out of range."""
+    is_invalid = (tl.sum(bad_token.to(tl.int32), axis=0) > 0) | bad_length
+    if HAS_INVALID:
+        is_invalid |= tl.load(invalid + b) != 0
+    return is_invalid
+
+
+@triton.jit
+def store_verdict(accepted, next_token, bad, b, is_invalid, is_unusable, n, token):
+    """Store the verdict of a row, which has no next token if the logits after n tokens are unusable."""
+    is_bad = is_invalid | is_unusable
+    tl.store(accepted + b, tl.where(is_invalid, 0, n))
+    tl.store(next_token + b, tl.where(is_bad, 0, token))
+    tl.store(bad + b, is_bad)
