@@ -56,7 +56,7 @@ class Draft:
     """Draft tokens of R sequences, up to g for each.
 
     Attributes:
-        tokens: Token ids, int64 ``[R, g]``.
+        tokens: Token ids, int64 ``[R, g]``, on the target's device, or on the CPU if they were chosen.
         logits: Logits ``[R, g, V]`` of the distribution that each token was sampled from.
             ``precomputed.sampling`` is still to be applied to them. None: tokens were chosen.
         lengths: Number of draft tokens of each sequence, at most g. None: all g.
@@ -107,7 +107,7 @@ class State:
         seed: Seeds, int64 ``[R]``.
         limits: Largest number of useful draft tokens, per sequence. More are a waste, not an error.
         vocab_size: Vocabulary size V of the target, and of the logits in a ``Draft``.
-        device: Device that the ``Draft`` must be on.
+        device: Device that the ``Draft`` must be on; chosen tokens may also be on the CPU.
         own_noise: Whether to sample with the noise that the target itself will use (rule "match"), per
             sequence. Empty: for none.
         sources: Encoder input of each sequence, if the target has an encoder.
@@ -461,10 +461,11 @@ def check_draft(draft: Any, drafter: Any, rows: int, vocab_size: int, device: to
             f"draft.logits: got shape {tuple(logits.shape)}; it must be {(*tokens.shape, vocab_size)}; "
             "`outpace.draft.base.fit` fits logits to a vocabulary size"
         )
-    for name, value in (("tokens", tokens), ("logits", logits)):
-        if value is not None and value.device != device:
+    on_host = tokens.device.type == "cpu"
+    for name, value, fits in (("tokens", tokens, on_host and logits is None), ("logits", logits, False)):
+        if value is not None and value.device != device and not fits:
             raise ValueError(f"draft.{name}: got a tensor on {value.device}; it must be on {device}")
-    if device.type == "cpu" and tokens.numel():
+    if on_host and tokens.numel():
         flat = tokens.flatten().tolist()
         if min(flat) < 0 or max(flat) >= vocab_size:
             raise ValueError(

@@ -48,7 +48,7 @@ class LookupDrafter(Drafter):
             proposal, size = index.proposal(text, min(g, limit))
             proposals.append(proposal)
             confidence.append(size / self.max_ngram)
-        return Draft.chosen(proposals, state.device, confidence)
+        return Draft.chosen(proposals, confidence=confidence)
 
     def reset(self, slots: Sequence[int]) -> None:
         for slot in slots:

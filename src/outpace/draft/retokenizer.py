@@ -8,10 +8,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from outpace.checks.arguments import kind
-from outpace.checks.text import REPLACEMENT_CHARACTER
+from outpace.checks.text import REPLACEMENT_CHARACTER, decoding
 
 WINDOW = 8  # tokens decoded before new tokens, since they affect the text of these
-TAIL = 64  # characters at a text's end whose tokens may change when the text grows
+TAIL = 32  # characters at a text's end whose tokens may change when the text grows
 SAMPLE = "\t Aé1, 東京\n\n  don't"  # a text of all kinds of characters
 NEUTRAL = ("\n", ".", "")  # contexts that share no token with the text after them
 
@@ -34,6 +34,7 @@ class TokenizerAdapter:
         if not callable(tokenizer) or not hasattr(tokenizer, "get_vocab"):
             raise TypeError(f"{name}: got {kind(tokenizer)[:80]}; it must be a Transformers tokenizer")
         self.tokenizer = tokenizer
+        self._text_of = decoding(tokenizer, clean_up_tokenization_spaces=False)
         self._backend = None
         if isinstance(tokenizer, PreTrainedTokenizerFast):
             expected, self._backend = self.encode(SAMPLE), tokenizer.backend_tokenizer
@@ -54,7 +55,7 @@ class TokenizerAdapter:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of these tokens."""
-        return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+        return self._text_of(list(tokens))
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without special tokens."""

@@ -23,7 +23,7 @@ from outpace.models.fused_scorer import scorer_of
 from outpace.models.kv_cache import common_prefix_length
 from outpace.models.scorer import Prefill, Scorer
 
-WINDOW = 16  # last tokens of a text that are decoded or encoded together with new ones
+WINDOW = 8  # last tokens of a text that are decoded or encoded together with new ones
 
 
 class TextDrafter(Drafter):
@@ -79,7 +79,7 @@ class TextDrafter(Drafter):
             else []
             for row, text in zip(state.slots, state.tokens, strict=True)
         ]
-        return Draft.chosen(proposals, state.device)
+        return Draft.chosen(proposals)
 
     def _retokenize(self, row: int, text: Sequence[int]) -> Retokenizer:
         retokenizer = self._retokenizers.get(row)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from outpace.checks.arguments import on_device
+from outpace.checks.arguments import on_device, to_device
 from outpace.draft.base import Draft, Drafter, one_for_all
 from outpace.engine.executor import Executor, Outcome, Pending, Prefilling
 from outpace.engine.logprobs import Values, before_argmax, outcome_tokens
@@ -72,7 +72,8 @@ class EagerExecutor(Executor):
         """See ``Executor.start``; the step has ended when this returns."""
         self.scorer.check_placed()
         ordered = list(sequences.values())
-        draft = Draft.chosen([[] for _ in sequences], self.scorer.device) if draft is None else draft
+        draft = Draft.chosen([[] for _ in sequences]) if draft is None else draft
+        draft = replace(draft, tokens=to_device(draft.tokens, self.scorer.device))
         last = on_device([one.tokens[-1] for one in ordered], torch.int64, self.scorer.device)
         scored = torch.cat((last[:, None], draft.tokens), dim=1)
         logits = self.scorer.score(list(sequences), scored)  # [R, g+1, V] of p

@@ -55,7 +55,8 @@ class Slots:
         self.draft_shape = self.shape.clone()
         self.edits: Edits | None = None
         self.draft_edits: Edits | None = None
-        self._drafts: dict[object, DraftTensors] = {}  # see `copy_draft`
+        # See `copy_draft`: draft tokens and then their numbers, ``[slots * (g + 1)]``, and what graphs read
+        self._drafts: dict[object, tuple[Tensor, DraftTensors]] = {}
 
     @torch.inference_mode(False)
     def add_edits(self) -> None:
@@ -139,24 +140,29 @@ class Slots:
         unapplied = None if draft.precomputed is None else draft.precomputed.sampling
         key = g, unapplied is None, None if logits is None else logits.dtype
         if key not in self._drafts:
-            self._drafts[key] = DraftTensors(
-                self.lengths.new_zeros(len(self), g),
+            integers = self.lengths.new_zeros(len(self) * (g + 1))
+            self._drafts[key] = integers, DraftTensors(
+                integers[: len(self) * g].view(-1, g),
                 None if logits is None else logits.new_zeros(len(self), g, logits.shape[-1]),
-                lengths=torch.zeros_like(self.lengths),
+                lengths=integers[len(self) * g :],
                 sampling=None if unapplied is None else RowSampling(torch.zeros_like(self.shape), True),
             )
-        buffers = self._drafts[key]
-        assert buffers.lengths is not None
+        integers, buffers = self._drafts[key]
+        on_host = draft.tokens.device.type == "cpu"
+        tokens = torch.zeros(len(self), g, dtype=torch.int64)
         lengths = torch.zeros(len(self), dtype=torch.int64)
-        lengths[list(slots)] = torch.tensor(draft.lengths or [g] * len(slots))
-        buffers.lengths.copy_(to_device(lengths, device))
-        rows = on_device(slots, torch.int64, device)
-        buffers.tokens[rows] = to_device(draft.tokens, device)
+        lengths[slots] = torch.tensor(draft.lengths or [g] * len(slots))
+        if on_host:
+            tokens[slots] = draft.tokens
+        integers.copy_(to_device(torch.cat((tokens.flatten(), lengths)), device))
+        if not on_host:
+            buffers.tokens[on_device(slots, torch.int64, device)] = draft.tokens
         if buffers.logits is not None and logits is not None:
-            buffers.logits[rows] = logits
+            buffers.logits[on_device(slots, torch.int64, device)] = logits
         if buffers.sampling is not None and unapplied is not None:
             shapes = [shape_of(one, self.vocab_size) for one in unapplied]
             shapes = shapes * len(slots) if len(shapes) == 1 else shapes
+            rows = on_device(slots, torch.int64, device)
             buffers.sampling.shape[rows] = to_device(torch.tensor(shapes, dtype=torch.float32), device)
         return buffers
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outpace.checks.text import REPLACEMENT_CHARACTER, check_text
+from outpace.checks.text import REPLACEMENT_CHARACTER, check_text, decoding
 
 PARTS = ("role", "content")  # keys of a message
 
@@ -53,7 +53,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self.text = ""  # whole characters so far, cut before a stop string
-        self._tokenizer, self._stops = tokenizer, stops
+        self._text_of, self._stops = decoding(tokenizer, skip_special_tokens=True), stops
         self._tokens: list[int] = []
         # Decoding starts at an earlier token, as many tokenizers write the first token of a text differently.
         self._from, self._done = 0, 0
@@ -108,7 +108,7 @@ class Detokenizer:
         return bool(starts)
 
     def _decode(self, start: int, end: int | None = None) -> str:
-        return str(self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=True))
+        return self._text_of(self._tokens[start:end])
 
 
 def _partial_stop(text: str, stop: str) -> int:
