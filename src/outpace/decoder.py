@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import os
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import Any, Unpack, overload
 
 import torch
@@ -24,7 +24,6 @@ from outpace.engine.needs import Needs
 from outpace.engine.request import Arrays, Options, Prompt, Prompts, Reader
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import Output, SequenceState, Step
-from outpace.models.causal import state_of
 from outpace.models.fused_scorer import scorer_of, why_not_fused
 from outpace.models.scorer import Scorer
 from outpace.models.seq2seq import Seq2SeqScorer
@@ -126,7 +125,7 @@ class Decoder:
         self.reader = Reader(self.scorer, tokenizer, draft_sampling, match)
         if draft_sampling is not None:
             self.reader.check_supported(draft_sampling)
-        self._built_for: tuple[list[Scorer], type[GraphExecutor | EagerExecutor], Any] | None = None
+        self._built_for: tuple[list[Scorer], list[Hashable]] | None = None
         self._refresh()
 
     def set_policy(self, num_draft_tokens: DraftLengthPolicy | int | str | None) -> None:
@@ -461,22 +460,20 @@ class Decoder:
     def _refresh(self) -> None:
         """Create scorers and executor again if models have changed: moved, hooked, or with adapters."""
         current = [scorer_of(one, self.uses_graphs) for one in self._scorers()]
-        kind = (
-            GraphExecutor
-            if self.uses_graphs
-            and why_no_graphs(self._scorers(), self.rule, self.reader.draft_sampling) is None
-            else EagerExecutor
-        )
         # Graphs read weights where they were captured
-        places = [state_of(one.base.modules())[:2] for one in current if kind is GraphExecutor]
-        if self._built_for == (current, kind, places):
+        layouts = [one.layout for one in current] if self.uses_graphs else []
+        if self._built_for == (current, layouts):
             return
-        self._built_for = current, kind, places
+        self._built_for = current, layouts
+        in_graphs = self.uses_graphs and (
+            why_no_graphs(current, self.rule, self.reader.draft_sampling) is None
+        )
         self.scorer = current[0]
         if self.drafter is not None and len(current) > 1:
             self.drafter.scorer = current[1]
         self._share_budget()
         self.reader = dataclasses.replace(self.reader, scorer=self.scorer)
+        kind = GraphExecutor if in_graphs else EagerExecutor
         self.executor: Executor = kind(self.scorer, self.drafter, self.rule, self.lenience)
 
     def encoders(self) -> list[Seq2SeqScorer]:

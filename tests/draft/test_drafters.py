@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import outpace
 from outpace import LookupDrafter, ModelDrafter, NGramDrafter, RandomDrafter, SamplingParams
 from outpace.draft import lookup
-from outpace.draft.base import DraftSampler, State
+from outpace.draft.base import Draft, DraftSampler, State, check_draft
 from outpace.draft.ngram import NGrams
 from tests.tiny import V, byte_tokenizer, greedy, tiny
 
@@ -317,3 +318,12 @@ def test_sampling_through_verification_gives_the_same_texts(
     expected = [[out.token_ids for out in outs] for outs in texts()]
     monkeypatch.setattr("outpace.draft.base.has_kernel", lambda device: True)
     assert [[out.token_ids for out in outs] for outs in texts()] == expected
+
+
+def test_chosen_tokens_may_stay_on_the_host_and_are_checked_there() -> None:
+    device, chosen = torch.device("meta"), Draft.chosen([[1, 2], [3]])
+    check_draft(chosen, LookupDrafter(), 2, V, device)
+    with pytest.raises(ValueError, match=rf"draft\.tokens: got ids 0\.\.{V}; they must be in 0\.\.{V - 1}"):
+        check_draft(Draft.chosen([[V], []]), LookupDrafter(), 2, V, device)
+    with pytest.raises(ValueError, match=r"draft\.tokens: got a tensor on cpu; it must be on meta"):
+        check_draft(dataclasses.replace(chosen, logits=torch.zeros(2, 2, V)), LookupDrafter(), 2, V, device)

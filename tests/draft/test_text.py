@@ -339,7 +339,8 @@ def test_captures_do_not_count_as_drafting(monkeypatch: pytest.MonkeyPatch) -> N
     drafting.generate(PROMPTS[0], GREEDY, max_new_tokens=8)
     assert max(seconds) > 0
     seconds.clear()
-    monkeypatch.setattr(Scorer, "capture_seconds", 100.0)
+    captured = itertools.count(step=100.0)
+    monkeypatch.setattr(Scorer, "capture_seconds", property(lambda scorer: next(captured)))
     drafting.generate(PROMPTS[0], GREEDY, max_new_tokens=8)
     assert max(seconds) <= 0
 

@@ -89,6 +89,17 @@ def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
     return to_device(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 
+def overwrite(tensor: Tensor, values: Sequence[Any]) -> None:
+    """Copy values from the host into a tensor, without a synchronization of host and device.
+
+    Args:
+        tensor: The tensor to overwrite.
+        values: As many values, nested as the tensor's dimensions.
+    """
+    pinned = torch.tensor(values, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    tensor.copy_(pinned, non_blocking=True)
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on a device, without a synchronization of host and device."""
     if tensor.device.type == "cpu" and device.type == "cuda":

@@ -12,6 +12,7 @@ from outpace.checks.text import REPLACEMENT_CHARACTER, decoding
 
 WINDOW = 8  # tokens decoded before new tokens, since they affect the text of these
 TAIL = 32  # characters at a text's end whose tokens may change when the text grows
+BEFORE = 8  # characters that are encoded together with the tail, since they affect its tokens
 SAMPLE = "\t Aé1, 東京\n\n  don't"  # a text of all kinds of characters
 NEUTRAL = ("\n", ".", "")  # contexts that share no token with the text after them
 
@@ -180,10 +181,11 @@ class Retokenizer:
         Optional after ``update``: it makes later updates cheaper.
         """
         frozen_chars = len(self._tail) - TAIL
-        if frozen_chars < TAIL:
+        cut = self._tail.rfind(" ", 1, max(1, frozen_chars))
+        if cut < 0 and frozen_chars < TAIL:
             return
-        cut = max(self._tail.rfind(" ", 0, frozen_chars), 0) or frozen_chars
-        before, tail = (self._before + self._tail[:cut])[-TAIL:], self._tail[cut:]
+        cut = frozen_chars if cut < 0 else cut  # within a long word
+        before, tail = (self._before + self._tail[:cut])[-BEFORE:], self._tail[cut:]
         tail_ids = self._draft.encode_after(before, tail)
         num_frozen = len(self.ids) - len(tail_ids)
         if num_frozen > self._num_frozen and self.ids[num_frozen:] == tail_ids:

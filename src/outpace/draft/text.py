@@ -100,8 +100,9 @@ class TextDrafter(Drafter):
 
     def _started(self, rows: Sequence[int], steps: int) -> Tensor:
         """Start greedy decoding; return the likeliest tokens, and whether their logits were finite."""
+        captured = self.scorer.capture_seconds
         found = self.scorer.greedy(rows, self._unread(rows), steps)  # [R, steps, 2]
-        self.setup_seconds = self.scorer.capture_seconds
+        self.setup_seconds = self.scorer.capture_seconds - captured
         return found
 
     def _finished(self, rows: Sequence[int], steps: int, found: Tensor) -> dict[int, list[int]]:
@@ -127,7 +128,7 @@ class TextDrafter(Drafter):
         new = [row for row in rows if row not in self._cached]
         if new:
             texts = [self._known(self._retokenizers[row].ids) for row in new]
-            prefill = Prefill(self.scorer, new, texts, leave_last=True)
+            prefill = Prefill(self.scorer, new, texts, leave_last=True, append=self.scorer.append_prompt)
             while not prefill.advance():
                 pass
         for row in rows:

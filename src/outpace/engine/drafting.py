@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from outpace.draft.base import Draft, Drafter, State, check_draft
 from outpace.engine.sequence import SequenceState, seeds
@@ -59,6 +60,8 @@ class Proposer:
         self.free = drafter is not None and drafter.free
         # Sequences of the last draft, each with its number of tokens at that time
         self._last_drafted: Sequence[tuple[SequenceState, int]] = ()
+        # The seeds of the last step's sequences, and the same as a tensor
+        self._seeds: tuple[list[int], Tensor] = [], torch.empty(0)
         # By slot: a sequence, and the number of its tokens that the drafter has processed
         self._num_read: dict[int, tuple[SequenceState, int]] = {}
 
@@ -205,7 +208,7 @@ class Proposer:
             [one.prompt_length for one in sequences],
             # Processors may keep state, which must not depend on rejected draft tokens: drafting uses copies.
             [one.fork() if one.processors else one for one in own],
-            seeds(sequences, device),
+            self._seed_tensor(sequences, device),
             limits,
             self.scorer.vocab_size,
             device,
@@ -213,3 +216,12 @@ class Proposer:
             [one.source for one in sequences],
             self.policy.enough if self.policy.asks else None,
         )
+
+    def _seed_tensor(self, sequences: Sequence[SequenceState], device: torch.device) -> Tensor:
+        """Return the seeds of the sequences ``[R]``, copied to the device when they change."""
+        last, found = self._seeds
+        current = [one.seed for one in sequences]
+        if current != last or found.device != device:
+            found = seeds(sequences, device)
+            self._seeds = current, found
+        return found

@@ -28,13 +28,13 @@ from outpace.engine.executor import Executor, Pending, Prefilling
 from outpace.engine.logprobs import Values, outcome_tokens
 from outpace.engine.needs import Needs
 from outpace.engine.pending import DeviceEvent, GraphPending, StepResult
-from outpace.engine.prefill import PrefillGraphs
 from outpace.engine.processed import Processed, Scored
 from outpace.engine.sequence import SequenceState
 from outpace.engine.slots import Slots
 from outpace.engine.stats import Clock
 from outpace.models.capture import Graphs, announced
 from outpace.models.paged import SLOTS
+from outpace.models.prefill import PrefillGraphs
 from outpace.models.scorer import Prefill, Scorer, WeightsMovedError
 from outpace.policy import Load
 from outpace.sampling.rows import RowSampling, warp_rows

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outpace.checks.arguments import on_device, to_device
+from outpace.checks.arguments import on_device, overwrite, to_device
 from outpace.draft.base import Draft, DraftTensors
 from outpace.engine.needs import has_edits
 from outpace.engine.sequence import SequenceState
@@ -141,20 +141,21 @@ class Slots:
         key = g, unapplied is None, None if logits is None else logits.dtype
         if key not in self._drafts:
             integers = self.lengths.new_zeros(len(self) * (g + 1))
-            self._drafts[key] = integers, DraftTensors(
-                integers[: len(self) * g].view(-1, g),
-                None if logits is None else logits.new_zeros(len(self), g, logits.shape[-1]),
-                lengths=integers[len(self) * g :],
-                sampling=None if unapplied is None else RowSampling(torch.zeros_like(self.shape), True),
+            self._drafts[key] = (
+                integers,
+                DraftTensors(
+                    integers[: len(self) * g].view(-1, g),
+                    None if logits is None else logits.new_zeros(len(self), g, logits.shape[-1]),
+                    lengths=integers[len(self) * g :],
+                    sampling=None if unapplied is None else RowSampling(torch.zeros_like(self.shape), True),
+                ),
             )
         integers, buffers = self._drafts[key]
         on_host = draft.tokens.device.type == "cpu"
-        tokens = torch.zeros(len(self), g, dtype=torch.int64)
-        lengths = torch.zeros(len(self), dtype=torch.int64)
-        lengths[slots] = torch.tensor(draft.lengths or [g] * len(slots))
-        if on_host:
-            tokens[slots] = draft.tokens
-        integers.copy_(to_device(torch.cat((tokens.flatten(), lengths)), device))
+        rows = dict(zip(slots, draft.tokens.tolist(), strict=True)) if on_host else {}
+        lengths = dict(zip(slots, draft.lengths or [g] * len(slots), strict=True))
+        tokens = [token for slot in range(len(self)) for token in rows.get(slot, [0] * g)]
+        overwrite(integers, [*tokens, *(lengths.get(slot, 0) for slot in range(len(self)))])
         if not on_host:
             buffers.tokens[on_device(slots, torch.int64, device)] = draft.tokens
         if buffers.logits is not None and logits is not None:
@@ -162,8 +163,8 @@ class Slots:
         if buffers.sampling is not None and unapplied is not None:
             shapes = [shape_of(one, self.vocab_size) for one in unapplied]
             shapes = shapes * len(slots) if len(shapes) == 1 else shapes
-            rows = on_device(slots, torch.int64, device)
-            buffers.sampling.shape[rows] = to_device(torch.tensor(shapes, dtype=torch.float32), device)
+            indices = on_device(slots, torch.int64, device)
+            buffers.sampling.shape[indices] = to_device(torch.tensor(shapes, dtype=torch.float32), device)
         return buffers
 
     def end(self, slot: int) -> None:

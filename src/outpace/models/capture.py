@@ -51,13 +51,19 @@ class Graphs:
 
     Args:
         device: Device of the work. There are graphs on CUDA only.
+
+    Attributes:
+        enabled: Whether there are graphs.
+        failures: Why work could not be captured, by key.
+        version: Number that changes when the set of graphs changes.
+        capture_seconds: Seconds of all captures so far.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.enabled = device.type == "cuda"
         self._captured: dict[Hashable, Captured | None] = {}
-        self.failures: dict[Hashable, str] = {}  # why work could not be captured
-        self.version = 0  # counts changes of the set of graphs
+        self.failures: dict[Hashable, str] = {}
+        self.version, self.capture_seconds = 0, 0.0
         self._pool: Any = None
 
     def run(
@@ -82,6 +88,7 @@ class Graphs:
             self._captured[key] = self._captured.pop(key)  # now the most recently used
         else:
             capture_seconds = self._add(key, work, name, mutated)
+            self.capture_seconds += capture_seconds
         captured = self._captured[key]
         if captured is None:
             return work(), capture_seconds

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -119,6 +119,10 @@ class CausalScorer(Scorer):
     @property
     def is_current(self) -> bool:
         return placement(self.base) == self._placed
+
+    @property
+    def layout(self) -> Hashable:
+        return state_of(self.base.modules())[:2]
 
     def check_placed(self) -> None:
         """See ``Scorer.check_placed``; the model's own forward uses its weights where they are now."""

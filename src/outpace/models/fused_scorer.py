@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,6 +17,7 @@ from outpace.models.causal import CausalScorer, has_adapters, positions, support
 from outpace.models.fused import FusedModel, has_kernels, why_not
 from outpace.models.greedy import FEW, GreedyPasses
 from outpace.models.paged import PagedCache
+from outpace.models.prefill import PrefillGraphs
 from outpace.models.scorer import CHUNK, Scorer
 from outpace.models.seq2seq import Seq2SeqScorer
 
@@ -45,7 +46,9 @@ class FusedScorer(Scorer):
         page = PAGE if self.has_kernels else SMALL_PAGE
         self.cache = PagedCache(self.fused.shape, self.device, self.fused.tokens, page, self.has_kernels)
         self._state = self.fused.state
-        self._passes: GreedyPasses | None = None  # of `greedy`
+        self._graphs, self._version = Graphs(self.device), self.cache.version
+        self._prefills = PrefillGraphs(self._graphs)
+        self._passes = GreedyPasses(self.fused, self.cache, self._graphs)
 
     def attach(self, model: Any) -> None:
         self.model, self.base = model, supported_model(model)
@@ -93,19 +96,25 @@ class FusedScorer(Scorer):
         pages = self.cache.pages(to_device(torch.tensor(slots), self.device))
         return self.fused.logits(tokens.to(self.device), to_device(at, self.device), pages, prefill)
 
+    @property
+    def capture_seconds(self) -> float:  # type: ignore[override]
+        return self._graphs.capture_seconds
+
+    def append_prompt(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor | None:
+        with self._current_graphs():
+            return self._prefills.append(self, slots, tokens)
+
     def greedy(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], count: int) -> Tensor:
         """See ``Scorer.greedy``; with kernels, the forward passes are CUDA graphs."""
         if not self.has_kernels:
             return super().greedy(slots, tokens, count)
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        with self._current_graphs():
             self._append_long(slots, tokens)
             new_tokens = [new[-FEW:] for new in tokens]
             written = [len(new) + count - 1 for new in new_tokens]
             ends = [self.cache.length(slot) + size for slot, size in zip(slots, written, strict=True)]
             self.cache.reserve(slots, ends)
-            if self._passes is None:
-                self._passes = GreedyPasses(self.fused, self.cache, Graphs(self.device))
-            found, self.capture_seconds = self._passes.run(slots, new_tokens, count)
+            found = self._passes.run(slots, new_tokens, count)
         for slot, size in zip(slots, written, strict=True):
             self.cache.commit(slot, size)
         return found
@@ -114,11 +123,20 @@ class FusedScorer(Scorer):
         """Append all but the last ``FEW`` tokens of each sequence."""
         rest = {slot: new[:-FEW] for slot, new in zip(slots, tokens, strict=True) if len(new) > FEW}
         while rest:
-            self.append(list(rest), [new[:CHUNK] for new in rest.values()])
+            self._prefills.append(self, list(rest), [new[:CHUNK] for new in rest.values()])
             rest = {slot: new[CHUNK:] for slot, new in rest.items() if len(new) > CHUNK}
 
+    @contextmanager
+    def _current_graphs(self) -> Iterator[None]:
+        """Use the device of the model, and no graph that reads memory which has moved."""
+        if self._version != self.cache.version:
+            self._graphs.clear()
+            self._version = self.cache.version
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            yield
+
     def release(self) -> None:
-        self._passes = None
+        self._graphs.clear()
         super().release()
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from outpace.checks.arguments import to_device
+from outpace.checks.arguments import overwrite
 from outpace.models.capture import Graphs
 from outpace.models.fused import FusedModel
 from outpace.models.paged import PagedCache
@@ -26,17 +26,16 @@ class GreedyPasses:
     Args:
         fused: The model.
         cache: Its KV cache.
-        graphs: The graphs, for this object alone.
+        graphs: The graphs, which others may share.
     """
 
     def __init__(self, fused: FusedModel, cache: PagedCache, graphs: Graphs) -> None:
         self._fused, self._cache, self._graphs = fused, cache, graphs
-        self._version = cache.version
         # By number of sequences: what the graphs read, and the last token and its position ``[B, 2]``
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @torch.inference_mode()
-    def run(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], count: int) -> tuple[Tensor, float]:
+    def run(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], count: int) -> Tensor:
         """Append tokens to each sequence, and find the likeliest tokens after them.
 
         The KV cache has memory for all of them. Nothing is committed.
@@ -47,39 +46,34 @@ class GreedyPasses:
             count: Number of the likeliest tokens.
 
         Returns:
-            Each token, and 1 if its logits were finite, else 0: ``[R, count, 2]``. And the seconds of
-            captures.
+            Each token, and 1 if its logits were finite, else 0: ``[R, count, 2]``.
         """
-        if self._version != self._cache.version:  # memory that the graphs read has moved
-            self._graphs.clear()
-            self._version = self._cache.version
         B = 1 << (len(slots) - 1).bit_length()
         if B not in self._buffers:
             self._add_buffers(B)
         inputs, last = self._buffers[B]
-        inputs.copy_(to_device(self._inputs(slots, tokens, B), inputs.device))
-        found, capture_seconds = list[Tensor](), 0.0
+        overwrite(inputs, self._inputs(slots, tokens, B))
+        found = list[Tensor]()
         for i in range(count):
             what, work = ("new tokens", self._append_new) if i == 0 else ("one token", self._append_one)
             name = f"greedy decoding of {what} of {B} sequences"
-            best, seconds = self._graphs.run((what, B), partial(work, B), name, [last])
+            best, _ = self._graphs.run((what, B), partial(work, B), name, [last])
             found.append(best.clone())
-            capture_seconds += seconds
-        return torch.stack(found, dim=1)[: len(slots)], capture_seconds
+        return torch.stack(found, dim=1)[: len(slots)]
 
     @torch.inference_mode(False)
     def _add_buffers(self, B: int) -> None:
-        both = torch.zeros(B, 2 * FEW + 4, dtype=torch.int64, device=self._cache.device)
-        self._buffers[B] = both[:, :-2], both[:, -2:]
+        inputs = torch.zeros(B, 2 * FEW + 2, dtype=torch.int64, device=self._cache.device)
+        self._buffers[B] = inputs, inputs.new_zeros(B, 2)
 
-    def _inputs(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], B: int) -> Tensor:
+    def _inputs(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], B: int) -> list[list[int]]:
         """Return ids, their positions, the index of the last one, and the slot: ``[B, 2 * FEW + 2]``."""
         rows = [[*[0] * FEW, *[PADDING] * FEW, 0, 0] for _ in range(B)]
         for row, slot, new in zip(rows, slots, tokens, strict=False):
             start, n = self._cache.length(slot), len(new)
             row[:n], row[FEW : FEW + n] = new, range(start, start + n)
             row[-2:] = n - 1, slot
-        return torch.tensor(rows)
+        return rows
 
     def _append_new(self, B: int) -> Tensor:
         """Append the tokens of ``_inputs``; return the likeliest token, and whether logits were finite."""

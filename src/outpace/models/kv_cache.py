@@ -212,8 +212,9 @@ def size(nbytes: int) -> str:
 def memory_free(device: torch.device) -> int:
     """Return the bytes of free memory on a device; unknown memory counts as unlimited."""
     if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + cached
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
+        reserved, allocated = (stats[f"{name}_bytes"]["all"]["current"] for name in ("reserved", "allocated"))
+        return int(torch.cuda.mem_get_info(device)[0]) + int(reserved - allocated)
     meminfo = Path("/proc/meminfo")
     if device.type == "cpu" and meminfo.exists():
         fields = dict(line.split(":") for line in meminfo.read_text().splitlines())

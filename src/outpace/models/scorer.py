@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class Scorer(ABC):
         device: Device of the logits.
         dtype: Dtype of the weights.
         cache: The KV cache.
-        capture_seconds: Seconds that captures took in the last call of ``greedy``.
+        capture_seconds: Seconds that captures of ``greedy`` and ``append_prompt`` took so far.
         has_kernels: Whether Triton kernels run the forward passes.
         has_encoder: Whether each sequence needs a source, which an encoder reads.
         takes_speech: Whether sources are features of speech.
@@ -97,6 +97,11 @@ class Scorer(ABC):
     @abstractmethod
     def is_current(self) -> bool:
         """True if the scorer still fits its model: device, dtype, and how its forward passes run."""
+
+    @property
+    def layout(self) -> Hashable:
+        """Value that changes if weights move, or layers or hooks change, while ``is_current`` stays True."""
+        return None
 
     @abstractmethod
     def check_weights(self) -> None:
@@ -156,6 +161,18 @@ class Scorer(ABC):
         logits = self.score([slot], torch.tensor([tokens], device=self.device), prefill=True)
         self.cache.commit(slot, len(tokens), tokens)
         return logits[0]
+
+    def append_prompt(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor | None:
+        """Append tokens of prompts as ``append`` does. The forward pass may be a graph, without logits.
+
+        Args:
+            slots: Slots of the sequences.
+            tokens: New token ids of each sequence, at most ``CHUNK``.
+
+        Returns:
+            Logits ``[R, V]`` after the last token of each sequence, or None.
+        """
+        return self.append(slots, tokens)
 
     def greedy(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], count: int) -> Tensor:
         """Append tokens to each sequence, and then the likeliest tokens, and commit all but the last.

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outpace.engine import prefill
-from outpace.engine.prefill import PrefillGraphs
+from outpace.models import prefill
 from outpace.models.capture import Graphs, Result
 from outpace.models.fused_scorer import FusedScorer
+from outpace.models.prefill import PrefillGraphs
 from tests.tiny import tiny
 
 

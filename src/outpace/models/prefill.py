@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outpace.checks.arguments import to_device
+from outpace.checks.arguments import overwrite
 from outpace.models.capture import Graphs
 from outpace.models.scorer import CHUNK, Scorer
 
@@ -19,16 +19,17 @@ class PrefillGraphs:
     """Forward passes over tokens of prompts. Those over one sequence are graphs.
 
     A graph is captured when its size is used the second time. A capture takes longer than a forward pass
-    whose kernels are launched one by one.
+    whose kernels are launched one by one. Both have the same kernels, whatever the number of tokens.
 
     Args:
-        graphs: The graphs of the executor.
+        graphs: The graphs, which others may share.
     """
 
     def __init__(self, graphs: Graphs) -> None:
         self._graphs = graphs
-        # Inputs of graphs, by model and size: token ids, positions and slot ``[2·size + 1]``
-        self._inputs: dict[tuple[Scorer, int], Tensor] = {}
+        # Inputs of graphs, by the model's id and size: token ids, positions and slot ``[2·size + 1]``. A
+        # scorer that holds this object is freed at once, since nothing here refers to it.
+        self._inputs: dict[tuple[int, int], Tensor] = {}
 
     @torch.inference_mode()
     def append(self, scorer: Scorer, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor | None:
@@ -37,19 +38,23 @@ class PrefillGraphs:
             return scorer.append(slots, tokens)
         slot, new = slots[0], tokens[0]
         size = next(size for size in SIZES if size >= len(new))
-        if (scorer, size) not in self._inputs:
-            self._inputs[scorer, size] = torch.zeros(2 * size + 1, dtype=torch.int64, device=scorer.device)
-            return scorer.append(slots, tokens)
-        inputs, start = self._inputs[scorer, size], scorer.cache.length(slot)
+        key = id(scorer), size
+        is_new = key not in self._inputs
+        if is_new:
+            self._inputs[key] = torch.zeros(2 * size + 1, dtype=torch.int64, device=scorer.device)
+        inputs, start = self._inputs[key], scorer.cache.length(slot)
         scorer.cache.reserve(slots, [start + len(new)])
         padding = size - len(new)
         ids, positions = [*new, *[0] * padding], [*range(start, start + len(new)), *[PADDING] * padding]
-        inputs.copy_(to_device(torch.tensor([*ids, *positions, slot]), scorer.device))
+        overwrite(inputs, [*ids, *positions, slot])
 
         def fill() -> Tensor:
             scorer.fill(inputs[None, :size], inputs[None, size:-1], inputs[-1:])
             return inputs
 
-        self._graphs.run(("prefill", scorer, size), fill, f"a prefill of {size} tokens")
+        if is_new:
+            fill()
+        else:
+            self._graphs.run(("prefill", *key), fill, f"a prefill of {size} tokens")
         scorer.cache.commit(slot, len(new), new)
         return None
