@@ -108,50 +108,77 @@ def real_prompts(folder: str, data: str, count: int, order: int) -> tuple[Any, A
     return model, tokenizer, prompts
 
 
-def measure_prompts(model: str, data: str, count: int, order: int) -> Any:
+def padded_target(model: str, parameters: int) -> Any:
+    """Return the model with MLPs padded with zeros: the same texts, at the cost of a larger model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    layers, hidden = target.model.layers, target.config.hidden_size
+    missing = parameters - sum(one.numel() for one in target.parameters())
+    size = target.config.intermediate_size + missing // (3 * hidden * len(layers)) // 128 * 128
+    for layer in layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            product = getattr(layer.mlp, name)
+            padded = product.weight.new_zeros((hidden, size) if name == "down_proj" else (size, hidden))
+            padded[tuple(map(slice, product.weight.shape))] = product.weight.detach()
+            product.weight = torch.nn.Parameter(padded, requires_grad=False)
+            product.out_features, product.in_features = padded.shape
+    target.config.intermediate_size = size
+    return target.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def measure_prompts(model: str, data: str, count: int, order: int, padded: int) -> Any:
     """Throughput of single requests in random order, without speculation and with fixed draft lengths.
 
     A prediction is the time of the first token, and for each later step its time on the device. What the host
     adds is the difference. A second prediction has the time of prompt lookup's step for every drafter. So
     drafting on the device does not count there, apart from forward passes.
+
+    The last cases have a target that is padded to ``padded`` parameters.
     """
     from outpace import Decoder, Fixed, NGramDrafter, TextDrafter
 
     weights, tokenizer, prompts = real_prompts(model, data, count, order)
     found: dict[str, Any] = {"prompt_tokens": [len(one) for one in prompts], "order": order}
     fitted = NGramDrafter.fit(prompts, n=4, vocab_size=weights.config.vocab_size)
-    cases: dict[str, tuple[Any, int, list[list[int]]]] = {
-        f"g={g}": ("lookup" if g else None, g, prompts) for g in PREDICTED
+    # The model drafts as if the target's tokenizer were another one
+    text = TextDrafter(weights, tokenizer, tokenizer)
+    fewer, large = prompts[:FEWER_PROMPTS], padded_target(model, padded)
+    cases: dict[str, tuple[Any, Any, int, list[list[int]]]] = {
+        f"g={g}": (weights, "lookup" if g else None, g, prompts) for g in PREDICTED
     }
-    cases["n-gram, g=4"] = (fitted, 4, prompts[:FEWER_PROMPTS])
-    # The target drafts for itself as if its tokenizer were another one
-    cases["text, g=4"] = (TextDrafter(weights, tokenizer, tokenizer), 4, prompts[:FEWER_PROMPTS])
+    cases["n-gram, g=4"] = (weights, fitted, 4, fewer)
+    cases["text, g=4"] = (weights, text, 4, fewer)
+    cases["padded target, g=0"] = (large, None, 0, fewer)
+    cases["padded target, lookup, g=4"] = (large, "lookup", 4, fewer)
+    cases["padded target, n-gram, g=4"] = (large, fitted, 4, fewer)
+    cases["padded target, text, g=4"] = (large, text, 4, fewer)
     short = min(prompts, key=len)
-    baseline_texts, device_seconds = list[list[int]](), dict[int, float]()  # by draft tokens
-    for name, (draft, g, some) in cases.items():
-        decoder = Decoder(weights, draft, tokenizer, num_draft_tokens=Fixed(g))
+    baselines, device_seconds = dict[int, list[list[int]]](), dict[tuple[int, int], float]()
+    for name, (target, draft, g, some) in cases.items():
+        decoder = Decoder(target, draft, tokenizer, num_draft_tokens=Fixed(g))
         runs, texts, changes = timed_requests(decoder, some)
         step_seconds = step_time(decoder, short, g)
-        if not g:
-            baseline_texts = texts
-        passes_seconds = device_seconds.setdefault(g, step_seconds)
-        if name.startswith("text"):  # the last draft token may be incomplete, and is dropped
-            step_seconds += (g + 1) * device_seconds[0]
-            passes_seconds += (g + 1) * device_seconds[0]
+        baseline_texts = baselines.setdefault(id(target), texts)
+        passes_seconds = device_seconds.setdefault((id(target), g), step_seconds)
+        if draft is text:  # the last draft token may be incomplete, and is dropped
+            draft_seconds = (g + 1) * device_seconds[id(weights), 0]
+            step_seconds, passes_seconds = step_seconds + draft_seconds, passes_seconds + draft_seconds
         later = runs[2:]
-        predicted, of_passes = (
-            sum(one["first"] + (one["steps"] - 1) * seconds for one in later)
-            for seconds in (step_seconds, passes_seconds)
-        )
+        firsts, later_steps = sum(one["first"] for one in later), sum(one["steps"] - 1 for one in later)
+        seconds = sum(one["seconds"] for one in later)
         brief = [one for one in later if one["prompt"] <= SHORT] or later
         brief_seconds = sum(one["seconds"] - one["first"] for one in brief)
         brief_steps = sum(one["steps"] - 1 for one in brief)
         found[name] = {
             "tokens_per_second_all": sum(one["tokens"] for one in runs) / sum(one["seconds"] for one in runs),
-            "tokens_per_second_later": sum(r["tokens"] for r in later) / sum(r["seconds"] for r in later),
+            "tokens_per_second_later": sum(one["tokens"] for one in later) / seconds,
             "step_milliseconds": 1e3 * step_seconds,
-            "measured_over_predicted_seconds": sum(one["seconds"] for one in later) / predicted,
-            "measured_over_passes_seconds": sum(one["seconds"] for one in later) / of_passes,
+            "measured_over_predicted_seconds": seconds / (firsts + later_steps * step_seconds),
+            "measured_over_passes_seconds": seconds / (firsts + later_steps * passes_seconds),
+            "steady_measured_over_predicted_seconds": (seconds - firsts) / (later_steps * step_seconds),
+            "steady_measured_over_passes_seconds": (seconds - firsts) / (later_steps * passes_seconds),
             "steady_tokens_per_second_short": sum(r["tokens"] - r["head"] for r in brief) / brief_seconds,
             "microseconds_beyond_the_device": 1e6 * (brief_seconds / brief_steps - step_seconds),
             "texts_equal_to_no_speculation": [
@@ -339,8 +366,9 @@ def first(args: argparse.Namespace) -> Any:
 
 def prompts(args: argparse.Namespace) -> Any:
     found = child(
-        args.source, "prompts", model=args.model, data=args.data, count=args.count, order=args.order
-    )
+        args.source, "prompts", model=args.model, data=args.data, count=args.count, order=args.order,
+        padded=args.padded,
+    )  # fmt: skip
     for name, one in found.items():
         if isinstance(one, dict):
             print(f"{name}: { ({key: value for key, value in one.items() if key != 'runs'}) }")
@@ -375,6 +403,7 @@ def main() -> None:
     parser.add_argument("--model", help="folder of SmolLM2-135M-Instruct")
     parser.add_argument("--data", help="spec_bench.jsonl")
     parser.add_argument("--count", type=int, default=40, help="prompts")
+    parser.add_argument("--padded", type=int, default=7_000_000_000, help="parameters of the padded target")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--longest", type=int, default=400, help="tokens of the longest prompt, about")
     parser.add_argument("--order", type=int, default=1, help="seed of the random order")
