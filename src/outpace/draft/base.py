@@ -141,13 +141,6 @@ class DraftTensors:
     lengths: Tensor | None = None  # [B], number of draft tokens; None: g each
     sampling: RowSampling | None = None  # still to be applied to the logits
 
-    def first(self, rows: int) -> DraftTensors:
-        """Return the draft tokens of the first rows."""
-        logits = None if self.logits is None else self.logits[:rows]
-        lengths = None if self.lengths is None else self.lengths[:rows]
-        sampling = None if self.sampling is None else self.sampling.first(rows)
-        return replace(self, tokens=self.tokens[:rows], logits=logits, lengths=lengths, sampling=sampling)
-
 
 @dataclass(frozen=True)
 class GraphState:

@@ -243,7 +243,7 @@ class GraphExecutor(Executor):
         if needs.edits and self.slots.edits is None:
             self.slots.add_edits()
         self._drop_stale_graphs(slots)
-        buffers = None if draft is None or not g else self.slots.copy_draft(g, draft, drafted)
+        buffers = None if draft is None or not g else self.slots.copy_draft(g, draft, drafted, slots)
         host_buffers = None if buffers is None else id(buffers)
         key = StepKey(g, slots, self._buckets.serving(needs, g, slots, host_buffers), host_buffers)
         name = f"a step with {g} draft tokens and {slots} slots"
@@ -328,7 +328,7 @@ class GraphExecutor(Executor):
     def score(self, key: StepKey, host_draft: DraftTensors | None = None) -> Scored:
         """Draft tokens, and run the target over them."""
         state = self.state(key)
-        draft = self.propose(state, key.g) if host_draft is None else host_draft.first(key.slots)
+        draft = self.propose(state, key.g) if host_draft is None else host_draft
         ids = torch.cat((state.last[:, 1:], draft.tokens), dim=1)
         return self.scored(key, draft, self.target.forward(ids, state.positions[:, 1:]))
 

@@ -128,42 +128,43 @@ class Slots:
             ids = on_device(list(bias), torch.int64, device)
             edits.bias[slot, ids] = on_device(list(bias.values()), torch.float32, device)
 
-    def copy_draft(self, g: int, draft: Draft, slots: Sequence[int]) -> DraftTensors:
-        """Copy draft tokens from the host to buffers that graphs read; return the buffers of all slots.
+    def copy_draft(self, g: int, draft: Draft, drafted: Sequence[int], slots: int) -> DraftTensors:
+        """Copy draft tokens from the host to buffers that graphs read; return the buffers.
 
         Args:
             g: Most draft tokens of a sequence.
             draft: Draft tokens from the host.
-            slots: Slots of the sequences, in the order of ``draft``. Other slots get no draft tokens.
+            drafted: Slots of the sequences, in the order of ``draft``. Other slots get no draft tokens.
+            slots: Number of slots that the buffers have.
         """
         logits, device = draft.logits, self.lengths.device
         unapplied = None if draft.precomputed is None else draft.precomputed.sampling
-        key = g, unapplied is None, None if logits is None else logits.dtype
+        key = g, slots, unapplied is None, None if logits is None else logits.dtype
         if key not in self._drafts:
-            integers = self.lengths.new_zeros(len(self) * (g + 1))
+            integers, shape = self.lengths.new_zeros(slots * (g + 1)), torch.zeros_like(self.shape[:slots])
             self._drafts[key] = (
                 integers,
                 DraftTensors(
-                    integers[: len(self) * g].view(-1, g),
-                    None if logits is None else logits.new_zeros(len(self), g, logits.shape[-1]),
-                    lengths=integers[len(self) * g :],
-                    sampling=None if unapplied is None else RowSampling(torch.zeros_like(self.shape), True),
+                    integers[: slots * g].view(-1, g),
+                    None if logits is None else logits.new_zeros(slots, g, logits.shape[-1]),
+                    lengths=integers[slots * g :],
+                    sampling=None if unapplied is None else RowSampling(shape, True),
                 ),
             )
         integers, buffers = self._drafts[key]
         on_host = draft.tokens.device.type == "cpu"
-        rows = dict(zip(slots, draft.tokens.tolist(), strict=True)) if on_host else {}
-        lengths = dict(zip(slots, draft.lengths or [g] * len(slots), strict=True))
-        tokens = [token for slot in range(len(self)) for token in rows.get(slot, [0] * g)]
-        overwrite(integers, [*tokens, *(lengths.get(slot, 0) for slot in range(len(self)))])
+        rows = dict(zip(drafted, draft.tokens.tolist(), strict=True)) if on_host else {}
+        lengths = dict(zip(drafted, draft.lengths or [g] * len(drafted), strict=True))
+        tokens = [token for slot in range(slots) for token in rows.get(slot, [0] * g)]
+        overwrite(integers, [*tokens, *(lengths.get(slot, 0) for slot in range(slots))])
         if not on_host:
-            buffers.tokens[on_device(slots, torch.int64, device)] = draft.tokens
+            buffers.tokens[on_device(drafted, torch.int64, device)] = draft.tokens
         if buffers.logits is not None and logits is not None:
-            buffers.logits[on_device(slots, torch.int64, device)] = logits
+            buffers.logits[on_device(drafted, torch.int64, device)] = logits
         if buffers.sampling is not None and unapplied is not None:
             shapes = [shape_of(one, self.vocab_size) for one in unapplied]
-            shapes = shapes * len(slots) if len(shapes) == 1 else shapes
-            indices = on_device(slots, torch.int64, device)
+            shapes = shapes * len(drafted) if len(shapes) == 1 else shapes
+            indices = on_device(drafted, torch.int64, device)
             buffers.sampling.shape[indices] = to_device(torch.tensor(shapes, dtype=torch.float32), device)
         return buffers
 

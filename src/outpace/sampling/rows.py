@@ -31,10 +31,6 @@ class RowSampling:
     shape: Tensor
     filters: bool
 
-    def first(self, rows: int) -> RowSampling:
-        """Return the parameters of the first rows."""
-        return RowSampling(self.shape[:rows], self.filters)
-
     @property
     def before_argmax(self) -> RowSampling:
         """The same with the model's own distribution in greedy rows."""
