@@ -13,7 +13,7 @@ class RepeatDrafter(Drafter):
 
     def propose(self, state: State, g: int) -> Draft:
         """Return g copies of the last token of each sequence, chosen rather than sampled."""
-        return Draft.chosen([[ids[-1]] * g for ids in state.tokens], state.device)
+        return Draft.chosen([[ids[-1]] * g for ids in state.tokens])
 
 
 target = outpace.load(draft="none")

@@ -160,6 +160,31 @@ def test_incremental_retokenization_equals_encoding_the_whole_text(target: str, 
     assert retokenizer.ids == [*draft_adapter.start, *whole]
 
 
+@pytest.mark.parametrize("text", [TEXT * 4, "Donaudampfschifffahrt" * 8 + " fuhr " + "東京の春は短い" * 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_that_is_frozen_at_every_step_has_the_tokens_of_the_whole_text(kind: str, text: str) -> None:
+    adapter = TokenizerAdapter("tokenizer", tokenizer(kind))
+    retokenizer = Retokenizer(adapter, adapter, {})
+    ids = adapter.encode(text)
+    for end in range(1, len(ids) + 1):
+        retokenizer.update(ids[:end])
+        retokenizer.freeze()
+    assert retokenizer.ids == [*adapter.start, *ids]
+    assert len(retokenizer._tail) < len(text) / 2
+
+
+def test_characters_that_are_bytes_in_both_vocabularies_are_read_at_once() -> None:
+    """A window that begins within a character is nothing but replacements."""
+    target, draft = (TokenizerAdapter(name, tokenizer(name)) for name in ("pieces", "bytes"))
+    retokenizer = Retokenizer(target, draft, {})
+    ids = target.encode("สวัสดีครับ" * 6)
+    for end in range(1, len(ids) + 1):
+        retokenizer.update(ids[:end])
+        retokenizer.freeze()
+        assert end - retokenizer.num_read <= 3, "at most an incomplete character waits"
+    assert draft.decode(retokenizer.ids[retokenizer.origin :]).strip() == "สวัสดีครับ" * 6
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_is_encoded_as_a_call_of_the_tokenizer_does_whatever_the_last_call_set(kind: str) -> None:
     own = copy.deepcopy(tokenizer(kind))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outpace.bench.estimate import Floats
 from outpace.bench.prompts import Prompt
-from outpace.checks.arguments import on_device
+from outpace.checks.arguments import on_device, to_device
 from outpace.decoder import Decoder
 from outpace.draft.base import Draft, State
 from outpace.models.source import Source
@@ -201,7 +201,7 @@ def acceptance_probability(
         lenience: The value l.
     """
     if draft.logits is None:
-        q = torch.zeros_like(scores).scatter_(1, draft.tokens[:, :1], 1.0)
+        q = torch.zeros_like(scores).scatter_(1, to_device(draft.tokens[:, :1], scores.device), 1.0)
     else:
         logits = draft.logits[:, :1].float()
         draft_sampling = None if draft.precomputed is None else draft.precomputed.sampling

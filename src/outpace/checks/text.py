@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # a tokenizer decodes incomplete bytes to it
@@ -29,13 +30,21 @@ def decoding(tokenizer: Any, **options: bool) -> Callable[[list[int]], str]:
     from transformers import PreTrainedTokenizerFast as Fast
 
     own: Any = type(tokenizer)
-    if (
+    calls_backend = (
         isinstance(tokenizer, Fast)
         and own.decode is Fast.decode
         and own._decode is Fast._decode
         and not {"decode", "_decode"} & vars(tokenizer).keys()
         and not options.get("clean_up_tokenization_spaces", tokenizer.clean_up_tokenization_spaces)
-    ):
-        decode, skip = tokenizer.backend_tokenizer.decode, options.get("skip_special_tokens", False)
-        return lambda tokens: str(decode(tokens, skip_special_tokens=skip))
-    return lambda tokens: str(tokenizer.decode(tokens, **options))
+    )
+    if calls_backend:
+        return partial(_decode_in_backend, tokenizer, options.get("skip_special_tokens", False))
+    return partial(_decode, tokenizer, options)
+
+
+def _decode_in_backend(tokenizer: Any, skip_special_tokens: bool, tokens: list[int]) -> str:
+    return str(tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+
+
+def _decode(tokenizer: Any, options: dict[str, bool], tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, **options))

@@ -104,7 +104,7 @@ class State:
         tokens: Token ids of each sequence, prompt and output. Do not change them.
         prompt_lengths: Number of tokens of each prompt.
         sampling: Sampling parameters of the drafter, per sequence.
-        seed: Seeds, int64 ``[R]``.
+        seed: Seeds, int64 ``[R]``. Do not change them.
         limits: Largest number of useful draft tokens, per sequence. More are a waste, not an error.
         vocab_size: Vocabulary size V of the target, and of the logits in a ``Draft``.
         device: Device that the ``Draft`` must be on; chosen tokens may also be on the CPU.

@@ -11,6 +11,7 @@ from outpace.checks.arguments import kind
 from outpace.checks.text import REPLACEMENT_CHARACTER, decoding
 
 WINDOW = 8  # tokens decoded before new tokens, since they affect the text of these
+MAX_CHARACTER_BYTES = 4  # of UTF-8
 TAIL = 32  # characters at a text's end whose tokens may change when the text grows
 BEFORE = 8  # characters that are encoded together with the tail, since they affect its tokens
 SAMPLE = "\t Aé1, 東京\n\n  don't"  # a text of all kinds of characters
@@ -140,8 +141,7 @@ class Retokenizer:
             whole = self._last_whole_character(tokens)
             if whole == self.num_read:
                 break
-            before = tokens[max(self._text_start, self.num_read - WINDOW) : self.num_read]
-            self._tail += self._target.decode_after(before, tokens[self.num_read : whole])
+            self._tail += self._target.decode_after(self._before_new(tokens), tokens[self.num_read : whole])
             self.num_read = whole
         self._encode()
 
@@ -153,11 +153,23 @@ class Retokenizer:
         for end in range(self.num_read, len(tokens)):
             if tokens[end] in self._target.special:
                 return end  # a character that is incomplete there stays incomplete
-        first = max(self._text_start, self.num_read - WINDOW)
+        before = self._before_new(tokens)
         for end in range(len(tokens), max(self.num_read, len(tokens) - WINDOW), -1):
-            if not self._target.decode(tokens[first:end]).endswith(REPLACEMENT_CHARACTER):
+            text = self._target.decode([*before, *tokens[self.num_read : end]])
+            if not text.endswith(REPLACEMENT_CHARACTER):
                 return end
         return self.num_read
+
+    def _before_new(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return up to ``WINDOW`` tokens before the new ones, which begin with a whole character.
+
+        Some tokenizers decode a run of bytes that begins within a character to nothing but replacements.
+        """
+        first = max(self._text_start, self.num_read - WINDOW)
+        for start in range(first, min(first + MAX_CHARACTER_BYTES, self.num_read)):
+            if REPLACEMENT_CHARACTER not in self._target.decode(tokens[start : self.num_read]):
+                return tokens[start : self.num_read]
+        return tokens[first : self.num_read]
 
     def _add_special(self, token: int) -> None:
         self._encode()

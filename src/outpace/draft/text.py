@@ -23,7 +23,7 @@ from outpace.models.fused_scorer import scorer_of
 from outpace.models.kv_cache import common_prefix_length
 from outpace.models.scorer import Prefill, Scorer
 
-WINDOW = 8  # last tokens of a text that are decoded or encoded together with new ones
+WINDOW = 16  # last tokens of a text that are decoded or encoded together with new ones
 
 
 class TextDrafter(Drafter):

@@ -61,7 +61,7 @@ class Proposer:
         # Sequences of the last draft, each with its number of tokens at that time
         self._last_drafted: Sequence[tuple[SequenceState, int]] = ()
         # The seeds of the last step's sequences, and the same as a tensor
-        self._seeds: tuple[list[int], Tensor] = [], torch.empty(0)
+        self._seeds: tuple[list[int], Tensor] | None = None
         # By slot: a sequence, and the number of its tokens that the drafter has processed
         self._num_read: dict[int, tuple[SequenceState, int]] = {}
 
@@ -188,7 +188,7 @@ class Proposer:
 
     def without_draft(self, sequences: Sequence[SequenceState]) -> Proposal:
         """Return a proposal without draft tokens."""
-        return Proposal(Draft.chosen([[] for _ in sequences], self.scorer.device))
+        return Proposal(Draft.chosen([[] for _ in sequences]))
 
     def state(
         self, sequences: Sequence[SequenceState], limits: list[int], device: torch.device | None = None
@@ -219,9 +219,7 @@ class Proposer:
 
     def _seed_tensor(self, sequences: Sequence[SequenceState], device: torch.device) -> Tensor:
         """Return the seeds of the sequences ``[R]``, copied to the device when they change."""
-        last, found = self._seeds
         current = [one.seed for one in sequences]
-        if current != last or found.device != device:
-            found = seeds(sequences, device)
-            self._seeds = current, found
-        return found
+        if self._seeds is None or current != self._seeds[0] or self._seeds[1].device != device:
+            self._seeds = current, seeds(sequences, device)
+        return self._seeds[1]

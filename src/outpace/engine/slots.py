@@ -57,6 +57,7 @@ class Slots:
         self.draft_edits: Edits | None = None
         # See `copy_draft`: draft tokens and then their numbers, ``[slots * (g + 1)]``, and what graphs read
         self._drafts: dict[object, tuple[Tensor, DraftTensors]] = {}
+        self._draft_logits: dict[object, Tensor] = {}  # of all slots, by g and dtype
 
     @torch.inference_mode(False)
     def add_edits(self) -> None:
@@ -142,11 +143,13 @@ class Slots:
         key = g, slots, unapplied is None, None if logits is None else logits.dtype
         if key not in self._drafts:
             integers, shape = self.lengths.new_zeros(slots * (g + 1)), torch.zeros_like(self.shape[:slots])
+            if logits is not None and (g, logits.dtype) not in self._draft_logits:
+                self._draft_logits[g, logits.dtype] = logits.new_zeros(len(self), g, logits.shape[-1])
             self._drafts[key] = (
                 integers,
                 DraftTensors(
                     integers[: slots * g].view(-1, g),
-                    None if logits is None else logits.new_zeros(slots, g, logits.shape[-1]),
+                    None if logits is None else self._draft_logits[g, logits.dtype][:slots],
                     lengths=integers[slots * g :],
                     sampling=None if unapplied is None else RowSampling(shape, True),
                 ),

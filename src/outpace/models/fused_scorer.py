@@ -97,7 +97,7 @@ class FusedScorer(Scorer):
         return self.fused.logits(tokens.to(self.device), to_device(at, self.device), pages, prefill)
 
     @property
-    def capture_seconds(self) -> float:  # type: ignore[override]
+    def capture_seconds(self) -> float:
         return self._graphs.capture_seconds
 
     def append_prompt(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor | None:

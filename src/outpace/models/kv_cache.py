@@ -212,9 +212,10 @@ def size(nbytes: int) -> str:
 def memory_free(device: torch.device) -> int:
     """Return the bytes of free memory on a device; unknown memory counts as unlimited."""
     if device.type == "cuda":
+        free = int(torch.cuda.mem_get_info(device)[0])  # first, because it initializes CUDA
         stats = torch.cuda.memory_stats_as_nested_dict(device)
         reserved, allocated = (stats[f"{name}_bytes"]["all"]["current"] for name in ("reserved", "allocated"))
-        return int(torch.cuda.mem_get_info(device)[0]) + int(reserved - allocated)
+        return free + int(reserved - allocated)
     meminfo = Path("/proc/meminfo")
     if device.type == "cpu" and meminfo.exists():
         fields = dict(line.split(":") for line in meminfo.read_text().splitlines())

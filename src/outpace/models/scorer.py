@@ -39,7 +39,6 @@ class Scorer(ABC):
         device: Device of the logits.
         dtype: Dtype of the weights.
         cache: The KV cache.
-        capture_seconds: Seconds that captures of ``greedy`` and ``append_prompt`` took so far.
         has_kernels: Whether Triton kernels run the forward passes.
         has_encoder: Whether each sequence needs a source, which an encoder reads.
         takes_speech: Whether sources are features of speech.
@@ -53,7 +52,6 @@ class Scorer(ABC):
     device: torch.device
     dtype: torch.dtype
     cache: KVCache
-    capture_seconds: float = 0.0
     has_kernels: bool = False
     has_encoder: bool = False
     takes_speech: bool = False
@@ -69,6 +67,11 @@ class Scorer(ABC):
             ValueError: Token ids or the shape of features do not suit the model.
         """
         raise TypeError(f"prompt: got a source; {type(self.base).__name__} has no encoder")
+
+    @property
+    def capture_seconds(self) -> float:
+        """Seconds that captures of ``greedy`` and ``append_prompt`` took so far."""
+        return 0.0
 
     @property
     def generation_config(self) -> Any:
@@ -167,7 +170,7 @@ class Scorer(ABC):
 
         Args:
             slots: Slots of the sequences.
-            tokens: New token ids of each sequence, at most ``CHUNK``.
+            tokens: New token ids of each sequence, at most ``CHUNK``, and within the model's context.
 
         Returns:
             Logits ``[R, V]`` after the last token of each sequence, or None.
