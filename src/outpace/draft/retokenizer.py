@@ -138,22 +138,26 @@ class Retokenizer:
             if tokens[self.num_read] in self._target.special:
                 self._add_special(tokens[self.num_read])
                 continue
-            whole = self._last_whole_character(tokens)
+            before = self._before_new(tokens)
+            whole = self._last_whole_character(before, tokens)
             if whole == self.num_read:
                 break
-            self._tail += self._target.decode_after(self._before_new(tokens), tokens[self.num_read : whole])
+            self._tail += self._target.decode_after(before, tokens[self.num_read : whole])
             self.num_read = whole
         self._encode()
 
-    def _last_whole_character(self, tokens: Sequence[int]) -> int:
+    def _last_whole_character(self, before: Sequence[int], tokens: Sequence[int]) -> int:
         """Return the end of the whole characters after ``num_read``.
 
         Before a special token it is the end of the text.
+
+        Args:
+            before: Tokens before them, which they are decoded with.
+            tokens: All tokens of the text.
         """
         for end in range(self.num_read, len(tokens)):
             if tokens[end] in self._target.special:
                 return end  # a character that is incomplete there stays incomplete
-        before = self._before_new(tokens)
         for end in range(len(tokens), max(self.num_read, len(tokens) - WINDOW), -1):
             text = self._target.decode([*before, *tokens[self.num_read : end]])
             if not text.endswith(REPLACEMENT_CHARACTER):
