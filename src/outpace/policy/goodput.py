@@ -1,39 +1,58 @@
 """Goodput: a draft-length policy that maximizes throughput, in tokens per second.
 
-``acceptance`` estimates the tokens of a step, and ``costs`` its seconds. ``forecast`` combines them for each
-number of draft tokens g. The policy chooses the g with the most tokens per second. g = 0 is decoding without
-speculation, so the policy is designed never to be slower. docs/design/policy.md explains why.
+An acceptance estimate gives the tokens of a step, and a cost model its seconds. The policy chooses the number
+of draft tokens g with the most tokens per second. g = 0 is decoding without speculation. An exploration
+budget limits how much the policy may lose to learn. docs/design/policy.md has the derivation.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-
-import numpy as np
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from outpace.checks.arguments import integer
+from outpace.policy.acceptance import LEVELS, AcceptanceEstimate, confidence_level
 from outpace.policy.base import DraftLengthPolicy, Hint, Load, StepOutcome
-from outpace.policy.budget import ExplorationBudget, Price
-from outpace.policy.costs import STALE_AFTER, size_class
-from outpace.policy.forecast import MIN_SPEEDUP, Choice, Forecast
-from outpace.policy.probes import Probes, capture_price
-from outpace.policy.proposal_budget import ProposalBudget
+from outpace.policy.config import GoodputConfig
+from outpace.policy.costs import StepCosts
 
-MIN_CAPTURE_GAIN = 0.03  # fraction by which a g must be faster than the best captured one to be captured
-# Early captures need only an expected gain. Later, a g must first have missed savings as long as a capture.
-EARLY_CAPTURES = 4  # number of g above 0 that may be captured early
-EARLY_STEPS = 128  # steps with such a batch in which captures are early, once some captured g pays
-CAPTURE_STAKE = 0.3  # fraction of a capture's cost that the budget must hold, while no captured g pays
-NEAR_BEST = 0.85  # fraction of the best throughput; a g above it is measured again now and then
-REMEASURE_INTERVAL = 96  # steps between such measurements of a g
-MARGIN = 0.02  # fraction by which speculation must be faster
-DEBT_MARGIN = 0.05  # fraction added to MARGIN for each baseline step of debt
-HORIZON = 64  # steps in which the gain of speculation must repay a catch-up
-MIN_STOPPABLE_SECONDS = 1e-2  # seconds of a draft step; for shorter ones, `enough` costs more than it saves
-MAX_OVERHEAD = 0.005  # fraction of the time that decisions may take while there are no draft tokens
-SMALL_SPEEDUP = 1.12  # times the baseline; below it, the baseline is measured more often
-BASELINE_INTERVAL = 256  # steps until a baseline pass is measured again; a quarter of it below SMALL_SPEEDUP
+CANDIDATES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # values of g: on a GPU each needs a CUDA graph
+DEFAULT = GoodputConfig()
+
+
+@dataclass(slots=True)
+class Forecast:
+    """Expected tokens and seconds of the next step.
+
+    Attributes:
+        load: Size and limits of the forward pass.
+        costs: Cost model of such batches.
+        tokens: Expected tokens per sequence, by g.
+        ratios: Expected seconds in baseline steps, by g.
+        rates: Throughput relative to baseline steps, by g.
+        runnable: Candidates for g that need no capture.
+        uncaptured: Candidates for g that need a capture.
+        catch_up: Baseline steps of the draft model's catch-up.
+        remaining: Mean number of tokens until a sequence ends.
+        horizon: Tokens for which the forecast holds: until the end, or until acceptance rates jump.
+    """
+
+    load: Load
+    costs: StepCosts
+    tokens: list[float]
+    ratios: list[float]
+    rates: list[float]
+    runnable: list[int]
+    uncaptured: list[int]
+    catch_up: float
+    remaining: float
+    horizon: float
+
+    def pays(self, g: int, rate: float) -> bool:
+        """Return whether a g has at least this rate, and repays the catch-up within the horizon."""
+        found = self.rates[g]
+        return found >= rate and (not self.catch_up or self.catch_up <= (1 - 1 / found) * self.horizon)
 
 
 class Goodput(DraftLengthPolicy):
@@ -48,255 +67,239 @@ class Goodput(DraftLengthPolicy):
 
     Args:
         max_draft_tokens: Largest number of draft tokens.
-        clock: Function that returns the time in seconds.
+        config: Settings. The default is right for most uses.
+
+    Attributes:
+        balance: Baseline steps that exploration may lose now. A baseline step is a step without speculation.
     """
 
     is_timed = True
 
-    def __init__(self, max_draft_tokens: int = 16, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, max_draft_tokens: int = 16, config: GoodputConfig = DEFAULT) -> None:
         integer("max_draft_tokens", max_draft_tokens, "an int >= 1", lambda g: g >= 1)
-        self.max_draft_tokens, self._clock = max_draft_tokens, clock
-        self.forecast = Forecast(max_draft_tokens)
-        self.budget = ExplorationBudget()
-        self.probes = Probes(self.budget)
-        self._active_slots: set[int] = set()  # slots that a choice was for, since their last reset
-        self._plan: Choice | None = None
-        self._hinted = False  # whether the draft is known before the choice
-        self._steps_since_baseline = 0
-        self._choice_started_at = 0.0  # seconds on the clock
-        self._proposal_budget = ProposalBudget()
-        # Seconds that a g would have saved if it had been captured, by executor, batch size and g
-        self._missed_savings: dict[tuple[str, int, int], float] = {}
+        self.max_draft_tokens, self.config = max_draft_tokens, config
+        self.balance = config.initial_balance
+        self._acceptance = AcceptanceEstimate(max_draft_tokens, config)
+        self._by_size: dict[tuple[str, int], StepCosts] = {}  # by executor and size of the batch
+        self._capture_seconds = 0.0  # of the last capture
+        self._candidates = [g for g in CANDIDATES if g < max_draft_tokens] + [max_draft_tokens]
+        self._levels: dict[int, int] = {}  # confidence level of the last hint, by slot
+        self._steps_since_rejection = 0
+        self._proposal_cost = 0.0  # of a free drafter, in baseline steps
+        self._pause = 0  # steps until a free drafter proposes again
 
     def choose(
         self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
     ) -> list[int]:
-        self._choice_started_at = self._clock()
         load = load or Load(len(slots))
-        costs = self.forecast.costs(load)
-        self._active_slots.update(slots)
-        self._plan, self._hinted = None, hint is not None
-        no_draft = [0] * len(slots)
-        if self.probes.skip_decision() if hint is None else not any(hint.lengths):
-            return no_draft
-        remaining = load.remaining_draft_tokens
-        if costs.baseline_seconds(load) is None or (remaining is not None and max(remaining) < 1):
-            return no_draft
-        # With a positive budget, times measured only once are ignored: they may be outliers.
-        self._plan = plan = self.forecast.plan(slots, load, hint, confirmed_only=self.budget.balance > 0)
-        plan.rate, plan.g = self._best(plan)
-        plan.g = self._affordable(plan) if hint is None else self._explore(plan)
-        small_speedup = plan.rate * plan.baseline_seconds < SMALL_SPEEDUP * len(slots)
-        interval = BASELINE_INTERVAL // 4 if small_speedup else BASELINE_INTERVAL
-        interval = min(interval, 4 << min(costs.baseline_count(load), 8))
-        if plan.g and (self._steps_since_baseline >= interval or costs.context_unmeasured(load)):
-            plan.g = 0
-        return [plan.g if load.padded_drafts else min(plan.g, limit) for limit in plan.limits.tolist()]
+        limits = self._limits(slots, load, hint)
+        forecast = self._forecast(slots, load, hint, limits)
+        if forecast is None:
+            return [0] * len(slots)
+        g = self._best(forecast)
+        if self.balance > 0:
+            g = self._explore(forecast, g, probe=hint is None)
+        if hint is not None:
+            # Proposals that are not scored may take the same share of the time as probes.
+            self._pause = 0 if g else int(self._proposal_cost / self.config.probe_share)
+        return [g if load.padded_drafts else min(g, limit) for limit in limits]
 
-    def _best(self, plan: Choice) -> tuple[float, int]:
-        """Return the highest throughput, and its g; g = 0 unless speculation is faster by a margin."""
-        rates = plan.tokens / plan.optimistic_seconds
-        best = int(plan.runnable[rates[plan.runnable].argmax()])
-        if rates[best] < (1 + MARGIN + DEBT_MARGIN * self.budget.debt) * rates[0]:
-            best = 0
-        return float(rates[best]), best
+    def _limits(self, slots: Sequence[int], load: Load, hint: Hint | None) -> list[int]:
+        """Return the largest useful number of draft tokens of each sequence."""
+        limits = [self.max_draft_tokens] * len(slots) if hint is None else hint.lengths
+        remaining = load.remaining_draft_tokens or limits
+        return [max(0, min(self.max_draft_tokens, *pair)) for pair in zip(limits, remaining, strict=True)]
 
-    def _affordable(self, plan: Choice) -> int:
-        """Return the g to run with a drafter that is not free.
-
-        It is the best estimate if that can repay the catch-up, another g to explore, a probe, or 0.
-        """
-        if plan.g == 0 or self.probes.stale:
-            new = 0 if self.probes.stale else self._consider_capture(plan)
-            if new:
-                self.probes.start(Price(0.0))
-            return new or self._probe(plan)
-        gain = -plan.losses()[plan.g]
-        if plan.costs.catch_up_seconds(plan.load) / plan.baseline_seconds > HORIZON * gain:
-            return 0
-        return self._explore(plan)
-
-    def _explore(self, plan: Choice) -> int:
-        """Return the g of the best estimate, or another g that should be measured now.
-
-        A g that was not run for long comes first, if it is nearly as good or may be better. Otherwise it may
-        be a g whose expected gain justifies a capture.
-        """
-        if plan.g and self.budget.balance > 0:
-            since = {g: plan.costs.passes_since(plan.load, g) for g in plan.measured_runnable}
-            overdue = [
-                g
-                for g, passes in since.items()
-                if (passes > REMEASURE_INTERVAL and plan.tokens[g] >= NEAR_BEST * plan.rate * plan.seconds[g])
-                or (passes > STALE_AFTER and self._may_be_better(plan, g))
-            ]
-            if overdue:
-                return max(overdue, key=since.__getitem__)
-        return self._consider_capture(plan)
-
-    def _may_be_better(self, plan: Choice, g: int) -> bool:
-        """Return whether a g would be best if its pass took no longer than that of a smaller g.
-
-        The smaller g is the largest one that was run lately. The expected loss must be within the budget.
-        """
-        recent = (
-            each
-            for each in plan.measured
-            if each < g and plan.costs.passes_since(plan.load, each) <= STALE_AFTER
+    def _forecast(
+        self, slots: Sequence[int], load: Load, hint: Hint | None, limits: list[int]
+    ) -> Forecast | None:
+        """Return the forecast, or None if no draft token is useful or no baseline step was measured."""
+        costs, most = self.costs(load), max(limits)
+        if most < 1 or not costs.known:
+            return None
+        if load.padded_drafts and load.captured:
+            most = max(most, *load.captured)
+        if hint is not None:
+            self._levels |= zip(slots, map(confidence_level, hint.confidence), strict=True)
+        levels = [self._levels.get(slot, LEVELS - 1) for slot in slots]
+        limited = None if min(limits) == self.max_draft_tokens else limits
+        tokens, ratios = self._acceptance.expected_tokens(slots, levels, limited), costs.ratios()
+        most = min(most, max(self.config.first_draft_tokens, 2 * costs.measured[-1]))
+        candidates = [g for g in self._candidates if g <= most]
+        captured, remaining = load.captured, load.remaining_draft_tokens
+        horizon = 1 / self.config.jump_probability
+        left = horizon if remaining is None else max(0.0, sum(remaining) / len(remaining))
+        return Forecast(
+            load,
+            costs,
+            tokens.tolist(),
+            ratios.tolist(),
+            (tokens / ratios).tolist(),
+            candidates if captured is None else [g for g in candidates if g in captured],
+            [] if captured is None else [g for g in candidates if g not in captured],
+            costs.catch_up(load.catch_up_tokens) if load.catch_up_tokens else 0.0,
+            left,
+            min(left, horizon),
         )
-        shorter = max(recent, default=0)
-        draft_seconds = plan.costs.draft_seconds(plan.load)
-        least_seconds = plan.seconds[shorter] + draft_seconds[g] - draft_seconds[shorter]
-        affordable = plan.losses()[g] < self.budget.balance
-        return bool(affordable and plan.tokens[g] > (1 + MARGIN) * plan.rate * least_seconds)
 
-    def _consider_capture(self, plan: Choice) -> int:
-        """Return a g to capture, or the best captured one.
+    def _best(self, forecast: Forecast) -> int:
+        """Return the measured g with the highest throughput; 0 unless it pays by a margin."""
+        measured = forecast.costs.measured
+        runnable = [g for g in forecast.runnable if g in measured]
+        best = max(runnable, key=forecast.rates.__getitem__, default=0)
+        margin = self.config.margin * (1 + max(0.0, -self.balance))
+        return best if best and forecast.pays(best, 1 + margin) else 0
 
-        The seconds that a g would have saved are summed up until they equal the seconds of a capture. So
-        waiting and capture together cost at most twice as much as the better of the two would have cost.
+    def _explore(self, forecast: Forecast, best: int, probe: bool) -> int:
+        """Return a g to learn about, or the best one.
+
+        Args:
+            forecast: Forecast of the next step.
+            best: The best g by what is known.
+            probe: Whether a probe may run.
         """
-        load, costs = plan.load, plan.costs
-        if load.captured is None:
-            return plan.g
-        seconds = plan.optimistic_seconds
-        gains = plan.tokens / seconds / plan.rate - 1
-        early = len(load.captured - {0}) < EARLY_CAPTURES and (
-            plan.g == 0 or costs.pass_count(load) < EARLY_STEPS
-        )
-        if plan.g == 0:  # no captured g pays, so the capture is risky
-            price = capture_price(costs.capture_seconds, float(seconds[0]))
-            early &= self.budget.balance > CAPTURE_STAKE * price
-        best, best_gain = plan.g, MIN_CAPTURE_GAIN if plan.g else MIN_SPEEDUP - 1
-        for g in plan.candidates.tolist():
-            gain = float(gains[g])
-            if g == 0 or g in load.captured or gain <= MIN_CAPTURE_GAIN:
-                continue
-            key = load.executor, size_class(load), g
-            saving = gain / (1 + gain) * float(seconds[plan.g])
-            self._missed_savings[key] = self._missed_savings.get(key, 0.0) + saving
-            if gain > best_gain and (early or self._missed_savings[key] > costs.capture_seconds):
-                best, best_gain = g, gain
-        return best
+        costs, rates, tokens = forecast.costs, forecast.rates, forecast.tokens
+        rate = rates[best] if best else 1.0
+        least, measured = (1 + self.config.margin) * rate, costs.measured
+        new = [g for g in forecast.runnable if g not in measured and forecast.pays(g, least)]
+        if new:
+            return max(new, key=rates.__getitem__)
+        stale = [g for g in measured if costs.stale(g)]
+        for g in stale:
+            if g == 0 < best:
+                return 0
+            # It may be as fast as the next smaller g that was measured lately
+            fresh = max((each for each in measured if each < g and each not in stale), default=0)
+            loss = rate * forecast.ratios[g] - tokens[g] + forecast.catch_up
+            promising = tokens[g] > least * forecast.ratios[fresh]
+            if g != best and g in forecast.runnable and promising and loss <= self.balance:
+                return g
+        return self._capture(forecast, rate) or best or (self._probe(forecast) if probe else 0)
 
-    def _probe(self, plan: Choice) -> int:
-        """Return the g of a probe, or 0.
+    def _capture(self, forecast: Forecast, rate: float) -> int:
+        """Return a g that is worth its capture, or 0.
 
-        It is called if no g is expected to pay, or if nothing is known. The probe is the g with the smallest
-        expected loss. It runs if it is due.
+        The baseline steps that it would have saved so far, and those that it is expected to save in the
+        remaining tokens, must exceed the capture.
         """
-        costs, load = plan.costs, plan.load
-        candidates = (plan.runnable if len(plan.runnable) > 1 else plan.candidates)[1:]
-        if not len(candidates):
+        captured, missed = forecast.load.captured, forecast.costs.missed
+        if not forecast.uncaptured or not captured or forecast.remaining < max(captured):
             return 0
-        losses = plan.losses(MARGIN)[candidates]
-        g, loss = int(candidates[losses.argmin()]), float(losses.min())
-        loss += costs.idle_seconds(load) / plan.baseline_seconds  # the device is idle again after the probe
-        catch_up = costs.catch_up_seconds(load) / plan.baseline_seconds
-        if loss < 0:  # the expected gain repays a part of the catch-up, or all of it
-            loss, catch_up = 0.0, max(0.0, catch_up + HORIZON * loss)
-        captured = load.captured is None or g in load.captured
-        free_capture = captured or self.probes.no_outcome_yet
-        capture = 0.0 if free_capture else capture_price(costs.capture_seconds, plan.baseline_seconds)
-        overhead = (self._clock() - self._choice_started_at) / plan.baseline_seconds
-        due = self.probes.start_if_due(Price(loss, catch_up, capture), plan.hopeless, overhead / MAX_OVERHEAD)
-        return g if due else 0
+        price = self._capture_seconds / forecast.costs.baseline_seconds
+        affordable = rate > 1 or self.balance >= min(price, self.config.initial_balance)
+        worth: dict[int, float] = {}
+        for g in forecast.uncaptured:
+            if forecast.rates[g] > (1 + self.config.margin) * rate:
+                saving = 1 / rate - 1 / forecast.rates[g]  # baseline steps per token
+                missed[g] = missed.get(g, 0.0) + saving * rate
+                if missed[g] + affordable * saving * forecast.remaining > price:
+                    worth[g] = saving
+        return max(worth, key=worth.__getitem__, default=0)
+
+    def _probe(self, forecast: Forecast) -> int:
+        """Return the g with the smallest expected loss if a probe is due, else 0.
+
+        After an accepted probe the next one is due at once, so that a good drafter is noticed soon.
+        """
+        losses = {g: max(0.0, forecast.ratios[g] - forecast.tokens[g]) for g in forecast.runnable if g}
+        g = min(losses, key=losses.__getitem__, default=0)
+        if g and losses[g] <= self.config.probe_share * self._steps_since_rejection:
+            return g if losses[g] + forecast.catch_up <= self.balance else 0
+        return 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Mean acceptance rate of recent sequences."""
+        return self._acceptance.mean()
 
     @property
     def idle(self) -> bool:
-        return self._proposal_budget.pause > 0
-
-    @property
-    def asks(self) -> bool:
-        plan = self._plan
-        return plan is not None and plan.costs.draft_step_seconds(plan.load) >= MIN_STOPPABLE_SECONDS
-
-    def enough(self, confidence: Sequence[float]) -> bool:
-        plan = self._plan
-        if plan is None:
-            return False
-        costs = plan.costs
-        sampled = len(plan.levels)
-        level, accepted, tokens = self.forecast.next_draft_tokens(plan, confidence)
-        pass_seconds = costs.pass_seconds(plan.load)
-        lengths = np.arange(sampled + 1, sampled + 1 + len(tokens))
-        # The distribution of the next token is known already. So n more tokens need n - 1 draft steps, and
-        # one more for the next call of `enough`, unless the draft then has g tokens.
-        steps = lengths - sampled - (lengths >= plan.g)
-        draft_seconds = costs.draft_step_seconds(plan.load) * steps
-        seconds = pass_seconds[lengths] - pass_seconds[sampled] + draft_seconds
-        if (tokens <= plan.rate * seconds).all() and plan.load.catch_up_tokens == 0:
-            return True
-        plan.levels.append(level)
-        plan.all_accepted = plan.all_accepted * accepted
-        return False
+        return self._pause > 0 or self.balance < 0
 
     def observe(self, done: StepOutcome) -> None:
-        forecast, costs = self.forecast, self.forecast.costs(done.load)
-        if done.seconds is None:
-            costs.record_capture(done.capture_seconds)
-            # Other g must now be better than the captured one, so their missed savings start at 0 again.
-            captured = done.load.executor, size_class(done.load)
-            self._missed_savings = {
-                key: seconds for key, seconds in self._missed_savings.items() if key[:2] != captured
-            }
-        else:
-            costs.record_pass(done.load, done.g, done.seconds - done.draft_seconds)
-        if done.draft_steps or done.catch_up_seconds:
-            costs.record_draft(done.load, done.draft_steps, done.draft_seconds, done.catch_up_seconds)
-        if done.draft_steps and done.idle_seconds:
-            costs.record_idle(done.load, done.idle_seconds)
-        drafted = done.g > 0 or done.draft_steps > 0
-        probe = self.probes.end_step(drafted)
-        if forecast.learn(done, self._plan):
-            probing = probe is not None or self.probes.succeeded
-            self.probes.record_outcome(probing and forecast.would_pay(done, MARGIN))
-        self._book(done, drafted, probe)
-        self._steps_since_baseline = self._steps_since_baseline + 1 if done.g else 0
+        costs = self.costs(done.load)
+        expected = math.inf
+        if costs.known:
+            steps = float(costs.ratios()[done.g]) + costs.catch_up(done.load.catch_up_tokens)
+            expected = steps * costs.baseline_seconds
+        self._learn(done)
+        self._record(done, costs)
+        self._book(done, costs, expected)
 
-    def _book(self, done: StepOutcome, drafted: bool, probe: Price | None) -> None:
-        """Book the gain or loss of a step against decoding without speculation.
+    def _learn(self, done: StepOutcome) -> None:
+        """Learn the acceptance: from scored draft tokens, and from the first proposed one not scored."""
+        self._acceptance.next_step()
+        self._steps_since_rejection += 1
+        self._pause = max(0, self._pause - 1)
+        tested, accepted = list(done.requested or done.drafted), list(done.accepted)
+        for i, correct in enumerate(done.unscored_correct):
+            if correct is not None and accepted[i] == tested[i]:
+                tested[i], accepted[i] = tested[i] + 1, accepted[i] + correct
+        if done.draft_steps and not any(tested):  # the drafter stopped before its first token
+            tested = [1] * len(tested)
+        rows = [i for i, most in enumerate(tested) if most]
+        if not rows:
+            return
+        tested = [min(tested[i], self.max_draft_tokens) for i in rows]
+        accepted = [min(accepted[i], self.max_draft_tokens) for i in rows]
+        slots = [done.slots[i] for i in rows]
+        levels = [self._levels.get(slot, LEVELS - 1) for slot in slots]
+        self._acceptance.learn(slots, levels, tested, accepted)
+        if 2 * sum(accepted) < sum(tested):
+            self._steps_since_rejection = 0
+        if any(done.unscored_correct):
+            self._pause = 0
+
+    def _record(self, done: StepOutcome, costs: StepCosts) -> None:
+        """Record the seconds of a step. Those of a free drafter are no part of it: it has proposed before."""
+        if done.catch_up_seconds:
+            costs.record_catch_up(done.load.catch_up_tokens, done.catch_up_seconds)
+        if done.seconds is None:
+            self._capture_seconds = done.capture_seconds
+            costs.missed.clear()
+            return
+        seconds = done.seconds + (done.idle_seconds if done.draft_steps else -done.draft_seconds)
+        catch_up = done.load.catch_up_tokens if done.draft_steps and not done.catch_up_seconds else 0
+        long = catch_up > self.max_draft_tokens * len(done.slots)
+        if costs.known and (long or (catch_up and done.g in costs.measured)):
+            expected = costs.baseline_seconds * float(costs.ratios()[done.g])
+            costs.record_catch_up(catch_up, seconds - expected)
+        elif done.g or not done.draft_steps:  # a short catch-up adds little to the first seconds of a g
+            costs.record(done.g, seconds)
+
+    def _book(self, done: StepOutcome, costs: StepCosts, expected: float) -> None:
+        """Book the gain or loss of a step against baseline steps.
 
         Args:
             done: Outcome of the step.
-            drafted: True if the step had draft tokens.
-            probe: Price of the probe that ended with the step, or None.
+            costs: Cost model of such batches.
+            expected: Expected seconds of the step. Much longer ones are due to something else.
         """
-        self._proposal_budget.end_step()
-        proposed = done.draft_seconds > 0 and not done.draft_steps  # by a free drafter
-        baseline = (
-            self.forecast.costs(done.load).baseline_seconds(done.load)
-            if drafted or proposed or done.idle_seconds
-            else None
-        )
-        gain = capture = 0.0
-        if baseline is not None and (drafted or not proposed):
-            gain = -done.idle_seconds / baseline
-        if baseline is not None and drafted:
-            if done.seconds is not None:
-                # The estimate does not use the drafter's confidence. With a hint, the outcome is better.
-                accepted = (
-                    sum(done.accepted) / len(done.slots)
-                    if self._hinted
-                    else self.forecast.expected_accepted(done)
-                )
-                gain += 1 + accepted - (done.seconds + done.catch_up_seconds) / baseline
-            if probe is not None:
-                capture = capture_price(done.capture_seconds + done.catch_up_capture_seconds, baseline)
-        if baseline is not None and proposed:
-            cost = (done.draft_seconds + done.idle_seconds) / baseline
-            self._proposal_budget.book(cost, gain + cost if drafted else 0.0, any(done.unscored_correct))
-        self.budget.book(gain, probe.recurring if probe is not None else 0.0, capture)
-
-    def withdraw(self) -> None:
-        self.probes.withdraw()
+        gain, limit = self.config.income, self.config.max_balance
+        baseline = costs.baseline_seconds if costs.known else math.inf
+        lost = done.idle_seconds + done.catch_up_seconds
+        if done.draft_seconds and not done.draft_steps:
+            self._proposal_cost = (done.draft_seconds + done.idle_seconds) / baseline
+            gain -= 0.0 if done.g else self._proposal_cost
+        if done.seconds is None:  # captures cause no debt: they happen once
+            capture = min(done.capture_seconds / baseline, max(0.0, self.balance))
+            gain -= capture if done.g else 0.0
+        elif done.g or done.draft_steps:
+            seconds = min(done.seconds, expected + self.config.initial_balance / 2 * baseline)
+            gain += 1 + sum(done.accepted) / len(done.slots) - (seconds + lost) / baseline
+        self.balance = max(-limit, min(limit, self.balance + gain))
 
     def reset(self, slots: Sequence[int]) -> None:
-        self.forecast.acceptance.forget(slots)
-        self._active_slots.difference_update(slots)
-        if not self._active_slots:
-            self.probes.new_sequence()
-            self._proposal_budget.pause = 0
+        self._acceptance.forget(slots)
+        for slot in slots:
+            self._levels.pop(slot, None)
+
+    def costs(self, load: Load) -> StepCosts:
+        """Return the cost model of such batches."""
+        key = load.executor, (load.batch - 1).bit_length()
+        if key not in self._by_size:
+            self._by_size[key] = StepCosts(self.max_draft_tokens, self.config)
+        return self._by_size[key]
 
     def __repr__(self) -> str:
         return f"Goodput({self.max_draft_tokens})"
