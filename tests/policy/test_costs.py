@@ -96,10 +96,10 @@ def test_catch_up_costs_its_measured_seconds_per_token() -> None:
     assert measured({0: 2.0}).catch_up(1000) == 0  # nothing is known of drafts
     costs = measured({0: 2.0, 1: 3.0})
     assert costs.catch_up(32) == pytest.approx(1.0)  # as if a draft step could process 16 tokens
-    costs.record_catch_up(100, 5.0)
-    assert costs.catch_up(200) == pytest.approx(5.0)
+    costs.record_catch_up(1, 3.0)  # a stall in a short catch-up says little
+    assert costs.catch_up(200) < 10
     for _ in range(50):
-        costs.record_catch_up(100, 10.0)
-    assert costs.catch_up(200) == pytest.approx(10.0, rel=0.01)
+        costs.record_catch_up(1000, 100.0)
+    assert costs.catch_up(200) == pytest.approx(10.0, rel=0.05)
     costs.record_catch_up(5, -1e9)
     assert costs.catch_up(200) == 0  # never below zero

@@ -471,18 +471,6 @@ def test_drafting_resumes_even_if_catching_up_is_slow() -> None:
         assert np.mean(np.array(simulation.chosen[400:]) > 0) > 0.9
 
 
-class NeverDrafts(Goodput):
-    """Policy that decides like ``Goodput`` and then drafts nothing."""
-
-    idle = False  # the free drafter always proposes
-
-    def choose(
-        self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
-    ) -> list[int]:
-        super().choose(slots, load=load, hint=hint)
-        return [0] * len(slots)
-
-
 def test_a_policy_must_derive_from_the_interface() -> None:
     class Other:
         max_draft_tokens = 3

@@ -97,7 +97,7 @@ def test_no_g_is_captured_for_probes_at_the_end_of_a_sequence() -> None:
         (g,) = policy.choose([0], load=load)
         policy.observe(StepOutcome([0], [g], [0], g, load, 1 + 0.01 * g))
         chosen.append(g)
-    assert set(chosen) == {0, 2}
+    assert set(chosen) <= {0, 1, 2}
     assert chosen.index(2) < 1000
     assert not any(chosen[1000:])
 
@@ -202,3 +202,56 @@ def test_free_drafter_proposes_seldom_if_idle_time_exceeds_its_gain(idle: float)
             StepOutcome(slots, [g], [g], g, load, seconds, 0.01, idle_seconds=idle, unscored_correct=[None])
         )
     assert (proposals > 500) == (idle == 0.0)
+
+
+def test_stall_in_a_short_catch_up_does_not_make_long_prompts_look_expensive() -> None:
+    policy = Goodput()
+    Simulation(lambda t, slot: 0.8, flat, 1, 0.05, 0.0005, stalls={300: 4.0}).run(policy, 600)
+    simulation = Simulation(lambda t, slot: 0.8, flat, 1, 0.05, 0.0005, prompt=2000, seed=1)
+    for _ in range(5):
+        simulation.run(policy, 100)
+    assert simulation.rate >= 0.9 * best_rate(0.8, 0.05)
+
+
+@pytest.mark.parametrize("seconds", [3.0, 30.0, 300.0])
+def test_one_slow_proposal_does_not_stop_a_free_drafter(seconds: float) -> None:
+    policy, proposals = Goodput(), 0
+    for t in range(400):
+        if policy.idle:
+            policy.observe(StepOutcome([0], [0], [0], 0, Load(1), 1.0))
+            continue
+        proposals += 1
+        (g,) = policy.choose([0], hint=Hint([0 if t == 20 else 4], [0.9]))
+        draft_seconds = seconds if t == 20 else 0.001
+        done = StepOutcome([0], [g], [g], g, Load(1), 1.0 + 0.02 * g + draft_seconds, draft_seconds)
+        policy.observe(done)
+    assert proposals > 380
+
+
+def test_slower_draft_steps_are_noticed_while_speculation_runs() -> None:
+    policy = Goodput()
+    Simulation(lambda t, slot: 0.6, flat, 1, 0.1, 0.001).run(policy, 1000)
+    slower = Simulation(lambda t, slot: 0.6, flat, 1, 1.0, 0.01, seed=1).run(policy, 2000)
+    assert slower.rate >= 0.85
+
+
+def test_drafts_are_tried_again_with_new_captures_after_low_acceptance() -> None:
+    policy = Goodput()
+    Simulation(lambda t, slot: 0.8 if t < 300 else 0.03, flat, 1, 0.1, capture=40.0).run(policy, 1500)
+    simulation = Simulation(lambda t, slot: 0.9, flat, 1, 0.1, seed=1, capture=40.0).run(policy, 4000)
+    assert simulation.rate >= 1.5
+
+
+def test_long_drafts_are_reached_where_they_are_allowed() -> None:
+    policy = Goodput(40)
+    chosen = Simulation(lambda t, slot: 1.0, flat, 1).run(policy, 300).chosen
+    assert max(chosen) == 40
+
+
+@pytest.mark.parametrize("confidence", [float("nan"), -2.0, 5.0])
+def test_confidence_out_of_range_is_no_error(confidence: float) -> None:
+    policy = Goodput()
+    for _ in range(4):
+        (g,) = policy.choose([0], hint=Hint([4], [confidence]))
+        policy.observe(StepOutcome([0], [g], [g], g, Load(1), 1.0))
+    policy.reset([])

@@ -47,6 +47,7 @@ class Simulation:
         max_new_tokens: Tokens of each sequence. None: as many as there are steps for.
         seconds: Simulated seconds so far, without captures.
         capture_seconds: Simulated seconds of captures so far.
+        catch_up_seconds: Simulated seconds of catch-ups so far.
         tokens: Generated tokens so far.
         chosen: Chosen g of each step so far.
     """
@@ -69,6 +70,7 @@ class Simulation:
     max_new_tokens: int | None = None
     seconds: float = 0.0
     capture_seconds: float = 0.0
+    catch_up_seconds: float = 0.0
     tokens: int = 0
     chosen: list[int] = field(default_factory=list)
 
@@ -124,6 +126,7 @@ class Simulation:
             context, remaining = context + max(accepted) + 1, remaining - min(accepted) - 1
             self.seconds += draft + catch_up + target
             self.capture_seconds += capture
+            self.catch_up_seconds += catch_up
             self.tokens += sum(accepted) + self.batch
             self.chosen.append(g)
 

@@ -1,7 +1,17 @@
 """Draft-length policies: they choose the number of draft tokens of each step, 0 included."""
 
 from outpace.policy.base import DraftLengthPolicy, Hint, Load, StepOutcome
+from outpace.policy.config import GoodputConfig
 from outpace.policy.goodput import Goodput
 from outpace.policy.simple import Fixed, Heuristic
 
-__all__ = ["DraftLengthPolicy", "Fixed", "Goodput", "Heuristic", "Hint", "Load", "StepOutcome"]
+__all__ = [
+    "DraftLengthPolicy",
+    "Fixed",
+    "Goodput",
+    "GoodputConfig",
+    "Heuristic",
+    "Hint",
+    "Load",
+    "StepOutcome",
+]

@@ -22,8 +22,8 @@ LEVELS = 4  # confidence levels of a free drafter, each with its own α
 
 
 def confidence_level(confidence: float) -> int:
-    """Return the level of a drafter's confidence in [0, 1]."""
-    return min(LEVELS - 1, int(LEVELS * confidence))
+    """Return the level of a drafter's confidence in [0, 1]; a NaN counts as 0."""
+    return int(LEVELS * confidence) if 0 <= confidence < 1 else (LEVELS - 1) * (confidence >= 1)
 
 
 class AcceptanceEstimate:
@@ -38,10 +38,12 @@ class AcceptanceEstimate:
         self._config = config
         powers = ALPHAS[:, None] ** np.arange(max_draft_tokens + 1)  # [25, G + 1]
         self._powers: Array = powers[:, 1:]
+        self._tokens: Array = powers.cumsum(1)  # expected tokens of a step, by α and g
         # [2, G + 1, 25]: likelihood of 0, 1, ... accepted draft tokens, first without a rejection after them
         self._likelihood = np.stack((powers.T, powers.T * (1 - ALPHAS)))
         self._prefixes = np.tri(max_draft_tokens + 1, max_draft_tokens, -1)  # row n: n ones, then zeros
         self._recent = np.full((LEVELS, len(ALPHAS)), 1 / len(ALPHAS))  # mean of recent estimates
+        self._outcomes = [0] * LEVELS
         self._estimate = np.zeros((0, LEVELS, len(ALPHAS)))  # by slot
 
     def expected_tokens(
@@ -54,12 +56,12 @@ class AcceptanceEstimate:
             levels: Confidence level of each sequence.
             limits: Largest useful number of draft tokens of each sequence. None: no limit.
         """
-        accepted = self._of(slots, levels) @ self._powers  # [R, G]
-        if limits is not None:
-            accepted = accepted * self._prefixes[list(limits)]
-        tokens = np.ones(accepted.shape[1] + 1)
-        tokens[1:] += accepted.sum(0).cumsum() / len(slots)
-        return tokens
+        estimate = self._of(slots, levels)
+        if limits is None:
+            mean: Array = estimate[0] if len(slots) == 1 else estimate.mean(0)
+            return mean @ self._tokens
+        accepted = (estimate @ self._powers) * self._prefixes[list(limits)]  # [R, G]
+        return np.concatenate(([1.0], 1 + accepted.sum(0).cumsum() / len(slots)))
 
     def learn(
         self, slots: Sequence[int], levels: Sequence[int], tested: Sequence[int], accepted: Sequence[int]
@@ -76,8 +78,12 @@ class AcceptanceEstimate:
         estimate = self._of(slots, levels) * self._likelihood[rejected, list(accepted)]
         estimate /= estimate.sum(1, keepdims=True)
         self._estimate[list(slots), levels] = estimate
-        for level, one in zip(levels, estimate, strict=True):
-            self._recent[level] += (one - self._recent[level]) / self._config.prior_outcomes
+        of_level = np.asarray(levels)
+        for level in set(levels):
+            ones = estimate[of_level == level] if len(levels) > 1 else estimate
+            weight = 1 - (1 - 1 / self._config.prior_outcomes) ** len(ones)
+            self._recent[level] += weight * (ones.mean(0) - self._recent[level])
+            self._outcomes[level] += len(ones)
 
     def next_step(self) -> None:
         """Let each α jump with the probability of one step."""
@@ -92,7 +98,8 @@ class AcceptanceEstimate:
 
     def mean(self) -> float:
         """Return the mean α of recent sequences."""
-        return float(self._recent[-1] @ ALPHAS)
+        weights = self._outcomes if any(self._outcomes) else [1] * LEVELS
+        return float(np.average(self._recent @ ALPHAS, weights=weights))
 
     def _new(self) -> Array:
         """Return the estimate for a new sequence, which also holds after a jump: ``[LEVELS, 25]``."""
@@ -105,7 +112,7 @@ class AcceptanceEstimate:
         return self._estimate[list(slots), levels]
 
     def _grow(self, slots: Sequence[int]) -> None:
-        missing = max(slots) + 1 - len(self._estimate)
+        missing = max(slots, default=-1) + 1 - len(self._estimate)
         if missing > 0:
             new = np.broadcast_to(self._new(), (missing, LEVELS, len(ALPHAS)))
             self._estimate = np.concatenate((self._estimate, new))

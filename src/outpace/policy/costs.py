@@ -10,6 +10,7 @@ from outpace.policy.acceptance import Array
 from outpace.policy.config import GoodputConfig
 
 SHORTEST = 1e-9  # seconds; shorter measurements count as this
+TOKENS_OF_PRIOR = 16  # times G: weight of the assumed duration of a catch-up, in tokens
 
 
 class StepCosts:
@@ -24,7 +25,7 @@ class StepCosts:
         config: Settings of the policy.
 
     Attributes:
-        passes: Number of measured steps.
+        passes: Number of measured steps, those with surprising times counted several times.
         measured: Values of g that were measured more than once, in order. A single time may be an outlier.
         missed: Baseline steps that each g would have saved so far, if it had been captured.
     """
@@ -78,7 +79,8 @@ class StepCosts:
         value, count = math.log(max(seconds, SHORTEST)), self._count.get(g, 0) + 1
         age = self.passes - self._last_pass.get(g, self.passes)
         self.passes += 1
-        self._count[g], self._last_pass[g], self._ratios = count, self.passes, None
+        last, self._last_pass[g] = self._last_pass.get(g, 0), self.passes
+        self._count[g], self._ratios = count, None
         if count == 1:
             self._speed = self._speed if self._relative else value
             self._relative[g] = value - self._speed
@@ -86,10 +88,14 @@ class StepCosts:
             self._relative[g] = min(self._relative[g], value - self._speed)
             self.measured = sorted([*self.measured, g])
         else:
-            bound = math.log(self._config.outlier_factor)
-            error = min(max(value - self._speed - self._relative[g], -bound), bound)
+            bound, memory = math.log(self._config.outlier_factor), self._config.cost_measurements
+            error = value - self._speed - self._relative[g]
+            if abs(error) > bound:  # not trusted, but it casts doubt on all measurements
+                error = math.copysign(bound, error)
+                self._last_pass[g] = last
+                self.passes += memory
             own = max(1 / count, age / (age + self._config.stale_passes / 4))
-            weight = max(1 / min(count, self._config.cost_measurements), own / 2)
+            weight = max(1 / min(count, memory), own / 2)
             self._relative[g] += weight * own * error
             self._speed += weight * (1 - own) * error
 
@@ -101,9 +107,10 @@ class StepCosts:
     def catch_up(self, tokens: int) -> float:
         """Return the baseline steps of a catch-up.
 
-        Until one was measured, as many tokens as G are assumed to take as long as a draft step.
+        As many tokens as G are assumed to take as long as a draft step, until many were measured.
         """
+        most = len(self._every_g) - 1
+        prior, weight = max(0.0, float(self.ratios()[1]) - 1) / most, most * TOKENS_OF_PRIOR
         seconds, measured = self._catch_up
-        if not measured:
-            return tokens * max(0.0, float(self.ratios()[1]) - 1) / (len(self._every_g) - 1)
-        return max(0.0, tokens * seconds / measured) / self.baseline_seconds
+        total = seconds / self.baseline_seconds + weight * prior
+        return max(0.0, tokens * total / (measured + weight))

@@ -17,7 +17,7 @@ from outpace.policy.base import DraftLengthPolicy, Hint, Load, StepOutcome
 from outpace.policy.config import GoodputConfig
 from outpace.policy.costs import StepCosts
 
-CANDIDATES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # values of g: on a GPU each needs a CUDA graph
+CANDIDATES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)  # values of g: each may need a CUDA graph
 DEFAULT = GoodputConfig()
 
 
@@ -48,6 +48,11 @@ class Forecast:
     catch_up: float
     remaining: float
     horizon: float
+
+    @property
+    def ending(self) -> bool:
+        """True if the remaining tokens are worth no capture: captured values of g suffice for them."""
+        return self.remaining < max(self.load.captured or (0,))
 
     def pays(self, g: int, rate: float) -> bool:
         """Return whether a g has at least this rate, and repays the catch-up within the horizon."""
@@ -101,14 +106,16 @@ class Goodput(DraftLengthPolicy):
             g = self._explore(forecast, g, probe=hint is None)
         if hint is not None:
             # Proposals that are not scored may take the same share of the time as probes.
-            self._pause = 0 if g else int(self._proposal_cost / self.config.probe_share)
+            self._pause = 0 if g else math.ceil(self._proposal_cost / self.config.probe_share)
         return [g if load.padded_drafts else min(g, limit) for limit in limits]
 
     def _limits(self, slots: Sequence[int], load: Load, hint: Hint | None) -> list[int]:
         """Return the largest useful number of draft tokens of each sequence."""
-        limits = [self.max_draft_tokens] * len(slots) if hint is None else hint.lengths
-        remaining = load.remaining_draft_tokens or limits
-        return [max(0, min(self.max_draft_tokens, *pair)) for pair in zip(limits, remaining, strict=True)]
+        most, remaining = self.max_draft_tokens, load.remaining_draft_tokens
+        limits = [most] * len(slots) if hint is None else hint.lengths
+        if hint is None and (not remaining or min(remaining) >= most):
+            return list(limits)
+        return [max(0, min(most, *pair)) for pair in zip(limits, remaining or limits, strict=True)]
 
     def _forecast(
         self, slots: Sequence[int], load: Load, hint: Hint | None, limits: list[int]
@@ -128,7 +135,7 @@ class Goodput(DraftLengthPolicy):
         candidates = [g for g in self._candidates if g <= most]
         captured, remaining = load.captured, load.remaining_draft_tokens
         horizon = 1 / self.config.jump_probability
-        left = horizon if remaining is None else max(0.0, sum(remaining) / len(remaining))
+        left = horizon if not remaining else max(0.0, sum(remaining) / len(remaining))
         return Forecast(
             load,
             costs,
@@ -166,7 +173,7 @@ class Goodput(DraftLengthPolicy):
             return max(new, key=rates.__getitem__)
         stale = [g for g in measured if costs.stale(g)]
         for g in stale:
-            if g == 0 < best:
+            if g == 0 and best and 0 in forecast.runnable:
                 return 0
             # It may be as fast as the next smaller g that was measured lately
             fresh = max((each for each in measured if each < g and each not in stale), default=0)
@@ -182,8 +189,8 @@ class Goodput(DraftLengthPolicy):
         The baseline steps that it would have saved so far, and those that it is expected to save in the
         remaining tokens, must exceed the capture.
         """
-        captured, missed = forecast.load.captured, forecast.costs.missed
-        if not forecast.uncaptured or not captured or forecast.remaining < max(captured):
+        missed = forecast.costs.missed
+        if forecast.ending:
             return 0
         price = self._capture_seconds / forecast.costs.baseline_seconds
         affordable = rate > 1 or self.balance >= min(price, self.config.initial_balance)
@@ -201,11 +208,18 @@ class Goodput(DraftLengthPolicy):
 
         After an accepted probe the next one is due at once, so that a good drafter is noticed soon.
         """
-        losses = {g: max(0.0, forecast.ratios[g] - forecast.tokens[g]) for g in forecast.runnable if g}
+        costs, price = forecast.costs, 0.0
+        candidates = [g for g in forecast.runnable if g]
+        if (
+            not (candidates or forecast.ending) and len(costs.measured) > 1
+        ):  # captured for other needs of sequences only
+            candidates = forecast.uncaptured  # they were captured for other needs of sequences
+            price = min(self._capture_seconds / costs.baseline_seconds, self.config.initial_balance)
+        losses = {g: max(0.0, forecast.ratios[g] - forecast.tokens[g]) for g in candidates}
         g = min(losses, key=losses.__getitem__, default=0)
-        if g and losses[g] <= self.config.probe_share * self._steps_since_rejection:
-            return g if losses[g] + forecast.catch_up <= self.balance else 0
-        return 0
+        if not g or losses[g] > self.config.probe_share * self._steps_since_rejection:
+            return 0
+        return g if losses[g] + forecast.catch_up + price <= self.balance else 0
 
     @property
     def acceptance_rate(self) -> float:
@@ -218,13 +232,10 @@ class Goodput(DraftLengthPolicy):
 
     def observe(self, done: StepOutcome) -> None:
         costs = self.costs(done.load)
-        expected = math.inf
         if costs.known:
-            steps = float(costs.ratios()[done.g]) + costs.catch_up(done.load.catch_up_tokens)
-            expected = steps * costs.baseline_seconds
+            self._book(done, costs)
         self._learn(done)
         self._record(done, costs)
-        self._book(done, costs, expected)
 
     def _learn(self, done: StepOutcome) -> None:
         """Learn the acceptance: from scored draft tokens, and from the first proposed one not scored."""
@@ -254,9 +265,10 @@ class Goodput(DraftLengthPolicy):
         """Record the seconds of a step. Those of a free drafter are no part of it: it has proposed before."""
         if done.catch_up_seconds:
             costs.record_catch_up(done.load.catch_up_tokens, done.catch_up_seconds)
-        if done.seconds is None:
-            self._capture_seconds = done.capture_seconds
+        if done.capture_seconds:  # the first capture may include compilation
+            self._capture_seconds = min(done.capture_seconds, self._capture_seconds or math.inf)
             costs.missed.clear()
+        if done.seconds is None:
             return
         seconds = done.seconds + (done.idle_seconds if done.draft_steps else -done.draft_seconds)
         catch_up = done.load.catch_up_tokens if done.draft_steps and not done.catch_up_seconds else 0
@@ -267,27 +279,27 @@ class Goodput(DraftLengthPolicy):
         elif done.g or not done.draft_steps:  # a short catch-up adds little to the first seconds of a g
             costs.record(done.g, seconds)
 
-    def _book(self, done: StepOutcome, costs: StepCosts, expected: float) -> None:
-        """Book the gain or loss of a step against baseline steps.
-
-        Args:
-            done: Outcome of the step.
-            costs: Cost model of such batches.
-            expected: Expected seconds of the step. Much longer ones are due to something else.
-        """
-        gain, limit = self.config.income, self.config.max_balance
-        baseline = costs.baseline_seconds if costs.known else math.inf
-        lost = done.idle_seconds + done.catch_up_seconds
-        if done.draft_seconds and not done.draft_steps:
-            self._proposal_cost = (done.draft_seconds + done.idle_seconds) / baseline
-            gain -= 0.0 if done.g else self._proposal_cost
-        if done.seconds is None:  # captures cause no debt: they happen once
-            capture = min(done.capture_seconds / baseline, max(0.0, self.balance))
-            gain -= capture if done.g else 0.0
-        elif done.g or done.draft_steps:
-            seconds = min(done.seconds, expected + self.config.initial_balance / 2 * baseline)
-            gain += 1 + sum(done.accepted) / len(done.slots) - (seconds + lost) / baseline
-        self.balance = max(-limit, min(limit, self.balance + gain))
+    def _book(self, done: StepOutcome, costs: StepCosts) -> None:
+        """Book the gain or loss of a step against baseline steps, at the costs known before it."""
+        config, baseline = self.config, costs.baseline_seconds
+        # A step that takes much longer than expected does so for another reason.
+        unexpected = config.initial_balance / 2
+        gain = 0.0
+        if done.draft_seconds and not done.draft_steps:  # a free drafter proposed
+            self._proposal_cost = min((done.draft_seconds + done.idle_seconds) / baseline, unexpected)
+            gain = -self._proposal_cost
+        if done.g or done.draft_steps:
+            lost = done.idle_seconds + done.catch_up_seconds + done.catch_up_capture_seconds
+            steps = lost + (done.capture_seconds or 0.0 if done.seconds is None else done.seconds)
+            expected = float(costs.ratios()[done.g]) + costs.catch_up(done.load.catch_up_tokens)
+            tokens = 1 + sum(done.accepted) / len(done.slots)
+            captured = done.capture_seconds + done.catch_up_capture_seconds > 0
+            if captured:  # it happens once, and causes no debt
+                gain = -min(steps / baseline, max(0.0, self.balance))
+            else:
+                gain = tokens - min(steps / baseline, expected + unexpected)
+        limit = config.max_balance
+        self.balance = max(-config.initial_balance, min(limit, self.balance + config.income + gain))
 
     def reset(self, slots: Sequence[int]) -> None:
         self._acceptance.forget(slots)

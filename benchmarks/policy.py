@@ -1,0 +1,231 @@
+"""The default draft-length policy in simulated worlds, and what each of its mechanisms earns there.
+
+    python benchmarks/policy.py --out benchmarks/results/policy.json
+
+A world has known acceptance rates and known costs (`outpace.bench.simulation`), so the best number of draft
+tokens is known. The score of a world is the throughput of the policy over that of the best numbers, captures
+counted. The ablation takes one mechanism away at a time, and reports the change of the mean score over worlds
+with its standard error. Nothing is timed, so the figures do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from report import arguments, machine, write
+
+from outpace import Goodput
+from outpace.bench import theory
+from outpace.bench.simulation import Cost, Simulation, flat, steep
+from outpace.policy import Load, StepOutcome
+from outpace.policy.config import GoodputConfig
+from outpace.policy.costs import StepCosts
+
+Phases = tuple[tuple[int, float], ...]  # steps and acceptance rate of each phase
+DEFAULT = GoodputConfig()
+NEVER = 10**12
+
+
+@dataclass(frozen=True)
+class World:
+    """A simulated world.
+
+    Attributes:
+        kind: Group of worlds.
+        cost: Seconds of a pass.
+        batch: Number of sequences.
+        c: Seconds of a draft step, in baseline steps.
+        phases: Acceptance rates.
+        capture: Seconds of a capture, in baseline steps. 0: no captures.
+        slope: Fraction by which passes take longer for each token of context.
+        busy: Whether every 50th step takes ten times as long.
+    """
+
+    kind: str
+    cost: Cost
+    batch: int
+    c: float
+    phases: Phases
+    capture: float = 0.0
+    slope: float = 0.0
+    busy: bool = False
+
+    def score(self, policy: Goodput, seed: int) -> float:
+        """Return the logarithm of the throughput over that of the best numbers of draft tokens."""
+        baseline, steps = self.cost(self.batch, 0), sum(n for n, _ in self.phases)
+        alphas = [alpha for n, alpha in self.phases for _ in range(n)]
+        simulation = Simulation(
+            lambda t, slot: alphas[t],
+            self.cost,
+            self.batch,
+            self.c * baseline,
+            catch_up=self.c * baseline / 16 / self.batch,
+            seed=seed,
+            prompt=32,
+            stalls=dict.fromkeys(range(7, steps, 50), 10.0) if self.busy else {},
+            slope=self.slope,
+            capture=self.capture * baseline,
+            captured={0: 0} if self.capture else {},
+            in_graph=self.capture > 0,
+            max_new_tokens=256,
+        ).run(policy, steps)
+        tokens = sum(
+            self.batch * float(theory.expected_tokens(alpha, g))
+            for g, alpha in zip(simulation.chosen, alphas, strict=True)
+        )
+        best = sum(n * max(self._rate(alpha, g) for g in range(17)) for n, alpha in self.phases) / steps
+        # Without stalls and context, which are the same for all choices
+        seconds = sum(self.cost(self.batch, g) + g * self.c * baseline for g in simulation.chosen)
+        lost = simulation.capture_seconds + simulation.catch_up_seconds
+        return math.log(tokens / (seconds + lost) / best)
+
+    def _rate(self, alpha: float, g: int) -> float:
+        seconds = self.cost(self.batch, g) + g * self.c * self.cost(self.batch, 0)
+        return self.batch * float(theory.expected_tokens(alpha, g)) / seconds
+
+
+def worlds() -> Iterator[World]:
+    for cost, B in itertools.product((flat, steep), (1, 8, 64)):
+        for alpha, c in ((0.02, 0.0), (0.02, 0.2), (0.3, 0.9), (0.8, 0.9)):
+            yield World("drafter that cannot pay", cost, B, c, ((1000, alpha),))
+        for alpha, c in itertools.product((0.3, 0.6, 0.8, 0.9), (0.02, 0.2)):
+            yield World("constant acceptance", cost, B, c, ((500, alpha),))
+    for B, alpha, c in itertools.product((1, 8), (0.02, 0.3, 0.6, 0.9), (0.02, 0.2)):
+        yield World("captures", flat, B, c, ((1500, alpha),), capture=40.0)
+    for cost, c in ((flat, 0.02), (flat, 0.1), (flat, 0.3), (steep, 0.0), (steep, 0.1)):
+        for capture in (0.0, 40.0):
+            yield World("jumps", cost, 1, c, ((300, 0.9), (300, 0.1), (300, 0.9)), capture=capture)
+    for cost, alpha in itertools.product((flat, steep), (0.05, 0.6, 0.9)):
+        yield World("stalls", cost, 1, 0.1, ((600, alpha),), busy=True)
+        yield World("long contexts", cost, 8, 0.1, ((600, alpha),), slope=0.002)
+
+
+class WithoutSpeed(StepCosts):
+    """Each g has seconds of its own: a measurement of one moves no other."""
+
+    def record(self, g: int, seconds: float) -> None:
+        before, speed = dict(self._relative), self._speed
+        super().record(g, seconds)
+        if before:
+            own = self._relative[g] + self._speed - speed
+            self._relative, self._speed = before | {g: own}, speed
+
+
+class FreeCatchUp(StepCosts):
+    """A catch-up is expected to cost nothing."""
+
+    def catch_up(self, tokens: int) -> float:
+        return 0.0
+
+
+class WithCosts(Goodput):
+    """The policy with another cost model."""
+
+    def __init__(self, model: type[StepCosts]) -> None:
+        super().__init__()
+        self._model = model
+
+    def costs(self, load: Load) -> StepCosts:
+        key = load.executor, (load.batch - 1).bit_length()
+        if key not in self._by_size:
+            self._by_size[key] = self._model(self.max_draft_tokens, self.config)
+        return self._by_size[key]
+
+
+class CapturesAtOnce(Goodput):
+    """The policy with captures that are expected to cost nothing."""
+
+    def observe(self, done: StepOutcome) -> None:
+        super().observe(replace(done, capture_seconds=min(done.capture_seconds, 1e-9)))
+
+
+def with_config(**changes: Any) -> Callable[[], Goodput]:
+    return lambda: Goodput(config=replace(DEFAULT, **changes))
+
+
+VARIANTS: dict[str, Callable[[], Goodput]] = {
+    "as it is": Goodput,
+    "α never jumps": with_config(jump_probability=1e-9),
+    "new sequences resemble none": with_config(prior_outcomes=NEVER),
+    "no uniform share": with_config(uniform_share=1e-9),
+    "one measurement per cost": with_config(cost_measurements=1),
+    "costs never get stale": with_config(stale_passes=NEVER),
+    "outliers are not clipped": with_config(outlier_factor=1e9),
+    "first g up to 16": with_config(first_draft_tokens=16),
+    "no margin": with_config(margin=0.0),
+    "no initial balance": with_config(initial_balance=1e-3),
+    "no income": with_config(income=0.0),
+    "no limit of the balance": with_config(max_balance=1e9),
+    "probes whenever the balance permits": with_config(probe_share=1e9),
+    "no shared speed": lambda: WithCosts(WithoutSpeed),
+    "catch-up costs nothing": lambda: WithCosts(FreeCatchUp),
+    "captures cost nothing": CapturesAtOnce,
+}
+
+
+def scores(job: tuple[str, int]) -> list[float]:
+    """Return the mean score of a variant in each world."""
+    name, seeds = job
+    return [
+        statistics.mean(world.score(VARIANTS[name](), seed) for seed in range(seeds)) for world in worlds()
+    ]
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="simulations of each world (default 3)")
+    parser.add_argument("--processes", type=int, default=2, help="processes at a time (default 2)")
+    options = parser.parse_args()
+    names, kinds = list(VARIANTS), [world.kind for world in worlds()]
+    with ProcessPoolExecutor(options.processes) as pool:
+        found = dict(zip(names, pool.map(scores, [(name, options.seeds) for name in names]), strict=True))
+    full, rows = found["as it is"], []
+    for name, each in found.items():
+        changes = [100 * (b - a) for a, b in zip(full, each, strict=True)]
+        by_kind = {
+            kind: round(
+                statistics.mean(one for one, its in zip(changes, kinds, strict=True) if its == kind), 2
+            )
+            for kind in dict.fromkeys(kinds)
+        }
+        error = statistics.stdev(changes) / math.sqrt(len(changes))
+        row = {
+            "variant": name,
+            "change_percent": round(statistics.mean(changes), 2),
+            "standard_error": round(error, 2),
+            "by_kind": by_kind,
+        }
+        rows.append(row)
+        print(f"{name:36} {row['change_percent']:7.2f} ± {error:.2f} %   {by_kind}")
+    geometric = {
+        kind: round(
+            math.exp(statistics.mean(one for one, its in zip(full, kinds, strict=True) if its == kind)), 4
+        )
+        for kind in dict.fromkeys(kinds)
+    }
+    lowest = {
+        kind: round(math.exp(min(one for one, its in zip(full, kinds, strict=True) if its == kind)), 4)
+        for kind in geometric
+    }
+    print("geometric mean of the score:", geometric)
+    print("lowest score:", lowest)
+    report = {
+        "command": "python " + " ".join(sys.argv),
+        "machine": machine(),
+        "worlds": len(kinds),
+        "score": geometric,
+        "lowest": lowest,
+        "ablation": rows,
+    }
+    write(report, options.out)
+
+
+if __name__ == "__main__":
+    main()
