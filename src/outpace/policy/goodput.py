@@ -86,7 +86,7 @@ class Goodput(DraftLengthPolicy):
         self.balance = config.initial_balance
         self._acceptance = AcceptanceEstimate(max_draft_tokens, config)
         self._by_size: dict[tuple[str, int], StepCosts] = {}  # by executor and size of the batch
-        self._capture_seconds = 0.0  # of the last capture
+        self._capture_seconds = 0.0  # of the shortest capture
         self._candidates = [g for g in CANDIDATES if g < max_draft_tokens] + [max_draft_tokens]
         self._levels: dict[int, int] = {}  # confidence level of the last hint, by slot
         self._steps_since_rejection = 0
@@ -189,17 +189,17 @@ class Goodput(DraftLengthPolicy):
         The baseline steps that it would have saved so far, and those that it is expected to save in the
         remaining tokens, must exceed the capture.
         """
-        missed = forecast.costs.missed
+        costs = forecast.costs
         if forecast.ending:
             return 0
-        price = self._capture_seconds / forecast.costs.baseline_seconds
+        price = self._capture_seconds / costs.baseline_seconds
         affordable = rate > 1 or self.balance >= min(price, self.config.initial_balance)
         worth: dict[int, float] = {}
         for g in forecast.uncaptured:
             if forecast.rates[g] > (1 + self.config.margin) * rate:
                 saving = 1 / rate - 1 / forecast.rates[g]  # baseline steps per token
-                missed[g] = missed.get(g, 0.0) + saving * rate
-                if missed[g] + affordable * saving * forecast.remaining > price:
+                costs.missed[g] = costs.missed.get(g, 0.0) + saving * rate
+                if costs.missed[g] + affordable * saving * forecast.remaining > price:
                     worth[g] = saving
         return max(worth, key=worth.__getitem__, default=0)
 
@@ -210,9 +210,7 @@ class Goodput(DraftLengthPolicy):
         """
         costs, price = forecast.costs, 0.0
         candidates = [g for g in forecast.runnable if g]
-        if (
-            not (candidates or forecast.ending) and len(costs.measured) > 1
-        ):  # captured for other needs of sequences only
+        if not (candidates or forecast.ending) and len(costs.measured) > 1:
             candidates = forecast.uncaptured  # they were captured for other needs of sequences
             price = min(self._capture_seconds / costs.baseline_seconds, self.config.initial_balance)
         losses = {g: max(0.0, forecast.ratios[g] - forecast.tokens[g]) for g in candidates}
@@ -246,8 +244,6 @@ class Goodput(DraftLengthPolicy):
         for i, correct in enumerate(done.unscored_correct):
             if correct is not None and accepted[i] == tested[i]:
                 tested[i], accepted[i] = tested[i] + 1, accepted[i] + correct
-        if done.draft_steps and not any(tested):  # the drafter stopped before its first token
-            tested = [1] * len(tested)
         rows = [i for i, most in enumerate(tested) if most]
         if not rows:
             return
