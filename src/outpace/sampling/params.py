@@ -93,7 +93,7 @@ class SamplingParams:
         """True if these parameters leave the logits as they are."""
         return (self.temperature, self.top_k, self.top_p, self.min_p) == (1, 0, 1, 0) and not self.edits
 
-    @property
+    @cached_property
     def shape(self) -> SamplingParams:
         """Temperature, top-k, top-p and min-p alone: the part that needs no prefix."""
         return SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
