@@ -122,7 +122,8 @@ class Decoder:
                 scorer.pack()
         self.uses_graphs = self.scorer.device.type == "cuda" if engine is None else engine
         match = None if rule is None and lenience == 1 else self.rule == MATCH
-        self.reader = Reader(self.scorer, tokenizer, draft_sampling, match)
+        most_of_request = None if self.drafter is None else self.scorer.context - 1
+        self.reader = Reader(self.scorer, tokenizer, draft_sampling, match, most_of_request)
         if draft_sampling is not None:
             self.reader.check_supported(draft_sampling)
         self._built_for: tuple[list[Scorer], list[Hashable]] | None = None
@@ -236,6 +237,9 @@ class Decoder:
             stop_when: A function called with the ``SequenceState`` after each new token. If it returns True,
                 the sequence ends there.
             batch_size: The most sequences at a time. A waiting sequence takes the slot of one that has ended.
+            num_draft_tokens: Draft tokens per step, or a list of one number per prompt. 0 decodes without
+                speculation. "auto", the default, leaves the number to the Decoder's draft-length policy. A
+                step has fewer if the drafter proposes fewer, or near the end of a sequence.
 
         Returns:
             An ``Output`` for a single prompt, or a list of n with ``n=``. A list of ``Output`` for a list of

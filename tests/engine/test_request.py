@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outpace import Decoder, Output
+from outpace import Decoder, Fixed, Goodput, Output, Step
 from tests.tiny import V, byte_tokenizer, greedy, tiny
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1], [30]]
@@ -153,3 +153,63 @@ def test_the_vocabulary_bounds_log_probabilities() -> None:
     out = Decoder(tiny()).generate(PROMPTS[0], max_new_tokens=1, logprobs=V)
     assert out.top_logprobs is not None
     assert len(out.top_logprobs[0]) == V
+
+
+# Draft tokens
+
+
+def steps_of(decoder: Decoder, **options: Any) -> dict[int, list[Step]]:
+    """Return the steps of each prompt, without the prefill of the eager executor."""
+    found: dict[int, list[Step]] = {}
+    for step in decoder.stream([[5, 6, 7], [9, 8, 7, 6], [30], [1, 2]], **options):
+        found.setdefault(step.index, []).append(step)
+    skipped = 0 if decoder.uses_graphs else 1
+    return {index: steps[skipped:] for index, steps in found.items()}
+
+
+@BOTH
+@pytest.mark.parametrize("rule", ["token", "block", "match"])
+def test_each_prompt_has_its_own_number_of_draft_tokens(engine: bool, rule: str) -> None:
+    decoder = Decoder(tiny(), tiny(seed=1), engine=engine, rule=rule, num_draft_tokens=Fixed(2))
+    steps = steps_of(decoder, num_draft_tokens=[0, 4, "auto", 1], temperature=1.0, seed=7, max_new_tokens=20)
+    for index, g in enumerate((0, 4, 2, 1)):
+        drafted = [step.num_draft_tokens for step in steps[index]]
+        remaining = 20 - (0 if engine else 1)
+        for step, number in zip(steps[index], drafted, strict=True):
+            if engine:
+                assert number == g
+            else:
+                assert number == min(g, remaining - 1)
+            remaining -= len(step.token_ids)
+
+
+@BOTH
+def test_own_number_of_draft_tokens_changes_no_text(engine: bool) -> None:
+    prompts, options = [[5, 6, 7], [9, 8, 7, 6], [30]], {"temperature": 1.0, "seed": 3, "max_new_tokens": 24}
+    texts = [out.token_ids for out in Decoder(tiny()).generate(prompts, **options)]
+    for draft in (tiny(seed=1), tiny(), "lookup"):
+        decoder = Decoder(tiny(), draft, engine=engine, num_draft_tokens=Goodput(4))
+        for own in ([0, 5, "auto"], [3, None, 1], 2, "auto"):
+            outs = decoder.generate(prompts, **options, num_draft_tokens=own)
+            assert [out.token_ids for out in outs] == texts
+
+
+@BOTH
+def test_free_drafter_proposes_at_most_the_own_number(engine: bool) -> None:
+    decoder = Decoder(tiny(), "lookup", engine=engine, num_draft_tokens=Fixed(0))
+    prompt = [5, 6, 7, 8] * 6
+    outs = decoder.generate([prompt] * 3, temperature=0, max_new_tokens=24, num_draft_tokens=[0, 3, "auto"])
+    assert outs[0].stats.draft_tokens == outs[2].stats.draft_tokens == 0
+    assert len(outs[1].stats.draft_tokens_by_position) == 3
+
+
+def test_wrong_number_of_draft_tokens_names_what_fits() -> None:
+    decoder = Decoder(tiny(), tiny(seed=1))
+    with pytest.raises(ValueError, match=r'^num_draft_tokens: got -1; it must be "auto", or an int in 0\.\.'):
+        decoder.generate([1], num_draft_tokens=-1)
+    with pytest.raises(TypeError, match=r"^num_draft_tokens: got str 'many'"):
+        decoder.generate([1], num_draft_tokens="many")
+    with pytest.raises(ValueError, match=r"^num_draft_tokens: got 1; .* has no draft"):
+        Decoder(tiny()).generate([1], num_draft_tokens=1)
+    Decoder(tiny()).generate([1], num_draft_tokens=0, max_new_tokens=2)
+    batch(decoder, [[1], [2]], 1, "num_draft_tokens: got float 1.5", num_draft_tokens=[1, 1.5])

@@ -303,7 +303,11 @@ def mixed_batch_is_exact(engine: bool, samples: int = tiers.sized(450, 4000)) ->
             for sampling, one in SAMPLINGS.items():
                 match = i % 2 == 0
                 requests = decoder.requests(
-                    PROMPT, one.params(), max_new_tokens=NEW_TOKENS, seed=2 * i if match else None
+                    PROMPT,
+                    one.params(),
+                    max_new_tokens=NEW_TOKENS,
+                    seed=2 * i if match else None,
+                    num_draft_tokens=("auto", 0, 1, 3)[i // 2 % 4],
                 )
                 assert requests[0].match == match
                 requests[0].seed = 20230213 + i  # of all, so that the test repeats

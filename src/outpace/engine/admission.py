@@ -29,6 +29,16 @@ class Admission:
         self._padded = padded
         self.waiting: deque[SequenceState] = deque()
 
+    def add(self, request: SequenceState) -> None:
+        """Let a request wait."""
+        self.expect([request])
+        self.waiting.append(request)
+
+    def expect(self, requests: Sequence[SequenceState]) -> None:
+        """Expect steps with as many draft tokens as these requests have."""
+        own = (one.num_draft_tokens or 0 for one in requests)
+        self.max_draft_tokens = max(self.max_draft_tokens, *own)
+
     def retry_alone(self, sequences: Sequence[SequenceState]) -> None:
         """Let sequences wait again. Each is then prefilled alone."""
         for sequence in sequences:

@@ -92,8 +92,28 @@ class Proposer:
         """
         if self.drafter is None:
             return {}
-        slots = [one.slot for one in sequences]
-        return dict(zip(slots, self.policy.choose(slots, load=load), strict=True))
+        chosen = {one.slot: one.num_draft_tokens or 0 for one in sequences}
+        return chosen | self._chosen_by_policy(sequences, load)
+
+    def _chosen_by_policy(
+        self, sequences: Sequence[SequenceState], load: Load, hint: Hint | None = None
+    ) -> dict[int, int]:
+        """Return the policy's choice for the slots whose requests leave the number to it."""
+        rows = [i for i, one in enumerate(sequences) if one.num_draft_tokens is None]
+        if not rows:
+            return {}
+        if len(rows) < len(sequences):
+            remaining = load.remaining_draft_tokens
+            if remaining is not None:
+                load = replace(load, remaining_draft_tokens=tuple(remaining[i] for i in rows))
+            if hint is not None:
+                hint = Hint([hint.lengths[i] for i in rows], [hint.confidence[i] for i in rows])
+        slots = [sequences[i].slot for i in rows]
+        return dict(zip(slots, self.policy.choose(slots, load=load, hint=hint), strict=True))
+
+    def is_idle(self, sequences: Sequence[SequenceState]) -> bool:
+        """Return whether a free drafter need not propose now."""
+        return self.policy.idle and not any(one.num_draft_tokens for one in sequences)
 
     def propose(
         self, sequences: Sequence[SequenceState], load: Load, chosen: Mapping[int, int] | None = None
@@ -105,10 +125,12 @@ class Proposer:
             load: The size and limits of the target's forward pass, with no step in flight.
             chosen: The number of draft tokens by slot. By default the policy chooses it.
         """
-        if self.drafter is None or (self.free and self.policy.idle):
+        if self.drafter is None or (self.free and self.is_idle(sequences)):
             return self.without_draft(sequences)
         if self.free:
-            chosen = dict.fromkeys((one.slot for one in sequences), self.policy.max_draft_tokens)
+            most = 0 if self.policy.idle else self.policy.max_draft_tokens
+            own = ((one.slot, one.num_draft_tokens) for one in sequences)
+            chosen = {slot: most if g is None else g for slot, g in own}
         elif chosen is None:
             chosen = self.choose(sequences, load)
         remaining = zip(sequences, load.remaining_draft_tokens or (), strict=True)
@@ -118,15 +140,17 @@ class Proposer:
         state = self.state(sequences, limits)
         draft = self._call_drafter(state, limits)
         if self.free:
-            return self._choose_from(draft, state, load)
+            return self._choose_from(sequences, draft, state, load)
         self._last_drafted = [(one, len(one.tokens)) for one in sequences]
         requested, draft_steps = limits, max(limits)
         if draft.steps is not None:  # the policy stopped the drafter
             requested, draft_steps = list(draft.lengths or limits), draft.steps
         return Proposal(self._truncated(draft, limits), state, requested, draft_steps)
 
-    def _choose_from(self, draft: Draft, state: State, load: Load) -> Proposal:
-        """Return as many draft tokens of a free drafter as the policy chooses."""
+    def _choose_from(
+        self, sequences: Sequence[SequenceState], draft: Draft, state: State, load: Load
+    ) -> Proposal:
+        """Return as many draft tokens of a free drafter as requests set or the policy chooses."""
         if draft.logits is not None:
             raise ValueError(
                 f"draft: got {type(self.drafter).__name__}, which has free = True and returns logits; a free "
@@ -135,7 +159,10 @@ class Proposer:
             )
         available = list(draft.lengths or [draft.tokens.shape[1]] * len(state.slots))
         hint = Hint(available, draft.confidence or [1.0] * len(state.slots))
-        chosen = self.policy.choose(state.slots, load=load, hint=hint)
+        own = dict(zip(state.slots, available, strict=True))  # at most what the request sets
+        by_policy = {} if self.policy.idle else self._chosen_by_policy(sequences, load, hint)
+        auto = {one.slot: 0 for one in sequences if one.num_draft_tokens is None}
+        chosen = list((own | auto | by_policy).values())
         unscored: list[int | None] = [
             proposal[g] if g < most else None
             for proposal, g, most in zip(draft.tokens.tolist(), chosen, available, strict=True)

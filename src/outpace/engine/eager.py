@@ -67,7 +67,12 @@ class EagerExecutor(Executor):
 
     @torch.inference_mode()
     def start(
-        self, sequences: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock
+        self,
+        sequences: Mapping[int, SequenceState],
+        g: int,
+        draft: Draft | None,
+        clock: Clock,
+        limits: Mapping[int, int] | None = None,
     ) -> Pending:
         """See ``Executor.start``; the step has ended when this returns."""
         self.scorer.check_placed()

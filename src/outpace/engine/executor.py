@@ -106,7 +106,12 @@ class Executor(ABC):
 
     @abstractmethod
     def start(
-        self, sequences: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock
+        self,
+        sequences: Mapping[int, SequenceState],
+        g: int,
+        draft: Draft | None,
+        clock: Clock,
+        limits: Mapping[int, int] | None = None,
     ) -> Pending:
         """Start a step.
 
@@ -116,6 +121,8 @@ class Executor(ABC):
             draft: Draft tokens from the host, in the order of ``sequences``. None: the executor drafts, or g
                 is 0.
             clock: Attributes the seconds of an executor that is not asynchronous.
+            limits: If the executor drafts: draft tokens that the target scores, at most g, by slot. None: g
+                each.
         """
 
     @abstractmethod

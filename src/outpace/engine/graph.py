@@ -1,9 +1,9 @@
 """The graph executor: a whole decode step as one function of tensors, on CUDA as one graph.
 
 Drafting, the target's forward pass, verification and commit run without the host. The host only starts steps,
-and reads the small result of one step while the next one runs. All sequences of a step have the same number
-of draft tokens, g. A graph serves the first slots, up to a bucket size. Idle slots among them take part, and
-change nothing.
+and reads the small result of one step while the next one runs. All sequences of a step get the same number of
+draft tokens, g. Verification ignores those beyond the number that a request has set. A graph serves the first
+slots, up to a bucket size. Idle slots among them take part, and change nothing.
 
 Sampling parameters, seeds and rules are tensors, so one graph serves any mix of sequences. Only what they
 need (``Needs``) decides what a graph computes. Python processors run on the host, between a graph of drafting
@@ -188,7 +188,12 @@ class GraphExecutor(Executor):
 
     @torch.inference_mode()
     def start(
-        self, sequences: Mapping[int, SequenceState], g: int, draft: Draft | None, clock: Clock
+        self,
+        sequences: Mapping[int, SequenceState],
+        g: int,
+        draft: Draft | None,
+        clock: Clock,
+        limits: Mapping[int, int] | None = None,
     ) -> Pending:
         """See ``Executor.start``; on CUDA it does not wait for the step, unless there are processors."""
         for scorer in self.scorers if g else [self.target]:
@@ -197,6 +202,8 @@ class GraphExecutor(Executor):
         slots = self._buckets.use(sequences)
         self._reserve(sequences, g)
         needs = Needs.of(sequences.values(), g)
+        if needs.limits and limits is not None:
+            self.slots.limit(limits, slots)
         with self._on_device():
             begun = started = DeviceEvent(self.target.device)
             catch_up_capture = 0.0
@@ -208,7 +215,7 @@ class GraphExecutor(Executor):
             result, capture = self._launch(g, slots, needs, draft, list(sequences), processed)
             errors = None if processed is None else processed.errors
             pending = GraphPending(
-                result, sequences, capture, begun, started, catch_up_capture, errors, self._cut
+                result, sequences, capture, begun, started, catch_up_capture, errors, self._cut, limits
             )
         if processed is not None:
             processed.rewind(pending.read())
@@ -335,6 +342,10 @@ class GraphExecutor(Executor):
     def scored(self, key: StepKey, draft: DraftTensors, raw: Tensor) -> Scored:
         """Return the target's logits ``[B, g+1, V]``, in the form that ``decide`` takes."""
         logits = raw.to(torch.float32, copy=True) if key.needs.processors else raw
+        if key.needs.limits and key.host_buffers is None:  # the host has limited its own draft tokens
+            limits = self.slots.limits[: key.slots]
+            lengths = limits if draft.lengths is None else draft.lengths.minimum(limits)
+            draft = replace(draft, lengths=lengths)
         return Scored(draft, raw, logits)
 
     @torch.inference_mode()

@@ -20,6 +20,7 @@ class InFlightStep:
     sequences: Mapping[int, SequenceState]  # sequences that take part, by slot
     load: Load
     is_async: bool  # whether the step runs while the host does something else
+    limits: Mapping[int, int]  # draft tokens that the target scores, by slot; others have g
     proposal: Proposal | None = None  # draft tokens of a drafter on the host
     draft_seconds: float = 0.0  # of that drafter
     idle_seconds: float = 0.0  # before the step, while the device waited for the host
@@ -46,7 +47,7 @@ class InFlightStep:
         indices = [order[slot] for slot in slots]
         remaining = self.load.remaining_draft_tokens or ()
         lengths = [len(outcome.drafts[slot]) for slot in slots]
-        requested: Sequence[int] = [self.g] * len(slots)  # the target scores g positions, padding too
+        requested: Sequence[int] = [self.limits.get(slot, self.g) for slot in slots]  # padding too
         draft_steps, draft_seconds, unscored_correct = 0, 0.0, list[bool | None](unscored)
         if proposal is not None:
             requested = [proposal.requested[i] for i in indices] if proposal.requested else lengths
@@ -70,6 +71,7 @@ class InFlightStep:
             unscored_correct=unscored_correct,
             capture_seconds=pending.capture_seconds,
             catch_up_capture_seconds=pending.catch_up_capture_seconds,
+            forced=any(one.num_draft_tokens is not None for one in sequences),
         )
 
     def _seconds(self, draft_seconds: float, phases: Mapping[str, float], undisturbed: bool) -> float | None:

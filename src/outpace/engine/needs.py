@@ -22,6 +22,7 @@ class Needs:
             None: no log-probabilities.
         values: The logits, before and after the sampling parameters.
         processors: Python functions, which change logits between the target's pass and verification.
+        limits: Numbers of draft tokens per sequence, below that of the step.
     """
 
     filters: bool = False
@@ -31,6 +32,7 @@ class Needs:
     top: int | None = None
     values: bool = False
     processors: bool = False
+    limits: bool = False
 
     @classmethod
     def of(cls, sequences: Collection[SequenceState], g: int) -> Needs:
@@ -52,6 +54,7 @@ class Needs:
             None if not tops else (1 << (max(tops) - 1).bit_length() if max(tops) else 0),
             any(one.scores is not None or one.logits is not None for one in sequences),
             any(one.processors for one in samplings),
+            g > 0 and any(one.num_draft_tokens is not None for one in sequences),
         )
 
     def covers(self, other: Needs) -> bool:
@@ -60,13 +63,14 @@ class Needs:
         With processors a step is two graphs, so it does not serve sequences without.
         """
         top = other.top is None or (self.top is not None and self.top >= other.top)
-        flags = ("filters", "edits", "match", "rule", "values")
+        flags = ("filters", "edits", "match", "rule", "values", "limits")
         more = all(getattr(self, name) >= getattr(other, name) for name in flags)
         return top and more and self.processors == other.processors
 
     def size(self) -> int:
         """Return a number that grows with what a step computes."""
-        return sum((self.filters, self.edits, self.match, self.rule, self.top is not None, 2 * self.values))
+        flags = self.filters, self.edits, self.match, self.rule, self.top is not None, self.limits
+        return sum(flags) + 2 * self.values
 
 
 def has_filters(one: SamplingParams) -> bool:

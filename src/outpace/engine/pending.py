@@ -62,6 +62,7 @@ class GraphPending(Pending):
         errors: Errors of processors, by slot.
         cut: Gets the slots whose drafts ended early. Unless bias or allowed tokens left no token, the KV
             cache of the draft model then has NaN.
+        limits: As in ``Executor.start``.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class GraphPending(Pending):
         catch_up_capture_seconds: float = 0.0,
         errors: Errors | None = None,
         cut: set[int] | None = None,
+        limits: Mapping[int, int] | None = None,
     ) -> None:
+        self._limits = limits or {}
         self._cut = set[int]() if cut is None else cut
         self._sequences, self._begun, self._started = sequences, begun, started
         self.capture_seconds, self.catch_up_capture_seconds = capture_seconds, catch_up_capture_seconds
@@ -109,7 +112,7 @@ class GraphPending(Pending):
             ).with_errors(self._errors)
             for slot, sequence in self._sequences.items():
                 if sequence.finish_reason is None:  # else it has ended after this step started
-                    if rows[slot][3] < self._counts.shape[1] - 4:
+                    if rows[slot][3] < self._limits.get(slot, self._counts.shape[1] - 4):
                         self._cut.add(slot)
                     self._values.store(sequence, self._outcome.num_new_tokens(slot), slot)
         return self._outcome

@@ -46,6 +46,7 @@ class Options(TypedDict, total=False):
     logits: bool
     stop_when: Callable[[SequenceState], bool] | None
     batch_size: int | None
+    num_draft_tokens: int | str | Sequence[int | str | None] | None
     temperature: float
     top_k: int
     top_p: float
@@ -67,12 +68,14 @@ class Reader:
         tokenizer: The target's tokenizer, or None.
         draft_sampling: The drafter's sampling parameters. None: the target's.
         match: Whether sequences have rule ``match``. None: those with a seed have it.
+        most_draft_tokens: Largest number of draft tokens that a request may set. None: no drafter.
     """
 
     scorer: Scorer
     tokenizer: Any
     draft_sampling: SamplingParams | None
     match: bool | None = None
+    most_draft_tokens: int | None = None
 
     def sequences(
         self,
@@ -91,6 +94,7 @@ class Reader:
         logits: bool = False,
         stop_when: Callable[[SequenceState], bool] | None = None,
         batch_size: int | None = None,
+        num_draft_tokens: int | str | Sequence[int | str | None] | None = None,
         **fields: Any,
     ) -> tuple[list[SequenceState], bool]:
         """Return the sequences of a call, and whether the call passed a single prompt.
@@ -127,17 +131,18 @@ class Reader:
         tops = per_prompt("logprobs", logprobs, count, self._logprobs)
         prompt_tops = per_prompt("prompt_logprobs", prompt_logprobs, count, self._prompt_logprobs)
         seeds = per_prompt("seed", seed, count, checked_seed, "one int")
+        drafts = per_prompt("num_draft_tokens", num_draft_tokens, count, self._num_draft_tokens)
         end_ids = frozenset(self._stop_tokens(stop_tokens))
         end_ids |= frozenset() if ignore_eos else self.scorer.end_of_text
         special = set(getattr(self.tokenizer, "all_special_tokens", ()))
         sequences: list[SequenceState] = []
         for i, item in enumerate(items):
             tokens, source, error = list[int](), None, None
-            most, own_stops, top, prompt_top, seed_given = 1, tuple[str, ...](), None, None, None
+            most, own_stops, top, prompt_top, seed_given, g = 1, tuple[str, ...](), None, None, None, None
             own_sampling = samplings[i if len(samplings) > 1 else 0]
             try:
                 most, own_stops, top = lengths(i), stops(i), tops(i)
-                prompt_top, seed_given = prompt_tops(i), seeds(i)
+                prompt_top, seed_given, g = prompt_tops(i), seeds(i), drafts(i)
                 tokens, source = self._read(item)
                 self.check_supported(own_sampling)
             except Exception as raised:  # a tokenizer may raise anything
@@ -166,6 +171,7 @@ class Reader:
                         [] if logits else None,
                         source,
                         scored,
+                        g,
                         finish_reason=None if error is None else "error",
                         error=error,
                     )
@@ -212,6 +218,17 @@ class Reader:
                 "input has no log-probabilities; leave it out"
             )
         return most
+
+    def _num_draft_tokens(self, g: Any) -> int | None:
+        """Return the number of draft tokens of each step; None if the draft-length policy chooses it."""
+        if g in (None, "auto"):
+            return None
+        most = 0 if self.most_draft_tokens is None else self.most_draft_tokens
+        expected = f'"auto", or an int in 0..{most}'
+        if self.most_draft_tokens is None:
+            expected = '"auto" or 0, because this Decoder has no draft'
+        integer("num_draft_tokens", g, expected, lambda g: 0 <= g <= most)
+        return int(g)
 
     def _top(self, name: str, top: Any) -> int | None:
         """Return how many of the likeliest tokens get log-probabilities; None without log-probabilities."""

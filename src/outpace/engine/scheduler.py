@@ -94,7 +94,7 @@ class Scheduler:
         request.added = True
         request.index = self._num_added
         self._num_added += 1
-        self._admission.waiting.append(request)
+        self._admission.add(request)
         return request.index
 
     def cancel(self, request_id: int) -> None:
@@ -241,6 +241,7 @@ class Scheduler:
         """
         if self._with_slots():
             return
+        self._admission.expect(sequences)
         slots, tokens = self._admission.reservation(sequences)
         if slots:
             self.executor.prepare(slots, tokens)
@@ -289,12 +290,14 @@ class Scheduler:
         load = self.executor.load(sequences, proposer.load(active, len(self._in_flight)))
         if self.executor.drafts:
             chosen = proposer.choose(active, load)
+            g = max(chosen.values(), default=0)
+            limits = chosen if any(one.num_draft_tokens is not None for one in active) else None
             try:
-                return self._launch(max(chosen.values(), default=0), sequences, load, clock)
+                return self._launch(g, sequences, load, clock, limits=limits)
             except WeightsMovedError:  # if those are the draft model's, the target goes on
                 return self._launch(0, sequences, load, clock)
         if self._in_flight:
-            needs_draft = self._chosen or (proposer.free and not self.policy.idle)
+            needs_draft = self._chosen or (proposer.free and not proposer.is_idle(active))
             if self._in_flight[-1].g or needs_draft:
                 return None  # the drafter must see the outcome of the step in flight first
             if not proposer.free:
@@ -323,13 +326,16 @@ class Scheduler:
         clock: Clock,
         proposal: Proposal | None = None,
         draft_seconds: float = 0.0,
+        limits: Mapping[int, int] | None = None,
     ) -> InFlightStep:
         executor, draft = self.executor, None if proposal is None else proposal.draft
-        pending = executor.start(sequences, g, draft, clock)
+        pending = executor.start(sequences, g, draft, clock, limits)
         captured = pending.capture_seconds or pending.catch_up_capture_seconds
         self._undisturbed = self._undisturbed and not captured
         waited = self._commit_seconds if proposal is not None and executor.is_async else 0.0
-        return InFlightStep(pending, g, sequences, load, executor.is_async, proposal, draft_seconds, waited)
+        return InFlightStep(
+            pending, g, sequences, load, executor.is_async, limits or {}, proposal, draft_seconds, waited
+        )
 
     def _unscored_matches(self, sequences: list[SequenceState], outcome: Outcome, g: int) -> list[bool]:
         """Return whether a free drafter would have proposed the right tokens in a step without draft tokens.

@@ -140,6 +140,7 @@ class SequenceState:
     logits: list[Tensor] | None = None
     source: Source | None = None  # the encoder's input, where there is an encoder
     prompt_logprobs: PromptLogprobs | None = None  # None: not requested
+    num_draft_tokens: int | None = None  # of each step; None: the draft-length policy chooses
     slot: int = -1
     added: bool = False  # to a scheduler
     alone: bool = False  # whether it must not be prefilled together with others

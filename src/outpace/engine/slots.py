@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class Slots:
         seeds: Seeds ``[slots]``.
         active: 1 for slots with a sequence, 0 for idle ones ``[slots]``.
         match: 1 for sequences with rule ``match``, 0 for others ``[slots]``.
+        limits: Most draft tokens of each sequence that the target scores ``[slots]``; see ``limit``.
         token_ids: Prompt and output ``[slots, tokens]``.
         shape: Temperature and filters of the target, as ``RowSampling`` holds them ``[slots, 4]``.
         draft_shape: The same of the drafter.
@@ -50,6 +51,8 @@ class Slots:
         self.lengths = torch.ones(slots, dtype=torch.int64, device=device)
         self.seeds, self.active = torch.zeros_like(self.lengths), torch.zeros_like(self.lengths)
         self.match = torch.zeros_like(self.lengths)
+        self.limits = torch.zeros_like(self.lengths)
+        self._limits: list[int] = []  # the first of ``limits``
         self.token_ids = torch.zeros(slots, tokens, dtype=torch.int64, device=device)
         self.shape = torch.tensor(NO_SHAPE, device=device).repeat(slots, 1)
         self.draft_shape = self.shape.clone()
@@ -128,6 +131,18 @@ class Slots:
         if bias:
             ids = on_device(list(bias), torch.int64, device)
             edits.bias[slot, ids] = on_device(list(bias.values()), torch.float32, device)
+
+    def limit(self, limits: Mapping[int, int], slots: int) -> None:
+        """Set the most draft tokens of each sequence that the target scores; 0 for other slots.
+
+        Args:
+            limits: The numbers by slot.
+            slots: Number of slots that take part in the step.
+        """
+        current = [limits.get(slot, 0) for slot in range(slots)]
+        if current != self._limits:
+            overwrite(self.limits[:slots], current)
+            self._limits = current
 
     def copy_draft(self, g: int, draft: Draft, drafted: Sequence[int], slots: int) -> DraftTensors:
         """Copy draft tokens from the host to buffers that graphs read; return the buffers.

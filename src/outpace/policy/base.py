@@ -72,6 +72,8 @@ class StepOutcome:
         capture_seconds: Seconds before the step in which its graph was captured. ``seconds`` is then None.
         catch_up_capture_seconds: Seconds before the step in which the graph of the catch-up was captured.
             ``catch_up_seconds`` is then 0.
+        forced: Whether requests set the number of draft tokens of some sequences. The policy did not choose
+            those numbers.
     """
 
     slots: Sequence[int]
@@ -88,6 +90,7 @@ class StepOutcome:
     unscored_correct: Sequence[bool | None] = ()
     capture_seconds: float = 0.0
     catch_up_capture_seconds: float = 0.0
+    forced: bool = False
 
 
 class DraftLengthPolicy(ABC):

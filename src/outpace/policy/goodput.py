@@ -230,10 +230,11 @@ class Goodput(DraftLengthPolicy):
 
     def observe(self, done: StepOutcome) -> None:
         costs = self.costs(done.load)
-        if costs.known:
+        if costs.known and not done.forced:
             self._book(done, costs)
         self._learn(done)
-        self._record(done, costs)
+        if done.g <= self.max_draft_tokens:  # requests may set more
+            self._record(done, costs)
 
     def _learn(self, done: StepOutcome) -> None:
         """Learn the acceptance: from scored draft tokens, and from the first proposed one not scored."""
