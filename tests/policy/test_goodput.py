@@ -399,7 +399,7 @@ def test_proposals_of_a_free_drafter_that_never_helps_cost_little(cost: float) -
     scored = scored_proposals(policy, cost, lambda t: False, 1000)
     assert None not in scored[:2]
     proposals = len([g for g in scored if g is not None])
-    assert cost * proposals <= policy.config.initial_balance + 0.02 * 1000
+    assert cost * proposals <= policy.config.balance + 0.02 * 1000
     assert not any(scored[100:])
 
 

@@ -103,8 +103,7 @@ class AcceptanceEstimate:
 
     def _new(self) -> Array:
         """Return the estimate for a new sequence, which also holds after a jump: ``[LEVELS, 25]``."""
-        share = self._config.uniform_share
-        return share / len(ALPHAS) + (1 - share) * self._recent
+        return self._recent
 
     def _of(self, slots: Sequence[int], levels: Sequence[int]) -> Array:
         """Return the estimate of these slots at these levels: ``[R, 25]``."""

@@ -12,28 +12,25 @@ class GoodputConfig:
     Attributes:
         jump_probability: Probability that the acceptance rate of a sequence jumps in a step.
         prior_outcomes: Number of recent outcomes that the estimate for a new sequence is the mean of.
-        uniform_share: Fraction of that estimate that is spread evenly over all acceptance rates.
         cost_measurements: Number of recent measurements that the cost of a step is the mean of.
         stale_passes: Forward passes after which a measured cost may no longer hold.
         outlier_factor: Times longer or shorter than expected; measured seconds beyond this are clipped.
         first_draft_tokens: Largest number of draft tokens while none is measured. Later it doubles.
         margin: Fraction by which speculation must be faster than baseline steps. A balance of -n baseline
             steps multiplies it by 1 + n.
-        initial_balance: Baseline steps that exploration may lose at the start.
+        balance: Baseline steps that exploration may lose at the start. It is the largest balance, too, and
+            the largest debt.
         income: Baseline steps that exploration may lose later, for each step.
-        max_balance: Baseline steps that exploration may lose at most, whatever speculation has gained.
         probe_share: Fraction of the steps since the last rejection that a probe may lose.
     """
 
     jump_probability: float = 0.02
     prior_outcomes: int = 60
-    uniform_share: float = 0.05
     cost_measurements: int = 8
     stale_passes: int = 256
     outlier_factor: float = 1.5
     first_draft_tokens: int = 2
     margin: float = 0.02
-    initial_balance: float = 6.0
+    balance: float = 6.0
     income: float = 0.0075
-    max_balance: float = 24.0
     probe_share: float = 0.02

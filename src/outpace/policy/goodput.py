@@ -83,7 +83,7 @@ class Goodput(DraftLengthPolicy):
     def __init__(self, max_draft_tokens: int = 16, config: GoodputConfig = DEFAULT) -> None:
         integer("max_draft_tokens", max_draft_tokens, "an int >= 1", lambda g: g >= 1)
         self.max_draft_tokens, self.config = max_draft_tokens, config
-        self.balance = config.initial_balance
+        self.balance = config.balance
         self._acceptance = AcceptanceEstimate(max_draft_tokens, config)
         self._by_size: dict[tuple[str, int], StepCosts] = {}  # by executor and size of the batch
         self._capture_seconds = 0.0  # of the shortest capture
@@ -193,7 +193,7 @@ class Goodput(DraftLengthPolicy):
         if forecast.ending:
             return 0
         price = self._capture_seconds / costs.baseline_seconds
-        affordable = rate > 1 or self.balance >= min(price, self.config.initial_balance)
+        affordable = rate > 1 or self.balance >= min(price, self.config.balance)
         worth: dict[int, float] = {}
         for g in forecast.uncaptured:
             if forecast.rates[g] > (1 + self.config.margin) * rate:
@@ -212,7 +212,7 @@ class Goodput(DraftLengthPolicy):
         candidates = [g for g in forecast.runnable if g]
         if not (candidates or forecast.ending) and len(costs.measured) > 1:
             candidates = forecast.uncaptured  # they were captured for other needs of sequences
-            price = min(self._capture_seconds / costs.baseline_seconds, self.config.initial_balance)
+            price = min(self._capture_seconds / costs.baseline_seconds, self.config.balance)
         losses = {g: max(0.0, forecast.ratios[g] - forecast.tokens[g]) for g in candidates}
         g = min(losses, key=losses.__getitem__, default=0)
         if not g or losses[g] > self.config.probe_share * self._steps_since_rejection:
@@ -280,7 +280,7 @@ class Goodput(DraftLengthPolicy):
         """Book the gain or loss of a step against baseline steps, at the costs known before it."""
         config, baseline = self.config, costs.baseline_seconds
         # A step that takes much longer than expected does so for another reason.
-        unexpected = config.initial_balance / 2
+        unexpected = config.balance / 2
         gain = 0.0
         if done.draft_seconds and not done.draft_steps:  # a free drafter proposed
             self._proposal_cost = min((done.draft_seconds + done.idle_seconds) / baseline, unexpected)
@@ -295,8 +295,7 @@ class Goodput(DraftLengthPolicy):
                 gain = -min(steps / baseline, max(0.0, self.balance))
             else:
                 gain = tokens - min(steps / baseline, expected + unexpected)
-        limit = config.max_balance
-        self.balance = max(-config.initial_balance, min(limit, self.balance + config.income + gain))
+        self.balance = max(-config.balance, min(config.balance, self.balance + config.income + gain))
 
     def reset(self, slots: Sequence[int]) -> None:
         self._acceptance.forget(slots)
