@@ -23,13 +23,13 @@ def measured(seconds: dict[int, float], times: int = 4) -> StepCosts:
 
 def test_seconds_between_measured_g_are_interpolated_and_beyond_them_extrapolated() -> None:
     ratios = measured({0: 2.0, 2: 3.0, 4: 4.0}).ratios()
-    assert ratios[[0, 1, 2, 3, 4]] == pytest.approx([1, 1.25, 1.5, 1.75, 2])
+    assert ratios[:5] == pytest.approx([1, 1.25, 1.5, 1.75, 2])
     assert ratios[16] == pytest.approx(5)
 
 
 def test_larger_g_are_tried_while_only_one_is_measured() -> None:
     """The second token of a pass may double its time on a CPU, and further ones may be nearly free."""
-    assert measured({0: 1.0, 2: 2.0}).ratios()[[2, 4, 16]] == pytest.approx([2, 2, 2])
+    assert measured({0: 1.0, 2: 2.0}).ratios()[2:] == pytest.approx([2] * 15)
 
 
 def test_first_seconds_of_a_g_may_contain_a_warm_up() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -221,21 +221,11 @@ class Clocked(Goodput):
         super().observe(replace(done, seconds=1 + 0.02 * done.g + drafting, draft_seconds=drafting))
 
 
-class Doubtful(Fixed):
-    """Stop drafting where the next draft distribution is flat."""
-
-    asks = True
-
-    def enough(self, confidence: Sequence[float]) -> bool:
-        return sum(confidence) < 0.45 * len(confidence)
-
-
 POLICIES: dict[str, Callable[[int], DraftLengthPolicy]] = {
     "f": Fixed,
     "h": Heuristic,
     "l": lambda g: Heuristic(g, least=1),
     "g": Clocked,
-    "d": Doubtful,
 }
 
 
@@ -244,7 +234,7 @@ class Cell:
     drafter: str = "model"
     rule: str = "token"
     sampling: str = "plain"
-    policy: str = "f 2"  # f: Fixed, h: Heuristic, l: one that never rests, g: Goodput, d: Doubtful
+    policy: str = "f 2"  # f: Fixed, h: Heuristic, l: one that never rests, g: Goodput
     batch_size: int = SAMPLES
     stops: bool = False
     draft_sampling: str | None = None
@@ -401,14 +391,12 @@ CELLS: list[Cell] = [
     Cell("model", "match", "warm", "f 3", family="marian"),
     Cell("model", "token", "processors", "h 3", batch_size=64, stops=True, family="whisper"),
     Cell("causal", "token", "warm", "f 2", family="mt5"),
-    # policies that depend on time, on accepted tokens, and on the draft distribution
+    # a policy that depends on time and on accepted tokens
     Cell("lookup", "token", "nucleus", "g 3", stops=True),
     Cell("lookup", "block", "plain", "g 4", batch_size=20, engine=True),
     Cell("lookup", "token", "plain", "g 4", batch_size=64),
     Cell("model", "token", "warm", "g 4", batch_size=20),
     Cell("model", "block", "plain", "g 4", batch_size=20, stops=True, engine=True),
-    Cell("model", "token", "plain", "d 3", batch_size=10),
-    Cell("model", "block", "warm", "d 3", batch_size=6, stops=True),
     Cell("random", "block", "plain", "g 3", batch_size=64, stops=True, engine=True),
 ]
 # On a CPU, rule token verifies large vocabularies position by position.

@@ -9,7 +9,7 @@ i. Dropping a token because it was unlikely biases the output.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
@@ -61,8 +61,7 @@ class Draft:
             ``precomputed.sampling`` is still to be applied to them. None: tokens were chosen.
         lengths: Number of draft tokens of each sequence, at most g. None: all g.
         precomputed: Results of sampling on a GPU that verification can use again. None: nothing.
-        steps: Draft steps that were made. It is one more than the tokens if ``State.enough`` ended the draft.
-            None: as many as requested.
+        steps: Draft steps that were made. None: as many as requested.
         confidence: Confidence in each sequence's draft, in [0, 1], where it is known without cost.
     """
 
@@ -111,9 +110,6 @@ class State:
         own_noise: Whether to sample with the noise that the target itself will use (rule "match"), per
             sequence. Empty: for none.
         sources: Encoder input of each sequence, if the target has an encoder.
-        enough: Callback that a drafter may call before it samples a token. Its argument is the largest
-            probability of each sequence's distribution. It returns True to stop with the tokens so far.
-            ``DraftSampler.enough`` calls it.
         after: Sampling parameters after each token, where processors keep state. ``DraftSampler`` fills it.
     """
 
@@ -127,7 +123,6 @@ class State:
     device: torch.device
     own_noise: Sequence[bool] = ()
     sources: Sequence[Source | None] = ()
-    enough: Callable[[Sequence[float]], bool] | None = None
     after: list[list[SamplingParams]] = field(default_factory=list)
 
 
@@ -261,9 +256,7 @@ class DraftSampler:
 
         sampler = DraftSampler(state, g)
         for i in range(g):
-            if sampler.enough(logits):             # [R, V]
-                break
-            tokens = sampler.sample_next(logits)   # [R]
+            tokens = sampler.sample_next(logits)   # [R, V] -> [R]
         return sampler.draft()
 
     Args:
@@ -291,25 +284,9 @@ class DraftSampler:
         # On a GPU the kernel applies the parameters that need no prefix.
         self._shapes = None if self._neutral else [one.shape for one in one_for_all(state.sampling)]
         self._uses_kernel = has_kernel(state.device) and not self.chosen
-        self._adjusted: Tensor | None = None  # logits that the next token is sampled from, if known
-        self._stopped = False
         if not self.chosen and state.device.type == "cpu":
             noise = random.halves(state.seed.tolist(), self._starts, g, Stream.DRAFT)
             self._uniforms = [[row[i][0] for row in noise] for i in range(g)]
-
-    def enough(self, logits: Tensor) -> bool:
-        """Return whether the policy ends the draft before a token is sampled from these logits.
-
-        Args:
-            logits: Raw logits ``[R, V]`` of the draft. V may differ from the target's.
-        """
-        if self.state.enough is None:
-            return False
-        self._adjusted = self._next_logits(logits)
-        max_probs = (self._adjusted.amax(-1) - self._adjusted.logsumexp(-1)).exp()
-        # Logits that are not finite do not end the draft here: `draft` cuts it off before them.
-        self._stopped = bool(max_probs.isfinite().all()) and self.state.enough(max_probs.tolist())
-        return self._stopped
 
     def sample_next(self, logits: Tensor) -> Tensor:
         """Sample the next token of each sequence.
@@ -321,8 +298,7 @@ class DraftSampler:
             Token ids ``[R]``.
         """
         state, i = self.state, len(self.tokens)
-        adjusted = self._next_logits(logits) if self._adjusted is None else self._adjusted
-        self._adjusted = None
+        adjusted = self._next_logits(logits)
         if any(one.processors for one in state.sampling):
             state.after.append([one.fork() for one in state.sampling])
         if self._greedy:
@@ -390,7 +366,7 @@ class DraftSampler:
         """
         if not self.tokens:
             self.usable = [0] * len(self.state.slots)
-            return replace(Draft.chosen([[] for _ in self.state.slots], self.state.device), steps=1)
+            return Draft.chosen([[] for _ in self.state.slots], self.state.device)
         logits = None if self.chosen else torch.stack(self._logits, dim=1)
         is_finite = self._is_finite
         if isinstance(is_finite[0], Tensor):
@@ -398,8 +374,7 @@ class DraftSampler:
         self.usable = [sum(1 for _ in takewhile(bool, row)) for row in zip(*is_finite, strict=True)]
         if lengths is not None:
             self.usable = [min(pair) for pair in zip(lengths, self.usable, strict=True)]
-        steps = None if self.state.enough is None else len(self.tokens) + self._stopped
-        return Draft(torch.stack(self.tokens, dim=1), logits, self.usable, self._precomputed(), steps)
+        return Draft(torch.stack(self.tokens, dim=1), logits, self.usable, self._precomputed())
 
     def _precomputed(self) -> Precomputed | None:
         if not self._sampled:

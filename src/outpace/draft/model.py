@@ -47,10 +47,7 @@ class ModelDrafter(Drafter):
         logits = self._catch_up(state)
         sampler = DraftSampler(state, g)
         for i in range(g):
-            logits = logits.to(state.device)
-            if sampler.enough(logits):
-                break
-            tokens = sampler.sample_next(logits)
+            tokens = sampler.sample_next(logits.to(state.device))
             if i < g - 1:
                 fed = tokens.to(self.scorer.device)
                 if self.vocab_size < state.vocab_size:

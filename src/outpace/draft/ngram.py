@@ -139,10 +139,8 @@ class NGramDrafter(Drafter):
             for row, context in zip(logits, contexts, strict=True):
                 tokens, counts = self.counts(context)
                 row[torch.from_numpy(tokens)] = torch.from_numpy(counts).float().log()
-            logits = logits.to(state.device)
-            if sampler.enough(logits):
-                break
-            for context, token in zip(contexts, sampler.sample_next(logits).tolist(), strict=True):
+            drafted = sampler.sample_next(logits.to(state.device)).tolist()
+            for context, token in zip(contexts, drafted, strict=True):
                 context.append(token)
                 del context[: len(context) - (self.n - 1)]
         return sampler.draft()

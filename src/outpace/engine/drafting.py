@@ -21,8 +21,8 @@ class Proposal:
     Attributes:
         draft: The draft tokens.
         state: The drafter's input. None if the drafter was not called.
-        requested: Number of draft tokens that the drafter was asked for, per sequence. If the policy stopped
-            the drafter: the number that it proposed. Empty for a free drafter.
+        requested: Number of draft tokens that the drafter was asked for, per sequence. If it made fewer
+            draft steps: the number that it proposed. Empty for a free drafter.
         draft_steps: Number of draft steps: forward passes of a draft model. 0 for a free drafter.
         unscored: Per sequence, the first token that a free drafter proposed and the policy did not choose.
             None if the policy chose all.
@@ -143,7 +143,7 @@ class Proposer:
             return self._choose_from(sequences, draft, state, load)
         self._last_drafted = [(one, len(one.tokens)) for one in sequences]
         requested, draft_steps = limits, max(limits)
-        if draft.steps is not None:  # the policy stopped the drafter
+        if draft.steps is not None:  # its context may be full
             requested, draft_steps = list(draft.lengths or limits), draft.steps
         return Proposal(self._truncated(draft, limits), state, requested, draft_steps)
 
@@ -241,7 +241,6 @@ class Proposer:
             device,
             [one.match for one in sequences],
             [one.source for one in sequences],
-            self.policy.enough if self.policy.asks else None,
         )
 
     def _seed_tensor(self, sequences: Sequence[SequenceState], device: torch.device) -> Tensor:

@@ -39,10 +39,10 @@ class AcceptanceEstimate:
         powers = ALPHAS[:, None] ** np.arange(max_draft_tokens + 1)  # [25, G + 1]
         self._powers: Array = powers[:, 1:]
         self._tokens: Array = powers.cumsum(1)  # expected tokens of a step, by α and g
-        # [2, G + 1, 25]: likelihood of 0, 1, ... accepted draft tokens, first without a rejection after them
-        self._likelihood = np.stack((powers.T, powers.T * (1 - ALPHAS)))
+        # [2·(G + 1), 25]: likelihood of 0, 1, ... accepted draft tokens, then with a rejection after them
+        self._likelihood = np.concatenate((powers.T, powers.T * (1 - ALPHAS)))
         self._prefixes = np.tri(max_draft_tokens + 1, max_draft_tokens, -1)  # row n: n ones, then zeros
-        self._recent = np.full((LEVELS, len(ALPHAS)), 1 / len(ALPHAS))  # mean of recent estimates
+        self._recent = np.full((LEVELS, len(ALPHAS)), 1 / len(ALPHAS))  # of new sequences and after jumps
         self._outcomes = [0] * LEVELS
         self._estimate = np.zeros((0, LEVELS, len(ALPHAS)))  # by slot
 
@@ -56,9 +56,9 @@ class AcceptanceEstimate:
             levels: Confidence level of each sequence.
             limits: Largest useful number of draft tokens of each sequence. None: no limit.
         """
-        estimate = self._of(slots, levels)
+        estimate = self._estimate_of(self._rows(slots, levels))
         if limits is None:
-            mean: Array = estimate[0] if len(slots) == 1 else estimate.mean(0)
+            mean: Array = estimate.sum(0) / len(slots)
             return mean @ self._tokens
         accepted = (estimate @ self._powers) * self._prefixes[list(limits)]  # [R, G]
         return np.concatenate(([1.0], 1 + accepted.sum(0).cumsum() / len(slots)))
@@ -74,44 +74,41 @@ class AcceptanceEstimate:
             tested: Number of draft tokens of each slot, at least one.
             accepted: Number of accepted draft tokens of each slot.
         """
-        rejected = [int(some < most) for some, most in zip(accepted, tested, strict=True)]
-        estimate = self._of(slots, levels) * self._likelihood[rejected, list(accepted)]
+        rows, half = self._rows(slots, levels), len(self._likelihood) // 2
+        outcomes = [k if k == most else half + k for k, most in zip(accepted, tested, strict=True)]
+        estimate = self._estimate_of(rows) * self._likelihood[np.array(outcomes)]
         estimate /= estimate.sum(1, keepdims=True)
-        self._estimate[list(slots), levels] = estimate
-        of_level = np.asarray(levels)
+        self._estimate.reshape(-1, len(ALPHAS))[rows] = estimate
         for level in set(levels):
-            ones = estimate[of_level == level] if len(levels) > 1 else estimate
+            ones = estimate if levels.count(level) == len(levels) else estimate[rows % LEVELS == level]
             weight = 1 - (1 - 1 / self._config.prior_outcomes) ** len(ones)
-            self._recent[level] += weight * (ones.mean(0) - self._recent[level])
+            self._recent[level] += weight * (ones.sum(0) / len(ones) - self._recent[level])
             self._outcomes[level] += len(ones)
 
     def next_step(self) -> None:
         """Let each α jump with the probability of one step."""
-        jump = self._config.jump_probability
-        self._estimate *= 1 - jump
-        self._estimate += jump * self._new()
+        self._estimate *= 1 - self._config.jump_probability
+        self._estimate += self._config.jump_probability * self._recent
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget the sequences in these slots."""
         self._grow(slots)
-        self._estimate[list(slots)] = self._new()
+        self._estimate[list(slots)] = self._recent
 
     def mean(self) -> float:
         """Return the mean α of recent sequences."""
         weights = self._outcomes if any(self._outcomes) else [1] * LEVELS
         return float(np.average(self._recent @ ALPHAS, weights=weights))
 
-    def _new(self) -> Array:
-        """Return the estimate for a new sequence, which also holds after a jump: ``[LEVELS, 25]``."""
-        return self._recent
-
-    def _of(self, slots: Sequence[int], levels: Sequence[int]) -> Array:
-        """Return the estimate of these slots at these levels: ``[R, 25]``."""
+    def _rows(self, slots: Sequence[int], levels: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return the rows of the estimate, as ``[slots · LEVELS, 25]``, of these slots at these levels."""
         self._grow(slots)
-        return self._estimate[list(slots), levels]
+        return np.array([LEVELS * slot + level for slot, level in zip(slots, levels, strict=True)])
+
+    def _estimate_of(self, rows: npt.NDArray[np.int64]) -> Array:
+        return self._estimate.reshape(-1, len(ALPHAS))[rows]
 
     def _grow(self, slots: Sequence[int]) -> None:
         missing = max(slots, default=-1) + 1 - len(self._estimate)
         if missing > 0:
-            new = np.broadcast_to(self._new(), (missing, LEVELS, len(ALPHAS)))
-            self._estimate = np.concatenate((self._estimate, new))
+            self._estimate = np.concatenate((self._estimate, np.tile(self._recent, (missing, 1, 1))))

@@ -102,18 +102,13 @@ class DraftLengthPolicy(ABC):
     Attributes:
         max_draft_tokens: Largest number of draft tokens that the policy chooses.
         is_timed: Whether choices depend on measured times, so that they may differ between equal calls.
+        exploration_seconds: Seconds that steps were expected to lose so far, because the policy chose them to
+            learn.
     """
 
     max_draft_tokens: int
     is_timed: bool = False
-
-    @property
-    def asks(self) -> bool:
-        """True if the drafter should call ``enough`` between the draft steps of this choice.
-
-        Each call takes time.
-        """
-        return False
+    exploration_seconds: float = 0.0
 
     @property
     def idle(self) -> bool:
@@ -138,16 +133,6 @@ class DraftLengthPolicy(ABC):
             Number of draft tokens of each slot.
         """
 
-    def enough(self, confidence: Sequence[float]) -> bool:
-        """Return whether to stop drafting with the tokens sampled so far.
-
-        The drafter calls it after a draft step, before it samples the token of this step.
-
-        Args:
-            confidence: Largest probability of each sequence's draft distribution for this token.
-        """
-        return False
-
     def observe(self, done: StepOutcome) -> None:
         """Learn from the outcome of a step.
 
@@ -163,3 +148,7 @@ class DraftLengthPolicy(ABC):
             slots: Slots of the ended sequences.
         """
         return
+
+    def describe(self) -> str:
+        """Return the policy, and what it has learned, for a user."""
+        return repr(self)

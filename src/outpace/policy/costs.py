@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 
-from outpace.policy.acceptance import Array
 from outpace.policy.config import GoodputConfig
 
 SHORTEST = 1e-9  # seconds; shorter measurements count as this
@@ -27,7 +26,7 @@ class StepCosts:
     Attributes:
         passes: Number of measured steps, those with surprising times counted several times.
         measured: Values of g that were measured more than once, in order. A single time may be an outlier.
-        missed: Baseline steps that each g would have saved so far, if it had been captured.
+        missed: Baseline steps that each uncaptured g would have saved since the last capture.
     """
 
     def __init__(self, max_draft_tokens: int, config: GoodputConfig) -> None:
@@ -39,7 +38,7 @@ class StepCosts:
         self._relative: dict[int, float] = {}
         self._count: dict[int, int] = {}
         self._last_pass: dict[int, int] = {}  # number of the last measured step, by g
-        self._ratios: Array | None = None
+        self._ratios: list[float] | None = None
         self._catch_up = 0.0, 0.0  # seconds and tokens of recent catch-ups
 
     @property
@@ -52,8 +51,8 @@ class StepCosts:
         """Seconds of a baseline step."""
         return math.exp(self._speed + self._relative[0])
 
-    def ratios(self) -> Array:
-        """Return the seconds of a step with each g, in baseline steps: ``[G + 1]``.
+    def ratios(self) -> list[float]:
+        """Return the seconds of a step with each g in 0 … G, in baseline steps.
 
         They are interpolated between the measured values of g, and extrapolated beyond the largest one. While
         only one g above 0 is measured, all larger ones are assumed to take as long, so that they are tried:
@@ -62,10 +61,11 @@ class StepCosts:
         if self._ratios is None:
             measured = self.measured
             known = [math.exp(self._relative[g] - self._relative[0]) for g in measured]
-            self._ratios = np.interp(self._every_g, measured, known)
+            self._ratios = np.interp(self._every_g, measured, known).tolist()
             if len(measured) > 2:
                 slope = max(0.0, (known[-1] - known[-2]) / (measured[-1] - measured[-2]))
-                self._ratios += slope * np.maximum(self._every_g - measured[-1], 0)
+                for g in range(measured[-1] + 1, len(self._ratios)):
+                    self._ratios[g] += slope * (g - measured[-1])
         return self._ratios
 
     def stale(self, g: int) -> bool:
@@ -110,7 +110,7 @@ class StepCosts:
         As many tokens as G are assumed to take as long as a draft step, until many were measured.
         """
         most = len(self._every_g) - 1
-        prior, weight = max(0.0, float(self.ratios()[1]) - 1) / most, most * TOKENS_OF_PRIOR
+        prior, weight = max(0.0, self.ratios()[1] - 1) / most, most * TOKENS_OF_PRIOR
         seconds, measured = self._catch_up
         total = seconds / self.baseline_seconds + weight * prior
         return max(0.0, tokens * total / (measured + weight))

@@ -30,9 +30,9 @@ class Forecast:
         costs: Cost model of such batches.
         tokens: Expected tokens per sequence, by g.
         ratios: Expected seconds in baseline steps, by g.
-        rates: Throughput relative to baseline steps, by g.
         runnable: Candidates for g that need no capture.
         uncaptured: Candidates for g that need a capture.
+        capture_seconds: Seconds of a capture.
         catch_up: Baseline steps of the draft model's catch-up.
         remaining: Mean number of tokens until a sequence ends.
         horizon: Tokens for which the forecast holds: until the end, or until acceptance rates jump.
@@ -42,9 +42,9 @@ class Forecast:
     costs: StepCosts
     tokens: list[float]
     ratios: list[float]
-    rates: list[float]
     runnable: list[int]
     uncaptured: list[int]
+    capture_seconds: float
     catch_up: float
     remaining: float
     horizon: float
@@ -54,10 +54,23 @@ class Forecast:
         """True if the remaining tokens are worth no capture: captured values of g suffice for them."""
         return self.remaining < max(self.load.captured or (0,))
 
-    def pays(self, g: int, rate: float) -> bool:
+    @property
+    def capture_price(self) -> float:
+        """Baseline steps of a capture."""
+        return self.capture_seconds / self.costs.baseline_seconds
+
+    def rate(self, g: int) -> float:
+        """Return the throughput of a g, relative to baseline steps."""
+        return self.tokens[g] / self.ratios[g]
+
+    def loss(self, g: int, rate: float = 1.0) -> float:
+        """Return the baseline steps that a step with g is expected to lose against another rate."""
+        return max(0.0, self.ratios[g] - self.tokens[g] / rate)
+
+    def pays(self, g: int, least: float) -> bool:
         """Return whether a g has at least this rate, and repays the catch-up within the horizon."""
-        found = self.rates[g]
-        return found >= rate and (not self.catch_up or self.catch_up <= (1 - 1 / found) * self.horizon)
+        rate = self.rate(g)
+        return rate >= least and (not self.catch_up or self.catch_up <= (1 - 1 / rate) * self.horizon)
 
 
 class Goodput(DraftLengthPolicy):
@@ -97,13 +110,16 @@ class Goodput(DraftLengthPolicy):
         self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
     ) -> list[int]:
         load = load or Load(len(slots))
-        limits = self._limits(slots, load, hint)
-        forecast = self._forecast(slots, load, hint, limits)
-        if forecast is None:
+        costs, limits = self.costs(load), self._limits(slots, load, hint)
+        if max(limits) < 1 or not costs.known:
             return [0] * len(slots)
-        g = self._best(forecast)
+        forecast = self._forecast(slots, load, hint, limits, costs)
+        best = g = self._best(forecast)
         if self.balance > 0:
-            g = self._explore(forecast, g, probe=hint is None)
+            g = self._explore(forecast, best, probe=hint is None)
+        if g != best:
+            loss = forecast.loss(g, forecast.rate(best)) + (0.0 if best else forecast.catch_up)
+            self.exploration_seconds += loss * costs.baseline_seconds
         if hint is not None:
             # Proposals that are not scored may take the same share of the time as probes.
             self._pause = 0 if g else math.ceil(self._proposal_cost / self.config.probe_share)
@@ -112,25 +128,21 @@ class Goodput(DraftLengthPolicy):
     def _limits(self, slots: Sequence[int], load: Load, hint: Hint | None) -> list[int]:
         """Return the largest useful number of draft tokens of each sequence."""
         most, remaining = self.max_draft_tokens, load.remaining_draft_tokens
-        limits = [most] * len(slots) if hint is None else hint.lengths
         if hint is None and (not remaining or min(remaining) >= most):
-            return list(limits)
-        return [max(0, min(most, *pair)) for pair in zip(limits, remaining or limits, strict=True)]
+            return [most] * len(slots)
+        proposed = [most] * len(slots) if hint is None else hint.lengths
+        return [max(0, min(most, *pair)) for pair in zip(proposed, remaining or proposed, strict=True)]
 
     def _forecast(
-        self, slots: Sequence[int], load: Load, hint: Hint | None, limits: list[int]
-    ) -> Forecast | None:
-        """Return the forecast, or None if no draft token is useful or no baseline step was measured."""
-        costs, most = self.costs(load), max(limits)
-        if most < 1 or not costs.known:
-            return None
+        self, slots: Sequence[int], load: Load, hint: Hint | None, limits: list[int], costs: StepCosts
+    ) -> Forecast:
+        most = max(limits)
         if load.padded_drafts and load.captured:
             most = max(most, *load.captured)
         if hint is not None:
             self._levels |= zip(slots, map(confidence_level, hint.confidence), strict=True)
-        levels = [self._levels.get(slot, LEVELS - 1) for slot in slots]
         limited = None if min(limits) == self.max_draft_tokens else limits
-        tokens, ratios = self._acceptance.expected_tokens(slots, levels, limited), costs.ratios()
+        tokens = self._acceptance.expected_tokens(slots, self._levels_of(slots), limited)
         most = min(most, max(self.config.first_draft_tokens, 2 * costs.measured[-1]))
         candidates = [g for g in self._candidates if g <= most]
         captured, remaining = load.captured, load.remaining_draft_tokens
@@ -140,10 +152,10 @@ class Goodput(DraftLengthPolicy):
             load,
             costs,
             tokens.tolist(),
-            ratios.tolist(),
-            (tokens / ratios).tolist(),
+            costs.ratios(),
             candidates if captured is None else [g for g in candidates if g in captured],
             [] if captured is None else [g for g in candidates if g not in captured],
+            self._capture_seconds,
             costs.catch_up(load.catch_up_tokens) if load.catch_up_tokens else 0.0,
             left,
             min(left, horizon),
@@ -151,9 +163,8 @@ class Goodput(DraftLengthPolicy):
 
     def _best(self, forecast: Forecast) -> int:
         """Return the measured g with the highest throughput; 0 unless it pays by a margin."""
-        measured = forecast.costs.measured
-        runnable = [g for g in forecast.runnable if g in measured]
-        best = max(runnable, key=forecast.rates.__getitem__, default=0)
+        runnable = [g for g in forecast.runnable if g in forecast.costs.measured]
+        best = max(runnable, key=forecast.rate, default=0)
         margin = self.config.margin * (1 + max(0.0, -self.balance))
         return best if best and forecast.pays(best, 1 + margin) else 0
 
@@ -165,21 +176,19 @@ class Goodput(DraftLengthPolicy):
             best: The best g by what is known.
             probe: Whether a probe may run.
         """
-        costs, rates, tokens = forecast.costs, forecast.rates, forecast.tokens
-        rate = rates[best] if best else 1.0
+        costs, rate = forecast.costs, forecast.rate(best) if best else 1.0
         least, measured = (1 + self.config.margin) * rate, costs.measured
         new = [g for g in forecast.runnable if g not in measured and forecast.pays(g, least)]
         if new:
-            return max(new, key=rates.__getitem__)
-        stale = [g for g in measured if costs.stale(g)]
+            return max(new, key=forecast.rate)
+        stale = [g for g in measured if g != best and g in forecast.runnable and costs.stale(g)]
         for g in stale:
-            if g == 0 and best and 0 in forecast.runnable:
+            if g == 0:
                 return 0
             # It may be as fast as the next smaller g that was measured lately
-            fresh = max((each for each in measured if each < g and each not in stale), default=0)
-            loss = rate * forecast.ratios[g] - tokens[g] + forecast.catch_up
-            promising = tokens[g] > least * forecast.ratios[fresh]
-            if g != best and g in forecast.runnable and promising and loss <= self.balance:
+            fresh = max((each for each in measured if each < g and not costs.stale(each)), default=0)
+            promising = forecast.tokens[g] > least * forecast.ratios[fresh]
+            if promising and rate * forecast.loss(g, rate) + forecast.catch_up <= self.balance:
                 return g
         return self._capture(forecast, rate) or best or (self._probe(forecast) if probe else 0)
 
@@ -189,17 +198,16 @@ class Goodput(DraftLengthPolicy):
         The baseline steps that it would have saved so far, and those that it is expected to save in the
         remaining tokens, must exceed the capture.
         """
-        costs = forecast.costs
-        if forecast.ending:
+        if not forecast.uncaptured or forecast.ending:
             return 0
-        price = self._capture_seconds / costs.baseline_seconds
+        missed, price = forecast.costs.missed, forecast.capture_price
         affordable = rate > 1 or self.balance >= min(price, self.config.balance)
         worth: dict[int, float] = {}
         for g in forecast.uncaptured:
-            if forecast.rates[g] > (1 + self.config.margin) * rate:
-                saving = 1 / rate - 1 / forecast.rates[g]  # baseline steps per token
-                costs.missed[g] = costs.missed.get(g, 0.0) + saving * rate
-                if costs.missed[g] + affordable * saving * forecast.remaining > price:
+            if forecast.rate(g) > (1 + self.config.margin) * rate:
+                saving = 1 / rate - 1 / forecast.rate(g)  # baseline steps per token
+                missed[g] = missed.get(g, 0.0) + saving * rate
+                if missed[g] + affordable * saving * forecast.remaining > price:
                     worth[g] = saving
         return max(worth, key=worth.__getitem__, default=0)
 
@@ -208,16 +216,15 @@ class Goodput(DraftLengthPolicy):
 
         After an accepted probe the next one is due at once, so that a good drafter is noticed soon.
         """
-        costs, price = forecast.costs, 0.0
-        candidates = [g for g in forecast.runnable if g]
-        if not (candidates or forecast.ending) and len(costs.measured) > 1:
+        candidates, price = [g for g in forecast.runnable if g], 0.0
+        if not (candidates or forecast.ending) and len(forecast.costs.measured) > 1:
             candidates = forecast.uncaptured  # they were captured for other needs of sequences
-            price = min(self._capture_seconds / costs.baseline_seconds, self.config.balance)
-        losses = {g: max(0.0, forecast.ratios[g] - forecast.tokens[g]) for g in candidates}
-        g = min(losses, key=losses.__getitem__, default=0)
-        if not g or losses[g] > self.config.probe_share * self._steps_since_rejection:
+            price = min(forecast.capture_price, self.config.balance)
+        g = min(candidates, key=forecast.loss, default=0)
+        loss = forecast.loss(g)
+        if not g or loss > self.config.probe_share * self._steps_since_rejection:
             return 0
-        return g if losses[g] + forecast.catch_up + price <= self.balance else 0
+        return g if loss + forecast.catch_up + price <= self.balance else 0
 
     @property
     def acceptance_rate(self) -> float:
@@ -241,22 +248,27 @@ class Goodput(DraftLengthPolicy):
         self._acceptance.next_step()
         self._steps_since_rejection += 1
         self._pause = max(0, self._pause - 1)
-        tested, accepted = list(done.requested or done.drafted), list(done.accepted)
+        slots, tested, accepted = done.slots, list(done.requested or done.drafted), list(done.accepted)
         for i, correct in enumerate(done.unscored_correct):
             if correct is not None and accepted[i] == tested[i]:
                 tested[i], accepted[i] = tested[i] + 1, accepted[i] + correct
-        rows = [i for i, most in enumerate(tested) if most]
-        if not rows:
-            return
-        tested = [min(tested[i], self.max_draft_tokens) for i in rows]
-        accepted = [min(accepted[i], self.max_draft_tokens) for i in rows]
-        slots = [done.slots[i] for i in rows]
-        levels = [self._levels.get(slot, LEVELS - 1) for slot in slots]
-        self._acceptance.learn(slots, levels, tested, accepted)
-        if 2 * sum(accepted) < sum(tested):
-            self._steps_since_rejection = 0
         if any(done.unscored_correct):
             self._pause = 0
+        most = self.max_draft_tokens
+        rows = [i for i, g in enumerate(tested) if g]
+        if not rows:
+            return
+        slots, tested = [slots[i] for i in rows], [min(tested[i], most) for i in rows]
+        accepted = [min(accepted[i], most) for i in rows]
+        self._acceptance.learn(slots, self._levels_of(slots), tested, accepted)
+        if 2 * sum(accepted) < sum(tested):
+            self._steps_since_rejection = 0
+
+    def _levels_of(self, slots: Sequence[int]) -> list[int]:
+        """Return the confidence level of each slot. Drafters without a confidence have the highest one."""
+        if not self._levels:
+            return [LEVELS - 1] * len(slots)
+        return [self._levels.get(slot, LEVELS - 1) for slot in slots]
 
     def _record(self, done: StepOutcome, costs: StepCosts) -> None:
         """Record the seconds of a step. Those of a free drafter are no part of it: it has proposed before."""
@@ -271,7 +283,7 @@ class Goodput(DraftLengthPolicy):
         catch_up = done.load.catch_up_tokens if done.draft_steps and not done.catch_up_seconds else 0
         long = catch_up > self.max_draft_tokens * len(done.slots)
         if costs.known and (long or (catch_up and done.g in costs.measured)):
-            expected = costs.baseline_seconds * float(costs.ratios()[done.g])
+            expected = costs.baseline_seconds * costs.ratios()[done.g]
             costs.record_catch_up(catch_up, seconds - expected)
         elif done.g or not done.draft_steps:  # a short catch-up adds little to the first seconds of a g
             costs.record(done.g, seconds)
@@ -285,10 +297,12 @@ class Goodput(DraftLengthPolicy):
         if done.draft_seconds and not done.draft_steps:  # a free drafter proposed
             self._proposal_cost = min((done.draft_seconds + done.idle_seconds) / baseline, unexpected)
             gain = -self._proposal_cost
+            if not done.g:
+                self.exploration_seconds += self._proposal_cost * baseline
         if done.g or done.draft_steps:
             lost = done.idle_seconds + done.catch_up_seconds + done.catch_up_capture_seconds
             steps = lost + (done.capture_seconds or 0.0 if done.seconds is None else done.seconds)
-            expected = float(costs.ratios()[done.g]) + costs.catch_up(done.load.catch_up_tokens)
+            expected = costs.ratios()[done.g] + costs.catch_up(done.load.catch_up_tokens)
             tokens = 1 + sum(done.accepted) / len(done.slots)
             captured = done.capture_seconds + done.catch_up_capture_seconds > 0
             if captured:  # it happens once, and causes no debt
@@ -308,6 +322,18 @@ class Goodput(DraftLengthPolicy):
         if key not in self._by_size:
             self._by_size[key] = StepCosts(self.max_draft_tokens, self.config)
         return self._by_size[key]
+
+    def describe(self) -> str:
+        parts = [f"{self!r}: acceptance rate {self.acceptance_rate:.2f}"]
+        for (executor, size), costs in self._by_size.items():
+            if len(costs.measured) > 1:
+                ratios = ", ".join(f"{costs.ratios()[g]:.2f} with {g}" for g in costs.measured if g)
+                sequences = f"up to {1 << size} sequences" if size else "1 sequence"
+                parts.append(
+                    f"{executor or 'step'}, {sequences}: {1e3 * costs.baseline_seconds:.2f} ms without draft "
+                    f"tokens, times {ratios}"
+                )
+        return "; ".join([*parts, f"exploration took {self.exploration_seconds:.3f} s"])
 
     def __repr__(self) -> str:
         return f"Goodput({self.max_draft_tokens})"
