@@ -263,8 +263,45 @@ def test_statistics_are_complete_and_add_up() -> None:
     parts = (total.draft_seconds, total.target_seconds, total.verify_seconds, total.other_seconds)
     assert all(part > 0 for part in parts)
     assert total.seconds == pytest.approx(sum(parts) + total.encode_seconds)
+    steps, seconds = total.steps_by_num_draft_tokens, total.seconds_by_num_draft_tokens
+    assert sum(g * steps for g, steps in enumerate(steps)) == total.draft_tokens
+    assert sum(steps) == total.target_passes - len(outs)  # the prefill is no decode step
+    assert 0 < sum(seconds) < total.seconds
+    assert total.speculative_share == sum(steps[1:]) / sum(steps) > 0.5
+    assert total.exploration_seconds == 0
     for out in outs:
         assert out.stats.target_passes + out.stats.accepted_tokens >= out.stats.new_tokens
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_policy_says_what_it_has_learned(engine: bool) -> None:
+    decoder = Decoder(tiny(), tiny(), engine=engine)
+    assert "num_draft_tokens  Goodput(16)\n" in decoder.describe()
+    decoder.generate(PROMPT, temperature=0, max_new_tokens=100)
+    name = "graph" if engine else "eager"
+    assert re.search(
+        rf"Goodput\(16\): acceptance rate 0\.\d\d; {name}, 1 sequence: .* ms per step without draft tokens, "
+        r"times \d\.\d\d with \d",
+        decoder.describe(),
+    )
+
+
+class Explores(Fixed):
+    """A policy that says that each step took half a second to learn."""
+
+    def observe(self, done: StepOutcome) -> None:
+        self.exploration_seconds += 0.5
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_statistics_tell_what_exploration_took(engine: bool) -> None:
+    policy = Explores(2)
+    decoder = Decoder(tiny(), tiny(seed=1), engine=engine, num_draft_tokens=policy)
+    for _ in range(2):
+        before = policy.exploration_seconds
+        outs = decoder.generate([PROMPT, [5]], temperature=1.0, max_new_tokens=30)
+        seconds = sum(out.stats.exploration_seconds for out in outs)
+        assert seconds == policy.exploration_seconds - before >= 5
 
 
 def test_the_heuristic_grows_shrinks_pauses_and_probes_again() -> None:

@@ -444,7 +444,7 @@ class Decoder:
             "target": self.scorer.describe(),
             "drafter": drafter,
             "rule": f"{self.rule}" + (f", lenience {self.lenience}" if self.lenience < 1 else ""),
-            "num_draft_tokens": f"{self.policy!r}",
+            "num_draft_tokens": self.policy.describe(),
             "executor": self._describe_executor(),
         }
         return "\n".join(f"{name:<16}  {value}" for name, value in parts.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,16 @@ def test_text_goes_to_stdout_and_statistics_go_to_stderr(run: Run, model: str) -
         PROMPT, temperature=0, max_new_tokens=24
     )
     assert out == f"{expected.text}\n"
+
+
+def test_verbose_prints_the_steps_and_what_the_policy_knows(run: Run, model: str) -> None:
+    code, _, err = run("generate", PROMPT, "--raw", "--verbose", "--num-draft-tokens", "3", *common(model))
+    assert code == 0
+    lines = err.splitlines()
+    head = lines.index("draft tokens   steps  ms per step")
+    assert all(re.match(r" +[0-3] +[1-9]\d* +\d+\.\d\d$", line) for line in lines[head + 1 : -2])
+    assert re.match(r"\d+% of the steps were speculative; exploration took about 0\.000 of", lines[-2])
+    assert lines[-1] == "policy: Fixed(3)"
 
 
 @pytest.mark.parametrize("source", ["argument", "file", "stdin", "dash"])

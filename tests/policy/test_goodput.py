@@ -103,6 +103,13 @@ def test_stalled_pass_does_not_spoil_the_estimate_of_its_g(when: int, stall: flo
     assert bad.rate >= 0.95
 
 
+def test_exploration_seconds_are_what_a_drafter_that_cannot_pay_costs() -> None:
+    policy = Goodput()
+    simulation = Simulation(lambda t, slot: 0.02, flat, 1, 0.5, noise=0.01).run(policy, 1000)
+    lost = simulation.seconds - simulation.tokens * flat(1, 0)
+    assert 0.5 * lost <= policy.exploration_seconds <= 1.5 * lost
+
+
 def test_speculation_resumes_after_a_busy_start() -> None:
     policy = Goodput()
     busy = Simulation(lambda t, slot: 0.95, lambda batch, g: 3 * steep(batch, g), 1).run(policy, 100)

@@ -39,7 +39,7 @@ from outpace.cli.options import (
     read_text,
     sampling_of,
 )
-from outpace.cli.show import Painter, as_json, note, stats_line
+from outpace.cli.show import Painter, as_json, note, policy_lines, stats_line
 
 if TYPE_CHECKING:
     from outpace.decoder import Decoder
@@ -90,6 +90,15 @@ def generate(
             rich_help_panel=SHOW,
         ),
     ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose",
+            help="Also print the time of steps by their number of draft tokens, and what the draft-length "
+            "policy has learned.",
+            rich_help_panel=SHOW,
+        ),
+    ] = False,
     as_json_: AsJson = False,
     no_color: NoColor = False,
     marks: Marks = False,
@@ -131,6 +140,8 @@ def generate(
     """
     if as_json_ and (marks or no_color):
         raise ValueError("--json: text in JSON has no marks or colours; leave out --marks and --no-color")
+    if as_json_ and verbose:
+        raise ValueError("--json: JSON output has all statistics; leave out --verbose")
     if raw and system is not None:
         raise ValueError("--raw: a raw prompt has no system message; leave out --system")
     if svg is not None:
@@ -139,7 +150,8 @@ def generate(
         check_output("--svg", svg)
     unused = {  # with --input
         "prompt": prompt is not None, "--file": file is not None, "--n": n > 1, "--compare": compare,
-        "--json": as_json_, "--svg": svg is not None, "--marks": marks, "--no-color": no_color,
+        "--verbose": verbose, "--json": as_json_, "--svg": svg is not None, "--marks": marks,
+        "--no-color": no_color,
     }  # fmt: skip
     files = check_flags(input, output, batch_size, unused)
     models.check()
@@ -178,6 +190,7 @@ def generate(
         rows, interrupted = collect(steps, n)
         report = {"prompt": text, "prompt_tokens": len(ids), "settings": decoder.describe().splitlines()}
         report["outputs"] = rows
+        report["policy"] = decoder.policy.describe()
         if compare and not interrupted:
             from outpace.cli.compare import compare as measure
 
@@ -192,6 +205,9 @@ def generate(
     shown = show(steps, painter, n)
     line = shown.line(decoder.scorer.context)
     note(line)
+    if verbose:
+        for each in policy_lines(shown.measured, decoder.policy):
+            note(each)
     if svg is not None:
         from outpace.cli.show import write_svg
 
@@ -247,11 +263,13 @@ class Shown:
 
     Attributes:
         stats: Statistics of all sequences.
+        measured: Statistics of the sequences that have ended, with the seconds of their steps.
         interrupted: Whether Ctrl-C ended them.
         context_full: Whether the model's context was full before --max-new-tokens.
     """
 
     stats: Stats
+    measured: Stats
     interrupted: bool
     context_full: bool
 
@@ -269,7 +287,7 @@ def show(steps: Iterable[Step], painter: Painter, n: int) -> Shown:
     """Print the sequences one after the other, the first unfinished one as it is generated."""
     from outpace.engine.stats import Stats
 
-    stats, started = Stats(), time.perf_counter()
+    stats, measured, started = Stats(), Stats(), time.perf_counter()
     waiting: dict[int, list[Step]] = {row: [] for row in range(n)}
     finished: set[int] = set()
     current, interrupted, full = 0, False, False
@@ -284,6 +302,7 @@ def show(steps: Iterable[Step], painter: Painter, n: int) -> Shown:
             if step.output is not None:
                 finished.add(step.index)
                 full |= step.output.context_full
+                measured += step.output.stats
             while current < n:
                 for one in waiting[current]:
                     painter.step(one)
@@ -303,7 +322,7 @@ def show(steps: Iterable[Step], painter: Painter, n: int) -> Shown:
                 painter.step(one)
             painter.end()
     stats.other_seconds = time.perf_counter() - started
-    return Shown(stats, interrupted, full)
+    return Shown(stats, measured, interrupted, full)
 
 
 def collect(steps: Iterable[Step], n: int) -> tuple[list[dict[str, Any]], bool]:

@@ -14,6 +14,7 @@ from outpace.checks.files import write_atomic
 if TYPE_CHECKING:
     from outpace.engine.sequence import Step
     from outpace.engine.stats import Stats
+    from outpace.policy import DraftLengthPolicy
 
 # kind of token: meaning, colour, opening and closing mark
 KINDS = {
@@ -130,9 +131,23 @@ def stats_line(stats: Stats) -> str:
     return " | ".join(parts)
 
 
+def policy_lines(stats: Stats, policy: DraftLengthPolicy) -> list[str]:
+    """Return what the steps of a request took by their number of draft tokens, and what the policy knows."""
+    lines = [f"{'draft tokens':>12}  {'steps':>6}  {'ms per step':>11}"]
+    counted = zip(stats.steps_by_num_draft_tokens, stats.seconds_by_num_draft_tokens, strict=True)
+    for g, (steps, seconds) in enumerate(counted):
+        if steps:
+            lines.append(f"{g:>12}  {steps:>6}  {1e3 * seconds / steps:>11.2f}")
+    lines.append(
+        f"{stats.speculative_share:.0%} of the steps were speculative; exploration took about "
+        f"{stats.exploration_seconds:.3f} of {stats.seconds:.3f} s"
+    )
+    return [*lines, f"policy: {policy.describe()}"]
+
+
 def as_json(stats: Stats) -> dict[str, Any]:
     """Return statistics with derived values, for JSON."""
-    derived = ("acceptance_rate", "tokens_per_pass", "tokens_per_second", "seconds")
+    derived = ("acceptance_rate", "tokens_per_pass", "speculative_share", "tokens_per_second", "seconds")
     return vars(stats) | {name: getattr(stats, name) for name in derived}
 
 

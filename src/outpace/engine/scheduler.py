@@ -69,6 +69,7 @@ class Scheduler:
         self._undisturbed = True  # whether the last step had no prefill, capture or catch-up before it
         self._chosen: dict[int, int] | None = None  # number of draft tokens by slot, for a step that waits
         self._commit_seconds = 0.0  # of the host, after it read the last outcome
+        self._explored_seconds = policy.exploration_seconds  # that the statistics contain already
         self._caches_valid = True  # whether the KV caches agree with the sequences' tokens
         self._in_step = False  # a user's function may call the scheduler in a step
         self._closed = False
@@ -228,9 +229,19 @@ class Scheduler:
         phases = clock.share([one.stats for one in sequences])
         if sequences:
             self.policy.observe(started.report(sequences, outcome, unscored, phases, self._undisturbed))
+            self._count(sequences, outcome, sum(phases.values()))
         self._end([one for one in sequences if one.finish_reason is not None])
         self._commit_seconds = time.perf_counter() - read_at
         return [dataclasses.replace(step, phases=phases) for step in steps]
+
+    def _count(self, sequences: Sequence[SequenceState], outcome: Outcome, seconds: float) -> None:
+        """Add an equal share of a step to the statistics of each sequence."""
+        explored = self.policy.exploration_seconds - self._explored_seconds
+        self._explored_seconds = self.policy.exploration_seconds
+        for sequence in sequences:
+            drafted = len(outcome.drafts[sequence.slot])
+            sequence.stats.time_step(drafted, seconds / len(sequences))
+            sequence.stats.exploration_seconds += explored / len(sequences)
 
     # Prefill
 

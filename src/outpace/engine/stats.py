@@ -28,6 +28,10 @@ class Stats:
         accepted_tokens: Draft tokens that the rule accepted.
         draft_tokens_by_position: Number of first, second, ... draft tokens.
         accepted_by_position: Number of first, second, ... draft tokens that were accepted.
+        steps_by_num_draft_tokens: Number of decode steps with 0, 1, ... draft tokens.
+        seconds_by_num_draft_tokens: Seconds of those steps.
+        exploration_seconds: Seconds that steps were expected to lose, because the draft-length policy chose
+            them to learn. They are part of the other seconds.
         encode_seconds: Seconds of the encoders of target and draft model; 0 without an encoder.
         draft_seconds: Seconds of drafting.
         target_seconds: Seconds of the target's forward passes.
@@ -41,6 +45,9 @@ class Stats:
     accepted_tokens: int = 0
     draft_tokens_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
+    steps_by_num_draft_tokens: list[int] = field(default_factory=list)
+    seconds_by_num_draft_tokens: list[float] = field(default_factory=list)
+    exploration_seconds: float = 0.0
     encode_seconds: float = 0.0
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
@@ -56,6 +63,12 @@ class Stats:
     def tokens_per_pass(self) -> float:
         """New tokens per step, as counted by ``target_passes``."""
         return self.new_tokens / self.target_passes if self.target_passes else 0.0
+
+    @property
+    def speculative_share(self) -> float:
+        """The fraction of decode steps with draft tokens; 0 if there were no steps."""
+        steps = sum(self.steps_by_num_draft_tokens)
+        return sum(self.steps_by_num_draft_tokens[1:]) / steps if steps else 0.0
 
     @property
     def seconds(self) -> float:
@@ -76,6 +89,14 @@ class Stats:
             counts.extend([0] * (drafted - len(counts)))
             for i in range(n):
                 counts[i] += 1
+
+    def time_step(self, drafted: int, seconds: float) -> None:
+        """Record the seconds of one decode step."""
+        missing = drafted + 1 - len(self.steps_by_num_draft_tokens)
+        self.steps_by_num_draft_tokens.extend([0] * missing)
+        self.seconds_by_num_draft_tokens.extend([0.0] * missing)
+        self.steps_by_num_draft_tokens[drafted] += 1
+        self.seconds_by_num_draft_tokens[drafted] += seconds
 
     def __add__(self, other: Stats) -> Stats:
         summed: dict[str, Any] = {}

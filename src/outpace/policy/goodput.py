@@ -324,16 +324,19 @@ class Goodput(DraftLengthPolicy):
         return self._by_size[key]
 
     def describe(self) -> str:
-        parts = [f"{self!r}: acceptance rate {self.acceptance_rate:.2f}"]
+        """Return the acceptance rate, and the time of steps by executor and size of the batch."""
+        parts = [f"{self!r}"]
         for (executor, size), costs in self._by_size.items():
             if len(costs.measured) > 1:
                 ratios = ", ".join(f"{costs.ratios()[g]:.2f} with {g}" for g in costs.measured if g)
                 sequences = f"up to {1 << size} sequences" if size else "1 sequence"
                 parts.append(
-                    f"{executor or 'step'}, {sequences}: {1e3 * costs.baseline_seconds:.2f} ms without draft "
-                    f"tokens, times {ratios}"
+                    f"{executor or 'step'}, {sequences}: {1e3 * costs.baseline_seconds:.2f} ms per step "
+                    f"without draft tokens, times {ratios}"
                 )
-        return "; ".join([*parts, f"exploration took {self.exploration_seconds:.3f} s"])
+        if len(parts) > 1:
+            parts[0] += f": acceptance rate {self.acceptance_rate:.2f}"
+        return "; ".join(parts)
 
     def __repr__(self) -> str:
         return f"Goodput({self.max_draft_tokens})"
