@@ -43,9 +43,13 @@ class InFlightStep:
             undisturbed: Whether those seconds are free of prefills and captures.
         """
         slots, pending, proposal = [one.slot for one in sequences], self.pending, self.proposal
-        order = {slot: i for i, slot in enumerate(self.sequences)}
-        indices = [order[slot] for slot in slots]
-        remaining = self.load.remaining_draft_tokens or ()
+        load, indices = self.load, list(range(len(slots)))
+        if len(slots) < len(self.sequences):
+            order = {slot: i for i, slot in enumerate(self.sequences)}
+            indices = [order[slot] for slot in slots]
+            if load.remaining_draft_tokens:
+                remaining = load.remaining_draft_tokens
+                load = replace(load, remaining_draft_tokens=tuple(remaining[i] for i in indices))
         lengths = [len(outcome.drafts[slot]) for slot in slots]
         requested: Sequence[int] = [self.limits.get(slot, self.g) for slot in slots]  # padding too
         draft_steps, draft_seconds, unscored_correct = 0, 0.0, list[bool | None](unscored)
@@ -61,7 +65,7 @@ class InFlightStep:
             lengths,
             [outcome.accepted[slot] for slot in slots],
             self.g,
-            replace(self.load, remaining_draft_tokens=tuple(remaining[i] for i in indices)),
+            load,
             self._seconds(draft_seconds, phases, undisturbed),
             draft_seconds=draft_seconds,
             draft_steps=draft_steps,
