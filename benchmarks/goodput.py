@@ -15,13 +15,14 @@ expected tokens of the proposed draft tokens, by the acceptance rate of all meth
 were really accepted vary more than the differences between methods. Sequences of a batch end one after
 another. Figures are of the steps with all sequences, and `whole` ones of all steps. The capture of a graph
 for a number of draft tokens happens once and is not counted. Fixed numbers capture graphs in the warm-up.
-Ratios that include the capture are in the report, too.
+Ratios that include the captures are in the report, too, with 95 % intervals by resampling rounds.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import random
 import statistics
 import sys
 import time
@@ -77,6 +78,7 @@ MORE_ROUNDS = 4  # factor for batches of one sequence, which are short and vary 
 SLOW = 0.7  # fraction of the best rate; a fixed number below it is dropped
 DEFAULT_SAMPLING = SamplingParams()
 Method = tuple[Decoder, DraftLengthPolicy]
+RESAMPLES = 1000
 PREDICTED = 8  # largest batch size with predicted speedups
 STAGES = ((0, 150), (1, 150), (0, 150))  # index of the draft's head, and number of steps
 
@@ -218,6 +220,17 @@ def capture_seconds(policy: DraftLengthPolicy) -> float:
     return policy.capture_seconds if isinstance(policy, MeasuredGoodput) else 0.0
 
 
+def interval(rates: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Return the 95 % interval of the ratio of two mean rates, by resampling the rounds of each."""
+    draws = random.Random(0)
+    found = sorted(
+        statistics.mean(draws.choices(rates, k=len(rates)))
+        / statistics.mean(draws.choices(others, k=len(others)))
+        for _ in range(RESAMPLES)
+    )
+    return [round(found[RESAMPLES // 40], 4), round(found[-1 - RESAMPLES // 40], 4)]
+
+
 def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
     """Measure the default policy over the baseline, with drafters that cannot help."""
     bad, bad_alpha = bench.draft("middle", 0.05)
@@ -247,6 +260,9 @@ def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> Iterator[
                 "ratio": round(sum(rates["goodput"]) / sum(rates["baseline"]), 4),
                 "ratio_with_capture": round(
                     sum(one.rate_with_capture for one in texts["goodput"]) / sum(rates["baseline"]), 4
+                ),
+                "interval_with_capture": interval(
+                    [one.rate_with_capture for one in texts["goodput"]], rates["baseline"]
                 ),
                 "ratios": [round(one, 3) for one in ratios],
             }
@@ -311,6 +327,13 @@ def grid(bench: Bench, options: Namespace, rounds: int) -> Iterator[dict[str, An
                 "ratio": round(goodput_rate / rates[best], 4),
                 "ratio_with_luck": round(counted["goodput"] / counted[best], 4),
                 "ratio_with_capture": round(with_capture / rates[best], 4),
+                "interval_with_capture": interval(
+                    [
+                        one.expected_rate(seen) * (1 - one.capture_seconds / one.seconds)
+                        for one in texts["goodput"]
+                    ],
+                    [one.expected_rate(seen) for one in texts[best]],
+                ),
                 "whole_ratio": round(whole.pop("goodput") / max(whole.values()), 4),
                 "chosen": dict(sum((one.proposals for one in texts["goodput"]), Counter[int]())),
                 "tokens_per_second": {method: round(rate, 1) for method, rate in counted.items()},
@@ -407,8 +430,14 @@ def main() -> None:
             write(report, options.out)
     if "never" in report:
         print("never slower: lowest ratio", min(one["ratio"] for one in report["never"]))
+        mean = statistics.geometric_mean(one["ratio_with_capture"] for one in report["never"])
+        highs = [one["interval_with_capture"][1] for one in report["never"]]
+        print(f"with captures: geometric mean {mean:.4f}, {sum(high < 0.97 for high in highs)} below 0.97")
     if "grid" in report:
         print("grid: worst of", len(report["grid"]), min(one["ratio"] for one in report["grid"]))
+        mean = statistics.geometric_mean(one["ratio_with_capture"] for one in report["grid"])
+        highs = [one["interval_with_capture"][1] for one in report["grid"]]
+        print(f"with captures: geometric mean {mean:.4f}, {sum(high < 0.93 for high in highs)} below 0.93")
         pairs = [
             (predicted_speedup, speedup)
             for one in report["grid"]
