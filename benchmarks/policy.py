@@ -46,6 +46,7 @@ class World:
         capture: Seconds of a capture, in baseline steps. 0: no captures.
         slope: Fraction by which passes take longer for each token of context.
         busy: Whether every 50th step takes ten times as long.
+        later_c: If set, the same policy then decodes as many steps again, with this c.
     """
 
     kind: str
@@ -56,9 +57,13 @@ class World:
     capture: float = 0.0
     slope: float = 0.0
     busy: bool = False
+    later_c: float | None = None
 
     def score(self, policy: Goodput, seed: int) -> float:
         """Return the logarithm of the throughput over that of the best numbers of draft tokens."""
+        if self.later_c is not None:
+            before, after = replace(self, later_c=None), replace(self, later_c=None, c=self.later_c)
+            return statistics.mean((before.score(policy, seed), after.score(policy, seed + 1000)))
         baseline, steps = self.cost(self.batch, 0), sum(n for n, _ in self.phases)
         alphas = [alpha for n, alpha in self.phases for _ in range(n)]
         simulation = Simulation(
@@ -105,6 +110,8 @@ def worlds() -> Iterator[World]:
     for cost, alpha in itertools.product((flat, steep), (0.05, 0.6, 0.9)):
         yield World("stalls", cost, 1, 0.1, ((600, alpha),), busy=True)
         yield World("long contexts", cost, 8, 0.1, ((600, alpha),), slope=0.002)
+        for c, later in ((0.1, 1.0), (1.0, 0.1), (0.05, 0.3)):
+            yield World("changing costs", cost, 1, c, ((600, alpha),), later_c=later)
 
 
 class WithoutSpeed(StepCosts):
@@ -150,19 +157,30 @@ def with_config(**changes: Any) -> Callable[[], Goodput]:
     return lambda: Goodput(config=replace(DEFAULT, **changes))
 
 
+def without_balance() -> Goodput:
+    policy = Goodput()
+    policy.balance = 0.0
+    return policy
+
+
+def with_larger_balance() -> Goodput:
+    policy = Goodput(config=replace(DEFAULT, balance=24.0))
+    policy.balance = DEFAULT.balance
+    return policy
+
+
 VARIANTS: dict[str, Callable[[], Goodput]] = {
     "as it is": Goodput,
     "α never jumps": with_config(jump_probability=1e-9),
     "new sequences resemble none": with_config(prior_outcomes=NEVER),
-    "no uniform share": with_config(uniform_share=1e-9),
     "one measurement per cost": with_config(cost_measurements=1),
     "costs never get stale": with_config(stale_passes=NEVER),
     "outliers are not clipped": with_config(outlier_factor=1e9),
     "first g up to 16": with_config(first_draft_tokens=16),
     "no margin": with_config(margin=0.0),
-    "no initial balance": with_config(initial_balance=1e-3),
+    "no balance at the start": without_balance,
     "no income": with_config(income=0.0),
-    "no limit of the balance": with_config(max_balance=1e9),
+    "balance up to 24": with_larger_balance,
     "probes whenever the balance permits": with_config(probe_share=1e9),
     "no shared speed": lambda: WithCosts(WithoutSpeed),
     "catch-up costs nothing": lambda: WithCosts(FreeCatchUp),
