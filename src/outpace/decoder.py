@@ -34,6 +34,7 @@ from outpace.verification import Rule, check, start_kernels
 from outpace.verification.rules import MATCH, parse
 
 MAX_DRAFT_TOKENS = 16  # per step, by default
+MAX_REQUESTED = 64  # draft tokens per step that a request may set
 MAX_BATCH = 256  # sequences at a time, of a scheduler by default
 
 if torch.version.cuda is not None:
@@ -122,7 +123,7 @@ class Decoder:
                 scorer.pack()
         self.uses_graphs = self.scorer.device.type == "cuda" if engine is None else engine
         match = None if rule is None and lenience == 1 else self.rule == MATCH
-        most_of_request = None if self.drafter is None else self.scorer.context - 1
+        most_of_request = None if self.drafter is None else min(MAX_REQUESTED, self.scorer.context - 1)
         self.reader = Reader(self.scorer, tokenizer, draft_sampling, match, most_of_request)
         if draft_sampling is not None:
             self.reader.check_supported(draft_sampling)
@@ -237,9 +238,9 @@ class Decoder:
             stop_when: A function called with the ``SequenceState`` after each new token. If it returns True,
                 the sequence ends there.
             batch_size: The most sequences at a time. A waiting sequence takes the slot of one that has ended.
-            num_draft_tokens: Draft tokens per step, or a list of one number per prompt. 0 decodes without
-                speculation. "auto", the default, leaves the number to the Decoder's draft-length policy. A
-                step has fewer if the drafter proposes fewer, or near the end of a sequence.
+            num_draft_tokens: Draft tokens per step, at most 64, or a list of one number per prompt. 0 decodes
+                without speculation. "auto", the default, leaves the number to the Decoder's draft-length
+                policy. A step has fewer if the drafter proposes fewer, or, without graphs, near the end.
 
         Returns:
             An ``Output`` for a single prompt, or a list of n with ``n=``. A list of ``Output`` for a list of

@@ -870,3 +870,33 @@ def test_a_processor_that_raises_after_a_rejected_draft_token_has_no_effect(engi
     decoder = Decoder(tiny(), Unlikely(), num_draft_tokens=Fixed(2), rule="token", engine=engine)
     out = decoder.generate(prompt, processors=[raising], max_new_tokens=8, seed=1)
     assert (out.finish_reason, len(out.token_ids)) == ("length", 8)
+
+
+def test_request_with_more_draft_tokens_than_the_policys_ends_while_a_step_is_in_flight() -> None:
+    outs = make_decoder(num_draft_tokens=Goodput(4)).generate(
+        PROMPTS, temperature=1.0, seed=1, max_new_tokens=[8, 40, 30, 9], num_draft_tokens=[20, "auto", 0, 20]
+    )
+    expected = Decoder(tiny()).generate(PROMPTS, temperature=1.0, seed=1, max_new_tokens=[8, 40, 30, 9])
+    assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
+
+
+@pytest.mark.parametrize("sequences", [2, 65])
+def test_limits_of_requests_do_not_reach_a_later_batch(
+    sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(graphs: Graphs, key: Any, step: Any, name: str, changed: Any = ()) -> tuple[Any, float]:
+        if key not in graphs._captured:  # reuse as on CUDA, while the work runs directly
+            graphs.version += 1
+            graphs._captured[key] = (None, None)  # type: ignore[assignment]
+        return step(), 0.0
+
+    monkeypatch.setattr(Graphs, "run", run)
+    decoder = make_decoder()
+    graph_executor(decoder, graphs=True)
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(sequences)]
+    own = [1, "auto"] * (sequences // 2) + [2] * (sequences % 2)
+    for numbers, drafted in ((own, {"auto": 3}), ("auto", {"auto": 3})):
+        steps = list(decoder.stream(prompts, temperature=0, max_new_tokens=12, num_draft_tokens=numbers))
+        for step in steps:
+            number = numbers if isinstance(numbers, str) else numbers[step.index]
+            assert step.num_draft_tokens == drafted.get(number, number)

@@ -77,6 +77,17 @@ def test_new_sequences_resemble_recent_ones() -> None:
     assert 0.7 < estimate.mean() < 0.85
 
 
+def test_rate_that_did_not_occur_for_long_is_still_noticed() -> None:
+    estimate, rng = AcceptanceEstimate(4, CONFIG), np.random.default_rng(5)
+    for _ in range(20_000):
+        estimate.next_step()
+        estimate.learn([0], [TOP], [4], [int((rng.random(4) < 0.9).cumprod().sum())])
+    for _ in range(8):
+        estimate.next_step()
+        estimate.learn([0], [TOP], [4], [0])
+    assert estimate_of(estimate) < 0.2
+
+
 def test_each_slot_and_each_confidence_level_has_its_own_estimate() -> None:
     estimate = AcceptanceEstimate(4, CONFIG)
     for _ in range(30):

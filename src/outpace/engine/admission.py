@@ -17,7 +17,7 @@ class Admission:
 
     Args:
         scorers: The target, and the draft model if there is one.
-        max_draft_tokens: Most draft tokens of a step.
+        max_draft_tokens: Most draft tokens that the policy chooses.
         slots: Most sequences at a time.
         padded: Returns the number of slots that a step of some sequences uses.
     """
@@ -28,16 +28,6 @@ class Admission:
         self.scorers, self.max_draft_tokens, self.slots = scorers, max_draft_tokens, slots
         self._padded = padded
         self.waiting: deque[SequenceState] = deque()
-
-    def add(self, request: SequenceState) -> None:
-        """Let a request wait."""
-        self.expect([request])
-        self.waiting.append(request)
-
-    def expect(self, requests: Sequence[SequenceState]) -> None:
-        """Expect steps with as many draft tokens as these requests have."""
-        own = (one.num_draft_tokens or 0 for one in requests)
-        self.max_draft_tokens = max(self.max_draft_tokens, *own)
 
     def retry_alone(self, sequences: Sequence[SequenceState]) -> None:
         """Let sequences wait again. Each is then prefilled alone."""
@@ -85,24 +75,31 @@ class Admission:
         Returns:
             How many of the longest sequences fit together, and the most tokens of the longest one.
         """
-        longest_first = sorted(sequences, key=self._max_tokens, reverse=True)[: self.slots]
+        g = self._most_draft_tokens(sequences)
+        longest_first = sorted(sequences, key=lambda one: self._max_tokens(one, g), reverse=True)
+        longest_first = longest_first[: self.slots]
         counts = range(1, len(longest_first) + 1)
         fitting = bisect.bisect_left(counts, True, key=lambda n: not self._fits(longest_first[:n]))
-        return fitting, self._max_tokens(longest_first[0])
+        return fitting, self._max_tokens(longest_first[0], g)
 
-    def _max_tokens(self, sequence: SequenceState) -> int:
-        """Return the most tokens of a sequence in the KV cache, draft tokens included."""
+    def _most_draft_tokens(self, sequences: Sequence[SequenceState]) -> int:
+        """Return the most draft tokens of a step that these sequences share."""
+        return max([self.max_draft_tokens, *(one.num_draft_tokens or 0 for one in sequences)])
+
+    def _max_tokens(self, sequence: SequenceState, g: int) -> int:
+        """Return the most tokens of a sequence in the KV cache, with g draft tokens per step."""
         longest = min(sequence.prompt_length + sequence.max_new_tokens, self.scorers[0].context)
-        return longest + self.max_draft_tokens + 1
+        return longest + g + 1
 
     def _fits(self, sequences: Sequence[SequenceState]) -> bool:
         """Return whether the KV caches have memory for these sequences, however long they become."""
-        lengths = [self._max_tokens(one) for one in sequences]
+        g = self._most_draft_tokens(sequences)
+        lengths = [self._max_tokens(one, g) for one in sequences]
         lengths += [0] * (self._padded(len(lengths)) - len(lengths))
         return all(scorer.cache.bytes_for(lengths) <= scorer.cache.budget for scorer in self.scorers)
 
     def _too_long(self, sequence: SequenceState) -> Exception:
-        tokens = self._max_tokens(sequence)
+        tokens = self._max_tokens(sequence, self._most_draft_tokens([sequence]))
         scorer = next(one for one in self.scorers if one.cache.bytes_for([tokens]) > one.cache.budget)
         return MemoryError(
             f"the KV cache of {tokens} tokens of {type(scorer.base).__name__} needs "

@@ -98,22 +98,27 @@ class Proposer:
     def _chosen_by_policy(
         self, sequences: Sequence[SequenceState], load: Load, hint: Hint | None = None
     ) -> dict[int, int]:
-        """Return the policy's choice for the slots whose requests leave the number to it."""
-        rows = [i for i, one in enumerate(sequences) if one.num_draft_tokens is None]
-        if not rows:
+        """Return the policy's choice for the slots whose requests leave the number to it.
+
+        The policy sees all sequences, those with a number of their own limited to it.
+        """
+        if all(one.num_draft_tokens is not None for one in sequences):
             return {}
-        if len(rows) < len(sequences):
-            remaining = load.remaining_draft_tokens
-            if remaining is not None:
-                load = replace(load, remaining_draft_tokens=tuple(remaining[i] for i in rows))
-            if hint is not None:
-                hint = Hint([hint.lengths[i] for i in rows], [hint.confidence[i] for i in rows])
-        slots = [sequences[i].slot for i in rows]
-        return dict(zip(slots, self.policy.choose(slots, load=load, hint=hint), strict=True))
+        if any(one.num_draft_tokens is not None for one in sequences) and load.remaining_draft_tokens:
+            pairs = zip(sequences, load.remaining_draft_tokens, strict=True)
+            limited = (
+                most if one.num_draft_tokens is None else min(most, one.num_draft_tokens)
+                for one, most in pairs
+            )
+            load = replace(load, remaining_draft_tokens=tuple(limited))
+        chosen = self.policy.choose([one.slot for one in sequences], load=load, hint=hint)
+        pairs = zip(sequences, chosen, strict=True)
+        return {one.slot: g for one, g in pairs if one.num_draft_tokens is None}
 
     def is_idle(self, sequences: Sequence[SequenceState]) -> bool:
         """Return whether a free drafter need not propose now."""
-        return self.policy.idle and not any(one.num_draft_tokens for one in sequences)
+        own = [one.num_draft_tokens for one in sequences]
+        return not any(own) and (self.policy.idle or None not in own)
 
     def propose(
         self, sequences: Sequence[SequenceState], load: Load, chosen: Mapping[int, int] | None = None
@@ -134,7 +139,7 @@ class Proposer:
         elif chosen is None:
             chosen = self.choose(sequences, load)
         remaining = zip(sequences, load.remaining_draft_tokens or (), strict=True)
-        limits = [min(chosen.get(one.slot, 0), most) for one, most in remaining]
+        limits = [min(chosen.get(one.slot, one.num_draft_tokens or 0), most) for one, most in remaining]
         if max(limits) < 1:
             return self.without_draft(sequences)
         state = self.state(sequences, limits)
@@ -159,10 +164,11 @@ class Proposer:
             )
         available = list(draft.lengths or [draft.tokens.shape[1]] * len(state.slots))
         hint = Hint(available, draft.confidence or [1.0] * len(state.slots))
-        own = dict(zip(state.slots, available, strict=True))  # at most what the request sets
         by_policy = {} if self.policy.idle else self._chosen_by_policy(sequences, load, hint)
-        auto = {one.slot: 0 for one in sequences if one.num_draft_tokens is None}
-        chosen = list((own | auto | by_policy).values())
+        chosen = [
+            by_policy.get(one.slot, 0) if one.num_draft_tokens is None else proposed  # at most its own number
+            for one, proposed in zip(sequences, available, strict=True)
+        ]
         unscored: list[int | None] = [
             proposal[g] if g < most else None
             for proposal, g, most in zip(draft.tokens.tolist(), chosen, available, strict=True)

@@ -202,8 +202,6 @@ class GraphExecutor(Executor):
         slots = self._buckets.use(sequences)
         self._reserve(sequences, g)
         needs = Needs.of(sequences.values(), g)
-        if needs.limits and limits is not None:
-            self.slots.limit(limits, slots)
         with self._on_device():
             begun = started = DeviceEvent(self.target.device)
             catch_up_capture = 0.0
@@ -212,7 +210,8 @@ class GraphExecutor(Executor):
                 catch_up_capture = self._catch_up.run(sequences, self.slots, slots)
                 started = DeviceEvent(self.target.device)
             processed = Processed(sequences) if needs.processors else None
-            result, capture = self._launch(g, slots, needs, draft, list(sequences), processed)
+            limits = dict.fromkeys(sequences, g) if limits is None else limits
+            result, capture = self._launch(g, slots, needs, draft, list(sequences), processed, limits)
             errors = None if processed is None else processed.errors
             pending = GraphPending(
                 result, sequences, capture, begun, started, catch_up_capture, errors, self._cut, limits
@@ -233,6 +232,7 @@ class GraphExecutor(Executor):
         draft: Draft | None = None,
         drafted: Sequence[int] = (),
         change: Callable[[Scored], None] | None = None,
+        limits: Mapping[int, int] | None = None,
     ) -> tuple[StepResult, float]:
         """Run a step of the first slots as a graph.
 
@@ -243,6 +243,7 @@ class GraphExecutor(Executor):
             draft: Draft tokens of the host, for the slots ``drafted``.
             drafted: Slots of those draft tokens.
             change: Changes the target's logits before verification, on the host. The step is then two graphs.
+            limits: As in ``start``. None: no slot has a sequence.
 
         Returns:
             The result, and the seconds of captures.
@@ -253,6 +254,8 @@ class GraphExecutor(Executor):
         buffers = None if draft is None or not g else self.slots.copy_draft(g, draft, drafted, slots)
         host_buffers = None if buffers is None else id(buffers)
         key = StepKey(g, slots, self._buckets.serving(needs, g, slots, host_buffers), host_buffers)
+        if key.needs.limits:  # a captured step may have limits that these sequences do not need
+            self.slots.limit(limits or {}, slots)
         name = f"a step with {g} draft tokens and {slots} slots"
         changed = [self.slots.lengths, *([] if self.slots.edits is None else [self.slots.edits.seen])]
         if change is None:
@@ -282,7 +285,7 @@ class GraphExecutor(Executor):
         if needs.edits and self.slots.edits is None:
             self.slots.add_edits()
         device = self.target.device
-        without = replace(needs, match=True, rule=False)  # of a step without draft tokens
+        without = replace(needs, match=True, rule=False, limits=False)  # of a step without draft tokens
         with self._on_device(), announced("compiling kernels"), compiling_ahead(device):
             if self._catch_up is not None:
                 self._catch_up.scorer.launch_once(slots, CHUNK)

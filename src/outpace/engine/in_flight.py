@@ -75,7 +75,7 @@ class InFlightStep:
             unscored_correct=unscored_correct,
             capture_seconds=pending.capture_seconds,
             catch_up_capture_seconds=pending.catch_up_capture_seconds,
-            forced=any(one.num_draft_tokens is not None for one in sequences),
+            forced=any(one.num_draft_tokens for one in self.sequences.values()),
         )
 
     def _seconds(self, draft_seconds: float, phases: Mapping[str, float], undisturbed: bool) -> float | None:

@@ -95,7 +95,7 @@ class Scheduler:
         request.added = True
         request.index = self._num_added
         self._num_added += 1
-        self._admission.add(request)
+        self._admission.waiting.append(request)
         return request.index
 
     def cancel(self, request_id: int) -> None:
@@ -235,12 +235,12 @@ class Scheduler:
         return [dataclasses.replace(step, phases=phases) for step in steps]
 
     def _count(self, sequences: Sequence[SequenceState], outcome: Outcome, seconds: float) -> None:
-        """Add an equal share of a step to the statistics of each sequence."""
+        """Add a step, and a share of what exploration took, to the statistics of each sequence."""
         explored = self.policy.exploration_seconds - self._explored_seconds
         self._explored_seconds = self.policy.exploration_seconds
         for sequence in sequences:
             drafted = len(outcome.drafts[sequence.slot])
-            sequence.stats.time_step(drafted, seconds / len(sequences))
+            sequence.stats.time_step(drafted, seconds)
             sequence.stats.exploration_seconds += explored / len(sequences)
 
     # Prefill
@@ -252,7 +252,6 @@ class Scheduler:
         """
         if self._with_slots():
             return
-        self._admission.expect(sequences)
         slots, tokens = self._admission.reservation(sequences)
         if slots:
             self.executor.prepare(slots, tokens)

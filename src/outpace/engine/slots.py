@@ -52,7 +52,6 @@ class Slots:
         self.seeds, self.active = torch.zeros_like(self.lengths), torch.zeros_like(self.lengths)
         self.match = torch.zeros_like(self.lengths)
         self.limits = torch.zeros_like(self.lengths)
-        self._limits: list[int] = []  # the first of ``limits``
         self.token_ids = torch.zeros(slots, tokens, dtype=torch.int64, device=device)
         self.shape = torch.tensor(NO_SHAPE, device=device).repeat(slots, 1)
         self.draft_shape = self.shape.clone()
@@ -84,7 +83,7 @@ class Slots:
         return new
 
     def _tensors(self) -> list[Tensor]:
-        tensors = [self.lengths, self.seeds, self.active, self.match, self.token_ids]
+        tensors = [self.lengths, self.seeds, self.active, self.match, self.limits, self.token_ids]
         tensors += [self.shape, self.draft_shape]
         if self.edits is not None and self.draft_edits is not None:
             tensors += [*self.edits.tensors(), *self.draft_edits.tensors()]
@@ -139,10 +138,7 @@ class Slots:
             limits: The numbers by slot.
             slots: Number of slots that take part in the step.
         """
-        current = [limits.get(slot, 0) for slot in range(slots)]
-        if current != self._limits:
-            overwrite(self.limits[:slots], current)
-            self._limits = current
+        overwrite(self.limits[:slots], [limits.get(slot, 0) for slot in range(slots)])
 
     def copy_draft(self, g: int, draft: Draft, drafted: Sequence[int], slots: int) -> DraftTensors:
         """Copy draft tokens from the host to buffers that graphs read; return the buffers.

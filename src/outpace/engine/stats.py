@@ -29,9 +29,9 @@ class Stats:
         draft_tokens_by_position: Number of first, second, ... draft tokens.
         accepted_by_position: Number of first, second, ... draft tokens that were accepted.
         steps_by_num_draft_tokens: Number of decode steps with 0, 1, ... draft tokens.
-        seconds_by_num_draft_tokens: Seconds of those steps.
-        exploration_seconds: Seconds that steps were expected to lose, because the draft-length policy chose
-            them to learn. They are part of the other seconds.
+        seconds_by_num_draft_tokens: Seconds of those steps. Each sequence of a batch counts the whole step.
+        exploration_seconds: Seconds that were lost in steps that the draft-length policy chose to learn. They
+            are part of the other seconds.
         encode_seconds: Seconds of the encoders of target and draft model; 0 without an encoder.
         draft_seconds: Seconds of drafting.
         target_seconds: Seconds of the target's forward passes.

@@ -42,7 +42,7 @@ class AcceptanceEstimate:
         # [2·(G + 1), 25]: likelihood of 0, 1, ... accepted draft tokens, then with a rejection after them
         self._likelihood = np.concatenate((powers.T, powers.T * (1 - ALPHAS)))
         self._prefixes = np.tri(max_draft_tokens + 1, max_draft_tokens, -1)  # row n: n ones, then zeros
-        self._recent = np.full((LEVELS, len(ALPHAS)), 1 / len(ALPHAS))  # of new sequences and after jumps
+        self._recent = np.full((LEVELS, len(ALPHAS)), 1 / len(ALPHAS))  # mean of recent estimates
         self._outcomes = [0] * LEVELS
         self._estimate = np.zeros((0, LEVELS, len(ALPHAS)))  # by slot
 
@@ -88,17 +88,22 @@ class AcceptanceEstimate:
     def next_step(self) -> None:
         """Let each α jump with the probability of one step."""
         self._estimate *= 1 - self._config.jump_probability
-        self._estimate += self._config.jump_probability * self._recent
+        self._estimate += self._config.jump_probability * self._new()
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget the sequences in these slots."""
         self._grow(slots)
-        self._estimate[list(slots)] = self._recent
+        self._estimate[list(slots)] = self._new()
 
     def mean(self) -> float:
         """Return the mean α of recent sequences."""
         weights = self._outcomes if any(self._outcomes) else [1] * LEVELS
         return float(np.average(self._recent @ ALPHAS, weights=weights))
+
+    def _new(self) -> Array:
+        """Return the estimate for a new sequence, which also holds after a jump: ``[LEVELS, 25]``."""
+        share = self._config.uniform_share
+        return share / len(ALPHAS) + (1 - share) * self._recent
 
     def _rows(self, slots: Sequence[int], levels: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return the rows of the estimate, as ``[slots · LEVELS, 25]``, of these slots at these levels."""
@@ -111,4 +116,4 @@ class AcceptanceEstimate:
     def _grow(self, slots: Sequence[int]) -> None:
         missing = max(slots, default=-1) + 1 - len(self._estimate)
         if missing > 0:
-            self._estimate = np.concatenate((self._estimate, np.tile(self._recent, (missing, 1, 1))))
+            self._estimate = np.concatenate((self._estimate, np.tile(self._new(), (missing, 1, 1))))

@@ -72,8 +72,8 @@ class StepOutcome:
         capture_seconds: Seconds before the step in which its graph was captured. ``seconds`` is then None.
         catch_up_capture_seconds: Seconds before the step in which the graph of the catch-up was captured.
             ``catch_up_seconds`` is then 0.
-        forced: Whether requests set the number of draft tokens of some sequences. The policy did not choose
-            those numbers.
+        forced: Whether requests set a number of draft tokens above 0 for some sequences. The policy did not
+            choose those numbers.
     """
 
     slots: Sequence[int]
@@ -102,8 +102,7 @@ class DraftLengthPolicy(ABC):
     Attributes:
         max_draft_tokens: Largest number of draft tokens that the policy chooses.
         is_timed: Whether choices depend on measured times, so that they may differ between equal calls.
-        exploration_seconds: Seconds that steps were expected to lose so far, because the policy chose them to
-            learn.
+        exploration_seconds: Seconds that were lost so far in steps that the policy chose to learn.
     """
 
     max_draft_tokens: int

@@ -12,6 +12,8 @@ class GoodputConfig:
     Attributes:
         jump_probability: Probability that the acceptance rate of a sequence jumps in a step.
         prior_outcomes: Number of recent outcomes that the estimate for a new sequence is the mean of.
+        uniform_share: Fraction of that estimate that is spread evenly over all acceptance rates, so that
+            rates that did not occur for long are still noticed.
         cost_measurements: Number of recent measurements that the cost of a step is the mean of.
         stale_passes: Forward passes after which a measured cost may no longer hold.
         outlier_factor: Times longer or shorter than expected; measured seconds beyond this are clipped.
@@ -26,6 +28,7 @@ class GoodputConfig:
 
     jump_probability: float = 0.02
     prior_outcomes: int = 60
+    uniform_share: float = 0.05
     cost_measurements: int = 8
     stale_passes: int = 256
     outlier_factor: float = 1.5

@@ -52,7 +52,7 @@ class Forecast:
     @property
     def ending(self) -> bool:
         """True if the remaining tokens are worth no capture: captured values of g suffice for them."""
-        return self.remaining < max(self.load.captured or (0,))
+        return self.remaining < max(self.runnable, default=0)
 
     @property
     def capture_price(self) -> float:
@@ -105,6 +105,7 @@ class Goodput(DraftLengthPolicy):
         self._steps_since_rejection = 0
         self._proposal_cost = 0.0  # of a free drafter, in baseline steps
         self._pause = 0  # steps until a free drafter proposes again
+        self._explores: dict[int, bool] = {}  # whether g was last chosen to learn, by g
 
     def choose(
         self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
@@ -117,9 +118,7 @@ class Goodput(DraftLengthPolicy):
         best = g = self._best(forecast)
         if self.balance > 0:
             g = self._explore(forecast, best, probe=hint is None)
-        if g != best:
-            loss = forecast.loss(g, forecast.rate(best)) + (0.0 if best else forecast.catch_up)
-            self.exploration_seconds += loss * costs.baseline_seconds
+        self._explores[g] = g != best
         if hint is not None:
             # Proposals that are not scored may take the same share of the time as probes.
             self._pause = 0 if g else math.ceil(self._proposal_cost / self.config.probe_share)
@@ -304,6 +303,8 @@ class Goodput(DraftLengthPolicy):
             steps = lost + (done.capture_seconds or 0.0 if done.seconds is None else done.seconds)
             expected = costs.ratios()[done.g] + costs.catch_up(done.load.catch_up_tokens)
             tokens = 1 + sum(done.accepted) / len(done.slots)
+            if self._explores.get(done.g):
+                self.exploration_seconds += max(0.0, steps - tokens * baseline)
             captured = done.capture_seconds + done.catch_up_capture_seconds > 0
             if captured:  # it happens once, and causes no debt
                 gain = -min(steps / baseline, max(0.0, self.balance))
