@@ -52,7 +52,8 @@ class Forecast:
     @property
     def ending(self) -> bool:
         """True if the remaining tokens are worth no capture: captured values of g suffice for them."""
-        return self.remaining < max(self.runnable, default=0)
+        captured = (g for g in self.load.captured or () if g < len(self.tokens))  # requests may set more
+        return self.remaining < max(captured, default=0)
 
     @property
     def capture_price(self) -> float:
