@@ -173,6 +173,7 @@ VARIANTS: dict[str, Callable[[], Goodput]] = {
     "as it is": Goodput,
     "α never jumps": with_config(jump_probability=1e-9),
     "new sequences resemble none": with_config(prior_outcomes=NEVER),
+    "no uniform share": with_config(uniform_share=1e-9),
     "one measurement per cost": with_config(cost_measurements=1),
     "costs never get stale": with_config(stale_passes=NEVER),
     "outliers are not clipped": with_config(outlier_factor=1e9),
