@@ -894,9 +894,9 @@ def test_limits_of_requests_do_not_reach_a_later_batch(
     decoder = make_decoder()
     graph_executor(decoder, graphs=True)
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(sequences)]
-    own = [1, "auto"] * (sequences // 2) + [2] * (sequences % 2)
-    for numbers, drafted in ((own, {"auto": 3}), ("auto", {"auto": 3})):
-        steps = list(decoder.stream(prompts, temperature=0, max_new_tokens=12, num_draft_tokens=numbers))
-        for step in steps:
-            number = numbers if isinstance(numbers, str) else numbers[step.index]
-            assert step.num_draft_tokens == drafted.get(number, number)
+    mixed: list[Any] = [1, "auto"] * (sequences // 2) + [2] * (sequences % 2)
+    batches: list[list[Any]] = [mixed, ["auto"] * sequences]
+    for numbers in batches:
+        for step in decoder.stream(prompts, temperature=0, max_new_tokens=12, num_draft_tokens=numbers):
+            number = numbers[step.index]
+            assert step.num_draft_tokens == (3 if number == "auto" else number)

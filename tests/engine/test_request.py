@@ -185,11 +185,13 @@ def test_each_prompt_has_its_own_number_of_draft_tokens(engine: bool, rule: str)
 
 @BOTH
 def test_own_number_of_draft_tokens_changes_no_text(engine: bool) -> None:
-    prompts, options = [[5, 6, 7], [9, 8, 7, 6], [30]], {"temperature": 1.0, "seed": 3, "max_new_tokens": 24}
+    prompts = [[5, 6, 7], [9, 8, 7, 6], [30]]
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_new_tokens": 24}
     texts = [out.token_ids for out in Decoder(tiny()).generate(prompts, **options)]
     for draft in (tiny(seed=1), tiny(), "lookup"):
         decoder = Decoder(tiny(), draft, engine=engine, num_draft_tokens=Goodput(4))
-        for own in ([0, 5, "auto"], [3, None, 1], 2, "auto"):
+        choices: list[Any] = [[0, 5, "auto"], [3, None, 1], 2, "auto"]
+        for own in choices:
             outs = decoder.generate(prompts, **options, num_draft_tokens=own)
             assert [out.token_ids for out in outs] == texts
 
