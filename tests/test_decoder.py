@@ -266,7 +266,7 @@ def test_statistics_are_complete_and_add_up() -> None:
     steps, seconds = total.steps_by_num_draft_tokens, total.seconds_by_num_draft_tokens
     assert sum(g * steps for g, steps in enumerate(steps)) == total.draft_tokens
     assert sum(steps) == total.target_passes - len(outs)  # the prefill is no decode step
-    assert 0 < sum(seconds) < total.seconds
+    assert 0 < sum(seconds) < len(outs) * total.seconds  # each sequence counts the whole step
     assert total.speculative_share == sum(steps[1:]) / sum(steps) > 0.5
     assert total.exploration_seconds == 0
     for out in outs:
