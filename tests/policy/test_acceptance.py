@@ -20,7 +20,7 @@ TOP = LEVELS - 1
 
 def estimate_of(estimate: AcceptanceEstimate, slot: int = 0, level: int = TOP) -> float:
     """Return the probability that the next draft token of a slot is accepted."""
-    return float(estimate.expected_tokens([slot], [level])[1]) - 1
+    return float(estimate.expected_tokens([slot], [level], [1])[1]) - 1
 
 
 def test_estimate_equals_the_sum_over_all_possible_jumps() -> None:
@@ -52,12 +52,12 @@ def test_expected_tokens_are_those_of_theory_for_a_known_acceptance_rate() -> No
         estimate.next_step()
         estimate.learn([0], [TOP], [6], [int((rng.random(6) < 0.7).cumprod().sum())])
     expected = [float(theory.expected_tokens(0.7, g)) for g in range(7)]
-    assert estimate.expected_tokens([0], [TOP]) == pytest.approx(expected, rel=0.15)
+    assert estimate.expected_tokens([0], [TOP], [6]) == pytest.approx(expected, rel=0.15)
 
 
 def test_draft_tokens_beyond_the_limit_of_a_sequence_gain_nothing() -> None:
     estimate = AcceptanceEstimate(4, CONFIG)
-    both, one = (estimate.expected_tokens([0, 1], [TOP, TOP], limits) for limits in (None, [4, 1]))
+    both, one = (estimate.expected_tokens([0, 1], [TOP, TOP], limits) for limits in ([4, 4], [4, 1]))
     assert one[:2] == pytest.approx(both[:2])
     assert one[2:] - one[1] == pytest.approx((both[2:] - both[1]) / 2)
     assert estimate.expected_tokens([0], [TOP], [0]) == pytest.approx(np.ones(5))

@@ -38,7 +38,6 @@ class AcceptanceEstimate:
         self._config = config
         powers = ALPHAS[:, None] ** np.arange(max_draft_tokens + 1)  # [25, G + 1]
         self._powers: Array = powers[:, 1:]
-        self._tokens: Array = powers.cumsum(1)  # expected tokens of a step, by α and g
         # [2·(G + 1), 25]: likelihood of 0, 1, ... accepted draft tokens, then with a rejection after them
         self._likelihood = np.concatenate((powers.T, powers.T * (1 - ALPHAS)))
         self._prefixes = np.tri(max_draft_tokens + 1, max_draft_tokens, -1)  # row n: n ones, then zeros
@@ -46,20 +45,15 @@ class AcceptanceEstimate:
         self._outcomes = [0] * LEVELS
         self._estimate = np.zeros((0, LEVELS, len(ALPHAS)))  # by slot
 
-    def expected_tokens(
-        self, slots: Sequence[int], levels: Sequence[int], limits: Sequence[int] | None = None
-    ) -> Array:
+    def expected_tokens(self, slots: Sequence[int], levels: Sequence[int], limits: Sequence[int]) -> Array:
         """Return the expected tokens of a step per sequence, by number of draft tokens: ``[G + 1]``.
 
         Args:
             slots: Slots of the sequences.
             levels: Confidence level of each sequence.
-            limits: Largest useful number of draft tokens of each sequence. None: no limit.
+            limits: Largest useful number of draft tokens of each sequence.
         """
         estimate = self._estimate_of(self._rows(slots, levels))
-        if limits is None:
-            mean: Array = estimate.sum(0) / len(slots)
-            return mean @ self._tokens
         accepted = (estimate @ self._powers) * self._prefixes[list(limits)]  # [R, G]
         return np.concatenate(([1.0], 1 + accepted.sum(0).cumsum() / len(slots)))
 

@@ -26,39 +26,24 @@ class Forecast:
     """Expected tokens and seconds of the next step.
 
     Attributes:
-        load: Size and limits of the forward pass.
-        costs: Cost model of such batches.
         tokens: Expected tokens per sequence, by g.
         ratios: Expected seconds in baseline steps, by g.
         runnable: Candidates for g that need no capture.
-        uncaptured: Candidates for g that need a capture.
-        capture_seconds: Seconds of a capture.
+        uncaptured: Candidates for g that are worth a capture if they are fast enough.
+        capture: Baseline steps of a capture.
         catch_up: Baseline steps of the draft model's catch-up.
         remaining: Mean number of tokens until a sequence ends.
         horizon: Tokens for which the forecast holds: until the end, or until acceptance rates jump.
     """
 
-    load: Load
-    costs: StepCosts
     tokens: list[float]
     ratios: list[float]
     runnable: list[int]
     uncaptured: list[int]
-    capture_seconds: float
+    capture: float
     catch_up: float
     remaining: float
     horizon: float
-
-    @property
-    def ending(self) -> bool:
-        """True if the remaining tokens are worth no capture: captured values of g suffice for them."""
-        captured = (g for g in self.load.captured or () if g < len(self.tokens))  # requests may set more
-        return self.remaining < max(captured, default=0)
-
-    @property
-    def capture_price(self) -> float:
-        """Baseline steps of a capture."""
-        return self.capture_seconds / self.costs.baseline_seconds
 
     def rate(self, g: int) -> float:
         """Return the throughput of a g, relative to baseline steps."""
@@ -66,12 +51,12 @@ class Forecast:
 
     def loss(self, g: int, rate: float = 1.0) -> float:
         """Return the baseline steps that a step with g is expected to lose against another rate."""
-        return max(0.0, self.ratios[g] - self.tokens[g] / rate)
+        return max(0.0, rate * self.ratios[g] - self.tokens[g])
 
     def pays(self, g: int, least: float) -> bool:
         """Return whether a g has at least this rate, and repays the catch-up within the horizon."""
         rate = self.rate(g)
-        return rate >= least and (not self.catch_up or self.catch_up <= (1 - 1 / rate) * self.horizon)
+        return rate >= least and self.catch_up <= (1 - 1 / rate) * self.horizon
 
 
 class Goodput(DraftLengthPolicy):
@@ -104,8 +89,6 @@ class Goodput(DraftLengthPolicy):
         self._candidates = [g for g in CANDIDATES if g < max_draft_tokens] + [max_draft_tokens]
         self._levels: dict[int, int] = {}  # confidence level of the last hint, by slot
         self._steps_since_rejection = 0
-        self._proposal_cost = 0.0  # of a free drafter, in baseline steps
-        self._pause = 0  # steps until a free drafter proposes again
         self._explores: dict[int, bool] = {}  # whether g was last chosen to learn, by g
 
     def choose(
@@ -115,93 +98,77 @@ class Goodput(DraftLengthPolicy):
         costs, limits = self.costs(load), self._limits(slots, load, hint)
         if max(limits) < 1 or not costs.known:
             return [0] * len(slots)
-        forecast = self._forecast(slots, load, hint, limits, costs)
-        best = g = self._best(forecast)
-        if self.balance > 0:
-            g = self._explore(forecast, best, probe=hint is None)
-        self._explores[g] = g != best
         if hint is not None:
-            # Proposals that are not scored may take the same share of the time as probes.
-            self._pause = 0 if g else math.ceil(self._proposal_cost / self.config.probe_share)
+            self._levels |= zip(slots, map(confidence_level, hint.confidence), strict=True)
+        tokens = self._acceptance.expected_tokens(slots, self._levels_of(slots), limits)
+        forecast = self._forecast(load, costs, max(limits), tokens.tolist())
+        best = g = self._best(forecast, costs)
+        if self.balance > 0:
+            g = self._new(forecast, costs, best) or self._capture(forecast, costs, best) or best
+            g = g or (0 if hint else self._probe(forecast, costs))
+            g *= not costs.stale(0)
+        self._explores[g] = g != best
         return [g if load.padded_drafts else min(g, limit) for limit in limits]
 
     def _limits(self, slots: Sequence[int], load: Load, hint: Hint | None) -> list[int]:
         """Return the largest useful number of draft tokens of each sequence."""
-        most, remaining = self.max_draft_tokens, load.remaining_draft_tokens
-        if hint is None and (not remaining or min(remaining) >= most):
-            return [most] * len(slots)
-        proposed = [most] * len(slots) if hint is None else hint.lengths
-        return [max(0, min(most, *pair)) for pair in zip(proposed, remaining or proposed, strict=True)]
+        most = [self.max_draft_tokens] * len(slots)
+        proposed, remaining = hint.lengths if hint else most, load.remaining_draft_tokens or most
+        return [max(0, min(each)) for each in zip(most, proposed, remaining, strict=True)]
 
-    def _forecast(
-        self, slots: Sequence[int], load: Load, hint: Hint | None, limits: list[int], costs: StepCosts
-    ) -> Forecast:
-        most = max(limits)
-        if load.padded_drafts and load.captured:
-            most = max(most, *load.captured)
-        if hint is not None:
-            self._levels |= zip(slots, map(confidence_level, hint.confidence), strict=True)
-        limited = None if min(limits) == self.max_draft_tokens else limits
-        tokens = self._acceptance.expected_tokens(slots, self._levels_of(slots), limited)
+    def _forecast(self, load: Load, costs: StepCosts, most: int, tokens: list[float]) -> Forecast:
+        captured, remaining = load.captured, load.remaining_draft_tokens
+        if load.padded_drafts and captured:
+            most = max(most, *captured)
         most = min(most, max(self.config.first_draft_tokens, 2 * costs.measured[-1]))
         candidates = [g for g in self._candidates if g <= most]
-        captured, remaining = load.captured, load.remaining_draft_tokens
         horizon = 1 / self.config.jump_probability
-        left = horizon if not remaining else max(0.0, sum(remaining) / len(remaining))
+        left = max(0.0, sum(remaining) / len(remaining)) if remaining else horizon
+        uncaptured = [g for g in candidates if captured is not None and g not in captured]
+        if captured and left < max((g for g in captured if g <= self.max_draft_tokens), default=0):
+            uncaptured = []  # captured values suffice for the last tokens
         return Forecast(
-            load,
-            costs,
-            tokens.tolist(),
+            tokens,
             costs.ratios(),
             candidates if captured is None else [g for g in candidates if g in captured],
-            [] if captured is None else [g for g in candidates if g not in captured],
-            self._capture_seconds,
-            costs.catch_up(load.catch_up_tokens) if load.catch_up_tokens else 0.0,
+            uncaptured,
+            self._capture_seconds / costs.baseline_seconds,
+            costs.catch_up(load.catch_up_tokens),
             left,
             min(left, horizon),
         )
 
-    def _best(self, forecast: Forecast) -> int:
+    def _best(self, forecast: Forecast, costs: StepCosts) -> int:
         """Return the measured g with the highest throughput; 0 unless it pays by a margin."""
-        runnable = [g for g in forecast.runnable if g in forecast.costs.measured]
-        best = max(runnable, key=forecast.rate, default=0)
+        best = max((g for g in forecast.runnable if g in costs.measured), key=forecast.rate, default=0)
         margin = self.config.margin * (1 + max(0.0, -self.balance))
         return best if best and forecast.pays(best, 1 + margin) else 0
 
-    def _explore(self, forecast: Forecast, best: int, probe: bool) -> int:
-        """Return a g to learn about, or the best one.
-
-        Args:
-            forecast: Forecast of the next step.
-            best: The best g by what is known.
-            probe: Whether a probe may run.
-        """
-        costs, rate = forecast.costs, forecast.rate(best) if best else 1.0
+    def _new(self, forecast: Forecast, costs: StepCosts, best: int) -> int:
+        """Return a g that is not measured, or not for long, and that may be faster than the best one; or 0."""
+        rate = forecast.rate(best)
         least, measured = (1 + self.config.margin) * rate, costs.measured
         new = [g for g in forecast.runnable if g not in measured and forecast.pays(g, least)]
         if new:
             return max(new, key=forecast.rate)
-        stale = [g for g in measured if g != best and g in forecast.runnable and costs.stale(g)]
-        for g in stale:
-            if g == 0:
-                return 0
+        for g in forecast.runnable:
+            if g in (0, best) or g not in measured or not costs.stale(g):
+                continue
             # It may be as fast as the next smaller g that was measured lately
             fresh = max((each for each in measured if each < g and not costs.stale(each)), default=0)
             promising = forecast.tokens[g] > least * forecast.ratios[fresh]
-            if promising and rate * forecast.loss(g, rate) + forecast.catch_up <= self.balance:
+            if promising and forecast.loss(g, rate) + forecast.catch_up <= self.balance:
                 return g
-        return self._capture(forecast, rate) or best or (self._probe(forecast) if probe else 0)
+        return 0
 
-    def _capture(self, forecast: Forecast, rate: float) -> int:
+    def _capture(self, forecast: Forecast, costs: StepCosts, best: int) -> int:
         """Return a g that is worth its capture, or 0.
 
         The baseline steps that it would have saved so far, and those that it is expected to save in the
         remaining tokens, must exceed the capture.
         """
-        if not forecast.uncaptured or forecast.ending:
-            return 0
-        missed, price = forecast.costs.missed, forecast.capture_price
-        affordable = rate > 1 or self.balance >= min(price, self.config.balance)
+        rate, missed, price = forecast.rate(best), costs.missed, forecast.capture
+        affordable = best > 0 or self.balance >= min(price, self.config.balance)
         worth: dict[int, float] = {}
         for g in forecast.uncaptured:
             if forecast.rate(g) > (1 + self.config.margin) * rate:
@@ -211,20 +178,17 @@ class Goodput(DraftLengthPolicy):
                     worth[g] = saving
         return max(worth, key=worth.__getitem__, default=0)
 
-    def _probe(self, forecast: Forecast) -> int:
+    def _probe(self, forecast: Forecast, costs: StepCosts) -> int:
         """Return the g with the smallest expected loss if a probe is due, else 0.
 
         After an accepted probe the next one is due at once, so that a good drafter is noticed soon.
         """
-        candidates, price = [g for g in forecast.runnable if g], 0.0
-        if not (candidates or forecast.ending) and len(forecast.costs.measured) > 1:
-            candidates = forecast.uncaptured  # they were captured for other needs of sequences
-            price = min(forecast.capture_price, self.config.balance)
-        g = min(candidates, key=forecast.loss, default=0)
-        loss = forecast.loss(g)
-        if not g or loss > self.config.probe_share * self._steps_since_rejection:
-            return 0
-        return g if loss + forecast.catch_up + price <= self.balance else 0
+        options, price = [g for g in forecast.runnable if g], forecast.catch_up
+        if not options and len(costs.measured) > 1:  # they were captured for other needs of sequences
+            options, price = forecast.uncaptured, price + min(forecast.capture, self.config.balance)
+        g = min(options, key=forecast.loss, default=0)
+        due = forecast.loss(g) <= self.config.probe_share * self._steps_since_rejection
+        return g if due and forecast.loss(g) + price <= self.balance else 0
 
     @property
     def acceptance_rate(self) -> float:
@@ -233,7 +197,7 @@ class Goodput(DraftLengthPolicy):
 
     @property
     def idle(self) -> bool:
-        return self._pause > 0 or self.balance < 0
+        return self.balance < 0
 
     def observe(self, done: StepOutcome) -> None:
         costs = self.costs(done.load)
@@ -247,22 +211,17 @@ class Goodput(DraftLengthPolicy):
         """Learn the acceptance: from scored draft tokens, and from the first proposed one not scored."""
         self._acceptance.next_step()
         self._steps_since_rejection += 1
-        self._pause = max(0, self._pause - 1)
-        slots, tested, accepted = done.slots, list(done.requested or done.drafted), list(done.accepted)
+        tested, accepted = list(done.requested or done.drafted), list(done.accepted)
         for i, correct in enumerate(done.unscored_correct):
             if correct is not None and accepted[i] == tested[i]:
                 tested[i], accepted[i] = tested[i] + 1, accepted[i] + correct
-        if any(done.unscored_correct):
-            self._pause = 0
-        most = self.max_draft_tokens
-        rows = [i for i, g in enumerate(tested) if g]
-        if not rows:
-            return
-        slots, tested = [slots[i] for i in rows], [min(tested[i], most) for i in rows]
-        accepted = [min(accepted[i], most) for i in rows]
-        self._acceptance.learn(slots, self._levels_of(slots), tested, accepted)
-        if 2 * sum(accepted) < sum(tested):
-            self._steps_since_rejection = 0
+        rows, most = [i for i, g in enumerate(tested) if g], self.max_draft_tokens
+        if rows:
+            slots = [done.slots[i] for i in rows]
+            tested, accepted = ([min(each[i], most) for i in rows] for each in (tested, accepted))
+            self._acceptance.learn(slots, self._levels_of(slots), tested, accepted)
+            if 2 * sum(accepted) < sum(tested):
+                self._steps_since_rejection = 0
 
     def _levels_of(self, slots: Sequence[int]) -> list[int]:
         """Return the confidence level of each slot. Drafters without a confidence have the highest one."""
@@ -292,25 +251,20 @@ class Goodput(DraftLengthPolicy):
         """Book the gain or loss of a step against baseline steps, at the costs known before it."""
         config, baseline = self.config, costs.baseline_seconds
         # A step that takes much longer than expected does so for another reason.
-        unexpected = config.balance / 2
-        gain = 0.0
-        if done.draft_seconds and not done.draft_steps:  # a free drafter proposed
-            self._proposal_cost = min((done.draft_seconds + done.idle_seconds) / baseline, unexpected)
-            gain = -self._proposal_cost
-            if not done.g:
-                self.exploration_seconds += self._proposal_cost * baseline
+        gain, unexpected = 0.0, config.balance / 2
         if done.g or done.draft_steps:
-            lost = done.idle_seconds + done.catch_up_seconds + done.catch_up_capture_seconds
-            steps = lost + (done.capture_seconds or 0.0 if done.seconds is None else done.seconds)
+            once = done.capture_seconds + done.catch_up_capture_seconds
+            seconds = done.idle_seconds + done.catch_up_seconds + once + (done.seconds or 0.0)
+            steps, tokens = seconds / baseline, 1 + sum(done.accepted) / len(done.slots)
             expected = costs.ratios()[done.g] + costs.catch_up(done.load.catch_up_tokens)
-            tokens = 1 + sum(done.accepted) / len(done.slots)
+            gain = tokens - min(steps, expected + unexpected)
+            if once:  # captures happen once, and cause no debt
+                gain = -min(steps, max(0.0, self.balance))
             if self._explores.get(done.g):
-                self.exploration_seconds += max(0.0, steps - tokens * baseline)
-            captured = done.capture_seconds + done.catch_up_capture_seconds > 0
-            if captured:  # it happens once, and causes no debt
-                gain = -min(steps / baseline, max(0.0, self.balance))
-            else:
-                gain = tokens - min(steps / baseline, expected + unexpected)
+                self.exploration_seconds += max(0.0, steps - tokens) * baseline
+        elif done.draft_seconds:  # the proposal of a free drafter was not used
+            gain = -min((done.draft_seconds + done.idle_seconds) / baseline, unexpected)
+            self.exploration_seconds -= gain * baseline
         self.balance = max(-config.balance, min(config.balance, self.balance + config.income + gain))
 
     def reset(self, slots: Sequence[int]) -> None:
