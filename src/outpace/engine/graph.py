@@ -291,6 +291,9 @@ class GraphExecutor(Executor):
                 self._catch_up.scorer.launch_once(slots, CHUNK)
             for key in (StepKey(COMPILED_G, slots, needs, None), StepKey(0, slots, without, None)):
                 draft = None if self.draft is None else self.draft.launch_once(self.state(key), key.g)
+                if key.g and not self.drafts:
+                    nothing = Draft(torch.zeros(0, key.g, dtype=torch.int64))
+                    draft = self.slots.copy_draft(key.g, nothing, [], slots)
                 draft = draft or DraftTensors(self.slots.token_ids[:slots, :0])
                 raw = self.target.launch_once(slots, draft.tokens.shape[1] + 1)
                 if raw is not None:
