@@ -145,7 +145,7 @@ class Goodput(DraftLengthPolicy):
         return best if best and forecast.pays(best, 1 + margin) else 0
 
     def _new(self, forecast: Forecast, costs: StepCosts, best: int) -> int:
-        """Return a g that is not measured, or not for long, and that may be faster than the best one; or 0."""
+        """Return a g that is not measured, or not for long, and may be faster than the best one; or 0."""
         rate = forecast.rate(best)
         least, measured = (1 + self.config.margin) * rate, costs.measured
         new = [g for g in forecast.runnable if g not in measured and forecast.pays(g, least)]
