@@ -57,6 +57,7 @@ def main() -> None:
     draft = draft.to(getattr(torch, options.draft_dtype))
     processor = WhisperProcessor.from_pretrained(options.target, trust_remote_code=False)
     transcribers = {"baseline": Transcriber(Decoder(target, pack=True), processor)}
+    transcribers["auto"] = Transcriber(Decoder(target, draft, pack=True), processor)
     for g in options.lengths:
         decoder = Decoder(target, draft, num_draft_tokens=Fixed(g), pack=True)
         transcribers[f"g = {g}"] = Transcriber(decoder, processor)
