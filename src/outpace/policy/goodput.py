@@ -89,6 +89,8 @@ class Goodput(DraftLengthPolicy):
         self._candidates = [g for g in CANDIDATES if g < max_draft_tokens] + [max_draft_tokens]
         self._levels: dict[int, int] = {}  # confidence level of the last hint, by slot
         self._steps_since_rejection = 0
+        self._proposal_cost = 0.0  # of a free drafter, in baseline steps
+        self._pause = 0  # steps until a free drafter proposes again
         self._explores: dict[int, bool] = {}  # whether g was last chosen to learn, by g
 
     def choose(
@@ -108,6 +110,9 @@ class Goodput(DraftLengthPolicy):
             g = g or (0 if hint else self._probe(forecast, costs))
             g *= not costs.stale(0)
         self._explores[g] = g != best
+        if hint is not None:
+            # Proposals that are not scored may take the same share of the time as probes.
+            self._pause = 0 if g else math.ceil(self._proposal_cost / self.config.probe_share)
         return [g if load.padded_drafts else min(g, limit) for limit in limits]
 
     def _limits(self, slots: Sequence[int], load: Load, hint: Hint | None) -> list[int]:
@@ -197,7 +202,7 @@ class Goodput(DraftLengthPolicy):
 
     @property
     def idle(self) -> bool:
-        return self.balance < 0
+        return self._pause > 0 or self.balance < 0
 
     def observe(self, done: StepOutcome) -> None:
         costs = self.costs(done.load)
@@ -211,6 +216,7 @@ class Goodput(DraftLengthPolicy):
         """Learn the acceptance: from scored draft tokens, and from the first proposed one not scored."""
         self._acceptance.next_step()
         self._steps_since_rejection += 1
+        self._pause = 0 if any(done.unscored_correct) else max(0, self._pause - 1)
         tested, accepted = list(done.requested or done.drafted), list(done.accepted)
         for i, correct in enumerate(done.unscored_correct):
             if correct is not None and accepted[i] == tested[i]:
@@ -252,6 +258,9 @@ class Goodput(DraftLengthPolicy):
         config, baseline = self.config, costs.baseline_seconds
         # A step that takes much longer than expected does so for another reason.
         gain, unexpected = 0.0, config.balance / 2
+        if done.draft_seconds and not done.draft_steps:  # a free drafter proposed
+            self._proposal_cost = min((done.draft_seconds + done.idle_seconds) / baseline, unexpected)
+            gain = -self._proposal_cost
         if done.g or done.draft_steps:
             once = done.capture_seconds + done.catch_up_capture_seconds
             seconds = done.idle_seconds + done.catch_up_seconds + once + (done.seconds or 0.0)
@@ -262,8 +271,7 @@ class Goodput(DraftLengthPolicy):
                 gain = -min(steps, max(0.0, self.balance))
             if self._explores.get(done.g):
                 self.exploration_seconds += max(0.0, steps - tokens) * baseline
-        elif done.draft_seconds:  # the proposal of a free drafter was not used
-            gain = -min((done.draft_seconds + done.idle_seconds) / baseline, unexpected)
+        else:
             self.exploration_seconds -= gain * baseline
         self.balance = max(-config.balance, min(config.balance, self.balance + config.income + gain))
 
