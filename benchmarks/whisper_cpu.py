@@ -3,9 +3,10 @@
     python benchmarks/whisper_cpu.py --target whisper/base --draft whisper/tiny --speech speech
 
 The folder of speech holds manifest.jsonl. Each line has `audio`, a file in the folder, and `text`, the
-transcript. All settings take turns: greedy, float32, without fallback. The time after the encoders is that of
-drafting, target passes and verification. The total also has features, both encoders, and the keys and values
-of cross-attention. Texts must be the same with and without speculation.
+transcript. All settings take turns: greedy, float32, without fallback. The time after the encoder is that of
+drafting, target passes and verification; the draft model's encoder is part of drafting. The total also has
+features, the target's encoder, and its keys and values of cross-attention. Texts must be the same with and
+without speculation.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def run(one: Transcriber, files: list[Path], batch_size: int) -> dict[str, Any]:
         "passes": one.stats.target_passes,
         "tokens": one.stats.new_tokens,
         "acceptance": round(one.stats.acceptance_rate, 4),
-        "after_encoders": decode_seconds,
+        "after_encoder": decode_seconds,
         "total": one.seconds,
     }
 
@@ -75,7 +76,7 @@ def main() -> None:
         baseline_texts = found["baseline", 1][0]["texts"]
         ratios = {
             what: round(statistics.median(a[what] / b[what] for a, b in zip(runs, baseline, strict=True)), 3)
-            for what in ("after_encoders", "total")
+            for what in ("after_encoder", "total")
         }
         figures: dict[str, Any] = {
             "method": name,

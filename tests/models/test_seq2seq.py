@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import outpace
-from outpace import Decoder, Fixed, SamplingParams
+from outpace import Decoder, Fixed, Goodput, SamplingParams
 from outpace.draft.base import State
 from outpace.models.causal import fingerprint
 from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.models.source import Source
+from outpace.policy import Load, StepOutcome
 from tests import tiers
 from tests.tiny import SEQ2SEQ, V, greedy_of, sources, tiny, tiny_seq2seq
 
@@ -99,6 +100,40 @@ def test_greedy_texts_equal_transformers(family: str, drafter: str | None) -> No
     if drafter == "self":
         assert sum(out.stats.accepted_tokens for out in outs) == sum(out.stats.draft_tokens for out in outs)
     assert all(out.stats.encode_seconds > 0 for out in outs)
+
+
+@pytest.mark.parametrize("family", SEQ2SEQ)
+def test_the_encoder_of_a_draft_model_runs_once_per_source_and_only_if_it_drafts(family: str) -> None:
+    draft, calls = tiny_seq2seq(family, seed=1), list[int]()
+    decoder = Decoder(tiny_seq2seq(family), draft, num_draft_tokens=Fixed(3))
+    draft.get_encoder().register_forward_hook(lambda *_: calls.append(1))
+    first = sources(family, *LENGTHS)[0]
+    greedy: dict[str, Any] = {"temperature": 0, "max_new_tokens": 12}
+    without = decoder.generate([first], num_draft_tokens=0, **greedy)
+    assert not calls
+    drafted = decoder.generate([first], num_draft_tokens=3, **greedy)
+    assert len(calls) == 1
+    assert drafted[0].token_ids == without[0].token_ids
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_a_draft_model_whose_encoder_never_pays_encodes_few_sources(alpha: float) -> None:
+    """Every draft token may be accepted: the texts are too short to repay the encoder."""
+    policy, encodes, seconds = Goodput(), 0, 0.0
+    for _ in range(20):
+        policy.reset([0])
+        unread, remaining = 1500, 30
+        while remaining > 0:
+            load = Load(1, catch_up_tokens=unread, remaining_draft_tokens=(remaining - 1,))
+            (g,) = policy.choose([0], load=load)
+            encode, accepted = 20.0 * (g > 0 and unread >= 1500), int(alpha * g)
+            encodes += encode > 0
+            spent = 1.0 + 0.4 * g + encode
+            done = StepOutcome([0], [g], [accepted], g, load, spent, spent - 1, draft_steps=g)
+            policy.observe(done)
+            seconds, remaining, unread = seconds + spent, remaining - accepted - 1, 0 if g else unread + 1
+    assert encodes <= 2
+    assert seconds <= 1.02 * 20 * 30 + 40
 
 
 @pytest.mark.parametrize("family", SEQ2SEQ)

@@ -184,6 +184,7 @@ def feed(
         logits.append(scorer.append([slots[i] for i in continued], [tokens[i] for i in continued]))
     if new:
         new_sources = [sources[i] if sources else None for i in new]
+        scorer.encode_sources([slots[i] for i in new], new_sources, max(len(tokens[i]) for i in new))
         logits.append(scorer.prefill([slots[i] for i in new], [tokens[i] for i in new], new_sources))
     if len(logits) == 1:
         return logits[0]

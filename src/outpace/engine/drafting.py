@@ -178,7 +178,8 @@ class Proposer:
     def _num_unread(self, sequences: Sequence[SequenceState]) -> int:
         """Return the number of tokens, over all sequences, that the drafter has not processed yet.
 
-        A free drafter needs no catch-up, so the number is 0.
+        Sources that its encoder has not processed count, too. A free drafter needs no catch-up, so the number
+        is 0.
         """
         if self.drafter is None or self.free:
             return 0
@@ -188,7 +189,9 @@ class Proposer:
             (one, length) for one, length in self._last_drafted if len(one.tokens) == length
         ]
         num_read = (self._num_read.get(one.slot, (None, 0)) for one in sequences)
-        return sum(
+        scorer = self.drafter.scorer
+        unencoded = 0 if scorer is None else sum(scorer.num_unencoded(one.source) for one in sequences)
+        return unencoded + sum(
             len(one.tokens) - (read if owner is one else 0)
             for one, (owner, read) in zip(sequences, num_read, strict=True)
         )

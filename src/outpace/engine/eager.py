@@ -58,8 +58,8 @@ class EagerExecutor(Executor):
     @torch.inference_mode()
     def prefill(self, sequences: Sequence[SequenceState], clock: Clock) -> Prefilling:
         slots, sources = [one.slot for one in sequences], [one.source for one in sequences]
-        for scorer in self.scorers:
-            scorer.encode_sources(slots, sources, max(len(one.tokens) for one in sequences))
+        # The draft model encodes a source when it first drafts for it, which may be never
+        self.scorer.encode_sources(slots, sources, max(len(one.tokens) for one in sequences))
         clock.lap("encode")
         return EagerPrefilling(
             sequences, Prefill(self.scorer, slots, [one.tokens for one in sequences], sources), self

@@ -32,7 +32,8 @@ class Stats:
         seconds_by_num_draft_tokens: Seconds of those steps. Each sequence of a batch counts the whole step.
         exploration_seconds: Seconds that were lost in steps that the draft-length policy chose to learn. They
             are part of the other seconds.
-        encode_seconds: Seconds of the encoders of target and draft model; 0 without an encoder.
+        encode_seconds: Seconds of the target's encoder; 0 without an encoder. The seconds of the draft
+            model's encoder are part of those of drafting.
         draft_seconds: Seconds of drafting.
         target_seconds: Seconds of the target's forward passes.
         verify_seconds: Seconds of verification.

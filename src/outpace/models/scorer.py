@@ -263,6 +263,10 @@ class Scorer(ABC):
         """Run the encoder, where the model has one, before slots are prefilled with ``tokens`` tokens."""
         return
 
+    def num_unencoded(self, source: Source | None) -> int:
+        """Return the length of a source that the encoder has yet to process, in tokens or frames."""
+        return 0
+
     def open(self, slot: int, prompt: Sequence[int], source: Source | None) -> int:
         """Start a sequence in a free slot; return how many first tokens need no forward pass."""
         return self.cache.open(slot, prompt)

@@ -187,6 +187,9 @@ class Seq2SeqScorer(CausalScorer):
                 table[rows, :, longest:] = 0  # a masked NaN is still NaN after the softmax
         self._sources |= {slot: states[i].shape[0] for slot, i in zip(slots, source_index, strict=True)}
 
+    def num_unencoded(self, source: Source | None) -> int:
+        return 0 if source is None or self.encoder in source.states else len(source)
+
     def _ensure_cross_capacity(self, tokens: int) -> None:
         rows, _, length, _ = self._cross_cache[0][0].shape
         if self.cache.rows > rows or tokens > length:
