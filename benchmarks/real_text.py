@@ -127,7 +127,8 @@ def main() -> None:
                 if order >= 0:
                     runs[side].append(found)
                 rate = len(found["seconds"]) * options.new / sum(found["seconds"].values())
-                print(f"order {order}, {side}: {rate:.1f} tokens/s", flush=True)
+                longest = max(found["seconds"].values())
+                print(f"order {order}, {side}: {rate:.1f} tokens/s, longest text {longest:.2f} s", flush=True)
     seconds = {side: [each["seconds"] for each in some] for side, some in runs.items()}
     every, draws = sorted(seconds["with"][0]), random.Random(0)
     ratios = {"all": interval(seconds, every, draws)}

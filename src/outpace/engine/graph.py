@@ -42,6 +42,9 @@ from outpace.verification import Block, Rule, Verdict, edit_rows, start_kernels,
 from outpace.verification.rules import MATCH
 
 COMPILED_G = 5  # draft tokens of steps that are compiled ahead; most others have the same kernels
+# Tokens of forward passes that are compiled ahead: attention has kernels for each power of two
+COMPILED_WIDTHS = 2, 4, 8, 16, 17
+COMPILED_ROWS = 512  # tokens of all slots in such a pass; more would need much memory for logits
 
 
 class GraphExecutor(Executor):
@@ -298,6 +301,9 @@ class GraphExecutor(Executor):
                 raw = self.target.launch_once(slots, draft.tokens.shape[1] + 1)
                 if raw is not None:
                     self.verify(key, self.scored(key, draft, raw))
+            for n in COMPILED_WIDTHS if self._drafter is not None else ():
+                if slots * n <= COMPILED_ROWS:
+                    self.target.launch_once(slots, n)
 
     @torch.inference_mode()
     def warm_up(self, g: int, slots: int, needs: Needs) -> None:
