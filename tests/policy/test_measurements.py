@@ -255,3 +255,27 @@ def test_confidence_out_of_range_is_no_error(confidence: float) -> None:
         (g,) = policy.choose([0], hint=Hint([4], [confidence]))
         policy.observe(StepOutcome([0], [g], [g], g, Load(1), 1.0))
     policy.reset([])
+
+
+def test_an_uncaptured_baseline_is_not_captured_to_measure_it_again() -> None:
+    policy, everything = Goodput(), Load(1, captured=frozenset({0, 2, 4}))
+    for g in (0, 0, 2, 2, 4, 4):
+        policy.observe(StepOutcome([0], [g], [g], g, everything, 1 + 0.05 * g))
+    captured = {2, 4}  # as for a sequence with other sampling parameters
+    for _ in range(600):
+        load = Load(1, captured=frozenset(captured))
+        (g,) = policy.choose([0], load=load)
+        assert g > 0
+        seconds, capture = (1 + 0.05 * g, 0.0) if g in captured else (None, 40.0)
+        captured.add(g)
+        policy.observe(StepOutcome([0], [g], [g], g, load, seconds, capture_seconds=capture))
+
+
+def test_encoder_seconds_before_the_baseline_is_known_are_not_those_of_a_draft() -> None:
+    """The first requests set their own number, and the draft model encodes a source for each."""
+    policy, long = Goodput(), Load(1, catch_up_tokens=3000)
+    for _ in range(2):
+        policy.observe(StepOutcome([0], [2], [2], 2, long, 20.0, 19.0, draft_steps=2, forced=True))
+    for g in (0, 0, 2, 2):
+        policy.observe(StepOutcome([0], [g], [g], g, Load(1), 1 + 0.1 * g, 0.1 * g, draft_steps=g))
+    assert policy.choose([0]) != [0]

@@ -190,7 +190,8 @@ class Proposer:
         ]
         num_read = (self._num_read.get(one.slot, (None, 0)) for one in sequences)
         scorer = self.drafter.scorer
-        unencoded = 0 if scorer is None else sum(scorer.num_unencoded(one.source) for one in sequences)
+        sources = dict.fromkeys(one.source for one in sequences)  # samples may share one
+        unencoded = 0 if scorer is None else sum(map(scorer.num_unencoded, sources))
         return unencoded + sum(
             len(one.tokens) - (read if owner is one else 0)
             for one, (owner, read) in zip(sequences, num_read, strict=True)

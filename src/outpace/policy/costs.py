@@ -101,7 +101,8 @@ class StepCosts:
 
     def record_catch_up(self, tokens: int, seconds: float) -> None:
         """Record the seconds in which the draft model processed tokens that were generated without it."""
-        keep = 1 - 1 / self._config.cost_measurements
+        # Many tokens, such as those of an encoder's input, outweigh the few of a probe
+        keep = 1 / (1 + tokens / (self._config.cost_measurements * TOKENS_OF_PRIOR * self._every_g[-1]))
         self._catch_up = keep * self._catch_up[0] + seconds, keep * self._catch_up[1] + tokens
 
     def catch_up(self, tokens: int) -> float:

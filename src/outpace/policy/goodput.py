@@ -106,9 +106,7 @@ class Goodput(DraftLengthPolicy):
         forecast = self._forecast(load, costs, max(limits), tokens.tolist())
         best = g = self._best(forecast, costs)
         if self.balance > 0:
-            g = self._new(forecast, costs, best) or self._capture(forecast, costs, best) or best
-            g = g or (0 if hint else self._probe(forecast, costs))
-            g *= not costs.stale(0)
+            g = self._explore(forecast, costs, best, probe=hint is None)
         self._explores[g] = g != best
         if hint is not None:
             # Proposals that are not scored may take the same share of the time as probes.
@@ -149,22 +147,31 @@ class Goodput(DraftLengthPolicy):
         margin = self.config.margin * (1 + max(0.0, -self.balance))
         return best if best and forecast.pays(best, 1 + margin) else 0
 
-    def _new(self, forecast: Forecast, costs: StepCosts, best: int) -> int:
-        """Return a g that is not measured, or not for long, and may be faster than the best one; or 0."""
-        rate = forecast.rate(best)
-        least, measured = (1 + self.config.margin) * rate, costs.measured
+    def _explore(self, forecast: Forecast, costs: StepCosts, best: int, probe: bool) -> int:
+        """Return a g to learn about, or the best one.
+
+        Args:
+            forecast: Forecast of the next step.
+            costs: Cost model.
+            best: The best g by what is known.
+            probe: Whether a probe may run.
+        """
+        rate, measured = forecast.rate(best), costs.measured
+        least = (1 + self.config.margin) * rate
         new = [g for g in forecast.runnable if g not in measured and forecast.pays(g, least)]
         if new:
             return max(new, key=forecast.rate)
         for g in forecast.runnable:
-            if g in (0, best) or g not in measured or not costs.stale(g):
+            if g == best or g not in measured or not costs.stale(g):
                 continue
+            if g == 0:
+                return 0
             # It may be as fast as the next smaller g that was measured lately
             fresh = max((each for each in measured if each < g and not costs.stale(each)), default=0)
             promising = forecast.tokens[g] > least * forecast.ratios[fresh]
             if promising and forecast.loss(g, rate) + forecast.catch_up <= self.balance:
                 return g
-        return 0
+        return self._capture(forecast, costs, best) or best or (self._probe(forecast, costs) if probe else 0)
 
     def _capture(self, forecast: Forecast, costs: StepCosts, best: int) -> int:
         """Return a g that is worth its capture, or 0.
@@ -247,9 +254,10 @@ class Goodput(DraftLengthPolicy):
         seconds = done.seconds + (done.idle_seconds if done.draft_steps else -done.draft_seconds)
         catch_up = done.load.catch_up_tokens if done.draft_steps and not done.catch_up_seconds else 0
         long = catch_up > self.max_draft_tokens * len(done.slots)
-        if costs.known and (long or (catch_up and done.g in costs.measured)):
-            expected = costs.baseline_seconds * costs.ratios()[done.g]
-            costs.record_catch_up(catch_up, seconds - expected)
+        if long or (costs.known and catch_up and done.g in costs.measured):
+            if costs.known:
+                expected = costs.baseline_seconds * costs.ratios()[done.g]
+                costs.record_catch_up(catch_up, seconds - expected)
         elif done.g or not done.draft_steps:  # a short catch-up adds little to the first seconds of a g
             costs.record(done.g, seconds)
 
