@@ -14,7 +14,7 @@ from outpace import Decoder, Goodput, LookupDrafter
 from outpace.bench import theory
 from outpace.bench.simulation import Cost, Simulation, flat, steep
 from outpace.draft.base import Draft, State
-from outpace.policy import Hint, Load, StepOutcome
+from outpace.policy import GoodputConfig, Hint, Load, StepOutcome
 from tests import tiers
 from tests.tiny import tiny
 
@@ -310,6 +310,21 @@ def test_choice_respects_a_small_max_draft_tokens(max_draft_tokens: int) -> None
             g = max(chosen)
             assert g <= max_draft_tokens
             policy.observe(StepOutcome(range(batch), chosen, [0] * batch, g, Load(batch), steep(batch, g)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("jump_probability", 0.0),
+        ("stale_passes", 2.5),
+        ("outlier_factor", 1.0),
+        ("income", -0.1),
+        ("margin", "x"),
+    ],
+)
+def test_settings_out_of_range_are_refused(name: str, value: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"{name}: got .*; it must be"):
+        GoodputConfig(**{name: value})
 
 
 def test_goodput_is_the_default_and_refuses_invalid_arguments() -> None:

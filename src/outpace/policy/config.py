@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from outpace.checks.arguments import integer, number
 
 
 @dataclass(frozen=True)
@@ -37,3 +39,15 @@ class GoodputConfig:
     balance: float = 6.0
     income: float = 0.0075
     probe_share: float = 0.02
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if isinstance(field.default, int):
+                integer(name, value, "an int >= 1", lambda n: n >= 1)
+            elif name == "jump_probability":
+                number(name, value, "a number in (0, 1]", lambda p: 0 < p <= 1)
+            elif name == "outlier_factor":
+                number(name, value, "a number > 1", lambda x: x > 1)
+            else:
+                number(name, value, "a number >= 0", lambda x: x >= 0)

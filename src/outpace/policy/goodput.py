@@ -300,11 +300,11 @@ class Goodput(DraftLengthPolicy):
         parts = [f"{self!r}"]
         for (executor, size), costs in self._by_size.items():
             if len(costs.measured) > 1:
-                ratios = ", ".join(f"{costs.ratios()[g]:.2f} with {g}" for g in costs.measured if g)
+                ratios = ", ".join(f"{costs.ratios()[g]:.2f} at g={g}" for g in costs.measured if g)
                 sequences = f"up to {1 << size} sequences" if size else "1 sequence"
                 parts.append(
                     f"{executor or 'step'}, {sequences}: {1e3 * costs.baseline_seconds:.2f} ms per step "
-                    f"without draft tokens, times {ratios}"
+                    f"without draft tokens (g=0); relative to it: {ratios}"
                 )
         if len(parts) > 1:
             parts[0] += f": acceptance rate {self.acceptance_rate:.2f}"
