@@ -41,10 +41,9 @@ from outpace.sampling.rows import RowSampling, warp_rows
 from outpace.verification import Block, Rule, Verdict, edit_rows, start_kernels, verify_rows
 from outpace.verification.rules import MATCH
 
-COMPILED_G = 5  # draft tokens of steps that are compiled ahead; most others have the same kernels
-# Tokens of forward passes that are compiled ahead: attention has kernels for each power of two
-COMPILED_WIDTHS = 2, 4, 8, 16, 17
-COMPILED_ROWS = 512  # tokens of all slots in such a pass; more would need much memory for logits
+# Draft tokens of steps compiled ahead. Attention and verification have kernels for each power of two.
+COMPILED_G = 1, 2, 4, 5, 8, 16
+COMPILED_ROWS = 1088  # tokens of all slots in such a step; more would need much memory for logits
 
 
 class GraphExecutor(Executor):
@@ -138,7 +137,7 @@ class GraphExecutor(Executor):
         """See ``Executor.prefill``; the last token of each prompt is left to the first step."""
         slots, prefills = [one.slot for one in sequences], []
         self.prepare(max(slots) + 1, max(len(one.tokens) for one in sequences))
-        self._compile_ahead(max(slots) + 1, Needs.of(sequences, COMPILED_G))
+        self._compile_ahead(max(slots) + 1, Needs.of(sequences, COMPILED_G[0]))
         for scorer in self.scorers:
             prompts = [known_tokens(scorer, one.tokens) for one in sequences]
             append = partial(self._prefill_chunk, scorer)
@@ -292,7 +291,9 @@ class GraphExecutor(Executor):
         with self._on_device(), announced("compiling kernels"), compiling_ahead(device):
             if self._catch_up is not None:
                 self._catch_up.scorer.launch_once(slots, CHUNK)
-            for key in (StepKey(COMPILED_G, slots, needs, None), StepKey(0, slots, without, None)):
+            counts = [g for g in COMPILED_G if slots * (g + 1) <= COMPILED_ROWS] or [COMPILED_G[0]]
+            with_draft = [StepKey(g, slots, needs, None) for g in counts if self._drafter is not None]
+            for key in (*with_draft, StepKey(0, slots, without, None)):
                 draft = None if self.draft is None else self.draft.launch_once(self.state(key), key.g)
                 if key.g and not self.drafts:
                     nothing = Draft(torch.zeros(0, key.g, dtype=torch.int64))
@@ -301,9 +302,6 @@ class GraphExecutor(Executor):
                 raw = self.target.launch_once(slots, draft.tokens.shape[1] + 1)
                 if raw is not None:
                     self.verify(key, self.scored(key, draft, raw))
-            for n in COMPILED_WIDTHS if self._drafter is not None else ():
-                if slots * n <= COMPILED_ROWS:
-                    self.target.launch_once(slots, n)
 
     @torch.inference_mode()
     def warm_up(self, g: int, slots: int, needs: Needs) -> None:
