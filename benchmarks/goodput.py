@@ -212,7 +212,7 @@ class MeasuredGoodput(Goodput):
     capture_seconds = 0.0
 
     def observe(self, done: StepOutcome) -> None:
-        self.capture_seconds += done.capture_seconds + done.catch_up_capture_seconds
+        self.capture_seconds += done.capture_seconds
         super().observe(done)
 
 
@@ -237,7 +237,7 @@ def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> Iterator[
     costly, costly_alpha = bench.draft("costly", 0.6)
     drafters: dict[str, tuple[Any, float | None]] = {
         "random": (RandomDrafter(len(bench.codes.before)), None),
-        "lookup": (LookupDrafter(min_ngram=1), None),
+        "lookup": (LookupDrafter(), None),
         "bad draft": (ModelDrafter(bad), bad_alpha),
         "costly draft": (ModelDrafter(costly), costly_alpha),
     }

@@ -144,7 +144,7 @@ def load_drafter(
     if draft == "lookup":
         from outpace.draft.lookup import LookupDrafter
 
-        return LookupDrafter(min_ngram=1)
+        return LookupDrafter()
     if not names_model(draft):
         from outpace.draft.ngram import NGramDrafter
 

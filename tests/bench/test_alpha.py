@@ -100,8 +100,8 @@ def test_prompt_lookup_has_beta_only_where_it_found_a_match() -> None:
 
 
 def lookup_token(text: list[int]) -> int | None:
-    """Return the token after the latest earlier occurrence of the last three tokens, or two."""
-    for size in (3, 2):
+    """Return the token after the latest earlier occurrence of the last three tokens, two or one."""
+    for size in (3, 2, 1):
         for end in range(len(text) - 1, size - 1, -1):
             if text[end - size : end] == text[-size:]:
                 return text[end]

@@ -354,20 +354,21 @@ def test_unsupported_combinations_raise_one_line_errors() -> None:
 
 def test_captures_do_not_count_as_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the default policy would take the model for slow, and stop drafting."""
-    seconds = list[float]()
+    outcomes = list[StepOutcome]()
 
     class Recording(Fixed):
         def observe(self, done: StepOutcome) -> None:
-            seconds.append(done.draft_seconds)
+            outcomes.append(done)
 
     drafting = decoder("bytes", "bytes", num_draft_tokens=Recording(2))
     drafting.generate(PROMPTS[0], GREEDY, max_new_tokens=8)
-    assert max(seconds) > 0
-    seconds.clear()
+    assert all(done.seconds and not done.capture_seconds for done in outcomes)
+    outcomes.clear()
     captured = itertools.count(step=100.0)
     monkeypatch.setattr(Scorer, "capture_seconds", property(lambda scorer: next(captured)))
     drafting.generate(PROMPTS[0], GREEDY, max_new_tokens=8)
-    assert max(seconds) <= 0
+    assert all(done.seconds is None and done.capture_seconds == 100 for done in outcomes if done.g)
+    assert any(done.g for done in outcomes)
 
 
 def test_a_draft_that_ran_out_of_memory_leaves_no_wrong_prefix(monkeypatch: pytest.MonkeyPatch) -> None:

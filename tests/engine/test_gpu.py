@@ -17,7 +17,7 @@ from outpace.bench import cost
 from outpace.bench.blocks import divide_phases, trace
 from outpace.bench.prompts import Prompt
 from outpace.models.fused import FAMILIES as FUSED
-from outpace.policy import DraftLengthPolicy, Hint, Load
+from outpace.policy import DraftLengthPolicy, Load
 from tests.tiny import FAMILIES, SEQ2SEQ, V, byte_tokenizer, greedy_of, sources, tiny, tiny_seq2seq
 
 pytestmark = [
@@ -168,7 +168,7 @@ class Alternating(Fixed):
         self.calls = 0
 
     def choose(
-        self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
+        self, slots: Sequence[int], *, load: Load | None = None, proposed: Sequence[int] | None = None
     ) -> list[int]:
         self.calls += 1
         # Seven numbers, so that calls of any number of steps get all of them

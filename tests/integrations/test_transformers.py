@@ -69,7 +69,7 @@ def batch(**changes: Any) -> dict[str, Any]:
 
 
 def drafters() -> list[Any]:
-    return [small(), target(), "lookup", outpace.RandomDrafter(V), outpace.LookupDrafter(min_ngram=1)]
+    return [small(), target(), "lookup", outpace.RandomDrafter(V), outpace.LookupDrafter()]
 
 
 class ForbidNext(LogitsProcessor):  # type: ignore[misc]
@@ -335,7 +335,7 @@ def test_sampled_tokens_have_exactly_the_targets_distribution(draft: str) -> Non
         },
         num_return_sequences=n,
         custom_generate=outpace.generate,
-        draft=small() if draft == "model" else outpace.LookupDrafter(min_ngram=1),
+        draft=small() if draft == "model" else outpace.LookupDrafter(),
         num_draft_tokens=Fixed(1),
         seed=20230213,
     )

@@ -129,7 +129,7 @@ def test_a_draft_model_whose_encoder_never_pays_encodes_few_sources(alpha: float
             encode, accepted = 20.0 * (g > 0 and unread >= 1500), int(alpha * g)
             encodes += encode > 0
             spent = 1.0 + 0.4 * g + encode
-            done = StepOutcome([0], [g], [accepted], g, load, spent, spent - 1, draft_steps=g)
+            done = StepOutcome([0], [g], [accepted], g, load, spent)
             policy.observe(done)
             seconds, remaining, unread = seconds + spent, remaining - accepted - 1, 0 if g else unread + 1
     assert encodes <= 2

@@ -9,18 +9,17 @@ import pytest
 
 from outpace import Decoder, Goodput, LookupDrafter
 from outpace.bench import theory
-from outpace.policy import Hint, Load, StepOutcome
-from outpace.policy.acceptance import ALPHAS, LEVELS, AcceptanceEstimate, confidence_level
+from outpace.policy import Load, StepOutcome
+from outpace.policy.acceptance import ALPHAS, AcceptanceEstimate
 from outpace.policy.config import GoodputConfig
 from tests.tiny import tiny
 
 CONFIG = GoodputConfig()
-TOP = LEVELS - 1
 
 
-def estimate_of(estimate: AcceptanceEstimate, slot: int = 0, level: int = TOP) -> float:
+def estimate_of(estimate: AcceptanceEstimate, slot: int = 0) -> float:
     """Return the probability that the next draft token of a slot is accepted."""
-    return float(estimate.expected_tokens([slot], [level], [1])[1]) - 1
+    return float(estimate.expected_tokens([slot], [1])[1]) - 1
 
 
 def test_estimate_equals_the_sum_over_all_possible_jumps() -> None:
@@ -30,8 +29,7 @@ def test_estimate_equals_the_sum_over_all_possible_jumps() -> None:
     config = GoodputConfig(prior_outcomes=10**12)  # the estimate for a new sequence stays uniform
     estimate = AcceptanceEstimate(4, config)
     for tested, accepted in outcomes:
-        estimate.next_step()
-        estimate.learn([0], [TOP], [tested], [accepted])
+        estimate.learn([0], [tested], [accepted])
     likelihood = [
         ALPHAS**accepted * np.where(accepted < tested, 1 - ALPHAS, 1.0) for tested, accepted in outcomes
     ]
@@ -49,30 +47,28 @@ def test_estimate_equals_the_sum_over_all_possible_jumps() -> None:
 def test_expected_tokens_are_those_of_theory_for_a_known_acceptance_rate() -> None:
     estimate, rng = AcceptanceEstimate(6, CONFIG), np.random.default_rng(0)
     for _ in range(3000):
-        estimate.next_step()
-        estimate.learn([0], [TOP], [6], [int((rng.random(6) < 0.7).cumprod().sum())])
+        estimate.learn([0], [6], [int((rng.random(6) < 0.7).cumprod().sum())])
     expected = [float(theory.expected_tokens(0.7, g)) for g in range(7)]
-    assert estimate.expected_tokens([0], [TOP], [6]) == pytest.approx(expected, rel=0.15)
+    assert estimate.expected_tokens([0], [6]) == pytest.approx(expected, rel=0.15)
 
 
 def test_draft_tokens_beyond_the_limit_of_a_sequence_gain_nothing() -> None:
     estimate = AcceptanceEstimate(4, CONFIG)
-    both, one = (estimate.expected_tokens([0, 1], [TOP, TOP], limits) for limits in ([4, 4], [4, 1]))
+    both, one = (estimate.expected_tokens([0, 1], limits) for limits in ([4, 4], [4, 1]))
     assert one[:2] == pytest.approx(both[:2])
     assert one[2:] - one[1] == pytest.approx((both[2:] - both[1]) / 2)
-    assert estimate.expected_tokens([0], [TOP], [0]) == pytest.approx(np.ones(5))
+    assert estimate.expected_tokens([0], [0]) == pytest.approx(np.ones(5))
 
 
 def test_new_sequences_resemble_recent_ones() -> None:
     estimate, rng = AcceptanceEstimate(4, CONFIG), np.random.default_rng(5)
     for _ in range(400):
-        estimate.next_step()
-        estimate.learn([0], [TOP], [4], [int((rng.random(4) < 0.8).cumprod().sum())])
+        estimate.learn([0], [4], [int((rng.random(4) < 0.8).cumprod().sum())])
     estimate.forget([0])
     before = estimate_of(estimate)
     assert 0.7 < before < 0.85
     assert 0.7 < estimate_of(estimate, slot=9) < 0.85
-    estimate.learn([0], [TOP], [4], [0])  # one rejection does not outweigh them
+    estimate.learn([0], [4], [0])  # one rejection does not outweigh them
     assert 0.55 < estimate_of(estimate) < before
     assert 0.7 < estimate.mean() < 0.85
 
@@ -80,38 +76,33 @@ def test_new_sequences_resemble_recent_ones() -> None:
 def test_rate_that_did_not_occur_for_long_is_still_noticed() -> None:
     estimate, rng = AcceptanceEstimate(4, CONFIG), np.random.default_rng(5)
     for _ in range(20_000):
-        estimate.next_step()
-        estimate.learn([0], [TOP], [4], [int((rng.random(4) < 0.9).cumprod().sum())])
+        estimate.learn([0], [4], [int((rng.random(4) < 0.9).cumprod().sum())])
     for _ in range(8):
-        estimate.next_step()
-        estimate.learn([0], [TOP], [4], [0])
+        estimate.learn([0], [4], [0])
     assert estimate_of(estimate) < 0.2
 
 
-def test_each_slot_and_each_confidence_level_has_its_own_estimate() -> None:
+def test_each_slot_has_its_own_estimate() -> None:
     estimate = AcceptanceEstimate(4, CONFIG)
     for _ in range(30):
-        estimate.next_step()
-        estimate.learn([0, 1], [TOP, TOP], [4, 4], [4, 0])
-        estimate.learn([0], [0], [4], [0])
+        estimate.learn([0, 1, 2], [4, 4, 0], [4, 0, 0])
     assert estimate_of(estimate, 0) > 0.9
     assert estimate_of(estimate, 1) < 0.1
-    assert estimate_of(estimate, 0, level=0) < 0.1
-    assert [confidence_level(one) for one in (0.0, 0.3, 0.99, 1.0)] == [0, 1, 3, 3]
+    assert 0.2 < estimate_of(estimate, 2) < 0.8  # it has no draft tokens
 
 
 def test_proposed_tokens_that_were_not_scored_update_the_estimate() -> None:
     policy = Goodput()
     for _ in range(3):
-        policy.choose([0], hint=Hint([8], [1.0]))
-        policy.observe(StepOutcome([0], [0], [0], 0, Load(1), 1.0, unscored_correct=[False]))
+        policy.choose([0], proposed=[8])
+        policy.observe(StepOutcome([0], [0], [0], 0, Load(1), 1.0, [1], [0]))
     before = policy.acceptance_rate
     assert before < 0.5
     for _ in range(60):
-        policy.choose([0], hint=Hint([8], [1.0]))
-        policy.observe(StepOutcome([0], [0], [0], 0, Load(1), 1.0, unscored_correct=[True]))
+        policy.choose([0], proposed=[8])
+        policy.observe(StepOutcome([0], [0], [0], 0, Load(1), 1.0, [1], [1]))
     assert policy.acceptance_rate > before + 0.2
-    assert policy.choose([0], hint=Hint([8], [1.0])) != [0]
+    assert policy.choose([0], proposed=[8]) != [0]
 
 
 @pytest.mark.parametrize("engine", [False, True])
@@ -125,7 +116,7 @@ def test_prompt_lookup_is_compared_with_the_generated_tokens_where_nothing_is_dr
             return [0] * len(super().choose(*args, **options))  # type: ignore[arg-type]
 
     policy = NeverDrafts()
-    decoder = Decoder(tiny(), LookupDrafter(min_ngram=1), num_draft_tokens=policy, engine=engine)
+    decoder = Decoder(tiny(), LookupDrafter(), num_draft_tokens=policy, engine=engine)
     rates = []
     for step in decoder.stream([5, 6] * 12, temperature=0, max_new_tokens=100):
         assert step.num_draft_tokens == 0

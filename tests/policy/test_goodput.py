@@ -14,7 +14,7 @@ from outpace import Decoder, Goodput, LookupDrafter
 from outpace.bench import theory
 from outpace.bench.simulation import Cost, Simulation, flat, steep
 from outpace.draft.base import Draft, State
-from outpace.policy import GoodputConfig, Hint, Load, StepOutcome
+from outpace.policy import GoodputConfig, Load, StepOutcome
 from tests import tiers
 from tests.tiny import tiny
 
@@ -159,24 +159,14 @@ def test_slower_passes_in_longer_contexts_do_not_mislead_the_choice(alpha: float
     assert np.mean([rates[g] for g in simulation.chosen]) >= 0.97 * max(rates)
 
 
-def test_proposals_of_a_free_drafter_are_scored_where_confidence_is_high() -> None:
-    """Prompt lookup after a match of one token is mostly wrong, and after three mostly correct."""
-    policy, rng = Goodput(), np.random.default_rng(0)
-    scored: dict[bool, list[int]] = {True: [], False: []}  # by whether the confidence is high
-    for t in range(600):
-        confident = bool(t % 2)
-        (g,) = policy.choose([0], hint=Hint([8], [1.0 if confident else 0.3]))
-        rejected = np.flatnonzero(rng.random(8) >= (0.9 if confident else 0.1))
-        correct = int(rejected[0]) if len(rejected) else 8
-        accepted = min(g, correct)
-        unscored = correct > g if g < 8 and accepted == g else None
-        policy.observe(
-            StepOutcome([0], [g], [accepted], g, Load(1), steep(1, g), unscored_correct=[unscored])
-        )
-        scored[confident].append(g)
-    assert np.mean(scored[True][100:]) > 3
-    assert np.mean(scored[False][100:]) < 0.5
-    assert policy.choose([0], hint=Hint([0], [0.0])) == [0]
+def test_no_more_tokens_are_scored_than_a_free_drafter_proposes() -> None:
+    policy = Goodput()
+    for t in range(100):
+        proposed = [8, 0, 3][t % 3]
+        (g,) = policy.choose([0], proposed=[proposed])
+        assert g <= proposed
+        policy.observe(StepOutcome([0], [g], [g], g, Load(1), steep(1, g)))
+    assert policy.choose([0], proposed=[8]) == [8]
 
 
 @pytest.mark.parametrize(("alpha", "c"), [(0.3, 0.05), (0.6, 0.05), (0.9, 0.02)])
@@ -372,10 +362,9 @@ def test_drafting_resumes_after_a_long_pause(
                     [accepted],
                     g,
                     load,
-                    flat(1, g) + draft_step * g if g in captured else None,
+                    None if g not in captured or captures_catch_up else flat(1, g) + draft_step * g,
                     catch_up_seconds=0.0 if captures_catch_up or not g else chunk_seconds * chunks,
-                    capture_seconds=0.0 if g in captured else 20.0,
-                    catch_up_capture_seconds=27.0 * captures_catch_up,
+                    capture_seconds=20.0 * (g not in captured) + 27.0 * captures_catch_up,
                 )
             )
             captured, catch_up_captured = captured | {g}, catch_up_captured or captures_catch_up
@@ -404,14 +393,11 @@ def scored_proposals(
             scored.append(None)
             policy.observe(StepOutcome([0], [0], [0], 0, Load(1), 1.0))
             continue
-        (g,) = policy.choose([0], hint=Hint([8], [1.0]))
+        (g,) = policy.choose([0], proposed=[8])
         scored.append(g)
-        accepted, unscored = g * correct(t), correct(t) if g < 8 else None
-        policy.observe(
-            StepOutcome(
-                [0], [g], [accepted], g, Load(1), steep(1, g) + cost, cost, unscored_correct=[unscored]
-            )
-        )
+        tested = min(g + 1, 8) if correct(t) or not g else g
+        accepted, right = g * correct(t), tested * correct(t)
+        policy.observe(StepOutcome([0], [g], [accepted], g, Load(1), steep(1, g), [tested], [right], cost))
     return scored
 
 
@@ -445,14 +431,12 @@ def test_free_drafter_proposes_seldom_if_proposals_cost_more_than_they_gain() ->
             policy.observe(StepOutcome([0], [0], [0], 0, Load(1), 1.0))
             total_seconds += 1.0
         else:
-            (g,) = policy.choose([0], hint=Hint([8 if t % 10 == 0 else 0], [1.0]))
+            (g,) = policy.choose([0], proposed=[8 if t % 10 == 0 else 0])
             rejected = np.flatnonzero(rng.random(g) >= 0.5)
             accepted = int(rejected[0]) if len(rejected) else g
-            seconds = 1 + 0.05 * g + 0.1
-            policy.observe(
-                StepOutcome([0], [g], [accepted], g, Load(1), seconds, 0.1, unscored_correct=[None])
-            )
-            total_seconds += seconds
+            seconds = 1 + 0.05 * g
+            policy.observe(StepOutcome([0], [g], [accepted], g, Load(1), seconds, proposal_seconds=0.1))
+            total_seconds += seconds + 0.1
         tokens += accepted + 1
     assert tokens / total_seconds > 0.97
 

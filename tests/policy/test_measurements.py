@@ -9,7 +9,7 @@ import pytest
 
 from outpace import Goodput
 from outpace.bench.simulation import Simulation, flat
-from outpace.policy import Hint, Load, StepOutcome
+from outpace.policy import Load, StepOutcome
 from tests.policy.test_goodput import expected_rate
 
 
@@ -51,15 +51,9 @@ def test_measurements_of_one_executor_do_not_hold_for_the_other(executor: str) -
             load = Load(1, 100, executor=executor)
             (g,) = policy.choose([0], load=load)
             rejected = np.flatnonzero(rng.random(g) >= 0.8)
-            accepted, in_graph = int(rejected[0]) if len(rejected) else g, executor == "engine"
-            draft = draft_step * g
-            seconds = baseline * (1 + 0.01 * g) + draft
-            policy.observe(
-                StepOutcome(
-                    [0], [g], [accepted], g, load, seconds,
-                    draft_seconds=0.0 if in_graph else draft, draft_steps=0 if in_graph else g, requested=[g],
-                )
-            )  # fmt: skip
+            accepted = int(rejected[0]) if len(rejected) else g
+            seconds = baseline * (1 + 0.01 * g) + draft_step * g
+            policy.observe(StepOutcome([0], [g], [accepted], g, load, seconds))
             chosen.append(g)
 
     generate("engine", 8e-3, 6e-4, 300)
@@ -196,11 +190,9 @@ def test_free_drafter_proposes_seldom_if_idle_time_exceeds_its_gain(idle: float)
             policy.observe(StepOutcome(slots, [0], [0], 0, load, 1.0))
             continue
         proposals += 1
-        (g,) = policy.choose(slots, load=load, hint=Hint([2], [0.9]))
-        seconds = ((1 + g) / 1.15 if g else 1.0) + 0.01
-        policy.observe(
-            StepOutcome(slots, [g], [g], g, load, seconds, 0.01, idle_seconds=idle, unscored_correct=[None])
-        )
+        (g,) = policy.choose(slots, load=load, proposed=[2])
+        seconds = (1 + g) / 1.15 if g else 1.0
+        policy.observe(StepOutcome(slots, [g], [g], g, load, seconds, proposal_seconds=0.01 + idle))
     assert (proposals > 500) == (idle == 0.0)
 
 
@@ -221,9 +213,9 @@ def test_one_slow_proposal_does_not_stop_a_free_drafter(seconds: float) -> None:
             policy.observe(StepOutcome([0], [0], [0], 0, Load(1), 1.0))
             continue
         proposals += 1
-        (g,) = policy.choose([0], hint=Hint([0 if t == 20 else 4], [0.9]))
-        draft_seconds = seconds if t == 20 else 0.001
-        done = StepOutcome([0], [g], [g], g, Load(1), 1.0 + 0.02 * g + draft_seconds, draft_seconds)
+        (g,) = policy.choose([0], proposed=[0 if t == 20 else 4])
+        proposal_seconds = seconds if t == 20 else 0.001
+        done = StepOutcome([0], [g], [g], g, Load(1), 1.0 + 0.02 * g, proposal_seconds=proposal_seconds)
         policy.observe(done)
     assert proposals > 380
 
@@ -248,15 +240,6 @@ def test_long_drafts_are_reached_where_they_are_allowed() -> None:
     assert max(chosen) == 40
 
 
-@pytest.mark.parametrize("confidence", [float("nan"), -2.0, 5.0])
-def test_confidence_out_of_range_is_no_error(confidence: float) -> None:
-    policy = Goodput()
-    for _ in range(4):
-        (g,) = policy.choose([0], hint=Hint([4], [confidence]))
-        policy.observe(StepOutcome([0], [g], [g], g, Load(1), 1.0))
-    policy.reset([])
-
-
 def test_an_uncaptured_baseline_is_not_captured_to_measure_it_again() -> None:
     policy, everything = Goodput(), Load(1, captured=frozenset({0, 2, 4}))
     for g in (0, 0, 2, 2, 4, 4):
@@ -275,7 +258,7 @@ def test_encoder_seconds_before_the_baseline_is_known_are_not_those_of_a_draft()
     """The first requests set their own number, and the draft model encodes a source for each."""
     policy, long = Goodput(), Load(1, catch_up_tokens=3000)
     for _ in range(2):
-        policy.observe(StepOutcome([0], [2], [2], 2, long, 20.0, 19.0, draft_steps=2, forced=True))
+        policy.observe(StepOutcome([0], [2], [2], 2, long, 20.0, forced=True))
     for g in (0, 0, 2, 2):
-        policy.observe(StepOutcome([0], [g], [g], g, Load(1), 1 + 0.1 * g, 0.1 * g, draft_steps=g))
+        policy.observe(StepOutcome([0], [g], [g], g, Load(1), 1 + 0.1 * g))
     assert policy.choose([0]) != [0]

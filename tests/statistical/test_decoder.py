@@ -206,7 +206,7 @@ def drafter(name: str, family: str = "llama") -> Any:
         text = torch.multinomial(likely, 200, True, generator=torch.Generator().manual_seed(0))
         return outpace.NGramDrafter.fit(text, 3, V)
     if name == "lookup":
-        return outpace.LookupDrafter(min_ngram=1)
+        return outpace.LookupDrafter()
     if name == "text":  # tokens of both cross each other's borders, and the target's texts have many forms
         draft_tokenizer = letter_tokenizer("a", "c", "ba", "b")
         return outpace.TextDrafter(small(family), draft_tokenizer, letter_tokenizer("a", "b", "ab", "c"))
@@ -214,11 +214,11 @@ def drafter(name: str, family: str = "llama") -> Any:
 
 
 class Clocked(Goodput):
-    """Goodput with simulated times: 1 + g/50 for a pass over g draft tokens, 1/20 for drafting."""
+    """Goodput with simulated times: 1 + 7g/100 for a step with g draft tokens, 1/20 for a proposal."""
 
     def observe(self, done: StepOutcome) -> None:
-        drafting = 0.05 * (done.draft_steps or done.draft_seconds > 0)
-        super().observe(replace(done, seconds=1 + 0.02 * done.g + drafting, draft_seconds=drafting))
+        proposal = 0.05 * (done.proposal_seconds > 0)
+        super().observe(replace(done, seconds=1 + 0.07 * done.g, proposal_seconds=proposal))
 
 
 POLICIES: dict[str, Callable[[int], DraftLengthPolicy]] = {

@@ -76,7 +76,7 @@ def test_printed_code_runs_and_drafts_the_number_of_tokens_that_it_states() -> N
 def test_prompt_lookup_and_draft_models_become_transformers_arguments() -> None:
     found = transformers(PAIR, "lookup", "auto", "token", 4)
     assert "prompt_lookup_num_tokens=4, max_matching_ngram_size=3" in found
-    assert "draft=outpace.LookupDrafter(min_ngram=1), num_draft_tokens=outpace.Goodput())" in found
+    assert "draft=outpace.LookupDrafter(), num_draft_tokens=outpace.Goodput())" in found
     found = transformers(PAIR, "org/small", "5", "block", 5)
     assert 'draft=small, num_draft_tokens=5, rule="block")' in found
     assert "small.generation_config.num_assistant_tokens = 5" in found

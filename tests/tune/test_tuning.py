@@ -38,7 +38,7 @@ def target() -> Any:
 def decoder_set(target: Any) -> DecoderSet:
     baseline = Decoder(target)
     by_draft = {
-        "lookup": Decoder(baseline.scorer, LookupDrafter(min_ngram=1)),
+        "lookup": Decoder(baseline.scorer, LookupDrafter()),
         "wrong": Decoder(baseline.scorer, NGramDrafter.fit([60, 59], 1, V)),
     }
     return DecoderSet("float32", baseline, by_draft)

@@ -114,8 +114,6 @@ class Simulation:
                     g,
                     load,
                     None if capture else target_seconds + draft_seconds + hidden,
-                    draft_seconds=0.0 if self.in_graph else draft_seconds + hidden,
-                    draft_steps=0 if self.in_graph else g,
                     catch_up_seconds=catch_up - hidden,
                     capture_seconds=capture,
                 )

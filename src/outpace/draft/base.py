@@ -62,7 +62,6 @@ class Draft:
         lengths: Number of draft tokens of each sequence, at most g. None: all g.
         precomputed: Results of sampling on a GPU that verification can use again. None: nothing.
         steps: Draft steps that were made. None: as many as requested.
-        confidence: Confidence in each sequence's draft, in [0, 1], where it is known without cost.
     """
 
     tokens: Tensor
@@ -70,26 +69,19 @@ class Draft:
     lengths: Sequence[int] | None = None
     precomputed: Precomputed | None = None
     steps: int | None = None
-    confidence: Sequence[float] | None = None
 
     @classmethod
-    def chosen(
-        cls,
-        proposals: Sequence[Sequence[int]],
-        device: torch.device | str = "cpu",
-        confidence: Sequence[float] | None = None,
-    ) -> Draft:
+    def chosen(cls, proposals: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Draft:
         """Return a draft of chosen tokens, from lists of any lengths.
 
         Args:
             proposals: Token ids proposed for each sequence.
             device: Device of the tensors.
-            confidence: Confidence in each sequence's draft, in [0, 1].
         """
         g = max(map(len, proposals), default=0)
         padded = [[*proposal, *[0] * (g - len(proposal))] for proposal in proposals]
         tokens = torch.tensor(padded, dtype=torch.int64, device=device).view(len(proposals), g)
-        return cls(tokens, None, [len(proposal) for proposal in proposals], confidence=confidence)
+        return cls(tokens, None, [len(proposal) for proposal in proposals])
 
 
 @dataclass(frozen=True)

@@ -31,24 +31,22 @@ class LookupDrafter(Drafter):
 
     free = True
 
-    def __init__(self, max_ngram: int = 3, min_ngram: int = 2) -> None:
+    def __init__(self, max_ngram: int = 3, min_ngram: int = 1) -> None:
         integer("min_ngram", min_ngram, "an int >= 1", lambda n: n >= 1)
         integer("max_ngram", max_ngram, f"an int >= min_ngram = {min_ngram}", lambda n: n >= min_ngram)
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
         self._indices: dict[int, NGramIndex] = {}  # by slot
 
     def propose(self, state: State, g: int) -> Draft:
-        proposals, confidence = [], []
+        proposals = []
         sources = state.sources or [None] * len(state.slots)
         for row, text, limit, source in zip(state.slots, state.tokens, state.limits, sources, strict=True):
             if source is not None and source.copyable:
                 text = [*source.copyable, *text]
             index = self._indices.setdefault(row, NGramIndex(self.min_ngram, self.max_ngram))
             index.extend(text)
-            proposal, size = index.proposal(text, min(g, limit))
-            proposals.append(proposal)
-            confidence.append(size / self.max_ngram)
-        return Draft.chosen(proposals, confidence=confidence)
+            proposals.append(index.proposal(text, min(g, limit)))
+        return Draft.chosen(proposals)
 
     def reset(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -96,8 +94,8 @@ class NGramIndex:
                     self.ends[tuple(text[end - size : end])] = end
         self.covered = max(self.covered, len(text))
 
-    def proposal(self, text: Sequence[int], max_tokens: int) -> tuple[list[int], int]:
-        """Return draft tokens after the text, and the length of the match.
+    def proposal(self, text: Sequence[int], max_tokens: int) -> list[int]:
+        """Return draft tokens after the text.
 
         Args:
             text: Tokens of the sequence.
@@ -108,8 +106,8 @@ class NGramIndex:
             if end is not None:
                 period = len(text) - end
                 max_tokens = 1 if size == 1 < self.sizes.start else max_tokens
-                return [text[end + i % period] for i in range(max_tokens)], size
-        return [], 0
+                return [text[end + i % period] for i in range(max_tokens)]
+        return []
 
 
 def lookup_draft(

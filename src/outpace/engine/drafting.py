@@ -11,7 +11,7 @@ from torch import Tensor
 from outpace.draft.base import Draft, Drafter, State, check_draft
 from outpace.engine.sequence import SequenceState, seeds
 from outpace.models.scorer import Scorer
-from outpace.policy import DraftLengthPolicy, Hint, Load
+from outpace.policy import DraftLengthPolicy, Load
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Proposer:
         return chosen | self._chosen_by_policy(sequences, load)
 
     def _chosen_by_policy(
-        self, sequences: Sequence[SequenceState], load: Load, hint: Hint | None = None
+        self, sequences: Sequence[SequenceState], load: Load, proposed: Sequence[int] | None = None
     ) -> dict[int, int]:
         """Return the policy's choice for the slots whose requests leave the number to it.
 
@@ -111,7 +111,7 @@ class Proposer:
                 for one, most in pairs
             )
             load = replace(load, remaining_draft_tokens=tuple(limited))
-        chosen = self.policy.choose([one.slot for one in sequences], load=load, hint=hint)
+        chosen = self.policy.choose([one.slot for one in sequences], load=load, proposed=proposed)
         pairs = zip(sequences, chosen, strict=True)
         return {one.slot: g for one, g in pairs if one.num_draft_tokens is None}
 
@@ -163,8 +163,7 @@ class Proposer:
                 "score, and for sampled tokens this would bias the output"
             )
         available = list(draft.lengths or [draft.tokens.shape[1]] * len(state.slots))
-        hint = Hint(available, draft.confidence or [1.0] * len(state.slots))
-        by_policy = {} if self.policy.idle else self._chosen_by_policy(sequences, load, hint)
+        by_policy = {} if self.policy.idle else self._chosen_by_policy(sequences, load, available)
         chosen = [
             by_policy.get(one.slot, 0) if one.num_draft_tokens is None else proposed  # at most its own number
             for one, proposed in zip(sequences, available, strict=True)

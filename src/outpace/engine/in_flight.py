@@ -21,6 +21,7 @@ class InFlightStep:
     load: Load
     is_async: bool  # whether the step runs while the host does something else
     limits: Mapping[int, int]  # draft tokens that the target scores, by slot; others have g
+    capture_seconds: float = 0.0  # before the step
     proposal: Proposal | None = None  # draft tokens of a drafter on the host
     draft_seconds: float = 0.0  # of that drafter
     idle_seconds: float = 0.0  # before the step, while the device waited for the host
@@ -42,45 +43,52 @@ class InFlightStep:
             phases: Seconds of the host by phase.
             undisturbed: Whether those seconds are free of prefills and captures.
         """
-        slots, pending, proposal = [one.slot for one in sequences], self.pending, self.proposal
-        load, indices = self.load, list(range(len(slots)))
+        slots, proposal, load = [one.slot for one in sequences], self.proposal, self.load
+        indices = list(range(len(slots)))
         if len(slots) < len(self.sequences):
             order = {slot: i for i, slot in enumerate(self.sequences)}
             indices = [order[slot] for slot in slots]
             if load.remaining_draft_tokens:
                 remaining = load.remaining_draft_tokens
                 load = replace(load, remaining_draft_tokens=tuple(remaining[i] for i in indices))
-        lengths = [len(outcome.drafts[slot]) for slot in slots]
-        requested: Sequence[int] = [self.limits.get(slot, self.g) for slot in slots]  # padding too
-        draft_steps, draft_seconds, unscored_correct = 0, 0.0, list[bool | None](unscored)
+        drafted, accepted = (
+            [len(outcome.drafts[slot]) for slot in slots],
+            [outcome.accepted[slot] for slot in slots],
+        )
+        tested, correct = [self.limits.get(slot, self.g) for slot in slots], list(accepted)  # padding too
+        draft_seconds, idle_seconds, matched = 0.0, 0.0, list[bool | None](unscored)
         if proposal is not None:
-            requested = [proposal.requested[i] for i in indices] if proposal.requested else lengths
+            tested = [proposal.requested[i] for i in indices] if proposal.requested else list(drafted)
             if proposal.state is not None:
-                draft_steps, draft_seconds = proposal.draft_steps, self.draft_seconds
+                draft_seconds, idle_seconds = self.draft_seconds, self.idle_seconds
             if proposal.unscored:
                 next_tokens = [outcome.next_token[slot] for slot in slots]
-                unscored_correct = matches([proposal.unscored[i] for i in indices], next_tokens)
+                matched = matches([proposal.unscored[i] for i in indices], next_tokens)
+        for i, match in enumerate(matched):
+            if match is not None and correct[i] == tested[i]:
+                tested[i], correct[i] = tested[i] + 1, correct[i] + match
+        seconds = self._seconds(draft_seconds, phases, undisturbed)
+        is_part = self.g > 0 and proposal is not None and bool(proposal.requested)  # of a step with this g
+        if seconds is not None:
+            seconds += idle_seconds if is_part else -draft_seconds
         return StepOutcome(
             slots,
-            lengths,
-            [outcome.accepted[slot] for slot in slots],
+            drafted,
+            accepted,
             self.g,
             load,
-            self._seconds(draft_seconds, phases, undisturbed),
-            draft_seconds=draft_seconds,
-            draft_steps=draft_steps,
-            catch_up_seconds=pending.catch_up_seconds,
-            idle_seconds=self.idle_seconds,
-            requested=requested,
-            unscored_correct=unscored_correct,
-            capture_seconds=pending.capture_seconds,
-            catch_up_capture_seconds=pending.catch_up_capture_seconds,
+            seconds,
+            tested,
+            correct,
+            proposal_seconds=0.0 if is_part else draft_seconds + idle_seconds,
+            catch_up_seconds=self.pending.catch_up_seconds,
+            capture_seconds=self.capture_seconds,
             forced=any(one.num_draft_tokens for one in self.sequences.values()),
         )
 
     def _seconds(self, draft_seconds: float, phases: Mapping[str, float], undisturbed: bool) -> float | None:
         """Return the seconds of the device, or of the host if it took longer; None after a capture."""
-        if self.pending.capture_seconds:
+        if self.capture_seconds:
             return None
         if not self.is_async or self.pending.seconds is None:
             return sum(phases.values())

@@ -322,11 +322,12 @@ class Scheduler:
         except FAILURES:  # the target goes on
             self._reset_drafter()
             proposal = proposer.without_draft(active)
-        self._chosen, seconds = None, time.perf_counter() - started_at
+        self._chosen, seconds, setup = None, time.perf_counter() - started_at, 0.0
         if self.drafter is not None and proposal.state is not None:
-            seconds -= self.drafter.setup_seconds
+            setup = self.drafter.setup_seconds
         clock.lap("draft")
-        return self._launch(proposal.draft.tokens.shape[1], sequences, load, clock, proposal, seconds)
+        g = proposal.draft.tokens.shape[1]
+        return self._launch(g, sequences, load, clock, proposal, seconds - setup, setup)
 
     def _launch(
         self,
@@ -336,15 +337,17 @@ class Scheduler:
         clock: Clock,
         proposal: Proposal | None = None,
         draft_seconds: float = 0.0,
+        setup_seconds: float = 0.0,
         limits: Mapping[int, int] | None = None,
     ) -> InFlightStep:
         executor, draft = self.executor, None if proposal is None else proposal.draft
         pending = executor.start(sequences, g, draft, clock, limits)
-        captured = pending.capture_seconds or pending.catch_up_capture_seconds
-        self._undisturbed = self._undisturbed and not captured
-        waited = self._commit_seconds if proposal is not None and executor.is_async else 0.0
+        captures = pending.capture_seconds + pending.catch_up_capture_seconds + setup_seconds
+        self._undisturbed = self._undisturbed and not captures
+        is_async, limits = executor.is_async, limits or {}
+        waited = self._commit_seconds if proposal is not None and is_async else 0.0
         return InFlightStep(
-            pending, g, sequences, load, executor.is_async, limits or {}, proposal, draft_seconds, waited
+            pending, g, sequences, load, is_async, limits, captures, proposal, draft_seconds, waited
         )
 
     def _unscored_matches(self, sequences: list[SequenceState], outcome: Outcome, g: int) -> list[bool]:

@@ -1,6 +1,6 @@
 """Draft-length policies: they choose the number of draft tokens of each step, 0 included."""
 
-from outpace.policy.base import DraftLengthPolicy, Hint, Load, StepOutcome
+from outpace.policy.base import DraftLengthPolicy, Load, StepOutcome
 from outpace.policy.config import GoodputConfig
 from outpace.policy.goodput import Goodput
 from outpace.policy.simple import Fixed, Heuristic
@@ -11,7 +11,6 @@ __all__ = [
     "Goodput",
     "GoodputConfig",
     "Heuristic",
-    "Hint",
     "Load",
     "StepOutcome",
 ]

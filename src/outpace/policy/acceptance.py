@@ -15,19 +15,11 @@ import numpy.typing as npt
 
 from outpace.policy.config import GoodputConfig
 
-Array = npt.NDArray[np.float64]
-
 ALPHAS = 1 / (1 + np.exp(-np.linspace(-6, 6, 25)))  # 0.0025 to 0.9975, evenly spaced in log-odds
-LEVELS = 4  # confidence levels of a free drafter, each with its own α
-
-
-def confidence_level(confidence: float) -> int:
-    """Return the level of a drafter's confidence in [0, 1]; a NaN counts as 0."""
-    return int(LEVELS * confidence) if 0 <= confidence < 1 else (LEVELS - 1) * (confidence >= 1)
 
 
 class AcceptanceEstimate:
-    """Probability of each α, for each slot and confidence level.
+    """Probability of each α, for each slot.
 
     Args:
         max_draft_tokens: Largest number of draft tokens G.
@@ -35,54 +27,46 @@ class AcceptanceEstimate:
     """
 
     def __init__(self, max_draft_tokens: int, config: GoodputConfig) -> None:
-        self._config = config
+        self._config, self._most = config, max_draft_tokens
         powers = ALPHAS[:, None] ** np.arange(max_draft_tokens + 1)  # [25, G + 1]
-        self._powers: Array = powers[:, 1:]
+        self._powers = powers[:, 1:]
         # [2·(G + 1), 25]: likelihood of 0, 1, ... accepted draft tokens, then with a rejection after them
         self._likelihood = np.concatenate((powers.T, powers.T * (1 - ALPHAS)))
         self._prefixes = np.tri(max_draft_tokens + 1, max_draft_tokens, -1)  # row n: n ones, then zeros
-        self._recent = np.full((LEVELS, len(ALPHAS)), 1 / len(ALPHAS))  # mean of recent estimates
-        self._outcomes = [0] * LEVELS
-        self._estimate = np.zeros((0, LEVELS, len(ALPHAS)))  # by slot
+        self._recent = np.full(len(ALPHAS), 1 / len(ALPHAS))  # mean of recent estimates
+        self._estimate = np.zeros((0, len(ALPHAS)))  # by slot
 
-    def expected_tokens(self, slots: Sequence[int], levels: Sequence[int], limits: Sequence[int]) -> Array:
+    def expected_tokens(self, slots: Sequence[int], limits: Sequence[int]) -> npt.NDArray[np.float64]:
         """Return the expected tokens of a step per sequence, by number of draft tokens: ``[G + 1]``.
 
         Args:
             slots: Slots of the sequences.
-            levels: Confidence level of each sequence.
             limits: Largest useful number of draft tokens of each sequence.
         """
-        estimate = self._estimate_of(self._rows(slots, levels))
-        accepted = (estimate @ self._powers) * self._prefixes[list(limits)]  # [R, G]
+        self._grow(slots)
+        accepted = (self._estimate[list(slots)] @ self._powers) * self._prefixes[list(limits)]  # [R, G]
         return np.concatenate(([1.0], 1 + accepted.sum(0).cumsum() / len(slots)))
 
-    def learn(
-        self, slots: Sequence[int], levels: Sequence[int], tested: Sequence[int], accepted: Sequence[int]
-    ) -> None:
+    def learn(self, slots: Sequence[int], tested: Sequence[int], correct: Sequence[int]) -> None:
         """Update the estimate with the outcome of a step.
 
         Args:
-            slots: Slots with draft tokens.
-            levels: Confidence level of each slot.
-            tested: Number of draft tokens of each slot, at least one.
-            accepted: Number of accepted draft tokens of each slot.
+            slots: Slots of the sequences.
+            tested: Number of draft tokens of each slot that are known to be correct or wrong.
+            correct: Number of those before the first wrong one.
         """
-        rows, half = self._rows(slots, levels), len(self._likelihood) // 2
-        outcomes = [k if k == most else half + k for k, most in zip(accepted, tested, strict=True)]
-        estimate = self._estimate_of(rows) * self._likelihood[np.array(outcomes)]
-        estimate /= estimate.sum(1, keepdims=True)
-        self._estimate.reshape(-1, len(ALPHAS))[rows] = estimate
-        for level in set(levels):
-            ones = estimate if levels.count(level) == len(levels) else estimate[rows % LEVELS == level]
-            weight = 1 - (1 - 1 / self._config.prior_outcomes) ** len(ones)
-            self._recent[level] += weight * (ones.sum(0) / len(ones) - self._recent[level])
-            self._outcomes[level] += len(ones)
-
-    def next_step(self) -> None:
-        """Let each α jump with the probability of one step."""
-        self._estimate *= 1 - self._config.jump_probability
-        self._estimate += self._config.jump_probability * self._new()
+        self._grow(slots)
+        jump, most, half = self._config.jump_probability, self._most, len(self._likelihood) // 2
+        self._estimate = (1 - jump) * self._estimate + jump * self._new()
+        known = [each for each in zip(slots, tested, correct, strict=True) if each[1]]
+        if known:
+            rows = [slot for slot, *_ in known]
+            outcomes = [min(k, most) if k >= min(n, most) else half + k for _, n, k in known]
+            estimate = self._estimate[rows] * self._likelihood[outcomes]
+            estimate /= estimate.sum(1, keepdims=True)
+            self._estimate[rows] = estimate
+            weight = 1 - (1 - 1 / self._config.prior_outcomes) ** len(known)
+            self._recent += weight * (estimate.mean(0) - self._recent)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget the sequences in these slots."""
@@ -91,23 +75,14 @@ class AcceptanceEstimate:
 
     def mean(self) -> float:
         """Return the mean α of recent sequences."""
-        weights = self._outcomes if any(self._outcomes) else [1] * LEVELS
-        return float(np.average(self._recent @ ALPHAS, weights=weights))
+        return float(self._recent @ ALPHAS)
 
-    def _new(self) -> Array:
-        """Return the estimate for a new sequence, which also holds after a jump: ``[LEVELS, 25]``."""
+    def _new(self) -> npt.NDArray[np.float64]:
+        """Return the estimate for a new sequence, which also holds after a jump: ``[25]``."""
         share = self._config.uniform_share
         return share / len(ALPHAS) + (1 - share) * self._recent
-
-    def _rows(self, slots: Sequence[int], levels: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the rows of the estimate, as ``[slots · LEVELS, 25]``, of these slots at these levels."""
-        self._grow(slots)
-        return np.array([LEVELS * slot + level for slot, level in zip(slots, levels, strict=True)])
-
-    def _estimate_of(self, rows: npt.NDArray[np.int64]) -> Array:
-        return self._estimate.reshape(-1, len(ALPHAS))[rows]
 
     def _grow(self, slots: Sequence[int]) -> None:
         missing = max(slots, default=-1) + 1 - len(self._estimate)
         if missing > 0:
-            self._estimate = np.concatenate((self._estimate, np.tile(self._new(), (missing, 1, 1))))
+            self._estimate = np.concatenate((self._estimate, np.tile(self._new(), (missing, 1))))

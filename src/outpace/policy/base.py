@@ -8,19 +8,6 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Hint:
-    """Draft of a free drafter, known before the policy chooses.
-
-    Attributes:
-        lengths: Number of proposed draft tokens of each sequence.
-        confidence: Drafter's confidence in the draft of each sequence, in [0, 1].
-    """
-
-    lengths: Sequence[int]
-    confidence: Sequence[float]
-
-
-@dataclass(frozen=True)
 class Load:
     """Size and limits of one forward pass of the target.
 
@@ -57,21 +44,17 @@ class StepOutcome:
         g: Number of draft tokens per sequence in the target's forward pass, padding included. The pass is
             over g + 1 tokens per sequence.
         load: Size and limits of the forward pass.
-        seconds: Duration of the step, without catch-up, idle time and captures. None if it was not measured.
-        draft_seconds: Part of ``seconds`` in which the drafter ran. 0 if drafting is part of the graph.
-        draft_steps: Number of draft steps: forward passes of a draft model. 0 for a free drafter, and if
-            drafting is part of the graph.
+        seconds: Duration of the step. It includes drafting by a model, but no proposal of a free drafter, and
+            no catch-up that was timed by itself. None if it was not measured.
+        tested: Number of draft tokens per sequence that are known to be correct or wrong. Those that were
+            asked for and not proposed count as wrong. The first one that a free drafter proposed and the
+            target did not score counts if all before it are correct. Empty: the same as ``drafted``.
+        correct: Number of those before the first wrong one, per sequence. Empty: the same as ``accepted``.
+        proposal_seconds: Seconds before the step in which a free drafter proposed, and in which the device
+            waited for it; or in which a draft model ran and proposed nothing.
         catch_up_seconds: Seconds before the step in which the draft model processed tokens that were
             generated without it. 0 if this was not timed by itself.
-        idle_seconds: Seconds before the step in which the device waited for the host. A drafter on the host
-            must see the last outcome before it can draft.
-        requested: Number of draft tokens per sequence that took time, whether they were proposed or not.
-            Empty: the same as ``drafted``.
-        unscored_correct: Per sequence, whether the first proposed token that the target did not score was
-            correct. None if there was no such token.
-        capture_seconds: Seconds before the step in which its graph was captured. ``seconds`` is then None.
-        catch_up_capture_seconds: Seconds before the step in which the graph of the catch-up was captured.
-            ``catch_up_seconds`` is then 0.
+        capture_seconds: Seconds of captures before the step. ``seconds`` is then None.
         forced: Whether requests set a number of draft tokens above 0 for some sequences. The policy did not
             choose those numbers.
     """
@@ -82,14 +65,11 @@ class StepOutcome:
     g: int
     load: Load
     seconds: float | None
-    draft_seconds: float = 0.0
-    draft_steps: int = 0
+    tested: Sequence[int] = ()
+    correct: Sequence[int] = ()
+    proposal_seconds: float = 0.0
     catch_up_seconds: float = 0.0
-    idle_seconds: float = 0.0
-    requested: Sequence[int] = ()
-    unscored_correct: Sequence[bool | None] = ()
     capture_seconds: float = 0.0
-    catch_up_capture_seconds: float = 0.0
     forced: bool = False
 
 
@@ -97,7 +77,8 @@ class DraftLengthPolicy(ABC):
     """Interface of a draft-length policy.
 
     A policy may keep any state, per slot and for all slots. Its choice may depend on all earlier steps, on
-    clocks and on the hint. It must never depend on a sampled token that is still to be verified.
+    clocks and on how many tokens a free drafter has proposed. It must never depend on a sampled token that
+    is still to be verified.
 
     Attributes:
         max_draft_tokens: Largest number of draft tokens that the policy chooses.
@@ -119,14 +100,15 @@ class DraftLengthPolicy(ABC):
 
     @abstractmethod
     def choose(
-        self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
+        self, slots: Sequence[int], *, load: Load | None = None, proposed: Sequence[int] | None = None
     ) -> list[int]:
         """Choose the number of draft tokens of each slot.
 
         Args:
             slots: Slots of the sequences.
             load: Size and limits of the forward pass. By default a batch of these slots.
-            hint: The draft of a free drafter. None for other drafters.
+            proposed: Number of draft tokens that a free drafter on the host has proposed for each sequence.
+                None for other drafters.
 
         Returns:
             Number of draft tokens of each slot.

@@ -14,16 +14,13 @@ class GoodputConfig:
     Attributes:
         jump_probability: Probability that the acceptance rate of a sequence jumps in a step.
         prior_outcomes: Number of recent outcomes that the estimate for a new sequence is the mean of.
-        uniform_share: Fraction of that estimate that is spread evenly over all acceptance rates, so that
-            rates that did not occur for long are still noticed.
+        uniform_share: Fraction of that estimate that is spread evenly over all acceptance rates.
         cost_measurements: Number of recent measurements that the cost of a step is the mean of.
         stale_passes: Forward passes after which a measured cost may no longer hold.
         outlier_factor: Times longer or shorter than expected; measured seconds beyond this are clipped.
         first_draft_tokens: Largest number of draft tokens while none is measured. Later it doubles.
-        margin: Fraction by which speculation must be faster than baseline steps. A balance of -n baseline
-            steps multiplies it by 1 + n.
-        balance: Baseline steps that exploration may lose at the start. It is the largest balance, too, and
-            the largest debt.
+        margin: Fraction by which speculation must be faster than baseline steps. Debt multiplies it.
+        balance: Baseline steps that exploration may lose at the start; also the largest balance and debt.
         income: Baseline steps that exploration may lose later, for each step.
         probe_share: Fraction of the steps since the last rejection that a probe may lose.
     """

@@ -24,14 +24,13 @@ class StepCosts:
         config: Settings of the policy.
 
     Attributes:
-        passes: Number of measured steps, those with surprising times counted several times.
         measured: Values of g that were measured more than once, in order. A single time may be an outlier.
         missed: Baseline steps that each uncaptured g would have saved since the last capture.
     """
 
     def __init__(self, max_draft_tokens: int, config: GoodputConfig) -> None:
         self._config, self._every_g = config, np.arange(max_draft_tokens + 1)
-        self.passes = 0
+        self._passes = 0  # measured steps, those with surprising times counted several times
         self.measured: list[int] = []
         self.missed: dict[int, float] = {}
         self._speed = 0.0
@@ -59,27 +58,26 @@ class StepCosts:
         the second token of a pass may double its time, and further tokens may be nearly free.
         """
         if self._ratios is None:
-            measured = self.measured
-            known = [math.exp(self._relative[g] - self._relative[0]) for g in measured]
-            self._ratios = np.interp(self._every_g, measured, known).tolist()
-            if len(measured) > 2:
-                slope = max(0.0, (known[-1] - known[-2]) / (measured[-1] - measured[-2]))
-                for g in range(measured[-1] + 1, len(self._ratios)):
-                    self._ratios[g] += slope * (g - measured[-1])
+            known = [math.exp(self._relative[g] - self._relative[0]) for g in self.measured]
+            self._ratios = np.interp(self._every_g, self.measured, known).tolist()
+            if len(known) > 2:
+                before, last = self.measured[-2:]
+                slope = max(0.0, (known[-1] - known[-2]) / (last - before))
+                for g in range(last + 1, len(self._ratios)):
+                    self._ratios[g] += slope * (g - last)
         return self._ratios
 
     def stale(self, g: int) -> bool:
         """Return whether the time of a g may no longer hold. With few measurements, this is sooner."""
-        memory = self._config.cost_measurements
-        confidence = min(self._count.get(g, 0), memory) / memory
-        return self.passes - self._last_pass.get(g, 0) > self._config.stale_passes * confidence
+        confidence = min(1.0, self._count.get(g, 0) / self._config.cost_measurements)
+        return self._passes - self._last_pass.get(g, 0) > self._config.stale_passes * confidence
 
     def record(self, g: int, seconds: float) -> None:
         """Record the seconds of a step with g draft tokens."""
         value, count = math.log(max(seconds, SHORTEST)), self._count.get(g, 0) + 1
-        age = self.passes - self._last_pass.get(g, self.passes)
-        self.passes += 1
-        last, self._last_pass[g] = self._last_pass.get(g, 0), self.passes
+        age = self._passes - self._last_pass.get(g, self._passes)
+        self._passes += 1
+        last, self._last_pass[g] = self._last_pass.get(g, 0), self._passes
         self._count[g], self._ratios = count, None
         if count == 1:
             self._speed = self._speed if self._relative else value
@@ -93,7 +91,7 @@ class StepCosts:
             if abs(error) > bound:  # not trusted, but it casts doubt on all measurements
                 error = math.copysign(bound, error)
                 self._last_pass[g] = last
-                self.passes += memory
+                self._passes += memory
             own = max(1 / count, age / (age + self._config.stale_passes / 4))
             weight = max(1 / min(count, memory), own / 2)
             self._relative[g] += weight * own * error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outpace.checks.arguments import integer
-from outpace.policy.base import DraftLengthPolicy, Hint, Load, StepOutcome
+from outpace.policy.base import DraftLengthPolicy, Load, StepOutcome
 
 
 class Fixed(DraftLengthPolicy):
@@ -20,7 +20,7 @@ class Fixed(DraftLengthPolicy):
         self.max_draft_tokens = g
 
     def choose(
-        self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
+        self, slots: Sequence[int], *, load: Load | None = None, proposed: Sequence[int] | None = None
     ) -> list[int]:
         return [self.max_draft_tokens] * len(slots)
 
@@ -53,7 +53,7 @@ class Heuristic(DraftLengthPolicy):
         self._steps_at_zero: dict[int, int] = {}  # by slot
 
     def choose(
-        self, slots: Sequence[int], *, load: Load | None = None, hint: Hint | None = None
+        self, slots: Sequence[int], *, load: Load | None = None, proposed: Sequence[int] | None = None
     ) -> list[int]:
         chosen = [self._g.setdefault(slot, self.start) for slot in slots]
         return [

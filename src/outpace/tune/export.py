@@ -58,7 +58,7 @@ def transformers(models: Models, draft: str, num_draft_tokens: str, rule: str, f
         comment = f"# not with its own assisted generation: {NONE_PAYS}"
     if draft == LOOKUP:
         own = f"prompt_lookup_num_tokens={fixed}, max_matching_ngram_size={MAX_NGRAM}"
-        lines = [loaded, _call("outpace.LookupDrafter(min_ngram=1)", arguments), comment]
+        lines = [loaded, _call("outpace.LookupDrafter()", arguments), comment]
         return "\n".join([*lines, f"model.generate(**inputs, {own})"] if fixed is not None else lines)
     if draft.startswith("ngram:"):
         table = f"outpace.NGramDrafter.load({json.dumps(draft.removeprefix('ngram:'))})"
