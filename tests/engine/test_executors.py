@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import statistics
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +30,7 @@ from outpace import (
 from outpace.auditing.audit import audit
 from outpace.draft.base import State
 from outpace.draft.ngram import NGrams
+from outpace.engine.drafting import Proposer
 from outpace.engine.graph import GraphExecutor
 from outpace.engine.sequence import advance
 from outpace.models.capture import CaptureError, Graphs
@@ -692,6 +695,39 @@ def test_time_in_which_the_device_waits_for_a_drafter_on_the_host_counts(
     waits = slow_part == "decoder"
     assert {outcome.proposal_seconds >= pause for outcome in drafted} == {free and waits}
     assert {(outcome.seconds or 0.0) >= pause for outcome in drafted} == {waits and not free}
+
+
+@pytest.mark.parametrize("slow_part", ["comparison", "end"])
+def test_work_of_the_host_that_the_device_hides_is_no_part_of_a_step(
+    slow_part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a step without draft tokens, the host compares the token that prompt lookup would have drafted.
+
+    After the last step, it completes the text. Both take longest where steps without draft tokens are few, so
+    that the default policy would take these for slow, and draft where it does not pay.
+    """
+    policy, pause = EverySixth(), 0.05
+    propose_unscored = Proposer.propose_unscored
+
+    def slow_comparison(*arguments: Any) -> Any:
+        time.sleep(pause)
+        return propose_unscored(*arguments)
+
+    def slow_end(sequence: Any, *arguments: Any) -> Any:
+        step = advance(sequence, *arguments)
+        time.sleep(pause * (sequence.finish_reason is not None))
+        return step
+
+    if slow_part == "comparison":
+        monkeypatch.setattr(Proposer, "propose_unscored", slow_comparison)
+    else:
+        monkeypatch.setattr("outpace.engine.scheduler.advance", slow_end)
+    decoder = Decoder(tiny(), "lookup", num_draft_tokens=policy, engine=True)
+    decoder.generate([1, 2, 3] * 4, temperature=0, max_new_tokens=20, ignore_eos=True)
+    seconds = [outcome.seconds for outcome in policy.outcomes if outcome.seconds is not None]
+    assert len(seconds) >= 5
+    assert statistics.median(seconds) < pause
+    assert seconds[-1] < pause
 
 
 def test_the_device_never_waits_for_the_host_when_it_drafts_itself(

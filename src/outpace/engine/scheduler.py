@@ -225,12 +225,15 @@ class Scheduler:
         # A sequence may have ended after this step started: the outcome of its slot is dropped.
         sequences = [one for slot, one in started.sequences.items() if self._active.get(slot) is one]
         unscored = self._unscored_matches(sequences, outcome, started.g)
+        clock.lap("draft")
         steps = self._commit(sequences, outcome, started)
         phases = clock.share([one.stats for one in sequences])
+        ended = [one for one in sequences if one.finish_reason is not None]
         if sequences:
-            self.policy.observe(started.report(sequences, outcome, unscored, phases, self._undisturbed))
+            undisturbed = self._undisturbed and not ended
+            self.policy.observe(started.report(sequences, outcome, unscored, phases, undisturbed))
             self._count(sequences, outcome, sum(phases.values()))
-        self._end([one for one in sequences if one.finish_reason is not None])
+        self._end(ended)
         self._commit_seconds = time.perf_counter() - read_at
         return [dataclasses.replace(step, phases=phases) for step in steps]
 
