@@ -308,26 +308,3 @@ def test_calls_inside_transformers_replay_graphs_and_repeat_after_manual_seed() 
     assert all(torch.equal(texts[0], text) for text in texts)
     (kept,) = outpace.integrations.transformers._decoders._idle[model].values()
     assert "captured: g=" in kept.decoder.executor.describe()
-
-
-@pytest.mark.parametrize("draft", ["lookup", "model"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_first_request_compiles_the_kernels_of_every_number_of_draft_tokens(
-    draft: str, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A user waits for them once, and not in the middle of later texts."""
-    from triton import knobs
-
-    compiled: list[str] = []
-    monkeypatch.setattr(
-        knobs.runtime, "jit_post_compile_hook", lambda *_, fn, **others: compiled.append(fn.name)
-    )
-    models = [tiny(seed=seed).to(torch.bfloat16).cuda() for seed in (0, 1)]
-    decoder = Decoder(models[0], "lookup" if draft == "lookup" else models[1], num_draft_tokens=Fixed(1))
-    decoder.generate(PROMPTS[0] * 4, temperature=temperature, max_new_tokens=8, ignore_eos=True)
-    assert "finish" in " ".join(compiled)
-    compiled.clear()
-    for g in range(17):
-        decoder.policy = Fixed(g)
-        decoder.generate(PROMPTS[0] * 4, temperature=temperature, max_new_tokens=24, ignore_eos=True)
-    assert not compiled

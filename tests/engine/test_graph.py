@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from outpace import Decoder, Fixed, SamplingParams
-from outpace.engine.buckets import BUCKETS, bucket_of
+from outpace import Decoder, Drafter, Fixed, LookupDrafter, NGramDrafter, SamplingParams
+from outpace.engine.buckets import BUCKETS, StepKey, bucket_of
 from outpace.engine.executor import Outcome, Pending
 from outpace.engine.graph import GraphExecutor
+from outpace.engine.needs import Needs
 from outpace.engine.sequence import SequenceState
 from outpace.engine.stats import Clock
 from outpace.models.capture import Graphs, announced
@@ -542,3 +543,22 @@ def test_a_slow_capture_says_so_on_a_terminal(
     assert ("capturing a step; later calls do not wait" in capsys.readouterr().err) == (
         terminal and seconds > 0
     )
+
+
+@pytest.mark.parametrize("drafter", [LookupDrafter(), NGramDrafter.fit([1, 2, 3] * 5, 3, V)])
+@pytest.mark.parametrize("g", [1, 4])
+def test_kernels_are_compiled_ahead_for_drafts_of_the_form_that_steps_have(drafter: Drafter, g: int) -> None:
+    """Verification has other kernels for drafts with lengths, with logits or with sampled tokens."""
+    decoder = Decoder(tiny(), drafter, num_draft_tokens=Fixed(g), engine=True)
+    decoder.generate([1, 2, 3], temperature=0.8, max_new_tokens=4, ignore_eos=True)
+    executor = decoder.executor
+    assert isinstance(executor, GraphExecutor)
+    assert executor.draft is not None
+    state = executor.state(StepKey(g, 1, Needs(), None))
+    step, ahead = executor.draft.propose(state, g), executor.draft.launch_once(state, g)
+    assert ahead is not None
+    for name in ("tokens", "logits", "lengths"):
+        expected, found = getattr(step, name), getattr(ahead, name)
+        assert (found is None) == (expected is None)
+        assert found is None or (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    assert len(ahead.drawn) == len(step.drawn)

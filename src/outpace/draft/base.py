@@ -177,9 +177,10 @@ class GraphDraft(ABC):
         """Launch each kernel of ``propose`` once, so that it is compiled.
 
         Returns:
-            Undefined draft tokens, in the form of ``propose``. None: there are no kernels to compile.
+            Draft tokens in the form of ``propose``, which may be undefined. None: there are no kernels to
+            compile.
         """
-        return DraftTensors(state.token_ids[:, :g])
+        return self.propose(state, g) if g else None
 
 
 class Drafter(ABC):

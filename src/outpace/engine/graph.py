@@ -41,8 +41,8 @@ from outpace.sampling.rows import RowSampling, warp_rows
 from outpace.verification import Block, Rule, Verdict, edit_rows, start_kernels, verify_rows
 from outpace.verification.rules import MATCH
 
-# Draft tokens of steps compiled ahead. Attention and verification have kernels for each power of two.
-COMPILED_G = 1, 2, 4, 5, 8, 16
+# Draft tokens of steps compiled ahead. Kernels differ by power of two, and for multiples of 16 tokens.
+COMPILED_G = 1, 2, 4, 5, 8, 15, 16
 COMPILED_ROWS = 1088  # tokens of all slots in such a step; more would need much memory for logits
 
 
