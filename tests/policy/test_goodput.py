@@ -211,9 +211,7 @@ def test_choice_is_near_the_best_whatever_another_policy_has_captured(captured: 
         simulation.run(policy, 1000)
         rate = np.mean([expected_rate(0.85, cost, 1, 0, g) for g in simulation.chosen[500:]])
         if jump == 8 and rate < share * best:
-            pytest.xfail(
-                "issue 32: a g between two measured ones that costs less than they suggest is not found"
-            )
+            pytest.xfail("a limit: a g between two measured ones that costs less than they suggest")
         assert rate >= share * best
         simulation.run(policy, 1000)
         assert np.mean([expected_rate(0.02, cost, 1, 0, g) for g in simulation.chosen[1100:]]) >= 0.97
@@ -279,7 +277,7 @@ def test_missed_savings_add_up_whichever_slots_are_active() -> None:
     [
         (0.02, 0.05),
         pytest.param(
-            0.6, 0.9, marks=pytest.mark.xfail(strict=True, reason="issue 32: it causes two or three captures")
+            0.6, 0.9, marks=pytest.mark.xfail(strict=True, reason="a limit: it causes two or three captures")
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -85,7 +86,8 @@ def test_last_tokens_of_a_sequence_use_a_captured_g() -> None:
 def test_no_g_is_captured_for_probes_at_the_end_of_a_sequence() -> None:
     """Drafts are not padded, no g pays, and probes are due."""
     policy, captured, chosen = Goodput(), frozenset({0, 2}), list[int]()
-    policy.observe(StepOutcome([0], [0], [0], 0, Load(1, captured=captured), None, capture_seconds=40.0))
+    before = Load(1, captured=frozenset({2}))
+    policy.observe(StepOutcome([0], [0], [0], 0, before, None, capture_seconds=40.0))
     for t in range(2000):
         load = Load(1, captured=captured, remaining_draft_tokens=(99 if t < 1000 else 1,))
         (g,) = policy.choose([0], load=load)
@@ -131,6 +133,20 @@ def test_bad_draft_model_seldom_reads_long_prompts() -> None:
     assert np.count_nonzero(simulation.chosen) <= 10
     lost = simulation.seconds - simulation.tokens
     assert lost <= 8 + 0.0075 * 4000 + 1.1 * 5000 * 0.3 / 16  # of the budget, and of the first probe
+
+
+@pytest.mark.parametrize(("alpha", "tokens", "sequences"), [(0.0, 60, 30), (0.0, 60, 150), (0.8, 25, 60)])
+def test_catching_up_is_not_weighed_against_tokens_that_never_come(
+    alpha: float, tokens: int, sequences: int
+) -> None:
+    """Sequences may have 448 new tokens, and end long before. Their prompts have 4000."""
+    policy = Goodput()
+    simulation = Simulation(
+        lambda t, slot: alpha, flat, 1, 0.1, 0.01, prompt=4000, max_new_tokens=448, seed=sequences
+    )
+    for _ in range(sequences):
+        simulation.run(policy, tokens)
+    assert simulation.rate >= 0.95
 
 
 @pytest.mark.parametrize("draft_step", [0.1, 0.3])
@@ -262,3 +278,28 @@ def test_encoder_seconds_before_the_baseline_is_known_are_not_those_of_a_draft()
     for g in (0, 0, 2, 2):
         policy.observe(StepOutcome([0], [g], [g], g, Load(1), 1 + 0.1 * g))
     assert policy.choose([0]) != [0]
+
+
+def test_captures_of_catch_ups_do_not_make_those_of_steps_look_cheap() -> None:
+    captured: dict[float, int] = {}  # captures, by the seconds of a first one of a catch-up alone
+    for first in (0.0, 0.5):
+        policy, graphs = Goodput(), {0, 2}
+        if first:
+            load = Load(1, captured=frozenset(graphs))
+            policy.observe(StepOutcome([0], [2], [2], 2, load, None, capture_seconds=first))
+        for t in range(300):
+            load = Load(1, captured=frozenset(graphs), remaining_draft_tokens=(300 - t,))
+            (g,) = policy.choose([0], load=load)
+            capture = 0.0 if g in graphs else 60.0
+            graphs.add(g)
+            seconds = None if capture else flat(1, g)
+            policy.observe(StepOutcome([0], [g], [g], g, load, seconds, capture_seconds=capture))
+        captured[first] = len(graphs)
+    assert captured[0.5] == captured[0.0]
+
+
+def test_a_policy_that_only_saw_forced_steps_describes_itself_and_can_be_copied() -> None:
+    policy = Goodput()
+    for g in (2, 2, 4, 4):
+        policy.observe(StepOutcome([0], [g], [g], g, Load(1), 1.0, forced=True))
+    assert pickle.loads(pickle.dumps(policy)).describe() == "Goodput(16)"

@@ -177,10 +177,9 @@ class GraphDraft(ABC):
         """Launch each kernel of ``propose`` once, so that it is compiled.
 
         Returns:
-            Draft tokens in the form of ``propose``, which may be undefined. None: there are no kernels to
-            compile.
+            Undefined draft tokens, in the form of ``propose``. None: there are no kernels to compile.
         """
-        return self.propose(state, g) if g else None
+        return DraftTensors(state.token_ids[:, :g])
 
 
 class Drafter(ABC):

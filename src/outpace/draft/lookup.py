@@ -67,6 +67,9 @@ class LookupGraphDraft(GraphDraft):
         tokens, lengths = lookup_draft(state.token_ids, state.lengths, g, self.min_ngram, self.max_ngram)
         return DraftTensors(tokens, lengths=lengths)
 
+    def launch_once(self, state: GraphState, g: int) -> DraftTensors | None:
+        return self.propose(state, g) if g else None  # it has no kernels, and lengths to verify
+
 
 class NGramIndex:
     """Positions where each n-gram of a growing sequence last ended.

@@ -23,7 +23,6 @@ class Proposal:
         state: The drafter's input. None if the drafter was not called.
         requested: Number of draft tokens that the drafter was asked for, per sequence. If it made fewer
             draft steps: the number that it proposed. Empty for a free drafter.
-        draft_steps: Number of draft steps: forward passes of a draft model. 0 for a free drafter.
         unscored: Per sequence, the first token that a free drafter proposed and the policy did not choose.
             None if the policy chose all.
     """
@@ -31,7 +30,6 @@ class Proposal:
     draft: Draft
     state: State | None = None
     requested: Sequence[int] = ()
-    draft_steps: int = 0
     unscored: Sequence[int | None] = ()
 
 
@@ -147,10 +145,10 @@ class Proposer:
         if self.free:
             return self._choose_from(sequences, draft, state, load)
         self._last_drafted = [(one, len(one.tokens)) for one in sequences]
-        requested, draft_steps = limits, max(limits)
+        requested = limits
         if draft.steps is not None:  # its context may be full
-            requested, draft_steps = list(draft.lengths or limits), draft.steps
-        return Proposal(self._truncated(draft, limits), state, requested, draft_steps)
+            requested = list(draft.lengths or limits)
+        return Proposal(self._truncated(draft, limits), state, requested)
 
     def _choose_from(
         self, sequences: Sequence[SequenceState], draft: Draft, state: State, load: Load

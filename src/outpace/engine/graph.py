@@ -43,7 +43,7 @@ from outpace.verification.rules import MATCH
 
 # Draft tokens of steps compiled ahead. Kernels differ by power of two, and for multiples of 16 tokens.
 COMPILED_G = 1, 2, 4, 5, 8, 15, 16
-COMPILED_ROWS = 1088  # tokens of all slots in such a step; more would need much memory for logits
+COMPILED_ROWS = 512  # tokens of all slots in such a step; more would need much memory for logits
 
 
 class GraphExecutor(Executor):
@@ -298,7 +298,7 @@ class GraphExecutor(Executor):
                 if key.g and not self.drafts:
                     nothing = Draft(torch.zeros(0, key.g, dtype=torch.int64))
                     draft = self.slots.copy_draft(key.g, nothing, [], slots)
-                draft = draft or DraftTensors(self.slots.token_ids[:slots, :0])
+                draft = draft or DraftTensors(self.slots.token_ids[:slots, : key.g])
                 raw = self.target.launch_once(slots, draft.tokens.shape[1] + 1)
                 if raw is not None:
                     self.verify(key, self.scored(key, draft, raw))

@@ -40,8 +40,8 @@ class InFlightStep:
             sequences: The sequences that had not ended before the step.
             outcome: Outcome of the step.
             unscored: Whether a free drafter would have been right in a step without draft tokens.
-            phases: Seconds of the host by phase.
-            undisturbed: Whether those seconds are free of prefills, captures and ends of sequences.
+            phases: Seconds of the host by phase, without the completion of texts.
+            undisturbed: Whether those seconds are free of prefills and captures.
         """
         slots, proposal, load = [one.slot for one in sequences], self.proposal, self.load
         indices = list(range(len(slots)))
@@ -90,12 +90,13 @@ class InFlightStep:
         """Return the seconds of the device, or of the host if it took longer; None after a capture."""
         if self.capture_seconds:
             return None
+        # Without a drafter on the host, the phase "draft" is the comparison of tokens that were not scored
+        compared = phases["draft"] if self.proposal is None else 0.0
         if not self.is_async or self.pending.seconds is None:
-            return sum(phases.values())
+            return sum(phases.values()) - compared - self.pending.catch_up_seconds
         # Host and device work at the same time, and the slower one sets the pace. Wall time counts only if
-        # nothing else happened in it: no prefill, capture, catch-up or end of a sequence. With a drafter on
-        # the host, the time after the outcome counts as the next step's idle time. Without one, the phase
-        # "draft" is the comparison of tokens that were not scored. The host does it while the next step runs.
-        wall = sum(phases.values()) - phases["draft" if self.proposal is None else "other"]
+        # nothing else happened in it: no prefill, capture or catch-up. With a drafter on the host, the time
+        # after the outcome counts as the next step's idle time.
+        wall = sum(phases.values()) - (compared if self.proposal is None else phases["other"])
         undisturbed = undisturbed and not self.pending.catch_up_seconds
         return max(self.pending.seconds + draft_seconds, wall if undisturbed else 0.0)

@@ -230,8 +230,8 @@ class Scheduler:
         phases = clock.share([one.stats for one in sequences])
         ended = [one for one in sequences if one.finish_reason is not None]
         if sequences:
-            undisturbed = self._undisturbed and not ended
-            self.policy.observe(started.report(sequences, outcome, unscored, phases, undisturbed))
+            timed = {**phases, "other": 0.0} if ended else phases  # "other" has the completion of texts
+            self.policy.observe(started.report(sequences, outcome, unscored, timed, self._undisturbed))
             self._count(sequences, outcome, sum(phases.values()))
         self._end(ended)
         self._commit_seconds = time.perf_counter() - read_at

@@ -33,8 +33,7 @@ class StepCosts:
         self._passes = 0  # measured steps, those with surprising times counted several times
         self.measured: list[int] = []
         self.missed: dict[int, float] = {}
-        self._speed = 0.0
-        self._relative: dict[int, float] = {}
+        self._speed, self._relative = 0.0, dict[int, float]()
         self._count: dict[int, int] = {}
         self._last_pass: dict[int, int] = {}  # number of the last measured step, by g
         self._ratios: list[float] | None = None

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from outpace.checks.arguments import integer
 from outpace.policy.acceptance import AcceptanceEstimate
@@ -32,7 +33,8 @@ class Forecast:
         runnable: Values of g that need no capture.
         uncaptured: Values of g that need one.
         catch_up: Duration of the draft model's catch-up.
-        remaining: Mean number of tokens until a sequence ends.
+        remaining: Mean number of tokens until a sequence ends, at most.
+        horizon: Tokens for which the forecast holds: acceptance rates may jump, and sequences end early.
     """
 
     tokens: list[float]
@@ -41,6 +43,7 @@ class Forecast:
     uncaptured: list[int]
     catch_up: float
     remaining: float
+    horizon: float
 
     def rate(self, g: int) -> float:
         """Return the throughput of a g, relative to baseline steps."""
@@ -51,9 +54,9 @@ class Forecast:
         return max(0.0, rate * self.ratios[g] - self.tokens[g])
 
     def pays(self, g: int, least: float) -> bool:
-        """Return whether a g has at least this rate, and repays the catch-up in the remaining tokens."""
+        """Return whether a g has at least this rate, and repays the catch-up within the horizon."""
         rate = self.rate(g)
-        return rate >= least and self.catch_up <= (1 - 1 / rate) * self.remaining
+        return rate >= least and self.catch_up <= (1 - 1 / rate) * self.horizon
 
 
 class Goodput(DraftLengthPolicy):
@@ -82,7 +85,7 @@ class Goodput(DraftLengthPolicy):
         self.balance = config.balance
         self._acceptance = AcceptanceEstimate(max_draft_tokens, config)
         # By executor and size of the batch
-        self._by_size = defaultdict[tuple[str, int], StepCosts](lambda: StepCosts(max_draft_tokens, config))
+        self._by_size = defaultdict[tuple[str, int], StepCosts](partial(StepCosts, max_draft_tokens, config))
         self._capture_seconds = 0.0  # of the shortest capture
         self._candidates = [g for g in CANDIDATES if g < max_draft_tokens] + [max_draft_tokens]
         self._steps_since_rejection = 0
@@ -111,7 +114,8 @@ class Goodput(DraftLengthPolicy):
             most = max(most, *captured)
         most = min(most, max(self.config.first_draft_tokens, 2 * costs.measured[-1]))
         candidates = [g for g in self._candidates if g <= most]
-        left = max(0.0, sum(remaining) / len(remaining)) if remaining else 1 / self.config.jump_probability
+        horizon = 1 / self.config.jump_probability
+        left = max(0.0, sum(remaining) / len(remaining)) if remaining else horizon
         uncaptured = [g for g in candidates if captured is not None and g not in captured]
         if captured and left < max((g for g in captured if g <= self.max_draft_tokens), default=0):
             uncaptured = []  # captured values suffice for the last tokens
@@ -122,6 +126,7 @@ class Goodput(DraftLengthPolicy):
             uncaptured,
             costs.catch_up(load.catch_up_tokens),
             left,
+            min(left, horizon),
         )
 
     def _best(self, forecast: Forecast, costs: StepCosts) -> int:
@@ -188,10 +193,9 @@ class Goodput(DraftLengthPolicy):
         baseline, most = costs.baseline_seconds, self.config.balance
         gain = -min(done.proposal_seconds / baseline, most / 2)
         if done.g:
-            seconds = (
-                done.proposal_seconds + done.catch_up_seconds + done.capture_seconds + (done.seconds or 0)
-            )
-            steps, tokens = seconds / baseline, 1 + sum(done.accepted) / len(done.slots)
+            before = done.proposal_seconds + done.catch_up_seconds + done.capture_seconds
+            steps = (before + (done.seconds or 0.0)) / baseline
+            tokens = 1 + sum(done.accepted) / len(done.slots)
             if self._explores.get(done.g):
                 self.exploration_seconds += max(0.0, steps - tokens) * baseline
             # A step that takes much longer than expected does so for another reason
@@ -209,7 +213,7 @@ class Goodput(DraftLengthPolicy):
         if done.catch_up_seconds:
             costs.record_catch_up(tokens, done.catch_up_seconds)
             tokens = 0
-        if done.capture_seconds:  # the first capture may include compilation
+        if done.capture_seconds and done.g not in (done.load.captured or ()):  # else of a catch-up
             self._capture_seconds = min(done.capture_seconds, self._capture_seconds or math.inf)
             costs.missed.clear()
         if done.seconds is None:
@@ -232,8 +236,8 @@ class Goodput(DraftLengthPolicy):
         """Return the acceptance rate, and the time of steps by executor and size of the batch."""
         parts = []
         for (executor, size), costs in self._by_size.items():
-            ratios = ", ".join(f"{costs.ratios()[g]:.2f} at g={g}" for g in costs.measured if g)
-            if ratios:
+            if costs.known and len(costs.measured) > 1:
+                ratios = ", ".join(f"{costs.ratios()[g]:.2f} at g={g}" for g in costs.measured if g)
                 baseline = f"{1e3 * costs.baseline_seconds:.2f} ms per step without draft tokens (g=0)"
                 name = f"{executor or 'step'}, batch size up to {1 << size}"
                 parts.append(f"{name}: {baseline}; relative to it: {ratios}")
