@@ -4,21 +4,29 @@
 
 A world has known acceptance rates and known costs (`outpace.bench.simulation`), so the best number of draft
 tokens is known. The score of a world is the throughput of the policy over that of the best numbers, captures
-counted. The ablation takes one mechanism away at a time, and reports the change of the mean score over worlds
-with its standard error. Nothing is timed, so the figures do not depend on the machine.
+counted. Real texts (`lookup_traces.py`) have known draft tokens of prompt lookup, and are decoded again with
+the costs of a step that were measured on two machines, and with a flat cost. Their score is the throughput
+over that without speculation, for each category and temperature. The ablation takes one mechanism away at a
+time, and reports the change of the mean score with its standard error. Nothing is timed, so the figures do
+not depend on the machine.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import random
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from report import arguments, machine, write
 
 from outpace import Goodput
@@ -28,6 +36,7 @@ from outpace.policy import Load, StepOutcome
 from outpace.policy.config import GoodputConfig
 from outpace.policy.costs import StepCosts
 
+TRACES = Path(__file__).parent / "results" / "lookup_traces.json"
 Phases = tuple[tuple[int, float], ...]  # steps and acceptance rate of each phase
 DEFAULT = GoodputConfig()
 NEVER = 10**12
@@ -94,6 +103,84 @@ class World:
     def _rate(self, alpha: float, g: int) -> float:
         seconds = self.cost(self.batch, g) + g * self.c * self.cost(self.batch, 0)
         return self.batch * float(theory.expected_tokens(alpha, g)) / seconds
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine that decodes real texts with prompt lookup, one after another.
+
+    Times are in baseline steps.
+
+    Attributes:
+        name: Name of the machine.
+        ratios: Duration of a step, by number of draft tokens. In between it is interpolated.
+        capture: Duration of a capture. 0: no captures, and prompt lookup proposes before the policy chooses.
+        proposal: Duration of such a proposal.
+    """
+
+    name: str
+    ratios: dict[int, float]
+    capture: float = 0.0
+    proposal: float = 0.0
+
+    def scores(self, policy: Goodput, seed: int) -> dict[str, float]:
+        """Return the logarithm of the throughput over the baseline, by temperature and category."""
+        rng, captured = np.random.default_rng(seed), {0}
+        costs = np.interp(range(policy.max_draft_tokens + 1), list(self.ratios), list(self.ratios.values()))
+        took, baseline = defaultdict[str, float](float), defaultdict[str, float](float)
+        texts = json.loads(TRACES.read_text())["texts"]
+        random.Random(seed).shuffle(texts)
+        for text in texts:
+            policy.reset([0])
+            proposed, correct = ([int(n) for n in text[key].split()] for key in ("proposed", "correct"))
+            cell, t = f"temperature {text['temperature']:g}, {text['category']}", 0
+            baseline[cell] += len(proposed)
+            while t < len(proposed):
+                left, seconds = len(proposed) - t - 1, self.proposal
+                load = Load(
+                    1,
+                    text["prompt_tokens"] + t + 1,
+                    captured=frozenset(captured) if self.capture else None,
+                    remaining_draft_tokens=(left,),
+                    padded_drafts=self.capture > 0,
+                )
+                known = min(left, proposed[t], policy.max_draft_tokens)
+                if self.capture:
+                    (g,) = policy.choose([0], load=load)
+                    tested, right = (g, min(correct[t], g)) if g else (1, min(correct[t], 1))
+                elif policy.idle or left < 1:
+                    g = tested = right = 0
+                    seconds = 0.0
+                else:
+                    (g,) = policy.choose([0], load=load, proposed=[known])
+                    tested = min(g + (correct[t] >= g), known)
+                    right = min(correct[t], tested)
+                capture = 0.0 if g in captured or not self.capture else self.capture
+                captured.add(g)
+                done = StepOutcome(
+                    [0],
+                    [min(g, known)],
+                    [min(correct[t], g)],
+                    g,
+                    load,
+                    None if capture else costs[g] * (1 + 0.03 * rng.standard_normal()),
+                    [tested],
+                    [right],
+                    proposal_seconds=seconds,
+                    capture_seconds=capture,
+                )
+                policy.observe(done)
+                took[cell] += costs[g] + seconds + capture
+                t += done.accepted[0] + 1
+        return {cell: math.log(baseline[cell] / took[cell]) for cell in sorted(took)}
+
+
+# H200 and CPU: SmolLM2-135M-Instruct, as in `real_text_h200.json` and `real_text_cpu.json`
+MACHINES = (
+    Machine("H200", {0: 1.0, 1: 1.12, 2: 1.14, 4: 1.16, 8: 1.29, 16: 1.41}, capture=100.0),
+    Machine("flat cost", {0: 1.0, 1: 1.02, 4: 1.03, 8: 1.05, 16: 1.08}, capture=100.0),
+    Machine("CPU", {0: 1.0, 1: 1.02, 2: 1.1, 4: 1.48, 8: 1.73, 16: 2.2}, proposal=0.002),
+)
 
 
 def worlds() -> Iterator[World]:
@@ -189,12 +276,19 @@ VARIANTS: dict[str, Callable[[], Goodput]] = {
 }
 
 
-def scores(job: tuple[str, int]) -> list[float]:
-    """Return the mean score of a variant in each world."""
+def scores(job: tuple[str, int]) -> list[tuple[str, float]]:
+    """Return the kind and the mean score of each world, and of each category of texts, for a variant."""
     name, seeds = job
-    return [
-        statistics.mean(world.score(VARIANTS[name](), seed) for seed in range(seeds)) for world in worlds()
+    found = [
+        (world.kind, statistics.mean(world.score(VARIANTS[name](), seed) for seed in range(seeds)))
+        for world in worlds()
     ]
+    for each in MACHINES:
+        runs = [each.scores(VARIANTS[name](), seed) for seed in range(seeds)]
+        for cell in runs[0]:
+            kind = f"texts, {each.name}, {cell.split(',')[0]}"
+            found.append((kind, statistics.mean(run[cell] for run in runs)))
+    return found
 
 
 def main() -> None:
@@ -202,43 +296,36 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="simulations of each world (default 3)")
     parser.add_argument("--processes", type=int, default=2, help="processes at a time (default 2)")
     options = parser.parse_args()
-    names, kinds = list(VARIANTS), [world.kind for world in worlds()]
+    names = list(VARIANTS)
     with ProcessPoolExecutor(options.processes) as pool:
         found = dict(zip(names, pool.map(scores, [(name, options.seeds) for name in names]), strict=True))
     full, rows = found["as it is"], []
+    kinds = list(dict.fromkeys(kind for kind, _ in full))
     for name, each in found.items():
-        changes = [100 * (b - a) for a, b in zip(full, each, strict=True)]
+        changes = [(kind, 100 * (b - a)) for (kind, a), (_, b) in zip(full, each, strict=True)]
         by_kind = {
-            kind: round(
-                statistics.mean(one for one, its in zip(changes, kinds, strict=True) if its == kind), 2
-            )
-            for kind in dict.fromkeys(kinds)
+            kind: round(statistics.mean(change for its, change in changes if its == kind), 2)
+            for kind in kinds
         }
-        error = statistics.stdev(changes) / math.sqrt(len(changes))
+        values = [change for _, change in changes]
+        error = statistics.stdev(values) / math.sqrt(len(values))
         row = {
             "variant": name,
-            "change_percent": round(statistics.mean(changes), 2),
+            "change_percent": round(statistics.mean(values), 2),
             "standard_error": round(error, 2),
             "by_kind": by_kind,
         }
         rows.append(row)
-        print(f"{name:36} {row['change_percent']:7.2f} ± {error:.2f} %   {by_kind}")
-    geometric = {
-        kind: round(
-            math.exp(statistics.mean(one for one, its in zip(full, kinds, strict=True) if its == kind)), 4
-        )
-        for kind in dict.fromkeys(kinds)
-    }
-    lowest = {
-        kind: round(math.exp(min(one for one, its in zip(full, kinds, strict=True) if its == kind)), 4)
-        for kind in geometric
-    }
+        print(f"{name:36} {row['change_percent']:7.2f} ± {error:.2f} %   {by_kind}", flush=True)
+    cells = {kind: [score for its, score in full if its == kind] for kind in kinds}
+    geometric = {kind: round(math.exp(statistics.mean(some)), 4) for kind, some in cells.items()}
+    lowest = {kind: round(math.exp(min(some)), 4) for kind, some in cells.items()}
     print("geometric mean of the score:", geometric)
     print("lowest score:", lowest)
     report = {
         "command": "python " + " ".join(sys.argv),
         "machine": machine(),
-        "worlds": len(kinds),
+        "cells": len(full),
         "score": geometric,
         "lowest": lowest,
         "ablation": rows,
