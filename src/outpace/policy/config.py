@@ -18,11 +18,11 @@ class GoodputConfig:
         cost_measurements: Number of recent measurements that the cost of a step is the mean of.
         stale_passes: Forward passes after which a measured cost may no longer hold.
         outlier_factor: Times longer or shorter than expected; measured seconds beyond this are clipped.
-        first_draft_tokens: Largest number of draft tokens while none is measured. Later it doubles.
+        first_draft_tokens: Largest number of draft tokens while none is measured.
         margin: Fraction by which speculation must be faster than baseline steps. Debt multiplies it.
         balance: Baseline steps that exploration may lose at the start; also the largest balance and debt.
         income: Baseline steps that exploration may lose later, for each step.
-        probe_share: Fraction of the steps since the last rejection that a probe may lose.
+        probe_share: Fraction of the steps since most draft tokens were wrong that a probe may lose.
     """
 
     jump_probability: float = 0.02
