@@ -240,6 +240,14 @@ class CapturesAtOnce(Goodput):
         super().observe(replace(done, capture_seconds=min(done.capture_seconds, 1e-9)))
 
 
+class ProbesAtOnce(Goodput):
+    """The policy with probes that are due in any step, also right after wrong draft tokens."""
+
+    def observe(self, done: StepOutcome) -> None:
+        super().observe(done)
+        self._steps_since_rejection = NEVER
+
+
 def with_config(**changes: Any) -> Callable[[], Goodput]:
     return lambda: Goodput(config=replace(DEFAULT, **changes))
 
@@ -270,6 +278,7 @@ VARIANTS: dict[str, Callable[[], Goodput]] = {
     "no income": with_config(income=0.0),
     "balance up to 24": with_larger_balance,
     "probes whenever the balance permits": with_config(probe_share=1e9),
+    "probes are always due": ProbesAtOnce,
     "no shared speed": lambda: WithCosts(WithoutSpeed),
     "catch-up costs nothing": lambda: WithCosts(FreeCatchUp),
     "captures cost nothing": CapturesAtOnce,
@@ -295,8 +304,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="simulations of each world (default 3)")
     parser.add_argument("--processes", type=int, default=2, help="processes at a time (default 2)")
+    parser.add_argument("--only", nargs="+", help="variants to run (default all)", choices=list(VARIANTS))
     options = parser.parse_args()
-    names = list(VARIANTS)
+    names = ["as it is", *(options.only or list(VARIANTS)[1:])]
     with ProcessPoolExecutor(options.processes) as pool:
         found = dict(zip(names, pool.map(scores, [(name, options.seeds) for name in names]), strict=True))
     full, rows = found["as it is"], []
