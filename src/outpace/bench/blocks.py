@@ -137,8 +137,9 @@ def divide_phases(iterations: Sequence[Mapping[str, Any]], parts: Phases) -> lis
     shares = {"draft": draft / whole, "verify": 1 - (draft + target) / whole}
     found = list[Mapping[str, Any]]()
     for one in iterations:
-        seconds = one["phases"]["target"]
+        seconds, drafting = one["phases"]["target"], one["phases"].get("draft", 0.0)  # on the host
         others = {part: min(seconds, median_seconds) * share for part, share in shares.items()}
         phases = one["phases"] | others | {"target": seconds - sum(others.values())}
+        phases["draft"] += drafting
         found.append({**one, "phases": phases})
     return found

@@ -91,7 +91,7 @@ class InFlightStep:
         if self.capture_seconds:
             return None
         # Without a drafter on the host, the phase "draft" is the comparison of tokens that were not scored
-        compared = phases["draft"] if self.proposal is None else 0.0
+        compared = phases.get("draft", 0.0) if self.proposal is None else 0.0
         if not self.is_async or self.pending.seconds is None:
             return sum(phases.values()) - compared - self.pending.catch_up_seconds
         # Host and device work at the same time, and the slower one sets the pace. Wall time counts only if

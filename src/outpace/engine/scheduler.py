@@ -224,8 +224,8 @@ class Scheduler:
         clock.lap("target")
         # A sequence may have ended after this step started: the outcome of its slot is dropped.
         sequences = [one for slot, one in started.sequences.items() if self._active.get(slot) is one]
-        unscored = self._unscored_matches(sequences, outcome, started.g)
-        clock.lap("draft")
+        if unscored := self._unscored_matches(sequences, outcome, started.g):
+            clock.lap("draft")
         steps = self._commit(sequences, outcome, started)
         phases = clock.share([one.stats for one in sequences])
         ended = [one for one in sequences if one.finish_reason is not None]
