@@ -68,7 +68,8 @@ class LookupGraphDraft(GraphDraft):
         return DraftTensors(tokens, lengths=lengths)
 
     def launch_once(self, state: GraphState, g: int) -> DraftTensors | None:
-        return self.propose(state, g) if g else None  # it has no kernels, and lengths to verify
+        # It has no kernels of its own, but verification has another kernel for drafts with lengths
+        return self.propose(state, g) if g else None
 
 
 class NGramIndex:

@@ -21,8 +21,8 @@ class Proposal:
     Attributes:
         draft: The draft tokens.
         state: The drafter's input. None if the drafter was not called.
-        requested: Number of draft tokens that the drafter was asked for, per sequence. If it made fewer
-            draft steps: the number that it proposed. Empty for a free drafter.
+        requested: Number of draft tokens requested of the drafter, per sequence. If it made fewer draft
+            steps: the number that it proposed. Empty for a free drafter.
         unscored: Per sequence, the first token that a free drafter proposed and the policy did not choose.
             None if the policy chose all.
     """

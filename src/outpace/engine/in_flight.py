@@ -40,7 +40,7 @@ class InFlightStep:
             sequences: The sequences that had not ended before the step.
             outcome: Outcome of the step.
             unscored: Whether a free drafter would have been right in a step without draft tokens.
-            phases: Seconds of the host by phase, without the completion of texts.
+            phases: Seconds of the host by phase, without the end of sequences.
             undisturbed: Whether those seconds are free of prefills and captures.
         """
         slots, proposal, load = [one.slot for one in sequences], self.proposal, self.load
@@ -51,10 +51,8 @@ class InFlightStep:
             if load.remaining_draft_tokens:
                 remaining = load.remaining_draft_tokens
                 load = replace(load, remaining_draft_tokens=tuple(remaining[i] for i in indices))
-        drafted, accepted = (
-            [len(outcome.drafts[slot]) for slot in slots],
-            [outcome.accepted[slot] for slot in slots],
-        )
+        drafted = [len(outcome.drafts[slot]) for slot in slots]
+        accepted = [outcome.accepted[slot] for slot in slots]
         tested, correct = [self.limits.get(slot, self.g) for slot in slots], list(accepted)  # padding too
         draft_seconds, idle_seconds, matched = 0.0, 0.0, list[bool | None](unscored)
         if proposal is not None:

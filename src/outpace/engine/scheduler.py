@@ -230,7 +230,7 @@ class Scheduler:
         phases = clock.share([one.stats for one in sequences])
         ended = [one for one in sequences if one.finish_reason is not None]
         if sequences:
-            timed = {**phases, "other": 0.0} if ended else phases  # "other" has the completion of texts
+            timed = {**phases, "other": 0.0} if ended else phases  # "other" has their end
             self.policy.observe(started.report(sequences, outcome, unscored, timed, self._undisturbed))
             self._count(sequences, outcome, sum(phases.values()))
         self._end(ended)

@@ -47,7 +47,7 @@ class StepOutcome:
         seconds: Duration of the step. It includes drafting by a model, but no proposal of a free drafter, and
             no catch-up that was timed by itself. None if it was not measured.
         tested: Number of draft tokens per sequence that are known to be correct or wrong. Those that were
-            asked for and not proposed count as wrong. The first one that a free drafter proposed and the
+            requested and not proposed count as wrong. The first one that a free drafter proposed and the
             target did not score counts if all before it are correct. Empty: the same as ``drafted``.
         correct: Number of those before the first wrong one, per sequence. Empty: the same as ``accepted``.
         proposal_seconds: Seconds before the step in which a free drafter proposed, and in which the device

@@ -213,7 +213,7 @@ class Goodput(DraftLengthPolicy):
         if done.catch_up_seconds:
             costs.record_catch_up(tokens, done.catch_up_seconds)
             tokens = 0
-        if done.capture_seconds and done.g not in (done.load.captured or ()):  # else of a catch-up
+        if done.capture_seconds and done.g not in (done.load.captured or ()):  # of a step
             self._capture_seconds = min(done.capture_seconds, self._capture_seconds or math.inf)
             costs.missed.clear()
         if done.seconds is None:
