@@ -287,8 +287,8 @@ def test_captures_of_catch_ups_do_not_make_those_of_steps_look_cheap() -> None:
         if first:
             load = Load(1, captured=frozenset(graphs))
             policy.observe(StepOutcome([0], [2], [2], 2, load, None, capture_seconds=first))
-        for t in range(300):
-            load = Load(1, captured=frozenset(graphs), remaining_draft_tokens=(300 - t,))
+        for t in range(150):
+            load = Load(1, captured=frozenset(graphs), remaining_draft_tokens=(150 - t,))
             (g,) = policy.choose([0], load=load)
             capture = 0.0 if g in graphs else 60.0
             graphs.add(g)
