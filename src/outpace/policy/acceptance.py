@@ -29,11 +29,11 @@ class AcceptanceEstimate:
     def __init__(self, max_draft_tokens: int, config: GoodputConfig) -> None:
         self._config, self._most = config, max_draft_tokens
         powers = ALPHAS[:, None] ** np.arange(max_draft_tokens + 1)  # [25, G + 1]
-        self._powers = powers[:, 1:]
+        self._tokens = powers.cumsum(1)  # [25, G + 1]: expected tokens of a step, by α and g
         # [2·(G + 1), 25]: likelihood of 0, 1, ... accepted draft tokens, then with a rejection after them
         self._likelihood = np.concatenate((powers.T, powers.T * (1 - ALPHAS)))
-        self._prefixes = np.tri(max_draft_tokens + 1, max_draft_tokens, -1)  # row n: n ones, then zeros
-        self._recent = np.full(len(ALPHAS), 1 / len(ALPHAS))  # mean of recent estimates
+        # Estimate for a new sequence, which also holds after a jump
+        self._new = np.full(len(ALPHAS), 1 / len(ALPHAS))
         self._estimate = np.zeros((0, len(ALPHAS)))  # by slot
 
     def expected_tokens(self, slots: Sequence[int], limits: Sequence[int]) -> npt.NDArray[np.float64]:
@@ -44,8 +44,10 @@ class AcceptanceEstimate:
             limits: Largest useful number of draft tokens of each sequence.
         """
         self._grow(slots)
-        accepted = (self._estimate[list(slots)] @ self._powers) * self._prefixes[list(limits)]  # [R, G]
-        return np.concatenate(([1.0], 1 + accepted.sum(0).cumsum() / len(slots)))
+        tokens: npt.NDArray[np.float64] = self._estimate.take(slots, 0) @ self._tokens  # [R, G + 1]
+        if min(limits) < self._most:  # draft tokens beyond the limit add nothing
+            np.minimum(tokens, tokens[np.arange(len(slots)), limits][:, None], out=tokens)
+        return tokens[0] if len(slots) == 1 else np.add.reduce(tokens) / len(slots)
 
     def learn(self, slots: Sequence[int], tested: Sequence[int], correct: Sequence[int]) -> None:
         """Update the estimate with the outcome of a step.
@@ -56,33 +58,33 @@ class AcceptanceEstimate:
             correct: Number of those before the first wrong one.
         """
         self._grow(slots)
-        jump, most, half = self._config.jump_probability, self._most, len(self._likelihood) // 2
-        self._estimate = (1 - jump) * self._estimate + jump * self._new()
-        known = [each for each in zip(slots, tested, correct, strict=True) if each[1]]
-        if known:
-            rows = [slot for slot, *_ in known]
-            outcomes = [min(k, most) if k >= min(n, most) else half + k for _, n, k in known]
-            estimate = self._estimate[rows] * self._likelihood[outcomes]
-            estimate /= estimate.sum(1, keepdims=True)
-            self._estimate[rows] = estimate
-            weight = 1 - (1 - 1 / self._config.prior_outcomes) ** len(known)
-            self._recent += weight * (estimate.mean(0) - self._recent)
+        self._estimate += (self._new - self._estimate) * self._config.jump_probability
+        if not any(tested):
+            return
+        most, wrong = self._most, self._most + 1
+        outcomes = [
+            min(k, most) if k >= min(n, most) else wrong + k for n, k in zip(tested, correct, strict=True)
+        ]
+        estimate = self._estimate.take(slots, 0) * self._likelihood.take(outcomes, 0)  # [R, 25]
+        estimate /= np.add.reduce(estimate, 1)[:, None]
+        self._estimate[slots] = estimate
+        if not all(tested):
+            estimate = estimate[np.not_equal(tested, 0)]
+        share, R = self._config.uniform_share, len(estimate)
+        mean = (1 - share) / R * np.add.reduce(estimate) + share / len(ALPHAS)
+        self._new += (1 - (1 - 1 / self._config.prior_outcomes) ** R) * (mean - self._new)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget the sequences in these slots."""
         self._grow(slots)
-        self._estimate[list(slots)] = self._new()
+        self._estimate[list(slots)] = self._new
 
     def mean(self) -> float:
         """Return the mean α of recent sequences."""
-        return float(self._recent @ ALPHAS)
-
-    def _new(self) -> npt.NDArray[np.float64]:
-        """Return the estimate for a new sequence, which also holds after a jump: ``[25]``."""
         share = self._config.uniform_share
-        return share / len(ALPHAS) + (1 - share) * self._recent
+        return float(self._new @ ALPHAS - share * ALPHAS.mean()) / (1 - share)
 
     def _grow(self, slots: Sequence[int]) -> None:
         missing = max(slots, default=-1) + 1 - len(self._estimate)
         if missing > 0:
-            self._estimate = np.concatenate((self._estimate, np.tile(self._new(), (missing, 1))))
+            self._estimate = np.concatenate((self._estimate, np.tile(self._new, (missing, 1))))

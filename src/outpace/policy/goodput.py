@@ -30,8 +30,9 @@ class Forecast:
     Attributes:
         tokens: Expected tokens per sequence.
         ratios: Expected durations.
-        runnable: Values of g that need no capture.
-        uncaptured: Values of g that need one.
+        rates: Throughput of each candidate, relative to baseline steps.
+        runnable: Candidates that need no capture.
+        uncaptured: Candidates that need one.
         catch_up: Duration of the draft model's catch-up.
         remaining: Mean number of tokens until a sequence ends, at most.
         horizon: Tokens for which the forecast holds: acceptance rates may jump, and sequences end early.
@@ -39,15 +40,12 @@ class Forecast:
 
     tokens: list[float]
     ratios: list[float]
+    rates: dict[int, float]
     runnable: list[int]
     uncaptured: list[int]
     catch_up: float
     remaining: float
     horizon: float
-
-    def rate(self, g: int) -> float:
-        """Return the throughput of a g, relative to baseline steps."""
-        return self.tokens[g] / self.ratios[g]
 
     def loss(self, g: int, rate: float = 1.0) -> float:
         """Return the baseline steps that a step with g is expected to lose against another rate."""
@@ -55,7 +53,7 @@ class Forecast:
 
     def pays(self, g: int, least: float) -> bool:
         """Return whether a g has at least this rate, and repays the catch-up within the horizon."""
-        rate = self.rate(g)
+        rate = self.rates[g]
         return rate >= least and self.catch_up <= (1 - 1 / rate) * self.horizon
 
 
@@ -95,9 +93,10 @@ class Goodput(DraftLengthPolicy):
         self, slots: Sequence[int], *, load: Load | None = None, proposed: Sequence[int] | None = None
     ) -> list[int]:
         load = load or Load(len(slots))
-        costs, most = self.costs(load), [self.max_draft_tokens] * len(slots)
-        remaining = load.remaining_draft_tokens or most
-        limits = [max(0, min(each)) for each in zip(most, proposed or most, remaining, strict=True)]
+        costs, most, limits = self.costs(load), self.max_draft_tokens, [self.max_draft_tokens] * len(slots)
+        for each in (load.remaining_draft_tokens, proposed):
+            if each and min(each) < most:
+                limits = [max(0, min(pair)) for pair in zip(limits, each, strict=True)]
         if max(limits) < 1 or not costs.known:
             return [0] * len(slots)
         tokens = self._acceptance.expected_tokens(slots, limits).tolist()
@@ -106,7 +105,9 @@ class Goodput(DraftLengthPolicy):
         if self.balance > 0:
             g = self._explore(forecast, costs, best, probe=proposed is None)
         self._explores[g] = g != best
-        return [g if load.padded_drafts else min(g, limit) for limit in limits]
+        if load.padded_drafts or min(limits) >= g:
+            return [g] * len(slots)
+        return [min(g, limit) for limit in limits]
 
     def _forecast(self, tokens: list[float], most: int, load: Load, costs: StepCosts) -> Forecast:
         captured, remaining = load.captured, load.remaining_draft_tokens
@@ -119,9 +120,11 @@ class Goodput(DraftLengthPolicy):
         uncaptured = [g for g in candidates if captured is not None and g not in captured]
         if captured and left < max((g for g in captured if g <= self.max_draft_tokens), default=0):
             uncaptured = []  # captured values suffice for the last tokens
+        ratios = costs.ratios()
         return Forecast(
             tokens,
-            costs.ratios(),
+            ratios,
+            {g: tokens[g] / ratios[g] for g in candidates},
             [g for g in candidates if captured is None or g in captured],
             uncaptured,
             costs.catch_up(load.catch_up_tokens),
@@ -131,17 +134,17 @@ class Goodput(DraftLengthPolicy):
 
     def _best(self, forecast: Forecast, costs: StepCosts) -> int:
         """Return the measured g with the highest throughput; 0 unless it pays by a margin."""
-        best = max((g for g in forecast.runnable if g in costs.measured), key=forecast.rate, default=0)
+        best = max((g for g in forecast.runnable if g in costs.measured), key=forecast.rates.__getitem__, default=0)
         margin = self.config.margin * (1 + max(0.0, -self.balance))
         return best if best and forecast.pays(best, 1 + margin) else 0
 
     def _explore(self, forecast: Forecast, costs: StepCosts, best: int, probe: bool) -> int:
         """Return a g to learn about, or the best one by what is known. ``probe``: whether a probe may run."""
-        rate, measured = forecast.rate(best), costs.measured
+        rate, measured = forecast.rates[best], costs.measured
         least = (1 + self.config.margin) * rate
         new = [g for g in forecast.runnable if g not in measured and forecast.pays(g, least)]
         if new:
-            return max(new, key=forecast.rate)
+            return max(new, key=forecast.rates.__getitem__)
         for g in (g for g in forecast.runnable if g != best and g in measured and costs.stale(g)):
             # It may be as fast as the next smaller g that was measured lately
             fresh = max((each for each in measured if each < g and not costs.stale(each)), default=0)
@@ -152,16 +155,16 @@ class Goodput(DraftLengthPolicy):
 
     def _capture(self, forecast: Forecast, costs: StepCosts, best: int) -> int:
         """Return a g that would have saved a capture so far, or saves it in the remaining tokens; or 0."""
-        rate, price = forecast.rate(best), self._capture_seconds / costs.baseline_seconds
+        rate, price = forecast.rates[best], self._capture_seconds / costs.baseline_seconds
         missed, worth = costs.missed, []
         affordable = best > 0 or self.balance >= min(price, self.config.balance)
         for g in forecast.uncaptured:
-            if forecast.rate(g) > (1 + self.config.margin) * rate:
-                saving = 1 - rate / forecast.rate(g)  # in a baseline step's time
+            if forecast.rates[g] > (1 + self.config.margin) * rate:
+                saving = 1 - rate / forecast.rates[g]  # in a baseline step's time
                 missed[g] = missed.get(g, 0.0) + saving
                 if missed[g] + affordable * saving * forecast.remaining / rate > price:
                     worth.append(g)
-        return max(worth, key=forecast.rate, default=0)
+        return max(worth, key=forecast.rates.__getitem__, default=0)
 
     def _probe(self, forecast: Forecast) -> int:
         """Return the g with the smallest expected loss if a probe is due, else 0."""
