@@ -1,21 +1,20 @@
 """The default draft-length policy, Goodput, against the baseline and against fixed numbers of draft tokens.
 
-    python benchmarks/goodput.py --device cpu --out benchmarks/results/goodput_cpu/all.json
-    python benchmarks/goodput.py --device cuda --rounds 2 --out benchmarks/results/goodput_h200/all.json
+    python benchmarks/goodput.py --device cpu --parts never --seconds 60 --out never.json
+    python benchmarks/goodput.py --device cpu --parts grid --seconds 10 --out grid.json
 
 The parts are:
 
 - `never`: throughput over the baseline, with drafters that cannot help.
-- `grid`: throughput over the best fixed number of draft tokens.
+- `grid`: throughput over the best fixed number of draft tokens. A short sweep picks the three best numbers.
+  They and the policy then decode other texts.
 - `reaction`: steps until the policy has adapted to another acceptance rate.
 
 Models are synthetic (`outpace.bench.synthetic`): real shapes, every layer computed, a chosen acceptance rate.
-Methods take turns in one process, after warm-up texts. Prefill is not counted. In the grid, rates use the
-expected tokens of the proposed draft tokens, by the acceptance rate of all methods together. The tokens that
-were really accepted vary more than the differences between methods. Sequences of a batch end one after
-another. Figures are of the steps with all sequences, and `whole` ones of all steps. The capture of a graph
-for a number of draft tokens happens once and is not counted. Fixed numbers capture graphs in the warm-up.
-Ratios that include the captures are in the report, too, with 95 % intervals by resampling rounds.
+Methods take turns in one process, until each has decoded for a number of seconds. The time of whole calls
+counts. The policy has a new decoder in every cell, without a warm-up, so that its captures count too. The
+others had a warm-up text. Rates use the expected tokens of the proposed draft tokens. The tokens that were
+really accepted vary more than the differences between methods. Intervals are of 95 %, from resampling texts.
 """
 
 from __future__ import annotations
@@ -73,28 +72,29 @@ BATCHES = (1, 8, 64)
 NUM_DRAFT_TOKENS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)
 GRID_ALPHAS = (0.3, 0.6, 0.8, 0.9)
 GRID_DRAFTS = ("cheap", "middle")
-WARM_UP_TEXTS = 3  # per method; one with a fixed number of draft tokens
-MORE_ROUNDS = 4  # factor for batches of one sequence, which are short and vary more
-SLOW = 0.7  # fraction of the best rate; a fixed number below it is dropped
+LEAST = {"never": 0.97, "grid": 0.93}  # a cell whose interval is below this is slower
+SWEEP_SHARE = 0.1  # of the seconds of a method, for each number of draft tokens of a sweep
+FINALISTS = 3  # best fixed numbers of a sweep, which decode the other texts
+SLOW = 0.7  # fraction of the best rate; a sweep ends at a number below it
 DEFAULT_SAMPLING = SamplingParams()
 Method = tuple[Decoder, DraftLengthPolicy]
 RESAMPLES = 1000
+WARM_UP, SWEEP, SCORED = 0, 1, 1001  # first seeds of texts
 PREDICTED = 8  # largest batch size with predicted speedups
 STAGES = ((0, 150), (1, 150), (0, 150))  # index of the draft's head, and number of steps
 
 
 @dataclass
 class Texts:
-    """Counts of a batch of texts, until the first of them ends.
+    """Counts of a batch of texts.
 
     Attributes:
-        seconds: Duration.
+        seconds: Duration of the whole call.
         tokens: New tokens.
         proposals: How often a sequence had each number of draft tokens in a step.
         accepted: Accepted draft tokens.
         rejected: Steps of a sequence with a rejected draft token.
-        capture_seconds: Seconds of capturing graphs, which are not counted.
-        whole: The same counts until the last text ends.
+        capture_seconds: Seconds of capturing graphs, which are part of the duration.
     """
 
     seconds: float = 0.0
@@ -103,7 +103,6 @@ class Texts:
     accepted: int = 0
     rejected: int = 0
     capture_seconds: float = 0.0
-    whole: Texts | None = None
 
     def add(self, step: Step) -> None:
         self.tokens += len(step.token_ids)
@@ -111,20 +110,31 @@ class Texts:
         self.accepted += step.num_accepted
         self.rejected += step.num_accepted < step.num_draft_tokens
 
-    @property
-    def rate(self) -> float:
-        """Tokens per second, without capture."""
-        return self.tokens / (self.seconds - self.capture_seconds)
+    def expected_tokens(self, alpha: float | None) -> float:
+        """Return the new tokens that are expected of the steps; the counted ones if α is not known."""
+        if alpha is None:
+            return self.tokens
+        return sum(n * float(theory.expected_tokens(alpha, g)) for g, n in self.proposals.items())
+
+
+@dataclass
+class Total:
+    """Texts of a method."""
+
+    texts: list[Texts] = field(default_factory=list)
 
     @property
-    def rate_with_capture(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
+    def seconds(self) -> float:
+        return sum(one.seconds for one in self.texts)
 
-    def expected_rate(self, alpha: float) -> float:
-        """Return the tokens per second with the expected tokens of each step instead of the counted ones."""
-        tokens = sum(n * float(theory.expected_tokens(alpha, g)) for g, n in self.proposals.items())
-        return tokens / (self.seconds - self.capture_seconds)
+    @property
+    def capture_seconds(self) -> float:
+        return sum(one.capture_seconds for one in self.texts)
+
+    def rate(self, alpha: float | None, captures: bool = True) -> float:
+        """Return the tokens per second, with captures or without."""
+        tokens = sum(one.expected_tokens(alpha) for one in self.texts)
+        return tokens / (self.seconds - (0.0 if captures else self.capture_seconds))
 
 
 class Bench:
@@ -155,55 +165,42 @@ class Bench:
         noise = torch.Generator().manual_seed(turn)
         return torch.randint(len(self.codes.before), (B, 32), generator=noise).tolist()
 
-    def generate(self, decoder: Decoder, B: int, turn: int) -> Texts:
-        """Generate a batch of texts, and count its steps without prefill."""
-        started_at, first, any_ended, captured_before = 0.0, set[int](), False, 0.0
-        found, whole = Texts(), Texts()
+    def generate(self, method: Method, B: int, turn: int) -> Texts:
+        """Generate a batch of texts."""
+        decoder, policy = method
+        decoder.policy = policy
+        found, captured_before = Texts(), capture_seconds(policy)
         options: Any = {"max_new_tokens": self.sizes["tokens"][B], "ignore_eos": True, "seed": turn}
+        started_at = time.perf_counter()
         for step in decoder.stream(self.prompts(B, turn), DEFAULT_SAMPLING, **options):
-            if len(first) < B:
-                first.add(step.index)
-                started_at, captured_before = time.perf_counter(), capture_seconds(decoder.policy)
-                continue
-            whole.add(step)
-            if found.seconds == 0.0:
-                found.add(step)
-                any_ended |= step.finish_reason is not None
-                if any_ended and step.index == B - 1:  # the last sequence of a step
-                    found.seconds = time.perf_counter() - started_at
-                    found.capture_seconds = capture_seconds(decoder.policy) - captured_before
-        whole.seconds = time.perf_counter() - started_at
-        whole.capture_seconds = capture_seconds(decoder.policy) - captured_before
-        found.whole = whole
+            found.add(step)
+        found.seconds = time.perf_counter() - started_at
+        found.capture_seconds = capture_seconds(policy) - captured_before
         return found
 
-    def rounds(self, methods: dict[str, Method], B: int, rounds: int) -> dict[str, list[Texts]]:
-        """Return the texts of each method in each round. Methods take turns.
+    def texts(self, methods: dict[str, Method], B: int, seconds: float, turn: int) -> dict[str, Total]:
+        """Return the texts of each method, which take turns, until each has decoded for these seconds."""
+        found = {name: Total() for name in methods}
+        while min(one.seconds for one in found.values()) < seconds:
+            names = list(methods) if turn % 2 else list(methods)[::-1]
+            for name in names:
+                found[name].texts.append(self.generate(methods[name], B, turn))
+            turn += 1
+        return found
 
-        A fixed number of draft tokens that is slow in the warm-up has only its warm-up text. Larger numbers
-        have none.
+    def sweep(self, decoder: Decoder, B: int, seconds: float, alpha: float) -> dict[int, float]:
+        """Return the throughput of fixed numbers of draft tokens, from few texts.
+
+        It ends at the first number that is much slower than the best one.
         """
-        found: dict[str, list[Texts]] = {name: [] for name in methods}
-        warm: dict[str, Texts] = {}
-        for turn, (name, (decoder, policy)) in itertools.product(
-            range(-WARM_UP_TEXTS, rounds), methods.items()
-        ):
-            if turn < -1 and isinstance(policy, Fixed):
-                continue
-            best = max((one.rate for one in warm.values()), default=0.0)
-            behind = [other for other, one in warm.items() if one.rate < SLOW * best]
-            fixed = [one.rate for other, one in warm.items() if other.isdecimal()]
-            falling = turn < 0 and bool(fixed) and fixed[-1] < SLOW * max(fixed)
-            if isinstance(policy, Fixed) and (name in behind or falling or (turn >= 0 and name not in warm)):
-                found[name] = [warm[name]] if name in warm else []
-                continue
-            decoder.policy = policy
-            texts = self.generate(decoder, B, turn + WARM_UP_TEXTS)
-            if turn < 0:
-                warm[name] = texts
-            else:
-                found[name].append(texts)
-        return found
+        rates: dict[int, float] = {}
+        for g in NUM_DRAFT_TOKENS:
+            if rates and rates[max(rates)] < SLOW * max(rates.values()):
+                break
+            method = {"fixed": (decoder, Fixed(g))}
+            self.generate(method["fixed"], B, WARM_UP)
+            rates[g] = self.texts(method, B, seconds, SWEEP)["fixed"].rate(alpha)
+        return rates
 
 
 class MeasuredGoodput(Goodput):
@@ -220,52 +217,53 @@ def capture_seconds(policy: DraftLengthPolicy) -> float:
     return policy.capture_seconds if isinstance(policy, MeasuredGoodput) else 0.0
 
 
-def interval(rates: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Return the 95 % interval of the ratio of two mean rates, by resampling the rounds of each."""
+def interval(one: Total, other: Total, alpha: float | None) -> list[float]:
+    """Return the 95 % interval of the ratio of two rates, by resampling the texts of each."""
     draws = random.Random(0)
-    found = sorted(
-        statistics.mean(draws.choices(rates, k=len(rates)))
-        / statistics.mean(draws.choices(others, k=len(others)))
-        for _ in range(RESAMPLES)
-    )
+
+    def rate(of: Total) -> float:
+        return Total(draws.choices(of.texts, k=len(of.texts))).rate(alpha)
+
+    found = sorted(rate(one) / rate(other) for _ in range(RESAMPLES))
     return [round(found[RESAMPLES // 40], 4), round(found[-1 - RESAMPLES // 40], 4)]
 
 
-def never_slower(bench: Bench, batches: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
+def compared(one: Total, other: Total, alpha: float | None) -> dict[str, Any]:
+    """Return the ratio of two rates, its interval, and what captures took."""
+    return {
+        "ratio": round(one.rate(alpha) / other.rate(alpha), 4),
+        "interval": interval(one, other, alpha),
+        "ratio_without_captures": round(one.rate(alpha, captures=False) / other.rate(alpha), 4),
+        "capture_seconds": round(one.capture_seconds, 3),
+        "seconds": round(one.seconds, 1),
+        "texts": len(one.texts),
+    }
+
+
+def never_slower(bench: Bench, options: Namespace) -> Iterator[dict[str, Any]]:
     """Measure the default policy over the baseline, with drafters that cannot help."""
     bad, bad_alpha = bench.draft("middle", 0.05)
     costly, costly_alpha = bench.draft("costly", 0.6)
-    drafters: dict[str, tuple[Any, float | None]] = {
-        "random": (RandomDrafter(len(bench.codes.before)), None),
-        "lookup": (LookupDrafter(), None),
-        "bad draft": (ModelDrafter(bad), bad_alpha),
-        "costly draft": (ModelDrafter(costly), costly_alpha),
+    drafters: dict[str, tuple[Callable[[], Any], float | None]] = {
+        "random": (lambda: RandomDrafter(len(bench.codes.before)), None),
+        "lookup": (LookupDrafter, None),
+        "bad draft": (lambda: ModelDrafter(bad), bad_alpha),
+        "costly draft": (lambda: ModelDrafter(costly), costly_alpha),
     }
-    for name, (drafter, alpha) in drafters.items():
-        decoder = bench.decoder(drafter, MeasuredGoodput())
-        for B in batches:
-            methods: dict[str, Method] = {
-                "baseline": (bench.baseline, Fixed(0)),
-                "goodput": (decoder, decoder.policy),
-            }
-            texts = bench.rounds(methods, B, rounds * max(1, MORE_ROUNDS // B))
-            rates = {method: [one.rate for one in some] for method, some in texts.items()}
-            ratios = [rate / base for base, rate in zip(rates["baseline"], rates["goodput"], strict=True)]
-            yield {
-                "drafter": name,
-                "alpha": alpha and round(alpha, 3),
-                "B": B,
-                "c": relative_draft_time(decoder, B),
-                "baseline_tokens_per_second": round(statistics.median(rates["baseline"]), 1),
-                "ratio": round(sum(rates["goodput"]) / sum(rates["baseline"]), 4),
-                "ratio_with_capture": round(
-                    sum(one.rate_with_capture for one in texts["goodput"]) / sum(rates["baseline"]), 4
-                ),
-                "interval_with_capture": interval(
-                    [one.rate_with_capture for one in texts["goodput"]], rates["baseline"]
-                ),
-                "ratios": [round(one, 3) for one in ratios],
-            }
+    for B, (name, (drafter, alpha)) in itertools.product(options.batch, drafters.items()):
+        baseline: Method = bench.baseline, Fixed(0)
+        bench.generate(baseline, B, WARM_UP)
+        decoder, policy = bench.decoder(drafter()), MeasuredGoodput()
+        texts = bench.texts({"baseline": baseline, "goodput": (decoder, policy)}, B, options.seconds, SCORED)
+        yield {
+            "drafter": name,
+            "alpha": alpha and round(alpha, 3),
+            "B": B,
+            **compared(texts["goodput"], texts["baseline"], None),
+            "baseline_tokens_per_second": round(texts["baseline"].rate(None), 1),
+            "exploration_seconds": round(policy.exploration_seconds, 3),
+            "c": relative_draft_time(decoder, B),
+        }
 
 
 def relative_draft_time(decoder: Decoder, B: int) -> float | None:
@@ -287,64 +285,34 @@ def predicted(parts: Parts, alpha: float) -> list[float]:
     return [round(float(speeds[g]), 3) for g in NUM_DRAFT_TOKENS]
 
 
-def grid(bench: Bench, options: Namespace, rounds: int) -> Iterator[dict[str, Any]]:
+def grid(bench: Bench, options: Namespace) -> Iterator[dict[str, Any]]:
     """Measure the default policy over the best fixed number of draft tokens."""
     for name, requested in itertools.product(options.drafts, options.alpha):
         model, alpha = bench.draft(name, requested)
-        drafter = ModelDrafter(model)
-        decoder, policy = bench.decoder(drafter), MeasuredGoodput()
+        fixed = bench.decoder(ModelDrafter(model))
         for B in options.batch:
-            methods: dict[str, Method] = {str(g): (decoder, Fixed(g)) for g in NUM_DRAFT_TOKENS}
-            methods["goodput"] = (decoder, policy)
-            texts = bench.rounds(methods, B, rounds * max(1, MORE_ROUNDS // B))
-            every = [one for some in texts.values() for one in some]
-            accepted = sum(one.accepted for one in every)
-            seen = accepted / (accepted + sum(one.rejected for one in every))
-            texts = {method: some for method, some in texts.items() if some}
-            rates = {
-                method: statistics.mean(one.expected_rate(seen) for one in some)
-                for method, some in texts.items()
-            }
-            goodput_rate = rates.pop("goodput")
-            best = max(rates, key=lambda g: rates[g])
-            with_capture = statistics.mean(
-                one.expected_rate(seen) * (1 - one.capture_seconds / one.seconds) for one in texts["goodput"]
-            )
-            counted = {method: statistics.mean(one.rate for one in some) for method, some in texts.items()}
-            whole = {
-                method: statistics.mean(one.whole.expected_rate(seen) for one in some if one.whole)
-                for method, some in texts.items()
-            }
-            parts = time_parts(decoder, B) if B <= PREDICTED else None
+            rates = bench.sweep(fixed, B, SWEEP_SHARE * options.seconds, alpha)
+            finalists = sorted(rates, key=lambda g: -rates[g])[:FINALISTS]
+            methods: dict[str, Method] = {str(g): (fixed, Fixed(g)) for g in finalists}
+            methods["goodput"] = bench.decoder(ModelDrafter(model)), MeasuredGoodput()
+            texts = bench.texts(methods, B, options.seconds, SCORED)
+            best = max(finalists, key=lambda g: texts[str(g)].rate(alpha))
+            chosen = sum((one.proposals for one in texts["goodput"].texts), Counter[int]())
+            parts = time_parts(fixed, B) if options.predict and B <= PREDICTED else None
             yield {
                 "draft": name,
                 "alpha": round(alpha, 3),
-                "alpha_seen": round(seen, 3),
                 "B": B,
-                "best_g": int(best),
-                "best_over_baseline": round(rates[best] / rates["0"], 3),
-                "goodput_over_baseline": round(goodput_rate / rates["0"], 3),
-                "ratio": round(goodput_rate / rates[best], 4),
-                "ratio_with_luck": round(counted["goodput"] / counted[best], 4),
-                "ratio_with_capture": round(with_capture / rates[best], 4),
-                "interval_with_capture": interval(
-                    [
-                        one.expected_rate(seen) * (1 - one.capture_seconds / one.seconds)
-                        for one in texts["goodput"]
-                    ],
-                    [one.expected_rate(seen) for one in texts[best]],
-                ),
-                "whole_ratio": round(whole.pop("goodput") / max(whole.values()), 4),
-                "chosen": dict(sum((one.proposals for one in texts["goodput"]), Counter[int]())),
-                "tokens_per_second": {method: round(rate, 1) for method, rate in counted.items()},
-                "c": relative_draft_time(decoder, B),
-                "predicted": predicted(parts, alpha) if parts is not None else None,
-                "measured": [
-                    round(rates[g] / rates["0"], 3) if g in rates else None
-                    for g in map(str, NUM_DRAFT_TOKENS)
-                ],
+                "best_g": best,
+                "finalists": {g: round(texts[str(g)].rate(alpha), 1) for g in finalists},
+                **compared(texts["goodput"], texts[str(best)], alpha),
+                "best_over_baseline": round(rates[best] / rates[0], 3),
+                "chosen": dict(sorted(chosen.items())),
+                "c": relative_draft_time(fixed, B),
+                "predicted": None if parts is None else predicted(parts, alpha),
+                "measured": [round(rate / rates[0], 3) for rate in rates.values()],
             }
-        del model, drafter, decoder
+        del model, fixed, methods
 
 
 def reaction(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
@@ -405,9 +373,11 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--device", default="cpu", choices=list(SIZES))
     parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of decoding per method and cell (10)")
+    parser.add_argument("--rounds", type=int, default=4, help="texts of the part reaction (4)")
     parser.add_argument("--drafts", nargs="+", default=list(GRID_DRAFTS), choices=list(GRID_DRAFTS))
     parser.add_argument("--alpha", type=float, nargs="+", default=list(GRID_ALPHAS))
+    parser.add_argument("--predict", action="store_true", help="in the grid, predict speedups as well")
     parser.add_argument("--parts", nargs="+", default=["never", "grid", "reaction"])
     options = parser.parse_args()
     bench = Bench(options.device)
@@ -418,8 +388,8 @@ def main() -> None:
         "steepness": STEEPNESS,
     }
     parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-        "never": lambda: never_slower(bench, options.batch, options.rounds),
-        "grid": lambda: grid(bench, options, max(1, options.rounds // 2)),
+        "never": lambda: never_slower(bench, options),
+        "grid": lambda: grid(bench, options),
         "reaction": lambda: reaction(bench, options.rounds),
     }
     for name in options.parts:
@@ -428,22 +398,21 @@ def main() -> None:
             report[name].append(one)
             print(name, {key: value for key, value in one.items() if key != "chosen"}, flush=True)
             write(report, options.out)
-    if "never" in report:
-        print("never slower: lowest ratio", min(one["ratio"] for one in report["never"]))
-        mean = statistics.geometric_mean(one["ratio_with_capture"] for one in report["never"])
-        highs = [one["interval_with_capture"][1] for one in report["never"]]
-        print(f"with captures: geometric mean {mean:.4f}, {sum(high < 0.97 for high in highs)} below 0.97")
-    if "grid" in report:
-        print("grid: worst of", len(report["grid"]), min(one["ratio"] for one in report["grid"]))
-        mean = statistics.geometric_mean(one["ratio_with_capture"] for one in report["grid"])
-        highs = [one["interval_with_capture"][1] for one in report["grid"]]
-        print(f"with captures: geometric mean {mean:.4f}, {sum(high < 0.93 for high in highs)} below 0.93")
+    for name in ("never", "grid"):
+        if cells := report.get(name):
+            for ratio in ("ratio", "ratio_without_captures"):
+                mean = statistics.geometric_mean(one[ratio] for one in cells)
+                print(
+                    f"{name}, {ratio}: geometric mean {mean:.4f}, lowest {min(one[ratio] for one in cells)}"
+                )
+            below = [one for one in cells if one["interval"][1] < LEAST[name]]
+            print(f"{name}: {len(below)} of {len(cells)} intervals wholly below {LEAST[name]}")
+    if options.predict:
         pairs = [
             (predicted_speedup, speedup)
             for one in report["grid"]
             if one["predicted"]
-            for predicted_speedup, speedup in zip(one["predicted"][1:], one["measured"][1:], strict=True)
-            if speedup is not None
+            for predicted_speedup, speedup in zip(one["predicted"][1:], one["measured"][1:], strict=False)
         ]
         errors = sorted(abs(predicted_speedup / speedup - 1) for predicted_speedup, speedup in pairs)
         median = statistics.median(errors)
