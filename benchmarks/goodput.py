@@ -79,6 +79,7 @@ SLOW = 0.7  # fraction of the best rate; a sweep ends at a number below it
 DEFAULT_SAMPLING = SamplingParams()
 Method = tuple[Decoder, DraftLengthPolicy]
 RESAMPLES = 1000
+WARM_UP_TOKENS = 24
 WARM_UP, SWEEP, SCORED = 0, 1, 1001  # first seeds of texts
 PREDICTED = 8  # largest batch size with predicted speedups
 STAGES = ((0, 150), (1, 150), (0, 150))  # index of the draft's head, and number of steps
@@ -165,12 +166,13 @@ class Bench:
         noise = torch.Generator().manual_seed(turn)
         return torch.randint(len(self.codes.before), (B, 32), generator=noise).tolist()
 
-    def generate(self, method: Method, B: int, turn: int) -> Texts:
-        """Generate a batch of texts."""
+    def generate(self, method: Method, B: int, turn: int, tokens: int | None = None) -> Texts:
+        """Generate a batch of texts, by default as long as the batch size allows."""
         decoder, policy = method
         decoder.policy = policy
         found, captured_before = Texts(), capture_seconds(policy)
-        options: Any = {"max_new_tokens": self.sizes["tokens"][B], "ignore_eos": True, "seed": turn}
+        tokens = tokens or self.sizes["tokens"][B]
+        options: Any = {"max_new_tokens": tokens, "ignore_eos": True, "seed": turn}
         started_at = time.perf_counter()
         for step in decoder.stream(self.prompts(B, turn), DEFAULT_SAMPLING, **options):
             found.add(step)
@@ -197,8 +199,8 @@ class Bench:
         for g in NUM_DRAFT_TOKENS:
             if rates and rates[max(rates)] < SLOW * max(rates.values()):
                 break
-            method = {"fixed": (decoder, Fixed(g))}
-            self.generate(method["fixed"], B, WARM_UP)
+            method: dict[str, Method] = {"fixed": (decoder, Fixed(g))}
+            self.generate(method["fixed"], B, WARM_UP, WARM_UP_TOKENS)
             rates[g] = self.texts(method, B, seconds, SWEEP)["fixed"].rate(alpha)
         return rates
 
