@@ -20,7 +20,7 @@ from report import arguments, machine, write
 from outpace.bench.kernel import timed
 from outpace.bench.synthetic import SHAPES, Codes, bigram
 from outpace.models.fused import FusedModel
-from outpace.models.fused_scorer import FusedScorer
+from outpace.models.fused_scorer import FusedScorer, fused_model
 from outpace.models.kernels import product
 
 BLOCKS = [
@@ -111,7 +111,9 @@ def main() -> None:
     shape = SHAPES[options.model]
     scorer = FusedScorer(bigram(shape, Codes.random(shape["vocab_size"], 0, "cuda"), 0.0, device="cuda"))
     with torch.inference_mode():
-        trials = tune_shapes(scorer.fused, time_pass(scorer, options.rows, options.tokens, options.context))
+        trials = tune_shapes(
+            fused_model(scorer.base), time_pass(scorer, options.rows, options.tokens, options.context)
+        )
     print(f"{trials[0]['microseconds']} µs before, {min(one['microseconds'] for one in trials)} at best")
     command = f"python benchmarks/tune_gpu.py --model {options.model} --rows {options.rows}"
     command += f" --tokens {options.tokens} --context {options.context}"

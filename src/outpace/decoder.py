@@ -24,9 +24,9 @@ from outpace.engine.needs import Needs
 from outpace.engine.request import Arrays, Options, Prompt, Prompts, Reader
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import Output, SequenceState, Step
-from outpace.models.fused_scorer import scorer_of, why_not_fused
+from outpace.models.choice import scorer_of, why_not_fused
+from outpace.models.encoder import EncoderScorer
 from outpace.models.scorer import Scorer
-from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.policy import DraftLengthPolicy, Fixed, Goodput
 from outpace.policy.resolve import repeatable, resolve_policy
 from outpace.sampling import SamplingParams, from_generation_config
@@ -481,9 +481,9 @@ class Decoder:
         kind = GraphExecutor if in_graphs else EagerExecutor
         self.executor: Executor = kind(self.scorer, self.drafter, self.rule, self.lenience)
 
-    def encoders(self) -> list[Seq2SeqScorer]:
+    def encoders(self) -> list[EncoderScorer]:
         """Return those scorers of target and draft model that have an encoder."""
-        return [one for one in self._scorers() if isinstance(one, Seq2SeqScorer)]
+        return [one for one in self._scorers() if isinstance(one, EncoderScorer)]
 
     def _scorers(self) -> list[Scorer]:
         """Return the target's scorer, and the scorer of the draft model if there is one."""
@@ -492,7 +492,7 @@ class Decoder:
 
     def _share_budget(self) -> None:
         """Divide the memory of the KV caches between target and draft model, by the size of a token."""
-        caches = [scorer.cache for scorer in self._scorers()]
+        caches = [cache for scorer in self._scorers() for cache in scorer.caches]
         if self._kv_cache_bytes is None and any(cache.max_bytes is not None for cache in caches):
             return  # another decoder, which shares the scorers, has set it
         total = sum(cache.bytes_per_token for cache in caches)

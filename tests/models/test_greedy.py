@@ -58,7 +58,7 @@ def test_rejected_tokens_are_replaced_after_a_rollback(scorer: FusedScorer, coun
 
 
 def test_logits_that_are_not_finite_are_reported(scorer: FusedScorer) -> None:
-    scorer.fused.embedding[3] = torch.nan
+    scorer.base.get_input_embeddings().weight.data[3] = torch.nan
     for slot in range(2):
         scorer.cache.open(slot, [1])
     found = scorer.greedy([0, 1], [[1, 2], [3]], 2)

@@ -6,6 +6,7 @@ the same tests compiled on a GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,8 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+from transformers.activations import ACT2FN
 
-from outpace.models.fused import MAX_HEAD_BYTES, MAX_QUERY_BYTES, Norm
+from outpace.models.fused import Norm
+from outpace.models.rearranged import ACTIVATIONS, MAX_HEAD_BYTES, MAX_QUERY_BYTES, number_of
 from tests import tiers
 
 attention = pytest.importorskip(
@@ -43,7 +46,7 @@ def stream_of(x: Tensor, norm: Any) -> Any:
 @pytest.mark.parametrize("M", [1, 6, 17])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("norm", [None, False, True])
-@pytest.mark.parametrize("gate", [product.NO_GATE, product.SILU, product.GELU])
+@pytest.mark.parametrize("gate", [product.NONE, product.SILU, product.GELU_TANH])
 def test_few_rows_product_equals_pytorch(M: int, bias: bool, norm: bool | None, gate: int) -> None:
     K, N = 100, 40  # no multiples of a block
     x, weight = torch.randn(M, K, device=DEVICE), torch.randn(N, K, device=DEVICE) / 10
@@ -51,7 +54,7 @@ def test_few_rows_product_equals_pytorch(M: int, bias: bool, norm: bool | None, 
     scale = torch.randn(K, device=DEVICE)
     residual = None if gate else torch.randn(M, N, device=DEVICE)
     inputs = x if norm is None else stream_of(x, product.Scale(scale, EPS, norm))
-    found = product.few_rows(inputs, weight, bias_vector, gate=gate, residual=residual)
+    found = product.few_rows(inputs, weight, bias_vector, activation=gate, gate=gate > 0, residual=residual)
     expected = (x if norm is None else normed(x, scale, norm)) @ weight.T + (
         0 if bias_vector is None else bias_vector
     )
@@ -61,6 +64,31 @@ def test_few_rows_product_equals_pytorch(M: int, bias: bool, norm: bool | None, 
     elif residual is not None:
         expected = expected + residual
     assert torch.allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("M", [1, 17])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_few_rows_product_has_every_activation(M: int, name: str) -> None:
+    x, weight, bias = (torch.randn(size, device=DEVICE) for size in ((M, 60), (40, 60), (40,)))
+    number = ACTIVATIONS[name]
+    residual = torch.randn(M, 40, device=DEVICE)
+    found = product.few_rows(x, weight, bias, activation=number, residual=residual)
+    assert torch.allclose(found, ACT2FN[name](x @ weight.T + bias) + residual, atol=1e-4)
+    assert number_of(ACT2FN[name]) == number
+
+
+@pytest.mark.parametrize("K", [32, 100])
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_norm_kernel_equals_pytorch(K: int, centered: bool, bias: bool) -> None:
+    x, scale = torch.randn(5, 2 * K, device=DEVICE)[:, :K] + 3, torch.randn(K, device=DEVICE)
+    shift = torch.randn(K, device=DEVICE) if bias else None
+    found = rows.normalize(x, scale, shift, EPS, centered)
+    if centered:
+        expected = torch.nn.functional.layer_norm(x, (K,), scale, shift, EPS)
+    else:
+        expected = normed(x, scale, False) + (0 if shift is None else shift)
+    assert torch.allclose(found, expected, atol=1e-5)
 
 
 def test_large_float16_activations_do_not_overflow() -> None:
@@ -128,7 +156,7 @@ def test_gate_kernel_equals_pytorch() -> None:
     x = torch.randn(5, 3000, device=DEVICE)
     half, up = x.chunk(2, dim=-1)
     assert torch.allclose(rows.gate(x, product.SILU), silu(half) * up, atol=1e-5)
-    assert torch.allclose(rows.gate(x, product.GELU), gelu(half, approximate="tanh") * up, atol=1e-5)
+    assert torch.allclose(rows.gate(x, product.GELU_TANH), gelu(half, approximate="tanh") * up, atol=1e-5)
 
 
 LAYERS, LAYER = 2, 1  # of the cache's pages; one layer is used
@@ -147,10 +175,14 @@ class Heads:
     dtype: torch.dtype = torch.float32
     page: int = 32
     tokens: int = T
+    rotates: bool = True
+    distances: int = 0  # rows of the table of biases; 0: no bias
 
     def __post_init__(self) -> None:
         angle = torch.randn(self.tokens, self.d // 2, device=DEVICE)
+        angle = angle if self.rotates else torch.zeros_like(angle)
         self.angles = [torch.cat((one, one), dim=1).to(self.dtype) for one in (angle.cos(), angle.sin())]
+        self.bias = torch.randn(self.distances, self.heads, device=DEVICE) if self.distances else None
         self.weights = torch.randn(2, self.d, device=DEVICE).to(self.dtype)
 
     def qkv(self, B: int, n: int) -> Tensor:
@@ -168,7 +200,15 @@ class Heads:
         ranges = ranging.ranges_of(positions, table, blocks, self.window)
         found: list[Tensor] = [  # the first call leaves no state behind
             attention.few_queries(
-                qkv, positions, self.angles, table, ranges, blocks, counters, **self.options
+                qkv,
+                positions,
+                self.angles if self.rotates else None,
+                table,
+                ranges,
+                blocks,
+                counters,
+                bias=None if self.bias is None else self.bias / math.log(2),
+                **self.options,
             )
             for _ in range(2)
         ]
@@ -231,7 +271,12 @@ class Heads:
                     visible &= key > at[:, None] - self.window
                 # What no query sees may be anything.
                 values = values.where(visible.any(0)[:, None], 0)
-                each = scaled_dot_product_attention(rotated(q).transpose(0, 1), keys, values, visible)
+                mask = torch.zeros(self.heads, *visible.shape, dtype=torch.float64, device=DEVICE)
+                if self.bias is not None:
+                    distance = (at[:, None] - key).clamp(0, self.distances - 1)
+                    mask += self.bias[distance].permute(2, 0, 1)
+                mask = mask.masked_fill(~visible, -torch.inf)
+                each = scaled_dot_product_attention(rotated(q).transpose(0, 1), keys, values, mask)
                 out[: len(at)] = each.transpose(0, 1).flatten(1)
             outs.append(out)
         return torch.stack(outs), after
@@ -265,6 +310,7 @@ LAYERS_OF_FEW: list[tuple[int, Callable[[], Heads]]] = [
     (1, lambda: Heads(2, 2, 16, page=16)),
     (2, lambda: Heads(8, 2, 32, window=40, norms=True)),
     (4, lambda: Heads(2, 1, 64, dtype=torch.float16, page=128)),
+    (5, lambda: Heads(3, 3, 16, rotates=False, distances=9)),
 ]
 
 
@@ -290,6 +336,38 @@ def test_few_queries_equal_pytorch(
     # A row without earlier tokens, a row of padding, and new tokens on both sides of a page's end
     positions = positions_of((0, n), (5, 0), (128 - n // 2, n), n=n)
     here.check(here.qkv(3, n), positions, [here.pages(-(-T // here.page)) for _ in range(3)], few=True)
+
+
+@pytest.mark.parametrize("few_blocks", [0, 160])
+@pytest.mark.parametrize(("n", "dtype"), [(1, torch.float32), (5, torch.float32), (3, torch.float16)])
+def test_cross_attention_equals_pytorch(
+    monkeypatch: pytest.MonkeyPatch, n: int, dtype: torch.dtype, few_blocks: int
+) -> None:
+    """Every query sees all tokens of its row's source, also those that are later than the query."""
+    monkeypatch.setattr(ranging, "BLOCK", 16)
+    monkeypatch.setattr(ranging, "MIN_RANGE", (16, 16))
+    monkeypatch.setattr(ranging, "FEW_BLOCKS", few_blocks)
+    here, lengths = Heads(2, 2, 16, dtype=dtype, page=32), [1, 70, 128]
+    states = torch.randn(3, 128, 2 * 2 * 16, device=DEVICE).to(dtype)
+    pages, positions = [here.pages(4) for _ in lengths], positions_of((0, n), (9, n), (3, n), n=n)
+    at = positions_of(*((0, length) for length in lengths), n=128)
+    prefill.write(states, at, table_of(pages), layer=LAYER, page=32, heads=2)
+    before = [page.clone() for row in pages for page in row]
+    queries, counters = torch.randn(3, n, 32, device=DEVICE).to(dtype), torch.zeros(6, device=DEVICE).int()
+    blocks = ranging.blocks_of(3, n, 2, 2, 16, page=32, dtype=dtype, at=at.device)
+    ranges = ranging.source_ranges_of(torch.tensor(lengths, device=DEVICE), table_of(pages), blocks)
+    found = attention.few_queries(
+        queries, positions, None, table_of(pages), ranges, blocks, counters,
+        layer=LAYER, heads=2, kv_heads=2, scale=0.25, cross=True,
+    )  # fmt: skip
+    assert all(map(torch.equal, before, [page for row in pages for page in row]))
+    for i, length in enumerate(lengths):
+        q, k, v = (
+            one.double().view(-1, 2, 16).transpose(0, 1)
+            for one in (queries[i], *states[i, :length].chunk(2, dim=-1))
+        )
+        expected = scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
+        assert torch.allclose(found[i].double(), expected, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize(

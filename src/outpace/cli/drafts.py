@@ -14,7 +14,7 @@ from outpace.decoder import Decoder
 from outpace.draft.base import Drafter
 from outpace.draft.random import RandomDrafter
 from outpace.loading import bridge_tokenizers, check_draft_name, load_drafter, worth_packing
-from outpace.models.fused_scorer import scorer_of
+from outpace.models.choice import scorer_of
 from outpace.models.hub import check_model, load_model
 from outpace.policy import Fixed
 from outpace.verification import check

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outpace.draft.base import Draft, Drafter, DraftSampler, DraftTensors, GraphDraft, GraphState, State
 from outpace.draft.graph_sampler import GraphSampler
-from outpace.models.fused_scorer import scorer_of
+from outpace.models.choice import scorer_of
 from outpace.models.scorer import Scorer
 from outpace.models.source import Source
 

@@ -19,7 +19,7 @@ from outpace.checks.text import REPLACEMENT_CHARACTER
 from outpace.draft.base import Draft, Drafter, State
 from outpace.draft.model import same_tokenizer
 from outpace.draft.retokenizer import Retokenizer, TokenizerAdapter
-from outpace.models.fused_scorer import scorer_of
+from outpace.models.choice import scorer_of
 from outpace.models.kv_cache import common_prefix_length
 from outpace.models.scorer import Prefill, Scorer
 

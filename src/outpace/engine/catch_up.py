@@ -38,7 +38,8 @@ class CatchUp:
         """Count the tokens of a new sequence that the draft model's KV cache lacks."""
         cache = self.scorer.cache
         if not cache.is_open(sequence.slot):
-            cache.open(sequence.slot, known_tokens(self.scorer, sequence.tokens))
+            reusable = () if self.scorer.has_encoder else known_tokens(self.scorer, sequence.tokens)
+            cache.open(sequence.slot, reusable)
         behind = min(len(sequence.tokens), self.scorer.context) - 2 - cache.length(sequence.slot)
         self._behind[sequence.slot] = max(0, behind)
 

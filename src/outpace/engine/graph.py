@@ -73,6 +73,8 @@ class GraphExecutor(Executor):
         self.graphs.clear()
         # Made anew, so that what the last one had on the device is freed
         self.draft = None if self._drafter is None else self._drafter.in_graph()
+        if self.target.has_encoder and self.draft is not None and self.draft.scorer is None:
+            self.draft = None  # on the host, prompt lookup also copies from the encoder's input
         self.draft_scorer = None if self.draft is None else self.draft.scorer
         self.scorers = [self.target] if self.draft_scorer is None else [self.target, self.draft_scorer]
         self._prefills, self._buckets = PrefillGraphs(self.graphs), Buckets(self.graphs)
@@ -114,6 +116,9 @@ class GraphExecutor(Executor):
             catch_up_tokens = (
                 0 if self._catch_up is None else self._catch_up.chunks(sequences) * CHUNK * slots
             )
+            if self.draft_scorer is not None:
+                unique = dict.fromkeys(one.source for one in sequences.values())
+                catch_up_tokens += sum(map(self.draft_scorer.num_unencoded, unique))
         return replace(
             load,
             batch=slots,
@@ -127,7 +132,7 @@ class GraphExecutor(Executor):
 
     def prepare(self, slots: int, tokens: int) -> None:
         for scorer in self.scorers:
-            scorer.cache.prepare(slots, min(tokens, scorer.context + 1))
+            scorer.prepare(slots, min(tokens, scorer.context + 1))
         if slots > len(self.slots):
             slots = max(slots, SLOTS if self.graphs.enabled else 0)
             self.slots = self.slots.grown(slots, self.target.context + 1)
@@ -136,13 +141,19 @@ class GraphExecutor(Executor):
     def prefill(self, sequences: Sequence[SequenceState], clock: Clock) -> Prefilling:
         """See ``Executor.prefill``; the last token of each prompt is left to the first step."""
         slots, prefills = [one.slot for one in sequences], []
-        self.prepare(max(slots) + 1, max(len(one.tokens) for one in sequences))
+        sources, longest = [one.source for one in sequences], max(len(one.tokens) for one in sequences)
+        self.prepare(max(slots) + 1, longest)
+        self.target.encode_sources(slots, sources, longest)
+        clock.lap("encode")
         self._compile_ahead(max(slots) + 1, Needs.of(sequences, COMPILED_G[0]))
         for scorer in self.scorers:
+            if scorer.has_encoder and scorer is not self.target:
+                continue  # it encodes a source when it first drafts for it, which may be never
             prompts = [known_tokens(scorer, one.tokens) for one in sequences]
             append = partial(self._prefill_chunk, scorer)
             try:
-                prefills.append(Prefill(scorer, slots, prompts, leave_last=True, append=append))
+                own = sources if scorer.has_encoder else ()
+                prefills.append(Prefill(scorer, slots, prompts, own, leave_last=True, append=append))
             except WeightsMovedError:  # if those are the draft model's, the target goes on
                 if scorer is self.target:
                     raise
@@ -207,6 +218,8 @@ class GraphExecutor(Executor):
         with self._on_device():
             begun = started = DeviceEvent(self.target.device)
             catch_up_capture = 0.0
+            if g:
+                self._encode_for_draft(sequences.values())
             if g and self._catch_up is not None and self._catch_up.chunks(sequences):
                 self._drop_stale_graphs(slots)
                 catch_up_capture = self._catch_up.run(sequences, self.slots, slots)
@@ -225,6 +238,16 @@ class GraphExecutor(Executor):
         if self._catch_up is not None and not g:
             self._catch_up.skip(sequences)
         return pending
+
+    def _encode_for_draft(self, sequences: Iterable[SequenceState]) -> None:
+        """Run the draft model's encoder for sequences that it drafts for the first time."""
+        scorer = self.draft_scorer
+        if scorer is None or not scorer.has_encoder:
+            return
+        new = [one for one in sequences if not scorer.has_source(one.slot)]
+        if new:
+            longest = max(len(one.tokens) for one in new)
+            scorer.encode_sources([one.slot for one in new], [one.source for one in new], longest)
 
     def _launch(
         self,
@@ -316,7 +339,7 @@ class GraphExecutor(Executor):
         self.prepare(slots, 1)
         for scorer in self.scorers:
             scorer.arrange(slots)
-        versions = tuple(scorer.cache.version for scorer in self.scorers)
+        versions = tuple(scorer.version for scorer in self.scorers)
         if versions != self._versions:
             self.graphs.clear()
             self._versions = versions

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outpace.models.causal import has_adapters
+from outpace.models.choice import why_not_fused
+from outpace.models.encoder import EncoderScorer
 from outpace.models.scorer import Scorer
-from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.sampling import SamplingParams
 from outpace.verification import Rule
 
@@ -25,7 +26,7 @@ def check_models(scorers: Sequence[Scorer]) -> None:
             "draft: got a drafter with the target's own scorer; it must have a scorer of its own, "
             "because each scorer has one KV cache; pass the draft model itself"
         )
-    encoders = [one for one in scorers if isinstance(one, Seq2SeqScorer)]
+    encoders = [one for one in scorers if isinstance(one, EncoderScorer)]
     if len(encoders) == 2:
         encoders[1].share_encoder(encoders[0])
     elif encoders and encoders[0] is not target:
@@ -47,8 +48,8 @@ def why_no_graphs(scorers: Sequence[Scorer], rule: Rule, draft_sampling: Samplin
     if draft_sampling is not None and draft_sampling.processors:
         return "draft_sampling has processors"
     for scorer in scorers:
-        if scorer.has_encoder:
-            return f"{type(scorer.base).__name__} has an encoder"
+        if not scorer.captures:
+            return f"{type(scorer.base).__name__} has an encoder and {why_not_fused(scorer.base)}"
         if scorer.model is not scorer.base or has_adapters(scorer.base):
             return f"{type(scorer.base).__name__} has adapters, whose changes a graph cannot detect"
         if {parameter.device for parameter in scorer.base.parameters()} != {scorers[0].device}:

@@ -166,8 +166,8 @@ class Scheduler:
         self._closed = True
         try:
             with contextlib.ExitStack() as stack:  # one failure does not keep the rest from being freed
-                for scorer in self.scorers:
-                    stack.callback(scorer.cache.trim)
+                for cache in (one for scorer in self.scorers for one in scorer.caches):
+                    stack.callback(cache.trim)
                 for sequence in self._with_slots():
                     stack.callback(self._free, sequence, self._caches_valid and sequence.slot in self._active)
                 for started in self._in_flight:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.generation.logits_process import WhisperNoSpeechDetection
 
 from outpace.models.causal import fingerprint
-from outpace.models.seq2seq import Seq2SeqScorer
+from outpace.models.encoder import EncoderScorer
 from outpace.models.source import Source
 
 
@@ -22,7 +22,7 @@ class Encoded:
     inputs: Tensor  # ids `[S]`, or features `[bins, frames]`
     states: Tensor  # `[S, D]`
 
-    def source(self, start: Sequence[int], scorer: Seq2SeqScorer) -> Source:
+    def source(self, start: Sequence[int], scorer: EncoderScorer) -> Source:
         """Return a ``Source`` with this input, this output and the decoder's first tokens."""
         if self.inputs.is_floating_point():
             source = Source(features=self.inputs, start=start)

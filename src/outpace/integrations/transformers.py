@@ -34,8 +34,8 @@ from outpace.integrations.assisted import patch, patched, unpatch
 from outpace.integrations.pool import DecoderPool
 from outpace.integrations.processors import samplings
 from outpace.integrations.sources import detect_silence, encoded
+from outpace.models.encoder import EncoderScorer
 from outpace.models.scorer import Scorer
-from outpace.models.seq2seq import Seq2SeqScorer
 from outpace.policy import DraftLengthPolicy
 from outpace.policy.resolve import repeatable
 from outpace.verification import Rule
@@ -124,7 +124,7 @@ def generate(
             decoder.set_policy(num_draft_tokens)
         scorer = decoder.scorer
         decoder_prompts: Any = prompts
-        if isinstance(scorer, Seq2SeqScorer):  # its encoder has run already
+        if isinstance(scorer, EncoderScorer):  # its encoder has run already
             decoder_prompts = [
                 one.source(prompt, scorer) for one, prompt in zip(encoder_inputs, prompts, strict=True)
             ]

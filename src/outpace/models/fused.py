@@ -1,9 +1,6 @@
 """Llama-like models with their weights rearranged once, over a paged KV cache.
 
-A forward pass reads tokens and positions from tensors. It depends on nothing else that could change, so a
-CUDA graph can capture it. Linear layers with the same input become one: queries, keys and values, and the two
-halves of the gated layer. The model's own parameters become views of the combined weights. So no weight is
-stored twice, and the model can still be used.
+Linear layers with the same input become one: queries, keys and values, and the two halves of the gated layer.
 
 There are three implementations of a forward pass. Over few tokens on a GPU it is five kernels per layer
 (``kernels``). Over more tokens it is PyTorch's matrix products with kernels between them. On a CPU it is
@@ -14,77 +11,36 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.util
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
-from transformers.activations import ACT2FN
+from torch import Tensor
 
 from outpace.models.attention import grouped_attention
-from outpace.models.causal import mask_of, state_of, windows
+from outpace.models.causal import mask_of, windows
 from outpace.models.causal import positions as positions_of
 from outpace.models.paged import Pages, Shape
+from outpace.models.rearranged import (
+    COUNTERS,
+    MAX_HEAD_BYTES,
+    MAX_QUERY_BYTES,
+    Product,
+    Rearranged,
+    has_kernels,
+    number_of,
+    why_not_rearranged,
+)
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # rope types whose angles are fixed
-GATES = {1: "silu", 2: "gelu_pytorch_tanh"}  # activations by their number in the kernels
-MIN_CAPABILITY = 8, 0  # least compute capability for the kernels
-MAX_HEAD_BYTES, MAX_QUERY_BYTES = 512, 16384  # most bytes of a head, and of a block's queries
 FEW_TOKENS = 16  # tokens of a prompt that are processed as a decode step is
-COUNTERS = 1 << 16  # most rows times key heads of the attention kernel for few queries
 
 Ranges = tuple[Any, dict[int | None, Tensor]]
 """Shape of the blocks of the attention kernel for few queries, and their ranges by window."""
-
-
-@dataclass(frozen=True)
-class Product:
-    """A linear layer, or several side by side."""
-
-    weight: Tensor  # [out, in]
-    bias: Tensor | None
-
-    @classmethod
-    @torch.inference_mode(False)  # else the model's parameters would work in inference mode only
-    def of(cls, *layers: nn.Linear) -> Product:
-        """Combine layers with the same input; their parameters become views of the combined weight."""
-        if len(layers) == 1:
-            return cls(layers[0].weight.detach(), _detached(layers[0].bias))
-        weight = torch.cat([layer.weight.detach() for layer in layers])
-        biases = [_detached(layer.bias) for layer in layers]
-        bias = None if biases[0] is None else torch.cat([one for one in biases if one is not None])
-        at = 0
-        for layer in layers:
-            part = slice(at, at + layer.out_features)
-            _set_parameter(layer, "weight", weight[part])
-            if bias is not None:
-                _set_parameter(layer, "bias", bias[part])
-            at = part.stop
-        return cls(weight, bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return ``x`` times the weight transposed, plus the bias."""
-        return linear(x, self.weight, self.bias)
-
-
-def _set_parameter(layer: nn.Linear, name: str, value: Tensor) -> None:
-    """Set a layer's parameter without replacing the object that others may hold.
-
-    A parameter made in inference mode is replaced, because it could not be used together with normal tensors
-    outside inference mode.
-    """
-    parameter = getattr(layer, name)
-    if parameter.is_inference():
-        setattr(layer, name, nn.Parameter(value, parameter.requires_grad))
-    else:
-        parameter.data = value
 
 
 @dataclass(frozen=True)
@@ -135,7 +91,7 @@ class Layer:
     window: int | None  # attention window in tokens; None: no window
 
 
-class FusedModel:
+class FusedModel(Rearranged):
     """A Transformers model of one of ``FAMILIES``, with combined weights.
 
     Raises:
@@ -146,11 +102,9 @@ class FusedModel:
         if (why := why_not(model)) is not None:
             raise ValueError(f"model: {type(model).__name__} {why}")
         config, family = model.config, model.config.model_type
-        # Weak, so that the weights of a decoder that is kept between calls are freed with the model
-        self._base, self._submodules = weakref.ref(model), [weakref.ref(one) for one in model.modules()]
+        super().__init__(model)
         self.config = config
         self.embedding: Tensor = model.get_input_embeddings().weight.detach()
-        self.dtype, self.device = self.embedding.dtype, self.embedding.device
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.hidden_size: int = config.hidden_size
         self.heads: int = config.num_attention_heads
@@ -161,7 +115,7 @@ class FusedModel:
         scale = torch.tensor(self.hidden_size**0.5).to(self.dtype).item() if family == "gemma" else 1.0
         self.embedding_scale = float(scale)
         self.activation: Callable[[Tensor], Tensor] = model.model.layers[0].mlp.act_fn
-        self._gate = next((i for i, one in GATES.items() if type(self.activation) is type(ACT2FN[one])), 0)
+        self._gate = number_of(self.activation)
         self.has_kernels = has_kernels(self.device, self.dtype) and self._gate > 0
         if self.has_kernels:
             names = ("product", "attention", "ranges", "prefill", "rows")
@@ -177,24 +131,7 @@ class FusedModel:
         self.head = Product.of(model.get_output_embeddings())
         self.tokens = positions_of(config) + 1  # a sequence's positions, and one for what lies beyond
         self.angles = angles_of(model.model.rotary_emb, self.embedding, self.tokens)
-        self._fused_state = self.state
-        # Counters of the attention kernel, 0 between launches
-        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
-
-    @property
-    def base(self) -> Any:
-        """The Transformers model; None after it was freed."""
-        return self._base()
-
-    @property
-    def is_current(self) -> bool:
-        """True if the model still has the weights that were combined, and no other layers or hooks."""
-        return self.state[:2] == self._fused_state[:2]
-
-    @property
-    def state(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers by which changes of the model are noticed, as ``state_of`` returns them."""
-        return state_of(module for one in self._submodules if (module := one()) is not None)
+        self._finish()
 
     @property
     def nbytes(self) -> int:
@@ -306,7 +243,7 @@ class FusedModel:
             stream = matmul(
                 out, layer.out.weight, layer.out.bias, residual=stream.x, norm=layer.mlp_norm.scale
             )
-            inner = matmul(stream, layer.gate_up.weight, layer.gate_up.bias, gate=self._gate)
+            inner = matmul(stream, layer.gate_up.weight, layer.gate_up.bias, activation=self._gate, gate=True)
             stream = matmul(inner, layer.down.weight, layer.down.bias, residual=stream.x, norm=after.scale)
         return stream
 
@@ -419,16 +356,6 @@ def angles_of(rotary: Any, like: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     return cos[0].contiguous(), sin[0].contiguous()
 
 
-def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether there are kernels for weights of this dtype on this device."""
-    return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
-        and dtype in (torch.float16, torch.bfloat16, torch.float32)
-        and importlib.util.find_spec("triton") is not None
-    )
-
-
 def why_not(model: Any) -> str | None:
     """Return the reason why ``FusedModel`` cannot convert a model, or None if it can."""
     config = model.config
@@ -437,19 +364,7 @@ def why_not(model: Any) -> str | None:
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rotary not in STATIC_ROTARY:
         return f"has rotary angles that depend on the sequence ({rotary})"
-    for module in model.modules():
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
-            return "has hooks on its layers"
-    for module in _products(model):
-        if type(module) is not nn.Linear or type(module.weight.data) is not Tensor:
-            return f"has layers of another kind than linear layers ({type(module).__name__})"
-        if not module.weight.is_contiguous():
-            return "has weights that are not contiguous"
-    if len({parameter.device for parameter in model.parameters()}) > 1:
-        return "is on several devices"
-    if len({parameter.dtype for parameter in model.parameters()}) > 1:
-        return "has weights of several dtypes"
-    return None
+    return why_not_rearranged(model, _products(model))
 
 
 def _products(model: Any) -> list[Any]:
@@ -474,10 +389,6 @@ def _layer(block: Any, family: str, window: int | None) -> Layer:
         Product.of(mlp.down_proj),
         window,
     )
-
-
-def _detached(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.detach()
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""A fused model as a ``Scorer``, over a paged KV cache; and the choice of a model's scorer."""
+"""A fused model as a ``Scorer``, over a paged KV cache."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from outpace.checks.arguments import to_device
 from outpace.models.capture import Graphs
-from outpace.models.causal import CausalScorer, has_adapters, positions, supported_model
-from outpace.models.fused import FusedModel, has_kernels, why_not
+from outpace.models.causal import supported_model
+from outpace.models.fused import FusedModel
 from outpace.models.greedy import FEW, GreedyPasses
-from outpace.models.paged import PagedCache
+from outpace.models.paged import PagedCache, Pages
 from outpace.models.prefill import PrefillGraphs
+from outpace.models.rearranged import Rearranged
 from outpace.models.scorer import CHUNK, Scorer
-from outpace.models.seq2seq import Seq2SeqScorer
 
 PAGE = 128  # tokens of a block that kernels read
 SMALL_PAGE = 16  # tokens of a block that PyTorch's operations read
@@ -34,21 +34,35 @@ class FusedScorer(Scorer):
     """
 
     cache: PagedCache
+    fused: Rearranged
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.base = supported_model(model)
+        fused = fused_model(self.base)
+        self._set_up(fused)
+        self._passes = GreedyPasses(fused, self.cache, self._graphs)
+
+    def _set_up(self, fused: Rearranged) -> None:
+        """Use a fused model, with an empty KV cache."""
+        self.fused = fused
         self.config = self.base.config
-        self.fused = fused_model(self.base)
-        self.vocab_size, self.context = self.fused.vocab_size, positions(self.config)
+        self.vocab_size, self.context = self.fused.vocab_size, self.fused.tokens - 1
         self.device, self.dtype = self.fused.device, self.fused.dtype
         self.has_kernels = self.fused.has_kernels
-        page = PAGE if self.has_kernels else SMALL_PAGE
-        self.cache = PagedCache(self.fused.shape, self.device, self.fused.tokens, page, self.has_kernels)
+        self.cache = self._new_cache(self.fused.tokens)
         self._state = self.fused.state
         self._graphs, self._version = Graphs(self.device), self.cache.version
         self._prefills = PrefillGraphs(self._graphs)
-        self._passes = GreedyPasses(self.fused, self.cache, self._graphs)
+
+    def _new_cache(self, tokens: int) -> PagedCache:
+        """Return an empty KV cache for sequences of up to this many tokens."""
+        page = PAGE if self.has_kernels else SMALL_PAGE
+        return PagedCache(self.fused.shape, self.device, tokens, page, self.has_kernels)
+
+    def pages(self, slots: Tensor | int) -> Pages:
+        """Return what a forward pass of some slots reads and writes, as ``PagedCache.pages`` does."""
+        return self.cache.pages(slots)
 
     def attach(self, model: Any) -> None:
         self.model, self.base = model, supported_model(model)
@@ -80,7 +94,7 @@ class FusedScorer(Scorer):
         logits = self.fused.last_logits(
             to_device(ids, self.device),
             to_device(at, self.device),
-            self.cache.pages(to_device(torch.tensor(slots), self.device)),
+            self.pages(to_device(torch.tensor(slots), self.device)),
             to_device(torch.tensor(counts), self.device),
         )
         for slot, new in zip(slots, tokens, strict=True):
@@ -93,7 +107,7 @@ class FusedScorer(Scorer):
         lengths = [self.cache.length(slot) for slot in slots]
         self.cache.reserve(slots, [length + n for length in lengths])
         at = (torch.tensor(lengths)[:, None] + torch.arange(n)).clamp(max=self.fused.tokens - 1)
-        pages = self.cache.pages(to_device(torch.tensor(slots), self.device))
+        pages = self.pages(to_device(torch.tensor(slots), self.device))
         return self.fused.logits(tokens.to(self.device), to_device(at, self.device), pages, prefill)
 
     @property
@@ -129,9 +143,9 @@ class FusedScorer(Scorer):
     @contextmanager
     def _current_graphs(self) -> Iterator[None]:
         """Use the device of the model, and no graph that reads memory which has moved."""
-        if self._version != self.cache.version:
+        if self._version != self.version:
             self._graphs.clear()
-            self._version = self.cache.version
+            self._version = self.version
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             yield
 
@@ -140,14 +154,14 @@ class FusedScorer(Scorer):
         super().release()
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self.fused.logits(ids, positions, self.cache.pages(len(ids)))
+        return self.fused.logits(ids, positions, self.pages(len(ids)))
 
     def fill(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> None:
-        pages = self.cache.pages(len(ids) if slots is None else slots)
+        pages = self.pages(len(ids) if slots is None else slots)
         self.fused.fill(ids, positions, pages, prefill=slots is not None)
 
     def launch_once(self, B: int, n: int) -> Tensor:
-        return self.fused.launch_once(B, n, self.cache.pages(B))
+        return self.fused.launch_once(B, n, self.pages(B))
 
     def describe(self) -> str:
         return (
@@ -156,53 +170,25 @@ class FusedScorer(Scorer):
         )
 
 
-def scorer_of(model: Any, fused: bool = False) -> Scorer:
-    """Return a scorer of a model.
-
-    Args:
-        model: A model, or a scorer. A scorer of the right kind is returned as it is.
-        fused: Whether to fuse the model, if it can be.
-    """
-    scorer = model if isinstance(model, Scorer) else None
-    if isinstance(scorer, FusedScorer) and scorer.is_current:
-        return scorer
-    model = model if scorer is None else scorer.model
-    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    wanted: type[Scorer] = Seq2SeqScorer if encodes else CausalScorer
-    if fused and not encodes and why_not_fused(model) is None:
-        wanted = FusedScorer
-    if scorer is not None and scorer.is_current and (isinstance(scorer, wanted) or not fused):
-        return scorer
-    new = wanted(model)  # type: ignore[call-arg]
-    new.cache.max_bytes = None if scorer is None else scorer.cache.max_bytes
-    return new
-
-
-def why_not_fused(model: Any) -> str | None:
-    """Return the reason why forward passes of a model are not fused on its device, or None if they are."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if base is not model or has_adapters(base):
-        return "has adapters"
-    reason = why_not(base)
-    if reason is None:
-        embedding = base.get_input_embeddings().weight
-        if embedding.device.type != "cpu" and not has_kernels(embedding.device, embedding.dtype):
-            return f"has no kernels for {embedding.dtype} on this device"
-    return reason
+Kind = TypeVar("Kind", bound=Rearranged)
 
 
 def fused_model(model: Any) -> FusedModel:
-    """Return a fused model, which all scorers share.
+    """Return the fused model of a model of the Transformers library, which all scorers share."""
+    return rearranged(model, FusedModel)
 
-    Fusing moves the model's weights, so a second time would invalidate the first.
+
+def rearranged(model: Any, kind: type[Kind]) -> Kind:
+    """Return the ``kind`` of a model, which all scorers share.
+
+    Its creation moves the model's weights, so a second one would invalidate the first.
     """
     with _lock:
-        fused = _fused.get(id(model))
-        if fused is None or fused.base is not model or not fused.is_current:
-            fused = _fused[id(model)] = FusedModel(model)
-        return fused
+        found = _rearranged.get(id(model))
+        if not isinstance(found, kind) or found.base is not model or not found.is_current:
+            found = _rearranged[id(model)] = kind(model)
+        return found
 
 
 _lock = threading.Lock()  # two threads may ask for one model
-# By the id of the model
-_fused: WeakValueDictionary[int, FusedModel] = WeakValueDictionary()
+_rearranged: WeakValueDictionary[int, Rearranged] = WeakValueDictionary()  # by the id of the model

@@ -180,14 +180,22 @@ class Pages:
         Returns:
             The first ``reach`` keys and values, ``[B, heads, reach, d]`` each.
         """
+        self.write(layer, keys, values, positions)
+        return self.read(layer, reach)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        """Write keys and values as ``update`` does."""
         memory = self.memory.tensor
         block = self.table.gather(1, (positions // self.page).clamp(min=0))
         block = block.masked_fill(positions < 0, SCRATCH)
-        used = self.table[:, : -(-reach // self.page)]
         padding = (positions < 0)[:, :, None, None]
         for kind, new in enumerate((keys, values)):
             new = new.transpose(1, 2).masked_fill(padding, 0)  # a mask does not hide NaN
             memory[block, layer, kind, :, positions % self.page] = new
+
+    def read(self, layer: int, reach: int) -> list[Tensor]:
+        """Return the first ``reach`` keys and values of a layer, ``[B, heads, reach, d]`` each."""
+        memory, used = self.memory.tensor, self.table[:, : -(-reach // self.page)]
         # [B, blocks, heads, page, d]
         return [memory[used, layer, kind].transpose(1, 2).flatten(2, 3)[:, :, :reach] for kind in (0, 1)]
 

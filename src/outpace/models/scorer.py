@@ -42,6 +42,7 @@ class Scorer(ABC):
         has_kernels: Whether Triton kernels run the forward passes.
         has_encoder: Whether each sequence needs a source, which an encoder reads.
         takes_speech: Whether sources are features of speech.
+        captures: Whether a CUDA graph can capture ``forward``.
     """
 
     model: Any
@@ -55,6 +56,7 @@ class Scorer(ABC):
     has_kernels: bool = False
     has_encoder: bool = False
     takes_speech: bool = False
+    captures: bool = True
 
     def source(self, prompt: Any) -> Source:
         """Return the source of a prompt, checked for this model.
@@ -67,6 +69,16 @@ class Scorer(ABC):
             ValueError: Token ids or the shape of features do not suit the model.
         """
         raise TypeError(f"prompt: got a source; {type(self.base).__name__} has no encoder")
+
+    @property
+    def caches(self) -> list[KVCache]:
+        """All KV caches: of the sequences, and of sources if those have one of their own."""
+        return [self.cache]
+
+    @property
+    def version(self) -> int:
+        """Number that changes when memory moves. Captured graphs are then invalid."""
+        return sum(cache.version for cache in self.caches)
 
     @property
     def capture_seconds(self) -> float:
@@ -210,6 +222,10 @@ class Scorer(ABC):
             Logits ``[B, n, V]`` after each token.
         """
 
+    def prepare(self, slots: int, tokens: int) -> None:
+        """Prepare for sequences of up to ``tokens`` tokens in the first slots, so that no memory moves."""
+        self.cache.prepare(slots, tokens)
+
     def arrange(self, slots: int) -> None:
         """Arrange the KV cache of the first slots for ``forward``, before it is called or replayed."""
         return
@@ -263,6 +279,10 @@ class Scorer(ABC):
         """Run the encoder, where the model has one, before slots are prefilled with ``tokens`` tokens."""
         return
 
+    def has_source(self, slot: int) -> bool:
+        """Return whether the encoder's output for a slot is cached."""
+        return False
+
     def num_unencoded(self, source: Source | None) -> int:
         """Return the length of a source that the encoder has yet to process, in tokens or frames."""
         return 0
@@ -298,7 +318,8 @@ class Scorer(ABC):
 
     def release(self) -> None:
         """Free the KV cache. No sequence may be active."""
-        self.cache.release()
+        for cache in self.caches:
+            cache.release()
 
     @abstractmethod
     def describe(self) -> str:

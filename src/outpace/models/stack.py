@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 FAMILIES = ("t5", "mt5", "bart", "marian", "whisper")
 NORM_FIRST = ("t5", "mt5", "whisper")
 BART_OFFSET = 2  # unused positions at the beginning of BART's table
-ANY_LENGTH = 1 << 20  # context in tokens of models with relative positions
+ANY_LENGTH = 1 << 13  # context in tokens of models with relative positions
 
 Module = Callable[[Tensor], Tensor]
 Cache = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -28,10 +29,10 @@ Cache = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class Attention:
     """Multi-head attention: four projections around a softmax."""
 
-    q: Module
-    k: Module
-    v: Module
-    out: Module
+    q: Any  # linear layers
+    k: Any
+    v: Any
+    out: Any
     heads: int
     d: int
     scale: float
@@ -44,10 +45,26 @@ class Attention:
         """Attend from states ``[B, n, D]`` to keys and values; the mask is added to the scores."""
         q = self._split(self.q(x))
         attended = scaled_dot_product_attention(q, keys, values, mask, scale=self.scale)
-        return self.out(attended.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return out
 
     def _split(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The parts of a feed-forward layer.
+
+    Attributes:
+        inner: One linear layer, or two: a gate, which is activated, and what it multiplies.
+        activation: The activation.
+        outer: The linear layer after them.
+    """
+
+    inner: tuple[Any, ...]
+    activation: Module
+    outer: Any
 
 
 @dataclass(frozen=True)
@@ -61,6 +78,7 @@ class Layer:
     forward: Module
     forward_norm: Module
     norm_first: bool
+    dense: Dense
 
     def __call__(
         self,
@@ -98,24 +116,23 @@ class Stack:
         config, self.family = model.config, model.config.model_type
         decoder = model.get_decoder()
         self._embed: Module = decoder.embed_tokens
-        self._norm: Module | None = None  # after all layers
+        self.norm: Module | None = None  # after all layers
         self._embedding_norm: Module | None = getattr(decoder, "layernorm_embedding", None)
         self._position_table: Tensor | None = None  # `[positions, D]`
-        self._bias: Tensor | None = None  # of each distance, `[T, heads]`
-        self._head: Module = model.get_output_embeddings()
-        self._head_bias: Tensor | None = getattr(model, "final_logits_bias", None)
-        self._scale = self._head_scale = 1.0
+        self.head: Any = model.get_output_embeddings()
+        self.head_bias: Tensor | None = getattr(model, "final_logits_bias", None)
+        self._scale = self.head_scale = 1.0
         if self.family in ("t5", "mt5"):
             self.layers = [_of_t5(block, config.num_heads) for block in decoder.block]
-            self._norm = decoder.final_layer_norm
+            self.norm = decoder.final_layer_norm
             self._distances = decoder.block[0].layer[0].SelfAttention
             self.context = ANY_LENGTH
             if getattr(config, "scale_decoder_outputs", False):
-                self._head_scale = config.d_model**-0.5
+                self.head_scale = config.d_model**-0.5
         else:
             heads, first = config.decoder_attention_heads, self.family in NORM_FIRST
             self.layers = [_of_bart(layer, heads, first) for layer in decoder.layers]
-            self._norm = getattr(decoder, "layer_norm", None)
+            self.norm = getattr(decoder, "layer_norm", None)
             self._position_table = decoder.embed_positions.weight.detach()
             if self.family == "bart":
                 self._position_table = self._position_table[BART_OFFSET:]
@@ -138,29 +155,36 @@ class Stack:
         Returns:
             Additive bias of the attention scores, ``[B, heads, n, reach]``.
         """
+        table = self.bias_by_distance
+        if table is None:
+            return None
+        distances = positions[:, :, None] - torch.arange(reach, device=positions.device)
+        return table[distances.clamp(0, len(table) - 1)].permute(0, 3, 1, 2)
+
+    @cached_property
+    def bias_by_distance(self) -> Tensor | None:
+        """T5's bias of each distance ``[distances, heads]``, whose last row is that of all larger ones."""
         if self.family not in ("t5", "mt5"):
             return None
-        if self._bias is None or self._bias.shape[0] < reach:
-            module = self._distances
-            buckets = module._relative_position_bucket(
-                -torch.arange(max(512, 2 * reach), device=positions.device),
-                bidirectional=False,
-                num_buckets=module.relative_attention_num_buckets,
-                max_distance=module.relative_attention_max_distance,
-            )
-            self._bias = module.relative_attention_bias(buckets)
-        assert self._bias is not None
-        distances = positions[:, :, None] - torch.arange(reach, device=positions.device)
-        return self._bias[distances.clamp(min=0)].permute(0, 3, 1, 2)
+        module = self._distances
+        weight = module.relative_attention_bias.weight.detach()
+        buckets = module._relative_position_bucket(
+            -torch.arange(module.relative_attention_max_distance + 1, device=weight.device),
+            bidirectional=False,
+            num_buckets=module.relative_attention_num_buckets,
+            max_distance=module.relative_attention_max_distance,
+        )
+        table: Tensor = weight[buckets]
+        return table
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits of the last layer's states."""
-        if self._norm is not None:
-            x = self._norm(x)
-        if self._head_scale != 1.0:
-            x = x * self._head_scale
-        logits = self._head(x)
-        return logits if self._head_bias is None else logits + self._head_bias
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.head_scale != 1.0:
+            x = x * self.head_scale
+        logits: Tensor = self.head(x)
+        return logits if self.head_bias is None else logits + self.head_bias
 
 
 def _of_t5(block: Any, heads: int) -> Layer:
@@ -169,9 +193,12 @@ def _of_t5(block: Any, heads: int) -> Layer:
     def attention(one: Any) -> Attention:
         return Attention(one.q, one.k, one.v, one.o, heads, one.key_value_proj_dim, 1.0)
 
+    dense = forward.DenseReluDense
+    inner = (dense.wi_0, dense.wi_1) if hasattr(dense, "wi_0") else (dense.wi,)
     return Layer(
         attention(self_attention.SelfAttention), self_attention.layer_norm,
         attention(cross.EncDecAttention), cross.layer_norm, forward.DenseReluDense, forward.layer_norm, True,
+        Dense(inner, dense.act, dense.wo),
     )  # fmt: skip
 
 
@@ -185,4 +212,5 @@ def _of_bart(layer: Any, heads: int, norm_first: bool) -> Layer:
         attention(layer.self_attn), layer.self_attn_layer_norm,
         attention(layer.encoder_attn), layer.encoder_attn_layer_norm,
         lambda x: layer.fc2(layer.activation_fn(layer.fc1(x))), layer.final_layer_norm, norm_first,
+        Dense((layer.fc1,), layer.activation_fn, layer.fc2),
     )  # fmt: skip

@@ -47,7 +47,8 @@ class AcceptanceEstimate:
         tokens: npt.NDArray[np.float64] = self._estimate.take(slots, 0) @ self._tokens  # [R, G + 1]
         if min(limits) < self._most:  # draft tokens beyond the limit add nothing
             np.minimum(tokens, tokens[np.arange(len(slots)), limits][:, None], out=tokens)
-        return tokens[0] if len(slots) == 1 else np.add.reduce(tokens) / len(slots)
+        mean: npt.NDArray[np.float64] = np.add.reduce(tokens) / len(slots)
+        return mean
 
     def learn(self, slots: Sequence[int], tested: Sequence[int], correct: Sequence[int]) -> None:
         """Update the estimate with the outcome of a step.

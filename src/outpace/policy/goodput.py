@@ -134,7 +134,9 @@ class Goodput(DraftLengthPolicy):
 
     def _best(self, forecast: Forecast, costs: StepCosts) -> int:
         """Return the measured g with the highest throughput; 0 unless it pays by a margin."""
-        best = max((g for g in forecast.runnable if g in costs.measured), key=forecast.rates.__getitem__, default=0)
+        best = max(
+            (g for g in forecast.runnable if g in costs.measured), key=forecast.rates.__getitem__, default=0
+        )
         margin = self.config.margin * (1 + max(0.0, -self.balance))
         return best if best and forecast.pays(best, 1 + margin) else 0
 

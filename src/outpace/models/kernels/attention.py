@@ -6,7 +6,8 @@ table, int64 ``[rows, pages]``, holds the address of each page of each row. So p
 and rows can share pages, without a new CUDA graph.
 
 The kernel takes the output of the query, key and value product. It normalizes and rotates queries and keys,
-writes keys and values into the cache, and computes the softmax.
+writes keys and values into the cache, and computes the softmax. For cross-attention there are only queries:
+all tokens of a row are in the cache, and every query sees them.
 
 A block handles the queries of all heads that share a key head in a row, and a range of the row's tokens. It
 takes new tokens from the product and writes them into the cache, so that no block waits for another. Long
@@ -58,11 +59,15 @@ def normed(a, b, weight, eps, half, HALF: tl.constexpr, D: tl.constexpr, SHIFTED
 
 @triton.jit
 def angles_of(position, valid, cos, sin, cos_stride, D: tl.constexpr, HALF: tl.constexpr):
-    """Return cosines and sines of positions ``[n]``, ``[n, HALF]`` each."""
+    """Return cosines and sines of positions ``[n]``, ``[n, HALF]`` each; those of 0 without rotation."""
     h = tl.arange(0, HALF)[None, :]
     mask = valid[:, None] & (h < D // 2)
-    at = position[:, None] * cos_stride + h
-    return tl.load(cos + at, mask=mask, other=0.0), tl.load(sin + at, mask=mask, other=0.0)
+    if cos is not None:
+        at = position[:, None] * cos_stride + h
+        cosine, sine = tl.load(cos + at, mask=mask, other=0.0), tl.load(sin + at, mask=mask, other=0.0)
+    else:
+        cosine, sine = tl.where(mask, 1.0, 0.0), tl.where(mask, 0.0, 0.0)
+    return cosine, sine
 
 
 @triton.jit
@@ -144,12 +149,14 @@ def prefetch(lines, tokens, D: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def update_softmax(
-    qa, qb, ka, kb, v, visible, scale, running_max, running_total, running_sum,
-    SAME_BITS: tl.constexpr, PRECISION: tl.constexpr,
+    qa, qb, ka, kb, v, visible, distance, bias, query_head, distances, heads, scale,
+    running_max, running_total, running_sum, SAME_BITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Update the running maximum, total and weighted sum of a softmax with more keys and values.
 
-    Scores are base-2 logarithms. If ``visible`` is None, every query sees all keys.
+    Scores are base-2 logarithms. If ``visible`` is None, every query sees all keys. ``bias``, if there is
+    one, is added to the scores: that of the queries' heads, and of their ``distance`` from the keys. It is
+    ``[distances, heads]``, and larger distances have its last row.
 
     With SAME_BITS, the maximum is an integer, so that the bits of a weight, except for its exponent, do not
     depend on it. Totals are then a product with ones, which adds up keys in the same order for any number of
@@ -157,6 +164,9 @@ def update_softmax(
     """
     score = tl.dot(qa, tl.trans(ka), input_precision=PRECISION)
     score = tl.dot(qb, tl.trans(kb), score, input_precision=PRECISION) * scale
+    if bias is not None:
+        line = tl.minimum(tl.maximum(distance, 0), distances - 1)
+        score += tl.load(bias + line * heads + query_head[:, None])
     factor = 1.0
     if SAME_BITS:
         whole = tl.floor(score)
@@ -180,17 +190,19 @@ def update_softmax(
 
 @triton.jit
 def over_cache(
-    qa, qb, pages, first, stop, position, last, window, scale, kv_heads, head_start,
-    running_max, running_total, running_sum, D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    MASKED: tl.constexpr, SAME_BITS: tl.constexpr, PRECISION: tl.constexpr,
+    qa, qb, pages, first, stop, position, last, window, scale, kv_heads, head_start, bias, query_head,
+    distances, heads, running_max, running_total, running_sum,
+    D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr, SAME_BITS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Update a softmax with the row's tokens before ``stop``, back to ``first``.
 
     ``first`` is a multiple of BLOCK, so that the tokens loaded at once are in one page. The keys of the layer
     and head begin at element head_start of a page.
 
-    Each query sees no token after its ``last`` one, and none farther back than the window (0: no limit). If
-    not MASKED, every query sees all of the tokens, and their number is a multiple of BLOCK.
+    Each query sees no token after its ``last`` one, and none farther back than the window (0: no limit).
+    ``bias`` is that of ``update_softmax``. If not MASKED, every query sees all of the tokens, and their
+    number is a multiple of BLOCK.
     """
     tiles = tl.cdiv(stop - first, BLOCK)
     address = tl.load(pages + (first + (tiles - 1) * BLOCK) // PAGE, mask=tiles > 0, other=0)
@@ -209,8 +221,9 @@ def over_cache(
         line = keys + (t % PAGE)[:, None] * D
         ka, kb, v = cached_keys(line, inside, kv_heads, D, qa.shape[1], running_sum.shape[1], PAGE)
         running_max, running_total, running_sum = update_softmax(
-            qa, qb, ka, kb, v, visible, scale, running_max, running_total, running_sum, SAME_BITS, PRECISION
-        )
+            qa, qb, ka, kb, v, visible, position[:, None] - t[None, :], bias, query_head, distances, heads,
+            scale, running_max, running_total, running_sum, SAME_BITS, PRECISION,
+        )  # fmt: skip
     return running_max, running_total, running_sum
 
 
@@ -222,8 +235,9 @@ def quotient(total, weighted_sum):
 
 @triton.jit(do_not_specialize=["positions", "table", "positions_stride", "table_stride"])
 def attend(
-    qkv, positions, cos, sin, q_norm, k_norm, table, ranges, out, parts, counters, eps, scale, window,
-    n, heads, kv_heads, layer_start, positions_stride, qkv_stride, table_stride, out_stride, cos_stride,
+    qkv, positions, cos, sin, q_norm, k_norm, bias, table, ranges, out, parts, counters, eps, scale, window,
+    distances, n, heads, kv_heads, layer_start, positions_stride, qkv_stride, table_stride, out_stride,
+    cos_stride,
     D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr,
     BLOCK: tl.constexpr, PAGE: tl.constexpr, FIELDS: tl.constexpr, QUERIES: tl.constexpr,
     COMBINED: tl.constexpr, SAME_BITS: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
@@ -287,7 +301,8 @@ def attend(
         gdc_launch_dependents()
 
     # Queries of all heads of the group, `[groups·n, d]`
-    query = qkv + (b * n + i) * qkv_stride + (head * groups + row // n) * D
+    query_head = head * groups + tl.minimum(row // n, groups - 1)
+    query = qkv + (b * n + i) * qkv_stride + query_head * D
     qa, qb = vectors(query, valid, q_norm, cosine, sine, eps, D, HALF, SHIFTED)
     running_max = tl.full([ROWS], -float("inf"), tl.float32)
     running_total = tl.zeros([ROWS, TOTALS] if SAME_BITS else [ROWS], tl.float32)
@@ -305,11 +320,13 @@ def attend(
         if window > 0:
             visible &= t[None, :] > position[:, None] - window
         running_max, running_total, running_sum = update_softmax(
-            qa, qb, ka, kb, v, visible, scale, running_max, running_total, running_sum, SAME_BITS, PRECISION
-        )
+            qa, qb, ka, kb, v, visible, position[:, None] - t[None, :], bias, query_head, distances, heads,
+            scale, running_max, running_total, running_sum, SAME_BITS, PRECISION,
+        )  # fmt: skip
     running_max, running_total, running_sum = over_cache(
         qa, qb, pages, first, bottom, position, tl.where(valid, bottom - 1, -1), window, scale, kv_heads,
-        head_start, running_max, running_total, running_sum, D, BLOCK, PAGE, True, SAME_BITS, PRECISION,
+        head_start, bias, query_head, distances, heads, running_max, running_total, running_sum,
+        D, BLOCK, PAGE, True, SAME_BITS, PRECISION,
     )  # fmt: skip
     total = running_total
     if SAME_BITS:
@@ -363,7 +380,7 @@ def attend(
 def few_queries(
     qkv: Tensor,
     positions: Tensor,
-    angles: tuple[Tensor, Tensor],
+    angles: tuple[Tensor, Tensor] | None,
     table: Tensor,
     ranges: Tensor,
     blocks: BlockShape,
@@ -375,17 +392,20 @@ def few_queries(
     scale: float,
     window: int | None = None,
     norms: tuple[Tensor, Tensor, float, bool] | None = None,
+    bias: Tensor | None = None,
+    cross: bool = False,
 ) -> Tensor:
     """Attend from new tokens over the KV cache, and write their keys and values into it.
 
     Args:
-        qkv: Queries, keys and values of the new tokens, ``[B, n, (heads + 2·kv_heads)·d]``.
+        qkv: Queries, keys and values of the new tokens, ``[B, n, (heads + 2·kv_heads)·d]``. For
+            cross-attention queries only, ``[B, n, heads·d]``.
         positions: Positions ``[B, n]``, consecutive in each row. A row of padding has positions -1: nothing
             of it is written, and its output is zeros.
-        angles: Cosines and sines of every position, ``[tokens, d]`` each.
+        angles: Cosines and sines of every position, ``[tokens, d]`` each. None: no rotation.
         table: Address of each page of each row, int64, at least B rows. Pages are aligned to 16 bytes.
             Entries of pages that a row has no tokens in are not used.
-        ranges: The ranges of all rows, from ``ranges_of``.
+        ranges: The ranges of all rows, from ``ranges_of``; for cross-attention from ``source_ranges_of``.
         blocks: Shape of the blocks, from ``blocks_of``.
         counters: int32, at least B·kv_heads zeros. They are zeros again after the kernel.
         layer: Index of the layer in each page.
@@ -394,12 +414,15 @@ def few_queries(
         scale: Factor of the attention scores.
         window: How far back the layer looks; None for no limit.
         norms: Norms of queries and keys: weights of each, eps, and whether weights are relative to 1.
+        bias: Bias of the scores by distance, as a base-2 logarithm, float32 ``[distances, heads]``. Larger
+            distances have the last one.
+        cross: Whether this is cross-attention. It writes nothing into the cache.
 
     Returns:
         The attention output ``[B, n, heads·d]``.
     """
     B, n, _ = qkv.shape
-    D = qkv.shape[-1] // (heads + 2 * kv_heads)
+    D = qkv.shape[-1] // (heads + 2 * kv_heads * (not cross))
     page, here = blocks.page, device(qkv.device)
     queries = triton.next_power_of_2(heads // kv_heads * n)
     ROWS = max(16, queries)
@@ -408,13 +431,15 @@ def few_queries(
     out = torch.empty(B, n, heads * D, dtype=qkv.dtype, device=qkv.device)
     parts = torch.empty(len(ranges) * kv_heads * ROWS * (WIDTH + 2), dtype=torch.float32, device=qkv.device)
     q_norm, k_norm, eps, shifted = norms or (None, None, 0.0, False)
+    cos, sin = angles or (None, None)
     aligned = D * qkv.element_size() % ALIGNED == 0
     tile = n + KEYS_AT_ONCE.value - 1 if blocks.few else n
     launch(
         attend, (len(ranges) * kv_heads,),
-        qkv, positions, *angles, q_norm, k_norm, table, ranges, out, parts, counters,
-        eps, scale * LOG2_E, window or 0, n, heads, kv_heads, layer * 2 * kv_heads * page * D,
-        positions.stride(0), qkv.stride(1), table.stride(0), out.stride(1), angles[0].stride(0),
+        qkv, positions, cos, sin, q_norm, k_norm, bias, table, ranges, out, parts,
+        counters, eps, scale * LOG2_E, window or 0, 0 if bias is None else len(bias), n, heads, kv_heads,
+        layer * 2 * kv_heads * page * D, positions.stride(0), qkv.stride(1), table.stride(0), out.stride(1),
+        0 if cos is None else cos.stride(0),
         D, HALF, WIDTH, ROWS, max(16, triton.next_power_of_2(tile)), blocks.tokens, page, FIELDS, queries,
         min(COMBINED, triton.next_power_of_2(len(ranges))), blocks.few, shifted,
         "ieee" if qkv.dtype == torch.float32 else "tf32", here.overlaps,

@@ -95,16 +95,38 @@ def attend_many(
         gdc_wait()
         gdc_launch_dependents()
     running_max, running_total, running_sum = over_cache(
-        qa, qb, pages, begin, middle, position, position, window, scale, kv_heads, head_start,
+        qa, qb, pages, begin, middle, position, position, window, scale, kv_heads, head_start, None, 0, 0, 0,
         running_max, running_total, running_sum, D, BLOCK, PAGE, False, False, PRECISION,
     )  # fmt: skip
     running_max, running_total, running_sum = over_cache(
-        qa, qb, pages, middle, stop, position, position, window, scale, kv_heads, head_start,
+        qa, qb, pages, middle, stop, position, position, window, scale, kv_heads, head_start, None, 0, 0, 0,
         running_max, running_total, running_sum, D, BLOCK, PAGE, True, False, PRECISION,
     )  # fmt: skip
     result = tl.where(valid[:, None], quotient(running_total, running_sum), 0.0)
     destination = out + (b * n + i)[:, None] * out_stride + head * D + d[None, :]
     tl.store(destination, result.to(out.dtype.element_ty), mask=(i < n)[:, None] & (d < D)[None, :])
+
+
+def write(kv: Tensor, positions: Tensor, table: Tensor, *, layer: int, page: int, heads: int) -> None:
+    """Write keys and values into the KV cache, as they are.
+
+    Args:
+        kv: Keys and then values, ``[B, n, 2·heads·d]``.
+        positions: Positions ``[B, n]``. Nothing is written for -1.
+        table: Address of each page of each row; see ``many_queries``.
+        layer: Index of the layer in each page.
+        page: Tokens of a page, a power of two from 16 on.
+        heads: Number of key heads.
+    """
+    B, n, _ = kv.shape
+    D, here = kv.shape[-1] // (2 * heads), device(kv.device)
+    launch(
+        store, (triton.cdiv(B * n, NEW) * heads,),
+        kv, positions, None, None, None, table, 0.0, n, B * n, 0, heads, layer * 2 * heads * page * D,
+        positions.stride(0), kv.stride(1), table.stride(0), 0,
+        D, max(16, triton.next_power_of_2(D // 2)), max(16, triton.next_power_of_2(D)), NEW, page, False,
+        here.overlaps, **here.options,
+    )  # fmt: skip
 
 
 def many_queries(

@@ -1,8 +1,8 @@
 """Products of few rows with a large weight, fused with the operations around them in a layer.
 
 Such a product costs as much as reading the weight. So everything else done to its few rows should cost
-nothing. That is bias and residual after it, and the gate of a feed-forward layer, whose two halves one block
-computes together.
+nothing. That is bias, activation and residual after it. If the activation is the gate of a feed-forward
+layer, one block computes both halves together.
 
 A norm stands between two products. The product before it scales its own columns by the norm's weights and
 stores their sum of squares. The product after it divides by the root of all such sums.
@@ -24,7 +24,7 @@ from outpace.verification.kernels.ahead import launch
 
 MIN_ROWS, MAX_ROWS = 8, 32  # rows of a block; more are better left to the library
 RESIDENT = 2  # blocks per processor that are there before a kernel can begin
-NO_GATE, SILU, GELU = 0, 1, 2  # SILU and GELU are the keys of `fused.GATES`
+NONE, SILU, GELU_TANH, GELU, RELU = 0, 1, 2, 3, 4  # activations; see `rearranged.ACTIVATIONS`
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,14 @@ class Stream:
 
 
 @triton.jit
-def gated(x, KIND: tl.constexpr):
-    """Apply the activation of a gate: silu, or gelu by its tanh."""
+def activated(x, KIND: tl.constexpr):
+    """Apply an activation: silu, gelu by its tanh, gelu, or relu."""
     if KIND == 1:
         return x * tl.sigmoid(x)
+    if KIND == 3:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    if KIND == 4:
+        return tl.maximum(x, 0.0)
     inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
     return x * tl.sigmoid(2.0 * inner)  # 0.5 (1 + tanh(y)) = sigmoid(2y)
 
@@ -99,12 +103,12 @@ def store_with_norm(
 def product(
     x, weight, bias, squares, residual, scale, out, scaled, sums, M, N, K, parts, prefetch_blocks, eps,
     headroom, next_headroom, x_stride, out_stride,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, GATE: tl.constexpr,
-    SHIFTED: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Compute BN columns of x ``[M, K]`` times weight ``[N, K]`` transposed, per block.
 
-    With a gate, the weight is ``[2N, K]``, and the gate's half comes first.
+    With GATE, the weight is ``[2N, K]``, and the gate's half, which is activated, comes first.
 
     If x is to be normalized, ``squares`` is ``[M, parts]``, and PARTS of them are added at once. ``scale`` is
     that of the norm that follows, if any. The first ``prefetch_blocks`` blocks prefetch PREFETCH bytes of
@@ -151,8 +155,10 @@ def product(
         if GATE:
             other += tl.load(bias + N + n, mask=column_mask, other=0.0).to(tl.float32)[:, None]
     dtype = out.dtype.element_ty
+    if ACTIVATION:
+        total = activated(total.to(dtype).to(tl.float32), ACTIVATION)
     if GATE:
-        total = gated(total.to(dtype).to(tl.float32), GATE) * other.to(dtype).to(tl.float32)
+        total *= other.to(dtype).to(tl.float32)
     at = m[None, :] * out_stride + n[:, None]
     mask = row_mask[None, :] & column_mask[:, None]
     if residual is not None:
@@ -193,15 +199,15 @@ def embed(ids: Tensor, table: Tensor, factor: float, norm: Scale) -> Stream:
 
 @overload
 def few_rows(
-    x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, *, gate: int = NO_GATE,
-    residual: Tensor | None = None, norm: None = None,
+    x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, *, activation: int = NONE,
+    gate: bool = False, residual: Tensor | None = None, norm: None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def few_rows(
-    x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, *, gate: int = NO_GATE,
-    residual: Tensor | None = None, norm: Scale,
+    x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, *, activation: int = NONE,
+    gate: bool = False, residual: Tensor | None = None, norm: Scale,
 ) -> Stream: ...  # fmt: skip
 
 
@@ -210,7 +216,8 @@ def few_rows(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    gate: int = NO_GATE,
+    activation: int = NONE,
+    gate: bool = False,
     residual: Tensor | None = None,
     norm: Scale | None = None,
 ) -> Tensor | Stream:
@@ -220,7 +227,8 @@ def few_rows(
         x: At most ``MAX_ROWS`` rows.
         weight: ``[N, K]``; with a gate ``[2N, K]``.
         bias: Added to the product.
-        gate: ``NO_GATE``, ``SILU`` or ``GELU``. The first half of the weight gates the second.
+        activation: Activation of the product, or of its gate.
+        gate: Whether the first half of the weight, after the activation, gates the second.
         residual: ``[M, N]``, added to the result.
         norm: The norm that follows. With it, the result is a stream.
     """
@@ -230,8 +238,8 @@ def few_rows(
     N = weight.shape[0] // (2 if gate else 1)
     BM = max(MIN_ROWS, triton.next_power_of_2(M))
     here = device(rows.device)
-    shape = shape_of(BM, N, rows.dtype, gate > 0)
-    BN, BK, warps, stages, prefetch_bytes = fitting(shape, BM, rows.dtype, gate > 0, here)
+    shape = shape_of(BM, N, rows.dtype, gate)
+    BN, BK, warps, stages, prefetch_bytes = fitting(shape, BM, rows.dtype, gate, here)
     blocks = triton.cdiv(N, BN)
     line = K * weight.element_size()
     if line % ALIGNED or line < prefetch_bytes or weight.data_ptr() % ALIGNED:
@@ -246,7 +254,7 @@ def few_rows(
         stream_in.norm.eps if stream_in else 0.0, stream_in.norm.headroom if stream_in else 1.0,
         norm.headroom if norm else 1.0,
         rows.stride(0), out.stride(0),
-        BM, BN, BK, max(16, 2048 // BM), gate, norm is not None and norm.shifted,
+        BM, BN, BK, max(16, 2048 // BM), activation, gate, norm is not None and norm.shifted,
         "ieee" if rows.dtype == torch.float32 else "tf32", prefetch_bytes if here.overlaps else -1,
         num_warps=warps, num_stages=stages, **here.options,
     )  # fmt: skip

@@ -149,6 +149,14 @@ def cut_rows(
     tl.store(ranges + item * FIELDS, num_ranges)
 
 
+def source_ranges_of(lengths: Tensor, table: Tensor, blocks: BlockShape) -> Tensor:
+    """Cut the cached tokens of rows, ``lengths`` int64 ``[B]``, into ranges for cross-attention.
+
+    The result is that of ``ranges_of``, without new tokens. A row without tokens has no range.
+    """
+    return _ranges(lengths[:, None], 0, table, blocks, None)
+
+
 def ranges_of(positions: Tensor, table: Tensor, blocks: BlockShape, window: int | None = None) -> Tensor:
     """Cut the tokens of rows into ranges, which the blocks of ``few_queries`` handle.
 
@@ -167,12 +175,17 @@ def ranges_of(positions: Tensor, table: Tensor, blocks: BlockShape, window: int 
         the row, and the address of the last earlier token's page. Items without a range begin with 0, and
         come last.
     """
+    return _ranges(positions, positions.shape[1], table, blocks, window)
+
+
+def _ranges(positions: Tensor, n: int, table: Tensor, blocks: BlockShape, window: int | None) -> Tensor:
+    """Return the ranges of rows with n new tokens from their first positions on."""
     B = len(positions)
     # Each row may have a range that is not full.
     out = torch.empty(B + blocks.max_ranges - 1, FIELDS, dtype=torch.int64, device=positions.device)
     launch(
         cut_rows, (len(out),),
-        positions, table, out, B, positions.shape[1], blocks.max_ranges, blocks.min_range, window or 0,
+        positions, table, out, B, n, blocks.max_ranges, blocks.min_range, window or 0,
         positions.stride(0), table.stride(0), blocks.tokens, blocks.page, FIELDS,
         max(ROWS_AT_ONCE, triton.next_power_of_2(B)),
     )  # fmt: skip

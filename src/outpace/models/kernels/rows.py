@@ -1,4 +1,4 @@
-"""Kernels between the library's products of many rows: a sum with its norm, and a gate."""
+"""Kernels between products: norms, a sum with its norm, and a gate."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from outpace.models.kernels.product import Scale, gated
+from outpace.models.kernels.launch import device
+from outpace.models.kernels.product import Scale, activated
 from outpace.verification.kernels.ahead import launch
 
 BLOCK = 1024
@@ -44,7 +46,45 @@ def gate_kernel(x, out, N, KIND: tl.constexpr, BLOCK: tl.constexpr):
     half = tl.load(x + row * 2 * N + n, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * N + N + n, mask=inside, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
-    tl.store(out + row * N + n, (gated(half, KIND).to(dtype).to(tl.float32) * up).to(dtype), mask=inside)
+    tl.store(out + row * N + n, (activated(half, KIND).to(dtype).to(tl.float32) * up).to(dtype), mask=inside)
+
+
+@triton.jit
+def norm_kernel(
+    x, weight, bias, out, K, eps, x_stride, BK: tl.constexpr, CENTERED: tl.constexpr, OVERLAPS: tl.constexpr
+):  # fmt: skip
+    """Normalize one row; with CENTERED, around its mean."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BK)
+    inside = k < K
+    scale = tl.load(weight + k, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(x + row * x_stride + k, mask=inside, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
+    if CENTERED:
+        value = tl.where(inside, value - tl.sum(value, axis=0) / K, 0.0)
+    value = value * tl.rsqrt(tl.sum(value * value, axis=0) / K + eps)
+    if not CENTERED:
+        value = value.to(dtype).to(tl.float32)
+    value *= scale
+    if bias is not None:
+        value += tl.load(bias + k, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * K + k, value.to(dtype), mask=inside)
+
+
+def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
+    """Return x ``[M, K]`` after a layer norm (``centered``) or a root-mean-square norm."""
+    M, K = x.shape
+    out = torch.empty(M, K, dtype=x.dtype, device=x.device)
+    here = device(x.device)
+    launch(
+        norm_kernel, (M,),
+        x, weight, bias, out, K, eps, x.stride(0), triton.next_power_of_2(K), centered, here.overlaps,
+        num_warps=4, **here.options,
+    )  # fmt: skip
+    return out
 
 
 def add_norm(x: Tensor, addend: Tensor, norm: Scale) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,177 @@
+"""Fused decoders of encoder-decoder models score as the Transformers models that they are made from."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import outpace
+from outpace import Decoder, Fixed
+from outpace.models.choice import scorer_of, why_not_fused
+from outpace.models.fused_seq2seq import FusedSeq2SeqScorer
+from outpace.models.seq2seq import Seq2SeqScorer
+from tests import tiers
+from tests.models.test_seq2seq import transformers_logits
+from tests.tiny import SEQ2SEQ, V, greedy_of, sources, tiny_seq2seq
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def wide(inputs: list[Any]) -> list[Any]:
+    return [one.double() if isinstance(one, torch.Tensor) else one for one in inputs]
+
+
+def cells(scorer: FusedSeq2SeqScorer) -> int:
+    """Return the number of blocks that the sources in use hold."""
+    return len(scorer.sources._references)
+
+
+@pytest.mark.parametrize("family", SEQ2SEQ)
+def test_ragged_rows_score_as_the_transformers_model(family: str) -> None:
+    model = tiny_seq2seq(family).double()
+    scorer, reference = FusedSeq2SeqScorer(model), tiny_seq2seq(family).double()
+    inputs = wide(sources(family, 7, 3, 12))
+    texts = [[1, *range(10, 10 + n)] for n in (0, 4, 9)]
+    first = scorer.prefill([0, 1, 2], texts, [scorer.source(one) for one in inputs])
+    new = torch.randint(V, (3, 5), generator=torch.Generator().manual_seed(1))
+    scorer.score([0, 1, 2], new.flip(0))  # is rejected
+    found = scorer.score([0, 1, 2], new)
+    for row in range(3):
+        expected = transformers_logits(reference, inputs[row], [*texts[row], *new[row].tolist()])
+        assert torch.allclose(first[row], expected[len(texts[row]) - 1], atol=1e-6)
+        assert torch.allclose(found[row], expected[len(texts[row]) :], atol=1e-6)
+    # One sequence leaves, another one takes its slot, and the slots are scored in another order.
+    scorer.reset([1])
+    other = wide(sources(family, 20))[0]
+    scorer.prefill([1], [[1, 5]], [scorer.source(other)])
+    found = scorer.score([2, 1], new[:2])
+    for i, (source, text) in enumerate([(inputs[2], texts[2]), (other, [1, 5])]):
+        expected = transformers_logits(reference, source, [*text, *new[i].tolist()])
+        assert torch.allclose(found[i], expected[len(text) :], atol=1e-6)
+
+
+@pytest.mark.parametrize("family", SEQ2SEQ)
+def test_the_models_own_forward_still_works_after_its_weights_were_combined(family: str) -> None:
+    model, source = tiny_seq2seq(family), sources(family, 7)[0]
+    before = transformers_logits(model, source, [1, 5, 9])
+    scorer = FusedSeq2SeqScorer(model)
+    assert torch.allclose(transformers_logits(model, source, [1, 5, 9]), before, atol=1e-5)
+    assert scorer.is_current
+
+
+def test_sequences_about_one_source_share_its_keys_and_values() -> None:
+    scorer = FusedSeq2SeqScorer(tiny_seq2seq("bart"))
+    first, second = (scorer.source(one) for one in sources("bart", 40, 40))
+    scorer.prefill([0, 1, 2], [[1]] * 3, [first, first, second])
+    shared = cells(scorer)
+    assert shared == 2 * -(-40 // scorer.sources.page)
+    scorer.reset([0], [[1]])
+    assert cells(scorer) == shared  # slot 1 still has the first source
+    expected = scorer.score([1], torch.tensor([[7, 8]]))
+    scorer.reset([1, 2], [[1], [1]])
+    assert cells(scorer) == 0
+    scorer.prefill([0], [[1]], [first])
+    assert torch.allclose(scorer.score([0], torch.tensor([[7, 8]])), expected, atol=1e-4)
+
+
+def test_equal_prompts_about_different_sources_share_nothing() -> None:
+    """A long prompt, as of Whisper's earlier text, is no prefix to reuse: its keys depend on the source."""
+    model = tiny_seq2seq("whisper").double()
+    prompt = [1, *range(5, 45)]
+    inputs = wide(sources("whisper", 0, 1))
+    expected = [transformers_logits(model, one, prompt)[-1] for one in inputs]
+    scorer = FusedSeq2SeqScorer(copy.deepcopy(model))
+    for _ in range(2):
+        found = scorer.prefill([0, 1], [prompt] * 2, [scorer.source(one) for one in inputs])
+        assert torch.allclose(found, torch.stack(expected), atol=1e-6)
+        scorer.reset([0, 1], [prompt] * 2)
+
+
+def test_a_scorer_is_fused_where_it_can_be() -> None:
+    assert isinstance(scorer_of(tiny_seq2seq("t5"), fused=True), FusedSeq2SeqScorer)
+    assert isinstance(scorer_of(tiny_seq2seq("t5")), Seq2SeqScorer)
+    model = tiny_seq2seq("marian")
+    model.get_decoder().layers[0].fc1.register_forward_hook(lambda *_: None)
+    assert why_not_fused(model) == "has hooks on its layers"
+    assert isinstance(scorer_of(model, fused=True), Seq2SeqScorer)
+    decoder = Decoder(model, engine=True)
+    assert "has an encoder and has hooks on its layers" in decoder.describe()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the kernels as on a GPU, in Triton's interpreter if there is none, with small ranges and pages."""
+    ranges = pytest.importorskip("outpace.models.kernels.ranges", reason="needs triton", exc_type=ImportError)
+    monkeypatch.setattr(ranges, "MIN_RANGE", (16, 16))
+    monkeypatch.setattr(ranges, "BLOCK", 16)
+    monkeypatch.setattr("outpace.models.fused_scorer.PAGE", 16)
+    monkeypatch.setattr("outpace.models.fused_stack.has_kernels", lambda device, dtype: True)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("family", tiers.sized(["mt5", "bart", "whisper"], list(SEQ2SEQ)))
+def test_the_kernels_score_as_the_transformers_model(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    monkeypatch.setattr("outpace.models.kernels.product.MAX_ROWS", 8)  # so that a prompt has many rows
+    monkeypatch.setattr("outpace.models.fused_stack.MAX_QUERY_BYTES", 512)  # and needs several launches
+    model = tiny_seq2seq(family, decoder_layers=1, num_decoder_layers=1)
+    reference = copy.deepcopy(model)
+    scorer = FusedSeq2SeqScorer(model.to(DEVICE))
+    assert scorer.has_kernels
+    inputs = sources(family, 21, 3)
+    texts = [[1, *range(10, 10 + n)] for n in (9, 2)]
+    scorer.prefill([0, 1], texts, [scorer.source(one) for one in inputs])
+    new = torch.randint(V, (2, 3), generator=torch.Generator().manual_seed(1))
+    scorer.score([0, 1], new.flip(0).to(DEVICE))  # is rejected
+    found = scorer.score([0, 1], new.to(DEVICE)).cpu()
+    for row in range(2):
+        expected = transformers_logits(reference, inputs[row], [*texts[row], *new[row].tolist()])
+        assert torch.allclose(found[row], expected[len(texts[row]) :], atol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.full
+@pytest.mark.parametrize("family", SEQ2SEQ)
+def test_kernels_decode_a_batch_with_drafts(family: str) -> None:
+    inputs = sources(family, 7, 3)
+    model = tiny_seq2seq(family, decoder_layers=1, num_decoder_layers=1)
+    expected = [greedy_of(model, source, 6) for source in inputs]
+    draft = tiny_seq2seq(family, seed=1, decoder_layers=1, num_decoder_layers=1)
+    decoder = Decoder(model.to(DEVICE), draft.to(DEVICE), num_draft_tokens=Fixed(2), engine=True)
+    outs = decoder.generate(inputs, temperature=0, max_new_tokens=6)
+    assert [out.token_ids for out in outs] == expected
+
+
+@pytest.mark.parametrize("family", SEQ2SEQ)
+def test_the_graph_executor_decodes_as_transformers_does(family: str) -> None:
+    inputs = sources(family, 7, 3, 12)
+    expected = [greedy_of(tiny_seq2seq(family), source, 12) for source in inputs]
+    drafts: list[Any] = [tiny_seq2seq(family), tiny_seq2seq(family, seed=3), "lookup", None]
+    for draft in drafts:
+        decoder = Decoder(
+            tiny_seq2seq(family), draft, engine=True, num_draft_tokens=None if draft is None else Fixed(3)
+        )
+        assert decoder.executor.name == "graph"
+        for batch_size in (None, 2):
+            outs = decoder.generate(inputs, temperature=0, max_new_tokens=12, batch_size=batch_size)
+            assert [out.token_ids for out in outs] == expected
+        baseline = Decoder(tiny_seq2seq(family))
+        options: dict[str, Any] = {"seed": [1, 2, 3], "n": 2, "max_new_tokens": 8, "temperature": 1.0}
+        texts = [out.token_ids for out in baseline.generate(inputs, **options)]
+        assert [out.token_ids for out in decoder.generate(inputs, **options)] == texts
+
+
+def test_a_draft_models_encoder_runs_when_it_first_drafts() -> None:
+    decoder = Decoder(tiny_seq2seq("t5"), tiny_seq2seq("t5", seed=4), engine=True, num_draft_tokens=Fixed(2))
+    source = outpace.Source([5, 6, 7, 8])
+    expected = Decoder(tiny_seq2seq("t5")).generate(source, temperature=0, max_new_tokens=9)
+    assert decoder.drafter is not None
+    scorer = decoder.drafter.scorer
+    assert isinstance(scorer, FusedSeq2SeqScorer)
+    none = decoder.generate(source, temperature=0, max_new_tokens=9, num_draft_tokens=0)
+    assert scorer.num_unencoded(source) == 4
+    some = decoder.generate(source, temperature=0, max_new_tokens=9)
+    assert scorer.num_unencoded(source) == 0
+    assert none.token_ids == some.token_ids == expected.token_ids
