@@ -20,9 +20,13 @@ import torch
 import transformers
 from torch import Tensor
 
+from outpace.models.auto import auto_class
+
 CODE = 64  # entries of a code
 STEEPNESS = 6.0  # s: standard deviation of the logits
 FAINT = 1e-4  # factor of the layers' own output
+# Names of the weights that compute it
+OUTPUTS = tuple(f"{name}.weight" for name in ("o_proj", "down_proj", "out_proj", "fc2", ".o", ".wo"))
 SAMPLE = 256  # contexts that α is averaged over
 WRITTEN = 8  # tokens sampled from the target before each context: some are more frequent than others
 WORDS = 32  # distinct tokens in texts for prompt lookup
@@ -226,6 +230,8 @@ def bigram(
 ) -> Any:
     """Return a Transformers model of a shape, whose layers are computed but add next to nothing.
 
+    An encoder-decoder model's decoder is the bigram model.
+
     Raises:
         ValueError: The hidden size is smaller than a code.
     """
@@ -234,21 +240,26 @@ def bigram(
     if config.hidden_size < CODE:
         raise ValueError(f"shape: hidden_size is {config.hidden_size}; codes take {CODE} entries")
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = auto_class(config).from_config(config, dtype=dtype)
     noise = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             parameter.normal_(std=0.02, generator=noise)
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(OUTPUTS):
                 parameter.mul_(FAINT)
         else:
             parameter.fill_(0.0 if name.endswith("bias") or config.model_type.startswith("gemma") else 1.0)
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    decoder, head = model.get_decoder(), model.get_output_embeddings().weight
+    embedding = decoder.embed_tokens.weight
+    if hasattr(decoder, "embed_positions"):
+        decoder.embed_positions.weight.zero_()
     embedding.zero_()
     embedding[:, :CODE] = codes.before.to(dtype)
     head.zero_()
     # The last norm scales an embedding to length √hidden_size.
     head[:, :CODE] = (codes.head(sigma) * (steepness / math.sqrt(config.hidden_size))).to(dtype)
     model.config.eos_token_id = model.generation_config.eos_token_id = None
+    if config.is_encoder_decoder:  # without a family's forced or suppressed tokens
+        model.generation_config = transformers.GenerationConfig(decoder_start_token_id=1)
     model.generation_config.pad_token_id = 0
     return model.eval()
