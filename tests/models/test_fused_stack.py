@@ -18,6 +18,7 @@ from tests.models.test_seq2seq import transformers_logits
 from tests.tiny import SEQ2SEQ, V, greedy_of, sources, tiny_seq2seq
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 def wide(inputs: list[Any]) -> list[Any]:
