@@ -132,6 +132,23 @@ def test_a_norm_between_two_products_equals_pytorch(M: int, shifted: bool) -> No
     assert torch.allclose(found, normed(expected, scale, shifted) @ second.T, atol=1e-4)
 
 
+@pytest.mark.parametrize("M", [1, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_layer_norm_between_two_products_equals_pytorch(M: int, dtype: torch.dtype) -> None:
+    given = [torch.randn(size, device=DEVICE) / 4 for size in ((M, 60), (100, 60), (40, 100))]
+    given += [torch.randn(M, 100, device=DEVICE) + 2, torch.randn(40, device=DEVICE)]
+    given += torch.randn(2, 100, device=DEVICE)
+    x, first, second, residual, bias, scale, shift = (one.to(dtype) for one in given)
+    norm = product.Scale(scale, EPS, False, 0.25, centered=True)
+    stream = product.few_rows(x, first, residual=residual, norm=norm)
+    centers = second.float() @ scale.float()
+    found = product.few_rows(stream, second, bias.float() + second.float() @ shift.float(), centers=centers)
+    before = (x.float() @ first.float().T + residual.float()).to(dtype).float()
+    expected = torch.nn.functional.layer_norm(before, (100,), scale.float(), shift.float(), EPS)
+    expected = expected @ second.float().T + bias.float()
+    assert torch.allclose(found.float(), expected, atol=1e-4 if dtype == torch.float32 else 5e-2)
+
+
 def test_embedding_kernel_equals_pytorch() -> None:
     table, scale = torch.randn(11, 100, device=DEVICE), torch.randn(100, device=DEVICE)
     ids = torch.tensor([[3, 10, 0], [7, 7, 1]], device=DEVICE)
@@ -532,7 +549,9 @@ def test_products_of_real_shapes_are_deterministic_and_correct(
     first /= K**0.5
 
     def run() -> Tensor:
-        out: Tensor = product.few_rows(product.few_rows(x, first, norm=norm.scale), second, gate=gate)
+        out: Tensor = product.few_rows(
+            product.few_rows(x, first, norm=norm.scale), second, activation=gate, gate=gate > 0
+        )
         return out
 
     found = run()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +30,7 @@ from outpace.models.rearranged import (
     Product,
     Rearranged,
     has_kernels,
+    headroom_of,
     number_of,
     why_not_rearranged,
 )
@@ -60,10 +60,7 @@ class Norm:
     @cached_property
     def scale(self) -> Any:
         """The norm as a ``Scale`` of the kernels."""
-        headroom = 1.0
-        if self.weight.dtype == torch.float16:  # rows times large weights may overflow
-            largest = float((self.weight.float() + (1.0 if self.shifted else 0.0)).abs().max())
-            headroom = 2.0 ** -max(0, math.ceil(math.log2(max(largest, 1.0))))
+        headroom = headroom_of(self.weight, 1.0 if self.shifted else 0.0)
         module = importlib.import_module("outpace.models.kernels.product")
         return module.Scale(self.weight, self.eps, self.shifted, headroom)
 

@@ -108,6 +108,10 @@ class FusedSeq2SeqScorer(EncoderScorer, FusedScorer):
             self.encode_sources([slot], [source], len(prompt))
         return self.cache.open(slot, ())
 
+    def forget(self) -> None:
+        super().forget()
+        self.fused.refresh()
+
     def reset(self, slots: Sequence[int], texts: Sequence[Sequence[int]] | None = None) -> None:
         """Free slots. No later prompt reuses their cached tokens, which depend on the source."""
         super().reset(slots, None if texts is None else [()] * len(slots))

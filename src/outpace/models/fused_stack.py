@@ -11,8 +11,8 @@ import copy
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from outpace.models.rearranged import (
     Product,
     Rearranged,
     has_kernels,
+    headroom_of,
     number_of,
     why_not_rearranged,
 )
@@ -51,12 +52,19 @@ class SourcePages(Pages):
 
 @dataclass(frozen=True)
 class Norm:
-    """Layer norm, or root-mean-square norm."""
+    """Layer norm (``centered``), or root-mean-square norm."""
 
     weight: Tensor
     bias: Tensor | None
     eps: float
     centered: bool
+
+    @cached_property
+    def scale(self) -> Any:
+        """The norm as a ``Scale`` of the kernels."""
+        module = importlib.import_module("outpace.models.kernels.product")
+        headroom = headroom_of(self.weight)
+        return module.Scale(self.weight, self.eps, False, headroom, self.centered)
 
     @classmethod
     def of(cls, module: Any) -> Norm:
@@ -79,6 +87,35 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Folded:
+    """What a layer norm adds to the product after it, if the product gets rows that are only scaled.
+
+    Attributes:
+        centers: Weight of the product times weights of the norm, float32 ``[N]``.
+        bias: Weight of the product times bias of the norm, plus the product's bias, float32 ``[N]``.
+    """
+
+    centers: Tensor
+    bias: Tensor
+
+    @classmethod
+    def of(cls, norm: Norm, product: Product) -> Folded:
+        """Fold a norm into the product after it."""
+        vectors = torch.zeros(2, len(product.weight), device=product.weight.device)
+        folded = cls(*vectors)
+        folded.refresh(norm, product)
+        return folded
+
+    def refresh(self, norm: Norm, product: Product) -> None:
+        """Compute both anew, in place, after weights have changed."""
+        wide = product.weight.float()
+        self.centers.copy_(wide @ norm.weight.float())
+        self.bias.fill_(0.0) if norm.bias is None else self.bias.copy_(wide @ norm.bias.float())
+        if product.bias is not None:
+            self.bias.add_(product.bias.float())
+
+
+@dataclass(frozen=True)
 class Layer:
     """A decoder block, with combined linear layers."""
 
@@ -92,6 +129,22 @@ class Layer:
     mlp_norm: Norm
     inner: Product
     outer: Product
+    qkv_fold: Folded | None = None  # of the norm before each product
+    cross_fold: Folded | None = None
+    inner_fold: Folded | None = None
+
+    def folds(self) -> list[tuple[Norm, Product, Folded | None]]:
+        """Return the norms, the products after them, and how they are folded."""
+        return [
+            (self.norm, self.qkv, self.qkv_fold),
+            (self.cross_norm, self.cross_q, self.cross_fold),
+            (self.mlp_norm, self.inner, self.inner_fold),
+        ]
+
+    def folded(self) -> Layer:
+        """Return the layer with its norms folded into the products after them."""
+        qkv, cross, inner = (Folded.of(norm, product) for norm, product, _ in self.folds())
+        return replace(self, qkv_fold=qkv, cross_fold=cross, inner_fold=inner)
 
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -129,7 +182,17 @@ class FusedStack(Rearranged):
         self.head = Product(stack.head.weight.detach(), head_bias)
         self.bias = stack.bias_by_distance  # of self-attention
         self._bias_log2 = None if self.bias is None else (self.bias.float() / math.log(2)).contiguous()
+        if self.has_kernels and self._norm_first and self.layers[0].norm.centered:
+            self.layers = [layer.folded() for layer in self.layers]
         self._finish()
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Compute anew what depends on weights that have changed in place."""
+        for layer in self.layers:
+            for norm, product, folded in layer.folds():
+                if folded is not None:
+                    folded.refresh(norm, product)
 
     @property
     def shape(self) -> Shape:
@@ -180,6 +243,8 @@ class FusedStack(Rearranged):
         x = self._embedded(ids, positions.clamp(0, self.tokens - 2)).flatten(0, 1)
         part = self._with_kernels if self.has_kernels else self._with_pytorch
         attend, attend_cross = part(ids, positions, pages)
+        if self.has_kernels and self._norm_first and len(x) <= self._product.MAX_ROWS:
+            return self._few_rows(x, attend, attend_cross)
         for i, layer in enumerate(self.layers):
             attended = attend(i, self._times(self._before(x, layer.norm), layer.qkv))
             x = self._after(self._times(attended, layer.out, residual=x), layer.norm)
@@ -188,6 +253,35 @@ class FusedStack(Rearranged):
             inner = self._times(self._before(x, layer.mlp_norm), layer.inner, activate=True)
             x = self._after(self._times(inner, layer.outer, residual=x), layer.mlp_norm)
         return x if self._norm is None else self._normalized(x, self._norm)
+
+    def _few_rows(self, x: Tensor, attend: Attend, attend_cross: Attend) -> Tensor:
+        """Compute the layers for few rows ``[M, D]``; each norm is part of the products around it."""
+        y: Any = self._normalized(x, self.layers[0].norm)
+        afterwards = [*(layer.norm.scale for layer in self.layers[1:]), None]
+        for i, (layer, after) in enumerate(zip(self.layers, afterwards, strict=True)):
+            attended = attend(i, self._after_norm(y, layer.qkv, layer.qkv_fold))
+            y = self._before_norm(attended, layer.out, x, layer.cross_norm.scale)
+            attended = attend_cross(i, self._after_norm(y, layer.cross_q, layer.cross_fold))
+            y = self._before_norm(attended, layer.cross_out, y.x, layer.mlp_norm.scale)
+            inner = self._after_norm(y, layer.inner, layer.inner_fold, activate=True)
+            y = self._before_norm(inner, layer.outer, y.x, after)
+            x = y if after is None else y.x
+        return x if self._norm is None else self._normalized(x, self._norm)
+
+    def _before_norm(self, x: Tensor, product: Product, residual: Tensor, norm: Any) -> Any:
+        """Return a product plus a residual, as a ``Stream`` if a norm follows."""
+        return self._product.few_rows(x, product.weight, product.bias, residual=residual, norm=norm)
+
+    def _after_norm(self, x: Any, product: Product, folded: Folded | None, activate: bool = False) -> Tensor:
+        """Return the product of a ``Stream``, or of rows that are normalized already."""
+        kind, gate = (self._kind, self._gated) if activate else (self._product.NONE, False)
+        bias, centers = product.bias, None
+        if folded is not None and not isinstance(x, Tensor):
+            bias, centers = folded.bias, folded.centers
+        out: Tensor = self._product.few_rows(
+            x, product.weight, bias, activation=kind, gate=gate, centers=centers
+        )
+        return out
 
     def _before(self, x: Tensor, norm: Norm) -> Tensor:
         """Return the input of a part of a layer."""

@@ -7,6 +7,7 @@ So no weight is stored twice, and the model can still be used.
 from __future__ import annotations
 
 import importlib.util
+import math
 import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -169,6 +170,14 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
         and dtype in (torch.float16, torch.bfloat16, torch.float32)
         and importlib.util.find_spec("triton") is not None
     )
+
+
+def headroom_of(weight: Tensor, shift: float = 0.0) -> float:
+    """Return the factor of rows that are scaled by a norm's weights, so that float16 holds them."""
+    if weight.dtype != torch.float16:
+        return 1.0
+    largest = float((weight.float() + shift).abs().max())
+    return float(2.0 ** -max(0, math.ceil(math.log2(max(largest, 1.0)))))
 
 
 def number_of(activation: Any) -> int:

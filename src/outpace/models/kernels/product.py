@@ -5,7 +5,10 @@ nothing. That is bias, activation and residual after it. If the activation is th
 layer, one block computes both halves together.
 
 A norm stands between two products. The product before it scales its own columns by the norm's weights and
-stores their sum of squares. The product after it divides by the root of all such sums.
+stores their sum of squares. The product after it divides by the root of all such sums. For a layer norm, the
+product before it also stores the sum of its columns. The product after it subtracts the mean times
+``centers``, which are its weight times the norm's weights. The norm's bias, times the weight, is part of the
+bias of the product after it.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class Scale:
     eps: float
     shifted: bool  # whether weights are relative to 1
     headroom: float = 1.0  # factor of scaled rows, so that float16 holds them: at most 1 / weight
+    centered: bool = False  # whether it is a layer norm
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Stream:
     x: Tensor
     scaled: Tensor  # x times the norm's weights and its `headroom`
     squares: Tensor  # float32 `[M, parts]`; the sum over parts is the sum of squares
+    sums: Tensor | None  # the same for the sum, for a layer norm
     norm: Scale
 
 
@@ -80,11 +85,13 @@ def prefetch(weight, first, N, K, BN: tl.constexpr, BYTES: tl.constexpr):
 
 @triton.jit
 def store_with_norm(
-    value, scale, headroom, out, scaled, sums, at, n, column_mask, row_mask, SHIFTED: tl.constexpr
+    value, scale, headroom, out, scaled, squares, sums, part, at, n, column_mask, row_mask,
+    SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """Store values ``[n, m]`` at ``out + at``, with partial results for the norm that follows, if any.
 
-    These are scaled values at ``scaled + at``, and the sums of their squares at ``sums``, ``[m]``.
+    These are scaled values at ``scaled + at``, the sums of squares at ``squares + part``, ``[m]``, and the
+    sums at ``sums + part``, if there are any.
     """
     mask = column_mask[:, None] & row_mask[None, :]
     dtype = out.dtype.element_ty
@@ -96,13 +103,15 @@ def store_with_norm(
         if SHIFTED:
             factor += 1.0
         tl.store(scaled + at, (wide * (factor * headroom)[:, None]).to(dtype), mask=mask)
-        tl.store(sums, tl.sum(wide * wide, axis=0), mask=row_mask)
+        tl.store(squares + part, tl.sum(wide * wide, axis=0), mask=row_mask)
+        if sums is not None:
+            tl.store(sums + part, tl.sum(wide, axis=0), mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["M", "parts", "prefetch_blocks"])
 def product(
-    x, weight, bias, squares, residual, scale, out, scaled, sums, M, N, K, parts, prefetch_blocks, eps,
-    headroom, next_headroom, x_stride, out_stride,
+    x, weight, bias, centers, squares, sums, residual, scale, out, scaled, next_squares, next_sums,
+    M, N, K, parts, prefetch_blocks, eps, headroom, next_headroom, x_stride, out_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, ACTIVATION: tl.constexpr,
     GATE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
@@ -110,10 +119,10 @@ def product(
 
     With GATE, the weight is ``[2N, K]``, and the gate's half, which is activated, comes first.
 
-    If x is to be normalized, ``squares`` is ``[M, parts]``, and PARTS of them are added at once. ``scale`` is
-    that of the norm that follows, if any. The first ``prefetch_blocks`` blocks prefetch PREFETCH bytes of
-    each row of the weight before the previous kernel has ended. PREFETCH is negative where kernels wait for
-    each other's end.
+    If x is to be normalized, ``squares`` is ``[M, parts]``, and PARTS of them are added at once. For a layer
+    norm there are ``sums``, too, and ``centers`` is ``[N]``. ``scale`` is that of the norm that follows, if
+    any. The first ``prefetch_blocks`` blocks prefetch PREFETCH bytes of each row of the weight before the
+    previous kernel has ended. PREFETCH is negative where kernels wait for each other's end.
     """
     block = tl.program_id(0)
     m, n = tl.arange(0, BM), block * BN + tl.arange(0, BN)
@@ -142,12 +151,22 @@ def product(
             other = tl.dot(up, a, other, input_precision=PRECISION)
     if squares is not None:
         all_squares = tl.zeros([BM], tl.float32)
+        all_sums = tl.zeros([BM], tl.float32)
         for first in range(0, parts, PARTS):
             part = first + tl.arange(0, PARTS)
             mask = row_mask[:, None] & (part < parts)[None, :]
             each = tl.load(squares + m[:, None] * parts + part[None, :], mask=mask, other=0.0)
             all_squares += tl.sum(each, axis=1)
-        factor = (tl.rsqrt(all_squares / K + eps) / headroom)[None, :]
+            if sums is not None:
+                each = tl.load(sums + m[:, None] * parts + part[None, :], mask=mask, other=0.0)
+                all_sums += tl.sum(each, axis=1)
+        variance = all_squares / K
+        if sums is not None:
+            mean = all_sums / K
+            variance = tl.maximum(variance - mean * mean, 0.0)
+            center = tl.load(centers + n, mask=column_mask, other=0.0)
+            total -= center[:, None] * (mean * headroom)[None, :]
+        factor = (tl.rsqrt(variance + eps) / headroom)[None, :]
         total *= factor
         other *= factor
     if bias is not None:
@@ -163,13 +182,16 @@ def product(
     mask = row_mask[None, :] & column_mask[:, None]
     if residual is not None:
         total = total.to(dtype).to(tl.float32) + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    sums += m * tl.num_programs(0) + block
-    store_with_norm(total, scale, next_headroom, out, scaled, sums, at, n, column_mask, row_mask, SHIFTED)
+    part = m * tl.num_programs(0) + block
+    store_with_norm(
+        total, scale, next_headroom, out, scaled, next_squares, next_sums, part, at, n, column_mask, row_mask,
+        SHIFTED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["ids", "ids_stride", "tokens_per_row"])
 def embed_kernel(
-    ids, table, scale, out, scaled, sums, factor, headroom, K, ids_stride, tokens_per_row,
+    ids, table, scale, out, scaled, squares, factor, headroom, K, ids_stride, tokens_per_row,
     BK: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """Load one token's row of a table, with partial results for the norm that follows."""
@@ -180,8 +202,9 @@ def embed_kernel(
     value = tl.load(table + token * K + k, mask=inside, other=0.0).to(tl.float32) * factor
     at = row * K + k[:, None] + zero[None, :]
     store_with_norm(
-        value[:, None], scale, headroom, out, scaled, sums + row + zero, at, k, inside, zero < 1, SHIFTED
-    )
+        value[:, None], scale, headroom, out, scaled, squares, None, row + zero, at, k, inside, zero < 1,
+        SHIFTED,
+    )  # fmt: skip
 
 
 def embed(ids: Tensor, table: Tensor, factor: float, norm: Scale) -> Stream:
@@ -200,14 +223,14 @@ def embed(ids: Tensor, table: Tensor, factor: float, norm: Scale) -> Stream:
 @overload
 def few_rows(
     x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, *, activation: int = NONE,
-    gate: bool = False, residual: Tensor | None = None, norm: None = None,
+    gate: bool = False, centers: Tensor | None = None, residual: Tensor | None = None, norm: None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def few_rows(
     x: Tensor | Stream, weight: Tensor, bias: Tensor | None = None, *, activation: int = NONE,
-    gate: bool = False, residual: Tensor | None = None, norm: Scale,
+    gate: bool = False, centers: Tensor | None = None, residual: Tensor | None = None, norm: Scale,
 ) -> Stream: ...  # fmt: skip
 
 
@@ -218,6 +241,7 @@ def few_rows(
     *,
     activation: int = NONE,
     gate: bool = False,
+    centers: Tensor | None = None,
     residual: Tensor | None = None,
     norm: Scale | None = None,
 ) -> Tensor | Stream:
@@ -229,6 +253,7 @@ def few_rows(
         bias: Added to the product.
         activation: Activation of the product, or of its gate.
         gate: Whether the first half of the weight, after the activation, gates the second.
+        centers: Weight times the weights of x's layer norm, float32 ``[N]``.
         residual: ``[M, N]``, added to the result.
         norm: The norm that follows. With it, the result is a stream.
     """
@@ -248,8 +273,9 @@ def few_rows(
     out = torch.empty(M, N, dtype=rows.dtype, device=rows.device) if stream_out is None else stream_out.x
     launch(
         product, (blocks,),
-        rows, weight, bias, stream_in and stream_in.squares, residual, norm and norm.weight, out,
-        stream_out and stream_out.scaled, out if stream_out is None else stream_out.squares, M, N, K,
+        rows, weight, bias, centers, stream_in and stream_in.squares, stream_in and stream_in.sums, residual,
+        norm and norm.weight, out, stream_out and stream_out.scaled, stream_out and stream_out.squares,
+        stream_out and stream_out.sums, M, N, K,
         stream_in.squares.shape[1] if stream_in else 1, RESIDENT * here.processors,
         stream_in.norm.eps if stream_in else 0.0, stream_in.norm.headroom if stream_in else 1.0,
         norm.headroom if norm else 1.0,
@@ -263,7 +289,8 @@ def few_rows(
 
 def _stream(M: int, K: int, parts: int, like: Tensor, norm: Scale) -> Stream:
     x, scaled = torch.empty(2, M, K, dtype=like.dtype, device=like.device)
-    return Stream(x, scaled, torch.empty(M, parts, dtype=torch.float32, device=like.device), norm)
+    squares, sums = torch.empty(2, M, parts, dtype=torch.float32, device=like.device)
+    return Stream(x, scaled, squares, sums if norm.centered else None, norm)
 
 
 Shape = tuple[int, int, int, int, int]
