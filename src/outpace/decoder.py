@@ -470,6 +470,7 @@ class Decoder:
         if self._built_for == (current, layouts):
             return
         self._built_for = current, layouts
+        check_models(current)  # new scorers share no encoder yet
         in_graphs = self.uses_graphs and (
             why_no_graphs(current, self.rule, self.reader.draft_sampling) is None
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 import outpace
 from outpace import Decoder, Fixed
 from outpace.models.choice import scorer_of, why_not_fused
+from outpace.models.encoder import EncoderScorer
 from outpace.models.fused_seq2seq import FusedSeq2SeqScorer
+from outpace.models.fused_stack import FusedStack, SourcePages
 from outpace.models.seq2seq import Seq2SeqScorer
 from tests import tiers
 from tests.models.test_seq2seq import transformers_logits
@@ -183,6 +187,91 @@ def test_the_graph_executor_decodes_as_transformers_does(family: str) -> None:
         options: dict[str, Any] = {"seed": [1, 2, 3], "n": 2, "max_new_tokens": 8, "temperature": 1.0}
         texts = [out.token_ids for out in baseline.generate(inputs, **options)]
         assert [out.token_ids for out in decoder.generate(inputs, **options)] == texts
+
+
+def test_a_draft_shares_the_targets_encoder_if_it_is_equal() -> None:
+    target, draft = tiny_seq2seq("whisper"), tiny_seq2seq("whisper", seed=3)
+    draft.get_encoder().load_state_dict(target.get_encoder().state_dict())
+    decoder = Decoder(target, draft, engine=True, num_draft_tokens=Fixed(2))
+    first, second = decoder.encoders()
+    assert first.encoder is second.encoder
+    source = first.source(sources("whisper", 7)[0])
+    decoder.generate(source, temperature=0, max_new_tokens=6)
+    assert len(source.states) == 1
+
+
+def texts_are_transformers(family: str) -> bool:
+    """Return whether a ragged batch with rejected drafts, whose draft has another encoder, is right."""
+    inputs = sources(family, 7, 3, 12)
+    expected = [greedy_of(tiny_seq2seq(family), source, 12) for source in inputs]
+    decoder = Decoder(
+        tiny_seq2seq(family), tiny_seq2seq(family, seed=3), engine=True, num_draft_tokens=Fixed(3)
+    )
+    outs = decoder.generate(inputs, temperature=0, max_new_tokens=12)
+    return [out.token_ids for out in outs] == expected
+
+
+def cross_attention_reads_the_neighbours_source(patch: pytest.MonkeyPatch) -> None:
+    honest = FusedSeq2SeqScorer.pages
+
+    def pages(self: FusedSeq2SeqScorer, slots: torch.Tensor | int) -> SourcePages:
+        found = honest(self, slots)
+        source = dataclasses.replace(found.source, table=found.source.table.roll(1, 0))
+        return dataclasses.replace(found, source=source, lengths=found.lengths.roll(1, 0))
+
+    patch.setattr(FusedSeq2SeqScorer, "pages", pages)
+
+
+def a_source_ends_one_token_early(patch: pytest.MonkeyPatch) -> None:
+    honest = FusedSeq2SeqScorer.pages
+
+    def pages(self: FusedSeq2SeqScorer, slots: torch.Tensor | int) -> SourcePages:
+        found = honest(self, slots)
+        return dataclasses.replace(found, lengths=(found.lengths - 1).clamp(min=1))
+
+    patch.setattr(FusedSeq2SeqScorer, "pages", pages)
+
+
+def the_draft_encodes_for_the_target(patch: pytest.MonkeyPatch) -> None:
+    def share_encoder(self: FusedSeq2SeqScorer, other: FusedSeq2SeqScorer) -> bool:
+        other.encoder = self.encoder = self.own_encoder
+        return True
+
+    patch.setattr(EncoderScorer, "share_encoder", share_encoder)
+
+
+def relative_bias_counts_rejected_tokens(patch: pytest.MonkeyPatch) -> None:
+    """Distances are those from the end of the last step, as if nothing had been rolled back."""
+    honest = FusedStack._with_pytorch
+
+    def attention(self: FusedStack, ids: Any, positions: torch.Tensor, pages: Any) -> Any:
+        bias = self.bias
+        assert bias is not None
+        shift = ids.shape[1] - 1
+        self.bias = torch.cat((bias[shift:], bias[-1:].expand(shift, -1)))
+        try:
+            return honest(self, ids, positions, pages)
+        finally:
+            self.bias = bias
+
+    patch.setattr(FusedStack, "_with_pytorch", attention)
+
+
+@pytest.mark.parametrize(
+    ("plant", "family"),
+    [
+        (cross_attention_reads_the_neighbours_source, "whisper"),
+        (a_source_ends_one_token_early, "bart"),
+        (the_draft_encodes_for_the_target, "marian"),
+        (relative_bias_counts_rejected_tokens, "t5"),
+    ],
+)
+def test_a_planted_fault_is_caught_by_the_texts(
+    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], family: str
+) -> None:
+    assert texts_are_transformers(family)
+    plant(monkeypatch)
+    assert not texts_are_transformers(family)
 
 
 def test_a_draft_models_encoder_runs_when_it_first_drafts() -> None:

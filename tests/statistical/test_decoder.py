@@ -391,6 +391,13 @@ CELLS: list[Cell] = [
     Cell("model", "match", "warm", "f 3", family="marian"),
     Cell("model", "token", "processors", "h 3", batch_size=64, stops=True, family="whisper"),
     Cell("causal", "token", "warm", "f 2", family="mt5"),
+    Cell("model", "token", "plain", "f 3", batch_size=64, stops=True, engine=True, family="whisper"),
+    Cell("model", "block", "penalty", "f 2", batch_size=64, stops=True, engine=True, family="t5"),
+    Cell("model", "match", "warm", "f 3", engine=True, family="mt5"),
+    Cell("lookup", "block", "warm", "l 2", batch_size=64, stops=True, engine=True, family="bart"),
+    Cell("none", "match", "nucleus", "f 1", batch_size=64, stops=True, engine=True, family="marian"),
+    Cell("causal", "token", "plain", "f 2", engine=True, family="t5"),
+    Cell("model", "token", "processors", "f 2", batch_size=64, engine=True, family="whisper"),
     # a policy that depends on time and on accepted tokens
     Cell("lookup", "token", "nucleus", "g 3", stops=True),
     Cell("lookup", "block", "plain", "g 4", batch_size=20, engine=True),
