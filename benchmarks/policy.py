@@ -1,6 +1,7 @@
 """The default draft-length policy in simulated worlds, and what each of its mechanisms earns there.
 
     python benchmarks/policy.py --out benchmarks/results/policy.json
+    python benchmarks/policy.py --time --out benchmarks/results/policy_time.json
 
 A world has known acceptance rates and known costs (`outpace.bench.simulation`), so the best number of draft
 tokens is known. The score of a world is the throughput of the policy over that of the best numbers, captures
@@ -8,7 +9,7 @@ counted. Real texts (`lookup_traces.py`) have known draft tokens of prompt looku
 the costs of a step that were measured on two machines, and with a flat cost. Their score is the throughput
 over that without speculation, for each category and temperature. The ablation takes one mechanism away at a
 time, and reports the change of the mean score with its standard error. Nothing is timed, so the figures do
-not depend on the machine.
+not depend on the machine. With ``--time``, the program measures the policy's own time instead.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import math
 import random
 import statistics
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -300,12 +302,51 @@ def scores(job: tuple[str, int]) -> list[tuple[str, float]]:
     return found
 
 
+class Timed(Goodput):
+    """The policy, which notes the seconds of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choice_seconds, self.outcome_seconds = list[float](), list[float]()
+
+    def choose(self, *args: Any, **options: Any) -> list[int]:
+        started_at = time.perf_counter()
+        chosen = super().choose(*args, **options)
+        self.choice_seconds.append(time.perf_counter() - started_at)
+        return chosen
+
+    def observe(self, done: StepOutcome) -> None:
+        started_at = time.perf_counter()
+        super().observe(done)
+        self.outcome_seconds.append(time.perf_counter() - started_at)
+
+
+def own_time(steps: int = 3000) -> list[dict[str, float]]:
+    """Return the microseconds of a choice and of its outcome, medians over the steps of a simulation."""
+    found = []
+    for B in (1, 8, 64):
+        policy = Timed()
+        Simulation(lambda t, slot: 0.7, flat, B, 0.1, 0.01 / B, max_new_tokens=300).run(policy, steps)
+        choice, outcome = (
+            round(1e6 * statistics.median(each), 1)
+            for each in (policy.choice_seconds, policy.outcome_seconds)
+        )
+        found.append({"B": B, "choice": choice, "outcome": outcome, "sum": round(choice + outcome, 1)})
+        print(found[-1], flush=True)
+    return found
+
+
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--time", action="store_true", help="measure the policy's own time instead")
     parser.add_argument("--seeds", type=int, default=3, help="simulations of each world (default 3)")
     parser.add_argument("--processes", type=int, default=2, help="processes at a time (default 2)")
     parser.add_argument("--only", nargs="+", help="variants to run (default all)", choices=list(VARIANTS))
     options = parser.parse_args()
+    if options.time:
+        command = "python " + " ".join(sys.argv)
+        write({"command": command, "machine": machine(), "microseconds": own_time()}, options.out)
+        return
     names = ["as it is", *(options.only or list(VARIANTS)[1:])]
     with ProcessPoolExecutor(options.processes) as pool:
         found = dict(zip(names, pool.map(scores, [(name, options.seeds) for name in names]), strict=True))
