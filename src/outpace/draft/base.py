@@ -195,11 +195,13 @@ class Drafter(ABC):
             policy chooses how many of its tokens are scored. The policy may pause such a drafter if its
             proposals take too long.
         scorer: The draft model, or None.
+        reads_sources: Whether it reads ``State.sources``, which it can do on the host only.
         setup_seconds: Seconds of the last ``propose`` that later ones do not take, such as those of captures.
     """
 
     free: bool = False
     scorer: Scorer | None = None
+    reads_sources: bool = False
     setup_seconds: float = 0.0
 
     @abstractmethod

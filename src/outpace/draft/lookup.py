@@ -30,6 +30,7 @@ class LookupDrafter(Drafter):
     """
 
     free = True
+    reads_sources = True
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1) -> None:
         integer("min_ngram", min_ngram, "an int >= 1", lambda n: n >= 1)

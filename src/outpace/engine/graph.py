@@ -73,8 +73,8 @@ class GraphExecutor(Executor):
         self.graphs.clear()
         # Made anew, so that what the last one had on the device is freed
         self.draft = None if self._drafter is None else self._drafter.in_graph()
-        if self.target.has_encoder and self.draft is not None and self.draft.scorer is None:
-            self.draft = None  # on the host, prompt lookup also copies from the encoder's input
+        if self._drafter is not None and self._drafter.reads_sources and self.target.has_encoder:
+            self.draft = None
         self.draft_scorer = None if self.draft is None else self.draft.scorer
         self.scorers = [self.target] if self.draft_scorer is None else [self.target, self.draft_scorer]
         self._prefills, self._buckets = PrefillGraphs(self.graphs), Buckets(self.graphs)
