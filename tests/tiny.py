@@ -94,6 +94,7 @@ SEQ2SEQ: dict[str, dict[str, Any]] = {
     "bart": {**LAYERS, "max_position_embeddings": 128, "forced_eos_token_id": None, "scale_embedding": True},
     "marian": {
         **LAYERS,
+        "activation_function": "swish",
         "max_position_embeddings": 128,
         "forced_eos_token_id": None,
         "scale_embedding": True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from outpace import Decoder, Fixed
 from outpace.models.choice import scorer_of, why_not_fused
 from outpace.models.encoder import EncoderScorer
 from outpace.models.fused_seq2seq import FusedSeq2SeqScorer
-from outpace.models.fused_stack import FusedStack, SourcePages
+from outpace.models.fused_stack import FusedStack, SourcePages, activation_of
+from outpace.models.rearranged import kind_of
 from outpace.models.seq2seq import Seq2SeqScorer
 from tests import tiers
 from tests.models.test_seq2seq import transformers_logits
@@ -27,11 +29,6 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 def wide(inputs: list[Any]) -> list[Any]:
     return [one.double() if isinstance(one, torch.Tensor) else one for one in inputs]
-
-
-def cells(scorer: FusedSeq2SeqScorer) -> int:
-    """Return the number of blocks that the sources in use hold."""
-    return len(scorer.sources._references)
 
 
 @pytest.mark.parametrize("family", SEQ2SEQ)
@@ -71,13 +68,13 @@ def test_sequences_about_one_source_share_its_keys_and_values() -> None:
     scorer = FusedSeq2SeqScorer(tiny_seq2seq("bart"))
     first, second = (scorer.source(one) for one in sources("bart", 40, 40))
     scorer.prefill([0, 1, 2], [[1]] * 3, [first, first, second])
-    shared = cells(scorer)
+    shared = scorer.sources.blocks_in_use
     assert shared == 2 * -(-40 // scorer.sources.page)
     scorer.reset([0], [[1]])
-    assert cells(scorer) == shared  # slot 1 still has the first source
+    assert scorer.sources.blocks_in_use == shared  # slot 1 still has the first source
     expected = scorer.score([1], torch.tensor([[7, 8]]))
     scorer.reset([1, 2], [[1], [1]])
-    assert cells(scorer) == 0
+    assert scorer.sources.blocks_in_use == 0
     scorer.prefill([0], [[1]], [first])
     assert torch.allclose(scorer.score([0], torch.tensor([[7, 8]])), expected, atol=1e-4)
 
@@ -95,6 +92,67 @@ def test_equal_prompts_about_different_sources_share_nothing() -> None:
         scorer.reset([0, 1], [prompt] * 2)
 
 
+def test_copies_of_a_source_share_its_keys_and_values() -> None:
+    """A source that is passed twice in a call is copied for each sequence."""
+    decoder = Decoder(tiny_seq2seq("bart"), engine=True)
+    (scorer,) = decoder.encoders()
+    assert isinstance(scorer, FusedSeq2SeqScorer)
+    source, held = outpace.Source(sources("bart", 40)[0]), set[int]()
+    for _ in decoder.stream([source, source], max_new_tokens=3, temperature=0):
+        held.add(scorer.sources.blocks_in_use)
+    assert max(held) == -(-40 // scorer.sources.page)
+    assert scorer.sources.blocks_in_use == 0
+
+
+def test_a_source_that_does_not_fit_leaves_no_blocks_behind() -> None:
+    scorer = FusedSeq2SeqScorer(tiny_seq2seq("bart"))
+    long, short = (scorer.source(one) for one in sources("bart", 100, 30))
+    block = scorer.sources.page * scorer.sources.bytes_per_token
+    scorer.sources.max_bytes = 4 * block
+    scorer.prepare(1, 8)
+    with pytest.raises(MemoryError):
+        scorer.encode_sources([0], [long], 8)
+    assert scorer.sources.blocks_in_use == 0
+    scorer.encode_sources([0], [short], 8)
+    assert scorer.sources.blocks_in_use == 2
+
+
+def test_requests_wait_for_the_memory_of_their_sources() -> None:
+    model, inputs = tiny_seq2seq("bart"), sources("bart", 43, 41, 40, 42)
+    expected = [greedy_of(model, source, 6) for source in inputs]
+    decoder = Decoder(model, engine=True, kv_cache_bytes=2 * 10 * 16 * 512)
+    outs = decoder.generate(inputs, temperature=0, max_new_tokens=6)
+    assert [out.token_ids for out in outs] == expected
+    with pytest.raises(MemoryError, match="tokens of the encoder's input needs"):
+        Decoder(model, engine=True, kv_cache_bytes=2 * 3 * 16 * 512).generate(inputs[0], max_new_tokens=6)
+
+
+def test_source_beyond_the_longest_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.models.fused_seq2seq.LONGEST_SOURCE", 40)
+    decoder = Decoder(tiny_seq2seq("t5"), engine=True)
+    with pytest.raises(ValueError, match="got 41 tokens; it must have at most 40"):
+        decoder.generate([5] * 41, max_new_tokens=2)
+    assert len(decoder.generate([5] * 40, max_new_tokens=2).token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("t5", "relative_attention_bias"), ("whisper", "final_layer_norm")]
+)
+def test_changed_weights_take_effect(family: str, name: str) -> None:
+    model, source = tiny_seq2seq(family), sources(family, 9)[0]
+    first = Decoder(model, engine=True)
+    first.generate(source, temperature=0, max_new_tokens=12)
+    with torch.no_grad():
+        for module_name, module in model.get_decoder().named_modules():
+            if module_name.endswith(name):
+                module.weight.normal_(std=3.0, generator=torch.Generator().manual_seed(1))
+    reference = tiny_seq2seq(family)
+    reference.load_state_dict(model.state_dict())
+    expected = greedy_of(reference, source, 12)
+    for decoder in (first, Decoder(model, engine=True)):
+        assert decoder.generate(source, temperature=0, max_new_tokens=12).token_ids == expected
+
+
 def test_a_scorer_is_fused_where_it_can_be() -> None:
     assert isinstance(scorer_of(tiny_seq2seq("t5"), fused=True), FusedSeq2SeqScorer)
     assert isinstance(scorer_of(tiny_seq2seq("t5")), Seq2SeqScorer)
@@ -104,6 +162,19 @@ def test_a_scorer_is_fused_where_it_can_be() -> None:
     assert isinstance(scorer_of(model, fused=True), Seq2SeqScorer)
     decoder = Decoder(model, engine=True)
     assert "has an encoder and has hooks on its layers" in decoder.describe()
+
+
+def test_activations_without_kernels_are_named_on_a_gpu() -> None:
+    class OnGpu(torch.Tensor):
+        """Weights that say they are on a GPU."""
+
+        device = torch.device("cuda")
+
+    model = tiny_seq2seq("bart", activation_function="quick_gelu")
+    assert kind_of(activation_of(model)) == 0
+    assert kind_of(activation_of(tiny_seq2seq("marian"))) == 1
+    model.get_input_embeddings = lambda: SimpleNamespace(weight=torch.zeros(1).as_subclass(OnGpu))
+    assert why_not_fused(model) == "has an activation without kernels (QuickGELUActivation)"
 
 
 @pytest.fixture
@@ -138,6 +209,33 @@ def test_the_kernels_score_as_the_transformers_model(monkeypatch: pytest.MonkeyP
     for row in range(2):
         expected = transformers_logits(reference, inputs[row], [*texts[row], *new[row].tolist()])
         assert torch.allclose(found[row], expected[len(texts[row]) :], atol=1e-3)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_prompts_of_a_batch_that_need_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.models.fused_stack.MAX_QUERY_BYTES", 4 * 8 * 4)  # four queries
+    model = tiny_seq2seq("bart", decoder_layers=1)
+    reference, inputs = copy.deepcopy(model), sources("bart", 5, 9)
+    scorer = FusedSeq2SeqScorer(model.to(DEVICE))
+    texts = [[1, *range(5, 14)], [1, *range(20, 29)]]
+    found = scorer.prefill([0, 1], texts, [scorer.source(one) for one in inputs]).cpu()
+    for row in range(2):
+        expected = transformers_logits(reference, inputs[row], texts[row])[-1]
+        assert torch.allclose(found[row], expected, atol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_scorers_of_one_model_follow_its_weights() -> None:
+    model, source, ids = tiny_seq2seq("whisper"), sources("whisper", 3)[0], torch.tensor([[4, 5]])
+    first = FusedSeq2SeqScorer(model.to(DEVICE))
+    with torch.no_grad():
+        model.get_decoder().layers[0].encoder_attn_layer_norm.bias.add_(1.0)
+    second = FusedSeq2SeqScorer(model)
+    assert first.fused is second.fused
+    expected = transformers_logits(copy.deepcopy(model).cpu(), source, [1, 4, 5])[1:]
+    for scorer in (second, first):
+        scorer.prefill([0], [[1]], [scorer.source(source)])
+        assert torch.allclose(scorer.score([0], ids.to(DEVICE)).cpu()[0], expected, atol=1e-3)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -18,7 +18,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from transformers.activations import ACT2FN
 
 from outpace.models.fused import Norm
-from outpace.models.rearranged import ACTIVATIONS, MAX_HEAD_BYTES, MAX_QUERY_BYTES, number_of
+from outpace.models.rearranged import ACTIVATIONS, MAX_HEAD_BYTES, MAX_QUERY_BYTES, kind_of
 from tests import tiers
 
 attention = pytest.importorskip(
@@ -74,7 +74,7 @@ def test_few_rows_product_has_every_activation(M: int, name: str) -> None:
     residual = torch.randn(M, 40, device=DEVICE)
     found = product.few_rows(x, weight, bias, activation=number, residual=residual)
     assert torch.allclose(found, ACT2FN[name](x @ weight.T + bias) + residual, atol=1e-4)
-    assert number_of(ACT2FN[name]) == number
+    assert kind_of(ACT2FN[name]) == number
 
 
 @pytest.mark.parametrize("K", [32, 100])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from outpace.engine.sequence import SequenceState
 from outpace.models.kv_cache import size
-from outpace.models.scorer import Scorer
+from outpace.models.scorer import Demand, Scorer
 
 
 class Admission:
@@ -93,16 +93,20 @@ class Admission:
 
     def _fits(self, sequences: Sequence[SequenceState]) -> bool:
         """Return whether the KV caches have memory for these sequences, however long they become."""
+        padding = self._padded(len(sequences)) - len(sequences)
+        return all(one.nbytes <= one.budget for one in self._demands(sequences, padding))
+
+    def _demands(self, sequences: Sequence[SequenceState], padding: int = 0) -> list[Demand]:
+        """Return the memory that these sequences need, however long they become."""
         g = self._most_draft_tokens(sequences)
-        lengths = [self._max_tokens(one, g) for one in sequences]
-        lengths += [0] * (self._padded(len(lengths)) - len(lengths))
-        return all(scorer.cache.bytes_for(lengths) <= scorer.cache.budget for scorer in self.scorers)
+        lengths = [self._max_tokens(one, g) for one in sequences] + [0] * padding
+        sources = [one.source for one in sequences]
+        return [one for scorer in self.scorers for one in scorer.demands(lengths, sources)]
 
     def _too_long(self, sequence: SequenceState) -> Exception:
-        tokens = self._max_tokens(sequence, self._most_draft_tokens([sequence]))
-        scorer = next(one for one in self.scorers if one.cache.bytes_for([tokens]) > one.cache.budget)
+        too_large = next(one for one in self._demands([sequence]) if one.nbytes > one.budget)
         return MemoryError(
-            f"the KV cache of {tokens} tokens of {type(scorer.base).__name__} needs "
-            f"{size(scorer.cache.bytes_for([tokens]))}; its budget is {size(scorer.cache.budget)}: pass a "
-            "shorter prompt, a smaller max_new_tokens, or a larger kv_cache_bytes"
+            f"the KV cache of {too_large.what} needs {size(too_large.nbytes)}; its budget is "
+            f"{size(too_large.budget)}: pass a shorter prompt, a smaller max_new_tokens, or a larger "
+            "kv_cache_bytes"
         )

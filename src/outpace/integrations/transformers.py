@@ -114,7 +114,9 @@ def generate(
     streamer = _streamer(streamer, withheld.get("streamer"), input_ids)
     with contextlib.ExitStack() as pooled:
         if decoder is None:
-            create = functools.partial(Decoder, model, draft, rule=rule, lenience=lenience)
+            # Decoders of encoder-decoder models are not kept, so graphs would be captured at every call
+            engine = False if model.config.is_encoder_decoder else None
+            create = functools.partial(Decoder, model, draft, rule=rule, lenience=lenience, engine=engine)
             decoder = pooled.enter_context(_decoders.lend(model, draft, (f"{rule}", lenience), create))
             context = decoder.scorer.context
             if num_draft_tokens is None and generation_config.do_sample and f"{rule}" != "match":

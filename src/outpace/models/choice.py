@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from outpace.models.causal import CausalScorer, has_adapters
-from outpace.models.fused import why_not
+from outpace.models.fused import activation_of, why_not
 from outpace.models.fused_scorer import FusedScorer
 from outpace.models.fused_seq2seq import FusedSeq2SeqScorer
+from outpace.models.fused_stack import activation_of as stack_activation_of
 from outpace.models.fused_stack import why_not as why_not_stack
-from outpace.models.rearranged import has_kernels
+from outpace.models.rearranged import has_kernels, kind_of
 from outpace.models.scorer import Scorer
 from outpace.models.seq2seq import Seq2SeqScorer
 
@@ -32,7 +33,8 @@ def scorer_of(model: Any, fused: bool = False) -> Scorer:
     if scorer is not None and scorer.is_current and (isinstance(scorer, wanted) or not fused):
         return scorer
     new = wanted(model)  # type: ignore[call-arg]
-    new.cache.max_bytes = None if scorer is None else scorer.cache.max_bytes
+    for cache in new.caches:
+        cache.max_bytes = None if scorer is None else scorer.cache.max_bytes
     return new
 
 
@@ -45,6 +47,10 @@ def why_not_fused(model: Any) -> str | None:
     reason = why_not_stack(base) if encodes else why_not(base)
     if reason is None:
         embedding = base.get_input_embeddings().weight
-        if embedding.device.type != "cpu" and not has_kernels(embedding.device, embedding.dtype):
-            return f"has no kernels for {embedding.dtype} on this device"
+        if embedding.device.type != "cpu":
+            activation = stack_activation_of(base) if encodes else activation_of(base)
+            if not kind_of(activation):
+                return f"has an activation without kernels ({type(activation).__name__})"
+            if not has_kernels(embedding.device, embedding.dtype):
+                return f"has no kernels for {embedding.dtype} on this device"
     return reason

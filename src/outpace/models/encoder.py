@@ -116,10 +116,9 @@ class EncoderScorer(Scorer):
     def encode(self, sources: Sequence[Source]) -> None:
         """Run the encoder on sources that it has not encoded yet."""
         weights = fingerprint(self.encoder)
+        unique = {id(one.states): one for one in sources}.values()  # copies of a source share its states
         new = [
-            one
-            for one in dict.fromkeys(sources)
-            if self.encoder not in one.states or one.states[self.encoder][0] != weights
+            one for one in unique if self.encoder not in one.states or one.states[self.encoder][0] != weights
         ]
         new.sort(key=len)  # sources of similar length need little padding
         while new:

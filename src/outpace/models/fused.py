@@ -31,7 +31,7 @@ from outpace.models.rearranged import (
     Rearranged,
     has_kernels,
     headroom_of,
-    number_of,
+    kind_of,
     why_not_rearranged,
 )
 
@@ -112,7 +112,7 @@ class FusedModel(Rearranged):
         scale = torch.tensor(self.hidden_size**0.5).to(self.dtype).item() if family == "gemma" else 1.0
         self.embedding_scale = float(scale)
         self.activation: Callable[[Tensor], Tensor] = model.model.layers[0].mlp.act_fn
-        self._gate = number_of(self.activation)
+        self._gate = kind_of(self.activation)
         self.has_kernels = has_kernels(self.device, self.dtype) and self._gate > 0
         if self.has_kernels:
             names = ("product", "attention", "ranges", "prefill", "rows")
@@ -362,6 +362,11 @@ def why_not(model: Any) -> str | None:
     if rotary not in STATIC_ROTARY:
         return f"has rotary angles that depend on the sequence ({rotary})"
     return why_not_rearranged(model, _products(model))
+
+
+def activation_of(model: Any) -> Any:
+    """Return the activation of a model's feed-forward layers."""
+    return model.model.layers[0].mlp.act_fn
 
 
 def _products(model: Any) -> list[Any]:

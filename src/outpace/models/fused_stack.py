@@ -28,10 +28,10 @@ from outpace.models.rearranged import (
     Rearranged,
     has_kernels,
     headroom_of,
-    number_of,
+    kind_of,
     why_not_rearranged,
 )
-from outpace.models.stack import FAMILIES, Stack
+from outpace.models.stack import FAMILIES, Stack, bias_of
 from outpace.models.stack import Layer as StackLayer
 
 PROMPT = 32  # tokens of a short prompt, padding included; see `launch_once`
@@ -169,7 +169,7 @@ class FusedStack(Rearranged):
         self.scale, self.cross_scale = first.self_attention.scale, first.cross.scale
         self._norm_first, self._gated = first.norm_first, len(first.dense.inner) == 2
         self._activation = first.dense.activation
-        self._kind = number_of(self._activation)
+        self._kind = kind_of(self._activation)
         self.has_kernels = has_kernels(self.device, self.dtype) and self._kind > 0
         if self.has_kernels:
             names = ("product", "attention", "ranges", "prefill", "rows")
@@ -193,6 +193,10 @@ class FusedStack(Rearranged):
             for norm, product, folded in layer.folds():
                 if folded is not None:
                     folded.refresh(norm, product)
+        table = Stack(self.base).bias_by_distance
+        if table is not None and self.bias is not None and self._bias_log2 is not None:
+            self.bias.copy_(table)
+            self._bias_log2.copy_(table.float() / math.log(2))
 
     @property
     def shape(self) -> Shape:
@@ -203,7 +207,9 @@ class FusedStack(Rearranged):
     @torch.inference_mode()
     def write_source(self, states: Tensor, source: Pages) -> None:
         """Write the keys and values of cross-attention for encoder states ``[S, D]``."""
-        positions = torch.arange(len(states), device=self.device)[None]
+        self._write_source(states, torch.arange(len(states), device=self.device)[None], source)
+
+    def _write_source(self, states: Tensor, positions: Tensor, source: Pages) -> None:
         for i, layer in enumerate(self.layers):
             kv = layer.cross_kv(states[None])
             if self.has_kernels:
@@ -234,6 +240,9 @@ class FusedStack(Rearranged):
         prompt = torch.zeros(1, PROMPT, dtype=torch.int64, device=self.device)
         row = SourcePages(pages.table[:1], pages.page, pages.memory, *_first_row(pages))
         first.fill(prompt, torch.full_like(prompt, -1), row)
+        none = torch.full((1, 1), -1, device=self.device)
+        states = self.layers[0].cross_kv.weight.new_zeros(1, self.layers[0].cross_kv.weight.shape[1])
+        first._write_source(states, none, row.source)
         ids = torch.zeros(B, n, dtype=torch.int64, device=self.device)
         return first.logits(ids, torch.full_like(ids, -1), pages)
 
@@ -342,7 +351,8 @@ class FusedStack(Rearranged):
             scale = self.cross_scale if cross else self.scale
             outs = [
                 self._attention.few_queries(
-                    x.view(B, n, -1)[:, part], positions[:, part], None, table, *some, self.counters,
+                    x.view(B, n, -1)[:, part].contiguous(), positions[:, part], None, table, *some,
+                    self.counters,
                     layer=i, heads=self.heads, kv_heads=self.heads, scale=scale,
                     bias=None if cross else self._bias_log2, cross=cross,
                 )
@@ -359,8 +369,7 @@ class FusedStack(Rearranged):
         reach, longest = int(positions.max()) + 1, int(pages.lengths.max())
         mask = mask_of(positions, reach, None, self.dtype)
         if self.bias is not None:
-            distances = positions[:, :, None] - torch.arange(reach, device=self.device)
-            mask = mask + self.bias[distances.clamp(0, len(self.bias) - 1)].permute(0, 3, 1, 2)
+            mask = mask + bias_of(self.bias, positions, reach)
         source_mask = mask_of(pages.lengths[:, None] - 1, longest, None, self.dtype)
 
         def attend_self(i: int, x: Tensor) -> Tensor:
@@ -405,6 +414,11 @@ def why_not(model: Any) -> str | None:
     if stack.layers[0].self_attention.d * stack.head.weight.element_size() > MAX_HEAD_BYTES:
         return "has attention heads that are too large"
     return why_not_rearranged(model, products)
+
+
+def activation_of(model: Any) -> Any:
+    """Return the activation of a model's feed-forward layers."""
+    return Stack(model).layers[0].dense.activation
 
 
 def _layer(layer: StackLayer) -> Layer:

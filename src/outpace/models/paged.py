@@ -245,6 +245,11 @@ class PagedCache(KVCache):
         self.version += 1
 
     @property
+    def blocks_in_use(self) -> int:
+        """Number of blocks that sequences or prefixes hold."""
+        return len(self._references)
+
+    @property
     def nbytes(self) -> int:
         return self.memory.count * self._block_bytes
 

@@ -22,7 +22,7 @@ from outpace.models.causal import state_of
 from outpace.models.paged import Pages, Shape
 
 # Numbers of activations in the kernels
-ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2, "gelu": 3, "relu": 4}
+ACTIVATIONS = {"silu": 1, "swish": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2, "gelu": 3, "relu": 4}
 MIN_CAPABILITY = 8, 0  # least compute capability for the kernels
 MAX_HEAD_BYTES, MAX_QUERY_BYTES = 512, 16384  # most bytes of a head, and of a block's queries
 COUNTERS = 1 << 16  # most rows times key heads of the attention kernel for few queries
@@ -180,7 +180,7 @@ def headroom_of(weight: Tensor, shift: float = 0.0) -> float:
     return float(2.0 ** -max(0, math.ceil(math.log2(max(largest, 1.0)))))
 
 
-def number_of(activation: Any) -> int:
+def kind_of(activation: Any) -> int:
     """Return the number of an activation module in the kernels; 0 if they do not have it."""
     return next((i for name, i in ACTIVATIONS.items() if type(activation) is type(ACT2FN[name])), 0)
 

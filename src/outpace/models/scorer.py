@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,21 @@ MIN_AWAITED_PREFIX = 256  # tokens; a prompt waits until a longer common prefix 
 
 class WeightsMovedError(RuntimeError):
     """Error for a model whose weights moved while sequences were generated."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Memory that sequences need in a KV cache.
+
+    Attributes:
+        what: What needs it, for users.
+        nbytes: Most bytes that it needs.
+        budget: Most bytes of the KV cache.
+    """
+
+    what: str
+    nbytes: int
+    budget: int
 
 
 class Scorer(ABC):
@@ -74,6 +90,11 @@ class Scorer(ABC):
     def caches(self) -> list[KVCache]:
         """All KV caches: of the sequences, and of sources if those have one of their own."""
         return [self.cache]
+
+    def demands(self, lengths: Sequence[int], sources: Sequence[Source | None]) -> list[Demand]:
+        """Return the memory that sequences of these lengths, about these sources, need in each KV cache."""
+        what = f"{sum(lengths)} tokens of {type(self.base).__name__}"
+        return [Demand(what, self.cache.bytes_for(lengths), self.cache.budget)]
 
     @property
     def version(self) -> int:

@@ -156,10 +156,7 @@ class Stack:
             Additive bias of the attention scores, ``[B, heads, n, reach]``.
         """
         table = self.bias_by_distance
-        if table is None:
-            return None
-        distances = positions[:, :, None] - torch.arange(reach, device=positions.device)
-        return table[distances.clamp(0, len(table) - 1)].permute(0, 3, 1, 2)
+        return None if table is None else bias_of(table, positions, reach)
 
     @cached_property
     def bias_by_distance(self) -> Tensor | None:
@@ -185,6 +182,16 @@ class Stack:
             x = x * self.head_scale
         logits: Tensor = self.head(x)
         return logits if self.head_bias is None else logits + self.head_bias
+
+
+def bias_of(table: Tensor, positions: Tensor, reach: int) -> Tensor:
+    """Return the bias of a table by distance ``[distances, heads]`` for tokens at positions ``[B, n]``.
+
+    Returns:
+        Additive bias of the attention scores, ``[B, heads, n, reach]``.
+    """
+    distances = positions[:, :, None] - torch.arange(reach, device=positions.device)
+    return table[distances.clamp(0, len(table) - 1)].permute(0, 3, 1, 2)
 
 
 def _of_t5(block: Any, heads: int) -> Layer:
