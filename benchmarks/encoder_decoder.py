@@ -177,7 +177,7 @@ class Bench:
             yield "ours, without graphs", lambda: self.ours(B, None, None, False)
             yield "Transformers", lambda: self.transformers(B)
             yield "Transformers, assisted", lambda: self.transformers(B, assistant_model=self.draft)
-        if self.options.static:
+        if B == 1 and self.options.static:
             yield "Transformers, static cache", lambda: self.transformers(B, cache_implementation="static")
 
 

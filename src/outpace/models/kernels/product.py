@@ -8,7 +8,8 @@ A norm stands between two products. The product before it scales its own columns
 stores their sum of squares. The product after it divides by the root of all such sums. For a layer norm, the
 product before it also stores the sum of its columns. The product after it subtracts the mean times
 ``centers``, which are its weight times the norm's weights. The norm's bias, times the weight, is part of the
-bias of the product after it.
+bias of the product after it. This loses digits where the mean of a row is much larger than its deviation. In
+Whisper tiny and base it is at most 0.45 times the deviation.
 """
 
 from __future__ import annotations
