@@ -374,7 +374,7 @@ def test_kernels_decode_sequences_of_a_batch(monkeypatch: pytest.MonkeyPatch) ->
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target, draft = tiny(num_hidden_layers=2), tiny(seed=1, num_hidden_layers=1)
     expected = [greedy(target, prompt, 3) for prompt in PROMPTS]
-    for module in ("fused", "fused_scorer"):
+    for module in ("fused", "choice"):
         monkeypatch.setattr(f"outpace.models.{module}.has_kernels", lambda device, dtype: True)
     monkeypatch.setattr("outpace.models.fused_scorer.PAGE", 16)
     decoder = decoder_of(target.to(device), draft.to(device))

@@ -145,7 +145,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "MIN_RANGE", (16, 16))
     monkeypatch.setattr(ranges, "BLOCK", 16)
     monkeypatch.setattr("outpace.models.fused_scorer.PAGE", 16)
-    for module in ("fused", "fused_scorer"):
+    for module in ("fused", "choice"):
         monkeypatch.setattr(f"outpace.models.{module}.has_kernels", lambda device, dtype: True)
 
 
@@ -303,6 +303,7 @@ from outpace.models.kernels import product as products
 from outpace.models.kernels.attention import attend
 from outpace.models.kernels.prefill import attend_many, store
 from outpace.models.kernels.product import product
+from outpace.models.kernels.rows import norm_kernel
 
 def build(kernel, pointers, missing, warps, stages, max_shared, **constants):
     # names of Triton's generated launcher, which an argument would overwrite
@@ -326,19 +327,34 @@ def build(kernel, pointers, missing, warps, stages, max_shared, **constants):
 
 names = ("x", "weight", "bias", "scaled", "residual", "out", "qkv", "cos", "sin", "q_norm", "k_norm")
 wide = {name: "*bf16" for name in names}
-more = {"scale": "*bf16", "squares": "*fp32", "sums": "*fp32"}
-none = ("bias", "squares", "residual", "scale", "scaled")
-kinds = ((0, 4096, none, True), (1, 11008, (), True), (2, 5504, ("bias",), False), (0, 6144, none, True))
-for gate, N, missing, overlaps in kinds:
+sums = ("centers", "squares", "sums", "next_squares", "next_sums")
+more = {"scale": "*bf16"} | {name: "*fp32" for name in sums}
+none = ("bias", "residual", "scale", "scaled", *sums)
+rms = ("centers", "sums", "next_sums")
+kinds = (
+    (0, False, 4096, none, True), (1, True, 11008, rms, True), (2, True, 5504, ("bias", *rms), False),
+    (0, False, 6144, none, True), (3, False, 5120, (), True),
+)
+for activation, gate, N, missing, overlaps in kinds:
     for BM in map(int, sys.argv[1:]):
-        BN, BK, warps, stages, prefetch = products.shape_of(BM, N, torch.bfloat16, gate > 0)
+        BN, BK, warps, stages, prefetch = products.shape_of(BM, N, torch.bfloat16, gate)
         build(product, wide | more, missing, warps, stages,
-            products.shared(BM, BN, BK, stages, torch.bfloat16, gate > 0) + 4096,
-            BM=BM, BN=BN, BK=BK, PARTS=64, GATE=gate, SHIFTED=False, PRECISION="tf32",
+            products.shared(BM, BN, BK, stages, torch.bfloat16, gate) + 4096,
+            BM=BM, BN=BN, BK=BK, PARTS=64, ACTIVATION=activation, GATE=gate, SHIFTED=False, PRECISION="tf32",
             PREFETCH=prefetch if overlaps else -1)
+build(norm_kernel, wide, (), 4, 3, 1 << 16, BK=2048, CENTERED=True, OVERLAPS=True)
 others = {"positions": "*i64", "table": "*i64", "ranges": "*i64", "parts": "*fp32", "counters": "*i32"}
-for D, ROWS, BLOCK, missing in ((128, 16, 64, ()), (128, 16, 128, ("q_norm", "k_norm")), (256, 32, 64, ())):
-    sizes = {"D": D, "HALF": D // 2, "WIDTH": D, "PAGE": 128, "SHIFTED": False, "OVERLAPS": not missing}
+others["bias"] = "*fp32"
+sizes = {"D": 64, "HALF": 32, "WIDTH": 64, "PAGE": 128, "SHIFTED": False, "OVERLAPS": True}
+unrotated = ("cos", "sin", "q_norm", "k_norm")
+biases = 4 * 16 * 64  # bytes
+build(attend, wide | others, unrotated, 4, 3, ranges.shared(64, 16, 128, 3) + biases, ROWS=16, NEW=32,
+    SAME_BITS=True, BLOCK=64, QUERIES=8, PRECISION="tf32", **sizes)
+build(store, wide | others, unrotated, 4, 3, 1 << 16, **sizes)
+no_norms = ("bias", "q_norm", "k_norm")
+for D, ROWS, BLOCK, missing in ((128, 16, 64, ("bias",)), (128, 16, 128, no_norms), (256, 32, 64, ("bias",))):
+    overlaps = missing != no_norms
+    sizes = {"D": D, "HALF": D // 2, "WIDTH": D, "PAGE": 128, "SHIFTED": False, "OVERLAPS": overlaps}
     build(attend, wide | others, missing, 4, 3, ranges.shared(BLOCK, ROWS, 2 * D, 3), ROWS=ROWS, NEW=32,
         SAME_BITS=ROWS < 32 or D < 256, BLOCK=BLOCK, QUERIES=8, PRECISION="tf32", **sizes)
     build(store, wide | others, missing, 4, 3, 1 << 16, **sizes)
@@ -360,4 +376,4 @@ def test_the_kernels_compile_for_a_gpu_without_having_one() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     built = done.stdout.split()
-    assert [built.count(name) for name in ("attend", "store", "attend_many")] == [3, 3, 3]
+    assert [built.count(name) for name in ("attend", "store", "attend_many")] == [4, 4, 3]

@@ -270,8 +270,10 @@ def test_prefill_works_without_reserving_the_kv_cache() -> None:
         assert torch.allclose(found[i, 0], transformers_logits(model, inputs[i], [*text, 4])[-1], atol=1e-10)
 
 
-def test_encoder_decoder_models_run_without_the_graph_executor() -> None:
-    decoder = Decoder(tiny_seq2seq("t5"), engine=True)
-    assert "has an encoder" in decoder.describe()
+def test_encoder_decoder_models_with_hooks_run_without_the_graph_executor() -> None:
+    model = tiny_seq2seq("t5")
+    model.get_decoder().register_forward_hook(lambda *_: None)
+    decoder = Decoder(model, engine=True)
+    assert "because T5ForConditionalGeneration has an encoder and has hooks" in decoder.describe()
     out = decoder.generate([5, 6, 7], temperature=0, max_new_tokens=5)
     assert out.token_ids == greedy_of(decoder.scorer.base, [5, 6, 7], 5)
