@@ -46,6 +46,28 @@ def test_generated_texts_have_the_requested_acceptance_rate() -> None:
     assert seen.acceptance_rate == pytest.approx(0.8, abs=0.05)
 
 
+@pytest.mark.parametrize("family", ["t5", "marian", "whisper"])
+def test_decoders_of_encoder_decoder_models_have_the_requested_acceptance_rate(family: str) -> None:
+    shape: dict[str, Any] = {
+        "model_type": family, "vocab_size": 600, "d_model": 128, "d_kv": 32, "num_heads": 4, "d_ff": 64,
+        "num_layers": 1, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 8,
+        "max_source_positions": 20, "tie_word_embeddings": False, "decoder_start_token_id": 1,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
+    codes = synthetic.Codes.random(600, 0)
+    ids = codes.contexts()[:, None]
+    inputs: dict[str, Any] = {"input_ids": torch.full((len(ids), 3), 5)}
+    if family == "whisper":
+        inputs = {"input_features": torch.randn(len(ids), 8, 40)}
+    logits = []
+    for sigma in (0.0, synthetic.noise_for(codes, 0.75)):
+        model = synthetic.bigram(shape, codes, sigma, dtype=torch.float32)
+        with torch.inference_mode():
+            logits.append(model(**inputs, decoder_input_ids=ids, use_cache=False).logits[:, -1])
+    assert synthetic.overlap(*logits) == pytest.approx(0.75, abs=0.02)
+
+
 def test_texts_of_a_target_for_prompt_lookup_repeat() -> None:
     made = synthetic.pair(TARGET, synthetic.LOOKUP, 0.8, dtype=torch.float32)
     assert made.draft is None

@@ -241,6 +241,10 @@ def bigram(
         raise ValueError(f"shape: hidden_size is {config.hidden_size}; codes take {CODE} entries")
     with torch.device(device):
         model = auto_class(config).from_config(config, dtype=dtype)
+    if model.get_output_embeddings().weight is model.get_decoder().embed_tokens.weight:  # T5 ties them
+        head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype)
+        model.set_output_embeddings(head)
+        model.config.tie_word_embeddings = model.config.scale_decoder_outputs = False
     noise = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
