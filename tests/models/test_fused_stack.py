@@ -164,6 +164,17 @@ def test_a_scorer_is_fused_where_it_can_be() -> None:
     assert "has an encoder and has hooks on its layers" in decoder.describe()
 
 
+def test_a_hook_on_the_encoder_changes_nothing() -> None:
+    """The encoder runs as it is, for instance with the cache that transcription puts on it."""
+    model, source = tiny_seq2seq("whisper"), sources("whisper", 4)[0]
+    expected = greedy_of(model, source, 8)
+    decoder = Decoder(model, engine=True)
+    for _ in range(2):
+        assert decoder.generate(source, temperature=0, max_new_tokens=8).token_ids == expected
+        assert decoder.executor.name == "graph"
+        model.get_encoder().register_forward_hook(lambda *_: None)
+
+
 def test_activations_without_kernels_are_named_on_a_gpu() -> None:
     class OnGpu(torch.Tensor):
         """Weights that say they are on a GPU."""

@@ -128,7 +128,7 @@ class FusedModel(Rearranged):
         self.head = Product.of(model.get_output_embeddings())
         self.tokens = positions_of(config) + 1  # a sequence's positions, and one for what lies beyond
         self.angles = angles_of(model.model.rotary_emb, self.embedding, self.tokens)
-        self._finish()
+        self._finish(model.modules())
 
     @property
     def nbytes(self) -> int:
@@ -361,7 +361,7 @@ def why_not(model: Any) -> str | None:
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rotary not in STATIC_ROTARY:
         return f"has rotary angles that depend on the sequence ({rotary})"
-    return why_not_rearranged(model, _products(model))
+    return why_not_rearranged(model, model.modules(), _products(model))
 
 
 def activation_of(model: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -184,7 +184,7 @@ class FusedStack(Rearranged):
         self._bias_log2 = None if self.bias is None else (self.bias.float() / math.log(2)).contiguous()
         if self.has_kernels and self._norm_first and self.layers[0].norm.centered:
             self.layers = [layer.folded() for layer in self.layers]
-        self._finish()
+        self._finish(modules_of(model))
 
     @torch.inference_mode()
     def refresh(self) -> None:
@@ -413,7 +413,13 @@ def why_not(model: Any) -> str | None:
         products += [*layer.dense.inner, layer.dense.outer]
     if stack.layers[0].self_attention.d * stack.head.weight.element_size() > MAX_HEAD_BYTES:
         return "has attention heads that are too large"
-    return why_not_rearranged(model, products)
+    return why_not_rearranged(model, modules_of(model), products)
+
+
+def modules_of(model: Any) -> Iterator[nn.Module]:
+    """Iterate over the modules of a model's decoder and of its head. Its encoder stays as it is."""
+    yield from model.get_decoder().modules()
+    yield model.get_output_embeddings()
 
 
 def activation_of(model: Any) -> Any:

@@ -10,6 +10,7 @@ import importlib.util
 import math
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,12 +104,13 @@ class Rearranged(ABC):
 
     def __init__(self, model: Any) -> None:
         # Weak, so that the weights of a decoder that is kept between calls are freed with the model
-        self._base, self._submodules = weakref.ref(model), [weakref.ref(one) for one in model.modules()]
+        self._base = weakref.ref(model)
         embedding = model.get_input_embeddings().weight
         self.dtype, self.device = embedding.dtype, embedding.device
 
-    def _finish(self) -> None:
-        """Note the state of the model after its weights were combined."""
+    def _finish(self, modules: Iterable[nn.Module]) -> None:
+        """Note the state of these modules, whose weights forward passes read, after they were combined."""
+        self._submodules = [weakref.ref(one) for one in modules]
         self._combined_state = self.state
         # Counters of the attention kernel, 0 between launches
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
@@ -185,14 +187,15 @@ def kind_of(activation: Any) -> int:
     return next((i for name, i in ACTIVATIONS.items() if type(activation) is type(ACT2FN[name])), 0)
 
 
-def why_not_rearranged(model: Any, products: list[Any]) -> str | None:
+def why_not_rearranged(model: Any, modules: Iterable[nn.Module], products: list[Any]) -> str | None:
     """Return the reason why the weights of a model cannot be combined, or None if they can.
 
     Args:
         model: The model.
+        modules: Its modules whose weights the forward passes would read.
         products: Its linear layers that would be combined.
     """
-    for module in model.modules():
+    for module in modules:
         if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
             return "has hooks on its layers"
     for module in products:
