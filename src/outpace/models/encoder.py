@@ -1,4 +1,4 @@
-"""The encoder of encoder-decoder models, which runs once per source, the input of the encoder."""
+"""The encoder of encoder-decoder models. It runs once per source, which is its input."""
 
 from __future__ import annotations
 

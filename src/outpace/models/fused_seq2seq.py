@@ -23,7 +23,7 @@ class FusedSeq2SeqScorer(EncoderScorer, FusedScorer):
     """T5, mT5, BART, Marian or Whisper, fused.
 
     The keys and values of cross-attention are in a paged KV cache of their own. They belong to a source, and
-    all sequences about it share them by reference.
+    all sequences with this source share them by reference.
 
     Args:
         model: The model. Its weights are rearranged, and it can still be used.
@@ -81,7 +81,7 @@ class FusedSeq2SeqScorer(EncoderScorer, FusedScorer):
         return source
 
     def demands(self, lengths: Sequence[int], sources: Sequence[Source | None]) -> list[Demand]:
-        """See ``Scorer.demands``; sequences about a source share its memory."""
+        """See ``Scorer.demands``; sequences with the same source share its memory."""
         unique = {id(one.states): one for one in sources if one is not None}.values()
         tokens = [self._source_tokens(one) for one in unique]
         what = f"{sum(tokens)} tokens of the encoder's input"
@@ -103,7 +103,7 @@ class FusedSeq2SeqScorer(EncoderScorer, FusedScorer):
 
     @torch.inference_mode()
     def encode_sources(self, slots: Sequence[int], sources: Sequence[Source | None], tokens: int) -> None:
-        """See ``Scorer.encode_sources``; sequences about the same source share its keys and values."""
+        """See ``Scorer.encode_sources``; sequences with the same source share its keys and values."""
         self.check_weights()
         pairs = [(slot, source) for slot, source in zip(slots, sources, strict=True) if source is not None]
         self.encode([source for _, source in pairs])

@@ -92,7 +92,7 @@ class Scorer(ABC):
         return [self.cache]
 
     def demands(self, lengths: Sequence[int], sources: Sequence[Source | None]) -> list[Demand]:
-        """Return the memory that sequences of these lengths, about these sources, need in each KV cache."""
+        """Return the memory that sequences of these lengths and sources need in each KV cache."""
         what = f"{sum(lengths)} tokens of {type(self.base).__name__}"
         return [Demand(what, self.cache.bytes_for(lengths), self.cache.budget)]
 

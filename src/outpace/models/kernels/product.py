@@ -6,10 +6,10 @@ layer, one block computes both halves together.
 
 A norm stands between two products. The product before it scales its own columns by the norm's weights and
 stores their sum of squares. The product after it divides by the root of all such sums. For a layer norm, the
-product before it also stores the sum of its columns. The product after it subtracts the mean times
-``centers``, which are its weight times the norm's weights. The norm's bias, times the weight, is part of the
-bias of the product after it. This loses digits where the mean of a row is much larger than its deviation. In
-Whisper tiny and base it is at most 0.45 times the deviation.
+product before it also stores the sum of each row. The product after it subtracts mean · ``centers``, where
+``centers`` is its weight matrix times the vector of norm weights. The norm's bias, times the weight matrix,
+is part of the bias of that product. Precision is lost where the mean of a row is much larger than its standard
+deviation. In Whisper tiny and base it is at most 0.45 times it.
 """
 
 from __future__ import annotations
