@@ -49,7 +49,8 @@ def why_no_graphs(scorers: Sequence[Scorer], rule: Rule, draft_sampling: Samplin
         return "draft_sampling has processors"
     for scorer in scorers:
         if not scorer.captures:
-            return f"{type(scorer.base).__name__} has an encoder and {why_not_fused(scorer.base)}"
+            reason = why_not_fused(scorer.base) or "has changed since the last call"
+            return f"{type(scorer.base).__name__} has an encoder and {reason}"
         if scorer.model is not scorer.base or has_adapters(scorer.base):
             return f"{type(scorer.base).__name__} has adapters, whose changes a graph cannot detect"
         if {parameter.device for parameter in scorer.base.parameters()} != {scorers[0].device}:

@@ -8,8 +8,8 @@ A norm stands between two products. The product before it scales its own columns
 stores their sum of squares. The product after it divides by the root of all such sums. For a layer norm, the
 product before it also stores the sum of each row. The product after it subtracts mean · ``centers``, where
 ``centers`` is its weight matrix times the vector of norm weights. The norm's bias, times the weight matrix,
-is part of the bias of that product. Precision is lost where the mean of a row is much larger than its standard
-deviation. In Whisper tiny and base it is at most 0.45 times it.
+is part of the bias of that product. Precision is lost where the mean of a row is much larger than its
+standard deviation. In Whisper tiny and base it is at most 0.45 times it.
 """
 
 from __future__ import annotations
