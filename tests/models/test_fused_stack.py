@@ -199,7 +199,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("family", tiers.sized(["mt5", "bart", "whisper"], list(SEQ2SEQ)))
+@pytest.mark.parametrize("family", tiers.sized(["mt5", "whisper"], list(SEQ2SEQ)))
 def test_the_kernels_score_as_the_transformers_model(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     monkeypatch.setattr("outpace.models.kernels.product.MAX_ROWS", 8)  # so that a prompt has many rows
     monkeypatch.setattr("outpace.models.fused_stack.MAX_QUERY_BYTES", 512)  # and needs several launches
@@ -237,6 +237,7 @@ def test_prompts_of_a_batch_that_need_several_launches(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("kernels")
 def test_scorers_of_one_model_follow_its_weights() -> None:
+    """The kernels hold products of a norm's weights and the weights after it."""
     model, source, ids = tiny_seq2seq("whisper"), sources("whisper", 3)[0], torch.tensor([[4, 5]])
     first = FusedSeq2SeqScorer(model.to(DEVICE))
     with torch.no_grad():
@@ -247,23 +248,6 @@ def test_scorers_of_one_model_follow_its_weights() -> None:
     for scorer in (second, first):
         scorer.prefill([0], [[1]], [scorer.source(source)])
         assert torch.allclose(scorer.score([0], ids.to(DEVICE)).cpu()[0], expected, atol=1e-3)
-
-
-@pytest.mark.usefixtures("kernels")
-def test_weights_of_norms_may_change() -> None:
-    """The kernels hold products of a norm's weights and the weights after it."""
-    model, source, ids = tiny_seq2seq("whisper"), sources("whisper", 3)[0], torch.tensor([[4, 5]])
-    scorer = FusedSeq2SeqScorer(model.to(DEVICE))
-    scorer.prefill([0], [[1]], [scorer.source(source)])
-    before = scorer.score([0], ids.to(DEVICE)).cpu()
-    scorer.reset([0])
-    with torch.no_grad():
-        model.get_decoder().layers[1].final_layer_norm.weight.mul_(1.5)
-    scorer.prefill([0], [[1]], [scorer.source(source)])
-    after = scorer.score([0], ids.to(DEVICE)).cpu()
-    expected = transformers_logits(model.cpu(), source, [1, 4, 5])[1:]
-    assert torch.allclose(after[0], expected, atol=1e-3)
-    assert not torch.allclose(before[0], expected, atol=1e-2)
 
 
 @pytest.mark.usefixtures("kernels")
