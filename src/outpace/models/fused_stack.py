@@ -88,7 +88,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Folded:
-    """What a layer norm adds to the product after it, if the product gets rows that are only scaled.
+    """Terms of a product that follows a layer norm, if the product gets rows that are only scaled.
 
     Attributes:
         centers: Weight of the product times weights of the norm, float32 ``[N]``.
